@@ -1,0 +1,477 @@
+//! One RDMAP stream in full operation: the queues of a queue pair and the rules that join them.
+//!
+//! No sockets, no clock, no threads. The driver hands over octets from TCP ([`super::rx`]) and
+//! takes octets for TCP ([`super::tx`]); finished requests come out of [`Connection::completions`].
+//! The same code therefore runs over a socket, in the simulator and under the fuzzer.
+
+use super::mpa::{Agreement, ReadyToReceive};
+use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
+use super::rx::Receiver;
+use super::terminate::{self, DdpUntagged, TerminateCode};
+use super::tx::Transmitter;
+use crate::memory::{Access, LocalPiece, RegionTable};
+use crate::types::{
+    CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
+    Status, WorkCompletion,
+};
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Longest inline payload.
+pub(crate) const MAX_INLINE: usize = 512;
+/// Most elements of one request.
+pub(crate) const MAX_SGE: usize = 32;
+
+/// Which completion queue a completion belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Send,
+    Recv,
+}
+
+/// Local octets of a send request.
+pub(crate) enum LocalData {
+    Pieces(SmallVec<[LocalPiece; 2]>),
+    Inline(SmallVec<[u8; 64]>),
+}
+
+/// A posted send request, from posting until its completion has been reported.
+pub(crate) struct SendEntry {
+    pub(crate) wr_id: u64,
+    pub(crate) op: SendOp,
+    pub(crate) flags: SendFlags,
+    pub(crate) data: LocalData,
+    pub(crate) len: u32,
+    done: Option<Status>,
+}
+
+impl SendEntry {
+    fn completion_op(&self) -> CompletionOp {
+        match self.op {
+            SendOp::Send { .. } => CompletionOp::Send,
+            SendOp::Write { .. } => CompletionOp::Write,
+            SendOp::Read { .. } => CompletionOp::Read,
+            SendOp::CompareSwap { .. } => CompletionOp::CompareSwap,
+            SendOp::FetchAdd { .. } => CompletionOp::FetchAdd,
+        }
+    }
+
+    pub(crate) fn awaits_response(&self) -> bool {
+        matches!(self.op, SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. })
+    }
+}
+
+/// A posted receive.
+pub(crate) struct RecvEntry {
+    wr_id: u64,
+    pub(crate) pieces: SmallVec<[LocalPiece; 2]>,
+    pub(crate) capacity: u64,
+}
+
+/// The send queue: entries in posting order; `started` of them have been handed to the wire.
+#[derive(Default)]
+pub(crate) struct SendQueue {
+    entries: VecDeque<SendEntry>,
+    /// Sequence number of the front entry.
+    head: u64,
+    /// Sequence number of the next entry to start. `head <= started <= head + entries.len()`.
+    pub(crate) started: u64,
+}
+
+impl SendQueue {
+    pub(crate) fn get(&self, seq: u64) -> &SendEntry {
+        &self.entries[(seq - self.head) as usize]
+    }
+
+    pub(crate) fn next_unstarted(&self) -> Option<&SendEntry> {
+        self.entries.get((self.started - self.head) as usize)
+    }
+}
+
+/// An outstanding read or atomic of ours, in request order.
+pub(crate) struct Outstanding {
+    /// Entry of the send queue; `None` for a ready-to-receive read.
+    pub(crate) seq: Option<u64>,
+    pub(crate) sink_stag: u32,
+    pub(crate) sink_to: u64,
+    pub(crate) len: u32,
+    /// Octets of the response delivered so far, `<= len`.
+    pub(crate) received: u32,
+    /// The request's identifier if it is an atomic.
+    pub(crate) atomic_id: Option<u32>,
+}
+
+/// What we owe the peer.
+pub(crate) enum Response {
+    Read { sink_stag: u32, sink_to: u64, source: Option<LocalPiece>, len: u32 },
+    Atomic(AtomicResponse),
+}
+
+/// Responses in request order, with the same bookkeeping as [`SendQueue`].
+#[derive(Default)]
+pub(crate) struct ResponseQueue {
+    pub(crate) entries: VecDeque<Response>,
+    pub(crate) head: u64,
+    pub(crate) started: u64,
+}
+
+/// A queue pair's protocol state in full operation.
+pub(crate) struct Connection {
+    pub(crate) qp_num: u32,
+    pub(crate) pd: u32,
+    pub(crate) table: Arc<RegionTable>,
+    pub(crate) agreement: Agreement,
+    caps: QueuePairCaps,
+    pub(crate) sq: SendQueue,
+    pub(crate) rq: VecDeque<RecvEntry>,
+    pub(crate) outstanding: VecDeque<Outstanding>,
+    pub(crate) responses: ResponseQueue,
+    pub(crate) tx: Transmitter,
+    pub(crate) rx: Receiver,
+    /// Finished requests, for the driver to hand to the completion queues.
+    pub(crate) completions: Vec<(Side, WorkCompletion)>,
+    pub(crate) failure: Option<ConnectionError>,
+    /// The consumer asked to close; nothing more may be posted.
+    closing: bool,
+}
+
+/// Parameters of a new connection.
+pub(crate) struct ConnectionConfig {
+    pub(crate) qp_num: u32,
+    pub(crate) pd: u32,
+    pub(crate) table: Arc<RegionTable>,
+    pub(crate) agreement: Agreement,
+    pub(crate) caps: QueuePairCaps,
+    pub(crate) initiator: bool,
+    /// Largest ULPDU to send.
+    pub(crate) max_ulpdu: u16,
+}
+
+impl Connection {
+    pub(crate) fn new(config: ConnectionConfig) -> Connection {
+        let ConnectionConfig { qp_num, pd, table, agreement, caps, initiator, max_ulpdu } = config;
+        let mut connection = Connection {
+            qp_num,
+            pd,
+            table,
+            agreement,
+            caps,
+            sq: SendQueue::default(),
+            rq: VecDeque::new(),
+            outstanding: VecDeque::new(),
+            responses: ResponseQueue::default(),
+            tx: Transmitter::new(&agreement, max_ulpdu, !initiator),
+            rx: Receiver::new(&agreement, !initiator),
+            completions: Vec::new(),
+            failure: None,
+            closing: false,
+        };
+        if let (true, Some(rtr)) = (initiator, agreement.rtr) {
+            if rtr == ReadyToReceive::Read {
+                connection.outstanding.push_back(Outstanding {
+                    seq: None,
+                    sink_stag: 0,
+                    sink_to: 0,
+                    len: 0,
+                    received: 0,
+                    atomic_id: None,
+                });
+            }
+            connection.tx.queue_ready(rtr);
+        }
+        connection
+    }
+
+    /// Takes over receives posted before the connection was up.
+    pub(crate) fn adopt_receives(&mut self, posted: VecDeque<RecvEntry>) {
+        debug_assert!(self.rq.is_empty());
+        self.rq = posted;
+    }
+
+    pub(crate) fn check_postable(&self) -> Result<()> {
+        let state = match (&self.failure, self.closing) {
+            (Some(_), _) => "in error",
+            (None, true) => "closing",
+            (None, false) => return Ok(()),
+        };
+        Err(Error::State { qp_num: self.qp_num, state })
+    }
+
+    /// Validates and queues a send request. Nothing is transmitted yet.
+    pub(crate) fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
+        self.check_postable()?;
+        if self.sq.entries.len() >= self.caps.max_send as usize {
+            return Err(Error::QueueFull("send"));
+        }
+        let entry = self.resolve_send(request)?;
+        self.sq.entries.push_back(entry);
+        Ok(())
+    }
+
+    fn resolve_send(&self, request: &SendRequest<'_>) -> Result<SendEntry> {
+        let outbound = matches!(request.op, SendOp::Send { .. } | SendOp::Write { .. });
+        let (data, len) = match request.payload {
+            Payload::Inline(bytes) => {
+                if !outbound {
+                    return Err(Error::Unsupported("an inline payload for a read or an atomic"));
+                }
+                limit("inline payload", bytes.len() as u64, MAX_INLINE as u64)?;
+                (LocalData::Inline(SmallVec::from_slice(bytes)), bytes.len() as u64)
+            }
+            Payload::Sges(sges) => {
+                limit("elements of a request", sges.len() as u64, self.caps.max_sge.into())?;
+                let needed = if outbound { Access::empty() } else { Access::LOCAL_WRITE };
+                let mut pieces = SmallVec::new();
+                let len = self.table.resolve(self.pd, sges, needed, &mut pieces)?;
+                (LocalData::Pieces(pieces), len)
+            }
+        };
+        limit("octets of a message", len, u32::MAX.into())?;
+        match request.op {
+            SendOp::CompareSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => {
+                self.require_extensions()?;
+                if len != 8 || !matches!(&data, LocalData::Pieces(p) if p.len() == 1) {
+                    return Err(Error::Unsupported("an atomic whose result is not one element of 8 octets"));
+                }
+                if remote.addr % 8 != 0 {
+                    return Err(Error::Unsupported("an atomic on an address that is not a multiple of 8"));
+                }
+                self.require_ord()?;
+            }
+            SendOp::Read { .. } => self.require_ord()?,
+            SendOp::Write { immediate: Some(_), .. } => self.require_extensions()?,
+            SendOp::Write { .. } | SendOp::Send { .. } => {}
+        }
+        Ok(SendEntry { wr_id: request.wr_id, op: request.op, flags: request.flags, data, len: len as u32, done: None })
+    }
+
+    fn require_extensions(&self) -> Result<()> {
+        if self.agreement.extensions {
+            return Ok(());
+        }
+        Err(Error::Unsupported("atomics and immediate data (RFC 7306), which the peer did not announce"))
+    }
+
+    fn require_ord(&self) -> Result<()> {
+        if self.agreement.ord > 0 {
+            return Ok(());
+        }
+        Err(Error::Unsupported("reads on this connection: the peer granted no read resources"))
+    }
+
+    pub(crate) fn post_recv(&mut self, request: &RecvRequest<'_>) -> Result<()> {
+        self.check_postable()?;
+        let entry = resolve_recv(&self.table, self.pd, &self.caps, self.rq.len(), request)?;
+        self.rq.push_back(entry);
+        Ok(())
+    }
+
+    /// Marks a started send entry finished and reports everything finished at the queue's front.
+    pub(crate) fn finish_send(&mut self, seq: u64, status: Status) {
+        let index = (seq - self.sq.head) as usize;
+        self.sq.entries[index].done = Some(status);
+        while let Some(SendEntry { done: Some(status), .. }) = self.sq.entries.front() {
+            let status = *status;
+            let entry = self.sq.entries.pop_front().expect("just seen");
+            self.sq.head += 1;
+            self.report_send(&entry, status);
+        }
+    }
+
+    fn report_send(&mut self, entry: &SendEntry, status: Status) {
+        if entry.flags.contains(SendFlags::SIGNALED) || status != Status::Success {
+            self.completions.push((
+                Side::Send,
+                WorkCompletion {
+                    wr_id: entry.wr_id,
+                    status,
+                    op: entry.completion_op(),
+                    len: entry.len,
+                    qp_num: self.qp_num,
+                    immediate: None,
+                    invalidated: None,
+                    solicited: false,
+                },
+            ));
+        }
+    }
+
+    /// Completes the receive at the head of the queue.
+    pub(crate) fn finish_recv(&mut self, len: u32, detail: RecvDetail) {
+        let entry = self.rq.pop_front().expect("the receiver checked that a receive is posted");
+        self.report_recv(entry.wr_id, Status::Success, len, detail);
+    }
+
+    fn report_recv(&mut self, wr_id: u64, status: Status, len: u32, detail: RecvDetail) {
+        self.completions.push((
+            Side::Recv,
+            WorkCompletion {
+                wr_id,
+                status,
+                op: if detail.immediate.is_some() { CompletionOp::RecvWriteImmediate } else { CompletionOp::Recv },
+                len,
+                qp_num: self.qp_num,
+                immediate: detail.immediate,
+                invalidated: detail.invalidated,
+                solicited: detail.solicited,
+            },
+        ));
+    }
+
+    /// Serves an inbound read or atomic: queues the response.
+    ///
+    /// # Errors
+    /// The Terminate code if the peer has more outstanding than was agreed.
+    pub(crate) fn owe(&mut self, response: Response) -> Result<(), TerminateCode> {
+        if self.responses.entries.len() >= usize::from(self.agreement.ird.max(1)) {
+            return Err(DdpUntagged::NoBuffer.into());
+        }
+        self.responses.entries.push_back(response);
+        Ok(())
+    }
+
+    /// Executes an atomic on local memory.
+    pub(crate) fn execute_atomic(&mut self, request: &AtomicRequest) -> Result<u64, TerminateCode> {
+        let (ptr, _placement) = self.table.remote(self.pd, request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
+        if !(ptr as usize).is_multiple_of(8) {
+            return Err(super::terminate::RdmaOperation::CatastrophicStream.into());
+        }
+        // SAFETY: the region table vouches for eight mapped octets held by `_placement`; the
+        // address is aligned; concurrent access by the consumer must be atomic too, as verbs require.
+        let word = unsafe { std::sync::atomic::AtomicU64::from_ptr(ptr.cast()) };
+        use std::sync::atomic::Ordering::SeqCst;
+        Ok(match request.op {
+            AtomicOp::FetchAdd { add, mask: 0 } => word.fetch_add(add, SeqCst),
+            op => word.fetch_update(SeqCst, SeqCst, |v| Some(op.apply(v))).expect("the closure never declines"),
+        })
+    }
+
+    /// Ends the stream because of something the peer did: tells it, flushes everything.
+    pub(crate) fn fail_protocol(&mut self, code: TerminateCode, offending: Option<(u16, &[u8])>) {
+        if self.failure.is_some() {
+            return;
+        }
+        let mut payload = [0; terminate::MAX_LEN];
+        let n = terminate::encode(code, offending, &mut payload);
+        self.tx.queue_terminate(&payload[..n]);
+        if code == DdpUntagged::TooLong.into() {
+            if let Some(entry) = self.rq.pop_front() {
+                self.report_recv(entry.wr_id, Status::LocalLength, 0, RecvDetail::default());
+            }
+        }
+        self.flush(ConnectionError::Protocol(code), Status::ConnectionLost);
+    }
+
+    /// Ends the stream because the peer said so.
+    pub(crate) fn fail_terminated(&mut self, code: TerminateCode) {
+        let status = match (code.layer, code.etype) {
+            (1, 2) if code.code == DdpUntagged::NoBuffer as u8 => Status::RemoteNoReceive,
+            (0 | 1, 1) => Status::RemoteAccess,
+            _ => Status::RemoteOperation,
+        };
+        self.flush(ConnectionError::Terminated(code), status);
+    }
+
+    /// Ends the stream because TCP ended.
+    pub(crate) fn fail_lost(&mut self, cause: ConnectionError) {
+        self.flush(cause, Status::ConnectionLost);
+    }
+
+    /// The consumer wants out. Started and queued sends still go; then the driver closes.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// Whether nothing of ours is left to transmit or to wait for.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.tx.is_idle() && self.sq.entries.is_empty() && self.responses.entries.is_empty()
+    }
+
+    /// Nothing is left to transmit.
+    pub(crate) fn tx_idle(&self) -> bool {
+        self.tx.is_idle()
+    }
+
+    /// TCP takes nothing any more.
+    pub(crate) fn tx_abandon(&mut self) {
+        self.tx.abandon();
+    }
+
+    /// The consumer's side of the stream is over: what is posted will never be served.
+    pub(crate) fn flush(&mut self, cause: ConnectionError, first: Status) {
+        if self.failure.is_some() {
+            return;
+        }
+        self.failure = Some(cause);
+        self.rx.stop();
+        let started = (self.sq.started - self.sq.head) as usize;
+        let mut fault = Some(first).filter(|_| started > 0);
+        let entries = std::mem::take(&mut self.sq.entries);
+        for (index, entry) in entries.iter().enumerate() {
+            let status = match entry.done {
+                Some(done) => done,
+                None if index < started => fault.take().unwrap_or(Status::Flushed),
+                None => Status::Flushed,
+            };
+            self.report_send(entry, status);
+        }
+        for entry in std::mem::take(&mut self.rq) {
+            self.report_recv(entry.wr_id, Status::Flushed, 0, RecvDetail::default());
+        }
+        self.outstanding.clear();
+        let responses = std::mem::take(&mut self.responses.entries);
+        self.tx.drop_data((entries, responses));
+    }
+}
+
+/// What a receive completion says beside its length.
+#[derive(Default)]
+pub(crate) struct RecvDetail {
+    pub(crate) immediate: Option<u32>,
+    pub(crate) invalidated: Option<u32>,
+    pub(crate) solicited: bool,
+}
+
+/// Validates a receive against a queue that holds `posted` already.
+pub(crate) fn resolve_recv(
+    table: &RegionTable,
+    pd: u32,
+    caps: &QueuePairCaps,
+    posted: usize,
+    request: &RecvRequest<'_>,
+) -> Result<RecvEntry> {
+    if posted >= caps.max_recv as usize {
+        return Err(Error::QueueFull("receive"));
+    }
+    limit("elements of a request", request.sges.len() as u64, caps.max_sge.into())?;
+    let mut pieces = SmallVec::new();
+    let capacity = table.resolve(pd, request.sges, Access::LOCAL_WRITE, &mut pieces)?;
+    Ok(RecvEntry { wr_id: request.wr_id, pieces, capacity })
+}
+
+/// Flushes receives that never saw a connection.
+pub(crate) fn flush_receives(qp_num: u32, posted: VecDeque<RecvEntry>) -> Vec<(Side, WorkCompletion)> {
+    let flushed = |entry: RecvEntry| WorkCompletion {
+        wr_id: entry.wr_id,
+        status: Status::Flushed,
+        op: CompletionOp::Recv,
+        len: 0,
+        qp_num,
+        immediate: None,
+        invalidated: None,
+        solicited: false,
+    };
+    posted.into_iter().map(|entry| (Side::Recv, flushed(entry))).collect()
+}
+
+fn limit(what: &'static str, got: u64, limit: u64) -> Result<()> {
+    if got > limit {
+        return Err(Error::Limit { what, got, limit });
+    }
+    Ok(())
+}

@@ -1,0 +1,660 @@
+//! The iWARP device: one epoll set, one timer, one table of memory, and the queue pairs,
+//! listeners and completion queues that hang on them.
+
+use super::connection::{MAX_INLINE, MAX_SGE};
+use super::endpoint::Endpoint;
+use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
+use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
+use crate::memory::{Access, Owner, Region, RegionTable};
+use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result, WorkCompletion};
+use crate::{Device, ListenOptions};
+use rustix::event::{EventfdFlags, epoll};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+use std::collections::{HashMap, VecDeque};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const MAX_QUEUE: u32 = 16384;
+const MAX_DEPTH: u16 = 256;
+const EVENTS_PER_TURN: usize = 128;
+/// Deadlines are kept to this.
+const TICK: Duration = Duration::from_millis(250);
+/// With this many live queue pairs or fewer, polling tries their sockets instead of epoll.
+const HOT_MAX: usize = 2;
+/// How often polling looks at epoll all the same.
+const HOT_STREAK: u32 = 16;
+/// Longest spin before sleeping.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+const TOKEN_WAKE: u64 = u64::MAX;
+const TOKEN_TIMER: u64 = u64::MAX - 1;
+
+/// How an iWARP device behaves. The default suits every peer.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Ask for CRCs. Both ends must say no for there to be none.
+    pub crc: bool,
+    /// Ask for markers in what we receive. Linux's `siw` refuses them.
+    pub markers: bool,
+    /// Highest MPA revision, 1 or 2.
+    pub revision: u8,
+    /// Ask for the peer-to-peer model (revision 2), in which either end may send first.
+    pub peer_to_peer: bool,
+    /// Ready-to-receive message to prefer.
+    pub rtr: ReadyToReceive,
+    /// Tell peers, in reserved flag bits of the request, that we take large FPDUs and speak
+    /// RFC 7306, and believe those who say so. Without it everybody gets segment-sized FPDUs.
+    pub announce: bool,
+    /// Send FPDUs up to this ULPDU length whatever the peer said.
+    pub force_ulpdu: Option<u16>,
+    /// TCP congestion control for every socket; by default the system's, and `cubic` on loopback.
+    pub congestion: Option<String>,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            crc: true,
+            markers: false,
+            revision: 2,
+            peer_to_peer: true,
+            rtr: ReadyToReceive::Write,
+            announce: true,
+            force_ulpdu: None,
+            congestion: None,
+        }
+    }
+}
+
+impl Config {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system has no descriptors left.
+    pub fn open(self) -> Result<Device> {
+        Ok(Device::new(Arc::new(Context::open(self)?)))
+    }
+
+    pub(super) fn preferences(&self, params: &ConnectParams) -> Result<Preferences> {
+        let limit = mpa::MAX_PRIVATE_DATA - 4;
+        if params.private_data.len() > limit {
+            let got = params.private_data.len() as u64;
+            return Err(Error::Limit { what: "octets of private data", got, limit: limit as u64 });
+        }
+        Ok(Preferences {
+            markers: self.markers,
+            crc: self.crc,
+            revision: self.revision,
+            ird: params.ird.min(MAX_DEPTH),
+            ord: params.ord.min(MAX_DEPTH),
+            peer_to_peer: self.peer_to_peer && self.revision >= 2,
+            rtr: self.rtr,
+            announce: self.announce,
+        })
+    }
+
+    /// Largest ULPDU to send under `agreement` on a path with segments of `mss` octets.
+    pub(super) fn max_ulpdu(&self, agreement: &Agreement, mss: usize) -> u16 {
+        if let Some(forced) = self.force_ulpdu {
+            return forced.max(128);
+        }
+        if agreement.large_fpdu {
+            return u16::MAX;
+        }
+        // RFC 5044 §5: what is left of a segment after length, CRC, pad and markers.
+        let markers = if agreement.send_markers { 4 * mss.div_ceil(512) } else { 0 };
+        mss.saturating_sub(6 + markers + mss % 4).clamp(128, u16::MAX.into()) as u16
+    }
+}
+
+enum Entity {
+    QueuePair(Arc<Endpoint>),
+    Listener(Arc<ListeningSocket>),
+    Inbound(Arc<Inbound>),
+}
+
+pub(super) struct Context {
+    config: Config,
+    attributes: DeviceAttributes,
+    table: Arc<RegionTable>,
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    timer: OwnedFd,
+    timer_on: AtomicBool,
+    next_pd: AtomicU32,
+    next_id: AtomicU32,
+    entities: Mutex<HashMap<u32, Entity>>,
+    pending: AtomicUsize,
+    /// Held by the thread that drives the sockets; others go on without.
+    driver: Mutex<Driver>,
+    /// Counts changes to the set of live queue pairs.
+    live_version: AtomicU64,
+    ready: Mutex<VecDeque<u32>>,
+    events: Mutex<VecDeque<Event>>,
+    /// Completions and events not polled yet, and queue pairs in `ready`.
+    unpolled: AtomicUsize,
+    armed: AtomicBool,
+    /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
+    spin: AtomicU64,
+}
+
+struct Driver {
+    hot: Vec<Arc<Endpoint>>,
+    hot_version: u64,
+    streak: u32,
+}
+
+impl Context {
+    fn open(config: Config) -> Result<Arc<Context>> {
+        let failed = |e| Error::io("opening an iWARP device", e);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
+        let timer = rustix::time::timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+        )
+        .map_err(failed)?;
+        for (fd, token) in [(&wake, TOKEN_WAKE), (&timer, TOKEN_TIMER)] {
+            epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN).map_err(failed)?;
+        }
+        let attributes = DeviceAttributes {
+            provider: "iwarp",
+            name: "iwarp0".into(),
+            max_sge: MAX_SGE as u32,
+            max_queue: MAX_QUEUE,
+            max_inline: MAX_INLINE as u32,
+            max_read_depth: MAX_DEPTH,
+            max_private_data: mpa::MAX_PRIVATE_DATA - 4,
+            atomics: config.announce,
+            immediate: config.announce,
+        };
+        Ok(Arc::new(Context {
+            config,
+            attributes,
+            table: Arc::new(RegionTable::new()),
+            epoll,
+            wake,
+            timer,
+            timer_on: AtomicBool::new(false),
+            next_pd: AtomicU32::new(1),
+            next_id: AtomicU32::new(1),
+            entities: Mutex::new(HashMap::new()),
+            pending: AtomicUsize::new(0),
+            driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, streak: 0 }),
+            live_version: AtomicU64::new(1),
+            ready: Mutex::new(VecDeque::new()),
+            events: Mutex::new(VecDeque::new()),
+            unpolled: AtomicUsize::new(0),
+            armed: AtomicBool::new(false),
+            spin: AtomicU64::new(0),
+        }))
+    }
+
+    pub(super) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    pub(super) fn table(&self) -> &Arc<RegionTable> {
+        &self.table
+    }
+
+    fn insert(&self, id: u32, entity: Entity) {
+        self.entities.lock().expect("no panics under the lock").insert(id, entity);
+    }
+
+    pub(super) fn forget(&self, id: u32) {
+        let gone = self.entities.lock().expect("no panics under the lock").remove(&id);
+        if let Some(Entity::Inbound(_)) = gone {
+            self.pending.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.live_changed();
+    }
+
+    fn new_id(&self) -> u32 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn watch(&self, fd: impl AsFd, id: u32) -> rustix::io::Result<()> {
+        use epoll::EventFlags as F;
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.into()), F::IN | F::OUT | F::RDHUP | F::ET)
+    }
+
+    pub(super) fn unwatch(&self, fd: impl AsFd) {
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    pub(super) fn pending_requests(&self) -> usize {
+        self.pending.load(Ordering::Relaxed)
+    }
+
+    /// Starts to read a request frame.
+    pub(super) fn begin_request(
+        self: &Arc<Context>,
+        stream: TcpStream,
+        peer: SocketAddr,
+        accept_foreign: bool,
+    ) -> Result<()> {
+        listener::prepare(&stream, peer, self)?;
+        let id = self.new_id();
+        let reading = Reading::new(stream, peer, accept_foreign);
+        self.watch(reading.stream(), id).map_err(|e| Error::io("watching a connection", e))?;
+        let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
+        self.pending.fetch_add(1, Ordering::Relaxed);
+        self.insert(id, Entity::Inbound(inbound));
+        self.start_timer();
+        Ok(())
+    }
+
+    pub(super) fn live_changed(&self) {
+        self.live_version.fetch_add(1, Ordering::Release);
+    }
+
+    /// The queue pair could do more without waiting.
+    pub(super) fn mark_ready(&self, id: u32) {
+        self.ready.lock().expect("no panics under the lock").push_back(id);
+        self.count_unpolled();
+    }
+
+    pub(super) fn push_event(&self, event: Event) {
+        self.events.lock().expect("no panics under the lock").push_back(event);
+        self.count_unpolled();
+    }
+
+    fn count_unpolled(&self) {
+        self.unpolled.fetch_add(1, Ordering::SeqCst);
+        if self.armed.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn discount_unpolled(&self, n: usize) {
+        self.unpolled.fetch_sub(n, Ordering::SeqCst);
+    }
+
+    pub(super) fn start_timer(&self) {
+        if !self.timer_on.swap(true, Ordering::SeqCst) {
+            self.set_timer(TICK);
+        }
+    }
+
+    fn set_timer(&self, period: Duration) {
+        let spec = Timespec { tv_sec: 0, tv_nsec: period.subsec_nanos().into() };
+        let spec = Itimerspec { it_interval: spec, it_value: spec };
+        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &spec)
+            .expect("a valid period on our own timer");
+    }
+
+    fn tick(self: &Arc<Context>) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.timer, &mut count);
+        // Off before the scan: whoever starts a deadline during it switches the timer on again.
+        self.timer_on.store(false, Ordering::SeqCst);
+        let now = Instant::now();
+        let mut busy = false;
+        let (mut pairs, mut inbounds, mut listeners) = (Vec::new(), Vec::new(), Vec::new());
+        for entity in self.entities.lock().expect("no panics under the lock").values() {
+            match entity {
+                Entity::QueuePair(qp) => pairs.push(Arc::clone(qp)),
+                Entity::Inbound(inbound) => inbounds.push(Arc::clone(inbound)),
+                Entity::Listener(socket) => listeners.push(Arc::clone(socket)),
+            }
+        }
+        for qp in pairs {
+            busy |= qp.tick(now);
+        }
+        for inbound in inbounds {
+            busy |= inbound.tick(self, now);
+        }
+        for socket in listeners {
+            if socket.turn(self) {
+                self.mark_ready(socket.id);
+            }
+        }
+        if busy {
+            self.timer_on.store(true, Ordering::SeqCst);
+        } else if !self.timer_on.load(Ordering::SeqCst) {
+            self.set_timer(Duration::ZERO);
+            // Lost race with `start_timer`: its setting came before ours.
+            if self.timer_on.load(Ordering::SeqCst) {
+                self.set_timer(TICK);
+            }
+        }
+    }
+
+    fn turn(self: &Arc<Context>, id: u32, readable: bool, writable: bool) {
+        enum Found {
+            QueuePair(Arc<Endpoint>),
+            Listener(Arc<ListeningSocket>),
+            Inbound(Arc<Inbound>),
+        }
+        let found = match self.entities.lock().expect("no panics under the lock").get(&id) {
+            Some(Entity::QueuePair(qp)) => Found::QueuePair(Arc::clone(qp)),
+            Some(Entity::Listener(socket)) => Found::Listener(Arc::clone(socket)),
+            Some(Entity::Inbound(inbound)) => Found::Inbound(Arc::clone(inbound)),
+            None => return,
+        };
+        match found {
+            Found::QueuePair(qp) => qp.turn(readable, writable),
+            Found::Inbound(inbound) => inbound.turn(self),
+            Found::Listener(socket) => {
+                if socket.turn(self) {
+                    self.mark_ready(id);
+                }
+            }
+        }
+    }
+
+    /// One pass over everything that can move without waiting.
+    fn drive(self: &Arc<Context>) {
+        let Ok(mut driver) = self.driver.try_lock() else { return };
+        let waiting = std::mem::take(&mut *self.ready.lock().expect("no panics under the lock"));
+        if !waiting.is_empty() {
+            self.discount_unpolled(waiting.len());
+            for id in waiting {
+                self.turn(id, false, false);
+            }
+        }
+        let version = self.live_version.load(Ordering::Acquire);
+        if version != driver.hot_version {
+            driver.hot_version = version;
+            driver.hot = self.few_queue_pairs();
+        }
+        if !driver.hot.is_empty() {
+            driver.streak += 1;
+            if driver.streak < HOT_STREAK {
+                for qp in &driver.hot {
+                    qp.turn(true, false);
+                }
+                return;
+            }
+            driver.streak = 0;
+        }
+        let mut events = [std::mem::MaybeUninit::uninit(); EVENTS_PER_TURN];
+        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&none)) else { return };
+        use epoll::EventFlags as F;
+        for event in events {
+            let (data, flags) = (event.data, event.flags);
+            match data.u64() {
+                TOKEN_WAKE => drop(rustix::io::read(&self.wake, &mut [0; 8])),
+                TOKEN_TIMER => self.tick(),
+                id => {
+                    let readable = flags.intersects(F::IN | F::RDHUP | F::HUP | F::ERR);
+                    let writable = flags.intersects(F::OUT | F::HUP | F::ERR);
+                    self.turn(id as u32, readable, writable);
+                }
+            }
+        }
+    }
+
+    /// The queue pairs, if they are so few that trying each beats asking epoll.
+    fn few_queue_pairs(&self) -> Vec<Arc<Endpoint>> {
+        let entities = self.entities.lock().expect("no panics under the lock");
+        let pairs = || entities.values().filter_map(|e| if let Entity::QueuePair(qp) = e { Some(qp) } else { None });
+        if pairs().count() > HOT_MAX {
+            return Vec::new();
+        }
+        pairs().cloned().collect()
+    }
+
+    fn has_unpolled(&self) -> bool {
+        self.unpolled.load(Ordering::SeqCst) > 0
+    }
+}
+
+/// The device as the consumer holds it.
+impl DeviceOps for Arc<Context> {
+    fn attributes(&self) -> &DeviceAttributes {
+        &self.attributes
+    }
+
+    fn alloc_pd(&self) -> u32 {
+        self.next_pd.fetch_add(1, Ordering::Relaxed)
+    }
+
+    unsafe fn register(
+        &self,
+        pd: u32,
+        ptr: *mut u8,
+        len: usize,
+        base: u64,
+        access: Access,
+        owner: Owner,
+    ) -> Result<Arc<dyn RegionOps>> {
+        // SAFETY: the caller's promise.
+        let region = unsafe { self.table.register(pd, ptr, len, base, access, owner) }?;
+        Ok(Arc::new(RegionHandle { table: Arc::clone(&self.table), region }))
+    }
+
+    fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
+        let limit = MAX_QUEUE as usize * 64;
+        if capacity > limit {
+            return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
+        }
+        Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing {
+            ctx: Arc::clone(self),
+            capacity,
+            reserved: AtomicUsize::new(0),
+            queue: Mutex::new(VecDeque::new()),
+        }))))
+    }
+
+    fn create_qp(
+        &self,
+        pd: u32,
+        send_cq: &Arc<dyn CompletionQueueOps>,
+        recv_cq: &Arc<dyn CompletionQueueOps>,
+        caps: QueuePairCaps,
+    ) -> Result<Arc<dyn QueuePairOps>> {
+        for (what, got, limit) in [
+            ("send queue", caps.max_send, MAX_QUEUE),
+            ("receive queue", caps.max_recv, MAX_QUEUE),
+            ("elements of a request", caps.max_sge, MAX_SGE as u32),
+        ] {
+            if got > limit {
+                return Err(Error::Limit { what, got: got.into(), limit: limit.into() });
+            }
+        }
+        let ring = |cq: &Arc<dyn CompletionQueueOps>| {
+            let handle = cq.as_any().downcast_ref::<CompletionQueueHandle>();
+            let ring = handle.map(|h| Arc::clone(&h.0)).filter(|r| Arc::ptr_eq(&r.ctx, self));
+            ring.ok_or(Error::Unsupported("a completion queue of another device"))
+        };
+        let (send_cq, recv_cq) = (ring(send_cq)?, ring(recv_cq)?);
+        send_cq.reserve(caps.max_send as usize)?;
+        if let Err(error) = recv_cq.reserve(caps.max_recv as usize) {
+            send_cq.release(caps.max_send as usize);
+            return Err(error);
+        }
+        let id = self.new_id();
+        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(self), send_cq, recv_cq, caps));
+        self.insert(id, Entity::QueuePair(Arc::clone(&qp)));
+        Ok(qp)
+    }
+
+    fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
+        let id = self.new_id();
+        let socket = ListeningSocket::bind(id, addr, options)?;
+        let failed = |source: std::io::Error| Error::Io { op: "listening on", peer: Some(addr), source };
+        let local = socket.socket().local_addr().map_err(failed)?;
+        self.watch(socket.socket(), id).map_err(|e| failed(e.into()))?;
+        self.insert(id, Entity::Listener(Arc::new(socket)));
+        Ok(Box::new(ListenerHandle { ctx: Arc::clone(self), id, addr: local }))
+    }
+
+    fn adopt(&self, stream: TcpStream) -> Result<()> {
+        let peer = stream.peer_addr().map_err(|e| Error::io("asking who has connected", e))?;
+        self.begin_request(stream, peer, false)
+    }
+
+    fn progress(&self) {
+        self.drive();
+    }
+
+    fn poll_event(&self) -> Option<Event> {
+        let next = || self.events.lock().expect("no panics under the lock").pop_front();
+        let event = next().or_else(|| {
+            self.drive();
+            next()
+        });
+        if event.is_some() {
+            self.discount_unpolled(1);
+        }
+        event
+    }
+
+    fn arm(&self) -> bool {
+        self.armed.store(true, Ordering::SeqCst);
+        if self.has_unpolled() {
+            self.armed.store(false, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    fn wait_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        if self.has_unpolled() {
+            return Ok(());
+        }
+        let spin = Duration::from_nanos(self.spin.load(Ordering::Relaxed));
+        let start = Instant::now();
+        loop {
+            self.drive();
+            if self.has_unpolled() {
+                let longer = (spin * 2).clamp(Duration::from_micros(2), SPIN_MAX);
+                self.spin.store(longer.as_nanos() as u64, Ordering::Relaxed);
+                return Ok(());
+            }
+            let spun = start.elapsed();
+            if spun >= spin || timeout.is_some_and(|t| spun >= t) {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        self.spin.store(spin.as_nanos() as u64 / 2, Ordering::Relaxed);
+        if !self.arm() {
+            return Ok(());
+        }
+        let limit = timeout.map(|t| t.saturating_sub(start.elapsed()));
+        let limit = limit.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+        let mut fds = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
+        let slept = Instant::now();
+        match rustix::event::poll(&mut fds, limit.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(Error::io("waiting", e)),
+        }
+        self.armed.store(false, Ordering::SeqCst);
+        // Woken so soon that a little spinning would have caught it: spin next time.
+        if slept.elapsed() < SPIN_MAX {
+            let longer = (spin + Duration::from_micros(5)).min(SPIN_MAX);
+            self.spin.store(longer.as_nanos() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+struct RegionHandle {
+    table: Arc<RegionTable>,
+    region: Arc<Region>,
+}
+
+impl RegionOps for RegionHandle {
+    fn key(&self) -> u32 {
+        self.region.stag()
+    }
+
+    fn base(&self) -> u64 {
+        self.region.base()
+    }
+
+    fn len(&self) -> usize {
+        self.region.len()
+    }
+
+    fn is_valid(&self) -> bool {
+        self.region.is_valid()
+    }
+
+    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
+        let region = self.table.bind(&self.region, offset, len, access)?;
+        Ok(Arc::new(RegionHandle { table: Arc::clone(&self.table), region }))
+    }
+
+    fn deregister(&self) {
+        self.table.deregister(&self.region);
+    }
+}
+
+/// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
+pub(super) struct CompletionRing {
+    ctx: Arc<Context>,
+    capacity: usize,
+    reserved: AtomicUsize,
+    queue: Mutex<VecDeque<WorkCompletion>>,
+}
+
+impl CompletionRing {
+    pub(super) fn push(&self, completion: WorkCompletion) {
+        self.queue.lock().expect("no panics under the lock").push_back(completion);
+        self.ctx.count_unpolled();
+    }
+
+    fn reserve(&self, n: usize) -> Result<()> {
+        let took = self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| {
+            (r + n <= self.capacity).then_some(r + n)
+        });
+        took.map(|_| ()).map_err(|r| Error::Limit {
+            what: "completion queue entries reserved by queue pairs",
+            got: (r + n) as u64,
+            limit: self.capacity as u64,
+        })
+    }
+
+    pub(super) fn release(&self, n: usize) {
+        self.reserved.fetch_sub(n, Ordering::SeqCst);
+    }
+
+    fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        let mut queue = self.queue.lock().expect("no panics under the lock");
+        let n = queue.len().min(max);
+        out.extend(queue.drain(..n));
+        drop(queue);
+        if n > 0 {
+            self.ctx.discount_unpolled(n);
+        }
+        n
+    }
+}
+
+struct CompletionQueueHandle(Arc<CompletionRing>);
+
+impl CompletionQueueOps for CompletionQueueHandle {
+    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        match self.0.take(out, max) {
+            0 => {
+                self.0.ctx.drive();
+                self.0.take(out, max)
+            }
+            n => n,
+        }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl Drop for CompletionQueueHandle {
+    fn drop(&mut self) {
+        // Completions nobody can poll any more must not keep the device awake.
+        let left = std::mem::take(&mut *self.0.queue.lock().expect("no panics under the lock"));
+        self.0.ctx.discount_unpolled(left.len());
+    }
+}

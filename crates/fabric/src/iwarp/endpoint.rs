@@ -1,0 +1,560 @@
+//! A queue pair and its socket: set-up, transfer, orderly end.
+
+use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
+use super::IoVecs;
+use super::device::{CompletionRing, Context};
+use super::mpa::{self, Agreement, Frame, Preferences};
+use super::socket;
+use crate::provider::{Event, QueuePairOps};
+use crate::types::{ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion};
+use crate::ConnectionInfo;
+use std::collections::VecDeque;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Octets one queue pair may receive or send before others get their turn.
+const TURN: usize = 4 << 20;
+/// How long a failed connection waits for the peer to read our Terminate and close.
+const LINGER: Duration = Duration::from_secs(2);
+
+pub(super) struct Endpoint {
+    number: u32,
+    pd: u32,
+    ctx: Arc<Context>,
+    send_cq: Arc<CompletionRing>,
+    recv_cq: Arc<CompletionRing>,
+    caps: QueuePairCaps,
+    state: Mutex<State>,
+}
+
+struct State {
+    phase: Phase,
+    /// Receives posted before the connection is up.
+    posted: VecDeque<RecvEntry>,
+    info: Option<ConnectionInfo>,
+    error: Option<ConnectionError>,
+    iovecs: IoVecs,
+}
+
+enum Phase {
+    Idle,
+    Connecting(Connecting),
+    Live(Box<Live>),
+    /// Failed; reading away what the peer still sends so that it can read our Terminate.
+    Lingering { stream: TcpStream, deadline: Instant },
+    Over,
+}
+
+struct Connecting {
+    stream: TcpStream,
+    peer: SocketAddr,
+    prefs: Preferences,
+    /// The request frame and how much of it is out.
+    request: Vec<u8>,
+    sent: usize,
+    reply: Vec<u8>,
+    connected: bool,
+    deadline: Instant,
+}
+
+struct Live {
+    stream: TcpStream,
+    connection: Connection,
+    /// Reply frame octets that go before the first FPDU.
+    preamble: Vec<u8>,
+    readable: bool,
+    writable: bool,
+    /// Our half is shut.
+    shut: bool,
+    /// The peer's half is shut.
+    ended: bool,
+}
+
+/// What is left to do after a turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// Nothing until the socket says so.
+    Waiting,
+    /// More could be done at once.
+    Unfinished,
+}
+
+impl Endpoint {
+    pub(super) fn new(
+        number: u32,
+        pd: u32,
+        ctx: Arc<Context>,
+        send_cq: Arc<CompletionRing>,
+        recv_cq: Arc<CompletionRing>,
+        caps: QueuePairCaps,
+    ) -> Endpoint {
+        let state = State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
+        Endpoint { number, pd, ctx, send_cq, recv_cq, caps, state: Mutex::new(state) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    fn deliver(&self, completions: &mut Vec<(Side, WorkCompletion)>) {
+        for (side, completion) in completions.drain(..) {
+            match side {
+                Side::Send => self.send_cq.push(completion),
+                Side::Recv => self.recv_cq.push(completion),
+            }
+        }
+    }
+
+    fn check_idle(&self, state: &State) -> Result<()> {
+        if matches!(state.phase, Phase::Idle) {
+            return Ok(());
+        }
+        Err(Error::State { qp_num: self.number, state: "connected or connecting already" })
+    }
+
+    /// Takes over an accepted socket whose peer has been answered with `reply`.
+    pub(super) fn accept(
+        &self,
+        stream: TcpStream,
+        peer: SocketAddr,
+        agreement: Agreement,
+        reply: Vec<u8>,
+        early: &[u8],
+    ) -> Result<()> {
+        let mut guard = self.lock();
+        self.check_idle(&guard)?;
+        self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
+        self.go_live(&mut guard, stream, peer, agreement, false, reply, early);
+        let turn = self.serve(&mut guard, true, true);
+        drop(guard);
+        self.after(turn);
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn go_live(
+        &self,
+        state: &mut State,
+        stream: TcpStream,
+        peer: SocketAddr,
+        agreement: Agreement,
+        initiator: bool,
+        preamble: Vec<u8>,
+        early: &[u8],
+    ) {
+        let max_ulpdu = self.ctx.config().max_ulpdu(&agreement, socket::max_segment(&stream));
+        let mut connection = Connection::new(ConnectionConfig {
+            qp_num: self.number,
+            pd: self.pd,
+            table: Arc::clone(self.ctx.table()),
+            agreement,
+            caps: self.caps,
+            initiator,
+            max_ulpdu,
+        });
+        connection.adopt_receives(std::mem::take(&mut state.posted));
+        let on = |b: bool| if b { "on" } else { "off" };
+        let local = stream.local_addr().unwrap_or(peer);
+        state.info = Some(ConnectionInfo {
+            peer,
+            local,
+            ird: agreement.ird,
+            ord: agreement.ord,
+            detail: format!(
+                "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} octets, RFC 7306 {}, {}",
+                agreement.revision,
+                on(agreement.crc),
+                on(agreement.send_markers),
+                on(agreement.receive_markers),
+                max_ulpdu,
+                on(agreement.extensions),
+                socket::congestion(&stream),
+            ),
+        });
+        if !early.is_empty() {
+            connection.rx_feed(early);
+        }
+        state.phase = Phase::Live(Box::new(Live {
+            stream,
+            connection,
+            preamble,
+            readable: true,
+            writable: true,
+            shut: false,
+            ended: false,
+        }));
+        self.ctx.live_changed();
+    }
+
+    /// Something happened on the socket, or this queue pair's turn has come.
+    pub(super) fn turn(&self, readable: bool, writable: bool) {
+        let mut guard = self.lock();
+        let turn = self.serve(&mut guard, readable, writable);
+        drop(guard);
+        self.after(turn);
+    }
+
+    fn after(&self, turn: Turn) {
+        if turn == Turn::Unfinished {
+            self.ctx.mark_ready(self.number);
+        }
+    }
+
+    /// Looks at the clock. True while there is a deadline to keep.
+    pub(super) fn tick(&self, now: Instant) -> bool {
+        let mut guard = self.lock();
+        match &guard.phase {
+            Phase::Connecting(c) if c.deadline <= now => self.end(&mut guard, ConnectionError::TimedOut),
+            Phase::Lingering { deadline, .. } if *deadline <= now => self.over(&mut guard),
+            _ => {}
+        }
+        matches!(guard.phase, Phase::Connecting(_) | Phase::Lingering { .. })
+    }
+
+    fn serve(&self, state: &mut State, readable: bool, writable: bool) -> Turn {
+        match &mut state.phase {
+            Phase::Idle | Phase::Over => Turn::Waiting,
+            Phase::Connecting(_) => self.advance_connect(state),
+            Phase::Lingering { stream, .. } => {
+                let mut sink = [0; 4096];
+                while let Ok(n @ 1..) = std::io::Read::read(stream, &mut sink) {
+                    let _ = n;
+                }
+                if readable && is_at_end(stream) {
+                    self.over(state);
+                }
+                Turn::Waiting
+            }
+            Phase::Live(live) => {
+                live.readable |= readable;
+                live.writable |= writable;
+                self.serve_live(state)
+            }
+        }
+    }
+
+    fn serve_live(&self, state: &mut State) -> Turn {
+        let State { phase: Phase::Live(live), iovecs, .. } = state else { return Turn::Waiting };
+        let received = receive(live, iovecs);
+        let sent = transmit(live, iovecs);
+        // What was received may have been a request for something to send, and the other way
+        // round a full pipe may have been emptied; one pass of each is enough per turn.
+        let mut completions = std::mem::take(&mut live.connection.completions);
+        self.deliver(&mut completions);
+        live.connection.completions = completions;
+
+        if live.connection.failure.is_some() && live.connection.tx_idle() {
+            self.wind_up(state);
+            return Turn::Waiting;
+        }
+        if live.connection.is_closing() && live.connection.is_drained() && !live.shut {
+            live.shut = true;
+            let _ = live.stream.shutdown(Shutdown::Write);
+        }
+        if received == Turn::Unfinished || sent == Turn::Unfinished { Turn::Unfinished } else { Turn::Waiting }
+    }
+
+    /// The connection has failed or ended, and what could be said has been said.
+    fn wind_up(&self, state: &mut State) {
+        let Phase::Live(live) = std::mem::replace(&mut state.phase, Phase::Over) else { return };
+        let Live { stream, connection, ended, .. } = *live;
+        let cause = connection.failure.clone().expect("checked by the caller");
+        let told_peer = matches!(cause, ConnectionError::Protocol(_));
+        self.announce_end(state, cause);
+        let _ = stream.shutdown(Shutdown::Write);
+        if told_peer && !ended {
+            // Closing now would reset the connection and could destroy the Terminate on its way.
+            state.phase = Phase::Lingering { stream, deadline: Instant::now() + LINGER };
+            self.ctx.start_timer();
+        }
+        self.ctx.live_changed();
+    }
+
+    fn announce_end(&self, state: &mut State, cause: ConnectionError) {
+        tracing::debug!(qp = self.number, %cause, "connection ended");
+        state.error = Some(cause.clone());
+        self.ctx.push_event(Event::Disconnected { qp_num: self.number, cause });
+    }
+
+    /// Ends a connection that never came up.
+    fn end(&self, state: &mut State, cause: ConnectionError) {
+        self.over(state);
+        self.deliver(&mut connection::flush_receives(self.number, std::mem::take(&mut state.posted)));
+        self.announce_end(state, cause);
+    }
+
+    fn over(&self, state: &mut State) {
+        state.phase = Phase::Over;
+        self.ctx.live_changed();
+    }
+
+    fn advance_connect(&self, state: &mut State) -> Turn {
+        let Phase::Connecting(c) = &mut state.phase else { return Turn::Waiting };
+        match c.advance() {
+            Ok(None) => Turn::Waiting,
+            Ok(Some((frame, used))) => {
+                if frame.reject {
+                    self.end(state, ConnectionError::Rejected { private_data: frame.private_data });
+                    return Turn::Waiting;
+                }
+                match mpa::conclude(&c.prefs, &frame) {
+                    Err(code) => {
+                        self.end(state, ConnectionError::Protocol(code));
+                        Turn::Waiting
+                    }
+                    Ok(agreement) => {
+                        let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {
+                            unreachable!("matched above")
+                        };
+                        self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &c.reply[used..]);
+                        self.ctx.push_event(Event::Established {
+                            qp_num: self.number,
+                            private_data: frame.private_data,
+                        });
+                        self.serve_live(state)
+                    }
+                }
+            }
+            Err(cause) => {
+                self.end(state, cause);
+                Turn::Waiting
+            }
+        }
+    }
+
+    fn post(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, Error)> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Phase::Live(live) = &mut state.phase else {
+            let name = match state.phase {
+                Phase::Idle => "not connected",
+                Phase::Connecting(_) => "still connecting",
+                _ => "in error",
+            };
+            return Err((0, Error::State { qp_num: self.number, state: name }));
+        };
+        let mut result = Ok(());
+        for (index, request) in requests.iter().enumerate() {
+            if let Err(error) = live.connection.post_send(request) {
+                result = Err((index, error));
+                break;
+            }
+        }
+        let sent = transmit(live, &mut state.iovecs);
+        let mut completions = std::mem::take(&mut live.connection.completions);
+        self.deliver(&mut completions);
+        live.connection.completions = completions;
+        if live.connection.failure.is_some() {
+            self.wind_up(state);
+        }
+        drop(guard);
+        self.after(sent);
+        result
+    }
+}
+
+/// Whether a non-blocking read finds the end of the stream (or its ruin).
+fn is_at_end(stream: &TcpStream) -> bool {
+    let mut one = [0; 1];
+    match stream.peek(&mut one) {
+        Ok(0) => true,
+        Ok(_) => false,
+        Err(e) => e.kind() != std::io::ErrorKind::WouldBlock,
+    }
+}
+
+impl Connecting {
+    /// Moves the set-up on. The reply and its length once it is whole.
+    fn advance(&mut self) -> Result<Option<(Frame, usize)>, ConnectionError> {
+        let lost = |e: std::io::Error| ConnectionError::Lost(e.to_string());
+        if !self.connected {
+            if !socket::connect_result(&self.stream).map_err(lost)? {
+                return Ok(None);
+            }
+            self.connected = true;
+        }
+        while self.sent < self.request.len() {
+            match std::io::Write::write(&mut self.stream, &self.request[self.sent..]) {
+                Ok(n) => self.sent += n,
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) => return Err(lost(e)),
+            }
+        }
+        loop {
+            let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
+            match std::io::Read::read(&mut self.stream, &mut chunk) {
+                Ok(0) => return Err(ConnectionError::Lost("closed during set-up".into())),
+                Ok(n) => self.reply.extend_from_slice(&chunk[..n]),
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) => return Err(lost(e)),
+            }
+            if let Some(whole) = Frame::decode(&self.reply, true).map_err(ConnectionError::Protocol)? {
+                return Ok(Some(whole));
+            }
+        }
+    }
+}
+
+fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
+    let mut taken = 0;
+    while live.readable && live.connection.failure.is_none() {
+        if taken >= TURN {
+            return Turn::Unfinished;
+        }
+        live.connection.rx_iovecs(iovecs);
+        let offered: usize = iovecs.iter().map(|v| v.iov_len).sum();
+        // SAFETY: `rx_iovecs` describes validated target memory, held until `rx_received`.
+        match unsafe { socket::receive(&live.stream, iovecs) } {
+            Ok(None) => live.readable = false,
+            Ok(Some(0)) => {
+                live.readable = false;
+                live.ended = true;
+                live.connection.rx_eof();
+            }
+            Ok(Some(n)) => {
+                taken += n;
+                live.connection.rx_received(n);
+                // A short read emptied the socket; the next arrival is a new edge.
+                live.readable = n == offered;
+            }
+            Err(e) => {
+                live.readable = false;
+                live.ended = true;
+                live.connection.fail_lost(ConnectionError::Lost(e.to_string()));
+            }
+        }
+    }
+    Turn::Waiting
+}
+
+fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
+    while live.writable && !live.preamble.is_empty() {
+        match std::io::Write::write(&mut live.stream, &live.preamble) {
+            Ok(n) => drop(live.preamble.drain(..n)),
+            Err(_) => live.writable = false,
+        }
+    }
+    let mut given = 0;
+    while live.writable && live.preamble.is_empty() && live.connection.tx_fill() {
+        if given >= TURN {
+            return Turn::Unfinished;
+        }
+        live.connection.tx_iovecs(iovecs);
+        let offered: usize = iovecs.iter().map(|v| v.iov_len).sum();
+        // SAFETY: the iovecs describe scratch and registered memory that the queues keep mapped.
+        match unsafe { socket::send(&live.stream, iovecs) } {
+            Ok(None) => live.writable = false,
+            Ok(Some(n)) => {
+                given += n;
+                live.connection.tx_advance(n);
+                live.writable = n == offered;
+            }
+            Err(e) => {
+                live.writable = false;
+                // What the peer said before it went (a Terminate, perhaps) tells more than EPIPE.
+                if live.connection.failure.is_none() {
+                    live.readable = true;
+                    receive(live, iovecs);
+                }
+                live.connection.fail_lost(ConnectionError::Lost(e.to_string()));
+                live.connection.tx_abandon();
+                live.ended = true;
+            }
+        }
+    }
+    if live.connection.failure.is_some() && live.ended {
+        live.connection.tx_abandon();
+    }
+    Turn::Waiting
+}
+
+impl QueuePairOps for Endpoint {
+    fn number(&self) -> u32 {
+        self.number
+    }
+
+    fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, Error)> {
+        self.post(requests)
+    }
+
+    fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        match &mut state.phase {
+            Phase::Live(live) => live.connection.post_recv(request),
+            Phase::Idle | Phase::Connecting(_) => {
+                let entry =
+                    connection::resolve_recv(self.ctx.table(), self.pd, &self.caps, state.posted.len(), request)?;
+                state.posted.push_back(entry);
+                Ok(())
+            }
+            Phase::Lingering { .. } | Phase::Over => Err(Error::State { qp_num: self.number, state: "in error" }),
+        }
+    }
+
+    fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()> {
+        let mut guard = self.lock();
+        self.check_idle(&guard)?;
+        let config = self.ctx.config();
+        let prefs = config.preferences(params)?;
+        let stream = socket::start_connect(addr)
+            .map_err(|source| Error::Io { op: "connecting to", peer: Some(addr), source })?;
+        let tuned = socket::tune(&stream, addr, config.congestion.as_deref());
+        tuned.map_err(|source| Error::Io { op: "preparing the socket to", peer: Some(addr), source })?;
+        self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
+        guard.phase = Phase::Connecting(Connecting {
+            stream,
+            peer: addr,
+            prefs,
+            request: mpa::request(&prefs, &params.private_data).encode(),
+            sent: 0,
+            reply: Vec::new(),
+            connected: false,
+            deadline: Instant::now() + params.timeout,
+        });
+        self.ctx.start_timer();
+        Ok(())
+    }
+
+    fn disconnect(&self) {
+        let mut guard = self.lock();
+        match &mut guard.phase {
+            Phase::Live(live) => {
+                live.connection.close();
+                let turn = self.serve_live(&mut guard);
+                drop(guard);
+                self.after(turn);
+            }
+            Phase::Connecting(_) => {
+                self.end(&mut guard, ConnectionError::Closed);
+            }
+            _ => {}
+        }
+    }
+
+    fn info(&self) -> Option<ConnectionInfo> {
+        self.lock().info.clone()
+    }
+
+    fn error(&self) -> Option<ConnectionError> {
+        self.lock().error.clone()
+    }
+
+    fn destroy(&self) {
+        let mut guard = self.lock();
+        if let Phase::Live(live) = &mut guard.phase {
+            let _ = transmit(live, &mut IoVecs::default());
+        }
+        guard.phase = Phase::Over;
+        guard.posted.clear();
+        drop(guard);
+        self.send_cq.release(self.caps.max_send as usize);
+        self.recv_cq.release(self.caps.max_recv as usize);
+        self.ctx.forget(self.number);
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}

@@ -1,0 +1,249 @@
+//! Listening sockets, and connections whose request frame is not whole yet.
+
+use super::device::Context;
+use super::endpoint::Endpoint;
+use super::mpa::{self, Frame};
+use super::socket;
+use crate::ListenOptions;
+use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
+use crate::types::{ConnectParams, Error, Result};
+use std::io::Read;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How long a connected peer may take to send its request frame.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections accepted in one turn.
+const ACCEPT_TURN: usize = 64;
+
+pub(super) struct ListeningSocket {
+    pub(super) id: u32,
+    socket: TcpListener,
+    options: ListenOptions,
+}
+
+impl ListeningSocket {
+    pub(super) fn bind(id: u32, addr: SocketAddr, options: &ListenOptions) -> Result<ListeningSocket> {
+        let failed = |e: rustix::io::Errno| Error::Io { op: "listening on", peer: Some(addr), source: e.into() };
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
+        let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?;
+        sockopt::set_socket_reuseaddr(&fd, true).map_err(failed)?;
+        bind(&fd, &addr).map_err(failed)?;
+        listen(&fd, options.backlog as i32).map_err(failed)?;
+        Ok(ListeningSocket { id, socket: TcpListener::from(fd), options: options.clone() })
+    }
+
+    pub(super) fn socket(&self) -> &TcpListener {
+        &self.socket
+    }
+
+    /// Accepts what is waiting. True if there may be more.
+    pub(super) fn turn(&self, ctx: &Arc<Context>) -> bool {
+        for _ in 0..ACCEPT_TURN {
+            match self.socket.accept() {
+                Ok((stream, peer)) => {
+                    if ctx.pending_requests() >= self.options.max_pending {
+                        tracing::warn!(%peer, "too many connections in set-up, closing");
+                        continue;
+                    }
+                    if let Err(error) = ctx.begin_request(stream, peer, self.options.accept_foreign) {
+                        tracing::warn!(%peer, %error, "cannot serve a connection");
+                    }
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return false,
+                Err(e) => {
+                    // Out of descriptors or memory: what waits keeps until the next tick.
+                    tracing::warn!(error = %e, "cannot accept");
+                    ctx.start_timer();
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}
+
+/// The consumer's handle.
+pub(super) struct ListenerHandle {
+    pub(super) ctx: Arc<Context>,
+    pub(super) id: u32,
+    pub(super) addr: SocketAddr,
+}
+
+impl ListenerOps for ListenerHandle {
+    fn local_addr(&self) -> SocketAddr {
+        self.addr
+    }
+}
+
+impl Drop for ListenerHandle {
+    fn drop(&mut self) {
+        self.ctx.forget(self.id);
+    }
+}
+
+/// A connection from which the request frame is being read.
+pub(super) struct Inbound {
+    pub(super) id: u32,
+    pub(super) state: Mutex<Option<Reading>>,
+}
+
+pub(super) struct Reading {
+    stream: TcpStream,
+    peer: SocketAddr,
+    seen: Vec<u8>,
+    accept_foreign: bool,
+    deadline: Instant,
+}
+
+impl Reading {
+    pub(super) fn new(stream: TcpStream, peer: SocketAddr, accept_foreign: bool) -> Reading {
+        Reading { stream, peer, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
+    }
+
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+}
+
+impl Inbound {
+    /// Reads on; leaves the device's tables once there is nothing more to read.
+    pub(super) fn turn(&self, ctx: &Arc<Context>) {
+        let mut guard = self.state.lock().expect("no panics under the lock");
+        let Some(mut reading) = guard.take() else { return };
+        match reading.advance() {
+            Outcome::Waiting => *guard = Some(reading),
+            Outcome::Over => ctx.forget(self.id),
+            Outcome::Request(frame, used) => {
+                ctx.unwatch(&reading.stream);
+                ctx.forget(self.id);
+                let early = reading.seen.split_off(used);
+                ctx.push_event(Event::Request(Box::new(Request {
+                    ctx: Arc::clone(ctx),
+                    stream: Some(reading.stream),
+                    peer: reading.peer,
+                    frame,
+                    early,
+                })));
+            }
+            Outcome::Foreign => {
+                ctx.unwatch(&reading.stream);
+                ctx.forget(self.id);
+                let Reading { stream, peer, seen, .. } = reading;
+                if stream.set_nonblocking(false).is_ok() {
+                    ctx.push_event(Event::Foreign { stream, peer, prefix: seen });
+                }
+            }
+        }
+    }
+
+    /// Looks at the clock. True while there is a deadline to keep.
+    pub(super) fn tick(&self, ctx: &Context, now: Instant) -> bool {
+        let mut guard = self.state.lock().expect("no panics under the lock");
+        match &*guard {
+            Some(reading) if reading.deadline <= now => {
+                tracing::debug!(peer = %reading.peer, "no request frame in time");
+                *guard = None;
+                ctx.forget(self.id);
+                false
+            }
+            other => other.is_some(),
+        }
+    }
+}
+
+enum Outcome {
+    Waiting,
+    Over,
+    Request(Frame, usize),
+    Foreign,
+}
+
+impl Reading {
+    fn advance(&mut self) -> Outcome {
+        loop {
+            let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Outcome::Over,
+                Ok(n) => self.seen.extend_from_slice(&chunk[..n]),
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Outcome::Waiting,
+                Err(_) => return Outcome::Over,
+            }
+            match Frame::decode(&self.seen, false) {
+                Ok(Some((frame, used))) => return Outcome::Request(frame, used),
+                Ok(None) => {}
+                Err(_) if self.accept_foreign => return Outcome::Foreign,
+                Err(code) => {
+                    tracing::debug!(peer = %self.peer, %code, "not an MPA request");
+                    return Outcome::Over;
+                }
+            }
+        }
+    }
+}
+
+/// A whole request, waiting for the consumer's answer.
+struct Request {
+    ctx: Arc<Context>,
+    stream: Option<TcpStream>,
+    peer: SocketAddr,
+    frame: Frame,
+    early: Vec<u8>,
+}
+
+impl RequestOps for Request {
+    fn private_data(&self) -> &[u8] {
+        &self.frame.private_data
+    }
+
+    fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.stream.as_ref().and_then(|s| s.local_addr().ok()).unwrap_or(self.peer)
+    }
+
+    fn depths(&self) -> Option<(u16, u16)> {
+        self.frame.enhanced.map(|e| (e.ird, e.ord))
+    }
+
+    fn accept(mut self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()> {
+        let endpoint = qp.as_any().downcast_ref::<Endpoint>();
+        let endpoint = endpoint.ok_or(Error::Unsupported("accepting on a queue pair of another provider"))?;
+        let prefs = self.ctx.config().preferences(params)?;
+        let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
+        let stream = self.stream.take().expect("answered once");
+        endpoint.accept(stream, self.peer, agreement, reply.encode(), &self.early)?;
+        self.ctx.push_event(Event::Established { qp_num: endpoint.number(), private_data: Vec::new() });
+        Ok(())
+    }
+
+    fn reject(mut self: Box<Self>, private_data: &[u8]) {
+        self.refuse(private_data);
+    }
+}
+
+impl Request {
+    fn refuse(&mut self, private_data: &[u8]) {
+        let Some(mut stream) = self.stream.take() else { return };
+        let room = mpa::MAX_PRIVATE_DATA - 4;
+        let frame = mpa::reject(&self.frame, &private_data[..private_data.len().min(room)]);
+        // A fresh connection's send buffer holds a frame; if not, the close says it too.
+        let _ = std::io::Write::write(&mut stream, &frame.encode());
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        self.refuse(&[]);
+    }
+}
+
+pub(super) fn prepare(stream: &TcpStream, peer: SocketAddr, ctx: &Context) -> Result<()> {
+    socket::tune(stream, peer, ctx.config().congestion.as_deref())
+        .map_err(|source| Error::Io { op: "preparing the socket from", peer: Some(peer), source })
+}

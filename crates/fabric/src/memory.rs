@@ -1,0 +1,448 @@
+//! Registered memory: buffers, regions, windows, and the table that maps a steering tag to them.
+//!
+//! A region is memory plus the rights to it. The table is the only way from a 32-bit key, which
+//! a peer may have invented, to an address; every check RFC 5040 §7 and RFC 5041 §7 ask for is
+//! made here and nowhere else. Nothing in this module reads or writes what the memory holds.
+
+use crate::iwarp::terminate::{RdmaProtection, TerminateCode};
+use crate::types::{Error, Result, Sge};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, RwLock};
+
+bitflags::bitflags! {
+    /// What a region's holder and its peers may do to it. Local reading is always allowed.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub struct Access: u32 {
+        /// Receives, read results and atomic results may land here.
+        const LOCAL_WRITE = 1;
+        /// Peers may write.
+        const REMOTE_WRITE = 2;
+        /// Peers may read.
+        const REMOTE_READ = 4;
+        /// Peers may do atomics.
+        const REMOTE_ATOMIC = 8;
+    }
+}
+
+/// Page-aligned memory that can be registered.
+///
+/// The contents are shared with the device, and through it with peers, so there are no safe
+/// slices of it: [`Buffer::read`] and [`Buffer::write`] copy, and what they see while a peer or a
+/// posted request changes the same octets is unspecified.
+pub struct Buffer {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the buffer is plain memory without thread affinity; all access is by raw copies.
+unsafe impl Send for Buffer {}
+// SAFETY: as above; no method hands out a reference to the contents.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// Zeroed memory of `len` octets, rounded up to whole pages; transparent huge pages are
+    /// asked for from 2 MiB up.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system has no memory to map, [`Error::Limit`] for a length of zero.
+    pub fn new(len: usize) -> Result<Buffer> {
+        const PAGE: usize = 4096;
+        const HUGE: usize = 2 << 20;
+        if len == 0 {
+            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
+        }
+        let len = len.next_multiple_of(PAGE);
+        // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
+        // nothing.
+        let ptr = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }
+        .map_err(|e| Error::io("mapping a buffer", e))?;
+        if len >= HUGE {
+            // SAFETY: advice on our own mapping; refusal is harmless.
+            let _ = unsafe { rustix::mm::madvise(ptr, len, Advice::LinuxHugepage) };
+        }
+        Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
+    }
+
+    /// Octets, a multiple of the page size.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Start of the memory. Valid while the buffer, or a region made of it, lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// Copies `out.len()` octets from `offset`.
+    ///
+    /// # Panics
+    /// If the range is outside the buffer.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        assert!(offset <= self.len && out.len() <= self.len - offset, "read outside the buffer");
+        // SAFETY: the range was checked; `out` is ours alone and cannot overlap the mapping
+        // because no reference into the mapping is ever made.
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
+    }
+
+    /// Copies `data` to `offset`.
+    ///
+    /// # Panics
+    /// If the range is outside the buffer.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        assert!(offset <= self.len && data.len() <= self.len - offset, "write outside the buffer");
+        // SAFETY: as in `read`.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.ptr.as_ptr().add(offset), data.len()) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and regions hold the buffer alive, so nobody uses it now.
+        unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) }.expect("unmapping our own mapping");
+    }
+}
+
+/// Keeps registered memory mapped.
+pub(crate) type Owner = Arc<dyn std::any::Any + Send + Sync>;
+
+/// A registered range and the rights to it.
+pub(crate) struct Region {
+    ptr: *mut u8,
+    len: usize,
+    /// What the first octet is called by those who hold the key.
+    base: u64,
+    access: Access,
+    pd: u32,
+    stag: AtomicU32,
+    valid: AtomicBool,
+    /// Placements under way; invalidation waits for them.
+    users: AtomicU32,
+    _owner: Owner,
+}
+
+// SAFETY: `ptr` refers to memory that `_owner` keeps mapped; the region itself only does address
+// arithmetic on it.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// The address of `addr..addr+len` if that lies inside.
+    fn locate(&self, addr: u64, len: u64) -> Option<*mut u8> {
+        let offset = addr.checked_sub(self.base)?;
+        if offset > self.len as u64 || len > self.len as u64 - offset {
+            return None;
+        }
+        // SAFETY: offset <= len of the mapping, so the result is inside it or one past its end.
+        Some(unsafe { self.ptr.add(offset as usize) })
+    }
+
+    fn enter(self: &Arc<Region>) -> Option<Placement> {
+        self.users.fetch_add(1, Ordering::SeqCst);
+        let placement = Placement(Arc::clone(self));
+        self.valid.load(Ordering::SeqCst).then_some(placement)
+    }
+
+    /// After this returns no peer's octets land here any more.
+    fn invalidate(&self) -> bool {
+        let was = self.valid.swap(false, Ordering::SeqCst);
+        while self.users.load(Ordering::SeqCst) != 0 {
+            // Placements are single non-blocking system calls or copies.
+            std::thread::yield_now();
+        }
+        was
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.valid.load(Ordering::SeqCst)
+    }
+}
+
+/// Holds off the invalidation of a region while octets are being placed in it.
+pub(crate) struct Placement(Arc<Region>);
+
+impl Drop for Placement {
+    fn drop(&mut self) {
+        self.0.users.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A scatter/gather element resolved to an address that its region keeps mapped.
+#[derive(Clone)]
+pub(crate) struct LocalPiece {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: u32,
+    _region: Arc<Region>,
+}
+
+// SAFETY: the region keeps the memory mapped; access follows the verbs ownership rule.
+unsafe impl Send for LocalPiece {}
+
+/// Maps steering tags to regions. One per device.
+pub(crate) struct RegionTable {
+    slots: RwLock<Slots>,
+}
+
+struct Slots {
+    entries: Vec<Slot>,
+    free: Vec<u32>,
+}
+
+struct Slot {
+    /// Low octet of the STag; changes whenever the slot is reused, so that old tags miss.
+    key: u8,
+    region: Option<Arc<Region>>,
+}
+
+/// STag indexes are 24 bits; this bounds the table well below.
+const MAX_REGIONS: usize = 1 << 20;
+
+impl RegionTable {
+    pub(crate) fn new() -> RegionTable {
+        // Index 0 stays unused, so STag 0 never names memory.
+        let entries = vec![Slot { key: 0, region: None }];
+        RegionTable { slots: RwLock::new(Slots { entries, free: Vec::new() }) }
+    }
+
+    fn insert(&self, region: Region) -> Result<Arc<Region>> {
+        let mut slots = self.slots.write().expect("no panics under the lock");
+        let index = match slots.free.pop() {
+            Some(index) => index,
+            None if slots.entries.len() < MAX_REGIONS => {
+                let index = slots.entries.len() as u32;
+                slots.entries.push(Slot { key: (index as u8).wrapping_mul(151), region: None });
+                index
+            }
+            None => {
+                let limit = MAX_REGIONS as u64;
+                return Err(Error::Limit { what: "memory regions", got: limit, limit: limit - 1 });
+            }
+        };
+        let slot = &mut slots.entries[index as usize];
+        slot.key = slot.key.wrapping_add(1);
+        region.stag.store(index << 8 | u32::from(slot.key), Ordering::Relaxed);
+        let region = Arc::new(region);
+        slot.region = Some(Arc::clone(&region));
+        Ok(region)
+    }
+
+    fn remove(&self, stag: u32) {
+        let mut slots = self.slots.write().expect("no panics under the lock");
+        let index = stag >> 8;
+        let Some(slot) = slots.entries.get_mut(index as usize) else { return };
+        if u32::from(slot.key) == stag & 0xff && slot.region.take().is_some() {
+            slots.free.push(index);
+        }
+    }
+
+    fn get(&self, stag: u32) -> Option<Arc<Region>> {
+        let slots = self.slots.read().expect("no panics under the lock");
+        let slot = slots.entries.get((stag >> 8) as usize)?;
+        (u32::from(slot.key) == stag & 0xff).then(|| slot.region.clone()).flatten()
+    }
+
+    /// Resolves local elements, with `needed` rights, for one request of protection domain `pd`.
+    pub(crate) fn resolve(
+        &self,
+        pd: u32,
+        sges: &[Sge],
+        needed: Access,
+        out: &mut smallvec::SmallVec<[LocalPiece; 2]>,
+    ) -> Result<u64> {
+        let mut total = 0;
+        for sge in sges {
+            let fail = |why| Error::LocalProtection { addr: sge.addr, len: sge.len.into(), lkey: sge.lkey, why };
+            total += u64::from(sge.len);
+            if sge.len == 0 {
+                continue;
+            }
+            let region = self.get(sge.lkey).filter(|r| r.is_valid()).ok_or_else(|| fail("no such key"))?;
+            if region.pd != pd {
+                return Err(fail("the key belongs to another protection domain"));
+            }
+            if !region.access.contains(needed) {
+                return Err(fail("the region was not registered for local writing"));
+            }
+            let ptr = region.locate(sge.addr, sge.len.into()).ok_or_else(|| fail("outside the region"))?;
+            out.push(LocalPiece { ptr, len: sge.len, _region: region });
+        }
+        Ok(total)
+    }
+
+    /// Checks a peer's claim on memory and returns its address, held against invalidation.
+    pub(crate) fn remote(
+        &self,
+        pd: u32,
+        stag: u32,
+        to: u64,
+        len: u64,
+        needed: Access,
+    ) -> Result<(*mut u8, Placement), TerminateCode> {
+        let region = self.get(stag).ok_or(RdmaProtection::InvalidStag)?;
+        if region.pd != pd {
+            return Err(RdmaProtection::StagNotAssociated.into());
+        }
+        let placement = region.enter().ok_or(RdmaProtection::InvalidStag)?;
+        if !region.access.contains(needed) {
+            return Err(RdmaProtection::AccessRights.into());
+        }
+        if to.checked_add(len).is_none() {
+            return Err(RdmaProtection::ToWrap.into());
+        }
+        let ptr = region.locate(to, len).ok_or(RdmaProtection::BaseOrBounds)?;
+        Ok((ptr, placement))
+    }
+
+    /// Memory that a read response will be sent from; stays mapped until sent.
+    pub(crate) fn remote_source(&self, pd: u32, stag: u32, to: u64, len: u32) -> Result<LocalPiece, TerminateCode> {
+        let (ptr, placement) = self.remote(pd, stag, to, len.into(), Access::REMOTE_READ)?;
+        Ok(LocalPiece { ptr, len, _region: Arc::clone(&placement.0) })
+    }
+
+    /// Revokes a key on the peer's behalf (Send with Invalidate). Only a key that peers could
+    /// have used can be revoked by them.
+    pub(crate) fn remote_invalidate(&self, pd: u32, stag: u32) -> Result<(), TerminateCode> {
+        let region = self.get(stag).ok_or(RdmaProtection::StagCannotBeInvalidated)?;
+        let remote = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        if region.pd != pd || !region.access.intersects(remote) || !region.invalidate() {
+            return Err(RdmaProtection::StagCannotBeInvalidated.into());
+        }
+        Ok(())
+    }
+
+    /// Registers memory that `owner` keeps mapped.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` must be mapped readable and writable for as long as `owner` lives.
+    pub(crate) unsafe fn register(
+        &self,
+        pd: u32,
+        ptr: *mut u8,
+        len: usize,
+        base: u64,
+        access: Access,
+        owner: Owner,
+    ) -> Result<Arc<Region>> {
+        self.insert(Region {
+            ptr,
+            len,
+            base,
+            access,
+            pd,
+            stag: AtomicU32::new(0),
+            valid: AtomicBool::new(true),
+            users: AtomicU32::new(0),
+            _owner: owner,
+        })
+    }
+
+    /// A window on part of `parent`, under its own key.
+    pub(crate) fn bind(
+        &self,
+        parent: &Arc<Region>,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<Region>> {
+        let base = parent.base + offset as u64;
+        let ptr = parent.locate(base, len as u64).ok_or(Error::LocalProtection {
+            addr: base,
+            len: len as u64,
+            lkey: parent.stag(),
+            why: "window outside its region",
+        })?;
+        // SAFETY: a part of the parent's memory, which the parent's own owner keeps mapped.
+        unsafe { self.register(parent.pd, ptr, len, base, access, Arc::clone(parent) as Owner) }
+    }
+
+    pub(crate) fn deregister(&self, region: &Region) {
+        region.invalidate();
+        self.remove(region.stag());
+    }
+}
+
+impl Region {
+    pub(crate) fn stag(&self) -> u32 {
+        self.stag.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn base(&self) -> u64 {
+        self.base
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table_with(access: Access) -> (RegionTable, Arc<Region>) {
+        let table = RegionTable::new();
+        let buffer = Arc::new(Buffer::new(4096).unwrap());
+        let ptr = buffer.as_ptr();
+        // SAFETY: the buffer is the owner.
+        let region = unsafe { table.register(1, ptr, 4096, 0x1000, access, buffer) }.unwrap();
+        (table, region)
+    }
+
+    fn code(r: Result<(*mut u8, Placement), TerminateCode>) -> TerminateCode {
+        r.err().expect("an access violation")
+    }
+
+    #[test]
+    fn every_violation_has_its_own_code() {
+        let (t, r) = table_with(Access::REMOTE_WRITE);
+        let stag = r.stag();
+        let w = Access::REMOTE_WRITE;
+        assert!(t.remote(1, stag, 0x1000, 4096, w).is_ok());
+        assert_eq!(code(t.remote(1, stag + 1, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(1, 0, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(2, stag, 0x1000, 1, w)), RdmaProtection::StagNotAssociated.into());
+        assert_eq!(code(t.remote(1, stag, 0x1000, 1, Access::REMOTE_READ)), RdmaProtection::AccessRights.into());
+        assert_eq!(code(t.remote(1, stag, 0xfff, 1, w)), RdmaProtection::BaseOrBounds.into());
+        assert_eq!(code(t.remote(1, stag, 0x1fff, 2, w)), RdmaProtection::BaseOrBounds.into());
+        assert_eq!(code(t.remote(1, stag, u64::MAX, 2, w)), RdmaProtection::ToWrap.into());
+    }
+
+    #[test]
+    fn a_reused_slot_does_not_answer_to_its_old_key() {
+        let (t, r) = table_with(Access::REMOTE_WRITE);
+        let old = r.stag();
+        t.deregister(&r);
+        let buffer = Arc::new(Buffer::new(4096).unwrap());
+        let ptr = buffer.as_ptr();
+        // SAFETY: the buffer is the owner.
+        let new = unsafe { t.register(1, ptr, 4096, 0, Access::REMOTE_WRITE, buffer) }.unwrap();
+        assert_eq!(new.stag() >> 8, old >> 8);
+        assert_eq!(code(t.remote(1, old, 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+    }
+
+    #[test]
+    fn a_window_grants_its_range_only_and_can_be_revoked_once() {
+        let (t, r) = table_with(Access::LOCAL_WRITE);
+        let w = t.bind(&r, 512, 512, Access::REMOTE_WRITE).unwrap();
+        assert!(t.remote(1, w.stag(), 0x1200, 512, Access::REMOTE_WRITE).is_ok());
+        assert_eq!(
+            code(t.remote(1, w.stag(), 0x11ff, 1, Access::REMOTE_WRITE)),
+            RdmaProtection::BaseOrBounds.into()
+        );
+        assert_eq!(t.remote_invalidate(1, w.stag()), Ok(()));
+        assert_eq!(code(t.remote(1, w.stag(), 0x1200, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+        assert!(t.remote_invalidate(1, w.stag()).is_err());
+        assert!(t.remote_invalidate(1, r.stag()).is_err(), "no peer could use it, so none may revoke it");
+        assert!(t.bind(&r, 4000, 97, Access::REMOTE_READ).is_err());
+    }
+}

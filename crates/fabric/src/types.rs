@@ -1,0 +1,345 @@
+//! The words of the verbs interface: requests, completions, capabilities and errors.
+//!
+//! # Ordering and completion rules
+//!
+//! These hold on every provider; the conformance suite checks them.
+//!
+//! 1. Requests of one send queue *start* in the order posted. Sends and writes are *placed* and
+//!    *delivered* in that order. A read or an atomic starts in order, but a later send or write
+//!    may take effect at the peer before the read has finished; [`SendFlags::FENCE`] on the
+//!    later request makes it wait.
+//! 2. Completions of one send queue are reported in the order posted.
+//! 3. The completion of a send or a write says that its local memory may be used again. It does
+//!    **not** say that the peer has the data: a later Send on the *same* queue pair, once
+//!    received there, proves that every write posted before it has been placed (RFC 5040 §5.5).
+//!    The completion of a read or an atomic says that the result is in local memory.
+//! 4. Receives are consumed in the order posted, one for each Send-type message, and one for the
+//!    immediate of a write that has one.
+//! 5. An unsignalled request makes no completion unless it fails; its place in the queue is free
+//!    again when a later signalled request completes.
+//! 6. On an error the request at fault completes with the reason, everything behind it and every
+//!    posted receive with [`Status::Flushed`], and the connection ends.
+
+use crate::iwarp::terminate::TerminateCode;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// One piece of registered memory: a scatter/gather element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sge {
+    /// Address inside the region, in the region's own terms (virtual address, or an offset if it
+    /// was registered zero-based).
+    pub addr: u64,
+    /// Octets.
+    pub len: u32,
+    /// Local key of the region.
+    pub lkey: u32,
+}
+
+/// Where in the peer's memory an operation works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteAddr {
+    /// Address in the peer's region, in that region's own terms.
+    pub addr: u64,
+    /// The peer's remote key (steering tag).
+    pub rkey: u32,
+}
+
+bitflags::bitflags! {
+    /// Modifiers of a send request.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub struct SendFlags: u32 {
+        /// Report the completion.
+        const SIGNALED = 1;
+        /// Raise a solicited event at the receiver (sends only).
+        const SOLICITED = 2;
+        /// Wait for every earlier read and atomic of this queue pair.
+        const FENCE = 4;
+    }
+}
+
+/// The operation of a send request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SendOp {
+    /// Consume a receive at the peer. `invalidate` names a remote key that the peer's device
+    /// revokes before it reports the receive.
+    Send {
+        /// Remote key to revoke.
+        invalidate: Option<u32>,
+    },
+    /// Place data in the peer's memory. With `immediate`, consume a receive there as well and
+    /// report the value, after the data.
+    Write {
+        /// Target.
+        remote: RemoteAddr,
+        /// Value to report; needs [`DeviceAttributes::immediate`] and a peer that has it.
+        immediate: Option<u32>,
+    },
+    /// Fetch from the peer's memory.
+    Read {
+        /// Source.
+        remote: RemoteAddr,
+    },
+    /// If the 64-bit word equals `compare`, replace it with `swap`. Returns the old value in the
+    /// single 8-octet element.
+    CompareSwap {
+        /// The word; its address a multiple of 8.
+        remote: RemoteAddr,
+        /// Expected value.
+        compare: u64,
+        /// New value.
+        swap: u64,
+    },
+    /// Add to the 64-bit word. Returns the old value in the single 8-octet element.
+    FetchAdd {
+        /// The word; its address a multiple of 8.
+        remote: RemoteAddr,
+        /// Addend.
+        add: u64,
+    },
+}
+
+/// The local side of a send request.
+#[derive(Debug, Clone, Copy)]
+pub enum Payload<'a> {
+    /// Registered memory: gathered for sends and writes, scattered to for reads and atomics. It
+    /// belongs to the device until the request completes.
+    Sges(&'a [Sge]),
+    /// Copied while posting, at most [`DeviceAttributes::max_inline`] octets; sends and writes only.
+    Inline(&'a [u8]),
+}
+
+/// A request for the send queue.
+#[derive(Debug, Clone, Copy)]
+pub struct SendRequest<'a> {
+    /// Returned in the completion.
+    pub wr_id: u64,
+    /// What to do.
+    pub op: SendOp,
+    /// With which local memory.
+    pub payload: Payload<'a>,
+    /// How.
+    pub flags: SendFlags,
+}
+
+/// A request for the receive queue.
+#[derive(Debug, Clone, Copy)]
+pub struct RecvRequest<'a> {
+    /// Returned in the completion.
+    pub wr_id: u64,
+    /// Where the message goes; empty if only immediates or empty messages are expected.
+    pub sges: &'a [Sge],
+}
+
+/// What a completion is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CompletionOp {
+    /// [`SendOp::Send`].
+    Send,
+    /// [`SendOp::Write`].
+    Write,
+    /// [`SendOp::Read`].
+    Read,
+    /// [`SendOp::CompareSwap`].
+    CompareSwap,
+    /// [`SendOp::FetchAdd`].
+    FetchAdd,
+    /// A received message.
+    Recv,
+    /// A received write with immediate.
+    RecvWriteImmediate,
+}
+
+/// How a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Status {
+    /// Done.
+    Success,
+    /// The message did not fit the posted receive.
+    LocalLength,
+    /// The peer says the remote address, key or rights were wrong.
+    RemoteAccess,
+    /// The peer had no receive posted.
+    RemoteNoReceive,
+    /// The peer says the request was not one it serves.
+    RemoteOperation,
+    /// The connection was lost while the request was under way.
+    ConnectionLost,
+    /// Not executed: the queue pair had already failed or was closed.
+    Flushed,
+}
+
+/// A finished request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkCompletion {
+    /// From the request.
+    pub wr_id: u64,
+    /// How it ended; the fields below hold only for [`Status::Success`].
+    pub status: Status,
+    /// What it was.
+    pub op: CompletionOp,
+    /// Octets transferred.
+    pub len: u32,
+    /// Number of the queue pair.
+    pub qp_num: u32,
+    /// The write's immediate.
+    pub immediate: Option<u32>,
+    /// The key that the sender revoked with this message.
+    pub invalidated: Option<u32>,
+    /// The sender asked for a solicited event.
+    pub solicited: bool,
+}
+
+/// Sizes of a queue pair's queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueuePairCaps {
+    /// Send requests outstanding.
+    pub max_send: u32,
+    /// Receives outstanding.
+    pub max_recv: u32,
+    /// Elements of one request.
+    pub max_sge: u32,
+}
+
+impl Default for QueuePairCaps {
+    fn default() -> QueuePairCaps {
+        QueuePairCaps { max_send: 128, max_recv: 128, max_sge: 4 }
+    }
+}
+
+/// What a device can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceAttributes {
+    /// Name of the provider: `iwarp`, …
+    pub provider: &'static str,
+    /// Name of the device.
+    pub name: String,
+    /// Most elements of one request.
+    pub max_sge: u32,
+    /// Most requests of one queue.
+    pub max_queue: u32,
+    /// Most octets of one inline payload.
+    pub max_inline: u32,
+    /// Most reads and atomics outstanding in each direction.
+    pub max_read_depth: u16,
+    /// Most octets of connection private data.
+    pub max_private_data: usize,
+    /// Atomics are offered (the peer must have them too).
+    pub atomics: bool,
+    /// Write with immediate is offered (the peer must have it too).
+    pub immediate: bool,
+}
+
+/// Wishes for a connection.
+#[derive(Debug, Clone)]
+pub struct ConnectParams {
+    /// Handed to the peer's consumer with the request (or reply).
+    pub private_data: Vec<u8>,
+    /// Inbound reads and atomics to hold for the peer.
+    pub ird: u16,
+    /// Outbound reads and atomics wanted.
+    pub ord: u16,
+    /// Give up on a peer that has not answered by then.
+    pub timeout: Duration,
+}
+
+impl Default for ConnectParams {
+    fn default() -> ConnectParams {
+        ConnectParams { private_data: Vec::new(), ird: 32, ord: 32, timeout: Duration::from_secs(15) }
+    }
+}
+
+/// Why a connection ended or never came to be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConnectionError {
+    /// The peer's consumer refused.
+    #[error("the peer refused the connection")]
+    Rejected {
+        /// What it had to say.
+        private_data: Vec<u8>,
+    },
+    /// No answer in time.
+    #[error("no answer within the connection timeout")]
+    TimedOut,
+    /// TCP could not connect, or was lost in mid-message.
+    #[error("connection lost: {0}")]
+    Lost(String),
+    /// The peer broke the protocol and was told so.
+    #[error("the peer broke the protocol: {0}")]
+    Protocol(TerminateCode),
+    /// The peer says that we broke the protocol.
+    #[error("the peer ended the connection: {0}")]
+    Terminated(TerminateCode),
+    /// The peer closed in order, between messages.
+    #[error("the peer closed the connection")]
+    Closed,
+}
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A request or parameter is outside what the device or queue allows.
+    #[error("{what}: {got} exceeds the limit of {limit}")]
+    Limit {
+        /// The thing limited.
+        what: &'static str,
+        /// What was asked for.
+        got: u64,
+        /// What is possible.
+        limit: u64,
+    },
+    /// The queue has no room; poll for completions first.
+    #[error("{0} queue is full")]
+    QueueFull(&'static str),
+    /// An element lies outside its region, names no region, or the region lacks local write.
+    #[error("local protection error: element {addr:#x}+{len} with key {lkey:#x}: {why}")]
+    LocalProtection {
+        /// Element address.
+        addr: u64,
+        /// Element length.
+        len: u64,
+        /// Element key.
+        lkey: u32,
+        /// Which rule.
+        why: &'static str,
+    },
+    /// The operation is not possible with this device, peer, or combination of parameters.
+    #[error("not supported: {0}")]
+    Unsupported(&'static str),
+    /// The queue pair is not in a state for this call.
+    #[error("queue pair {qp_num} is {state}")]
+    State {
+        /// Which.
+        qp_num: u32,
+        /// Its state.
+        state: &'static str,
+    },
+    /// The operating system refused.
+    #[error("{op}{}: {source}", peer.map(|p| format!(" {p}")).unwrap_or_default())]
+    Io {
+        /// What was tried.
+        op: &'static str,
+        /// With whom.
+        peer: Option<SocketAddr>,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The connection could not be made.
+    #[error("{peer}: {cause}")]
+    Connection {
+        /// With whom.
+        peer: SocketAddr,
+        /// Why.
+        cause: ConnectionError,
+    },
+}
+
+impl Error {
+    pub(crate) fn io(op: &'static str, source: impl Into<io::Error>) -> Error {
+        Error::Io { op, peer: None, source: source.into() }
+    }
+}
+
+/// Result of a fabric call.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
