@@ -1,0 +1,217 @@
+//! The measuring end.
+
+use super::link::{self, Link};
+use super::report::Row;
+use super::{Op, TEST_VERSION, Test, TestArgs, Wait};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use thruway_fabric::{CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, Device, Status, WorkCompletion};
+
+/// Nothing in a test takes this long unless the peer is gone.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Measurements are kept up to this many; enough for every percentile printed.
+const SAMPLES_MAX: usize = 4 << 20;
+
+/// Measures one row.
+pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size: u32) -> Result<Row, String> {
+    let size = if op == Op::Atomic { 8 } else { size };
+    let (depth, qps) = if lat { (1, 1) } else { (args.depth, args.qps) };
+    let device = args.config().open().map_err(|e| e.to_string())?;
+    let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
+    let mut test = Test {
+        v: TEST_VERSION,
+        lat,
+        op,
+        size,
+        depth,
+        wait: args.wait,
+        bidi: args.bidirectional && !lat,
+        addr: 0,
+        rkey: 0,
+    };
+    let mut links = Vec::new();
+    for _ in 0..qps {
+        links.push(connect(&device, &cq, addr, &mut test)?);
+    }
+    let mut run = Run { device, cq, links, test, duration: args.duration()?, samples: Vec::new(), completed: Vec::new() };
+    let cpu = cpu_seconds();
+    let start = Instant::now();
+    let operations = match (lat, op) {
+        (true, Op::Send) => run.ping_pong_sends()?,
+        (true, Op::Write) => run.ping_pong_writes()?,
+        _ => run.stream()?,
+    };
+    let seconds = start.elapsed().as_secs_f64();
+    let cpu_seconds = cpu_seconds() - cpu;
+    let ping_pong = lat && matches!(op, Op::Send | Op::Write);
+    Ok(Row::new(&run.test, qps, args, &mut run.samples, operations, seconds, cpu_seconds, ping_pong))
+}
+
+fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut Test) -> Result<Link, String> {
+    let mut link = Link::new(device, cq, test.size, test.depth)?;
+    link.describe(test);
+    if test.op == Op::Send {
+        // Echoes and, in both directions, the peer's own sends.
+        for id in 0..if test.bidi { test.depth * 2 } else { 1 } {
+            link.recv(id.into(), test.size)?;
+        }
+    }
+    let private_data = serde_json::to_vec(&test).expect("a plain structure");
+    let params = ConnectParams { private_data, ..ConnectParams::default() };
+    link.qp.connect(addr, &params).map_err(|e| e.to_string())?;
+    loop {
+        match device.poll_event() {
+            Some(ConnectionEvent::Established { private_data, .. }) => {
+                let answer: Test = serde_json::from_slice(&private_data)
+                    .map_err(|_| format!("{addr} accepted, but is not a thruway bench"))?;
+                link.learn(&answer);
+                return Ok(link);
+            }
+            Some(ConnectionEvent::Disconnected { cause, .. }) => return Err(format!("{addr}: {cause}")),
+            _ => device.wait(Some(PATIENCE)).map_err(|e| e.to_string())?,
+        }
+    }
+}
+
+struct Run {
+    device: Device,
+    cq: CompletionQueue,
+    links: Vec<Link>,
+    test: Test,
+    duration: Duration,
+    /// Nanoseconds.
+    samples: Vec<u64>,
+    completed: Vec<WorkCompletion>,
+}
+
+impl Run {
+    /// Polls, and fails on a failed completion or a lost connection.
+    fn poll(&mut self) -> Result<usize, String> {
+        let n = link::poll(&self.device, &self.cq, &mut self.completed, self.test.wait, PATIENCE)?;
+        if n == 0 {
+            return Ok(0);
+        }
+        if let Some(wc) = self.completed.iter().find(|wc| wc.status != Status::Success) {
+            let cause = self.links.iter().find_map(|l| l.qp.error());
+            return Err(match cause {
+                Some(cause) => cause.to_string(),
+                None => format!("{:?} failed: {:?}", wc.op, wc.status),
+            });
+        }
+        Ok(n)
+    }
+
+    fn sample(&mut self, since: Instant) {
+        if self.samples.len() < SAMPLES_MAX {
+            self.samples.push(since.elapsed().as_nanos() as u64);
+        }
+    }
+
+    fn ping_pong_sends(&mut self) -> Result<u64, String> {
+        let size = self.test.size;
+        let start = Instant::now();
+        let mut operations = 0;
+        while start.elapsed() < self.duration {
+            let ping = Instant::now();
+            self.links[0].post(1, Op::Send, size)?;
+            let mut echoed = false;
+            while !echoed {
+                self.poll()?;
+                echoed = self.completed.drain(..).filter(|wc| wc.op == CompletionOp::Recv).count() > 0;
+            }
+            self.sample(ping);
+            self.links[0].recv(0, size)?;
+            operations += 1;
+        }
+        Ok(operations)
+    }
+
+    fn ping_pong_writes(&mut self) -> Result<u64, String> {
+        let size = self.test.size;
+        let start = Instant::now();
+        let mut operations = 0u64;
+        while start.elapsed() < self.duration {
+            let mark = (operations % 255) as u8 + 1;
+            let ping = Instant::now();
+            self.links[0].stamp(size, mark);
+            self.links[0].post(1, Op::Write, size)?;
+            while self.links[0].stamp_received(size) != mark {
+                self.poll()?;
+                self.completed.clear();
+                if self.links[0].qp.error().is_some() {
+                    return Err("the peer went away".into());
+                }
+            }
+            self.sample(ping);
+            operations += 1;
+        }
+        Ok(operations)
+    }
+
+    /// Keeps every queue pair filled to its depth.
+    fn stream(&mut self) -> Result<u64, String> {
+        let Test { op, size, depth, .. } = self.test;
+        let started: Vec<u32> = self.links.iter().map(|l| l.qp.number()).collect();
+        let mut posted_at = vec![vec![Instant::now(); depth as usize]; self.links.len()];
+        let start = Instant::now();
+        for link in 0..self.links.len() {
+            for slot in 0..depth {
+                posted_at[link][slot as usize] = Instant::now();
+                self.links[link].post(slot.into(), op, size)?;
+            }
+        }
+        let mut under_way = depth as u64 * self.links.len() as u64;
+        let mut operations = 0;
+        let mut batch = Vec::new();
+        while under_way > 0 {
+            self.poll()?;
+            std::mem::swap(&mut batch, &mut self.completed);
+            for wc in batch.drain(..) {
+                let link = started.iter().position(|&n| n == wc.qp_num).expect("our own queue pair");
+                if wc.op == CompletionOp::Recv {
+                    self.links[link].recv(wc.wr_id, size)?;
+                    continue;
+                }
+                self.sample(posted_at[link][wc.wr_id as usize]);
+                operations += 1;
+                if start.elapsed() < self.duration {
+                    posted_at[link][wc.wr_id as usize] = Instant::now();
+                    self.links[link].post(wc.wr_id, op, size)?;
+                } else {
+                    under_way -= 1;
+                }
+            }
+        }
+        self.confirm()?;
+        Ok(operations)
+    }
+
+    /// Sends and writes complete when TCP has them; a read behind them proves that the peer does.
+    fn confirm(&mut self) -> Result<(), String> {
+        for link in &self.links {
+            link.post(u64::MAX, Op::Read, 8)?;
+        }
+        let mut left = self.links.len();
+        while left > 0 {
+            self.poll()?;
+            left -= self.completed.drain(..).filter(|wc| wc.wr_id == u64::MAX).count();
+        }
+        Ok(())
+    }
+}
+
+/// Processor time of this process.
+pub(super) fn cpu_seconds() -> f64 {
+    let spent = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    spent.tv_sec as f64 + spent.tv_nsec as f64 / 1e9
+}
+
+/// A wait that sleeps is measured by wall time; make sure the option reaches the peer too.
+impl Wait {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Wait::Poll => "poll",
+            Wait::Event => "event",
+        }
+    }
+}

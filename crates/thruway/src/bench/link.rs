@@ -1,0 +1,95 @@
+//! One benchmark connection: a queue pair, a registered buffer, and the peer's.
+
+use super::{Test, Wait};
+use std::sync::Arc;
+use std::time::Duration;
+use thruway_fabric::{
+    Access, Buffer, CompletionQueue, Device, MemoryRegion, Payload, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
+    SendFlags, SendOp, SendRequest, WorkCompletion,
+};
+
+/// Both halves of the buffer hold `size` octets: what is sent from, what is received into.
+pub(super) struct Link {
+    pub(super) qp: QueuePair,
+    pub(super) buffer: Arc<Buffer>,
+    mr: MemoryRegion,
+    size: u32,
+    /// The peer's buffer.
+    pub(super) remote: RemoteAddr,
+}
+
+impl Link {
+    pub(super) fn new(device: &Device, cq: &CompletionQueue, size: u32, depth: u32) -> Result<Link, String> {
+        let fail = |e: thruway_fabric::Error| e.to_string();
+        let pd = device.alloc_pd();
+        let caps = QueuePairCaps { max_send: depth + 4, max_recv: depth * 2 + 4, max_sge: 1 };
+        let qp = pd.create_qp(cq, cq, caps).map_err(fail)?;
+        let size = size.max(8).next_multiple_of(8);
+        let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(fail)?);
+        let all = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        let mr = pd.register(&buffer, all).map_err(fail)?;
+        Ok(Link { qp, buffer, mr, size, remote: RemoteAddr { addr: 0, rkey: 0 } })
+    }
+
+    /// Completions that a link of this depth may have waiting.
+    pub(super) fn completions(depth: u32) -> usize {
+        depth as usize * 3 + 8
+    }
+
+    /// What the peer needs to know of our buffer.
+    pub(super) fn describe(&self, test: &mut Test) {
+        (test.addr, test.rkey) = (self.mr.addr(), self.mr.rkey());
+    }
+
+    pub(super) fn learn(&mut self, test: &Test) {
+        self.remote = RemoteAddr { addr: test.addr, rkey: test.rkey };
+    }
+
+    pub(super) fn recv(&self, wr_id: u64, len: u32) -> Result<(), String> {
+        let sge = [self.mr.sge(self.size as usize, len)];
+        self.qp.post_recv(&RecvRequest { wr_id, sges: &sge }).map_err(|e| e.to_string())
+    }
+
+    /// Posts one operation from the sending half; a write lands in the peer's receiving half.
+    pub(super) fn post(&self, wr_id: u64, op: super::Op, len: u32) -> Result<(), String> {
+        let remote = RemoteAddr { addr: self.remote.addr + u64::from(self.size), ..self.remote };
+        let (op, len) = match op {
+            super::Op::Send => (SendOp::Send { invalidate: None }, len),
+            super::Op::Write => (SendOp::Write { remote, immediate: None }, len),
+            super::Op::Read => (SendOp::Read { remote: self.remote }, len),
+            super::Op::Atomic => (SendOp::FetchAdd { remote: self.remote, add: 1 }, 8),
+        };
+        // Reads and atomics land in the receiving half.
+        let from = if matches!(op, SendOp::Read { .. } | SendOp::FetchAdd { .. }) { self.size as usize } else { 0 };
+        let sge = [self.mr.sge(from, len)];
+        let request = SendRequest { wr_id, op, payload: Payload::Sges(&sge), flags: SendFlags::SIGNALED };
+        self.qp.post_send(&request).map_err(|e| e.to_string())
+    }
+
+    /// Marks the last octet of the next write.
+    pub(super) fn stamp(&self, len: u32, mark: u8) {
+        self.buffer.write(len as usize - 1, &[mark]);
+    }
+
+    /// The last octet of the last write received.
+    pub(super) fn stamp_received(&self, len: u32) -> u8 {
+        let mut mark = [0];
+        self.buffer.read(self.size as usize + len as usize - 1, &mut mark);
+        mark[0]
+    }
+}
+
+/// Completions, asked for the way the test says.
+pub(super) fn poll(
+    device: &Device,
+    cq: &CompletionQueue,
+    out: &mut Vec<WorkCompletion>,
+    wait: Wait,
+    limit: Duration,
+) -> Result<usize, String> {
+    let n = cq.poll(out, 64);
+    if n == 0 && wait == Wait::Event {
+        device.wait(Some(limit)).map_err(|e| e.to_string())?;
+    }
+    Ok(n)
+}

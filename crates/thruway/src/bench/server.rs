@@ -1,0 +1,149 @@
+//! The answering end: echoes what a latency test sends, takes what a bandwidth test sends, and
+//! stands still for reads and atomics, whatever the connecting end asks for.
+
+use super::link::{self, Link};
+use super::{Op, TEST_VERSION, Test, Wait};
+use crate::Common;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+use thruway_fabric::{
+    CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener,
+    Status, WorkCompletion, iwarp,
+};
+
+const QUEUE: usize = 1 << 20;
+/// Largest buffer a peer may ask for.
+const SIZE_MAX: u32 = 1 << 30;
+const DEPTH_MAX: u32 = 4096;
+
+pub(super) struct Server {
+    device: Device,
+    listener: Listener,
+    cq: CompletionQueue,
+    sessions: HashMap<u32, Session>,
+}
+
+struct Session {
+    link: Link,
+    test: Test,
+    /// Mark of the last write echoed.
+    mark: u8,
+}
+
+impl Server {
+    pub(super) fn start(addr: SocketAddr, config: iwarp::Config) -> Result<Server, String> {
+        let device = config.open().map_err(|e| e.to_string())?;
+        let listener = device.listen(addr, &ListenOptions::default()).map_err(|e| e.to_string())?;
+        let cq = device.create_cq(QUEUE).map_err(|e| e.to_string())?;
+        Ok(Server { device, listener, cq, sessions: HashMap::new() })
+    }
+
+    pub(super) fn addr(&self) -> SocketAddr {
+        self.listener.local_addr()
+    }
+
+    pub(super) fn announce(self, common: &Common) -> Server {
+        if !common.quiet {
+            eprintln!("listening on {}", self.addr());
+        }
+        self
+    }
+
+    /// Serves until `stop` says so.
+    pub(super) fn serve(mut self, stop: impl Fn() -> bool) -> Result<(), String> {
+        let mut completed = Vec::new();
+        while !stop() {
+            while let Some(event) = self.device.poll_event() {
+                match event {
+                    ConnectionEvent::Request(request) => self.accept(request),
+                    ConnectionEvent::Disconnected { qp_num, .. } => drop(self.sessions.remove(&qp_num)),
+                    _ => {}
+                }
+            }
+            let spinning = self.sessions.values().any(|s| s.test.wait == Wait::Poll);
+            let wait = if spinning { Wait::Poll } else { Wait::Event };
+            // Events are looked at now and then even while completions come thick and fast.
+            for _ in 0..64 {
+                let n = link::poll(&self.device, &self.cq, &mut completed, wait, Duration::from_millis(100))?;
+                for wc in completed.drain(..) {
+                    self.complete(&wc);
+                }
+                self.echo_writes();
+                if n == 0 && wait == Wait::Event {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, request: ConnectionRequest) {
+        let peer = request.peer();
+        match self.try_accept(request) {
+            Ok(()) => {}
+            Err(message) => eprintln!("thruway bench: {peer}: {message}"),
+        }
+    }
+
+    fn try_accept(&mut self, request: ConnectionRequest) -> Result<(), String> {
+        let test: Result<Test, _> = serde_json::from_slice(request.private_data());
+        let test = match test {
+            Ok(test) if test.v == TEST_VERSION && test.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&test.depth) => test,
+            Ok(_) | Err(_) => {
+                request.reject(b"not a test this bench knows");
+                return Err("asked for no test this bench knows".into());
+            }
+        };
+        let mut link = Link::new(&self.device, &self.cq, test.size, test.depth)?;
+        link.learn(&test);
+        if test.op == Op::Send {
+            for id in 0..test.depth * 2 {
+                link.recv(id.into(), test.size)?;
+            }
+        }
+        let mut answer = test.clone();
+        link.describe(&mut answer);
+        let private_data = serde_json::to_vec(&answer).expect("a plain structure");
+        let params = ConnectParams { private_data, ..ConnectParams::default() };
+        request.accept(&link.qp, &params).map_err(|e| e.to_string())?;
+        if test.bidi {
+            for id in 0..test.depth {
+                link.post(id.into(), test.op, test.size)?;
+            }
+        }
+        self.sessions.insert(link.qp.number(), Session { link, test, mark: 0 });
+        Ok(())
+    }
+
+    fn complete(&mut self, wc: &WorkCompletion) {
+        let Some(session) = self.sessions.get_mut(&wc.qp_num) else { return };
+        if wc.status != Status::Success {
+            return;
+        }
+        let Session { link, test, .. } = session;
+        let result = match wc.op {
+            CompletionOp::Recv if test.lat => {
+                link.recv(wc.wr_id, test.size).and_then(|()| link.post(0, Op::Send, test.size))
+            }
+            CompletionOp::Recv => link.recv(wc.wr_id, test.size),
+            _ if test.bidi => link.post(wc.wr_id, test.op, test.size),
+            _ => Ok(()),
+        };
+        if let Err(message) = result {
+            tracing::debug!(qp = wc.qp_num, message, "test ended");
+        }
+    }
+
+    fn echo_writes(&mut self) {
+        for session in self.sessions.values_mut().filter(|s| s.test.lat && s.test.op == Op::Write) {
+            let mark = session.link.stamp_received(session.test.size);
+            if mark != session.mark {
+                session.mark = mark;
+                session.link.stamp(session.test.size, mark);
+                // A failure shows as a disconnection.
+                let _ = session.link.post(0, Op::Write, session.test.size);
+            }
+        }
+    }
+}

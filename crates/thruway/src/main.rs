@@ -1,0 +1,58 @@
+//! The `thruway` program.
+
+mod bench;
+mod units;
+
+use clap::{Args, Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Moves and serves data at the speed of the machine.
+#[derive(Parser)]
+#[command(name = "thruway", version, about, max_term_width = 100, propagate_version = true)]
+struct Cli {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// Options of every command.
+#[derive(Args, Clone)]
+struct Common {
+    /// One JSON value on standard output and nothing else
+    #[arg(long, global = true)]
+    json: bool,
+    /// Only errors
+    #[arg(long, short, global = true)]
+    quiet: bool,
+    /// More about what happens; twice for even more
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure the fabric: latency, bandwidth, rping
+    Bench(bench::BenchArgs),
+}
+
+/// A failure already described to the user.
+pub(crate) struct Failed;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_logging(cli.common.verbose);
+    let result = match cli.command {
+        Command::Bench(args) => bench::run(&args, &cli.common),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failed) => ExitCode::from(1),
+    }
+}
+
+fn start_logging(verbose: u8) {
+    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
+    let filter = tracing_subscriber::EnvFilter::try_from_env("THRUWAY_LOG").unwrap_or_else(|_| level.into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+}
