@@ -108,6 +108,11 @@ impl Device {
         self.0.wait_fd()
     }
 
+    /// Makes a [`Device::wait`] under way, or else the next one, return at once. From any thread.
+    pub fn wake(&self) {
+        self.0.wake();
+    }
+
     /// Returns when there may be something to poll, at the latest after `timeout`. Spins first if
     /// that has paid lately, then sleeps.
     ///
@@ -190,7 +195,8 @@ impl ConnectionRequest {
     }
 
     /// Accepts on a queue pair that has not been connected yet; [`ConnectionEvent::Established`]
-    /// follows.
+    /// follows at the queue pair's device, which may be another one of the same provider than
+    /// the one that listens.
     ///
     /// # Errors
     /// [`Error::State`] if the queue pair was used already, [`Error::Limit`] for too much private data.

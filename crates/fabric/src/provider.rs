@@ -41,6 +41,7 @@ pub(crate) trait DeviceOps: Send + Sync {
     fn arm(&self) -> bool;
     fn wait_fd(&self) -> BorrowedFd<'_>;
     fn wait(&self, timeout: Option<Duration>) -> Result<()>;
+    fn wake(&self);
 }
 
 /// A region or a window.

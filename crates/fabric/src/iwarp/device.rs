@@ -137,6 +137,8 @@ pub(super) struct Context {
     /// Completions and events not polled yet, and queue pairs in `ready`.
     unpolled: AtomicUsize,
     armed: AtomicBool,
+    /// Somebody called `wake` since the last wait.
+    woken: AtomicBool,
     /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
     spin: AtomicU64,
 }
@@ -189,6 +191,7 @@ impl Context {
             events: Mutex::new(VecDeque::new()),
             unpolled: AtomicUsize::new(0),
             armed: AtomicBool::new(false),
+            woken: AtomicBool::new(false),
             spin: AtomicU64::new(0),
         }))
     }
@@ -508,11 +511,18 @@ impl DeviceOps for Arc<Context> {
 
     fn arm(&self) -> bool {
         self.armed.store(true, Ordering::SeqCst);
-        if self.has_unpolled() {
+        if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
             self.armed.store(false, Ordering::SeqCst);
             return false;
         }
         true
+    }
+
+    fn wake(&self) {
+        self.woken.store(true, Ordering::SeqCst);
+        if self.armed.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
     }
 
     fn wait_fd(&self) -> BorrowedFd<'_> {
@@ -520,14 +530,15 @@ impl DeviceOps for Arc<Context> {
     }
 
     fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.has_unpolled() {
+        if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
             return Ok(());
         }
         let spin = Duration::from_nanos(self.spin.load(Ordering::Relaxed));
         let start = Instant::now();
         loop {
             self.drive();
-            if self.has_unpolled() {
+            if self.woken.load(Ordering::Relaxed) || self.has_unpolled() {
+                self.woken.store(false, Ordering::SeqCst);
                 let longer = (spin * 2).clamp(Duration::from_micros(2), SPIN_MAX);
                 self.spin.store(longer.as_nanos() as u64, Ordering::Relaxed);
                 return Ok(());
@@ -551,6 +562,7 @@ impl DeviceOps for Arc<Context> {
             Err(e) => return Err(Error::io("waiting", e)),
         }
         self.armed.store(false, Ordering::SeqCst);
+        self.woken.store(false, Ordering::SeqCst);
         // Woken so soon that a little spinning would have caught it: spin next time.
         if slept.elapsed() < SPIN_MAX {
             let longer = (spin + Duration::from_micros(5)).min(SPIN_MAX);

@@ -132,6 +132,10 @@ impl Endpoint {
         Ok(())
     }
 
+    pub(super) fn announce_accepted(&self) {
+        self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
+    }
+
     #[allow(clippy::too_many_arguments)]
     fn go_live(
         &self,

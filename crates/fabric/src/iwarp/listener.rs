@@ -218,7 +218,7 @@ impl RequestOps for Request {
         let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
         let stream = self.stream.take().expect("answered once");
         endpoint.accept(stream, self.peer, agreement, reply.encode(), &self.early)?;
-        self.ctx.push_event(Event::Established { qp_num: endpoint.number(), private_data: Vec::new() });
+        endpoint.announce_accepted();
         Ok(())
     }
 

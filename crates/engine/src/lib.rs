@@ -1,0 +1,23 @@
+//! ACES, the engine under every service: data lives in fixed-size blocks, and stages pass the
+//! *ownership* of blocks to one another through explicit queues; nothing is copied between them.
+//!
+//! - [`pool`]: the blocks. A full pool is the back-pressure of the whole path: who has no block
+//!   loads nothing, and who has no free block grants no credit.
+//! - [`stage`]: queues and the parallel workers behind them (CPU work and blocking file calls),
+//!   with the monitor that moves workers to where the queue is.
+//! - [`storage`]: the event-driven storage stage, one thread over io_uring.
+//! - [`integrity`], [`security`]: what the CPU stages do to a block.
+//! - [`topology`]: where memory and threads are.
+//!
+//! The network stage belongs to the services, because each speaks its own protocol.
+
+pub mod integrity;
+pub mod pool;
+pub mod security;
+pub mod stage;
+pub mod storage;
+pub mod topology;
+
+pub use pool::{Block, BlockPool};
+pub use stage::{StageId, StageStats, Workers};
+pub use storage::{Storage, StorageOp};

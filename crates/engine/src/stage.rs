@@ -1,0 +1,316 @@
+//! Stages of parallel workers, and the monitor that moves workers between them.
+//!
+//! A stage is an explicit queue of tasks. Threads are made once; each is *assigned* to a stage,
+//! serves that first, and helps any other while its own is empty. Every task is stamped when
+//! it is queued, started and finished; from these the monitor, one for all stages, computes queue
+//! delay, waiting and service time, and moves a worker from the stage with the most slack to the
+//! one with the longest delay (Ren 2015, ch. 3).
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A stage's number among its workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StageId(usize);
+
+type Task = Box<dyn FnOnce() + Send>;
+
+struct Queued {
+    task: Task,
+    since: Instant,
+}
+
+#[derive(Default)]
+struct Counters {
+    tasks: AtomicU64,
+    queue_ns: AtomicU64,
+    service_ns: AtomicU64,
+    wait_ns: AtomicU64,
+    longest: AtomicU64,
+}
+
+/// What a stage has done so far.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageStats {
+    /// Its name.
+    pub name: String,
+    /// Workers assigned to it now; `None` for a stage with a thread of its own.
+    pub workers: Option<usize>,
+    /// Tasks finished.
+    pub tasks: u64,
+    /// Time tasks spent in the queue, all together.
+    pub queue_delay: Duration,
+    /// Time workers assigned here spent waiting for tasks, all together.
+    pub wait: Duration,
+    /// Time tasks spent being served, all together.
+    pub service: Duration,
+    /// Most tasks ever queued at once.
+    pub longest_queue: u64,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    wake: Condvar,
+    /// For the monitor alone: rung when there is something to watch, or to stop.
+    watch: Condvar,
+    names: Vec<&'static str>,
+    counters: Vec<Counters>,
+    /// Stage of each worker.
+    assignment: Vec<AtomicUsize>,
+    stop: AtomicBool,
+}
+
+struct State {
+    queues: Vec<VecDeque<Queued>>,
+    /// The monitor sleeps until the next task.
+    unwatched: bool,
+}
+
+/// The worker threads of a process and their stages.
+pub struct Workers {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// How often the monitor looks while there is work.
+const MONITOR_PERIOD: Duration = Duration::from_millis(50);
+
+impl Workers {
+    /// `threads` workers, at least one, dealt out evenly over the named stages.
+    ///
+    /// # Panics
+    /// If no stage is named or the system cannot make threads.
+    pub fn new(threads: usize, stages: &[&'static str]) -> Arc<Workers> {
+        assert!(!stages.is_empty());
+        let threads = threads.max(1);
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                queues: stages.iter().map(|_| VecDeque::new()).collect(),
+                unwatched: false,
+            }),
+            wake: Condvar::new(),
+            watch: Condvar::new(),
+            names: stages.to_vec(),
+            counters: stages.iter().map(|_| Counters::default()).collect(),
+            assignment: (0..threads).map(|i| AtomicUsize::new(i % stages.len())).collect(),
+            stop: AtomicBool::new(false),
+        });
+        let mut handles = Vec::new();
+        for index in 0..threads {
+            let shared = Arc::clone(&shared);
+            let run = move || shared.work(index);
+            handles.push(std::thread::Builder::new().name(format!("worker-{index}")).spawn(run).expect("a thread"));
+        }
+        let watched = Arc::clone(&shared);
+        let monitor = std::thread::Builder::new().name("monitor".into());
+        handles.push(monitor.spawn(move || watch(&watched)).expect("a thread"));
+        Arc::new(Workers { shared, threads: Mutex::new(handles) })
+    }
+
+    /// The stage with this name.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn stage(&self, name: &str) -> StageId {
+        StageId(self.shared.names.iter().position(|n| *n == name).expect("a stage named when the workers were made"))
+    }
+
+    /// Queues a task. The queue's length is bounded by the blocks and files that tasks carry.
+    pub fn submit(&self, stage: StageId, task: impl FnOnce() + Send + 'static) {
+        let mut state = self.shared.lock();
+        let queue = &mut state.queues[stage.0];
+        queue.push_back(Queued { task: Box::new(task), since: Instant::now() });
+        self.shared.counters[stage.0].longest.fetch_max(queue.len() as u64, Ordering::Relaxed);
+        let first = std::mem::replace(&mut state.unwatched, false);
+        drop(state);
+        self.shared.wake.notify_one();
+        if first {
+            self.shared.watch.notify_one();
+        }
+    }
+
+    /// What every stage has done so far.
+    pub fn stats(&self) -> Vec<StageStats> {
+        let shared = &self.shared;
+        let of = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        let stage = |(index, c): (usize, &Counters)| StageStats {
+            name: shared.names[index].to_string(),
+            workers: Some(shared.assignment.iter().filter(|a| a.load(Ordering::Relaxed) == index).count()),
+            tasks: c.tasks.load(Ordering::Relaxed),
+            queue_delay: of(&c.queue_ns),
+            wait: of(&c.wait_ns),
+            service: of(&c.service_ns),
+            longest_queue: c.longest.load(Ordering::Relaxed),
+        };
+        shared.counters.iter().enumerate().map(stage).collect()
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        drop(self.shared.lock());
+        self.shared.wake.notify_all();
+        self.shared.watch.notify_all();
+        let me = std::thread::current().id();
+        for thread in std::mem::take(&mut *self.threads.lock().expect("no panics under the lock")) {
+            // The last handle may be dropped by a task, on a worker of our own.
+            if thread.thread().id() != me {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    fn work(&self, index: usize) {
+        let mut state = self.lock();
+        loop {
+            let home = self.assignment[index].load(Ordering::Relaxed);
+            let stages = self.names.len();
+            let found = (0..stages).map(|i| (home + i) % stages).find(|s| !state.queues[*s].is_empty());
+            let Some(stage) = found else {
+                if self.stop.load(Ordering::SeqCst) {
+                    return;
+                }
+                let since = Instant::now();
+                state = self.wake.wait(state).expect("no panics under the lock");
+                add(&self.counters[home].wait_ns, since);
+                continue;
+            };
+            let Queued { task, since } = state.queues[stage].pop_front().expect("found above");
+            drop(state);
+            add(&self.counters[stage].queue_ns, since);
+            let started = Instant::now();
+            task();
+            add(&self.counters[stage].service_ns, started);
+            self.counters[stage].tasks.fetch_add(1, Ordering::Relaxed);
+            state = self.lock();
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, since: Instant) {
+    counter.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+}
+
+/// A stage's load over one period, as the monitor sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Load {
+    tasks: u64,
+    queue_ns: u64,
+    service_ns: u64,
+    workers: usize,
+}
+
+fn watch(shared: &Shared) {
+    let mut before: Vec<(u64, u64, u64)> = Vec::new();
+    loop {
+        if shared.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        let now: Vec<_> = shared
+            .counters
+            .iter()
+            .map(|c| {
+                let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
+                (get(&c.tasks), get(&c.queue_ns), get(&c.service_ns))
+            })
+            .collect();
+        before.resize(now.len(), (0, 0, 0));
+        let loads: Vec<Load> = now
+            .iter()
+            .zip(&before)
+            .enumerate()
+            .map(|(stage, (n, b))| Load {
+                tasks: n.0 - b.0,
+                queue_ns: n.1 - b.1,
+                service_ns: n.2 - b.2,
+                workers: shared.assignment.iter().filter(|a| a.load(Ordering::Relaxed) == stage).count(),
+            })
+            .collect();
+        if let Some((from, to)) = rebalance(&loads) {
+            if let Some(worker) = shared.assignment.iter().find(|a| a.load(Ordering::Relaxed) == from) {
+                worker.store(to, Ordering::Relaxed);
+                tracing::debug!(from = shared.names[from], to = shared.names[to], "worker moved");
+            }
+        }
+        let idle = loads.iter().all(|l| l.tasks == 0);
+        before = now;
+        // An idle process is left alone until the next task.
+        let mut state = shared.lock();
+        state.unwatched = idle;
+        while state.unwatched && !shared.stop.load(Ordering::SeqCst) {
+            state = shared.watch.wait(state).expect("no panics under the lock");
+        }
+        let pause = shared.watch.wait_timeout_while(state, MONITOR_PERIOD, |_| !shared.stop.load(Ordering::SeqCst));
+        drop(pause.expect("no panics under the lock"));
+    }
+}
+
+/// Which stage should lend a worker to which: the one with the longest mean queue delay gets one
+/// from the stage that needs its workers least, if that still leaves the lender as well off.
+fn rebalance(loads: &[Load]) -> Option<(usize, usize)> {
+    /// Delays below this are not worth a move.
+    const NOTICEABLE_NS: u64 = 200_000;
+    let mean = |total: u64, l: &Load| total.checked_div(l.tasks).unwrap_or(0);
+    let (to, needy) = loads.iter().enumerate().max_by_key(|(_, l)| mean(l.queue_ns, l))?;
+    if mean(needy.queue_ns, needy) < NOTICEABLE_NS {
+        return None;
+    }
+    // Work per worker after the move must still be less at the lender than at the borrower.
+    let spread = |l: &Load, workers: usize| l.service_ns.checked_div(workers as u64).unwrap_or(l.service_ns);
+    let (from, lender) = loads
+        .iter()
+        .enumerate()
+        .filter(|(stage, l)| *stage != to && l.workers > 0)
+        .min_by_key(|(_, l)| spread(l, l.workers))?;
+    (spread(lender, lender.workers - 1) < spread(needy, needy.workers + 1)).then_some((from, to))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn every_task_runs_once_and_is_counted() {
+        let workers = Workers::new(3, &["a", "b"]);
+        let (tx, rx) = mpsc::channel();
+        for i in 0..1000 {
+            let tx = tx.clone();
+            let stage = workers.stage(if i % 3 == 0 { "a" } else { "b" });
+            workers.submit(stage, move || tx.send(i).unwrap());
+        }
+        drop(tx);
+        let mut seen: Vec<i32> = rx.iter().collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..1000).collect::<Vec<_>>());
+        let weak = Arc::downgrade(&workers.shared);
+        let stats = workers.stats();
+        assert_eq!(stats.iter().map(|s| s.workers.unwrap()).sum::<usize>(), 3);
+        drop(workers);
+        assert!(weak.upgrade().is_none(), "no thread is left behind");
+    }
+
+    #[test]
+    fn a_worker_moves_to_the_stage_with_the_longest_delay() {
+        let load = |tasks, queue_ms: u64, service_ms: u64, workers| Load {
+            tasks,
+            queue_ns: queue_ms * 1_000_000,
+            service_ns: service_ms * 1_000_000,
+            workers,
+        };
+        assert_eq!(rebalance(&[load(10, 0, 5, 2), load(10, 100, 80, 1)]), Some((0, 1)));
+        assert_eq!(rebalance(&[load(10, 0, 0, 2), load(10, 0, 80, 1)]), None, "no delay, no move");
+        assert_eq!(rebalance(&[load(10, 50, 80, 1), load(10, 60, 80, 1)]), None, "no better off");
+        assert_eq!(rebalance(&[load(0, 0, 0, 0), load(10, 100, 80, 3)]), None, "nobody to lend");
+    }
+}

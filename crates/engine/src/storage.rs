@@ -1,0 +1,367 @@
+//! The storage stage: one thread, many requests under way, io_uring underneath.
+//!
+//! Requests carry blocks by ownership and come back through their completion closure, which runs
+//! on the storage thread and must only pass the result on. Files may be open for direct I/O or
+//! not; offsets and lengths are then the caller's to align.
+
+use crate::pool::Block;
+use crate::stage::StageStats;
+use io_uring::{IoUring, opcode, types};
+use rustix::event::EventfdFlags;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Requests under way at once; more wait in the queue.
+const DEPTH: u32 = 128;
+
+/// What to do with a block and a file.
+pub enum StorageOp {
+    /// Fill the first `len` octets of the payload from `offset`; short only at the end of the file.
+    Read {
+        /// Octets wanted.
+        len: u32,
+    },
+    /// Write `len` octets of the payload from octet `skip` on.
+    Write {
+        /// First octet.
+        skip: u32,
+        /// Octets.
+        len: u32,
+    },
+}
+
+/// How a request ended: the block, and the octets transferred.
+pub struct Done {
+    /// The block, back again.
+    pub block: Block,
+    /// Octets read (fewer than asked only at the end of the file) or written (always all).
+    pub result: io::Result<u32>,
+}
+
+type Completion = Box<dyn FnOnce(Done) + Send>;
+
+struct Request {
+    file: Arc<File>,
+    offset: u64,
+    op: StorageOp,
+    block: Block,
+    completion: Completion,
+    queued: Instant,
+    started: Instant,
+    /// Octets transferred so far: the kernel may stop short.
+    progress: u32,
+}
+
+#[derive(Default)]
+struct Counters {
+    tasks: AtomicU64,
+    queue_ns: AtomicU64,
+    service_ns: AtomicU64,
+    wait_ns: AtomicU64,
+    longest: AtomicU64,
+}
+
+struct Shared {
+    queue: Mutex<VecDeque<Request>>,
+    wake: OwnedFd,
+    sleeping: AtomicBool,
+    stop: AtomicBool,
+    counters: Counters,
+}
+
+/// The storage stage of a process.
+pub struct Storage {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Storage {
+    /// Starts the stage.
+    ///
+    /// # Errors
+    /// If the kernel offers no io_uring, or forbids it (`kernel.io_uring_disabled`).
+    pub fn new() -> io::Result<Storage> {
+        let ring = IoUring::builder().build(DEPTH).map_err(|e| {
+            io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
+        })?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        let shared = Arc::new(Shared {
+            queue: Mutex::new(VecDeque::new()),
+            wake,
+            sleeping: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            counters: Counters::default(),
+        });
+        let inner = Arc::clone(&shared);
+        let run = move || Loop { ring, shared: inner, slots: Vec::new(), free: Vec::new(), under_way: 0 }.run();
+        let thread = std::thread::Builder::new().name("storage".into()).spawn(run)?;
+        Ok(Storage { shared, thread: Some(thread) })
+    }
+
+    /// Queues a request.
+    pub fn submit(
+        &self,
+        file: Arc<File>,
+        offset: u64,
+        op: StorageOp,
+        block: Block,
+        completion: impl FnOnce(Done) + Send + 'static,
+    ) {
+        let now = Instant::now();
+        let completion = Box::new(completion);
+        let request = Request { file, offset, op, block, completion, queued: now, started: now, progress: 0 };
+        let mut queue = self.shared.queue.lock().expect("no panics under the lock");
+        queue.push_back(request);
+        self.shared.counters.longest.fetch_max(queue.len() as u64, Ordering::Relaxed);
+        drop(queue);
+        self.shared.wake();
+    }
+
+    /// What the stage has done so far.
+    pub fn stats(&self) -> StageStats {
+        let c = &self.shared.counters;
+        let of = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        StageStats {
+            name: "storage".into(),
+            workers: None,
+            tasks: c.tasks.load(Ordering::Relaxed),
+            queue_delay: of(&c.queue_ns),
+            wait: of(&c.wait_ns),
+            service: of(&c.service_ns),
+            longest_queue: c.longest.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        if self.sleeping.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.sleeping.store(true, Ordering::SeqCst);
+        self.shared.wake();
+        if let Some(thread) = self.thread.take() {
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// Marks the eventfd read among completions.
+const WAKE: u64 = u64::MAX;
+
+struct Loop {
+    ring: IoUring,
+    shared: Arc<Shared>,
+    slots: Vec<Option<Request>>,
+    free: Vec<usize>,
+    under_way: usize,
+}
+
+impl Loop {
+    fn run(mut self) {
+        let mut wake_buffer = Box::new(0u64);
+        let mut wake_pending = false;
+        loop {
+            self.start_queued();
+            let stop = self.shared.stop.load(Ordering::SeqCst);
+            if stop && self.under_way == 0 && self.shared.queue.lock().expect("no panics under the lock").is_empty() {
+                return;
+            }
+            if !wake_pending {
+                let fd = types::Fd(self.shared.wake.as_raw_fd());
+                let read = opcode::Read::new(fd, (&raw mut *wake_buffer).cast(), 8).build().user_data(WAKE);
+                // SAFETY: `wake_buffer` outlives the ring, which `self` owns and drops first on return.
+                let pushed = unsafe { self.ring.submission().push(&read) };
+                wake_pending = pushed.is_ok();
+            }
+            self.shared.sleeping.store(true, Ordering::SeqCst);
+            let more = !self.shared.queue.lock().expect("no panics under the lock").is_empty();
+            let room = self.under_way < DEPTH as usize - 1;
+            let before = Instant::now();
+            let idle = self.under_way == 0;
+            let want = usize::from(!((more && room) || stop && idle));
+            let submitted = self.ring.submit_and_wait(want);
+            self.shared.sleeping.store(false, Ordering::SeqCst);
+            if idle {
+                add(&self.shared.counters.wait_ns, before);
+            }
+            if let Err(e) = submitted {
+                if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) {
+                    // Nothing can be completed any more; the requests fail when they are dropped.
+                    tracing::error!(error = %e, "the storage stage lost its ring");
+                    self.fail_all(&e);
+                    return;
+                }
+            }
+            let completed: Vec<(u64, i32)> = self.ring.completion().map(|c| (c.user_data(), c.result())).collect();
+            for (id, result) in completed {
+                if id == WAKE {
+                    wake_pending = false;
+                } else {
+                    self.complete(id as usize, result);
+                }
+            }
+        }
+    }
+
+    fn start_queued(&mut self) {
+        while self.under_way < DEPTH as usize - 1 {
+            let next = self.shared.queue.lock().expect("no panics under the lock").pop_front();
+            let Some(mut request) = next else { return };
+            add(&self.shared.counters.queue_ns, request.queued);
+            request.started = Instant::now();
+            let slot = self.free.pop().unwrap_or_else(|| {
+                self.slots.push(None);
+                self.slots.len() - 1
+            });
+            self.under_way += 1;
+            self.slots[slot] = Some(request);
+            self.start(slot);
+        }
+    }
+
+    fn start(&mut self, slot: usize) {
+        let request = self.slots[slot].as_mut().expect("started requests hold their slot");
+        let fd = types::Fd(request.file.as_raw_fd());
+        let done = request.progress;
+        let offset = request.offset + u64::from(done);
+        let entry = match request.op {
+            StorageOp::Read { len } => {
+                let at = request.block.payload_ptr().wrapping_add(done as usize);
+                opcode::Read::new(fd, at, len - done).offset(offset).build()
+            }
+            StorageOp::Write { skip, len } => {
+                let at = request.block.payload_ptr().wrapping_add((skip + done) as usize);
+                opcode::Write::new(fd, at, len - done).offset(offset).build()
+            }
+        };
+        let entry = entry.user_data(slot as u64);
+        loop {
+            // SAFETY: the block and the file live in the slot until the completion arrives.
+            if unsafe { self.ring.submission().push(&entry) }.is_ok() {
+                return;
+            }
+            let _ = self.ring.submit();
+        }
+    }
+
+    fn complete(&mut self, slot: usize, result: i32) {
+        let request = self.slots[slot].as_mut().expect("started requests hold their slot");
+        let wanted = match request.op {
+            StorageOp::Read { len } | StorageOp::Write { len, .. } => len,
+        };
+        let outcome = if result < 0 {
+            match -result {
+                libc::EINTR | libc::EAGAIN => return self.start(slot),
+                code => Err(io::Error::from_raw_os_error(code)),
+            }
+        } else {
+            request.progress += result as u32;
+            if result > 0 && request.progress < wanted {
+                return self.start(slot);
+            }
+            match request.op {
+                StorageOp::Write { .. } if request.progress < wanted => Err(io::ErrorKind::WriteZero.into()),
+                _ => Ok(request.progress),
+            }
+        };
+        self.finish(slot, outcome);
+    }
+
+    fn finish(&mut self, slot: usize, result: io::Result<u32>) {
+        let Request { block, completion, started, .. } = self.slots[slot].take().expect("finished once");
+        self.free.push(slot);
+        self.under_way -= 1;
+        add(&self.shared.counters.service_ns, started);
+        self.shared.counters.tasks.fetch_add(1, Ordering::Relaxed);
+        completion(Done { block, result });
+    }
+
+    fn fail_all(&mut self, error: &io::Error) {
+        let copy = || io::Error::new(error.kind(), error.to_string());
+        for slot in 0..self.slots.len() {
+            if self.slots[slot].is_some() {
+                self.finish(slot, Err(copy()));
+            }
+        }
+        loop {
+            let next = self.shared.queue.lock().expect("no panics under the lock").pop_front();
+            let Some(request) = next else { return };
+            (request.completion)(Done { block: request.block, result: Err(copy()) });
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, since: Instant) {
+    counter.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::BlockPool;
+    use std::sync::mpsc;
+
+    #[test]
+    fn many_writes_and_reads_come_back_with_their_blocks_and_data() {
+        let storage = Storage::new().unwrap();
+        let pool = BlockPool::new(300, 8192).unwrap();
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let (tx, rx) = mpsc::channel();
+        for i in 0..300u32 {
+            let mut block = pool.try_take().unwrap();
+            block.payload_mut().fill(i as u8);
+            let tx = tx.clone();
+            let op = StorageOp::Write { skip: 4096, len: 4096 };
+            storage.submit(Arc::clone(&file), u64::from(i) * 4096, op, block, move |done| {
+                assert_eq!(done.result.unwrap(), 4096);
+                tx.send(done.block).unwrap();
+            });
+        }
+        drop(rx.iter().take(300).collect::<Vec<_>>());
+        assert_eq!(pool.free(), 300);
+        for i in 0..300u32 {
+            let block = pool.try_take().unwrap();
+            let tx = tx.clone();
+            let op = StorageOp::Read { len: 8192 };
+            storage.submit(Arc::clone(&file), u64::from(i) * 4096, op, block, move |done| {
+                // The last one is cut short by the end of the file.
+                assert_eq!(done.result.unwrap(), if i == 299 { 4096 } else { 8192 });
+                assert!(done.block.payload()[..4096].iter().all(|b| *b == i as u8));
+                tx.send(done.block).unwrap();
+            });
+        }
+        drop(rx.iter().take(300).collect::<Vec<_>>());
+        let stats = storage.stats();
+        assert_eq!(stats.tasks, 600);
+    }
+
+    #[test]
+    fn a_failed_request_returns_its_block_and_the_cause() {
+        let storage = Storage::new().unwrap();
+        let pool = BlockPool::new(1, 4096).unwrap();
+        let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
+        let (tx, rx) = mpsc::channel();
+        let block = pool.try_take().unwrap();
+        storage.submit(read_only, 0, StorageOp::Write { skip: 0, len: 1 }, block, move |done| {
+            tx.send(done.result.unwrap_err().raw_os_error()).unwrap();
+        });
+        assert_eq!(rx.recv().unwrap(), Some(libc::EBADF));
+        drop(storage);
+        assert_eq!(pool.free(), 1);
+    }
+}
