@@ -177,6 +177,16 @@ impl Block {
         unsafe { std::slice::from_raw_parts(self.ptr().add(HEADROOM - n), n) }
     }
 
+    /// The last `n` octets in front of the payload and the first `len` octets of it, as one slice.
+    ///
+    /// # Panics
+    /// If `n` exceeds [`HEADROOM`] or `len` the payload.
+    pub fn joined_mut(&mut self, n: usize, len: usize) -> &mut [u8] {
+        assert!(n <= HEADROOM && len <= self.pool.payload_len);
+        // SAFETY: as in `payload_mut`; the headroom belongs to the same block.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr().add(HEADROOM - n), n + len) }
+    }
+
     /// Start of the payload, for devices.
     pub fn payload_ptr(&self) -> *mut u8 {
         // SAFETY: inside the block.

@@ -1,0 +1,436 @@
+//! Who is at the other end: static keys, known hosts, authorized keys, and the Noise handshake
+//! that proves them and encrypts the control channel.
+//!
+//! Keys are Curve25519, written in base 16. Files follow ssh's habits: one key a line, a comment
+//! behind it, `#` for remarks; a secret key readable by anybody else is refused.
+
+use crate::wire::AuthKind;
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+const KEYS_PATTERN: &str = "Noise_XX_25519_ChaChaPoly_BLAKE2s";
+const SECRET_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+/// Binds the handshake to this protocol.
+const PROLOGUE: &[u8] = b"thruway rftp 1";
+/// Longest handshake message.
+pub const HANDSHAKE_MAX: usize = 256;
+const KEY_LEN: usize = 32;
+
+/// What went wrong with a key, a key file or a handshake.
+#[derive(Debug, thiserror::Error)]
+pub enum AuthError {
+    /// A file could not be read or written.
+    #[error("{path}: {source}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file holds something else than it should.
+    #[error("{path}:{line}: {message}")]
+    Content {
+        /// Which.
+        path: PathBuf,
+        /// Where.
+        line: usize,
+        /// What is wrong.
+        message: String,
+    },
+    /// The handshake failed: wrong secret, or not a Thruway.
+    #[error("authentication failed: the peer's handshake does not verify")]
+    Handshake,
+    /// The peer's key is not one we trust.
+    #[error("{0}")]
+    Untrusted(String),
+}
+
+/// A public key.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PublicKey([u8; KEY_LEN]);
+
+impl fmt::Display for PublicKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&to_hex(&self.0))
+    }
+}
+
+impl fmt::Debug for PublicKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::str::FromStr for PublicKey {
+    type Err = String;
+    fn from_str(s: &str) -> Result<PublicKey, String> {
+        from_hex(s).map(PublicKey).ok_or_else(|| format!("'{s}' is not a key: 64 hexadecimal digits are"))
+    }
+}
+
+/// A secret key and its public half.
+#[derive(Clone)]
+pub struct KeyPair {
+    secret: [u8; KEY_LEN],
+    public: PublicKey,
+}
+
+impl KeyPair {
+    /// A fresh pair.
+    pub fn generate() -> KeyPair {
+        let pair = builder(KEYS_PATTERN).generate_keypair().expect("the system's randomness");
+        KeyPair {
+            secret: pair.private.try_into().expect("32 octets"),
+            public: PublicKey(pair.public.try_into().expect("32 octets")),
+        }
+    }
+
+    /// The public half.
+    pub fn public(&self) -> PublicKey {
+        self.public
+    }
+
+    /// Reads a pair written by [`KeyPair::save`].
+    ///
+    /// # Errors
+    /// [`AuthError`] if the file is not there, not a key, or readable by others than its owner.
+    pub fn load(path: &Path) -> Result<KeyPair, AuthError> {
+        let failed = |source| AuthError::File { path: path.into(), source };
+        let meta = fs::metadata(path).map_err(failed)?;
+        let content = |message: String| AuthError::Content { path: path.into(), line: 1, message };
+        if meta.mode() & 0o077 != 0 {
+            return Err(content(format!("mode {:o} lets others read a secret key; chmod 600 it", meta.mode() & 0o777)));
+        }
+        let text = fs::read_to_string(path).map_err(failed)?;
+        let mut words = text.split_whitespace();
+        let secret = words.next().and_then(from_hex).ok_or_else(|| content("not a secret key".into()))?;
+        let public = words.next().and_then(from_hex).ok_or_else(|| content("no public half".into()))?;
+        Ok(KeyPair { secret, public: PublicKey(public) })
+    }
+
+    /// Writes the pair to `path`, which must not exist, and the public half to `path.pub`.
+    ///
+    /// # Errors
+    /// [`AuthError::File`].
+    pub fn save(&self, path: &Path) -> Result<(), AuthError> {
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| AuthError::File { path, source }
+        };
+        if let Some(dir) = path.parent().filter(|d| !d.as_os_str().is_empty()) {
+            fs::create_dir_all(dir).map_err(failed(dir))?;
+        }
+        let mut options = fs::OpenOptions::new();
+        let mut file = options.write(true).create_new(true).mode(0o600).open(path).map_err(failed(path))?;
+        writeln!(file, "{} {}", to_hex(&self.secret), self.public).map_err(failed(path))?;
+        let public = path.with_extension("pub");
+        fs::write(&public, format!("{}\n", self.public)).map_err(failed(&public))
+    }
+}
+
+/// What an authorized key may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rights {
+    /// Read exports.
+    ReadOnly,
+    /// Read and write exports.
+    ReadWrite,
+}
+
+/// Keys that may use a daemon: lines of `[ro] KEY [comment]`.
+#[derive(Debug, Clone, Default)]
+pub struct AuthorizedKeys(HashMap<PublicKey, Rights>);
+
+impl AuthorizedKeys {
+    /// Reads a file of keys.
+    ///
+    /// # Errors
+    /// [`AuthError`] naming the first line that is not one.
+    pub fn load(path: &Path) -> Result<AuthorizedKeys, AuthError> {
+        let text = fs::read_to_string(path).map_err(|source| AuthError::File { path: path.into(), source })?;
+        AuthorizedKeys::parse(&text).map_err(|(line, message)| AuthError::Content { path: path.into(), line, message })
+    }
+
+    fn parse(text: &str) -> Result<AuthorizedKeys, (usize, String)> {
+        let mut keys = HashMap::new();
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let mut words = line.split_whitespace().peekable();
+            let read_only = words.next_if_eq(&"ro").is_some();
+            let key: PublicKey = words.next().unwrap_or("").parse().map_err(|e| (index + 1, e))?;
+            keys.insert(key, if read_only { Rights::ReadOnly } else { Rights::ReadWrite });
+        }
+        Ok(AuthorizedKeys(keys))
+    }
+
+    /// What this key may do.
+    pub fn rights(&self, key: &PublicKey) -> Option<Rights> {
+        self.0.get(key).copied()
+    }
+}
+
+/// Keys of daemons seen before: lines of `HOST:PORT KEY`.
+pub struct KnownHosts {
+    path: PathBuf,
+}
+
+impl KnownHosts {
+    /// The file at this path; it need not exist.
+    pub fn at(path: PathBuf) -> KnownHosts {
+        KnownHosts { path }
+    }
+
+    /// Checks a daemon's key, remembering it if the daemon is new.
+    ///
+    /// # Errors
+    /// [`AuthError::Untrusted`] if the daemon had another key before.
+    pub fn check(&self, host: &str, key: &PublicKey) -> Result<(), AuthError> {
+        let failed = |source| AuthError::File { path: self.path.clone(), source };
+        let text = match fs::read_to_string(&self.path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(e) => return Err(failed(e)),
+        };
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            if words.next() == Some(host) {
+                let known = words.next().unwrap_or("");
+                if known == key.to_string() {
+                    return Ok(());
+                }
+                return Err(AuthError::Untrusted(format!(
+                    "the key of {host} has changed: it was {known}, now it is {key}. Somebody may be listening in. \
+                     If the daemon really has a new key, remove its line from {}",
+                    self.path.display()
+                )));
+            }
+        }
+        if let Some(dir) = self.path.parent() {
+            fs::create_dir_all(dir).map_err(failed)?;
+        }
+        let mut file = fs::OpenOptions::new().append(true).create(true).open(&self.path).map_err(failed)?;
+        writeln!(file, "{host} {key}").map_err(failed)
+    }
+}
+
+/// A secret both ends were given beforehand.
+pub type Secret = [u8; 32];
+
+/// How one end will prove who it is.
+#[derive(Clone)]
+pub enum Credentials {
+    /// By its static key.
+    Keys(KeyPair),
+    /// By knowing the secret.
+    Secret(Secret),
+}
+
+impl Credentials {
+    /// The pattern these credentials use.
+    pub fn kind(&self) -> AuthKind {
+        match self {
+            Credentials::Keys(_) => AuthKind::Keys,
+            Credentials::Secret(_) => AuthKind::Secret,
+        }
+    }
+}
+
+/// A handshake under way.
+pub struct Handshake(snow::HandshakeState);
+
+/// An authenticated, encrypted channel of messages.
+pub struct Secured(snow::TransportState);
+
+impl Handshake {
+    /// Starts one.
+    pub fn new(credentials: &Credentials, initiator: bool) -> Handshake {
+        let build = |b: snow::Builder<'_>| if initiator { b.build_initiator() } else { b.build_responder() };
+        let state = match credentials {
+            Credentials::Keys(pair) => builder(KEYS_PATTERN)
+                .local_private_key(&pair.secret)
+                .and_then(|b| b.prologue(PROLOGUE))
+                .and_then(build),
+            Credentials::Secret(secret) => {
+                builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(PROLOGUE)).and_then(build)
+            }
+        };
+        Handshake(state.expect("fixed patterns with keys of the right length"))
+    }
+
+    /// Whether it is this end's turn to speak.
+    pub fn is_my_turn(&self) -> bool {
+        self.0.is_my_turn()
+    }
+
+    /// Whether both ends have said all.
+    pub fn is_finished(&self) -> bool {
+        self.0.is_handshake_finished()
+    }
+
+    /// The next message of ours.
+    pub fn write(&mut self) -> Vec<u8> {
+        let mut out = vec![0; HANDSHAKE_MAX];
+        let n = self.0.write_message(&[], &mut out).expect("room for any handshake message");
+        out.truncate(n);
+        out
+    }
+
+    /// Takes the peer's next message.
+    ///
+    /// # Errors
+    /// [`AuthError::Handshake`] if it does not verify.
+    pub fn read(&mut self, message: &[u8]) -> Result<(), AuthError> {
+        let mut payload = vec![0; HANDSHAKE_MAX.max(message.len())];
+        self.0.read_message(message, &mut payload).map(|_| ()).map_err(|_| AuthError::Handshake)
+    }
+
+    /// The peer's static key, once it has been sent.
+    pub fn peer_key(&self) -> Option<PublicKey> {
+        self.0.get_remote_static().and_then(|k| k.try_into().ok()).map(PublicKey)
+    }
+
+    /// The channel that the finished handshake made.
+    ///
+    /// # Errors
+    /// [`AuthError::Handshake`] if it is not finished.
+    pub fn finish(self) -> Result<Secured, AuthError> {
+        self.0.into_transport_mode().map(Secured).map_err(|_| AuthError::Handshake)
+    }
+}
+
+/// Octets that sealing adds to a message.
+pub const SEAL_LEN: usize = 16;
+
+impl Secured {
+    /// Encrypts a message of at most 65519 octets.
+    pub fn seal(&mut self, message: &[u8]) -> Vec<u8> {
+        let mut out = vec![0; message.len() + SEAL_LEN];
+        self.0.write_message(message, &mut out).expect("messages are short and far fewer than 2^64");
+        out
+    }
+
+    /// Decrypts the next message.
+    ///
+    /// # Errors
+    /// [`AuthError::Handshake`] if it was forged, replayed or reordered.
+    pub fn open(&mut self, message: &[u8]) -> Result<Vec<u8>, AuthError> {
+        let mut out = vec![0; message.len()];
+        let n = self.0.read_message(message, &mut out).map_err(|_| AuthError::Handshake)?;
+        out.truncate(n);
+        Ok(out)
+    }
+}
+
+/// Fresh random octets.
+pub fn random<const N: usize>() -> [u8; N] {
+    let mut out = [0; N];
+    use ring::rand::SecureRandom;
+    ring::rand::SystemRandom::new().fill(&mut out).expect("the system's randomness");
+    out
+}
+
+fn builder(pattern: &str) -> snow::Builder<'_> {
+    snow::Builder::new(pattern.parse().expect("a fixed pattern"))
+}
+
+/// Hexadecimal digits of some octets.
+pub fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// 32 octets from hexadecimal digits.
+pub fn from_hex(text: &str) -> Option<[u8; KEY_LEN]> {
+    if text.len() != KEY_LEN * 2 || !text.is_ascii() {
+        return None;
+    }
+    let mut out = [0; KEY_LEN];
+    for (i, octet) in out.iter_mut().enumerate() {
+        *octet = u8::from_str_radix(&text[i * 2..i * 2 + 2], 16).ok()?;
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shake(a: &Credentials, b: &Credentials) -> Result<(Handshake, Handshake), AuthError> {
+        let (mut a, mut b) = (Handshake::new(a, true), Handshake::new(b, false));
+        while !(a.is_finished() && b.is_finished()) {
+            if a.is_my_turn() {
+                let message = a.write();
+                assert!(message.len() <= HANDSHAKE_MAX);
+                b.read(&message)?;
+            } else {
+                let message = b.write();
+                a.read(&message)?;
+            }
+        }
+        Ok((a, b))
+    }
+
+    #[test]
+    fn both_ends_learn_each_others_key_and_then_talk_in_secret() {
+        let (ka, kb) = (KeyPair::generate(), KeyPair::generate());
+        let (a, b) = shake(&Credentials::Keys(ka.clone()), &Credentials::Keys(kb.clone())).unwrap();
+        assert_eq!((a.peer_key(), b.peer_key()), (Some(kb.public()), Some(ka.public())));
+        let (mut a, mut b) = (a.finish().unwrap(), b.finish().unwrap());
+        let sealed = a.seal(b"attack at dawn");
+        assert!(!sealed.windows(4).any(|w| w == b"dawn"));
+        let mut forged = sealed.clone();
+        forged[3] ^= 1;
+        assert!(b.open(&forged).is_err());
+        assert_eq!(b.open(&sealed).unwrap(), b"attack at dawn");
+        assert!(b.open(&sealed).is_err(), "a replay does not open");
+    }
+
+    #[test]
+    fn a_wrong_secret_fails_the_handshake() {
+        assert!(shake(&Credentials::Secret([1; 32]), &Credentials::Secret([1; 32])).is_ok());
+        assert!(matches!(
+            shake(&Credentials::Secret([1; 32]), &Credentials::Secret([2; 32])),
+            Err(AuthError::Handshake)
+        ));
+    }
+
+    #[test]
+    fn keys_are_saved_for_their_owner_only_and_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sub/key");
+        let pair = KeyPair::generate();
+        pair.save(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let again = KeyPair::load(&path).unwrap();
+        assert_eq!((again.secret, again.public), (pair.secret, pair.public));
+        assert!(pair.save(&path).is_err(), "an existing key is not overwritten");
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+        assert!(matches!(KeyPair::load(&path), Err(AuthError::Content { .. })));
+    }
+
+    #[test]
+    fn authorized_keys_name_rights_and_mistakes_by_line() {
+        let key = KeyPair::generate().public();
+        let keys = AuthorizedKeys::parse(&format!("# friends\n\nro {key} alice@lab\n")).unwrap();
+        assert_eq!(keys.rights(&key), Some(Rights::ReadOnly));
+        assert_eq!(keys.rights(&KeyPair::generate().public()), None);
+        assert_eq!(AuthorizedKeys::parse(&format!("{key}\nrubbish\n")).unwrap_err().0, 2);
+    }
+
+    #[test]
+    fn a_changed_host_key_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let known = KnownHosts::at(dir.path().join("known_hosts"));
+        let (first, second) = (KeyPair::generate().public(), KeyPair::generate().public());
+        known.check("a:1", &first).unwrap();
+        known.check("a:1", &first).unwrap();
+        known.check("b:1", &second).unwrap();
+        assert!(matches!(known.check("a:1", &second), Err(AuthError::Untrusted(_))));
+    }
+}

@@ -1,0 +1,45 @@
+//! Whether a file is in the page cache.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+#[repr(C)]
+struct Range {
+    offset: u64,
+    len: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Stat {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// True if at least half of the file's pages are cached, or the kernel (before 6.5) cannot say:
+/// the page cache is the safe choice.
+pub(crate) fn mostly(file: &File, size: u64) -> bool {
+    const SYS_CACHESTAT: libc::c_long = 451;
+    const PAGE: u64 = 4096;
+    let range = Range { offset: 0, len: size };
+    let mut stat = Stat::default();
+    // SAFETY: both structures have the kernel's layout and outlive the call.
+    let rc = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0) };
+    rc != 0 || stat.cached * PAGE * 2 >= size
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_just_written_is_cached() {
+        use std::os::unix::fs::FileExt;
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[1; 65536], 0).unwrap();
+        assert!(mostly(&file, 65536));
+    }
+}

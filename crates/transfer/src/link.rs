@@ -1,0 +1,605 @@
+//! The network stage of a session: one control queue pair (Send and Receive, encrypted) and any
+//! number of data queue pairs (RDMA Write, each write followed by its completion notification).
+//!
+//! The link moves messages and blocks and keeps the peers' receive queues from running dry; what
+//! they mean is [`crate::source`]'s and [`crate::sink`]'s business.
+
+use crate::auth::{AuthError, Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
+use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thruway_engine::pool::{Block, BlockPool, Exposed};
+use thruway_fabric::{
+    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
+    Device, MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags,
+    SendOp, SendRequest, Status, WorkCompletion,
+};
+
+/// Most blocks under way in one session: credits granted and not used up.
+pub const WINDOW_MAX: usize = 256;
+/// Receives each end keeps posted for control messages.
+const CONTROL_RECEIVES: usize = 20;
+/// Receives of these kept back for messages that only return receives.
+const CONTROL_RESERVE: usize = 8;
+/// A message that only returns receives is due when this many have been used.
+const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
+const SLOT_LEN: usize = 8192;
+const NOTICE_LEN: usize = 32;
+/// Something is said at least this often, so that silence means trouble.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// Silence of this length ends the session.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+const KIND_CONTROL_RECV: u64 = 1 << 56;
+const KIND_CONTROL_SEND: u64 = 2 << 56;
+const KIND_NOTICE_RECV: u64 = 3 << 56;
+const KIND_WRITE: u64 = 4 << 56;
+const KIND_MASK: u64 = 0xff << 56;
+
+/// Why a link failed.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The fabric refused.
+    #[error(transparent)]
+    Fabric(#[from] thruway_fabric::Error),
+    /// The control connection ended.
+    #[error("{0}")]
+    Closed(ConnectionError),
+    /// A data connection ended.
+    #[error("a data channel was lost: {0}")]
+    DataLost(ConnectionError),
+    /// The peer talks nonsense.
+    #[error("the peer broke the protocol: {0}")]
+    Malformed(#[from] Malformed),
+    /// The peer is not who it should be.
+    #[error(transparent)]
+    Auth(#[from] AuthError),
+    /// Nothing heard for too long.
+    #[error("the peer has been silent for {} s", SILENCE_MAX.as_secs())]
+    Silent,
+    /// Said something out of turn.
+    #[error("the peer broke the protocol: unexpected {0}")]
+    Unexpected(&'static str),
+}
+
+impl LinkError {
+    /// Whether trying again may help.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_))
+    }
+}
+
+/// Something that came over the link.
+pub enum LinkEvent {
+    /// A control message.
+    Control(Control),
+    /// A write has left: its block may be used again.
+    Written(Block),
+    /// A block of ours has been filled by the peer.
+    Arrived(Completion),
+}
+
+/// Which way blocks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// This end writes.
+    Source,
+    /// This end grants.
+    Sink,
+}
+
+/// One end of a session's connections.
+pub struct Link {
+    device: Device,
+    pd: ProtectionDomain,
+    cq: CompletionQueue,
+    control: QueuePair,
+    slots: Arc<Buffer>,
+    slots_mr: MemoryRegion,
+    free_send_slots: Vec<usize>,
+    outbox: VecDeque<Vec<u8>>,
+    secured: Option<Secured>,
+    raw: VecDeque<Vec<u8>>,
+    /// Control messages the peer has room for, [`CONTROL_RESERVE`] not counted.
+    peer_room: usize,
+    /// Receives posted anew and not yet told to the peer.
+    owed: usize,
+    data: Vec<DataChannel>,
+    /// The blocks, once they are attached, and their registration.
+    pool: Option<(Arc<BlockPool>, MemoryRegion)>,
+    /// Blocks being written, by their number.
+    writing: Vec<Option<Exposed>>,
+    completions: Vec<WorkCompletion>,
+    ready: VecDeque<LinkEvent>,
+    heard: Instant,
+    spoken: Instant,
+}
+
+struct DataChannel {
+    qp: QueuePair,
+    notices: Option<(Arc<Buffer>, MemoryRegion)>,
+    /// Writes under way.
+    under_way: usize,
+    /// Writes of this channel complete in order, so the block of the oldest is known.
+    established: bool,
+}
+
+/// Either a credit for the peer, or why there is none.
+pub struct Window {
+    /// What to tell the peer.
+    pub credit: Credit,
+    /// Keeps the peer's right alive; gone as soon as the peer has used it.
+    pub region: MemoryRegion,
+}
+
+impl Link {
+    fn new(device: Device) -> Result<Link, LinkError> {
+        let pd = device.alloc_pd();
+        let cq = device.create_cq(4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize)?;
+        let depth = CONTROL_RECEIVES as u32;
+        let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: depth, max_sge: 1 })?;
+        let slots = Arc::new(Buffer::new(2 * CONTROL_RECEIVES * SLOT_LEN)?);
+        let slots_mr = pd.register(&slots, Access::LOCAL_WRITE)?;
+        let link = Link {
+            device,
+            pd,
+            cq,
+            control,
+            slots,
+            slots_mr,
+            free_send_slots: (CONTROL_RECEIVES..2 * CONTROL_RECEIVES).collect(),
+            outbox: VecDeque::new(),
+            secured: None,
+            raw: VecDeque::new(),
+            peer_room: CONTROL_RECEIVES - CONTROL_RESERVE,
+            owed: 0,
+            data: Vec::new(),
+            pool: None,
+            writing: Vec::new(),
+            completions: Vec::new(),
+            ready: VecDeque::new(),
+            heard: Instant::now(),
+            spoken: Instant::now(),
+        };
+        for slot in 0..CONTROL_RECEIVES {
+            link.post_control_receive(slot)?;
+        }
+        Ok(link)
+    }
+
+    /// Connects to a peer and proves who we are.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn connect(
+        device: Device,
+        addr: SocketAddr,
+        credentials: &Credentials,
+    ) -> Result<(Link, Option<PublicKey>), LinkError> {
+        let mut link = Link::new(device)?;
+        let private_data = Hello::Control { auth: credentials.kind() }.encode();
+        link.control.connect(addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
+        link.until_established(|link| link.control.info().is_some())?;
+        let peer = link.shake(credentials, true)?;
+        Ok((link, peer))
+    }
+
+    /// Accepts a peer and has it prove who it is.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn accept(
+        device: Device,
+        request: ConnectionRequest,
+        credentials: &Credentials,
+    ) -> Result<(Link, Option<PublicKey>), LinkError> {
+        let mut link = Link::new(device)?;
+        request.accept(&link.control, &ConnectParams::default())?;
+        let peer = link.shake(credentials, false)?;
+        Ok((link, peer))
+    }
+
+    /// Gives the link the blocks it moves.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn attach(&mut self, pool: &Arc<BlockPool>) -> Result<(), LinkError> {
+        let mr = self.pd.register(pool.buffer(), Access::LOCAL_WRITE)?;
+        self.writing = (0..pool.count()).map(|_| None).collect();
+        self.pool = Some((Arc::clone(pool), mr));
+        Ok(())
+    }
+
+    fn attached(&self) -> Result<&(Arc<BlockPool>, MemoryRegion), LinkError> {
+        self.pool.as_ref().ok_or(LinkError::Unexpected("block"))
+    }
+
+    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
+        let mut handshake = Handshake::new(credentials, initiator);
+        while !handshake.is_finished() {
+            if handshake.is_my_turn() {
+                let message = handshake.write();
+                self.send_octets(message)?;
+            } else {
+                let message = loop {
+                    if let Some(message) = self.raw.pop_front() {
+                        break message;
+                    }
+                    self.turn(Duration::from_secs(1))?;
+                };
+                handshake.read(&message)?;
+            }
+        }
+        let peer = handshake.peer_key();
+        self.secured = Some(handshake.finish()?);
+        // What came behind the handshake was encrypted already.
+        for message in std::mem::take(&mut self.raw) {
+            self.take_control(&message)?;
+        }
+        Ok(peer)
+    }
+
+    fn until_established(&mut self, done: impl Fn(&Link) -> bool) -> Result<(), LinkError> {
+        while !done(self) {
+            self.turn(Duration::from_secs(1))?;
+        }
+        Ok(())
+    }
+
+    /// Opens the data channels of a session (connecting end).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn open_data(
+        &mut self,
+        addr: SocketAddr,
+        session: u32,
+        token: [u8; 16],
+        count: u32,
+        role: Role,
+    ) -> Result<(), LinkError> {
+        let private_data = Hello::Data { session, token }.encode();
+        let params = ConnectParams { private_data, ..ConnectParams::default() };
+        for _ in 0..count {
+            let channel = self.new_channel(role)?;
+            channel.qp.connect(addr, &params)?;
+            self.data.push(channel);
+        }
+        self.until_established(|link| link.data.iter().all(|c| c.established))
+    }
+
+    /// Takes one data channel of a session (accepting end).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn accept_data(&mut self, request: ConnectionRequest, role: Role) -> Result<(), LinkError> {
+        let mut channel = self.new_channel(role)?;
+        request.accept(&channel.qp, &ConnectParams::default())?;
+        channel.established = true;
+        self.data.push(channel);
+        Ok(())
+    }
+
+    fn new_channel(&self, role: Role) -> Result<DataChannel, LinkError> {
+        let (max_send, max_recv) = match role {
+            Role::Source => (2 * WINDOW_MAX as u32, 1),
+            Role::Sink => (1, WINDOW_MAX as u32),
+        };
+        let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send, max_recv, max_sge: 1 })?;
+        let mut channel = DataChannel { qp, notices: None, under_way: 0, established: false };
+        if role == Role::Sink {
+            let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN)?);
+            let mr = self.pd.register(&buffer, Access::LOCAL_WRITE)?;
+            channel.notices = Some((buffer, mr));
+            for slot in 0..WINDOW_MAX {
+                channel.post_notice_receive(slot)?;
+            }
+        }
+        Ok(channel)
+    }
+
+    /// Data channels there are.
+    pub fn channels(&self) -> usize {
+        self.data.len()
+    }
+
+    /// The device, to wake a thread waiting in [`Link::poll`].
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The address of the other end.
+    pub fn peer(&self) -> Option<SocketAddr> {
+        self.control.info().map(|i| i.peer)
+    }
+
+    /// What was agreed on the control connection, for people.
+    pub fn describe(&self) -> String {
+        self.control.info().map(|i| i.detail).unwrap_or_default()
+    }
+
+    /// Sends a control message, or queues it until the peer has room.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn send(&mut self, message: &Control) -> Result<(), LinkError> {
+        // The receives we owe ride along; the number is put in when the message goes out.
+        let plain = message.encode(0);
+        debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} octets", plain.len());
+        self.outbox.push_back(plain);
+        self.flush()
+    }
+
+    /// Says why the session ends, ahead of whatever waits to be said. Best effort.
+    pub fn abort(&mut self, why: String) {
+        self.outbox.clear();
+        let _ = self.send(&Control::Abort(why));
+    }
+
+    fn flush(&mut self) -> Result<(), LinkError> {
+        while self.peer_room > 0 && !self.free_send_slots.is_empty() {
+            let Some(plain) = self.outbox.pop_front() else { break };
+            self.peer_room -= 1;
+            self.transmit(plain)?;
+        }
+        // Returning receives must not wait for room, or both ends could wait for each other; the
+        // reserve is for this.
+        if self.owed >= RETURN_AT && !self.free_send_slots.is_empty() {
+            self.transmit(Control::Receives.encode(0))?;
+        }
+        Ok(())
+    }
+
+    fn transmit(&mut self, mut plain: Vec<u8>) -> Result<(), LinkError> {
+        plain[2] = self.owed as u8;
+        self.owed = 0;
+        let sealed = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?.seal(&plain);
+        self.send_octets(sealed)
+    }
+
+    fn send_octets(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
+        debug_assert!(octets.len() <= SLOT_LEN && CONTROL_MAX + SEAL_LEN <= SLOT_LEN);
+        let Some(slot) = self.free_send_slots.pop() else { return Err(LinkError::Unexpected("handshake length")) };
+        self.slots.write(slot * SLOT_LEN, &octets);
+        let sge = [self.slots_mr.sge(slot * SLOT_LEN, octets.len() as u32)];
+        self.control.post_send(&SendRequest {
+            wr_id: KIND_CONTROL_SEND | slot as u64,
+            op: SendOp::Send { invalidate: None },
+            payload: Payload::Sges(&sge),
+            flags: SendFlags::SIGNALED,
+        })?;
+        self.spoken = Instant::now();
+        Ok(())
+    }
+
+    fn post_control_receive(&self, slot: usize) -> Result<(), LinkError> {
+        let sge = [self.slots_mr.sge(slot * SLOT_LEN, SLOT_LEN as u32)];
+        Ok(self.control.post_recv(&RecvRequest { wr_id: KIND_CONTROL_RECV | slot as u64, sges: &sge })?)
+    }
+
+    /// Exposes a free block to the peer for one write.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
+        let (pool, mr) = self.attached()?;
+        let at = block.payload_offset() - HEADER_LEN;
+        let len = HEADER_LEN + pool.payload_len();
+        let region = mr.bind_window(at, len, Access::REMOTE_WRITE)?;
+        let credit = Credit { block: block.index(), addr: region.addr(), rkey: region.rkey() };
+        Ok((block.expose(), Window { credit, region }))
+    }
+
+    /// Writes a block's header and `len` octets of payload where the credit says, and the
+    /// notification behind it, which also revokes the credit's key.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn write(&mut self, block: Block, len: u32, credit: &Credit, notice: &Completion) -> Result<(), LinkError> {
+        let index = block.index() as usize;
+        let sge = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN, HEADER_LEN as u32 + len)];
+        let notice = notice.encode();
+        let remote = RemoteAddr { addr: credit.addr, rkey: credit.rkey };
+        let requests = [
+            SendRequest {
+                wr_id: KIND_WRITE | index as u64,
+                op: SendOp::Write { remote, immediate: None },
+                payload: Payload::Sges(&sge),
+                flags: SendFlags::empty(),
+            },
+            SendRequest {
+                wr_id: KIND_WRITE | index as u64,
+                op: SendOp::Send { invalidate: Some(credit.rkey) },
+                payload: Payload::Inline(&notice),
+                flags: SendFlags::SIGNALED,
+            },
+        ];
+        let channel = self.data.iter_mut().min_by_key(|c| c.under_way).ok_or(LinkError::Unexpected("block"))?;
+        self.writing[index] = Some(block.expose());
+        channel.under_way += 1;
+        channel.qp.post_sends(&requests).map_err(|(_, error)| match channel.qp.error() {
+            Some(cause) => LinkError::DataLost(cause),
+            None => error.into(),
+        })
+    }
+
+    /// What has come, waiting up to `limit` for the first of it. An empty list is no error: the
+    /// wait may also have ended because somebody woke the device.
+    ///
+    /// # Errors
+    /// [`LinkError`] once the session cannot go on.
+    pub fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
+        if self.ready.is_empty() {
+            self.turn(limit)?;
+        }
+        Ok(std::mem::take(&mut self.ready))
+    }
+
+    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        let mut completions = std::mem::take(&mut self.completions);
+        if self.cq.poll(&mut completions, 256) == 0 && !self.take_connection_event()? {
+            let now = Instant::now();
+            if now.duration_since(self.heard) > SILENCE_MAX {
+                return Err(LinkError::Silent);
+            }
+            if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() && !self.free_send_slots.is_empty()
+            {
+                self.transmit(Control::Receives.encode(0))?;
+            }
+            self.device.wait(Some(limit.min(HEARTBEAT)))?;
+            self.cq.poll(&mut completions, 256);
+        }
+        for wc in completions.drain(..) {
+            self.take_completion(&wc)?;
+        }
+        self.completions = completions;
+        self.flush()
+    }
+
+    /// Takes what a failed connection had to say before it is reported as failed: the peer's last
+    /// words explain more than the end of the stream.
+    fn last_words(&mut self) {
+        let mut completions = Vec::new();
+        while self.cq.poll(&mut completions, 64) > 0 {}
+        for wc in completions {
+            if wc.status == Status::Success {
+                let _ = self.take_completion(&wc);
+            }
+        }
+    }
+
+    fn take_connection_event(&mut self) -> Result<bool, LinkError> {
+        match self.device.poll_event() {
+            None => Ok(false),
+            Some(ConnectionEvent::Established { qp_num, .. }) => {
+                if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == qp_num) {
+                    channel.established = true;
+                }
+                Ok(true)
+            }
+            Some(ConnectionEvent::Disconnected { qp_num, cause }) => {
+                self.last_words();
+                if let Some(LinkEvent::Control(Control::Abort(_))) = self.ready.back() {
+                    return Ok(true);
+                }
+                if qp_num == self.control.number() { Err(LinkError::Closed(cause)) } else { Err(LinkError::DataLost(cause)) }
+            }
+            Some(_) => Ok(true),
+        }
+    }
+
+    fn take_completion(&mut self, wc: &WorkCompletion) -> Result<(), LinkError> {
+        if wc.status != Status::Success {
+            // The connection event says why; it is on its way.
+            return Ok(());
+        }
+        let index = (wc.wr_id & !KIND_MASK) as usize;
+        match wc.wr_id & KIND_MASK {
+            KIND_CONTROL_RECV => {
+                self.heard = Instant::now();
+                let mut octets = vec![0; wc.len as usize];
+                self.slots.read(index * SLOT_LEN, &mut octets);
+                self.post_control_receive(index)?;
+                if self.secured.is_none() {
+                    if self.raw.len() >= CONTROL_RECEIVES {
+                        return Err(LinkError::Unexpected("message during the handshake"));
+                    }
+                    self.raw.push_back(octets);
+                    return Ok(());
+                }
+                self.take_control(&octets)
+            }
+            KIND_CONTROL_SEND => {
+                self.free_send_slots.push(index);
+                Ok(())
+            }
+            KIND_WRITE if wc.op == CompletionOp::Send => {
+                if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == wc.qp_num) {
+                    channel.under_way -= 1;
+                }
+                let block = self.writing[index].take().ok_or(LinkError::Unexpected("write completion"))?;
+                self.ready.push_back(LinkEvent::Written(block.reclaim()));
+                Ok(())
+            }
+            KIND_NOTICE_RECV => {
+                self.heard = Instant::now();
+                let channel = self.data.iter().find(|c| c.qp.number() == wc.qp_num);
+                let channel = channel.ok_or(LinkError::Unexpected("notification"))?;
+                let (buffer, _) = channel.notices.as_ref().ok_or(LinkError::Unexpected("notification"))?;
+                let mut octets = [0; COMPLETION_LEN];
+                if wc.len as usize != COMPLETION_LEN {
+                    return Err(Malformed("block completion").into());
+                }
+                buffer.read(index * NOTICE_LEN, &mut octets);
+                let completion = Completion::decode(&octets)?;
+                channel.post_notice_receive(index)?;
+                self.ready.push_back(LinkEvent::Arrived(completion));
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn take_control(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+        let plain = self.secured.as_mut().expect("checked by the callers").open(octets)?;
+        let (message, receives) = Control::decode(&plain)?;
+        self.peer_room = (self.peer_room + usize::from(receives)).min(CONTROL_RECEIVES - CONTROL_RESERVE);
+        if message != Control::Receives {
+            self.owed += 1;
+            self.ready.push_back(LinkEvent::Control(message));
+        }
+        Ok(())
+    }
+
+    /// Waits for the next control message that is not a heartbeat.
+    ///
+    /// # Errors
+    /// [`LinkError`], also for blocks out of turn.
+    pub fn next_control(&mut self) -> Result<Control, LinkError> {
+        loop {
+            match self.ready.pop_front() {
+                Some(LinkEvent::Control(message)) => return Ok(message),
+                Some(LinkEvent::Written(_)) => {}
+                Some(LinkEvent::Arrived(_)) => return Err(LinkError::Unexpected("block")),
+                None => self.turn(Duration::from_secs(5))?,
+            }
+        }
+    }
+
+    /// Puts an event back in front of what has come.
+    pub fn put_back(&mut self, event: LinkEvent) {
+        self.ready.push_front(event);
+    }
+
+    /// Closes in order, and waits a moment for the peer to do the same, so that the last message
+    /// is not lost to a reset.
+    pub fn close(mut self) {
+        let start = Instant::now();
+        let limit = Duration::from_secs(2);
+        while !self.outbox.is_empty() && start.elapsed() < limit {
+            if self.turn(Duration::from_millis(100)).is_err() {
+                return;
+            }
+        }
+        self.control.disconnect();
+        while self.control.error().is_none() && start.elapsed() < limit {
+            self.device.progress();
+            if self.control.error().is_none() && self.device.wait(Some(Duration::from_millis(50))).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Completion queue entries one data channel can need.
+const CHANNEL_COMPLETIONS: usize = 2 * WINDOW_MAX + 1;
+
+impl DataChannel {
+    fn post_notice_receive(&self, slot: usize) -> Result<(), LinkError> {
+        let (_, mr) = self.notices.as_ref().expect("posted for sinks only");
+        let sge = [mr.sge(slot * NOTICE_LEN, NOTICE_LEN as u32)];
+        Ok(self.qp.post_recv(&RecvRequest { wr_id: KIND_NOTICE_RECV | slot as u64, sges: &sge })?)
+    }
+}

@@ -1,0 +1,203 @@
+//! What both ends of a session share: the engine's parts, parameters, progress, mail.
+
+use crate::link::LinkError;
+use crate::wire::{Report, Summary, TreeOptions};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use thruway_engine::integrity::Algorithm;
+use thruway_engine::security::Sealer;
+use thruway_engine::stage::{StageId, StageStats};
+use thruway_engine::{BlockPool, Storage, Workers};
+use thruway_fabric::Device;
+
+/// The stages of a process, shared by its sessions, and the blocks of one session.
+///
+/// Every session has a pool of its own, so that one which stalls with its hands full starves
+/// nobody; untouched blocks take no memory.
+pub struct Engine {
+    /// Blocks.
+    pub pool: Arc<BlockPool>,
+    /// Storage stage.
+    pub storage: Arc<Storage>,
+    /// CPU stages.
+    pub workers: Arc<Workers>,
+    /// Digests.
+    pub integrity: StageId,
+    /// Sealing and opening.
+    pub security: StageId,
+    /// Blocking file system calls.
+    pub files: StageId,
+}
+
+impl Engine {
+    /// Makes a pool of `blocks` blocks of `block_len` octets, and the stages.
+    ///
+    /// # Errors
+    /// If memory or io_uring is not to be had.
+    pub fn new(blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
+        let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
+        let threads = thruway_engine::topology::cores().max(2);
+        let workers = Workers::new(threads, &["integrity", "security", "files"]);
+        let (integrity, security, files) =
+            (workers.stage("integrity"), workers.stage("security"), workers.stage("files"));
+        Ok(Arc::new(Engine { pool, storage: Arc::new(Storage::new()?), workers, integrity, security, files }))
+    }
+
+    /// The same stages with blocks for another session.
+    ///
+    /// # Errors
+    /// If memory is not to be had.
+    pub fn with_pool(&self, blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
+        let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
+        let (storage, workers) = (Arc::clone(&self.storage), Arc::clone(&self.workers));
+        Ok(Arc::new(Engine { pool, storage, workers, ..*self }))
+    }
+
+    /// What the stages have done so far.
+    pub fn stats(&self) -> Vec<StageStats> {
+        let mut stats = vec![self.storage.stats()];
+        stats.extend(self.workers.stats());
+        stats
+    }
+}
+
+/// What a session was negotiated to be.
+#[derive(Clone)]
+pub struct Terms {
+    /// Its number.
+    pub session: u32,
+    /// Payload of a block.
+    pub block_len: u32,
+    /// End-to-end verification.
+    pub verify: Algorithm,
+    /// Seals the data plane.
+    pub sealer: Option<Arc<Sealer>>,
+    /// How to treat trees.
+    pub options: TreeOptions,
+    /// Octets per second to keep under.
+    pub rate_limit: Option<u64>,
+}
+
+/// Counters that others may watch while a session runs.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Octets moved.
+    pub bytes: AtomicU64,
+    /// Files finished (sink) or begun (source).
+    pub files: AtomicU64,
+    /// Octets known to be moved in all, so far.
+    pub total_bytes: AtomicU64,
+    /// No more will be found.
+    pub total_known: AtomicBool,
+}
+
+impl Progress {
+    pub(crate) fn add(counter: &AtomicU64, n: u64) {
+        counter.fetch_add(n, Ordering::Relaxed);
+    }
+}
+
+/// Hears of every entry that fails.
+pub type OnReport = Arc<dyn Fn(&Report) + Send + Sync>;
+
+/// Why a session failed as a whole.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The network, or the peer's manners.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// The peer gave up, and said why.
+    #[error("the peer ended the session: {0}")]
+    Aborted(String),
+    /// This end cannot go on.
+    #[error("{0}")]
+    Local(String),
+    /// A block did not arrive as it was sent.
+    #[error("block {sequence} arrived damaged ({what})")]
+    Damaged {
+        /// Which.
+        sequence: u32,
+        /// What was found.
+        what: &'static str,
+    },
+}
+
+impl SessionError {
+    /// Whether trying again may help.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            SessionError::Link(error) => error.is_transient(),
+            SessionError::Damaged { .. } => true,
+            SessionError::Aborted(why) => why.starts_with(DAMAGED),
+            SessionError::Local(_) => false,
+        }
+    }
+}
+
+impl SessionError {
+    /// Tells the peer why the session ends here, if the peer is not the one who knows.
+    pub(crate) fn tell(&self, link: &mut crate::link::Link) {
+        if matches!(self, SessionError::Local(_) | SessionError::Damaged { .. })
+            || matches!(self, SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)))
+        {
+            let mut why = self.to_string();
+            let cut = (0..=1000).rev().find(|i| why.is_char_boundary(*i)).unwrap_or(0);
+            why.truncate(cut);
+            link.abort(why);
+        }
+    }
+}
+
+/// How an abort begins that may be tried again.
+pub(crate) const DAMAGED: &str = "block ";
+
+impl From<thruway_fabric::Error> for SessionError {
+    fn from(error: thruway_fabric::Error) -> SessionError {
+        SessionError::Link(error.into())
+    }
+}
+
+/// How a session ended that did not fail as a whole.
+pub type Outcome = Result<Summary, SessionError>;
+
+/// Sends mail to a session's own thread, waking it.
+pub struct Mailer<T> {
+    sender: Sender<T>,
+    device: Device,
+}
+
+impl<T> Clone for Mailer<T> {
+    fn clone(&self) -> Self {
+        Mailer { sender: self.sender.clone(), device: self.device.clone() }
+    }
+}
+
+impl<T> Mailer<T> {
+    /// A mailbox for a thread that waits on `device`.
+    pub fn new(device: &Device) -> (Mailer<T>, Receiver<T>) {
+        let (sender, receiver) = channel();
+        (Mailer { sender, device: device.clone() }, receiver)
+    }
+
+    /// Sends; lost without harm if the session is gone.
+    pub fn send(&self, mail: T) {
+        let _ = self.sender.send(mail);
+        self.device.wake();
+    }
+}
+
+/// The first failure, kept.
+#[derive(Default)]
+pub(crate) struct FirstFailure(Mutex<Option<String>>);
+
+impl FirstFailure {
+    pub(crate) fn set(&self, message: impl Into<String>) {
+        self.0.lock().expect("no panics under the lock").get_or_insert(message.into());
+    }
+
+    pub(crate) fn get(&self) -> Option<String> {
+        self.0.lock().expect("no panics under the lock").clone()
+    }
+}

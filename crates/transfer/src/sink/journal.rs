@@ -1,0 +1,396 @@
+//! The sink's journal: what of a job is verified and on its way to be durable.
+//!
+//! Fixed-size records, each with a checksum, appended as blocks are written and files put in
+//! place. A killed process loses nothing that was appended; after a power cut only what stands before
+//! the last *synced* record is believed, because only that was on stable storage. The journal
+//! knows by the kernel's boot number which of the two it was.
+
+use crate::auth::to_hex;
+use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+const RECORD_LEN: usize = 48;
+const MAGIC: [u8; 8] = *b"TWJOURN1";
+
+const HEADER: u8 = 0;
+const DONE: u8 = 1;
+const RANGE: u8 = 2;
+const SYNCED: u8 = 3;
+
+/// Names a file within a job.
+pub(crate) type Key = [u8; 16];
+
+/// The key of a path.
+pub(crate) fn key_of(path: &[u8]) -> Key {
+    let mut key = [0; 16];
+    key.copy_from_slice(&blake3::hash(path).as_bytes()[..16]);
+    key
+}
+
+/// Which version of a source file a record speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Version {
+    pub(crate) size: u64,
+    pub(crate) mtime: (i64, u32),
+}
+
+impl Version {
+    /// 64 bits that differ between versions; 8 octets a file is what a million files can afford.
+    fn fingerprint(&self) -> u64 {
+        let mut octets = [0; 20];
+        octets[..8].copy_from_slice(&self.size.to_le_bytes());
+        octets[8..16].copy_from_slice(&self.mtime.0.to_le_bytes());
+        octets[16..].copy_from_slice(&self.mtime.1.to_le_bytes());
+        u64::from_le_bytes(blake3::hash(&octets).as_bytes()[..8].try_into().expect("8 octets"))
+    }
+}
+
+/// What an earlier attempt left.
+#[derive(Debug, Default)]
+pub(crate) struct Earlier {
+    done: HashMap<u64, u64>,
+    ranges: HashMap<Key, (u64, Vec<(u64, u64)>)>,
+}
+
+impl Earlier {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.done.is_empty() && self.ranges.is_empty()
+    }
+
+    /// Whether this version of the file was put in place.
+    pub(crate) fn is_done(&self, key: &Key, version: &Version) -> bool {
+        self.done.get(&short(key)) == Some(&version.fingerprint())
+    }
+
+    /// The verified ranges of this version's temporary file, in order, joined.
+    pub(crate) fn ranges(&self, key: &Key, version: &Version) -> Vec<(u64, u64)> {
+        match self.ranges.get(key) {
+            Some((fingerprint, ranges)) if *fingerprint == version.fingerprint() => join(ranges.clone()),
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn short(key: &Key) -> u64 {
+    u64::from_le_bytes(key[..8].try_into().expect("8 octets"))
+}
+
+/// Sorts ranges and joins those that touch or overlap.
+fn join(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
+    ranges.sort_unstable();
+    let mut out: Vec<(u64, u64)> = Vec::new();
+    for (offset, len) in ranges {
+        match out.last_mut() {
+            Some((start, held)) if *start + *held >= offset => *held = (*held).max(offset + len - *start),
+            _ => out.push((offset, len)),
+        }
+    }
+    out
+}
+
+/// The journal of a job under way.
+pub(crate) struct Journal {
+    dir: Arc<OwnedFd>,
+    name: CString,
+    state: Mutex<State>,
+}
+
+struct State {
+    file: Option<File>,
+    /// Length of the file.
+    position: u64,
+    failed: bool,
+}
+
+impl Journal {
+    /// The journal of `job` in the root directory `dir`, and what it says of earlier attempts.
+    /// Nothing is written until there is something to say.
+    pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
+        let name = [JOURNAL_PREFIX, to_hex(&job[..8]).as_bytes(), JOURNAL_SUFFIX].concat();
+        let name = CString::new(name)?;
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let mut earlier = Earlier::default();
+        let mut position = 0;
+        let file = match rustix::fs::openat(dir, &name, flags, Mode::empty()) {
+            Ok(fd) => {
+                let mut file = File::from(fd);
+                let keep = replay(&mut file, &boot_id(), &mut earlier)?;
+                if keep == 0 {
+                    earlier = Earlier::default();
+                    None
+                } else {
+                    file.set_len(keep)?;
+                    io::Seek::seek(&mut file, io::SeekFrom::End(0))?;
+                    // From here on it is this boot's journal again.
+                    file.write_all(&header(&boot_id()))?;
+                    position = keep + RECORD_LEN as u64;
+                    Some(file)
+                }
+            }
+            Err(rustix::io::Errno::NOENT) => None,
+            Err(e) => return Err(e.into()),
+        };
+        let state = Mutex::new(State { file, position, failed: false });
+        Ok((Journal { dir: Arc::clone(dir), name, state }, earlier))
+    }
+
+    /// A file is in place.
+    pub(crate) fn done(&self, key: &Key, version: &Version) {
+        self.append(&record(DONE, key, version.fingerprint(), 0, 0));
+    }
+
+    /// A range of a temporary file has been verified and written.
+    pub(crate) fn range(&self, key: &Key, version: &Version, offset: u64, len: u32) {
+        self.append(&record(RANGE, key, version.fingerprint(), offset, len));
+    }
+
+    /// How much has been recorded: to be asked before a sync, for [`Journal::synced`] after it.
+    pub(crate) fn position(&self) -> u64 {
+        self.state.lock().expect("no panics under the lock").position
+    }
+
+    /// What was recorded up to `position` is on stable storage.
+    pub(crate) fn synced(&self, position: u64) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        let Some(file) = state.file.as_mut() else { return };
+        let record = record(SYNCED, &[0; 16], 0, position, 0);
+        let written = file.write_all(&record).and_then(|()| file.sync_data());
+        state.position += RECORD_LEN as u64;
+        state.note(written);
+    }
+
+    fn append(&self, record: &[u8; RECORD_LEN]) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        if state.failed {
+            return;
+        }
+        if state.file.is_none() {
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let created = rustix::fs::openat(&self.dir, &self.name, flags, Mode::from_raw_mode(0o600));
+            let opened = created.map_err(io::Error::from).map(File::from).and_then(|mut file| {
+                file.write_all(&header(&boot_id()))?;
+                Ok(file)
+            });
+            match opened {
+                Ok(file) => {
+                    state.file = Some(file);
+                    state.position = RECORD_LEN as u64;
+                }
+                Err(e) => return state.note(Err(e)),
+            }
+        }
+        let written = state.file.as_mut().expect("just made").write_all(record);
+        state.note(written);
+        state.position += RECORD_LEN as u64;
+    }
+
+    /// The job is done: nothing is left to resume.
+    pub(crate) fn remove(&self) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        if state.file.take().is_some() {
+            let _ = rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty());
+        }
+    }
+}
+
+impl State {
+    /// A journal that cannot be written costs the next attempt some work, not this one its data.
+    fn note(&mut self, result: io::Result<()>) {
+        if let Err(error) = result {
+            if !std::mem::replace(&mut self.failed, true) {
+                tracing::warn!(%error, "cannot write the journal: a later attempt will send data again");
+            }
+        }
+    }
+}
+
+fn record(kind: u8, key: &Key, fingerprint: u64, offset: u64, len: u32) -> [u8; RECORD_LEN] {
+    let mut out = [0; RECORD_LEN];
+    out[0] = kind;
+    out[4..20].copy_from_slice(key);
+    out[20..28].copy_from_slice(&fingerprint.to_le_bytes());
+    out[28..36].copy_from_slice(&offset.to_le_bytes());
+    out[36..40].copy_from_slice(&len.to_le_bytes());
+    seal(&mut out);
+    out
+}
+
+fn header(boot: &Key) -> [u8; RECORD_LEN] {
+    let mut out = [0; RECORD_LEN];
+    out[0] = HEADER;
+    out[4..20].copy_from_slice(boot);
+    out[20..28].copy_from_slice(&MAGIC);
+    seal(&mut out);
+    out
+}
+
+fn seal(record: &mut [u8; RECORD_LEN]) {
+    let sum = checksum(record);
+    record[40..48].copy_from_slice(&sum.to_le_bytes());
+}
+
+fn checksum(record: &[u8; RECORD_LEN]) -> u64 {
+    u64::from_le_bytes(blake3::hash(&record[..40]).as_bytes()[..8].try_into().expect("8 octets"))
+}
+
+/// Identifies this boot of the machine.
+fn boot_id() -> Key {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    key_of(text.trim().as_bytes())
+}
+
+/// Reads what can be believed; returns how many octets that is.
+fn replay(file: &mut File, boot: &Key, earlier: &mut Earlier) -> io::Result<u64> {
+    let mut reader = io::BufReader::new(file);
+    let mut record = [0; RECORD_LEN];
+    let mut believed = 0;
+    let mut position = 0;
+    let mut this_boot = false;
+    let mut pending: Vec<(u64, [u8; RECORD_LEN])> = Vec::new();
+    loop {
+        match reader.read_exact(&mut record) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => break,
+            Err(e) => return Err(e),
+        }
+        if record[40..48] != checksum(&record).to_le_bytes() || (position == 0 && record[0] != HEADER) {
+            break;
+        }
+        position += RECORD_LEN as u64;
+        match record[0] {
+            HEADER => {
+                if record[20..28] != MAGIC {
+                    break;
+                }
+                // What an earlier boot did not sync is void.
+                pending.clear();
+                this_boot = record[4..20] == *boot;
+                believed = position;
+            }
+            SYNCED => {
+                let upto = u64::from_le_bytes(record[28..36].try_into().expect("8 octets"));
+                for (_, record) in pending.extract_if(.., |(at, _)| *at <= upto) {
+                    believe(&record, earlier);
+                }
+                believed = position;
+            }
+            DONE | RANGE if this_boot => {
+                believe(&record, earlier);
+                believed = position;
+            }
+            DONE | RANGE => pending.push((position, record)),
+            _ => break,
+        }
+    }
+    Ok(believed)
+}
+
+fn believe(record: &[u8; RECORD_LEN], earlier: &mut Earlier) {
+    let key: Key = record[4..20].try_into().expect("16 octets");
+    let fingerprint = u64::from_le_bytes(record[20..28].try_into().expect("8 octets"));
+    if record[0] == DONE {
+        earlier.ranges.remove(&key);
+        earlier.done.insert(short(&key), fingerprint);
+        return;
+    }
+    let offset = u64::from_le_bytes(record[28..36].try_into().expect("8 octets"));
+    let len = u32::from_le_bytes(record[36..40].try_into().expect("4 octets"));
+    let entry = earlier.ranges.entry(key).or_insert((fingerprint, Vec::new()));
+    if entry.0 != fingerprint {
+        *entry = (fingerprint, Vec::new());
+    }
+    entry.1.push((offset, len.into()));
+    // A long file's ranges are joined now and then, so that memory follows the gaps, not the size.
+    if entry.1.len().is_power_of_two() && entry.1.len() >= 1024 {
+        entry.1 = join(std::mem::take(&mut entry.1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V: Version = Version { size: 100, mtime: (5, 6) };
+
+    fn dir() -> (tempfile::TempDir, Arc<OwnedFd>) {
+        let dir = tempfile::tempdir().unwrap();
+        let fd = Arc::new(File::open(dir.path()).unwrap().into());
+        (dir, fd)
+    }
+
+    fn path(dir: &tempfile::TempDir) -> std::path::PathBuf {
+        std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path()
+    }
+
+    #[test]
+    fn what_was_recorded_is_known_to_the_next_attempt() {
+        let (_keep, fd) = dir();
+        let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+        assert!(earlier.is_empty());
+        let (a, b) = (key_of(b"a"), key_of(b"b"));
+        journal.done(&a, &V);
+        for (offset, len) in [(50, 10), (0, 20), (20, 5)] {
+            journal.range(&b, &V, offset, len);
+        }
+        drop(journal);
+        for _ in 0..2 {
+            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            assert!(earlier.is_done(&a, &V) && !earlier.is_done(&b, &V));
+            assert!(!earlier.is_done(&a, &Version { size: 101, ..V }));
+            assert_eq!(earlier.ranges(&b, &V), vec![(0, 25), (50, 10)]);
+            assert_eq!(earlier.ranges(&b, &Version { mtime: (5, 7), ..V }), vec![]);
+        }
+        let (_, other) = Journal::open(&fd, &[2; 16]).unwrap();
+        assert!(other.is_empty());
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.remove();
+        assert!(Journal::open(&fd, &[1; 16]).unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn a_torn_tail_is_cut_off_wherever_it_tears() {
+        let (keep, fd) = dir();
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        for i in 0..5u64 {
+            journal.range(&key_of(b"f"), &V, i * 10, 10);
+        }
+        let whole = std::fs::read(path(&keep)).unwrap();
+        for cut in 0..=whole.len() {
+            std::fs::write(path(&keep), &whole[..cut]).unwrap();
+            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            let have: u64 = earlier.ranges(&key_of(b"f"), &V).iter().map(|r| r.1).sum();
+            assert_eq!(have, (cut / RECORD_LEN).saturating_sub(1) as u64 * 10);
+        }
+        for at in RECORD_LEN..whole.len() {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 1;
+            std::fs::write(path(&keep), &damaged).unwrap();
+            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            let have: u64 = earlier.ranges(&key_of(b"f"), &V).iter().map(|r| r.1).sum();
+            assert_eq!(have, (at / RECORD_LEN - 1) as u64 * 10, "nothing at or behind octet {at}");
+        }
+    }
+
+    #[test]
+    fn after_a_power_cut_only_what_was_synced_is_believed() {
+        let (keep, fd) = dir();
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.range(&key_of(b"f"), &V, 0, 10);
+        journal.synced(journal.position());
+        journal.range(&key_of(b"f"), &V, 10, 10);
+        // Another boot.
+        let mut octets = std::fs::read(path(&keep)).unwrap();
+        octets[..RECORD_LEN].copy_from_slice(&header(&[9; 16]));
+        std::fs::write(path(&keep), &octets).unwrap();
+        for _ in 0..2 {
+            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            assert_eq!(earlier.ranges(&key_of(b"f"), &V), vec![(0, 10)]);
+        }
+    }
+}

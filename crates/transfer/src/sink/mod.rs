@@ -1,0 +1,448 @@
+//! The sink: grants credits for free blocks, takes the blocks that come back full, and puts what
+//! they hold where it belongs.
+//!
+//! A block goes free → waiting (its credit is out) → ready (its notification is in) → free (its
+//! content is written). Each notification earns up to two new credits, so that the window doubles
+//! every round trip until the pool is out; a source without credit asks, and is answered as soon
+//! as one block is free.
+
+mod commit;
+mod files;
+mod journal;
+mod tree;
+
+pub(crate) use tree::{is_own_name, split};
+
+use crate::link::{Link, LinkError, LinkEvent, WINDOW_MAX, Window};
+use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
+use crate::wire::{BlockHeader, BlockKind, Completion, Control, Credit, HEADER_LEN, Malformed, Report, Summary};
+use commit::Committer;
+use files::Files;
+use journal::{Earlier, Journal};
+use std::collections::{BTreeSet, HashMap};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+use thruway_engine::pool::Exposed;
+use thruway_engine::{Block, integrity::DIGEST_LEN};
+use tree::Tree;
+
+/// Credits in one message.
+const CREDITS_PER_REPLY: usize = 64;
+/// After this many octets what is written so far is synced in the background, so that a power cut
+/// costs a bounded amount of work.
+const SYNC_EVERY: u64 = 4 << 30;
+
+/// What workers tell the session.
+pub(crate) enum Mail {
+    /// Counters that the session waits for have moved.
+    Progressed,
+    /// A block has become free while one was owed.
+    BlockFree,
+    /// An entry failed.
+    Report(Report),
+    /// The peer sent nonsense.
+    Malformed(Malformed),
+    /// A block's content is not what was sent.
+    Damaged { sequence: u32, what: &'static str },
+    /// The session cannot go on.
+    Fatal(String),
+    /// The last touches have been put.
+    Finalized,
+}
+
+/// What workers count.
+#[derive(Default)]
+pub(crate) struct Counters {
+    files: AtomicU64,
+    others: AtomicU64,
+    bytes: AtomicU64,
+    resumed_bytes: AtomicU64,
+    deleted: AtomicU64,
+    blocks: AtomicU64,
+    /// Blocks there will be; `u64::MAX` until that is known.
+    expected: AtomicU64,
+    files_handle: OnceLock<Weak<Files>>,
+}
+
+/// Where a sink writes.
+pub struct Target {
+    /// The root directory; `None` swallows everything.
+    pub root: Option<Arc<OwnedFd>>,
+    /// Identifies the job, for resuming.
+    pub job: [u8; 16],
+}
+
+/// A sink that is ready to run: the journal has been read.
+pub struct Prepared {
+    target: Target,
+    journal: Option<Arc<Journal>>,
+    earlier: Earlier,
+}
+
+impl Prepared {
+    /// Reads what an earlier attempt at the same job left.
+    ///
+    /// # Errors
+    /// [`SessionError::Local`] if the journal is there but cannot be read.
+    pub fn new(target: Target, options: &crate::wire::TreeOptions) -> Result<Prepared, SessionError> {
+        let (mut journal, mut earlier) = (None, Earlier::default());
+        if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
+            let (opened, found) = Journal::open(root, &target.job)
+                .map_err(|e| SessionError::Local(format!("the journal of an earlier attempt: {e}")))?;
+            if options.no_resume {
+                opened.remove();
+            } else {
+                earlier = found;
+            }
+            journal = Some(Arc::new(opened));
+        }
+        Ok(Prepared { target, journal, earlier })
+    }
+
+    /// Whether the source must offer files before it sends them.
+    pub fn wants_offers(&self, options: &crate::wire::TreeOptions) -> bool {
+        !self.earlier.is_empty() || (options.update && self.target.root.is_some())
+    }
+}
+
+/// Runs a session's sink end to the end of the data set.
+///
+/// # Errors
+/// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
+pub fn run(
+    link: &mut Link,
+    engine: &Arc<Engine>,
+    terms: &Terms,
+    prepared: Prepared,
+    progress: &Arc<Progress>,
+    on_report: &OnReport,
+    tell_source: bool,
+) -> Outcome {
+    let Prepared { target, journal, earlier } = prepared;
+    let (mailer, mailbox) = Mailer::new(link.device());
+    let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
+    let on_commit = {
+        let (counters, mailer, progress) = (Arc::clone(&counters), mailer.clone(), Arc::clone(progress));
+        Box::new(move |file: &commit::Finished, placed: std::io::Result<()>| {
+            match placed {
+                Ok(()) => {
+                    counters.files.fetch_add(1, Ordering::Relaxed);
+                    Progress::add(&progress.files, 1);
+                }
+                Err(e) => mailer.send(Mail::Report(Report { path: file.path.clone(), message: e.to_string() })),
+            }
+            if counters.blocks.load(Ordering::SeqCst) == counters.expected.load(Ordering::SeqCst) {
+                mailer.send(Mail::Progressed);
+            }
+        })
+    };
+    let local = |e: std::io::Error| SessionError::Local(format!("starting the commit stage: {e}"));
+    let committer = Arc::new(Committer::start(journal.clone(), on_commit).map_err(local)?);
+    let discard = target.root.is_none();
+    let root = match target.root {
+        Some(root) => root,
+        // Never written to.
+        None => Arc::new(std::fs::File::open("/").map_err(local)?.into()),
+    };
+    let files = Arc::new(Files::new(
+        Tree::new(root, terms.options.preserve),
+        target.job,
+        terms.clone(),
+        Arc::clone(engine),
+        journal.clone(),
+        earlier,
+        Arc::clone(&committer),
+        Arc::clone(&counters),
+        mailer.clone(),
+        discard,
+    ));
+    let _ = counters.files_handle.set(Arc::downgrade(&files));
+    let mut sink = Sink {
+        link,
+        engine,
+        terms,
+        mailer,
+        mailbox,
+        files,
+        counters: &counters,
+        exposed: HashMap::new(),
+        window: 2,
+        owed: false,
+        waiting_for_block: false,
+        next_sequence: 0,
+        ahead: BTreeSet::new(),
+        finalizing: false,
+        failed: 0,
+        synced_bytes: 0,
+        progress,
+        on_report,
+        tell_source,
+    };
+    let result = sink.run();
+    if let Err(error) = &result {
+        error.tell(sink.link);
+    }
+    drop(sink);
+    committer.stop();
+    if let (Ok(summary), Some(journal)) = (&result, &journal) {
+        // With failures left, the same command tries only what is missing.
+        if summary.failed == 0 {
+            journal.remove();
+        }
+    }
+    result
+}
+
+struct Sink<'a> {
+    link: &'a mut Link,
+    engine: &'a Arc<Engine>,
+    terms: &'a Terms,
+    mailer: Mailer<Mail>,
+    mailbox: Receiver<Mail>,
+    files: Arc<Files>,
+    counters: &'a Arc<Counters>,
+    /// Blocks whose credit the source holds, by number.
+    exposed: HashMap<u32, (Exposed, Window)>,
+    /// Credits that may be out at once; doubles as notifications come in.
+    window: usize,
+    /// The source has asked and not been answered.
+    owed: bool,
+    /// The pool will send mail when a block is free.
+    waiting_for_block: bool,
+    /// Every sequence number below has been seen.
+    next_sequence: u32,
+    /// Those seen above.
+    ahead: BTreeSet<u32>,
+    finalizing: bool,
+    failed: u64,
+    synced_bytes: u64,
+    progress: &'a Arc<Progress>,
+    on_report: &'a OnReport,
+    tell_source: bool,
+}
+
+impl Sink<'_> {
+    fn run(&mut self) -> Outcome {
+        loop {
+            if let Some(summary) = self.take_mail()? {
+                return Ok(summary);
+            }
+            if self.owed {
+                self.grant(1)?;
+            }
+            self.check_end();
+            for event in self.link.poll(Duration::from_secs(5))? {
+                match event {
+                    LinkEvent::Arrived(completion) => self.arrived(completion)?,
+                    LinkEvent::Control(message) => self.take_control(message)?,
+                    LinkEvent::Written(_) => return Err(LinkError::Unexpected("write completion").into()),
+                }
+            }
+        }
+    }
+
+    fn take_control(&mut self, message: Control) -> Result<(), SessionError> {
+        match message {
+            Control::RegionRequest => {
+                self.owed = true;
+                self.grant(1)
+            }
+            Control::FileEnd { file, blocks, status } => {
+                self.files.file_end(file, blocks, status).map_err(|what| LinkError::Unexpected(what).into())
+            }
+            Control::Offer { batch, entries } => {
+                let answers = self.files.judge(&entries).map_err(LinkError::from)?;
+                Ok(self.link.send(&Control::Verdict { batch, answers })?)
+            }
+            Control::Report(report) => {
+                self.failed += 1;
+                (self.on_report)(&report);
+                Ok(())
+            }
+            Control::DataSetComplete(blocks) => {
+                let seen = u64::from(self.next_sequence) + self.ahead.len() as u64;
+                if blocks > u64::from(u32::MAX) || seen > blocks {
+                    return Err(LinkError::Unexpected("number of blocks").into());
+                }
+                self.counters.expected.store(blocks, Ordering::SeqCst);
+                Ok(())
+            }
+            Control::Abort(why) => Err(SessionError::Aborted(why)),
+            _ => Err(LinkError::Unexpected("control message").into()),
+        }
+    }
+
+    fn take_mail(&mut self) -> Result<Option<Summary>, SessionError> {
+        loop {
+            match self.mailbox.try_recv() {
+                Ok(Mail::Progressed) => {}
+                Ok(Mail::BlockFree) => self.waiting_for_block = false,
+                Ok(Mail::Report(report)) => {
+                    self.failed += 1;
+                    (self.on_report)(&report);
+                    if self.tell_source {
+                        self.link.send(&Control::Report(report))?;
+                    }
+                }
+                Ok(Mail::Malformed(malformed)) => return Err(LinkError::Malformed(malformed).into()),
+                Ok(Mail::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
+                Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
+                Ok(Mail::Finalized) => return self.conclude().map(Some),
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(None),
+            }
+        }
+    }
+
+    fn arrived(&mut self, completion: Completion) -> Result<(), SessionError> {
+        let Completion { session, sequence, block } = completion;
+        if session != self.terms.session {
+            return Err(LinkError::Unexpected("session number").into());
+        }
+        let (exposed, window) = self.exposed.remove(&block).ok_or(LinkError::Unexpected("block number"))?;
+        // The source's notification revokes its right to the block. One that forgot loses it here;
+        // either way nobody else touches the block from now on.
+        drop(window);
+        self.note_sequence(sequence)?;
+        let filled = exposed.reclaim();
+        let header = BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize)
+            .map_err(LinkError::from)?;
+        if header.session != session || header.sequence != sequence || header.sealed != self.terms.sealer.is_some() {
+            return Err(LinkError::Malformed(Malformed("block header: not the block announced")).into());
+        }
+        Progress::add(&self.progress.bytes, header.len.into());
+        self.process(filled, header);
+        self.sync_now_and_then();
+        self.window = (self.window + 2).min(WINDOW_MAX).min(self.engine.pool.count());
+        self.grant(0)
+    }
+
+    /// Each sequence number comes once. Those of one channel come in order, so the gaps are few.
+    fn note_sequence(&mut self, sequence: u32) -> Result<(), SessionError> {
+        let far = sequence.checked_sub(self.next_sequence).is_none_or(|d| d as usize > 1 << 20);
+        if far || !self.ahead.insert(sequence) {
+            return Err(LinkError::Unexpected("sequence number").into());
+        }
+        while self.ahead.remove(&self.next_sequence) {
+            self.next_sequence += 1;
+        }
+        Ok(())
+    }
+
+    /// Sends a block through the stages: open, verify, write.
+    fn process(&self, block: Block, header: BlockHeader) {
+        let (files, terms) = (Arc::clone(&self.files), self.terms.clone());
+        let (engine, mailer) = (Arc::clone(self.engine), self.mailer.clone());
+        let next = move |block: Block, header: BlockHeader| {
+            if terms.verify == thruway_engine::integrity::Algorithm::None {
+                return store(&files, block, header);
+            }
+            let inner = Arc::clone(&files.engine);
+            inner.workers.submit(inner.integrity, move || {
+                let payload = &block.payload()[..header.len as usize];
+                if terms.verify.digest(payload) != block.header(DIGEST_LEN) {
+                    let sequence = header.sequence;
+                    return mailer.send(Mail::Damaged { sequence, what: "its digest does not match" });
+                }
+                store(&files, block, header);
+            });
+        };
+        let Some(sealer) = self.terms.sealer.clone() else { return next(block, header) };
+        let mailer = self.mailer.clone();
+        engine.workers.submit(engine.security, move || {
+            let mut block = block;
+            let sealed = block.joined_mut(DIGEST_LEN, header.len as usize);
+            match sealer.open(header.sequence.into(), &header.fixed(), sealed, &header.tag) {
+                Ok(()) => next(block, header),
+                Err(_) => mailer.send(Mail::Damaged { sequence: header.sequence, what: "it does not authenticate" }),
+            }
+        });
+    }
+
+    /// Grants up to two credits, or as many as the window and the pool allow if the source is
+    /// owed an answer; `least` of them even beyond the window.
+    fn grant(&mut self, least: usize) -> Result<(), SessionError> {
+        let most = if self.owed { CREDITS_PER_REPLY } else { 2 };
+        let mut credits: Vec<Credit> = Vec::new();
+        while credits.len() < most && (self.exposed.len() < self.window || credits.len() < least) {
+            if self.exposed.len() >= WINDOW_MAX {
+                break;
+            }
+            let Some(block) = self.engine.pool.try_take() else { break };
+            let (exposed, window) = self.link.expose(block)?;
+            credits.push(window.credit);
+            self.exposed.insert(window.credit.block, (exposed, window));
+        }
+        if credits.is_empty() {
+            if self.owed && !self.waiting_for_block {
+                self.waiting_for_block = true;
+                let mailer = self.mailer.clone();
+                self.engine.pool.when_free(move || mailer.send(Mail::BlockFree));
+            }
+            return Ok(());
+        }
+        self.owed = false;
+        Ok(self.link.send(&Control::RegionReply(credits))?)
+    }
+
+    fn sync_now_and_then(&mut self) {
+        let written = self.counters.bytes.load(Ordering::Relaxed);
+        if written - self.synced_bytes < SYNC_EVERY {
+            return;
+        }
+        self.synced_bytes = written;
+        let files = Arc::clone(&self.files);
+        let Some(journal) = files.journal.clone() else { return };
+        self.engine.workers.submit(self.engine.files, move || {
+            let position = journal.position();
+            if rustix::fs::syncfs(files.tree.root()).is_ok() {
+                journal.synced(position);
+            }
+        });
+    }
+
+    fn check_end(&mut self) {
+        let done = self.counters.blocks.load(Ordering::SeqCst) == self.counters.expected.load(Ordering::SeqCst);
+        if self.finalizing || !done || self.files.open_files() > 0 || self.files.committer.pending() > 0 {
+            return;
+        }
+        self.finalizing = true;
+        let files = Arc::clone(&self.files);
+        self.engine.workers.submit(self.engine.files, move || files.finalize());
+    }
+
+    fn conclude(&mut self) -> Result<Summary, SessionError> {
+        let get = |counter: &AtomicU64| counter.load(Ordering::SeqCst);
+        let summary = Summary {
+            files: get(&self.counters.files),
+            others: get(&self.counters.others),
+            bytes: get(&self.counters.bytes),
+            resumed_bytes: get(&self.counters.resumed_bytes),
+            deleted: get(&self.counters.deleted),
+            failed: self.failed,
+        };
+        self.link.send(&Control::DataSetReply(summary))?;
+        Ok(summary)
+    }
+}
+
+/// The last stage: what the block holds goes where it belongs.
+fn store(files: &Arc<Files>, block: Block, header: BlockHeader) {
+    match header.kind {
+        BlockKind::Void => {
+            drop(block);
+            files.dealt(header.file);
+        }
+        BlockKind::Data => files.piece(block, header),
+        BlockKind::Pack => {
+            let (files, engine) = (Arc::clone(files), Arc::clone(&files.engine));
+            engine.workers.submit(engine.files, move || {
+                files.unpack(&block, header.len);
+                drop(block);
+                files.block_done();
+            });
+        }
+    }
+}

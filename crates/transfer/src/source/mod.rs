@@ -1,0 +1,233 @@
+//! The source: loads blocks, waits for credits, writes them into the sink's memory.
+//!
+//! A block goes free → loading (walker, storage stage) → loaded (integrity and security stages) →
+//! sending (credit in hand) → waiting (write posted) → free. The walker runs ahead until the pool
+//! is empty; that, and the sink's credits, are all the flow control there is.
+
+mod walk;
+
+pub use walk::Root;
+
+use crate::link::{Link, LinkEvent};
+use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
+use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, FileStatus, OfferEntry, Report};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thruway_engine::Block;
+
+/// What the walker and the stages tell the session.
+pub(crate) enum Mail {
+    /// A block is loaded, digested and sealed.
+    Loaded(Block, BlockHeader),
+    /// A large file has been read to its end.
+    FileEnd { file: u64, blocks: u32, status: FileStatus },
+    /// Files that may be there already.
+    Offer { batch: u32, entries: Vec<OfferEntry> },
+    /// An entry could not be read.
+    Report(Report),
+    /// The walk is over, after this many blocks.
+    Walked { blocks: u32 },
+    /// The walk cannot go on.
+    Fatal(String),
+}
+
+/// Runs a session's source end to the end of the data set.
+///
+/// # Errors
+/// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
+pub fn run(
+    link: &mut Link,
+    engine: &Arc<Engine>,
+    terms: &Terms,
+    roots: Vec<Root>,
+    offers: bool,
+    progress: &Arc<Progress>,
+    on_report: &OnReport,
+) -> Outcome {
+    let (mailer, mailbox) = Mailer::new(link.device());
+    let (verdicts, verdict_receiver) = channel();
+    let cancel = Arc::new(AtomicBool::new(false));
+    let walker = walk::Walker::new(
+        Arc::clone(engine),
+        terms.clone(),
+        mailer,
+        offers.then_some(verdict_receiver),
+        Arc::clone(&cancel),
+        Arc::clone(progress),
+    )
+    .map_err(SessionError::Local)?;
+    let thread = std::thread::Builder::new()
+        .name("walker".into())
+        .stack_size(1 << 20)
+        .spawn(move || walker.run(roots))
+        .map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?;
+    let mut source = Source {
+        link,
+        terms,
+        mailbox,
+        verdicts: Some(verdicts),
+        loaded: VecDeque::new(),
+        credits: VecDeque::new(),
+        asked: false,
+        blocks: None,
+        announced: false,
+        sent: 0,
+        progress,
+        on_report,
+        budget: Budget::new(terms.rate_limit),
+    };
+    let result = source.run();
+    if let Err(error) = &result {
+        error.tell(source.link);
+    }
+    drop(source);
+    cancel.store(true, Ordering::SeqCst);
+    let walked = thread.join();
+    if walked.is_err() {
+        return Err(SessionError::Local("the walker panicked".into()));
+    }
+    result
+}
+
+struct Source<'a> {
+    link: &'a mut Link,
+    terms: &'a Terms,
+    mailbox: Receiver<Mail>,
+    verdicts: Option<Sender<Vec<Answer>>>,
+    loaded: VecDeque<(Block, BlockHeader)>,
+    credits: VecDeque<Credit>,
+    /// A region request is on its way and not answered.
+    asked: bool,
+    /// Blocks of the data set, once the walk is over.
+    blocks: Option<u32>,
+    announced: bool,
+    sent: u32,
+    progress: &'a Arc<Progress>,
+    on_report: &'a OnReport,
+    budget: Budget,
+}
+
+impl Source<'_> {
+    fn run(&mut self) -> Outcome {
+        loop {
+            self.take_mail()?;
+            self.write_loaded()?;
+            self.announce_end()?;
+            let limit = self.budget.pause().unwrap_or(Duration::from_secs(5));
+            for event in self.link.poll(limit)? {
+                match event {
+                    // Dropping the block frees it.
+                    LinkEvent::Written(_) => {}
+                    LinkEvent::Arrived(_) => return Err(crate::link::LinkError::Unexpected("block").into()),
+                    LinkEvent::Control(Control::DataSetReply(summary)) if self.announced => {
+                        return Ok(summary);
+                    }
+                    LinkEvent::Control(message) => self.take_control(message)?,
+                }
+            }
+        }
+    }
+
+    fn take_control(&mut self, message: Control) -> Result<(), SessionError> {
+        match message {
+            Control::RegionReply(credits) => {
+                if self.credits.len() + credits.len() > crate::link::WINDOW_MAX {
+                    return Err(crate::link::LinkError::Unexpected("number of credits").into());
+                }
+                self.asked = false;
+                self.credits.extend(credits);
+                Ok(())
+            }
+            Control::Verdict { answers, .. } => {
+                if let Some(verdicts) = &self.verdicts {
+                    let _ = verdicts.send(answers);
+                }
+                Ok(())
+            }
+            Control::Report(report) => {
+                (self.on_report)(&report);
+                Ok(())
+            }
+            Control::Abort(why) => Err(SessionError::Aborted(why)),
+            _ => Err(crate::link::LinkError::Unexpected("control message").into()),
+        }
+    }
+
+    fn take_mail(&mut self) -> Result<(), SessionError> {
+        loop {
+            match self.mailbox.try_recv() {
+                Ok(Mail::Loaded(block, header)) => self.loaded.push_back((block, header)),
+                Ok(Mail::FileEnd { file, blocks, status }) => {
+                    self.link.send(&Control::FileEnd { file, blocks, status })?;
+                }
+                Ok(Mail::Offer { batch, entries }) => self.link.send(&Control::Offer { batch, entries })?,
+                Ok(Mail::Report(report)) => {
+                    (self.on_report)(&report);
+                    self.link.send(&Control::Report(report))?;
+                }
+                Ok(Mail::Walked { blocks }) => self.blocks = Some(blocks),
+                Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
+                Err(TryRecvError::Empty) => return Ok(()),
+                Err(TryRecvError::Disconnected) if self.blocks.is_some() => return Ok(()),
+                Err(TryRecvError::Disconnected) => {
+                    return Err(SessionError::Local("the walker stopped without a word".into()));
+                }
+            }
+        }
+    }
+
+    fn write_loaded(&mut self) -> Result<(), SessionError> {
+        while !self.loaded.is_empty() && self.budget.pause().is_none() {
+            let Some(credit) = self.credits.pop_front() else {
+                if !self.asked {
+                    self.asked = true;
+                    self.link.send(&Control::RegionRequest)?;
+                }
+                return Ok(());
+            };
+            let (block, header) = self.loaded.pop_front().expect("checked");
+            let notice =
+                Completion { session: self.terms.session, sequence: header.sequence, block: credit.block };
+            self.link.write(block, header.len, &credit, &notice)?;
+            self.sent += 1;
+            self.budget.spend(header.len.into());
+            Progress::add(&self.progress.bytes, header.len.into());
+        }
+        Ok(())
+    }
+
+    fn announce_end(&mut self) -> Result<(), SessionError> {
+        if self.blocks == Some(self.sent) && !self.announced {
+            self.announced = true;
+            self.link.send(&Control::DataSetComplete(self.sent.into()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Keeps to a rate, allowing bursts of a tenth of a second.
+struct Budget {
+    rate: Option<f64>,
+    spent: f64,
+    since: Instant,
+}
+
+impl Budget {
+    fn new(rate: Option<u64>) -> Budget {
+        Budget { rate: rate.map(|r| r.max(1) as f64), spent: 0.0, since: Instant::now() }
+    }
+
+    fn spend(&mut self, octets: u64) {
+        self.spent += octets as f64;
+    }
+
+    /// How long to hold still.
+    fn pause(&self) -> Option<Duration> {
+        const BURST: f64 = 0.1;
+        let due = self.spent / self.rate? - self.since.elapsed().as_secs_f64() - BURST;
+        (due > 0.0).then(|| Duration::from_secs_f64(due.min(1.0)))
+    }
+}

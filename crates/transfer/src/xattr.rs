@@ -1,0 +1,83 @@
+//! Extended attributes of an entry named by directory and name.
+
+use rustix::fs::{AtFlags, XattrFlags};
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Attributes of one entry are kept up to this many octets, as the kernel does.
+const TOTAL_MAX: usize = 64 << 10;
+
+/// A path that leads to the entry itself, whatever it is.
+fn path_of(dir: BorrowedFd<'_>, name: &CStr) -> CString {
+    let text = if name.is_empty() {
+        format!("/proc/self/fd/{}", dir.as_raw_fd()).into_bytes()
+    } else {
+        [format!("/proc/self/fd/{}/", dir.as_raw_fd()).as_bytes(), name.to_bytes()].concat()
+    };
+    CString::new(text).expect("names have no NUL")
+}
+
+/// Reads all attributes. The `system` namespace is left out: the kernel maintains it.
+pub(crate) fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let path = path_of(dir, name);
+    let follow = name.is_empty();
+    let mut names = vec![0u8; 4096];
+    let list = |path: &CStr, buffer: &mut [u8]| {
+        if follow { rustix::fs::listxattr(path, buffer) } else { rustix::fs::llistxattr(path, buffer) }
+    };
+    let len = match list(&path, &mut names) {
+        Err(rustix::io::Errno::RANGE) => {
+            names.resize(TOTAL_MAX, 0);
+            list(&path, &mut names)
+        }
+        other => other,
+    };
+    let len = match len {
+        Ok(len) => len,
+        Err(rustix::io::Errno::NOTSUP) => return Ok(Vec::new()),
+        Err(e) => return Err(e.into()),
+    };
+    let mut out = Vec::new();
+    let mut value = Vec::new();
+    for attribute in names[..len].split(|b| *b == 0).filter(|n| !n.is_empty()) {
+        if attribute.starts_with(b"system.") && !attribute.starts_with(b"system.posix_acl_") {
+            continue;
+        }
+        let attribute_name = CString::new(attribute).expect("split at NUL");
+        value.resize(TOTAL_MAX, 0);
+        let got = if follow {
+            rustix::fs::getxattr(&path, &attribute_name, value.as_mut_slice())
+        } else {
+            rustix::fs::lgetxattr(&path, &attribute_name, value.as_mut_slice())
+        };
+        match got {
+            Ok(n) => out.push((attribute.to_vec(), value[..n].to_vec())),
+            Err(rustix::io::Errno::NODATA) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(out)
+}
+
+/// Sets attributes; the first failure is returned, the rest are tried all the same.
+pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attributes: &[(Vec<u8>, Vec<u8>)]) -> io::Result<()> {
+    let path = path_of(dir, name);
+    let mut result = Ok(());
+    for (attribute, value) in attributes {
+        let Ok(attribute) = CString::new(attribute.as_slice()) else { continue };
+        let set = if name.is_empty() {
+            rustix::fs::setxattr(&path, &attribute, value, XattrFlags::empty())
+        } else {
+            rustix::fs::lsetxattr(&path, &attribute, value, XattrFlags::empty())
+        };
+        if let (Ok(()), Err(e)) = (&result, set) {
+            result = Err(io::Error::new(
+                io::Error::from(e).kind(),
+                format!("extended attribute {}: {}", attribute.to_string_lossy(), io::Error::from(e)),
+            ));
+        }
+    }
+    let _ = AtFlags::empty();
+    result
+}
