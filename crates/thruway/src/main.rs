@@ -1,6 +1,12 @@
 //! The `thruway` program.
 
 mod bench;
+mod cp;
+mod endpoint;
+mod keys;
+mod output;
+mod serve;
+mod ssh;
 mod units;
 
 use clap::{Args, Parser, Subcommand};
@@ -32,6 +38,14 @@ struct Common {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Copy files and directory trees between hosts
+    Cp(Box<cp::CpArgs>),
+    /// List an export or a directory
+    Ls(cp::LsArgs),
+    /// Run the daemon
+    Serve(serve::ServeArgs),
+    /// Make a key pair for access to daemons
+    Keygen(keys::KeygenArgs),
     /// Measure the fabric: latency, bandwidth, rping
     Bench(bench::BenchArgs),
 }
@@ -43,6 +57,10 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(cli.common.verbose);
     let result = match cli.command {
+        Command::Cp(args) => cp::run(&args, &cli.common),
+        Command::Ls(args) => cp::list(&args, &cli.common),
+        Command::Serve(args) => serve::run(&args, &cli.common),
+        Command::Keygen(args) => keys::run(&args, &cli.common),
         Command::Bench(args) => bench::run(&args, &cli.common),
     };
     match result {

@@ -1,0 +1,563 @@
+//! `thruway cp` and `thruway ls`.
+
+use crate::endpoint::{Endpoint, tidy};
+use crate::output::{Display, ProgressMode};
+use crate::units;
+use crate::{Common, Failed, keys, ssh};
+use clap::{Args, ValueEnum};
+use rustix::fs::{Mode, OFlags};
+use std::ffi::OsString;
+use std::net::ToSocketAddrs;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+use thruway_engine::integrity::Algorithm;
+use thruway_engine::stage::StageStats;
+use thruway_fabric::iwarp;
+use thruway_transfer::auth::Credentials;
+use thruway_transfer::client::{self, Finished, Job, Local, Remote};
+use thruway_transfer::session::{Engine, OnReport, Progress};
+use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
+
+/// Arguments of `thruway cp`.
+#[derive(Args, Clone)]
+#[command(after_help = "Examples:
+  thruway cp -r results tw://store/archive/       makes archive/results
+  thruway cp -r results/ tw://store/archive/run7  makes archive/run7 of the contents
+  thruway cp -rp user@host:data .                 starts the peer through ssh
+  thruway cp --size 100G /dev/zero tw://store/dev/null
+
+A copy that was interrupted goes on where it stopped when the same command is
+given again. Files appear under their names only when whole, verified and
+durable.")]
+pub struct CpArgs {
+    /// Copy directories with all they hold
+    #[arg(long, short)]
+    recursive: bool,
+    /// Keep mode, times, owner where permitted, extended attributes, hard links, special files
+    #[arg(long, short)]
+    preserve: bool,
+    /// Leave alone what is as new at the destination and of the same size
+    #[arg(long, short)]
+    update: bool,
+    /// Remove from copied directories what the source does not have
+    #[arg(long)]
+    delete: bool,
+    /// Take what matches even if excluded; may be repeated
+    #[arg(long, value_name = "PATTERN")]
+    include: Vec<String>,
+    /// Leave out what matches; may be repeated
+    #[arg(long, value_name = "PATTERN")]
+    exclude: Vec<String>,
+    /// Say what would be done, change nothing
+    #[arg(long, short = 'n')]
+    dry_run: bool,
+    /// Data channels [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    streams: Option<u32>,
+    /// Octets of a block [default: 1M]
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
+    block_size: Option<u64>,
+    /// Blocks of our pool [default: 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
+    depth: Option<u32>,
+    /// Octets per second to keep under
+    #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
+    bwlimit: Option<u64>,
+    /// Go past the page cache
+    #[arg(long, value_enum, default_value_t = Tri::Auto)]
+    direct: Tri,
+    /// Verify every block end to end with: none, xxh3, blake3
+    #[arg(long, default_value = "xxh3")]
+    verify: Algorithm,
+    /// Encrypt the data; auto: unless the peer is this machine
+    #[arg(long, value_enum, default_value_t = Tri::Auto)]
+    encrypt: Tri,
+    /// Begin anew even if an earlier attempt can be continued
+    #[arg(long)]
+    no_resume: bool,
+    /// Times to try again after the connection is lost
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    retries: u32,
+    /// Octets to take from an endless source such as /dev/zero
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
+    size: Option<u64>,
+    /// Key to call a daemon with [default: ~/.config/thruway/id]
+    #[arg(long, value_name = "FILE")]
+    key: Option<PathBuf>,
+    /// Carry the data by
+    #[arg(long, value_enum, default_value_t = Provider::Auto)]
+    provider: Provider,
+    /// Show progress
+    #[arg(long, value_enum, default_value_t = ProgressMode::Auto)]
+    progress: ProgressMode,
+    /// Print what each stage did
+    #[arg(long)]
+    stats: bool,
+    /// Sources, then the destination
+    #[arg(required = true, num_args = 2.., value_name = "SRC... DST")]
+    paths: Vec<OsString>,
+}
+
+/// Yes, no, or by rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Tri {
+    Auto,
+    On,
+    Off,
+}
+
+/// How data is carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Provider {
+    /// The best there is
+    Auto,
+    /// RDMA in user space over TCP
+    Iwarp,
+}
+
+/// Arguments of `thruway ls`.
+#[derive(Args)]
+#[command(after_help = "Example:\n  thruway ls tw://store/archive/run7")]
+pub struct LsArgs {
+    /// Key to call a daemon with [default: ~/.config/thruway/id]
+    #[arg(long, value_name = "FILE")]
+    key: Option<PathBuf>,
+    /// What to list
+    #[arg(value_name = "tw://HOST[:PORT]/EXPORT[/PATH]")]
+    url: OsString,
+}
+
+/// Runs `thruway cp`.
+pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
+    let start = Instant::now();
+    let outcome = copy(args, common);
+    let (finished, encrypted, stats) = outcome.map_err(|message| {
+        eprintln!("thruway cp: {message}");
+        Failed
+    })?;
+    let seconds = start.elapsed().as_secs_f64();
+    report(args, common, &finished, encrypted, seconds);
+    if args.stats {
+        print_stats(&stats);
+    }
+    if finished.summary.failed > 0 { Err(Failed) } else { Ok(()) }
+}
+
+fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStats>), String> {
+    let (target, sources) = args.paths.split_last().expect("clap wants two");
+    let target_endpoint = Endpoint::parse(target)?;
+    let sources: Vec<(Endpoint, &OsString)> =
+        sources.iter().map(|s| Endpoint::parse(s).map(|e| (e, s))).collect::<Result<_, _>>()?;
+    let all_local = sources.iter().all(|(e, _)| matches!(e, Endpoint::Local(_)));
+    let engine = Engine::new(1, 4096).map_err(|e| e.to_string())?;
+    let mut peer = None;
+    let mut job = match (&target_endpoint, all_local) {
+        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &engine, &mut peer)?,
+        (_, true) => push(args, &sources, &target_endpoint, target, &mut peer)?,
+        (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
+        _ => return Err("copies go from or to this machine; run the command on one of the two hosts".into()),
+    };
+    job.id = job_id(args, &job);
+    let progress = Arc::new(Progress::default());
+    let on_report: OnReport = Arc::new(|report| {
+        eprintln!("thruway cp: {}: {}", String::from_utf8_lossy(&report.path), report.message);
+    });
+    let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
+    let result = client::run(&job, &engine, &progress, &on_report);
+    display.stop();
+    drop(peer);
+    let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
+    tracing::info!("provider iwarp: {}", finished.detail);
+    Ok((finished, job.encrypt, engine.stats()))
+}
+
+/// What must live as long as the job: a daemon of our own, or an ssh connection.
+enum Peer {
+    Thread(thruway_transfer::daemon::Stopper, Option<std::thread::JoinHandle<()>>),
+    Ssh(#[allow(dead_code, reason = "ends the connection when dropped")] ssh::Connection),
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if let Peer::Thread(stopper, thread) = self {
+            stopper.stop();
+            if let Some(thread) = thread.take() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl CpArgs {
+    fn options(&self) -> TreeOptions {
+        TreeOptions {
+            recursive: self.recursive,
+            preserve: self.preserve,
+            update: self.update,
+            delete: self.delete,
+            dry_run: self.dry_run,
+            no_resume: self.no_resume,
+            include: self.include.clone(),
+            exclude: self.exclude.clone(),
+            direct: match self.direct {
+                Tri::Auto => Direct::Auto,
+                Tri::On => Direct::On,
+                Tri::Off => Direct::Off,
+            },
+            length: self.size,
+        }
+    }
+
+    fn job(&self, remote: Remote, local: Local) -> Result<Job, String> {
+        let block = self.block_size.unwrap_or(1 << 20);
+        let range = thruway_transfer::wire::BLOCK_LEN;
+        let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
+        let block_len = block_len.ok_or_else(|| {
+            format!("--block-size {}: 64 KiB to 64 MiB, in steps of 4 KiB, are possible", units::size(block))
+        })?;
+        let this_host = remote.addr.ip().to_canonical().is_loopback();
+        Ok(Job {
+            encrypt: match self.encrypt {
+                Tri::Auto => !this_host,
+                Tri::On => true,
+                Tri::Off => false,
+            },
+            remote,
+            export: String::new(),
+            path: Vec::new(),
+            into_directory: false,
+            sources: Vec::new(),
+            local,
+            id: [0; 16],
+            options: self.options(),
+            verify: self.verify,
+            streams: self.streams.unwrap_or(2),
+            block_len,
+            blocks: self.depth.unwrap_or(64) as usize,
+            rate_limit: self.bwlimit,
+            retries: self.retries,
+        })
+    }
+}
+
+/// Identifies a job across attempts: who copies what to where.
+fn job_id(args: &CpArgs, job: &Job) -> [u8; 16] {
+    let mut hasher = blake3::Hasher::new();
+    let mut field = |bytes: &[u8]| {
+        hasher.update(&(bytes.len() as u64).to_le_bytes());
+        hasher.update(bytes);
+    };
+    field(rustix::system::uname().nodename().to_bytes());
+    field(std::env::current_dir().unwrap_or_default().as_os_str().as_bytes());
+    for path in &args.paths {
+        field(path.as_bytes());
+    }
+    field(job.export.as_bytes());
+    hasher.finalize().as_bytes()[..16].try_into().expect("16 octets")
+}
+
+/// The sources on this machine with the names they get.
+fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
+    let named = |(endpoint, text): &(Endpoint, &OsString)| {
+        let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
+        if text.as_bytes().ends_with(b"/") {
+            return Ok((path.clone(), Vec::new()));
+        }
+        // `.` and `a/..` have no name of their own: their contents are meant.
+        let name = path.file_name().map(|n| n.as_bytes().to_vec()).unwrap_or_default();
+        if path.symlink_metadata().is_err() {
+            return Err(format!("{}: No such file or directory", path.display()));
+        }
+        Ok((path.clone(), name))
+    };
+    sources.iter().map(named).collect()
+}
+
+fn push(
+    args: &CpArgs,
+    sources: &[(Endpoint, &OsString)],
+    target: &Endpoint,
+    target_text: &OsString,
+    peer: &mut Option<Peer>,
+) -> Result<Job, String> {
+    let local = local_sources(sources)?;
+    let contents = local.iter().any(|(_, name)| name.is_empty());
+    let slash = target_text.as_bytes().ends_with(b"/");
+    let (remote, export, path) = match target {
+        Endpoint::Daemon { host, port, export, path, .. } => {
+            (daemon_remote(host, *port, args.key.as_ref())?, export.clone(), path.clone())
+        }
+        Endpoint::Ssh { host, path } => {
+            let (connection, remote) = ssh::Connection::start(host, false)?;
+            let export = if path.first() == Some(&b'/') { ssh::ROOT } else { ssh::HOME };
+            *peer = Some(Peer::Ssh(connection));
+            (remote, export.to_string(), tidy(path))
+        }
+        Endpoint::Local(_) => unreachable!("handled by push_locally"),
+    };
+    let into_directory = slash || contents || local.len() > 1 || path.is_empty();
+    Ok(Job { export, path, into_directory, ..args.job(remote, Local::Sources(local))? })
+}
+
+/// Both ends on this machine: a daemon of our own serves the destination.
+fn push_locally(
+    args: &CpArgs,
+    sources: &[(Endpoint, &OsString)],
+    target: &Path,
+    engine: &Arc<Engine>,
+    peer: &mut Option<Peer>,
+) -> Result<Job, String> {
+    use thruway_transfer::{auth, daemon};
+    let local = local_sources(sources)?;
+    let contents = local.iter().any(|(_, name)| name.is_empty());
+    let slash = target.as_os_str().as_bytes().ends_with(b"/");
+    if target == Path::new("/dev/null") {
+        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, "/", engine, peer);
+    }
+    let absolute = std::path::absolute(target).map_err(|e| format!("{}: {e}", target.display()))?;
+    let many = slash || contents || local.len() > 1;
+    // The daemon's root is the nearest directory that is there: the user may follow any link.
+    let (root, rest) = match (absolute.is_dir(), absolute.parent(), absolute.file_name()) {
+        (false, Some(parent), Some(name)) => (parent.to_path_buf(), name.as_bytes().to_vec()),
+        _ => (absolute.clone(), Vec::new()),
+    };
+    let into = many || rest.is_empty();
+    let _ = auth::random::<1>();
+    push_to(args, local, "target", rest, into, &root.to_string_lossy(), engine, peer)
+        .map_err(|e| format!("{}: {e}", target.display()))
+}
+
+#[allow(clippy::too_many_arguments)]
+fn push_to(
+    args: &CpArgs,
+    local: Vec<(PathBuf, Vec<u8>)>,
+    export: &str,
+    path: Vec<u8>,
+    into_directory: bool,
+    root: &str,
+    engine: &Arc<Engine>,
+    peer: &mut Option<Peer>,
+) -> Result<Job, String> {
+    use thruway_transfer::{auth, daemon};
+    let credentials = Credentials::Secret(auth::random());
+    let exports = match export {
+        daemon::DEV_EXPORT => Vec::new(),
+        name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false }],
+    };
+    let config = daemon::Config {
+        listen: vec![([127, 0, 0, 1], 0).into()],
+        exports,
+        credentials: credentials.clone(),
+        authorized: auth::AuthorizedKeys::default(),
+        anonymous: false,
+        max_sessions: 4,
+        block_len_max: 64 << 20,
+        blocks: args.depth.unwrap_or(64) as usize,
+        once: false,
+        fabric: iwarp::Config { crc: false, ..iwarp::Config::default() },
+    };
+    let daemon = daemon::Daemon::start_with(config, Arc::clone(engine))?;
+    let addr = daemon.addrs()[0];
+    let stopper = daemon.stopper();
+    let thread = std::thread::spawn(move || {
+        if let Err(message) = daemon.run() {
+            eprintln!("thruway cp: {message}");
+        }
+    });
+    *peer = Some(Peer::Thread(stopper, Some(thread)));
+    let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() };
+    let remote = Remote { addr, label: "this machine".into(), credentials, known_hosts: None, fabric };
+    Ok(Job { export: export.into(), path, into_directory, ..args.job(remote, Local::Sources(local))? })
+}
+
+fn pull(
+    args: &CpArgs,
+    sources: &[(Endpoint, &OsString)],
+    target: &Path,
+    peer: &mut Option<Peer>,
+) -> Result<Job, String> {
+    let (remote, export) = match &sources[0].0 {
+        Endpoint::Daemon { host, port, export, .. } => {
+            (daemon_remote(host, *port, args.key.as_ref())?, export.clone())
+        }
+        Endpoint::Ssh { host, path } => {
+            let (connection, remote) = ssh::Connection::start(host, true)?;
+            *peer = Some(Peer::Ssh(connection));
+            let export = if path.first() == Some(&b'/') { ssh::ROOT } else { ssh::HOME };
+            (remote, export.to_string())
+        }
+        Endpoint::Local(_) => return Err("all sources must be on one host".into()),
+    };
+    let mut specs = Vec::new();
+    for (endpoint, text) in sources {
+        let path = match (endpoint, &sources[0].0) {
+            (
+                Endpoint::Daemon { host, port, export, path, .. },
+                Endpoint::Daemon { host: h, port: p, export: e, .. },
+            ) if (host, port, export) == (h, p, e) => path.clone(),
+            (Endpoint::Ssh { host, path }, Endpoint::Ssh { host: h, path: first })
+                if host == h && path.starts_with(b"/") == first.starts_with(b"/") =>
+            {
+                tidy(path)
+            }
+            _ => return Err("all sources must be on one host, in one export".into()),
+        };
+        let contents = text.as_bytes().ends_with(b"/") || path.is_empty();
+        let name = if contents { Vec::new() } else { path.rsplit(|b| *b == b'/').next().unwrap_or(b"").to_vec() };
+        specs.push(SourceSpec { path, name });
+    }
+    let slash = target.as_os_str().as_bytes().ends_with(b"/");
+    let contents = specs.iter().any(|s| s.name.is_empty());
+    let (root, rename) = if target == Path::new("/dev/null") {
+        (None, None)
+    } else {
+        let (root, rename) = local_root(target, slash || contents || specs.len() > 1)?;
+        (Some(Arc::new(root)), rename)
+    };
+    if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
+        spec.name = name;
+    }
+    Ok(Job { export, sources: specs, ..args.job(remote, Local::Directory(root))? })
+}
+
+/// The directory to receive into, and the name a single source gets instead of its own.
+fn local_root(target: &Path, into_directory: bool) -> Result<(OwnedFd, Option<Vec<u8>>), String> {
+    let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
+    let open = |path: &Path| {
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| failed(path, e.into()))
+    };
+    if target.is_dir() {
+        return Ok((open(target)?, None));
+    }
+    if into_directory {
+        std::fs::create_dir(target).map_err(|e| failed(target, e))?;
+        return Ok((open(target)?, None));
+    }
+    let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
+    Ok((open(parent)?, Some(name.as_bytes().to_vec())))
+}
+
+fn daemon_remote(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote, String> {
+    let label = format!("{host}:{port}");
+    let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
+    let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;
+    // A daemon on this machine may have a new key every time it is started.
+    let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
+    let credentials = Credentials::Keys(keys::identity(key)?);
+    Ok(Remote { addr, label, credentials, known_hosts, fabric: iwarp::Config::default() })
+}
+
+fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64) {
+    let summary = &finished.summary;
+    let rate = summary.bytes as f64 / seconds.max(1e-9);
+    let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    let cpu = cpu.tv_sec as f64 + cpu.tv_nsec as f64 / 1e9;
+    let verified = args.verify != Algorithm::None;
+    if common.json {
+        let out = serde_json::json!({
+            "files": summary.files,
+            "others": summary.others,
+            "bytes": summary.bytes,
+            "seconds": seconds,
+            "bytes_per_second": rate,
+            "resumed_bytes": summary.resumed_bytes,
+            "retries": finished.retries,
+            "deleted": summary.deleted,
+            "failed": summary.failed,
+            "provider": "iwarp",
+            "encrypted": encrypted,
+            "verified": verified,
+            "verify": args.verify.to_string(),
+            "dry_run": args.dry_run,
+            "cpu_seconds": cpu,
+        });
+        println!("{out}");
+        return;
+    }
+    if common.quiet {
+        return;
+    }
+    let mut text = format!(
+        "{}{} in {} files{}, {seconds:.2} s, {}, CPU {cpu:.2} s",
+        if args.dry_run { "would copy " } else { "" },
+        units::size(summary.bytes),
+        summary.files,
+        if summary.others > 0 { format!(" and {} directories and links", summary.others) } else { String::new() },
+        units::rate(rate),
+    );
+    for (count, what) in [(summary.resumed_bytes, "resumed"), (summary.deleted, "deleted"), (summary.failed, "FAILED")] {
+        if count > 0 {
+            let count = if what == "resumed" { units::size(count) } else { count.to_string() };
+            text += &format!(", {count} {what}");
+        }
+    }
+    if finished.retries > 0 {
+        text += &format!(", {} retries", finished.retries);
+    }
+    text += match (verified, encrypted) {
+        (true, true) => ", verified, encrypted",
+        (true, false) => ", verified",
+        (false, true) => ", encrypted",
+        (false, false) => "",
+    };
+    println!("{text}");
+}
+
+fn print_stats(stats: &[StageStats]) {
+    eprintln!("{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}", "stage", "workers", "tasks", "queue us", "service us", "idle s", "longest");
+    for stage in stats {
+        let mean = |d: std::time::Duration| d.as_secs_f64() * 1e6 / stage.tasks.max(1) as f64;
+        eprintln!(
+            "{:<10} {:>7} {:>9} {:>12.1} {:>12.1} {:>12.2} {:>8}",
+            stage.name,
+            stage.workers.map_or("own".into(), |w| w.to_string()),
+            stage.tasks,
+            mean(stage.queue_delay),
+            mean(stage.service),
+            stage.wait.as_secs_f64(),
+            stage.longest_queue,
+        );
+    }
+}
+
+/// Runs `thruway ls`.
+pub fn list(args: &LsArgs, common: &Common) -> Result<(), Failed> {
+    let entries = (|| {
+        let Endpoint::Daemon { host, port, export, path, .. } = Endpoint::parse(&args.url)? else {
+            return Err(format!("{}: write tw://host[:port]/export/path", args.url.to_string_lossy()));
+        };
+        let remote = daemon_remote(&host, port, args.key.as_ref())?;
+        client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
+    })()
+    .map_err(|message| {
+        eprintln!("thruway ls: {message}");
+        Failed
+    })?;
+    let kind = |mode: u32| match mode & 0o170_000 {
+        0o040_000 => 'd',
+        0o120_000 => 'l',
+        0o100_000 => '-',
+        _ => '?',
+    };
+    if common.json {
+        let rows: Vec<_> = entries
+            .iter()
+            .map(|e| {
+                let name = String::from_utf8_lossy(&e.name);
+                serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime })
+            })
+            .collect();
+        println!("{}", serde_json::Value::Array(rows));
+        return Ok(());
+    }
+    for entry in entries {
+        let name = String::from_utf8_lossy(&entry.name);
+        println!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
+    }
+    Ok(())
+}

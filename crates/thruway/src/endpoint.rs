@@ -1,0 +1,110 @@
+//! What a user may write as source or destination: a path, `[user@]host:path` by ssh, or
+//! `tw://host[:port]/export/path`.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+
+/// The daemon's port unless another is given.
+pub const DEFAULT_PORT: u16 = 7117;
+
+/// A source or destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// On this machine.
+    Local(PathBuf),
+    /// Through ssh.
+    Ssh {
+        /// `[user@]host`.
+        host: OsString,
+        /// Path there; relative to the home directory.
+        path: Vec<u8>,
+    },
+    /// At a daemon.
+    Daemon {
+        /// Host name or address.
+        host: String,
+        /// Port.
+        port: u16,
+        /// Name of the export.
+        export: String,
+        /// Path below it, without slashes at its ends.
+        path: Vec<u8>,
+        /// The path ended in a slash.
+        slash: bool,
+    },
+}
+
+impl Endpoint {
+    /// Reads what a user wrote. As with scp, a colon before the first slash makes a host, and
+    /// `./a:b` a file whose name has one.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with a `tw://` address.
+    pub fn parse(text: &OsStr) -> Result<Endpoint, String> {
+        let bytes = text.as_bytes();
+        if let Some(rest) = bytes.strip_prefix(b"tw://") {
+            return parse_url(rest).map_err(|why| format!("{}: {why}", text.to_string_lossy()));
+        }
+        let slash = bytes.iter().position(|b| *b == b'/').unwrap_or(bytes.len());
+        match bytes[..slash].iter().position(|b| *b == b':') {
+            Some(colon) if colon > 0 => Ok(Endpoint::Ssh {
+                host: OsString::from_vec(bytes[..colon].to_vec()),
+                path: bytes[colon + 1..].to_vec(),
+            }),
+            _ => Ok(Endpoint::Local(PathBuf::from(text))),
+        }
+    }
+}
+
+fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
+    let split = rest.iter().position(|b| *b == b'/').unwrap_or(rest.len());
+    let authority = std::str::from_utf8(&rest[..split]).map_err(|_| "the host is not UTF-8")?;
+    let path = rest.get(split + 1..).unwrap_or(b"");
+    let (host, port) = match authority.rsplit_once(':') {
+        // `[::1]` has colons of its own.
+        Some((host, port)) if !port.ends_with(']') => {
+            (host, port.parse().map_err(|_| format!("'{port}' is not a port"))?)
+        }
+        _ => (authority, DEFAULT_PORT),
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
+    if host.is_empty() {
+        return Err("no host; write tw://host/export/path".into());
+    }
+    let end = path.iter().position(|b| *b == b'/').unwrap_or(path.len());
+    let export = String::from_utf8(path[..end].to_vec()).map_err(|_| "the export's name is not UTF-8")?;
+    let inner = path.get(end + 1..).unwrap_or(b"");
+    let slash = path.ends_with(b"/");
+    Ok(Endpoint::Daemon { host, port, export, path: tidy(inner), slash })
+}
+
+/// A path without empty and `.` components.
+pub fn tidy(path: &[u8]) -> Vec<u8> {
+    let parts: Vec<&[u8]> = path.split(|b| *b == b'/').filter(|c| !c.is_empty() && *c != b".").collect();
+    parts.join(&b'/')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn daemon(host: &str, port: u16, export: &str, path: &str, slash: bool) -> Endpoint {
+        Endpoint::Daemon { host: host.into(), port, export: export.into(), path: path.into(), slash }
+    }
+
+    #[test]
+    fn addresses_are_read_as_written() {
+        let parse = |s: &str| Endpoint::parse(OsStr::new(s));
+        assert_eq!(parse("tw://h/data/a/b"), Ok(daemon("h", 7117, "data", "a/b", false)));
+        assert_eq!(parse("tw://h:99/data/"), Ok(daemon("h", 99, "data", "", true)));
+        assert_eq!(parse("tw://[::1]:5/x//y/./z/"), Ok(daemon("::1", 5, "x", "y/z", true)));
+        assert_eq!(parse("tw://[::1]/x"), Ok(daemon("::1", 7117, "x", "", false)));
+        assert_eq!(parse("tw://h"), Ok(daemon("h", 7117, "", "", false)));
+        assert!(parse("tw:///x").is_err() && parse("tw://h:p/x").is_err());
+        assert_eq!(parse("u@h:a b"), Ok(Endpoint::Ssh { host: "u@h".into(), path: b"a b".to_vec() }));
+        for local in ["./a:b", "/a:b", "a/b:c", ":x", "plain"] {
+            assert_eq!(parse(local), Ok(Endpoint::Local(local.into())));
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Where keys are kept, and `thruway keygen`.
+
+use crate::{Common, Failed};
+use clap::Args;
+use std::path::PathBuf;
+use thruway_transfer::auth::KeyPair;
+
+/// Arguments of `thruway keygen`.
+#[derive(Args)]
+#[command(after_help = "Examples:
+  thruway keygen                              makes ~/.config/thruway/id
+  thruway keygen --output /etc/thruway/host   a daemon's own key
+
+Give the public half to a daemon's administrator, who adds it to the file that
+'thruway serve --authorized-keys FILE' reads, one key a line, 'ro' before it to
+allow reading only.")]
+pub struct KeygenArgs {
+    /// File for the secret half; the public half goes beside it as FILE.pub
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// Makes a key pair.
+pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
+    let path = args.output.clone().unwrap_or_else(identity_path);
+    let pair = KeyPair::generate();
+    if let Err(error) = pair.save(&path) {
+        eprintln!("thruway keygen: {error}");
+        return Err(Failed);
+    }
+    if common.json {
+        println!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
+    } else if !common.quiet {
+        println!("secret key: {}\npublic key: {}", path.display(), pair.public());
+    }
+    Ok(())
+}
+
+/// The user's configuration directory.
+pub fn config_dir() -> PathBuf {
+    let base = std::env::var_os("XDG_CONFIG_HOME").filter(|v| !v.is_empty()).map(PathBuf::from);
+    let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")));
+    base.unwrap_or_else(|| PathBuf::from("/etc")).join("thruway")
+}
+
+/// The user's own key.
+pub fn identity_path() -> PathBuf {
+    config_dir().join("id")
+}
+
+/// The key to call daemons with: the user's, or one made for the occasion if there is none.
+pub fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
+    let path = explicit.cloned().unwrap_or_else(identity_path);
+    if explicit.is_none() && !path.exists() {
+        return Ok(KeyPair::generate());
+    }
+    KeyPair::load(&path).map_err(|e| e.to_string())
+}

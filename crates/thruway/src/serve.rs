@@ -1,0 +1,169 @@
+//! `thruway serve`: the daemon.
+
+use crate::endpoint::DEFAULT_PORT;
+use crate::{Common, Failed};
+use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::io::{BufRead, Write};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use thruway_fabric::iwarp;
+use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, from_hex};
+use thruway_transfer::daemon::{Config, Daemon, Export};
+
+/// Arguments of `thruway serve`.
+#[derive(Args)]
+#[command(after_help = "Examples:
+  thruway serve --export data=/srv/data
+  thruway serve --listen 0.0.0.0:7117 --export data=/srv/data:ro \\
+      --key /etc/thruway/host --authorized-keys /etc/thruway/authorized_keys
+
+A daemon that listens beyond this machine serves only keys it knows, unless
+--anonymous is given. On loopback it serves anybody. The export 'dev' is always
+there: tw://host/dev/null swallows what is sent, tw://host/dev/zero is endless.")]
+pub struct ServeArgs {
+    /// Address to listen at; may be repeated (port 0: any; the address is printed)
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Vec<SocketAddr>,
+    /// Directory to serve, read-only with :ro; may be repeated
+    #[arg(long, value_name = "NAME=DIR[:ro]", value_parser = parse_export)]
+    export: Vec<Export>,
+    /// The daemon's own key [default: one for this run]
+    #[arg(long, value_name = "FILE")]
+    key: Option<PathBuf>,
+    /// Keys that may use the daemon
+    #[arg(long, value_name = "FILE")]
+    authorized_keys: Option<PathBuf>,
+    /// Serve peers without a known key even from other hosts
+    #[arg(long)]
+    anonymous: bool,
+    /// Sessions at one time
+    #[arg(long, default_value_t = 2048)]
+    max_sessions: usize,
+    /// Blocks of each session's pool
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
+    depth: u32,
+    /// Stop after one session
+    #[arg(long)]
+    once: bool,
+    /// Read a shared secret from standard input, answer with the address on standard output
+    #[arg(long, hide = true)]
+    secret_from_stdin: bool,
+}
+
+fn parse_export(text: &str) -> Result<Export, String> {
+    let (name, dir) = text.split_once('=').ok_or("write NAME=DIR or NAME=DIR:ro")?;
+    let (dir, read_only) = match dir.strip_suffix(":ro") {
+        Some(dir) => (dir, true),
+        None => (dir, false),
+    };
+    if dir.is_empty() {
+        return Err("the directory is missing; write NAME=DIR".into());
+    }
+    Ok(Export { name: name.into(), dir: dir.into(), read_only })
+}
+
+/// Runs the daemon until it is told to stop.
+pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
+    serve(args, common).map_err(|message| {
+        eprintln!("thruway serve: {message}");
+        Failed
+    })
+}
+
+fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
+    let mut listen = args.listen.clone();
+    if listen.is_empty() {
+        listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
+    }
+    let authorized = match &args.authorized_keys {
+        Some(path) => AuthorizedKeys::load(path).map_err(|e| e.to_string())?,
+        None => AuthorizedKeys::default(),
+    };
+    let loopback_only = listen.iter().all(|a| a.ip().to_canonical().is_loopback());
+    let credentials = if args.secret_from_stdin {
+        let mut line = String::new();
+        std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
+        Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?)
+    } else {
+        Credentials::Keys(match &args.key {
+            Some(path) => KeyPair::load(path).map_err(|e| e.to_string())?,
+            None => KeyPair::generate(),
+        })
+    };
+    let anonymous = args.anonymous || (loopback_only && args.authorized_keys.is_none());
+    if !anonymous && args.authorized_keys.is_none() && !args.secret_from_stdin {
+        return Err(
+            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
+        );
+    }
+    let daemon = Daemon::start(Config {
+        listen,
+        exports: args.export.clone(),
+        credentials: credentials.clone(),
+        authorized,
+        anonymous,
+        max_sessions: args.max_sessions,
+        block_len_max: 16 << 20,
+        blocks: args.depth as usize,
+        once: args.once,
+        fabric: iwarp::Config::default(),
+    })?;
+    let stopper = daemon.stopper();
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
+    std::thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            stopper.stop();
+        }
+    });
+    if args.secret_from_stdin {
+        // Whoever started us through ssh holds the other end of the pipe.
+        let stopper = daemon.stopper();
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            stopper.stop();
+        });
+    }
+    announce(&daemon, &credentials, args, common);
+    daemon.run()
+}
+
+fn announce(daemon: &Daemon, credentials: &Credentials, args: &ServeArgs, common: &Common) {
+    let addrs = daemon.addrs();
+    if args.secret_from_stdin {
+        // The one line that the ssh client waits for.
+        println!("THRUWAY 1 {}", addrs[0].port());
+        let _ = std::io::stdout().flush();
+        return;
+    }
+    let key = match credentials {
+        Credentials::Keys(pair) => pair.public().to_string(),
+        Credentials::Secret(_) => String::new(),
+    };
+    if common.json {
+        println!("{}", serde_json::json!({ "listening": addrs, "public_key": key }));
+        let _ = std::io::stdout().flush();
+    } else if !common.quiet {
+        for addr in addrs {
+            eprintln!("listening on {addr}");
+        }
+        for export in &args.export {
+            let mode = if export.read_only { "read-only" } else { "read and write" };
+            eprintln!("export {} = {} ({mode})", export.name, export.dir.display());
+        }
+        eprintln!("public key {key}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exports_are_read_with_their_mode() {
+        let export = |t: &str| parse_export(t).map(|e| (e.name, e.dir, e.read_only));
+        assert_eq!(export("d=/srv"), Ok(("d".into(), "/srv".into(), false)));
+        assert_eq!(export("d=/srv:ro"), Ok(("d".into(), "/srv".into(), true)));
+        assert!(export("/srv").is_err() && export("d=").is_err() && export("d=:ro").is_err());
+    }
+}
