@@ -87,10 +87,7 @@ impl Workers {
         assert!(!stages.is_empty());
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                queues: stages.iter().map(|_| VecDeque::new()).collect(),
-                unwatched: false,
-            }),
+            state: Mutex::new(State { queues: stages.iter().map(|_| VecDeque::new()).collect(), unwatched: false }),
             wake: Condvar::new(),
             watch: Condvar::new(),
             names: stages.to_vec(),
@@ -236,11 +233,11 @@ fn watch(shared: &Shared) {
                 workers: shared.assignment.iter().filter(|a| a.load(Ordering::Relaxed) == stage).count(),
             })
             .collect();
-        if let Some((from, to)) = rebalance(&loads) {
-            if let Some(worker) = shared.assignment.iter().find(|a| a.load(Ordering::Relaxed) == from) {
-                worker.store(to, Ordering::Relaxed);
-                tracing::debug!(from = shared.names[from], to = shared.names[to], "worker moved");
-            }
+        if let Some((from, to)) = rebalance(&loads)
+            && let Some(worker) = shared.assignment.iter().find(|a| a.load(Ordering::Relaxed) == from)
+        {
+            worker.store(to, Ordering::Relaxed);
+            tracing::debug!(from = shared.names[from], to = shared.names[to], "worker moved");
         }
         let idle = loads.iter().all(|l| l.tasks == 0);
         before = now;

@@ -152,10 +152,10 @@ impl Drop for Storage {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.sleeping.store(true, Ordering::SeqCst);
         self.shared.wake();
-        if let Some(thread) = self.thread.take() {
-            if thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
-            }
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
         }
     }
 }
@@ -199,13 +199,13 @@ impl Loop {
             if idle {
                 add(&self.shared.counters.wait_ns, before);
             }
-            if let Err(e) = submitted {
-                if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) {
-                    // Nothing can be completed any more; the requests fail when they are dropped.
-                    tracing::error!(error = %e, "the storage stage lost its ring");
-                    self.fail_all(&e);
-                    return;
-                }
+            if let Err(e) = submitted
+                && !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
+            {
+                // Nothing can be completed any more; the requests fail when they are dropped.
+                tracing::error!(error = %e, "the storage stage lost its ring");
+                self.fail_all(&e);
+                return;
             }
             let completed: Vec<(u64, i32)> = self.ring.completion().map(|c| (c.user_data(), c.result())).collect();
             for (id, result) in completed {

@@ -57,12 +57,7 @@ impl Buffer {
         // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
         // nothing.
         let ptr = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         }
         .map_err(|e| Error::io("mapping a buffer", e))?;
         if len >= HUGE {
@@ -347,13 +342,7 @@ impl RegionTable {
     }
 
     /// A window on part of `parent`, under its own key.
-    pub(crate) fn bind(
-        &self,
-        parent: &Arc<Region>,
-        offset: usize,
-        len: usize,
-        access: Access,
-    ) -> Result<Arc<Region>> {
+    pub(crate) fn bind(&self, parent: &Arc<Region>, offset: usize, len: usize, access: Access) -> Result<Arc<Region>> {
         let base = parent.base + offset as u64;
         let ptr = parent.locate(base, len as u64).ok_or(Error::LocalProtection {
             addr: base,
@@ -435,10 +424,7 @@ mod tests {
         let (t, r) = table_with(Access::LOCAL_WRITE);
         let w = t.bind(&r, 512, 512, Access::REMOTE_WRITE).unwrap();
         assert!(t.remote(1, w.stag(), 0x1200, 512, Access::REMOTE_WRITE).is_ok());
-        assert_eq!(
-            code(t.remote(1, w.stag(), 0x11ff, 1, Access::REMOTE_WRITE)),
-            RdmaProtection::BaseOrBounds.into()
-        );
+        assert_eq!(code(t.remote(1, w.stag(), 0x11ff, 1, Access::REMOTE_WRITE)), RdmaProtection::BaseOrBounds.into());
         assert_eq!(t.remote_invalidate(1, w.stag()), Ok(()));
         assert_eq!(code(t.remote(1, w.stag(), 0x1200, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
         assert!(t.remote_invalidate(1, w.stag()).is_err());

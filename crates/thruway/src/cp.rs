@@ -380,9 +380,7 @@ fn pull(
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     let (remote, export) = match &sources[0].0 {
-        Endpoint::Daemon { host, port, export, .. } => {
-            (daemon_remote(host, *port, args.key.as_ref())?, export.clone())
-        }
+        Endpoint::Daemon { host, port, export, .. } => (daemon_remote(host, *port, args.key.as_ref())?, export.clone()),
         Endpoint::Ssh { host, path } => {
             let (connection, remote) = ssh::Connection::start(host, true)?;
             *peer = Some(Peer::Ssh(connection));
@@ -490,7 +488,8 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
         if summary.others > 0 { format!(" and {} directories and links", summary.others) } else { String::new() },
         units::rate(rate),
     );
-    for (count, what) in [(summary.resumed_bytes, "resumed"), (summary.deleted, "deleted"), (summary.failed, "FAILED")] {
+    for (count, what) in [(summary.resumed_bytes, "resumed"), (summary.deleted, "deleted"), (summary.failed, "FAILED")]
+    {
         if count > 0 {
             let count = if what == "resumed" { units::size(count) } else { count.to_string() };
             text += &format!(", {count} {what}");
@@ -509,7 +508,10 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
 }
 
 fn print_stats(stats: &[StageStats]) {
-    eprintln!("{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}", "stage", "workers", "tasks", "queue us", "service us", "idle s", "longest");
+    eprintln!(
+        "{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}",
+        "stage", "workers", "tasks", "queue us", "service us", "idle s", "longest"
+    );
     for stage in stats {
         let mean = |d: std::time::Duration| d.as_secs_f64() * 1e6 / stage.tasks.max(1) as f64;
         eprintln!(

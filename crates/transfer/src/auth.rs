@@ -253,10 +253,9 @@ impl Handshake {
     pub fn new(credentials: &Credentials, initiator: bool) -> Handshake {
         let build = |b: snow::Builder<'_>| if initiator { b.build_initiator() } else { b.build_responder() };
         let state = match credentials {
-            Credentials::Keys(pair) => builder(KEYS_PATTERN)
-                .local_private_key(&pair.secret)
-                .and_then(|b| b.prologue(PROLOGUE))
-                .and_then(build),
+            Credentials::Keys(pair) => {
+                builder(KEYS_PATTERN).local_private_key(&pair.secret).and_then(|b| b.prologue(PROLOGUE)).and_then(build)
+            }
             Credentials::Secret(secret) => {
                 builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(PROLOGUE)).and_then(build)
             }

@@ -128,9 +128,7 @@ fn attempt(
     };
     // A pulling sink reads its journal first: the source must know whether to make offers.
     let prepared = match &job.local {
-        Local::Directory(root) => {
-            Some(Prepared::new(Target { root: root.clone(), job: job.id }, &options)?)
-        }
+        Local::Directory(root) => Some(Prepared::new(Target { root: root.clone(), job: job.id }, &options)?),
         Local::Sources(_) => None,
     };
     let wants_offers = prepared.as_ref().is_some_and(|p| p.wants_offers(&options));

@@ -253,7 +253,12 @@ impl Session<'_> {
         let (mut link, key) = Link::accept(device, request, &config.credentials)?;
         let rights = match self.rights(key) {
             Some(rights) => rights,
-            None => return self.refuse(link, "this daemon does not know your key; add its public half to the authorized keys".into()),
+            None => {
+                return self.refuse(
+                    link,
+                    "this daemon does not know your key; add its public half to the authorized keys".into(),
+                );
+            }
         };
         let Control::Session(asked) = link.next_control()? else {
             return Err(LinkError::Unexpected("first message").into());
@@ -337,8 +342,7 @@ impl Session<'_> {
             }
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) if !asked.into_directory => {
                 let (parent, name) = sink::split(&asked.path);
-                let dir = open_dir(export, parent)
-                    .map_err(|e| format!("{}: {}", shown(), std::io::Error::from(e)))?;
+                let dir = open_dir(export, parent).map_err(|e| format!("{}: {}", shown(), std::io::Error::from(e)))?;
                 (dir, Some(name.to_vec()))
             }
             Err(rustix::io::Errno::XDEV) => return Err(format!("{}: leads out of the export", shown())),
@@ -349,16 +353,13 @@ impl Session<'_> {
         Ok(Work::Push(prepared, rename))
     }
 
-    fn negotiate(
-        &self,
-        mut link: Link,
-        asked: &SessionRequest,
-        work: Work,
-    ) -> Result<Option<Summary>, SessionError> {
+    fn negotiate(&self, mut link: Link, asked: &SessionRequest, work: Work) -> Result<Option<Summary>, SessionError> {
         let session = self.shared.next_session.fetch_add(1, Ordering::SeqCst);
         let token = random();
         let (offers, rename, discard) = match &work {
-            Work::Push(prepared, rename) => (prepared.wants_offers(&asked.options), rename.clone(), asked.export == DEV_EXPORT),
+            Work::Push(prepared, rename) => {
+                (prepared.wants_offers(&asked.options), rename.clone(), asked.export == DEV_EXPORT)
+            }
             Work::Pull(_) | Work::List(_) => (false, None, false),
         };
         let doors = Doors::open(self.shared, session, token, link.device());

@@ -484,7 +484,11 @@ impl Link {
                 if let Some(LinkEvent::Control(Control::Abort(_))) = self.ready.back() {
                     return Ok(true);
                 }
-                if qp_num == self.control.number() { Err(LinkError::Closed(cause)) } else { Err(LinkError::DataLost(cause)) }
+                if qp_num == self.control.number() {
+                    Err(LinkError::Closed(cause))
+                } else {
+                    Err(LinkError::DataLost(cause))
+                }
             }
             Some(_) => Ok(true),
         }

@@ -355,10 +355,10 @@ impl Connection {
         let mut payload = [0; terminate::MAX_LEN];
         let n = terminate::encode(code, offending, &mut payload);
         self.tx.queue_terminate(&payload[..n]);
-        if code == DdpUntagged::TooLong.into() {
-            if let Some(entry) = self.rq.pop_front() {
-                self.report_recv(entry.wr_id, Status::LocalLength, 0, RecvDetail::default());
-            }
+        if code == DdpUntagged::TooLong.into()
+            && let Some(entry) = self.rq.pop_front()
+        {
+            self.report_recv(entry.wr_id, Status::LocalLength, 0, RecvDetail::default());
         }
         self.flush(ConnectionError::Protocol(code), Status::ConnectionLost);
     }

@@ -105,11 +105,7 @@ impl Header {
     pub fn decode(bytes: &[u8]) -> Result<Header, TerminateCode> {
         let tagged = bytes[0] & TAGGED != 0;
         if bytes[0] & DV_MASK != DDP_VERSION {
-            return Err(if tagged {
-                DdpTagged::InvalidVersion.into()
-            } else {
-                DdpUntagged::InvalidVersion.into()
-            });
+            return Err(if tagged { DdpTagged::InvalidVersion.into() } else { DdpUntagged::InvalidVersion.into() });
         }
         if bytes[1] >> 6 != RDMAP_VERSION {
             return Err(RdmaOperation::InvalidVersion.into());
@@ -124,14 +120,7 @@ impl Header {
             let to = u64::from_be_bytes(bytes[6..14].try_into().expect("8 octets"));
             Header::Tagged { opcode, last, stag: u32_at(2), to }
         } else {
-            Header::Untagged {
-                opcode,
-                last,
-                invalidate: u32_at(2),
-                qn: u32_at(6),
-                msn: u32_at(10),
-                mo: u32_at(14),
-            }
+            Header::Untagged { opcode, last, invalidate: u32_at(2), qn: u32_at(6), msn: u32_at(10), mo: u32_at(14) }
         })
     }
 }

@@ -154,11 +154,9 @@ impl Context {
         let failed = |e| Error::io("opening an iWARP device", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
-        let timer = rustix::time::timerfd_create(
-            TimerfdClockId::Monotonic,
-            TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
-        )
-        .map_err(failed)?;
+        let timer =
+            rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)
+                .map_err(failed)?;
         for (fd, token) in [(&wake, TOKEN_WAKE), (&timer, TOKEN_TIMER)] {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN).map_err(failed)?;
         }
@@ -619,9 +617,9 @@ impl CompletionRing {
     }
 
     fn reserve(&self, n: usize) -> Result<()> {
-        let took = self.reserved.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| {
-            (r + n <= self.capacity).then_some(r + n)
-        });
+        let took = self
+            .reserved
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
         took.map(|_| ()).map_err(|r| Error::Limit {
             what: "completion queue entries reserved by queue pairs",
             got: (r + n) as u64,

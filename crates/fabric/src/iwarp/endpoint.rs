@@ -1,13 +1,15 @@
 //! A queue pair and its socket: set-up, transfer, orderly end.
 
-use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
 use super::IoVecs;
+use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
 use super::device::{CompletionRing, Context};
 use super::mpa::{self, Agreement, Frame, Preferences};
 use super::socket;
-use crate::provider::{Event, QueuePairOps};
-use crate::types::{ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion};
 use crate::ConnectionInfo;
+use crate::provider::{Event, QueuePairOps};
+use crate::types::{
+    ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
+};
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -42,7 +44,10 @@ enum Phase {
     Connecting(Connecting),
     Live(Box<Live>),
     /// Failed; reading away what the peer still sends so that it can read our Terminate.
-    Lingering { stream: TcpStream, deadline: Instant },
+    Lingering {
+        stream: TcpStream,
+        deadline: Instant,
+    },
     Over,
 }
 
@@ -89,7 +94,8 @@ impl Endpoint {
         recv_cq: Arc<CompletionRing>,
         caps: QueuePairCaps,
     ) -> Endpoint {
-        let state = State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
+        let state =
+            State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
         Endpoint { number, pd, ctx, send_cq, recv_cq, caps, state: Mutex::new(state) }
     }
 
@@ -312,10 +318,8 @@ impl Endpoint {
                             unreachable!("matched above")
                         };
                         self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &c.reply[used..]);
-                        self.ctx.push_event(Event::Established {
-                            qp_num: self.number,
-                            private_data: frame.private_data,
-                        });
+                        self.ctx
+                            .push_event(Event::Established { qp_num: self.number, private_data: frame.private_data });
                         self.serve_live(state)
                     }
                 }
@@ -502,8 +506,11 @@ impl QueuePairOps for Endpoint {
         self.check_idle(&guard)?;
         let config = self.ctx.config();
         let prefs = config.preferences(params)?;
-        let stream = socket::start_connect(addr)
-            .map_err(|source| Error::Io { op: "connecting to", peer: Some(addr), source })?;
+        let stream = socket::start_connect(addr).map_err(|source| Error::Io {
+            op: "connecting to",
+            peer: Some(addr),
+            source,
+        })?;
         let tuned = socket::tune(&stream, addr, config.congestion.as_deref());
         tuned.map_err(|source| Error::Io { op: "preparing the socket to", peer: Some(addr), source })?;
         self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;

@@ -244,6 +244,9 @@ impl Drop for Request {
 }
 
 pub(super) fn prepare(stream: &TcpStream, peer: SocketAddr, ctx: &Context) -> Result<()> {
-    socket::tune(stream, peer, ctx.config().congestion.as_deref())
-        .map_err(|source| Error::Io { op: "preparing the socket from", peer: Some(peer), source })
+    socket::tune(stream, peer, ctx.config().congestion.as_deref()).map_err(|source| Error::Io {
+        op: "preparing the socket from",
+        peer: Some(peer),
+        source,
+    })
 }

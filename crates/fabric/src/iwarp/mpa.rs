@@ -258,7 +258,7 @@ pub fn request(prefs: &Preferences, private_data: &[u8]) -> Frame {
         large_fpdu: prefs.announce,
         extensions: prefs.announce,
         revision: prefs.revision,
-        enhanced: (prefs.revision >= 2).then(|| Enhanced {
+        enhanced: (prefs.revision >= 2).then_some(Enhanced {
             ird: prefs.ird,
             ord: prefs.ord,
             peer_to_peer: prefs.peer_to_peer,
@@ -384,8 +384,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn any_prefs() -> impl Strategy<Value = Preferences> {
-        (any::<bool>(), any::<bool>(), 1u8..3, 1u16..100, 1u16..100, any::<bool>(), 0usize..3, any::<bool>())
-            .prop_map(|(markers, crc, revision, ird, ord, peer_to_peer, rtr, announce)| Preferences {
+        (any::<bool>(), any::<bool>(), 1u8..3, 1u16..100, 1u16..100, any::<bool>(), 0usize..3, any::<bool>()).prop_map(
+            |(markers, crc, revision, ird, ord, peer_to_peer, rtr, announce)| Preferences {
                 markers,
                 crc,
                 revision,
@@ -394,7 +394,8 @@ mod tests {
                 peer_to_peer,
                 rtr: [ReadyToReceive::Send, ReadyToReceive::Write, ReadyToReceive::Read][rtr],
                 announce,
-            })
+            },
+        )
     }
 
     proptest! {

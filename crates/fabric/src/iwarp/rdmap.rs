@@ -81,10 +81,7 @@ impl Opcode {
 
     /// Whether delivery raises a solicited event.
     pub fn is_solicited(self) -> bool {
-        matches!(
-            self,
-            Opcode::SendSolicited | Opcode::SendSolicitedInvalidate | Opcode::ImmediateSolicited
-        )
+        matches!(self, Opcode::SendSolicited | Opcode::SendSolicitedInvalidate | Opcode::ImmediateSolicited)
     }
 }
 

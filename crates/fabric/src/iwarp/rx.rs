@@ -13,9 +13,9 @@
 //! Every length, offset, sequence number and key in here was chosen by the peer. TCP keeps order,
 //! so anything but the one expected sequence number and offset is a lie.
 
+use super::IoVecs;
 use super::connection::{Connection, RecvDetail, Response};
 use super::crc::RunningCrc;
-use super::IoVecs;
 use super::ddp::{self, Header, queue};
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
@@ -180,7 +180,9 @@ impl Connection {
                     return;
                 }
             } else {
-                out.extend(rx.targets.iter().take(MAX_IOVECS).map(|t| libc::iovec { iov_base: t.ptr.cast(), iov_len: t.len }));
+                out.extend(
+                    rx.targets.iter().take(MAX_IOVECS).map(|t| libc::iovec { iov_base: t.ptr.cast(), iov_len: t.len }),
+                );
                 if rx.targets.len() > MAX_IOVECS {
                     return;
                 }
@@ -318,9 +320,7 @@ impl Connection {
             Header::Tagged { opcode: Opcode::ReadResponse, stag, to, last } => {
                 self.begin_read_response(stag, to, last, len)
             }
-            Header::Untagged { opcode, last, qn, msn, mo, .. } => {
-                self.begin_untagged(opcode, last, qn, msn, mo, len)
-            }
+            Header::Untagged { opcode, last, qn, msn, mo, .. } => self.begin_untagged(opcode, last, qn, msn, mo, len),
             Header::Tagged { .. } => Err(RdmaOperation::UnexpectedOpcode.into()),
         }
     }
@@ -508,18 +508,15 @@ impl Connection {
             Opcode::AtomicResponse => self.take_atomic_response(),
             Opcode::Immediate | Opcode::ImmediateSolicited => {
                 let value = u64::from_be_bytes(self.rx.fixed[..IMMEDIATE_LEN].try_into().expect("fixed size"));
-                let detail = RecvDetail {
-                    immediate: Some(value as u32),
-                    invalidated: None,
-                    solicited: opcode.is_solicited(),
-                };
+                let detail =
+                    RecvDetail { immediate: Some(value as u32), invalidated: None, solicited: opcode.is_solicited() };
                 let written = std::mem::take(&mut self.rx.last_write_len);
                 self.finish_recv(written, detail);
                 Ok(())
             }
             Opcode::Terminate => {
-                let code = terminate::decode(&self.rx.fixed[..len as usize])
-                    .unwrap_or(RdmaOperation::Unspecified.into());
+                let code =
+                    terminate::decode(&self.rx.fixed[..len as usize]).unwrap_or(RdmaOperation::Unspecified.into());
                 self.fail_terminated(code);
                 Ok(())
             }
@@ -543,12 +540,7 @@ impl Connection {
         if request.sink_to.checked_add(request.len.into()).is_none() {
             return Err(RdmaProtection::ToWrap.into());
         }
-        self.owe(Response::Read {
-            sink_stag: request.sink_stag,
-            sink_to: request.sink_to,
-            source,
-            len: request.len,
-        })
+        self.owe(Response::Read { sink_stag: request.sink_stag, sink_to: request.sink_to, source, len: request.len })
     }
 
     fn take_atomic_response(&mut self) -> Result<(), TerminateCode> {

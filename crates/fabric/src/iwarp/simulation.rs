@@ -44,7 +44,17 @@ struct End {
 }
 
 fn agreement(crc: bool, send_markers: bool, receive_markers: bool, rtr: Option<ReadyToReceive>) -> Agreement {
-    Agreement { send_markers, receive_markers, crc, ird: 4, ord: 4, large_fpdu: true, extensions: true, rtr, revision: 2 }
+    Agreement {
+        send_markers,
+        receive_markers,
+        crc,
+        ird: 4,
+        ord: 4,
+        large_fpdu: true,
+        extensions: true,
+        rtr,
+        revision: 2,
+    }
 }
 
 const BUFFER: usize = 1 << 20;
@@ -207,7 +217,10 @@ fn exercise(seed: u64) {
         match rng.below(5) {
             0 if recv_at + len < BUFFER => {
                 b.connection
-                    .post_recv(&RecvRequest { wr_id: id, sges: &[b.sge(recv_at, len / 2), b.sge(recv_at + len / 2, len - len / 2)] })
+                    .post_recv(&RecvRequest {
+                        wr_id: id,
+                        sges: &[b.sge(recv_at, len / 2), b.sge(recv_at + len / 2, len - len / 2)],
+                    })
                     .unwrap();
                 expected_b[recv_at..recv_at + len].copy_from_slice(&expected_a[from..from + len]);
                 recv_at += len;
@@ -343,7 +356,7 @@ impl Liar {
     fn raw(&mut self, ulpdu: &[u8]) -> Vec<u8> {
         let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
         out.extend_from_slice(ulpdu);
-        while out.len() % 4 != 0 {
+        while !out.len().is_multiple_of(4) {
             out.push(0);
         }
         let mut crc = super::crc::RunningCrc::new(true);
@@ -440,7 +453,8 @@ fn every_lie_about_a_read_response_terminates() {
         let mut request = ReadRequest::decode(wire[20..48].try_into().unwrap());
         let (mut len, mut last) = (100, true);
         lie(&mut request, &mut len, &mut last);
-        let header = Header::Tagged { opcode: Opcode::ReadResponse, last, stag: request.sink_stag, to: request.sink_to };
+        let header =
+            Header::Tagged { opcode: Opcode::ReadResponse, last, stag: request.sink_stag, to: request.sink_to };
         let bytes = liar.fpdu(header, &vec![1; len]);
         feed(&mut end, &bytes);
         expect_terminate(end, wanted);

@@ -33,10 +33,10 @@ pub(super) fn tune(stream: &TcpStream, peer: SocketAddr, congestion: Option<&str
     // Model-based congestion control paces by a measured rate, which on the loopback device
     // costs half the throughput; a loss-based one is right where nothing is ever lost.
     let wanted = congestion.or(is_same_host(peer.ip()).then_some("cubic"));
-    if let Some(name) = wanted {
-        if let Err(error) = sockopt::set_tcp_congestion(stream, name) {
-            tracing::debug!(name, %error, "congestion control not available");
-        }
+    if let Some(name) = wanted
+        && let Err(error) = sockopt::set_tcp_congestion(stream, name)
+    {
+        tracing::debug!(name, %error, "congestion control not available");
     }
     Ok(())
 }
@@ -68,13 +68,7 @@ pub(super) fn max_segment(stream: &TcpStream) -> usize {
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: `value` and `len` are valid for writing and describe each other.
     let rc = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_MAXSEG,
-            (&raw mut value).cast(),
-            &raw mut len,
-        )
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_MAXSEG, (&raw mut value).cast(), &raw mut len)
     };
     if rc == 0 && value > 0 { value as usize } else { 536 }
 }

@@ -5,13 +5,13 @@
 //! CRCs, markers and inline payloads live in a scratch area that stays put until the kernel has
 //! taken it.
 
+use super::IoVecs;
 use super::connection::{Connection, LocalData, Outstanding, Response};
 use super::crc::RunningCrc;
 use super::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
 use crate::types::{SendFlags, SendOp, Status};
-use super::IoVecs;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
@@ -437,8 +437,7 @@ impl Connection {
             }
             ReadyToReceive::Read => {
                 let msn = self.tx.next_msn(queue::READ_REQUEST);
-                let kind =
-                    Kind::Untagged { opcode: Opcode::ReadRequest, qn: queue::READ_REQUEST, msn, invalidate: 0 };
+                let kind = Kind::Untagged { opcode: Opcode::ReadRequest, qn: queue::READ_REQUEST, msn, invalidate: 0 };
                 return Message::fixed(Source::Control, kind, SmallVec::from_elem(0, ReadRequest::LEN), true);
             }
         };
@@ -490,8 +489,7 @@ impl Connection {
                 Message::data(source, kind, len, immediate.is_none())
             }
             SendOp::Read { remote } => {
-                let request =
-                    ReadRequest { sink_stag, sink_to, len, source_stag: remote.rkey, source_to: remote.addr };
+                let request = ReadRequest { sink_stag, sink_to, len, source_stag: remote.rkey, source_to: remote.addr };
                 let mut payload = [0; ReadRequest::LEN];
                 request.encode(&mut payload);
                 self.request_message(seq, Opcode::ReadRequest, &payload, sink_stag, len, None)
@@ -523,14 +521,7 @@ impl Connection {
         len: u32,
         atomic_id: Option<u32>,
     ) -> Message {
-        self.outstanding.push_back(Outstanding {
-            seq: Some(seq),
-            sink_stag,
-            sink_to: 0,
-            len,
-            received: 0,
-            atomic_id,
-        });
+        self.outstanding.push_back(Outstanding { seq: Some(seq), sink_stag, sink_to: 0, len, received: 0, atomic_id });
         let msn = self.tx.next_msn(queue::READ_REQUEST);
         let kind = Kind::Untagged { opcode, qn: queue::READ_REQUEST, msn, invalidate: 0 };
         // The entry is complete when its response is in, not when the request is out.

@@ -43,7 +43,8 @@ impl Side {
     }
 
     pub fn fill(&self, seed: u8) {
-        let bytes: Vec<u8> = (0..SIZE).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed) ^ (i >> 8) as u8).collect();
+        let bytes: Vec<u8> =
+            (0..SIZE).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed) ^ (i >> 8) as u8).collect();
         self.buffer.write(0, &bytes);
     }
 
@@ -272,7 +273,7 @@ pub fn atomics(lab: &Lab) {
 }
 
 pub fn gather_and_scatter(lab: &Lab) {
-    let (mut a, mut b) = lab.pair();
+    let (a, mut b) = lab.pair();
     a.fill(6);
     let parts = [b.mr.sge(900_000, 3), b.mr.sge(10, 500), b.mr.sge(100_000, 200_000)];
     b.qp.post_recv(&RecvRequest { wr_id: 1, sges: &parts }).unwrap();
@@ -300,8 +301,7 @@ pub fn inline_and_unsignalled(lab: &Lab) {
     lab.ok(&mut a, 49);
     assert!(a.seen.is_empty(), "unsignalled requests complete silently");
     let long = vec![0; a.device.attributes().max_inline as usize + 1];
-    let request =
-        SendRequest { wr_id: 1, op: send(), payload: Payload::Inline(&long), flags: SendFlags::SIGNALED };
+    let request = SendRequest { wr_id: 1, op: send(), payload: Payload::Inline(&long), flags: SendFlags::SIGNALED };
     assert!(matches!(a.qp.post_send(&request), Err(Error::Limit { .. })));
 }
 
@@ -372,7 +372,7 @@ pub fn zero_based_regions(lab: &Lab) {
 }
 
 pub fn large_messages(lab: &Lab) {
-    let (mut a, mut b) = lab.pair();
+    let (a, mut b) = lab.pair();
     a.fill(9);
     let big = 64 << 20;
     let source = Arc::new(Buffer::new(big).unwrap());
@@ -423,7 +423,11 @@ pub fn access_violations(lab: &Lab) {
             a.post(1, op, &[a.mr.sge(0, 8)]).unwrap();
             let wc = lab.completion(&mut b, 1);
             assert_eq!(wc.status, Status::Flushed, "{name} {kind}");
-            assert!(matches!(lab.disconnected(&a), ConnectionError::Terminated(_)), "{name} {kind}: {:?}", a.qp.error());
+            assert!(
+                matches!(lab.disconnected(&a), ConnectionError::Terminated(_)),
+                "{name} {kind}: {:?}",
+                a.qp.error()
+            );
             assert!(matches!(lab.disconnected(&b), ConnectionError::Protocol(_)), "{name} {kind}");
             if kind != "write" {
                 assert_eq!(lab.completion(&mut a, 1).status, Status::RemoteAccess, "{name} {kind}");
@@ -714,12 +718,8 @@ pub fn many_connections(lab: &Lab, count: usize) {
     let mut stalled = std::net::TcpStream::connect(lab.addr()).unwrap();
     std::io::Write::write_all(&mut stalled, b"MPA ID Re").unwrap();
     for qp in &from {
-        let request = SendRequest {
-            wr_id: 1,
-            op: send(),
-            payload: Payload::Sges(&[ma.sge(0, 64)]),
-            flags: SendFlags::SIGNALED,
-        };
+        let request =
+            SendRequest { wr_id: 1, op: send(), payload: Payload::Sges(&[ma.sge(0, 64)]), flags: SendFlags::SIGNALED };
         qp.post_send(&request).unwrap();
     }
     let (mut sent, mut received) = (Vec::new(), Vec::new());

@@ -33,7 +33,8 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     for _ in 0..qps {
         links.push(connect(&device, &cq, addr, &mut test)?);
     }
-    let mut run = Run { device, cq, links, test, duration: args.duration()?, samples: Vec::new(), completed: Vec::new() };
+    let mut run =
+        Run { device, cq, links, test, duration: args.duration()?, samples: Vec::new(), completed: Vec::new() };
     let cpu = cpu_seconds();
     let start = Instant::now();
     let operations = match (lat, op) {
@@ -154,10 +155,10 @@ impl Run {
         let started: Vec<u32> = self.links.iter().map(|l| l.qp.number()).collect();
         let mut posted_at = vec![vec![Instant::now(); depth as usize]; self.links.len()];
         let start = Instant::now();
-        for link in 0..self.links.len() {
-            for slot in 0..depth {
-                posted_at[link][slot as usize] = Instant::now();
-                self.links[link].post(slot.into(), op, size)?;
+        for (link, times) in self.links.iter().zip(&mut posted_at) {
+            for (slot, time) in times.iter_mut().enumerate() {
+                *time = Instant::now();
+                link.post(slot as u64, op, size)?;
             }
         }
         let mut under_way = depth as u64 * self.links.len() as u64;
@@ -206,7 +207,6 @@ pub(super) fn cpu_seconds() -> f64 {
     spent.tv_sec as f64 + spent.tv_nsec as f64 / 1e9
 }
 
-/// A wait that sleeps is measured by wall time; make sure the option reaches the peer too.
 impl Wait {
     pub(super) fn name(self) -> &'static str {
         match self {

@@ -90,7 +90,8 @@ impl Report {
     }
 
     fn header(lat: bool) -> String {
-        let what = if lat { "half round trip (send, write) or completion (read, atomic)" } else { "posting to completion" };
+        let what =
+            if lat { "half round trip (send, write) or completion (read, atomic)" } else { "posting to completion" };
         format!(
             "latency: {what}\n{:<7} {:>9} {:>6} {:>4} {:>12} {:>9} {:>9} {:>9} {:>9} {:>10}",
             "op", "size", "depth", "qps", "rate", "Gbit/s", "p50 us", "p99 us", "p99.9 us", "CPU ns/B"
@@ -99,7 +100,8 @@ impl Report {
 
     pub(super) fn add(&mut self, row: Row) {
         if !self.json {
-            let rate = if self.lat { format!("{:.0}/s", row.ops_per_second) } else { units::rate(row.bytes_per_second) };
+            let rate =
+                if self.lat { format!("{:.0}/s", row.ops_per_second) } else { units::rate(row.bytes_per_second) };
             println!(
                 "{:<7} {:>9} {:>6} {:>4} {:>12} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>10.3}",
                 row.op,

@@ -75,7 +75,12 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
         }]);
         println!("{row:#}");
     } else if !common.quiet {
-        println!("{} pings of {} octets, every one verified, {:.2} us each", args.count, args.size, seconds * 1e6 / f64::from(args.count));
+        println!(
+            "{} pings of {} octets, every one verified, {:.2} us each",
+            args.count,
+            args.size,
+            seconds * 1e6 / f64::from(args.count)
+        );
     }
     Ok(())
 }

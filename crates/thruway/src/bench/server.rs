@@ -89,7 +89,9 @@ impl Server {
     fn try_accept(&mut self, request: ConnectionRequest) -> Result<(), String> {
         let test: Result<Test, _> = serde_json::from_slice(request.private_data());
         let test = match test {
-            Ok(test) if test.v == TEST_VERSION && test.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&test.depth) => test,
+            Ok(test) if test.v == TEST_VERSION && test.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&test.depth) => {
+                test
+            }
             Ok(_) | Err(_) => {
                 request.reject(b"not a test this bench knows");
                 return Err("asked for no test this bench knows".into());

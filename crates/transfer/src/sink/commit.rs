@@ -89,10 +89,10 @@ fn commit_groups(
                 Ok(_) => put_in_place(file),
                 Err(e) => Err(io::Error::new(e.kind(), format!("making it durable: {e}"))),
             };
-            if placed.is_ok() {
-                if let Some(journal) = journal {
-                    journal.done(&file.key, &file.version);
-                }
+            if placed.is_ok()
+                && let Some(journal) = journal
+            {
+                journal.done(&file.key, &file.version);
             }
             outcomes.push(placed);
         }

@@ -538,7 +538,7 @@ fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
 /// Whether a file is on a file system on which direct writes pay.
 fn is_disk(file: &File) -> bool {
     const DISKS: [i64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
-    let kind = rustix::fs::fstatfs(file).map(|s| s.f_type as i64);
+    let kind = rustix::fs::fstatfs(file).map(|s| s.f_type);
     let _ = file.read_at(&mut [], 0);
     kind.is_ok_and(|kind| DISKS.contains(&kind))
 }

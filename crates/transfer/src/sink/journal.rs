@@ -202,10 +202,10 @@ impl Journal {
 impl State {
     /// A journal that cannot be written costs the next attempt some work, not this one its data.
     fn note(&mut self, result: io::Result<()>) {
-        if let Err(error) = result {
-            if !std::mem::replace(&mut self.failed, true) {
-                tracing::warn!(%error, "cannot write the journal: a later attempt will send data again");
-            }
+        if let Err(error) = result
+            && !std::mem::replace(&mut self.failed, true)
+        {
+            tracing::warn!(%error, "cannot write the journal: a later attempt will send data again");
         }
     }
 }

@@ -307,8 +307,8 @@ impl Sink<'_> {
         drop(window);
         self.note_sequence(sequence)?;
         let filled = exposed.reclaim();
-        let header = BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize)
-            .map_err(LinkError::from)?;
+        let header =
+            BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize).map_err(LinkError::from)?;
         if header.session != session || header.sequence != sequence || header.sealed != self.terms.sealer.is_some() {
             return Err(LinkError::Malformed(Malformed("block header: not the block announced")).into());
         }

@@ -146,16 +146,10 @@ impl Tree {
     /// Gives an existing file another name, replacing what is not a directory.
     pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
         let (from, to) = (self.place(target)?, self.place(path)?);
-        self.replace(&to, |dir, name| {
-            rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
-        })
+        self.replace(&to, |dir, name| rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty()))
     }
 
-    fn replace(
-        &self,
-        place: &Place,
-        make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
-    ) -> io::Result<()> {
+    fn replace(&self, place: &Place, make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>) -> io::Result<()> {
         match make(&place.dir, &place.name) {
             Err(rustix::io::Errno::EXIST) => {
                 rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?;

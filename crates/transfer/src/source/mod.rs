@@ -12,9 +12,9 @@ use crate::link::{Link, LinkEvent};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, FileStatus, OfferEntry, Report};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::Block;
 
@@ -189,8 +189,7 @@ impl Source<'_> {
                 return Ok(());
             };
             let (block, header) = self.loaded.pop_front().expect("checked");
-            let notice =
-                Completion { session: self.terms.session, sequence: header.sequence, block: credit.block };
+            let notice = Completion { session: self.terms.session, sequence: header.sequence, block: credit.block };
             self.link.write(block, header.len, &credit, &notice)?;
             self.sent += 1;
             self.budget.spend(header.len.into());

@@ -7,7 +7,9 @@
 use super::Mail;
 use crate::filter::Filter;
 use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
-use crate::wire::{Answer, BlockHeader, BlockKind, Direct, FileStatus, HEADER_LEN, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report};
+use crate::wire::{
+    Answer, BlockHeader, BlockKind, Direct, FileStatus, HEADER_LEN, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report,
+};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, CString};
@@ -15,9 +17,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::integrity::DIGEST_LEN;
 use thruway_engine::{Block, StorageOp};
@@ -203,13 +205,14 @@ impl Walker {
     /// `path` is where the directory goes; `below` is where it is relative to the source.
     fn directory(&mut self, fd: Arc<OwnedFd>, path: Vec<u8>, stat: &Stat, below: &mut Vec<u8>) -> Walk {
         self.check_cancel()?;
-        let dir = match rustix::fs::openat(&fd, c".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
-            Ok(dir) => Arc::new(dir),
-            Err(e) => {
-                self.report(&path, io::Error::from(e).to_string());
-                return Ok(());
-            }
-        };
+        let dir =
+            match rustix::fs::openat(&fd, c".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+                Ok(dir) => Arc::new(dir),
+                Err(e) => {
+                    self.report(&path, io::Error::from(e).to_string());
+                    return Ok(());
+                }
+            };
         drop(fd);
         if !path.is_empty() {
             let meta = self.meta(&dir, c"", &path, stat);
@@ -416,7 +419,11 @@ impl Walker {
             let meta = meta_of(&candidate.stat);
             return self.append(&Record::File { path: candidate.path, meta });
         }
-        if size > self.pack_max || !have.is_empty() { self.send_large(candidate, have) } else { self.send_small(&candidate) }
+        if size > self.pack_max || !have.is_empty() {
+            self.send_large(candidate, have)
+        } else {
+            self.send_small(&candidate)
+        }
     }
 
     /// Opens a candidate; `name` is empty for a root, whose descriptor is reopened.

@@ -1,0 +1,344 @@
+//! `thruway cp` against a daemon, as a user runs it.
+
+mod support;
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use support::*;
+
+fn os(path: &Path) -> OsString {
+    path.as_os_str().into()
+}
+
+fn args(list: &[&dyn AsRef<OsStr>]) -> Vec<OsString> {
+    list.iter().map(|a| a.as_ref().to_os_string()).collect()
+}
+
+#[test]
+fn a_tree_with_everything_awkward_survives_there_and_back() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    awkward_tree(&source);
+    let daemon = lab.serve(&served);
+    for extra in [&["--encrypt", "off"][..], &["--encrypt", "on", "--verify", "blake3"], &["--streams", "5", "--block-size", "64K"]] {
+        let mut push = args(&[&"-rp", &source, &daemon.url("e/")]);
+        push.extend(extra.iter().map(OsString::from));
+        let result = cp(&lab, &push);
+        assert_eq!(result["failed"], 0);
+        assert_same(&source, &served.join("source"), Compare::Everything);
+        let back = lab.path("back");
+        let mut pull = args(&[&"-rp", &daemon.url("e/source"), &back]);
+        pull.extend(extra.iter().map(OsString::from));
+        cp(&lab, &pull);
+        assert_same(&source, &back, Compare::Everything);
+        fs::remove_dir_all(&back).unwrap();
+        fs::remove_dir_all(served.join("source")).unwrap();
+    }
+    assert_eq!(fs::read_dir(&served).unwrap().count(), 0, "no temporary file or journal is left");
+}
+
+#[test]
+fn holes_stay_holes() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    awkward_tree(&source);
+    let daemon = lab.serve(&served);
+    let result = cp(&lab, &args(&[&source.join("sparse"), &daemon.url("e/copy")]));
+    assert!(result["bytes"].as_u64().unwrap() < 1 << 20, "{result}");
+    let copy = fs::metadata(served.join("copy")).unwrap();
+    assert_eq!(copy.size(), 100 << 20);
+    assert!(copy.blocks() * 512 < 1 << 20);
+}
+
+#[test]
+fn without_p_modes_follow_the_umask_and_times_are_new() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    awkward_tree(&source);
+    fs::remove_file(source.join("fifo")).unwrap();
+    let daemon = lab.serve(&served);
+    cp(&lab, &args(&[&"-r", &source, &daemon.url("e")]));
+    assert_same(&source, &served.join("source"), Compare::Content);
+    let copy = fs::metadata(served.join("source/empty")).unwrap();
+    assert_eq!(copy.mode() & 0o7000, 0, "set-user-id is not copied");
+    assert!(copy.mtime() > 1_500_000_000);
+}
+
+#[test]
+fn names_and_slashes_mean_what_scp_and_rsync_users_expect() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("dir"), lab.mkdir("served"));
+    fs::write(source.join("f"), "content").unwrap();
+    fs::write(lab.path("single"), "one").unwrap();
+    let daemon = lab.serve(&served);
+    let there = |path: &str| served.join(path).exists();
+    let slash = |p: &Path| {
+        let mut text = os(p);
+        text.push("/");
+        text
+    };
+    cp(&lab, &args(&[&"-r", &source, &daemon.url("e")]));
+    assert!(there("dir/f"), "DIR to an existing directory makes directory/DIR");
+    cp(&lab, &args(&[&"-r", &source, &daemon.url("e/new")]));
+    assert!(there("new/f"), "DIR to nothing makes a copy of that name");
+    cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url("e/contents")]));
+    assert!(there("contents/f"), "DIR/ to nothing makes a directory of the contents");
+    cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url("e/dir2/")]));
+    assert!(there("dir2/f"));
+    cp(&lab, &args(&[&lab.path("single"), &daemon.url("e/renamed")]));
+    assert!(served.join("renamed").is_file());
+    cp(&lab, &args(&[&lab.path("single"), &daemon.url("e/into/")]));
+    assert!(there("into/single"));
+    cp(&lab, &args(&[&lab.path("single"), &source.join("f"), &daemon.url("e/two")]));
+    assert!(there("two/single") && there("two/f"));
+    // The same rules the other way.
+    let here = lab.mkdir("here");
+    cp(&lab, &args(&[&"-r", &daemon.url("e/dir"), &here]));
+    cp(&lab, &args(&[&"-r", &daemon.url("e/dir/"), &here.join("c")]));
+    cp(&lab, &args(&[&daemon.url("e/renamed"), &here.join("r")]));
+    cp(&lab, &args(&[&daemon.url("e/renamed"), &daemon.url("e/dir/f"), &here]));
+    for path in ["dir/f", "c/f", "r", "renamed", "f"] {
+        assert!(here.join(path).is_file(), "{path}");
+    }
+    // And on one machine.
+    cp(&lab, &args(&[&"-r", &source, &here.join("local")]));
+    assert!(here.join("local/f").is_file());
+}
+
+#[test]
+fn a_directory_without_r_or_a_missing_source_is_an_error_that_names_it() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("dir"), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let out = try_cp(&lab, &args(&[&source, &daemon.url("e")]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("-r"), "{}", stderr(&out));
+    let out = try_cp(&lab, &args(&[&lab.path("missing"), &daemon.url("e")]));
+    assert!(stderr(&out).contains("missing: No such file"), "{}", stderr(&out));
+    let out = try_cp(&lab, &args(&[&daemon.url("e/gone"), &lab.path("x")]));
+    assert!(stderr(&out).contains("gone") && out.status.code() == Some(1), "{}", stderr(&out));
+    let out = try_cp(&lab, &args(&[&daemon.url("nope/x"), &lab.path("x")]));
+    assert!(stderr(&out).contains("no export 'nope'"), "{}", stderr(&out));
+    let out = try_cp(&lab, &args(&[&"--verify", &"md5", &source, &lab.path("x")]));
+    assert_eq!(out.status.code(), Some(2), "a usage error");
+}
+
+#[test]
+fn update_skips_and_delete_removes_and_dry_run_does_neither() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for i in 0..50 {
+        fs::write(source.join(format!("f{i}")), noise(1000 * i, i as u64)).unwrap();
+    }
+    let daemon = lab.serve(&served);
+    cp(&lab, &args(&[&"-rp", &source, &daemon.url("e")]));
+    let copy = served.join("source");
+    fs::write(source.join("f7"), "changed").unwrap();
+    fs::write(source.join("new"), "new").unwrap();
+    fs::remove_file(source.join("f8")).unwrap();
+    fs::create_dir_all(copy.join("extra/deep")).unwrap();
+    fs::write(copy.join("extra/deep/file"), "x").unwrap();
+    let before: Vec<_> = fs::read_dir(&copy).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let dry = cp(&lab, &args(&[&"-rp", &"--update", &"--delete", &"-n", &source, &daemon.url("e")]));
+    let after: Vec<_> = fs::read_dir(&copy).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(before, after);
+    assert_eq!((dry["bytes"].as_u64(), dry["deleted"].as_u64()), (Some(10), Some(4)), "{dry}");
+    let real = cp(&lab, &args(&[&"-rp", &"--update", &"--delete", &source, &daemon.url("e")]));
+    assert_eq!((real["bytes"].as_u64(), real["deleted"].as_u64()), (Some(10), Some(4)), "{real}");
+    assert_same(&source, &copy, Compare::Everything);
+    let again = cp(&lab, &args(&[&"-rp", &"--update", &source, &daemon.url("e")]));
+    assert_eq!(again["bytes"], 0);
+}
+
+#[test]
+fn include_and_exclude_choose_what_travels() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for name in ["a.c", "a.o", "keep.o", "build/x.c", "src/build/y.c"] {
+        fs::create_dir_all(source.join(name).parent().unwrap()).unwrap();
+        fs::write(source.join(name), name).unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let filters = args(&[&"-r", &"--exclude", &"*.o", &"--include", &"keep.o", &"--exclude", &"/build"]);
+    cp(&lab, &[filters, args(&[&source, &daemon.url("e")])].concat());
+    let copy = served.join("source");
+    for (name, taken) in [("a.c", true), ("a.o", false), ("keep.o", true), ("build", false), ("src/build/y.c", true)] {
+        assert_eq!(copy.join(name).exists(), taken, "{name}");
+    }
+}
+
+#[test]
+fn unreadable_and_vanishing_entries_are_reported_and_the_rest_arrives() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    fs::write(source.join("good"), "good").unwrap();
+    fs::write(served.join("in the way"), "x").unwrap();
+    // A process's memory file opens but does not read; a directory of ours is in a file's way.
+    std::os::unix::fs::symlink("/proc/self/mem", source.join("link")).unwrap();
+    fs::create_dir_all(served.join("source/blocked")).unwrap();
+    fs::write(source.join("blocked"), "cannot replace a directory").unwrap();
+    let daemon = lab.serve(&served);
+    let out = try_cp(&lab, &args(&[&"-r", &source, &daemon.url("e")]));
+    assert_eq!(out.status.code(), Some(1));
+    let result = parse(&out);
+    assert_eq!((result["files"].as_u64(), result["failed"].as_u64()), (Some(1), Some(1)), "{result}");
+    assert!(stderr(&out).contains("source/blocked: "), "{}", stderr(&out));
+    assert_eq!(fs::read_to_string(served.join("source/good")).unwrap(), "good");
+}
+
+#[test]
+fn nothing_leaves_the_export() {
+    let lab = Lab::new();
+    let (served, outside) = (lab.mkdir("served"), lab.mkdir("outside"));
+    fs::write(outside.join("secret"), "secret").unwrap();
+    std::os::unix::fs::symlink(&outside, served.join("exit")).unwrap();
+    std::os::unix::fs::symlink(outside.join("secret"), served.join("leak")).unwrap();
+    fs::write(lab.path("f"), "x").unwrap();
+    let daemon = lab.serve(&served);
+    for path in ["e/../outside/secret", "e/exit/secret", "e/leak", "e/%2e%2e/outside/secret"] {
+        let out = try_cp(&lab, &args(&[&daemon.url(path), &lab.path("stolen")]));
+        assert_eq!(out.status.code(), Some(1), "{path}");
+        assert!(!lab.path("stolen").exists(), "{path}");
+    }
+    for path in ["e/exit/new", "e/exit/", "e/../outside/new"] {
+        let out = try_cp(&lab, &args(&[&lab.path("f"), &daemon.url(path)]));
+        assert_eq!(out.status.code(), Some(1), "{path}");
+    }
+    // A link that a peer has made must not become a way out either.
+    let evil = lab.mkdir("evil");
+    std::os::unix::fs::symlink(&outside, evil.join("d")).unwrap();
+    cp(&lab, &args(&[&"-r", &evil, &daemon.url("e")]));
+    let out = try_cp(&lab, &args(&[&lab.path("f"), &daemon.url("e/evil/d/new")]));
+    assert_eq!(out.status.code(), Some(1));
+    assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+}
+
+#[test]
+fn keys_decide_who_may_do_what() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    fs::write(served.join("f"), "content").unwrap();
+    fs::write(lab.path("g"), "x").unwrap();
+    let keygen = |name: &str| {
+        let path = lab.path(name);
+        assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&path).status().unwrap().success());
+        let public = fs::read_to_string(path.with_extension("pub")).unwrap().trim().to_string();
+        (path, public)
+    };
+    let ((writer, writer_pub), (reader, reader_pub), (stranger, _)) = (keygen("w"), keygen("r"), keygen("s"));
+    let allowed = lab.path("authorized");
+    fs::write(&allowed, format!("# who\n{writer_pub} writer\nro {reader_pub}\n")).unwrap();
+    let daemon = Daemon::start(&[
+        OsStr::new("--authorized-keys"),
+        allowed.as_os_str(),
+        OsStr::new("--export"),
+        &export("e", &served, ""),
+        OsStr::new("--export"),
+        &export("fixed", &served, ":ro"),
+    ]);
+    let read = |key: &Path| try_cp(&lab, &args(&[&"--key", &key, &daemon.url("e/f"), &lab.path("out")]));
+    let write = |key: &Path, to: &str| try_cp(&lab, &args(&[&"--key", &key, &lab.path("g"), &daemon.url(to)]));
+    assert!(read(&writer).status.success() && read(&reader).status.success());
+    assert!(write(&writer, "e/g").status.success());
+    for (out, why) in [
+        (read(&stranger), "does not know your key"),
+        (write(&reader, "e/h"), "only read"),
+        (write(&writer, "fixed/h"), "read-only"),
+        (write(&stranger, "e/h"), "does not know your key"),
+        (try_cp(&lab, &args(&[&daemon.url("e/f"), &lab.path("out2")])), "does not know your key"),
+    ] {
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains(why), "{}", stderr(&out));
+    }
+    assert!(!served.join("h").exists());
+}
+
+#[test]
+fn a_daemon_beyond_this_machine_refuses_to_start_open_to_anybody() {
+    let lab = Lab::new();
+    let out = thruway(lab.dir.path()).args(["serve", "--listen", "0.0.0.0:0", "--export", "e=/tmp"]).output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("--authorized-keys"), "{}", stderr(&out));
+}
+
+#[test]
+fn listings_show_what_is_there() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served/sub");
+    for i in 0..100 {
+        fs::write(served.join(format!("f{i:03}")), vec![0; i]).unwrap();
+    }
+    let daemon = lab.serve(&lab.path("served"));
+    let out = thruway(lab.dir.path()).args(["ls", "--json"]).arg(daemon.url("e/sub")).output().unwrap();
+    let rows = parse(&out);
+    assert_eq!(rows.as_array().unwrap().len(), 100);
+    assert_eq!((&rows[42]["name"], &rows[42]["size"]), (&"f042".into(), &42.into()));
+    let out = thruway(lab.dir.path()).args(["ls"]).arg(daemon.url("e/sub/../..")).output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+}
+
+#[test]
+fn memory_to_memory_moves_what_was_asked_for() {
+    let lab = Lab::new();
+    let daemon = lab.serve(&lab.mkdir("served"));
+    let result = cp(&lab, &args(&[&"--size", &"64M", &"/dev/zero", &daemon.url("dev/null")]));
+    assert_eq!(result["bytes"], 64 << 20);
+    let result = cp(&lab, &args(&[&"--size", &"10M", &daemon.url("dev/zero"), &lab.path("zeros")]));
+    assert_eq!(result["bytes"], 10 << 20);
+    assert_eq!(fs::metadata(lab.path("zeros")).unwrap().len(), 10 << 20);
+}
+
+#[test]
+fn a_rate_limit_is_kept() {
+    let lab = Lab::new();
+    let daemon = lab.serve(&lab.mkdir("served"));
+    let result = cp(&lab, &args(&[&"--bwlimit", &"20M", &"--size", &"20M", &"/dev/zero", &daemon.url("dev/null")]));
+    assert!(result["bytes_per_second"].as_f64().unwrap() < 30e6, "{result}");
+}
+
+#[test]
+fn the_peer_is_started_through_ssh() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    awkward_tree(&source);
+    // An ssh that runs the command here: what the real one does after logging in.
+    let fake = lab.path("ssh");
+    fs::write(&fake, "#!/bin/sh\nshift\nexec sh -c \"$*\"\n").unwrap();
+    fs::set_permissions(&fake, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let target = lab.mkdir("target");
+    let run = |list: Vec<OsString>| {
+        let mut command = thruway(lab.dir.path());
+        command.env("THRUWAY_SSH", &fake).env("THRUWAY_REMOTE", THRUWAY).args(["cp", "--json", "-rp"]).args(list);
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+    };
+    let mut there = OsString::from("localhost:");
+    there.push(&target);
+    run(args(&[&source, &there]));
+    assert_same(&source, &target.join("source"), Compare::Everything);
+    there.push("/source");
+    run(args(&[&there, &lab.path("back")]));
+    assert_same(&source, &lab.path("back"), Compare::Everything);
+}
+
+#[test]
+fn many_small_sessions_at_once_are_all_served() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    fs::write(served.join("f"), "content").unwrap();
+    let daemon = lab.serve(&served);
+    let mut running = Vec::new();
+    for i in 0..100 {
+        let mut command = thruway(lab.dir.path());
+        command.args(["cp", "--quiet"]).arg(daemon.url("e/f")).arg(lab.path(&format!("copy{i}")));
+        running.push(command.spawn().unwrap());
+    }
+    for mut child in running {
+        assert!(child.wait().unwrap().success());
+    }
+    for i in 0..100 {
+        assert_eq!(fs::read_to_string(lab.path(&format!("copy{i}"))).unwrap(), "content");
+    }
+}

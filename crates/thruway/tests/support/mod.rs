@@ -1,0 +1,224 @@
+//! A daemon, directories, and a comparison of trees.
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+pub const THRUWAY: &str = env!("CARGO_BIN_EXE_thruway");
+
+/// A directory of its own for one test.
+pub struct Lab {
+    pub dir: tempfile::TempDir,
+}
+
+impl Lab {
+    pub fn new() -> Lab {
+        Lab { dir: tempfile::tempdir().unwrap() }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn mkdir(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    /// A daemon that serves `dir` as `e`.
+    pub fn serve(&self, dir: &Path) -> Daemon {
+        Daemon::start(&[OsStr::new("--export"), &export("e", dir, "")])
+    }
+}
+
+pub fn export(name: &str, dir: &Path, mode: &str) -> OsString {
+    let mut text = OsString::from(format!("{name}="));
+    text.push(dir);
+    text.push(mode);
+    text
+}
+
+/// A daemon process, killed when dropped.
+pub struct Daemon {
+    pub child: Child,
+    pub addr: String,
+    pub public_key: String,
+}
+
+impl Daemon {
+    pub fn start(args: &[&OsStr]) -> Daemon {
+        let mut child = Command::new(THRUWAY)
+            .args(["serve", "--json", "--listen", "127.0.0.1:0"])
+            .args(args)
+            .env("THRUWAY_LOG", "error")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let addr = announced["listening"][0].as_str().unwrap().to_string();
+        Daemon { child, addr, public_key: announced["public_key"].as_str().unwrap().into() }
+    }
+
+    pub fn url(&self, path: &str) -> OsString {
+        format!("tw://{}/{path}", self.addr).into()
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// A `thruway` command that touches no file of the user's.
+pub fn thruway(home: &Path) -> Command {
+    let mut command = Command::new(THRUWAY);
+    command.env("XDG_CONFIG_HOME", home).env("THRUWAY_LOG", "error").stdin(Stdio::null());
+    command
+}
+
+/// Runs `thruway cp --json` and returns its result, insisting on success.
+pub fn cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> serde_json::Value {
+    let out = try_cp(lab, args);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    parse(&out)
+}
+
+pub fn try_cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> Output {
+    thruway(lab.dir.path()).args(["cp", "--json"]).args(args).output().unwrap()
+}
+
+pub fn parse(out: &Output) -> serde_json::Value {
+    serde_json::from_slice(&out.stdout).unwrap_or_else(|e| {
+        panic!("{e}: {}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr))
+    })
+}
+
+pub fn stderr(out: &Output) -> String {
+    String::from_utf8_lossy(&out.stderr).into_owned()
+}
+
+/// How closely two trees must agree.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Compare {
+    /// Names, types, link targets, bytes.
+    Content,
+    /// Also modes, owners, times, extended attributes, hard links.
+    Everything,
+}
+
+/// Describes every entry below `root`.
+fn describe(root: &Path, how: Compare) -> BTreeMap<Vec<u8>, String> {
+    let mut out = BTreeMap::new();
+    let mut names_of: BTreeMap<(u64, u64), Vec<u8>> = BTreeMap::new();
+    let mut todo = vec![root.to_path_buf()];
+    while let Some(dir) = todo.pop() {
+        let mut entries: Vec<PathBuf> = fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path()).collect();
+        entries.sort();
+        for path in entries {
+            let meta = fs::symlink_metadata(&path).unwrap();
+            let name = path.strip_prefix(root).unwrap().as_os_str().as_bytes().to_vec();
+            let kind = meta.file_type();
+            let mut text = if kind.is_symlink() {
+                format!("link to {:?}", fs::read_link(&path).unwrap())
+            } else if kind.is_dir() {
+                todo.push(path.clone());
+                "directory".into()
+            } else if kind.is_file() {
+                let content = fs::read(&path).unwrap();
+                format!("file of {} octets, {}", content.len(), blake3::hash(&content))
+            } else if kind.is_fifo() {
+                "fifo".into()
+            } else {
+                format!("special {:x}", meta.rdev())
+            };
+            if how == Compare::Everything {
+                text += &format!(" {:o} {}:{} {}.{:09}", meta.mode(), meta.uid(), meta.gid(), meta.mtime(), meta.mtime_nsec());
+                if kind.is_file() && meta.nlink() > 1 {
+                    let first = names_of.entry((meta.dev(), meta.ino())).or_insert_with(|| name.clone());
+                    text += &format!(" same as {first:?}");
+                }
+            }
+            out.insert(name, text);
+        }
+    }
+    out
+}
+
+/// Insists that two trees agree.
+pub fn assert_same(a: &Path, b: &Path, how: Compare) {
+    let (a, b) = (describe(a, how), describe(b, how));
+    for (name, text) in &a {
+        assert_eq!(Some(text), b.get(name), "{}", String::from_utf8_lossy(name));
+    }
+    for name in b.keys() {
+        assert!(a.contains_key(name), "{} is too much", String::from_utf8_lossy(name));
+    }
+}
+
+/// Deterministic octets.
+pub fn noise(len: usize, mut seed: u64) -> Vec<u8> {
+    let mut out = Vec::with_capacity(len + 8);
+    while out.len() < len {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        out.extend_from_slice(&(seed ^ (seed >> 29)).to_le_bytes());
+    }
+    out.truncate(len);
+    out
+}
+
+/// A tree with everything that is awkward to copy.
+pub fn awkward_tree(root: &Path) {
+    let write = |name: &[u8], content: &[u8]| {
+        let path = root.join(OsStr::from_bytes(name));
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    };
+    write(b"empty", b"");
+    write(b"one", b"1");
+    write(b"with space", b"x");
+    write(b"new\nline", b"x");
+    write(&[b'b', 0xff, 0xfe], b"invalid UTF-8");
+    write(b"-rf", b"x");
+    write(b"deep/er/and/deeper/file", b"deep");
+    write(&[b'n'; 255], b"longest name");
+    for (i, len) in [1, 4095, 4096, 4097, 262_143, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 5_000_000].iter().enumerate() {
+        write(format!("sizes/{i}").as_bytes(), &noise(*len, i as u64));
+    }
+    for i in 0..300 {
+        write(format!("many/{i}").as_bytes(), &noise(i * 37 % 9000, i as u64));
+    }
+    fs::create_dir(root.join("empty dir")).unwrap();
+    std::os::unix::fs::symlink("one", root.join("link")).unwrap();
+    std::os::unix::fs::symlink("/nowhere/at/all", root.join("dangling")).unwrap();
+    std::os::unix::fs::symlink("..", root.join("deep/up")).unwrap();
+    fs::hard_link(root.join("one"), root.join("deep/hard")).unwrap();
+    fs::hard_link(root.join("sizes/9"), root.join("big hard")).unwrap();
+    let sparse = fs::File::create(root.join("sparse")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, b"island", 40 << 20).unwrap();
+    sparse.set_len(100 << 20).unwrap();
+    for (name, mode) in [("one", 0o400), ("empty", 0o6755), ("empty dir", 0o1777), ("deep/er", 0o750)] {
+        fs::set_permissions(root.join(name), fs::Permissions::from_mode(mode)).unwrap();
+    }
+    assert!(Command::new("mkfifo").arg(root.join("fifo")).status().unwrap().success());
+    let set = Command::new("setfattr").args(["-n", "user.note", "-v", "kept"]).arg(root.join("one")).status().unwrap();
+    assert!(set.success(), "the file system of the temporary directory has extended attributes");
+    for (name, stamp) in [("one", "@1000000000.123456789"), ("deep", "@1234567890.5"), ("link", "@5")] {
+        let touch = Command::new("touch").args(["-h", "-d", stamp]).arg(root.join(name)).status().unwrap();
+        assert!(touch.success());
+    }
+}

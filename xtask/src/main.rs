@@ -1,0 +1,116 @@
+//! Development tasks: one way to do each. `cargo xtask` lists them.
+
+use std::env;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+const USAGE: &str = "\
+cargo xtask TASK
+
+  test          install what the tests need and run all of them, as CI does
+  check         format, lints, documentation, licences
+  unit          unit and integration tests
+  fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
+  setup         only install what the tests need (Debian packages and cargo tools)
+  bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
+";
+
+/// Debian packages that tests use as peers and tools.
+const PACKAGES: [&str; 4] = ["iproute2", "attr", "util-linux", "procps"];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let result = match args.as_slice() {
+        ["test"] => setup().and_then(|()| check()).and_then(|()| unit()).and_then(|()| fuzz("20")),
+        ["check"] => check(),
+        ["unit"] => unit(),
+        ["setup"] => setup(),
+        ["fuzz", seconds] => fuzz(seconds),
+        ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
+        _ => {
+            print!("{USAGE}");
+            return if args.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(2) };
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(what) => {
+            eprintln!("xtask: {what}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs a command at the top of the workspace, saying what and how long.
+fn run(what: &str, program: &str, args: &[&str]) -> Result<(), String> {
+    run_with(what, program, args, &[])
+}
+
+fn run_with(what: &str, program: &str, args: &[&str], vars: &[(&str, &str)]) -> Result<(), String> {
+    eprintln!("==> {what}: {program} {}", args.join(" "));
+    let start = Instant::now();
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is in the workspace");
+    let status = Command::new(program)
+        .args(args)
+        .envs(vars.iter().copied())
+        .current_dir(top)
+        .status()
+        .map_err(|e| format!("{what}: {program}: {e}"))?;
+    eprintln!("    {what}: {:.0} s", start.elapsed().as_secs_f64());
+    if status.success() { Ok(()) } else { Err(format!("{what} failed: {status}")) }
+}
+
+fn has(program: &str) -> bool {
+    Command::new("sh").args(["-c", &format!("command -v {program}")]).output().is_ok_and(|o| o.status.success())
+}
+
+fn setup() -> Result<(), String> {
+    let missing: Vec<&str> = PACKAGES.iter().copied().filter(|p| !installed(p)).collect();
+    if !missing.is_empty() {
+        let sudo = if has("sudo") { "sudo " } else { "" };
+        let names = missing.join(" ");
+        run("package lists", "sh", &["-c", &format!("{sudo}apt-get update -q")])?;
+        let install = format!("{sudo}env DEBIAN_FRONTEND=noninteractive apt-get install -qy {names}");
+        run("packages", "sh", &["-c", &install])?;
+    }
+    for component in ["rustfmt", "clippy"] {
+        if !has(if component == "clippy" { "cargo-clippy" } else { component }) {
+            run(component, "rustup", &["component", "add", component])?;
+        }
+    }
+    if !has("cargo-deny") {
+        run("cargo-deny", "cargo", &["install", "--locked", "cargo-deny"])?;
+    }
+    Ok(())
+}
+
+fn installed(package: &str) -> bool {
+    let query = Command::new("dpkg-query").args(["-W", "-f", "${Status}", package]).output();
+    query.is_ok_and(|o| String::from_utf8_lossy(&o.stdout).ends_with(" installed"))
+}
+
+fn check() -> Result<(), String> {
+    run("format", "cargo", &["fmt", "--all", "--check"])?;
+    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    let strict = [("RUSTDOCFLAGS", "-D warnings")];
+    run_with("documentation", "cargo", &["doc", "--workspace", "--no-deps", "--document-private-items"], &strict)?;
+    run("licences", "cargo", &["deny", "check", "bans", "licenses", "sources"])?;
+    // Advisories come from a repository that not every machine can reach.
+    if let Err(why) = run("advisories", "cargo", &["deny", "check", "advisories"]) {
+        if env::var_os("THRUWAY_REQUIRE_ADVISORIES").is_some() {
+            return Err(why);
+        }
+        eprintln!("    advisories NOT checked or not clean (set THRUWAY_REQUIRE_ADVISORIES=1 to insist): {why}");
+    }
+    Ok(())
+}
+
+fn unit() -> Result<(), String> {
+    run("tests", "cargo", &["test", "--workspace", "--quiet"])
+}
+
+fn fuzz(seconds: &str) -> Result<(), String> {
+    run("fuzz targets", "bash", &["fuzz/run", seconds])
+}
