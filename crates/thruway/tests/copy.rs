@@ -22,7 +22,11 @@ fn a_tree_with_everything_awkward_survives_there_and_back() {
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
     awkward_tree(&source);
     let daemon = lab.serve(&served);
-    for extra in [&["--encrypt", "off"][..], &["--encrypt", "on", "--verify", "blake3"], &["--streams", "5", "--block-size", "64K"]] {
+    for extra in [
+        &["--encrypt", "off"][..],
+        &["--encrypt", "on", "--verify", "blake3"],
+        &["--streams", "5", "--block-size", "64K"],
+    ] {
         let mut push = args(&[&"-rp", &source, &daemon.url("e/")]);
         push.extend(extra.iter().map(OsString::from));
         let result = cp(&lab, &push);

@@ -19,3 +19,6 @@ pub mod sink;
 pub mod source;
 pub mod wire;
 mod xattr;
+
+#[doc(hidden)]
+pub mod fuzzing;

@@ -1,5 +1,13 @@
 //! Entry points for the fuzz targets; not part of the interface.
 
+use super::IoVecs;
+use super::connection::{Connection, ConnectionConfig};
+use super::crc::RunningCrc;
+use super::mpa::Agreement;
+use crate::memory::{Access, Buffer, Owner, RegionTable};
+use crate::types::{Payload, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp, SendRequest, Sge};
+use std::sync::Arc;
+
 /// Decodes a request or reply frame.
 pub fn mpa_frame(data: &[u8]) {
     let Some((&which, rest)) = data.split_first() else { return };
@@ -7,5 +15,103 @@ pub fn mpa_frame(data: &[u8]) {
         assert!(used <= rest.len());
         let again = frame.encode();
         assert_eq!(super::mpa::Frame::decode(&again, frame.reply), Ok(Some((frame, again.len()))));
+    }
+}
+
+/// Feeds a connection in full operation with ULPDUs from the fuzzer, correctly framed so that
+/// they get past the CRC, in pieces of sizes from the fuzzer, and checks that no octet lands
+/// outside the region that is exposed.
+pub fn receive(data: &[u8]) {
+    const LEN: usize = 8192;
+    let Some((&[flags, chunk, ..], mut rest)) = data.split_first_chunk::<4>() else { return };
+    let crc = flags & 1 != 0;
+    let agreement = Agreement {
+        send_markers: false,
+        receive_markers: flags & 2 != 0,
+        crc,
+        ird: 4,
+        ord: 4,
+        large_fpdu: true,
+        extensions: flags & 4 != 0,
+        rtr: None,
+        revision: 2,
+    };
+    let table = Arc::new(RegionTable::new());
+    let buffer = Arc::new(Buffer::new(3 * LEN).expect("memory"));
+    buffer.write(0, &[0xa5; 3 * LEN]);
+    let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
+    // SAFETY: the middle third of the buffer, which is the owner.
+    let region = unsafe {
+        table.register(1, buffer.as_ptr().add(LEN), LEN, 0, all, Arc::clone(&buffer) as Owner).expect("a key")
+    };
+    let caps = QueuePairCaps { max_send: 16, max_recv: 16, max_sge: 4 };
+    let mut connection = Connection::new(ConnectionConfig {
+        qp_num: 1,
+        pd: 1,
+        table,
+        agreement,
+        caps,
+        initiator: flags & 8 != 0,
+        max_ulpdu: 1442,
+    });
+    let sge = Sge { addr: 100, len: 3000, lkey: region.stag() };
+    for wr_id in 0..4 {
+        let _ = connection.post_recv(&RecvRequest { wr_id, sges: &[sge] });
+        let remote = RemoteAddr { addr: 0, rkey: 1 };
+        let payload = Payload::Sges(&[sge]);
+        let _ = connection.post_send(&SendRequest {
+            wr_id,
+            op: SendOp::Read { remote },
+            payload,
+            flags: SendFlags::SIGNALED,
+        });
+    }
+    transmit(&mut connection);
+    let mut wire = Vec::new();
+    while let Some((len, after)) = rest.split_first_chunk::<2>() {
+        let len = usize::from(u16::from_le_bytes(*len) & 0x0fff).min(after.len());
+        let (ulpdu, after) = after.split_at(len);
+        rest = after;
+        let start = wire.len();
+        wire.extend_from_slice(&(len as u16).to_be_bytes());
+        wire.extend_from_slice(ulpdu);
+        wire.resize(wire.len().next_multiple_of(4), 0);
+        let mut sum = RunningCrc::new(crc);
+        sum.update(&wire[start..]);
+        wire.extend_from_slice(&sum.take());
+    }
+    let mut left = wire.as_slice();
+    while !left.is_empty() && connection.failure.is_none() {
+        let mut iov = IoVecs::default();
+        connection.rx_iovecs(&mut iov);
+        let mut given = 0;
+        for v in iov.iter() {
+            let n = v.iov_len.min(left.len()).min((usize::from(chunk) + 1) * 7 - given);
+            // SAFETY: the connection vouches for its iovecs.
+            unsafe { std::ptr::copy_nonoverlapping(left.as_ptr(), v.iov_base.cast(), n) };
+            left = &left[n..];
+            given += n;
+            if n < v.iov_len {
+                break;
+            }
+        }
+        connection.rx_received(given);
+        transmit(&mut connection);
+        connection.completions.clear();
+    }
+    let mut octets = vec![0; 3 * LEN];
+    buffer.read(0, &mut octets);
+    assert!(octets[..LEN].iter().chain(&octets[2 * LEN..]).all(|b| *b == 0xa5), "outside the region");
+}
+
+fn transmit(connection: &mut Connection) {
+    let mut iov = IoVecs::default();
+    for _ in 0..64 {
+        if !connection.tx_fill() {
+            return;
+        }
+        connection.tx_iovecs(&mut iov);
+        let n = iov.iter().map(|v| v.iov_len).sum();
+        connection.tx_advance(n);
     }
 }

@@ -147,7 +147,14 @@ fn describe(root: &Path, how: Compare) -> BTreeMap<Vec<u8>, String> {
                 format!("special {:x}", meta.rdev())
             };
             if how == Compare::Everything {
-                text += &format!(" {:o} {}:{} {}.{:09}", meta.mode(), meta.uid(), meta.gid(), meta.mtime(), meta.mtime_nsec());
+                text += &format!(
+                    " {:o} {}:{} {}.{:09}",
+                    meta.mode(),
+                    meta.uid(),
+                    meta.gid(),
+                    meta.mtime(),
+                    meta.mtime_nsec()
+                );
                 if kind.is_file() && meta.nlink() > 1 {
                     let first = names_of.entry((meta.dev(), meta.ino())).or_insert_with(|| name.clone());
                     text += &format!(" same as {first:?}");
@@ -196,7 +203,9 @@ pub fn awkward_tree(root: &Path) {
     write(b"-rf", b"x");
     write(b"deep/er/and/deeper/file", b"deep");
     write(&[b'n'; 255], b"longest name");
-    for (i, len) in [1, 4095, 4096, 4097, 262_143, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 5_000_000].iter().enumerate() {
+    for (i, len) in
+        [1, 4095, 4096, 4097, 262_143, 262_144, 262_145, 1 << 20, (1 << 20) + 1, 5_000_000].iter().enumerate()
+    {
         write(format!("sizes/{i}").as_bytes(), &noise(*len, i as u64));
     }
     for i in 0..300 {

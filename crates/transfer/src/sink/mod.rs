@@ -11,6 +11,7 @@ mod files;
 mod journal;
 mod tree;
 
+pub(crate) use journal::replay_for_fuzzing;
 pub(crate) use tree::{is_own_name, split};
 
 use crate::link::{Link, LinkError, LinkEvent, WINDOW_MAX, Window};

@@ -1,0 +1,292 @@
+//! Crashes, cuts and full disks: data is late, never lost or wrong.
+
+mod support;
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, Instant};
+use support::*;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const MIB: u64 = 1 << 20;
+
+fn args(list: &[&dyn AsRef<OsStr>]) -> Vec<OsString> {
+    list.iter().map(|a| a.as_ref().to_os_string()).collect()
+}
+
+fn spawn_cp(lab: &Lab, list: &[OsString]) -> Child {
+    thruway(lab.dir.path()).args(["cp", "--quiet"]).args(list).stderr(std::process::Stdio::null()).spawn().unwrap()
+}
+
+/// Waits until that much is on its way in `dir`.
+fn until_written(dir: &Path, octets: u64) {
+    let start = Instant::now();
+    loop {
+        let blocks: u64 =
+            fs::read_dir(dir).unwrap().flatten().filter_map(|e| e.metadata().ok()).map(|m| m.blocks()).sum();
+        if blocks * 512 >= octets {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "the copy does not get on");
+        std::thread::yield_now();
+    }
+}
+
+fn big_file(lab: &Lab, octets: u64) -> std::path::PathBuf {
+    let path = lab.path("big");
+    fs::write(&path, noise(octets as usize, 7)).unwrap();
+    path
+}
+
+fn no_leftovers(dir: &Path) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let name = entry.unwrap().file_name();
+        let name = name.to_string_lossy();
+        assert!(!name.contains(".tw-") && !name.contains(".journal"), "{name} is left behind");
+    }
+}
+
+#[test]
+fn a_killed_client_is_continued_by_the_same_command() {
+    for (round, kill_at) in [3, 17, 40].into_iter().enumerate() {
+        let lab = Lab::new();
+        let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
+        let daemon = lab.serve(&served);
+        let command = args(&[&"--bwlimit", &"40M", &big, &daemon.url("e/copy")]);
+        let mut child = spawn_cp(&lab, &command);
+        until_written(&served, kill_at * MIB);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!served.join("copy").exists(), "not under its name before it is whole");
+        let result = cp(&lab, &command);
+        let (sent, resumed) = (result["bytes"].as_u64().unwrap(), result["resumed_bytes"].as_u64().unwrap());
+        assert_eq!(sent + resumed, 64 * MIB, "round {round}: nothing verified is sent again");
+        assert!(resumed >= (kill_at - 1) * MIB, "round {round}: {resumed}");
+        assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+        no_leftovers(&served);
+    }
+}
+
+#[test]
+fn a_killed_daemon_is_continued_when_it_is_back() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
+    let mut daemon = lab.serve(&served);
+    let command = args(&[&"--bwlimit", &"40M", &"--retries", &"0", &big, &daemon.url("e/copy")]);
+    let mut child = spawn_cp(&lab, &command);
+    until_written(&served, 20 * MIB);
+    daemon.kill();
+    assert!(!child.wait().unwrap().success());
+    let addr: OsString = daemon.addr.clone().into();
+    let _again = Daemon::start(&[OsStr::new("--listen"), &addr, OsStr::new("--export"), &export("e", &served, "")]);
+    let result = cp(&lab, &command);
+    assert_eq!(result["bytes"].as_u64().unwrap() + result["resumed_bytes"].as_u64().unwrap(), 64 * MIB);
+    assert!(result["resumed_bytes"].as_u64().unwrap() >= 19 * MIB);
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+    no_leftovers(&served);
+}
+
+#[test]
+fn a_killed_pull_of_a_tree_continues_with_what_is_missing() {
+    let lab = Lab::new();
+    let (served, here) = (lab.mkdir("served"), lab.mkdir("here"));
+    let source = served.join("tree");
+    awkward_tree(&source);
+    for i in 0..8u64 {
+        fs::write(source.join(format!("large{i}")), noise(8 << 20, i)).unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let copy = here.join("tree");
+    // The rate of a pull is the daemon's; a first attempt is killed wherever it happens to be.
+    let command = args(&[&"-rp", &daemon.url("e/tree"), &here]);
+    let mut child = spawn_cp(&lab, &command);
+    while !copy.join("large3").exists() && !copy.join("large5").exists() {
+        if child.try_wait().unwrap().is_some() {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    let _ = child.kill();
+    child.wait().unwrap();
+    cp(&lab, &command);
+    assert_same(&source, &copy, Compare::Everything);
+    no_leftovers(&here);
+}
+
+#[test]
+fn a_source_that_changed_in_between_is_sent_anew() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let command = args(&[&"--bwlimit", &"20M", &big, &daemon.url("e/copy")]);
+    let mut child = spawn_cp(&lab, &command);
+    until_written(&served, 10 * MIB);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    fs::write(&big, noise(32 << 20, 8)).unwrap();
+    let result = cp(&lab, &args(&[&big, &daemon.url("e/copy")]));
+    assert_eq!(result["bytes"], 32 * MIB);
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+}
+
+/// Forwards connections and cuts all of them after so many octets; then it is well again.
+fn cutting_proxy(to: SocketAddr, cut_after: i64) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = listener.local_addr().unwrap();
+    let left = Arc::new(AtomicI64::new(cut_after));
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { return };
+            for (mut from, mut into) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
+                let left = Arc::clone(&left);
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 64 << 10];
+                    while let Ok(n @ 1..) = from.read(&mut buffer) {
+                        let before = left.fetch_sub(n as i64, Ordering::SeqCst);
+                        // Connections made before the cut die by it; later ones live.
+                        if before > 0 && before <= n as i64 {
+                            break;
+                        }
+                        if into.write_all(&buffer[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = from.shutdown(std::net::Shutdown::Both);
+                    let _ = into.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        }
+    });
+    addr
+}
+
+#[test]
+fn a_cut_connection_is_made_again_within_the_command() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    for cut in [1000, 300_000, 20 << 20, 50 << 20] {
+        let proxy = cutting_proxy(daemon.addr.parse().unwrap(), cut);
+        let result = cp(&lab, &args(&[&big, &format!("tw://{proxy}/e/copy")]));
+        assert_eq!(result["retries"], 1, "cut after {cut}: {result}");
+        assert!(result["bytes"].as_u64().unwrap() <= 64 * MIB);
+        assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+        no_leftovers(&served);
+    }
+}
+
+/// A proxy that changes one octet, once, far into the stream from the client.
+fn corrupting_proxy(to: SocketAddr, at: i64) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = listener.local_addr().unwrap();
+    let left = Arc::new(AtomicI64::new(at));
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { return };
+            let pairs = [(client.try_clone().unwrap(), server.try_clone().unwrap(), true), (server, client, false)];
+            for (mut from, mut into, corrupt) in pairs {
+                let left = Arc::clone(&left);
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 64 << 10];
+                    while let Ok(n @ 1..) = from.read(&mut buffer) {
+                        if corrupt {
+                            let before = left.fetch_sub(n as i64, Ordering::SeqCst);
+                            if before > 0 && before <= n as i64 {
+                                buffer[before as usize - 1] ^= 0x20;
+                            }
+                        }
+                        if into.write_all(&buffer[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = from.shutdown(std::net::Shutdown::Both);
+                    let _ = into.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        }
+    });
+    addr
+}
+
+#[test]
+fn a_corrupted_octet_never_reaches_a_file() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 16 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    for at in [5_000_000, 9_999_999] {
+        let proxy = corrupting_proxy(daemon.addr.parse().unwrap(), at);
+        let result = cp(&lab, &args(&[&big, &format!("tw://{proxy}/e/copy")]));
+        assert_eq!(result["retries"], 1, "{result}");
+        assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+    }
+}
+
+#[test]
+fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 48 * MIB), lab.mkdir("served"));
+    // A file system of its own for the daemon, in a mount namespace of its own.
+    let script = format!(
+        "mount -t tmpfs -o size=24m none '{0}' && exec {1} serve --json --listen 127.0.0.1:0 --export e='{0}'",
+        served.display(),
+        THRUWAY
+    );
+    let mut child = Command::new("unshare")
+        .args(["--map-root-user", "--mount", "sh", "-c", &script])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.as_mut().unwrap()), &mut line).unwrap();
+    let announced: serde_json::Value = serde_json::from_str(&line).expect("unshare and mount work on this machine");
+    let addr = announced["listening"][0].as_str().unwrap().to_string();
+    let pid = child.id().to_string();
+    let daemon = Daemon { child, addr, public_key: String::new() };
+    let command = args(&[&big, &daemon.url("e/copy")]);
+    let out = try_cp(&lab, &command);
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("No space left on device"), "{}", stderr(&out));
+    let remount = Command::new("nsenter")
+        .args(["--target", &pid, "--user", "--mount", "mount", "-o", "remount,size=100m"])
+        .arg(&served)
+        .status()
+        .unwrap();
+    assert!(remount.success());
+    let result = cp(&lab, &command);
+    assert!(result["resumed_bytes"].as_u64().unwrap() > 10 * MIB, "{result}");
+    let back = lab.path("back");
+    cp(&lab, &args(&[&daemon.url("e/copy"), &back]));
+    assert!(fs::read(&big).unwrap() == fs::read(back).unwrap());
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
+    fs::write(lab.path("other"), "other").unwrap();
+    let daemon = lab.serve(&served);
+    // Few blocks, so that reading cannot run far ahead of sending.
+    let command = args(&[&"--depth", &"4", &"--bwlimit", &"40M", &big, &lab.path("other"), &daemon.url("e/")]);
+    let child = thruway(lab.dir.path())
+        .args(["cp", "--json"])
+        .args(&command)
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    until_written(&served, 10 * MIB);
+    let file = fs::OpenOptions::new().append(true).open(&big).unwrap();
+    (&file).write_all(b"more").unwrap();
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("changed while it was read"), "{}", stderr(&out));
+    assert!(!served.join("big").exists());
+    assert_eq!(fs::read_to_string(served.join("other")).unwrap(), "other");
+}

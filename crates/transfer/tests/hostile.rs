@@ -1,0 +1,397 @@
+//! Peers that lie. Each ends its own session; the daemon serves the next one as if nothing had been.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thruway_engine::pool::{Block, BlockPool};
+use thruway_fabric::iwarp;
+use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair};
+use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
+use thruway_transfer::link::{Link, LinkError, LinkEvent, Role};
+use thruway_transfer::wire::*;
+
+const BLOCK: u32 = 64 << 10;
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Lab {
+    dir: tempfile::TempDir,
+    addr: std::net::SocketAddr,
+    stopper: Stopper,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Lab {
+    fn new() -> Lab {
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::start(Config {
+            listen: vec!["127.0.0.1:0".parse().unwrap()],
+            exports: vec![Export { name: "e".into(), dir: dir.path().into(), read_only: false }],
+            credentials: Credentials::Keys(KeyPair::generate()),
+            authorized: AuthorizedKeys::default(),
+            anonymous: true,
+            max_sessions: 50,
+            block_len_max: 1 << 20,
+            blocks: 8,
+            once: false,
+            fabric: iwarp::Config::default(),
+        })
+        .unwrap();
+        let (addr, stopper) = (daemon.addrs()[0], daemon.stopper());
+        let thread = Some(std::thread::spawn(move || daemon.run().unwrap()));
+        Lab { dir, addr, stopper, thread }
+    }
+
+    fn connect(&self) -> Link {
+        let device = iwarp::Config::default().open().unwrap();
+        Link::connect(device, self.addr, &Credentials::Keys(KeyPair::generate())).unwrap().0
+    }
+
+    fn request(&self) -> SessionRequest {
+        SessionRequest {
+            direction: Direction::Push,
+            export: "e".into(),
+            path: Vec::new(),
+            into_directory: true,
+            sources: Vec::new(),
+            job: [5; 16],
+            verify: 1,
+            data_key: None,
+            options: TreeOptions { recursive: true, ..TreeOptions::default() },
+        }
+    }
+
+    /// A session that is ready to send blocks.
+    fn session(&self) -> Liar {
+        let mut link = self.connect();
+        link.send(&Control::Session(Box::new(self.request()))).unwrap();
+        let Control::SessionReply(reply) = link.next_control().unwrap() else { panic!("no reply") };
+        link.send(&Control::BlockSize(BLOCK)).unwrap();
+        assert!(matches!(link.next_control().unwrap(), Control::BlockSizeReply { accepted: true, .. }));
+        link.send(&Control::Channels(1)).unwrap();
+        assert_eq!(link.next_control().unwrap(), Control::ChannelsReply(1));
+        let pool = BlockPool::new(8, BLOCK as usize).unwrap();
+        link.attach(&pool).unwrap();
+        link.open_data(self.addr, reply.session, reply.token, 1, Role::Source).unwrap();
+        link.send(&Control::RegionRequest).unwrap();
+        let Control::RegionReply(credits) = link.next_control().unwrap() else { panic!("no credits") };
+        Liar { link, pool, session: reply.session, credits }
+    }
+
+    /// The daemon is alive and well.
+    fn check_alive(&self) {
+        let mut liar = self.session();
+        let content = b"honest";
+        let record = Record::File { path: b"honest".to_vec(), meta: Meta { mode: 0o644, size: 6, ..Meta::default() } };
+        let (block, header) = liar.pack(&[(record, content)], 0);
+        liar.write(block, header);
+        liar.link.send(&Control::DataSetComplete(1)).unwrap();
+        loop {
+            match liar.link.next_control().unwrap() {
+                Control::DataSetReply(summary) => {
+                    assert_eq!(summary.files, 1);
+                    break;
+                }
+                Control::RegionReply(_) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(std::fs::read(self.dir.path().join("honest")).unwrap(), b"honest");
+        std::fs::remove_file(self.dir.path().join("honest")).unwrap();
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+struct Liar {
+    link: Link,
+    pool: Arc<BlockPool>,
+    session: u32,
+    credits: Vec<Credit>,
+}
+
+impl Liar {
+    fn header(&self, sequence: u32, len: u32) -> BlockHeader {
+        BlockHeader {
+            session: self.session,
+            sequence,
+            offset: 0,
+            len,
+            kind: BlockKind::Pack,
+            sealed: false,
+            file: 0,
+            tag: [0; 16],
+            digest: [0; 16],
+        }
+    }
+
+    fn pack(&self, records: &[(Record, &[u8])], sequence: u32) -> (Block, BlockHeader) {
+        let mut block = self.pool.try_take().unwrap();
+        let mut at = 0;
+        for (record, content) in records {
+            let encoded = record.encode();
+            for part in [&Record::prefix(encoded.len(), content.len())[..], &encoded, content] {
+                block.payload_mut()[at..at + part.len()].copy_from_slice(part);
+                at += part.len();
+            }
+        }
+        let mut header = self.header(sequence, at as u32);
+        header.digest = algorithm(1).unwrap().digest(&block.payload()[..at]);
+        (block, header)
+    }
+
+    /// Writes a block as if all were well.
+    fn write(&mut self, block: Block, header: BlockHeader) {
+        let credit = self.credits.remove(0);
+        let notice = Completion { session: self.session, sequence: header.sequence, block: credit.block };
+        self.write_as(block, header, &credit, notice);
+    }
+
+    fn write_as(&mut self, mut block: Block, header: BlockHeader, credit: &Credit, notice: Completion) {
+        header.encode(block.with_header_mut(HEADER_LEN).0);
+        self.link.write(block, header.len.min(BLOCK), credit, &notice).unwrap();
+    }
+
+    /// Waits until the daemon has ended the session, and returns what it said.
+    fn ended(mut self) -> String {
+        let start = Instant::now();
+        let mut said = String::new();
+        loop {
+            assert!(start.elapsed() < PATIENCE, "the session goes on");
+            match self.link.poll(Duration::from_millis(100)) {
+                Ok(events) => {
+                    for event in events {
+                        if let LinkEvent::Control(Control::Abort(why)) = event {
+                            said = why;
+                        }
+                    }
+                }
+                Err(LinkError::Closed(_) | LinkError::DataLost(_)) => return said,
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn lies_about_blocks_end_the_session() {
+    type Lie = fn(&mut Liar);
+    let lies: [(&str, Lie); 9] = [
+        ("length beyond the block", |l| {
+            let (block, mut header) = l.pack(&[], 0);
+            header.len = BLOCK + 1;
+            l.write(block, header);
+        }),
+        ("another session's number", |l| {
+            let (block, header) = l.pack(&[], 0);
+            let credit = l.credits.remove(0);
+            let notice = Completion { session: l.session + 1, sequence: 0, block: credit.block };
+            l.write_as(block, header, &credit, notice);
+        }),
+        ("a header that is not the block announced", |l| {
+            let (block, header) = l.pack(&[], 3);
+            let credit = l.credits.remove(0);
+            let notice = Completion { session: l.session, sequence: 0, block: credit.block };
+            l.write_as(block, header, &credit, notice);
+        }),
+        ("a block that was never granted", |l| {
+            let (block, header) = l.pack(&[], 0);
+            let credit = l.credits.remove(0);
+            let notice = Completion { session: l.session, sequence: 0, block: 7777 };
+            l.write_as(block, header, &credit, notice);
+        }),
+        ("a sequence number twice", |l| {
+            for _ in 0..2 {
+                let (block, header) = l.pack(&[], 0);
+                l.write(block, header);
+            }
+        }),
+        ("a sequence number far ahead", |l| {
+            let (block, header) = l.pack(&[], u32::MAX);
+            l.write(block, header);
+        }),
+        ("a write outside the granted memory", |l| {
+            let (block, header) = l.pack(&[], 0);
+            let mut credit = l.credits.remove(0);
+            credit.addr += 4096;
+            let notice = Completion { session: l.session, sequence: 0, block: credit.block };
+            let mut header = header;
+            header.len = BLOCK;
+            l.write_as(block, header, &credit, notice);
+        }),
+        ("a key that was never given", |l| {
+            let (block, header) = l.pack(&[], 0);
+            let mut credit = l.credits.remove(0);
+            credit.rkey ^= 0x1234;
+            let notice = Completion { session: l.session, sequence: 0, block: credit.block };
+            l.write_as(block, header, &credit, notice);
+        }),
+        ("a damaged payload", |l| {
+            let (mut block, header) = l.pack(&[(Record::Keep { path: vec![], names: vec![], last: true }, b"")], 0);
+            block.payload_mut()[9] ^= 1;
+            l.write(block, header);
+        }),
+    ];
+    let lab = Lab::new();
+    for (what, lie) in lies {
+        let mut liar = lab.session();
+        while liar.credits.len() < 2 {
+            liar.link.send(&Control::RegionRequest).unwrap();
+            let Control::RegionReply(more) = liar.link.next_control().unwrap() else { panic!("no credits") };
+            liar.credits.extend(more);
+        }
+        lie(&mut liar);
+        liar.ended();
+        assert_eq!(std::fs::read_dir(lab.dir.path()).unwrap().count(), 0, "{what} left something behind");
+    }
+    lab.check_alive();
+}
+
+#[test]
+fn a_credit_works_once() {
+    let lab = Lab::new();
+    let mut liar = lab.session();
+    let credit = liar.credits[0];
+    let (block, header) = liar.pack(&[], 0);
+    liar.write(block, header);
+    let (block, header) = liar.pack(&[], 1);
+    let notice = Completion { session: liar.session, sequence: 1, block: credit.block };
+    liar.write_as(block, header, &credit, notice);
+    liar.ended();
+    lab.check_alive();
+}
+
+#[test]
+fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
+    let lab = Lab::new();
+    let meta = Meta { mode: 0o644, ..Meta::default() };
+    let bad = [
+        Record::File { path: b"../evil".to_vec(), meta: meta.clone() },
+        Record::File { path: b"/tmp/evil".to_vec(), meta: meta.clone() },
+        Record::File { path: b"".to_vec(), meta: meta.clone() },
+        Record::Dir { path: b"a/../../b".to_vec(), meta: meta.clone() },
+        Record::Symlink { path: b"x/../../y".to_vec(), target: b"z".to_vec(), meta: meta.clone() },
+        Record::Link { path: b"fine".to_vec(), target: b"../secret".to_vec() },
+        Record::Begin { file: 1, path: b"a\0b".to_vec(), meta: meta.clone(), resume: false },
+    ];
+    for record in bad {
+        let mut liar = lab.session();
+        let (block, header) = liar.pack(&[(record.clone(), b"")], 0);
+        liar.write(block, header);
+        let said = liar.ended();
+        assert!(said.contains("path"), "{record:?}: {said}");
+    }
+    assert_eq!(std::fs::read_dir(lab.dir.path()).unwrap().count(), 0);
+    lab.check_alive();
+}
+
+#[test]
+fn data_beyond_its_file_ends_the_session() {
+    let lab = Lab::new();
+    let mut liar = lab.session();
+    let meta = Meta { mode: 0o644, size: 100, ..Meta::default() };
+    let begin = Record::Begin { file: 1, path: b"f".to_vec(), meta, resume: false };
+    let (block, header) = liar.pack(&[(begin, b"")], 0);
+    liar.write(block, header);
+    liar.link.send(&Control::RegionRequest).unwrap();
+    while liar.credits.is_empty() {
+        if let Control::RegionReply(more) = liar.link.next_control().unwrap() {
+            liar.credits.extend(more);
+        }
+    }
+    let block = liar.pool.try_take().unwrap();
+    let mut header = liar.header(1, 10);
+    header.kind = BlockKind::Data;
+    header.file = 1;
+    header.offset = 95;
+    header.digest = algorithm(1).unwrap().digest(&block.payload()[..10]);
+    liar.write(block, header);
+    assert!(liar.ended().contains("offset"));
+    lab.check_alive();
+}
+
+#[test]
+fn messages_out_of_turn_end_the_session() {
+    let lab = Lab::new();
+    for message in [
+        Control::Verdict { batch: 0, answers: vec![Answer::Send] },
+        Control::DataSetReply(Summary::default()),
+        Control::Channels(3),
+        Control::DataSetComplete(u64::MAX),
+        Control::RegionReply(vec![Credit { block: 0, addr: 0, rkey: 0 }]),
+    ] {
+        let mut liar = lab.session();
+        liar.link.send(&message).unwrap();
+        liar.ended();
+    }
+    let mut link = lab.connect();
+    link.send(&Control::RegionRequest).unwrap();
+    assert!(link.next_control().is_err());
+    lab.check_alive();
+}
+
+#[test]
+fn refused_requests_say_why() {
+    let lab = Lab::new();
+    let ask = |change: &dyn Fn(&mut SessionRequest)| {
+        let mut request = lab.request();
+        change(&mut request);
+        let mut link = lab.connect();
+        link.send(&Control::Session(Box::new(request))).unwrap();
+        match link.next_control() {
+            Ok(Control::Abort(why)) => why,
+            other => panic!("{:?}", other.map_err(|e| e.to_string())),
+        }
+    };
+    assert!(ask(&|r| r.export = "other".into()).contains("no export 'other'"));
+    assert!(ask(&|r| r.path = b"../x".to_vec()).contains("path"));
+    assert!(ask(&|r| r.verify = 99).contains("verification"));
+    assert!(ask(&|r| r.options.exclude = vec!["a[".into()]).contains("a["));
+    assert!(
+        ask(&|r| {
+            r.path = b"no/such/parent".to_vec();
+            r.into_directory = false;
+        })
+        .contains("No such file")
+    );
+    lab.check_alive();
+}
+
+#[test]
+fn strangers_at_the_door_harm_nobody() {
+    use std::io::Write;
+    let lab = Lab::new();
+    let mut open = Vec::new();
+    for i in 0..200u32 {
+        let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
+        match i % 4 {
+            0 => {}
+            1 => drop(stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")),
+            2 => drop(stream.write_all(&[0; 4096])),
+            _ => drop(stream.write_all(b"MPA ID Req Frame\x50\x02\x02\x00")),
+        }
+        open.push(stream);
+    }
+    lab.check_alive();
+}
+
+#[test]
+fn a_flood_of_control_messages_is_paced_by_receives() {
+    let lab = Lab::new();
+    let mut liar = lab.session();
+    for i in 0..5000u32 {
+        let entries = vec![OfferEntry { path: format!("f{i}").into_bytes(), size: 1, mtime: (0, 0) }];
+        liar.link.send(&Control::Offer { batch: i, entries }).unwrap();
+    }
+    let mut verdicts = 0;
+    while verdicts < 5000 {
+        if let Control::Verdict { .. } = liar.link.next_control().unwrap() {
+            verdicts += 1;
+        }
+    }
+    drop(liar);
+    lab.check_alive();
+}
