@@ -187,6 +187,16 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(self.ptr().add(HEADROOM - n), n + len) }
     }
 
+    /// As [`Block::joined_mut`], to look at.
+    ///
+    /// # Panics
+    /// As [`Block::joined_mut`].
+    pub fn joined(&self, n: usize, len: usize) -> &[u8] {
+        assert!(n <= HEADROOM && len <= self.pool.payload_len);
+        // SAFETY: as in `payload`; the headroom belongs to the same block.
+        unsafe { std::slice::from_raw_parts(self.ptr().add(HEADROOM - n), n + len) }
+    }
+
     /// Start of the payload, for devices.
     pub fn payload_ptr(&self) -> *mut u8 {
         // SAFETY: inside the block.

@@ -165,7 +165,7 @@ pub enum ConnectionEvent {
         stream: TcpStream,
         /// Its other end.
         peer: SocketAddr,
-        /// Octets already read from it.
+        /// Octets already read from it, four at most.
         prefix: Vec<u8>,
     },
 }

@@ -18,6 +18,7 @@ use thruway_engine::stage::StageStats;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
+use thruway_transfer::link::Transport;
 use thruway_transfer::session::{Engine, OnReport, Progress};
 use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 
@@ -116,6 +117,24 @@ pub enum Provider {
     Auto,
     /// RDMA in user space over TCP
     Iwarp,
+    /// Plain TCP with sendfile and splice
+    Tcp,
+}
+
+impl Provider {
+    fn transport(self) -> Transport {
+        match self {
+            Provider::Tcp => Transport::Tcp,
+            Provider::Auto | Provider::Iwarp => Transport::Rdma,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Provider::Tcp => "tcp",
+            Provider::Auto | Provider::Iwarp => "iwarp",
+        }
+    }
 }
 
 /// Arguments of `thruway ls`.
@@ -170,7 +189,7 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     display.stop();
     drop(peer);
     let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
-    tracing::info!("provider iwarp: {}", finished.detail);
+    tracing::info!("provider {}: {}", args.provider.name(), finished.detail);
     Ok((finished, job.encrypt, engine.stats()))
 }
 
@@ -211,7 +230,8 @@ impl CpArgs {
         }
     }
 
-    fn job(&self, remote: Remote, local: Local) -> Result<Job, String> {
+    fn job(&self, mut remote: Remote, local: Local) -> Result<Job, String> {
+        remote.transport = self.provider.transport();
         let block = self.block_size.unwrap_or(1 << 20);
         let range = thruway_transfer::wire::BLOCK_LEN;
         let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
@@ -369,7 +389,14 @@ fn push_to(
     });
     *peer = Some(Peer::Thread(stopper, Some(thread)));
     let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() };
-    let remote = Remote { addr, label: "this machine".into(), credentials, known_hosts: None, fabric };
+    let remote = Remote {
+        addr,
+        label: "this machine".into(),
+        credentials,
+        known_hosts: None,
+        fabric,
+        transport: Transport::Rdma,
+    };
     Ok(Job { export: export.into(), path, into_directory, ..args.job(remote, Local::Sources(local))? })
 }
 
@@ -447,7 +474,7 @@ fn daemon_remote(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote,
     // A daemon on this machine may have a new key every time it is started.
     let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
     let credentials = Credentials::Keys(keys::identity(key)?);
-    Ok(Remote { addr, label, credentials, known_hosts, fabric: iwarp::Config::default() })
+    Ok(Remote { addr, label, credentials, known_hosts, fabric: iwarp::Config::default(), transport: Transport::Rdma })
 }
 
 fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64) {
@@ -467,7 +494,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "retries": finished.retries,
             "deleted": summary.deleted,
             "failed": summary.failed,
-            "provider": "iwarp",
+            "provider": args.provider.name(),
             "encrypted": encrypted,
             "verified": verified,
             "verify": args.verify.to_string(),

@@ -2,6 +2,7 @@
 
 mod bench;
 mod cp;
+mod demo;
 mod endpoint;
 mod keys;
 mod output;
@@ -46,6 +47,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Make a key pair for access to daemons
     Keygen(keys::KeygenArgs),
+    /// The main job end to end on this machine, with a report
+    Demo(demo::DemoArgs),
     /// Measure the fabric: latency, bandwidth, rping
     Bench(bench::BenchArgs),
 }
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Ls(args) => cp::list(&args, &cli.common),
         Command::Serve(args) => serve::run(&args, &cli.common),
         Command::Keygen(args) => keys::run(&args, &cli.common),
+        Command::Demo(args) => demo::run(&args, &cli.common),
         Command::Bench(args) => bench::run(&args, &cli.common),
     };
     match result {
@@ -72,5 +76,10 @@ fn main() -> ExitCode {
 fn start_logging(verbose: u8) {
     let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
     let filter = tracing_subscriber::EnvFilter::try_from_env("THRUWAY_LOG").unwrap_or_else(|_| level.into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
 }

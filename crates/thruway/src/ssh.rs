@@ -9,6 +9,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{self, Credentials};
 use thruway_transfer::client::Remote;
+use thruway_transfer::link::Transport;
 
 /// Export of the peer's file system.
 pub const ROOT: &str = "root";
@@ -62,6 +63,7 @@ impl Connection {
             credentials: Credentials::Secret(secret),
             known_hosts: None,
             fabric: iwarp::Config::default(),
+            transport: Transport::Rdma,
         };
         Ok((connection, remote))
     }

@@ -26,6 +26,9 @@ fn a_tree_with_everything_awkward_survives_there_and_back() {
         &["--encrypt", "off"][..],
         &["--encrypt", "on", "--verify", "blake3"],
         &["--streams", "5", "--block-size", "64K"],
+        &["--provider", "tcp"],
+        &["--provider", "tcp", "--verify", "none", "--streams", "4"],
+        &["--provider", "tcp", "--encrypt", "on", "--block-size", "256K"],
     ] {
         let mut push = args(&[&"-rp", &source, &daemon.url("e/")]);
         push.extend(extra.iter().map(OsString::from));

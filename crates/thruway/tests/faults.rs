@@ -55,11 +55,12 @@ fn no_leftovers(dir: &Path) {
 
 #[test]
 fn a_killed_client_is_continued_by_the_same_command() {
-    for (round, kill_at) in [3, 17, 40].into_iter().enumerate() {
+    for (round, (kill_at, provider)) in [(3, "iwarp"), (17, "tcp"), (40, "iwarp"), (50, "tcp")].into_iter().enumerate()
+    {
         let lab = Lab::new();
         let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
         let daemon = lab.serve(&served);
-        let command = args(&[&"--bwlimit", &"40M", &big, &daemon.url("e/copy")]);
+        let command = args(&[&"--provider", &provider, &"--bwlimit", &"40M", &big, &daemon.url("e/copy")]);
         let mut child = spawn_cp(&lab, &command);
         until_written(&served, kill_at * MIB);
         child.kill().unwrap();
@@ -172,9 +173,11 @@ fn a_cut_connection_is_made_again_within_the_command() {
     let lab = Lab::new();
     let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
     let daemon = lab.serve(&served);
-    for cut in [1000, 300_000, 20 << 20, 50 << 20] {
+    for (cut, provider) in
+        [(1000, "iwarp"), (300_000, "iwarp"), (20 << 20, "iwarp"), (50 << 20, "iwarp"), (700, "tcp"), (30 << 20, "tcp")]
+    {
         let proxy = cutting_proxy(daemon.addr.parse().unwrap(), cut);
-        let result = cp(&lab, &args(&[&big, &format!("tw://{proxy}/e/copy")]));
+        let result = cp(&lab, &args(&[&"--provider", &provider, &big, &format!("tw://{proxy}/e/copy")]));
         assert_eq!(result["retries"], 1, "cut after {cut}: {result}");
         assert!(result["bytes"].as_u64().unwrap() <= 64 * MIB);
         assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
@@ -220,9 +223,9 @@ fn a_corrupted_octet_never_reaches_a_file() {
     let lab = Lab::new();
     let (big, served) = (big_file(&lab, 16 * MIB), lab.mkdir("served"));
     let daemon = lab.serve(&served);
-    for at in [5_000_000, 9_999_999] {
+    for (at, provider) in [(5_000_000, "iwarp"), (9_999_999, "iwarp"), (5_000_000, "tcp")] {
         let proxy = corrupting_proxy(daemon.addr.parse().unwrap(), at);
-        let result = cp(&lab, &args(&[&big, &format!("tw://{proxy}/e/copy")]));
+        let result = cp(&lab, &args(&[&"--provider", &provider, &big, &format!("tw://{proxy}/e/copy")]));
         assert_eq!(result["retries"], 1, "{result}");
         assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
     }

@@ -1,7 +1,7 @@
 //! The connecting end: negotiates a session, runs its source or sink, tries again after a loss.
 
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey, random};
-use crate::link::{Link, LinkError, Role};
+use crate::link::{Link, LinkError, Role, Transport};
 use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
 use crate::source::{self, Root};
@@ -28,6 +28,8 @@ pub struct Remote {
     pub known_hosts: Option<PathBuf>,
     /// The fabric.
     pub fabric: iwarp::Config,
+    /// What carries the data.
+    pub transport: Transport,
 }
 
 /// What the local end is.
@@ -193,7 +195,7 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
 
 fn open_session(remote: &Remote, request: SessionRequest) -> Result<(Link, SessionReply), SessionError> {
     let device = remote.fabric.clone().open()?;
-    let (mut link, key) = Link::connect(device, remote.addr, &remote.credentials)?;
+    let (mut link, key) = Link::connect(device, remote.transport, remote.addr, &remote.credentials)?;
     check_host(remote, key).map_err(LinkError::from)?;
     let message = Control::Session(Box::new(request));
     if message.encode(0).len() > crate::wire::CONTROL_MAX {

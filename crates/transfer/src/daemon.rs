@@ -4,14 +4,14 @@
 //! of its own, so nothing on the data path is shared between sessions but the stages' queues.
 
 use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights, random};
-use crate::link::{Link, LinkError, Role};
+use crate::link::{Arrival, Greeting, Link, LinkError, Role, greet};
 use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
 use crate::source::{self, Root};
 use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary};
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -35,6 +35,9 @@ pub struct Export {
 
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
+
+/// Connections whose greeting is being read at one time.
+const GREETINGS_MAX: usize = 512;
 
 /// How a daemon behaves.
 pub struct Config {
@@ -74,6 +77,8 @@ struct Shared {
     sessions: Mutex<HashMap<u32, Doorway>>,
     next_session: AtomicU32,
     active: AtomicUsize,
+    /// Threads that read a greeting.
+    greeting: AtomicUsize,
     served: AtomicUsize,
     stop: AtomicBool,
     listener: Device,
@@ -82,7 +87,7 @@ struct Shared {
 /// Where a session's data connections are handed in.
 struct Doorway {
     token: [u8; 16],
-    sender: Sender<ConnectionRequest>,
+    sender: Sender<Arrival>,
     device: Device,
 }
 
@@ -127,11 +132,13 @@ impl Daemon {
         }
         let device = config.fabric.clone().open().map_err(|e| e.to_string())?;
         let mut listeners = Vec::new();
+        // RFTP over plain TCP comes to the same port.
+        let options = ListenOptions { accept_foreign: true, ..ListenOptions::default() };
         for addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
                 tracing::warn!(%addr, "anonymous peers may connect from other hosts");
             }
-            listeners.push(device.listen(*addr, &ListenOptions::default()).map_err(|e| e.to_string())?);
+            listeners.push(device.listen(*addr, &options).map_err(|e| e.to_string())?);
         }
         let shared = Arc::new(Shared {
             config,
@@ -140,6 +147,7 @@ impl Daemon {
             sessions: Mutex::default(),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
+            greeting: AtomicUsize::new(0),
             served: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             listener: device.clone(),
@@ -166,6 +174,7 @@ impl Daemon {
         while !shared.stop.load(Ordering::SeqCst) {
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
+                Some(ConnectionEvent::Foreign { stream, prefix, .. }) => shared.route_stream(stream, prefix),
                 Some(_) => {}
                 None => self.device.wait(Some(Duration::from_secs(5))).map_err(|e| e.to_string())?,
             }
@@ -184,13 +193,15 @@ impl Shared {
     fn route(self: &Arc<Shared>, request: ConnectionRequest) {
         let peer = request.peer();
         match Hello::decode(request.private_data()) {
-            Ok(Hello::Control { auth }) if auth == self.config.credentials.kind() => self.begin(request),
+            Ok(Hello::Control { auth }) if auth == self.config.credentials.kind() => {
+                self.begin(Arrival::Rdma(request), peer);
+            }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { session, token }) => {
                 let sessions = self.sessions.lock().expect("no panics under the lock");
                 match sessions.get(&session).filter(|d| d.token == token) {
                     Some(doorway) => {
-                        let _ = doorway.sender.send(request);
+                        let _ = doorway.sender.send(Arrival::Rdma(request));
                         doorway.device.wake();
                     }
                     None => request.reject(b"no such session"),
@@ -203,17 +214,58 @@ impl Shared {
         }
     }
 
-    fn begin(self: &Arc<Shared>, request: ConnectionRequest) {
-        let peer = request.peer();
+    /// Reads a caller's greeting on a thread of its own, which becomes the session's if it is a
+    /// control connection.
+    fn route_stream(self: &Arc<Shared>, stream: TcpStream, prefix: Vec<u8>) {
+        if self.greeting.fetch_add(1, Ordering::SeqCst) >= GREETINGS_MAX {
+            self.greeting.fetch_sub(1, Ordering::SeqCst);
+            return;
+        }
+        let shared = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
+        let spawned = thread.spawn(move || {
+            let greeting = greet(stream, &prefix);
+            shared.greeting.fetch_sub(1, Ordering::SeqCst);
+            match greeting {
+                Ok(Greeting { hello, stream }) => shared.admit(&hello, stream),
+                Err(error) => tracing::debug!(%error, "no greeting"),
+            }
+        });
+        if spawned.is_err() {
+            self.greeting.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn admit(self: &Arc<Shared>, hello: &Hello, stream: TcpStream) {
+        let Ok(peer) = stream.peer_addr() else { return };
+        match hello {
+            Hello::Control { auth } if *auth == self.config.credentials.kind() => {
+                self.begin(Arrival::Tcp(stream), peer);
+            }
+            Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
+            Hello::Data { session, token } => {
+                let sessions = self.sessions.lock().expect("no panics under the lock");
+                if let Some(doorway) = sessions.get(session).filter(|d| d.token == *token) {
+                    let _ = doorway.sender.send(Arrival::Tcp(stream));
+                    doorway.device.wake();
+                }
+            }
+        }
+    }
+
+    fn begin(self: &Arc<Shared>, arrival: Arrival, peer: SocketAddr) {
         if self.active.fetch_add(1, Ordering::SeqCst) >= self.config.max_sessions {
             self.active.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%peer, "too many sessions");
-            return request.reject(b"too many sessions; try again later");
+            if let Arrival::Rdma(request) = arrival {
+                request.reject(b"too many sessions; try again later");
+            }
+            return;
         }
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
-            let outcome = Session { shared: &shared, peer }.run(request);
+            let outcome = Session { shared: &shared, peer }.run(arrival);
             match outcome {
                 Ok(Some(summary)) => tracing::info!(%peer, ?summary, "session done"),
                 Ok(None) => {}
@@ -247,10 +299,10 @@ enum Work {
 }
 
 impl Session<'_> {
-    fn run(&self, request: ConnectionRequest) -> Result<Option<Summary>, SessionError> {
+    fn run(&self, arrival: Arrival) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
         let device = config.fabric.clone().open()?;
-        let (mut link, key) = Link::accept(device, request, &config.credentials)?;
+        let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
         let rights = match self.rights(key) {
             Some(rights) => rights,
             None => {
@@ -427,7 +479,7 @@ pub(crate) fn acceptable_block(len: u32) -> bool {
 struct Doors<'a> {
     shared: &'a Shared,
     session: u32,
-    receiver: Receiver<ConnectionRequest>,
+    receiver: Receiver<Arrival>,
 }
 
 impl<'a> Doors<'a> {
@@ -443,7 +495,7 @@ impl<'a> Doors<'a> {
         for _ in 0..count {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.receiver.recv_timeout(left) {
-                Ok(request) => link.accept_data(request, role)?,
+                Ok(arrival) => link.accept_data(arrival, role)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                     return Err(LinkError::Silent.into());
                 }

@@ -20,5 +20,30 @@ pub mod source;
 pub mod wire;
 mod xattr;
 
+/// The digest of a part of a file.
+///
+/// # Errors
+/// If it cannot be read to its end.
+fn digest_file(
+    file: &std::fs::File,
+    verify: thruway_engine::integrity::Algorithm,
+    offset: u64,
+    len: u32,
+) -> std::io::Result<[u8; thruway_engine::integrity::DIGEST_LEN]> {
+    use std::os::unix::fs::FileExt;
+    thread_local! {
+        static BUFFER: std::cell::RefCell<Vec<u8>> = const { std::cell::RefCell::new(Vec::new()) };
+    }
+    if verify == thruway_engine::integrity::Algorithm::None {
+        return Ok([0; thruway_engine::integrity::DIGEST_LEN]);
+    }
+    // The whole piece at once: the digest is of all of it, and a block's length is bounded.
+    BUFFER.with_borrow_mut(|buffer| {
+        buffer.resize(len as usize, 0);
+        file.read_exact_at(buffer, offset)?;
+        Ok(verify.digest(buffer))
+    })
+}
+
 #[doc(hidden)]
 pub mod fuzzing;

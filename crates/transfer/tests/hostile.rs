@@ -6,7 +6,7 @@ use thruway_engine::pool::{Block, BlockPool};
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair};
 use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
-use thruway_transfer::link::{Link, LinkError, LinkEvent, Role};
+use thruway_transfer::link::{Link, LinkError, LinkEvent, Role, Transport};
 use thruway_transfer::wire::*;
 
 const BLOCK: u32 = 64 << 10;
@@ -42,7 +42,7 @@ impl Lab {
 
     fn connect(&self) -> Link {
         let device = iwarp::Config::default().open().unwrap();
-        Link::connect(device, self.addr, &Credentials::Keys(KeyPair::generate())).unwrap().0
+        Link::connect(device, Transport::Rdma, self.addr, &Credentials::Keys(KeyPair::generate())).unwrap().0
     }
 
     fn request(&self) -> SessionRequest {

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// How long a connected peer may take to send its request frame.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Octets by which an MPA request is told from anything else.
+const SNIFF_LEN: usize = 4;
 /// Connections accepted in one turn.
 const ACCEPT_TURN: usize = 64;
 
@@ -166,7 +168,10 @@ impl Reading {
     fn advance(&mut self) -> Outcome {
         loop {
             let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
-            match self.stream.read(&mut chunk) {
+            // A caller of another protocol is recognised by its first octets; the rest is left
+            // for whoever speaks it.
+            let most = if self.seen.len() < SNIFF_LEN { SNIFF_LEN - self.seen.len() } else { chunk.len() };
+            match self.stream.read(&mut chunk[..most]) {
                 Ok(0) => return Outcome::Over,
                 Ok(n) => self.seen.extend_from_slice(&chunk[..n]),
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Outcome::Waiting,

@@ -6,6 +6,7 @@ use super::commit::{Committer, Finished};
 use super::journal::{Earlier, Journal, Key, Version, key_of};
 use super::tree::{Place, Tree, temp_name};
 use super::{Counters, Mail};
+use crate::link::{Receive, splice};
 use crate::session::{Engine, FirstFailure, Mailer, Terms};
 use crate::wire::{Answer, BlockHeader, Direct, FileStatus, Meta, OfferEntry, Record, Report, check_path};
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -13,11 +14,16 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+use thruway_engine::integrity::Algorithm;
 use thruway_engine::{Block, StorageOp};
 
+/// How long a piece waits for the beginning of its file, which travels in another block.
+const SLOT_PATIENCE: Duration = Duration::from_secs(30);
 /// Large files that may be open at once.
 const OPEN_MAX: usize = 4096;
 /// Verified ranges told to the source for one file; the rest is sent again.
@@ -41,6 +47,8 @@ pub(super) struct Files {
     /// Data goes nowhere.
     pub(super) discard: bool,
     slots: Mutex<HashMap<u64, Slot>>,
+    /// Rung when a slot's file has been opened, or not.
+    slot_known: Condvar,
     deferred: Mutex<Deferred>,
 }
 
@@ -95,8 +103,22 @@ impl Files {
     ) -> Files {
         let deferred =
             Deferred { spool: tempfile::SpooledTempFile::new(DEFERRED_IN_MEMORY), directories: Vec::new(), len: 0 };
-        let (slots, deferred) = (Mutex::default(), Mutex::new(deferred));
-        Files { tree, job, terms, engine, journal, earlier, committer, counters, mailer, discard, slots, deferred }
+        let (slots, slot_known, deferred) = (Mutex::default(), Condvar::new(), Mutex::new(deferred));
+        Files {
+            tree,
+            job,
+            terms,
+            engine,
+            journal,
+            earlier,
+            committer,
+            counters,
+            mailer,
+            discard,
+            slots,
+            slot_known,
+            deferred,
+        }
     }
 
     fn fail(&self, path: &[u8], error: &io::Error) {
@@ -287,6 +309,7 @@ impl Files {
         }
         let waiting = std::mem::take(&mut slot.waiting);
         drop(slots);
+        self.slot_known.notify_all();
         for (block, header) in waiting {
             self.piece(block, header);
         }
@@ -340,6 +363,24 @@ impl Files {
             drop(done.block);
             files.dealt(header.file);
         });
+    }
+
+    /// Waits until it is known where a piece of a large file goes; `None`: nowhere.
+    fn await_slot(&self, number: u64) -> io::Result<Option<Arc<LargeFile>>> {
+        let mut slots = self.slots.lock().expect("no panics under the lock");
+        if slots.len() >= OPEN_MAX && !slots.contains_key(&number) {
+            return Err(io::Error::other("too many files at once"));
+        }
+        let deadline = Instant::now() + SLOT_PATIENCE;
+        loop {
+            let slot = slots.entry(number).or_default();
+            if slot.open.is_some() || slot.failed {
+                return Ok(slot.open.clone());
+            }
+            let left = deadline.checked_duration_since(Instant::now());
+            let left = left.ok_or_else(|| io::Error::other("a piece of a file that never began"))?;
+            slots = self.slot_known.wait_timeout(slots, left).expect("no panics under the lock").0;
+        }
     }
 
     fn mailer_handle(&self) -> std::sync::Weak<Files> {
@@ -520,6 +561,49 @@ impl Files {
                 }
             }
         }
+        Ok(())
+    }
+}
+
+impl Receive for Files {
+    fn piece(&self, header: &BlockHeader, stream: &TcpStream) -> io::Result<()> {
+        let (offset, len) = (header.offset, header.len);
+        if header.session != self.terms.session || self.terms.sealer.is_some() {
+            self.mailer.send(Mail::Malformed(crate::wire::Malformed("block header: not of this session")));
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let Some(file) = self.await_slot(header.file)? else {
+            splice(stream, None, 0, len)?;
+            if self.discard {
+                self.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
+            }
+            self.dealt(header.file);
+            return Ok(());
+        };
+        if offset + u64::from(len) > file.meta.size {
+            self.mailer.send(Mail::Malformed(crate::wire::Malformed("offset: beyond its file")));
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        if let Err(e) = splice(stream, Some(&file.file), offset, len) {
+            // Either the network failed, and the session with it, or the disk did.
+            file.failure.set(e.to_string());
+            if e.raw_os_error().is_some_and(|code| code != libc::ECONNRESET) {
+                self.fail(&file.path, &e);
+            }
+            return Err(e);
+        }
+        // What is verified is what the file now holds.
+        let verify = self.terms.verify;
+        if verify != Algorithm::None && crate::digest_file(&file.file, verify, offset, len)? != header.digest {
+            self.mailer.send(Mail::Damaged { sequence: header.sequence, what: "its digest does not match" });
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        self.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
+        file.written.fetch_add(1, Ordering::SeqCst);
+        if let Some(journal) = &self.journal {
+            journal.range(&file.key, &file.version, offset, len);
+        }
+        self.dealt(header.file);
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ mod tree;
 pub(crate) use journal::replay_for_fuzzing;
 pub(crate) use tree::{is_own_name, split};
 
-use crate::link::{Link, LinkError, LinkEvent, WINDOW_MAX, Window};
+use crate::link::{Link, LinkError, LinkEvent, Receive, WINDOW_MAX, Window};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{BlockHeader, BlockKind, Completion, Control, Credit, HEADER_LEN, Malformed, Report, Summary};
 use commit::Committer;
@@ -161,6 +161,8 @@ pub fn run(
         discard,
     ));
     let _ = counters.files_handle.set(Arc::downgrade(&files));
+    let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
+    link.start_receiving(&receive)?;
     let mut sink = Sink {
         link,
         engine,
@@ -238,6 +240,12 @@ impl Sink<'_> {
             for event in self.link.poll(Duration::from_secs(5))? {
                 match event {
                     LinkEvent::Arrived(completion) => self.arrived(completion)?,
+                    LinkEvent::Received(block, header) => self.received(block, header)?,
+                    LinkEvent::Placed { sequence, len } => {
+                        self.note_sequence(sequence)?;
+                        Progress::add(&self.progress.bytes, len.into());
+                        self.sync_now_and_then();
+                    }
                     LinkEvent::Control(message) => self.take_control(message)?,
                     LinkEvent::Written(_) => return Err(LinkError::Unexpected("write completion").into()),
                 }
@@ -306,18 +314,27 @@ impl Sink<'_> {
         // The source's notification revokes its right to the block. One that forgot loses it here;
         // either way nobody else touches the block from now on.
         drop(window);
-        self.note_sequence(sequence)?;
         let filled = exposed.reclaim();
         let header =
             BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize).map_err(LinkError::from)?;
-        if header.session != session || header.sequence != sequence || header.sealed != self.terms.sealer.is_some() {
+        if header.sequence != sequence {
             return Err(LinkError::Malformed(Malformed("block header: not the block announced")).into());
         }
-        Progress::add(&self.progress.bytes, header.len.into());
-        self.process(filled, header);
-        self.sync_now_and_then();
+        self.received(filled, header)?;
         self.window = (self.window + 2).min(WINDOW_MAX).min(self.engine.pool.count());
         self.grant(0)
+    }
+
+    /// Checks a whole block and sends it on its way.
+    fn received(&mut self, block: Block, header: BlockHeader) -> Result<(), SessionError> {
+        if header.session != self.terms.session || header.sealed != self.terms.sealer.is_some() {
+            return Err(LinkError::Malformed(Malformed("block header: not of this session")).into());
+        }
+        self.note_sequence(header.sequence)?;
+        Progress::add(&self.progress.bytes, header.len.into());
+        self.process(block, header);
+        self.sync_now_and_then();
+        Ok(())
     }
 
     /// Each sequence number comes once. Those of one channel come in order, so the gaps are few.

@@ -8,10 +8,11 @@ mod walk;
 
 pub use walk::Root;
 
-use crate::link::{Link, LinkEvent};
+use crate::link::{Link, LinkEvent, Transport};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, FileStatus, OfferEntry, Report};
 use std::collections::VecDeque;
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -20,8 +21,9 @@ use thruway_engine::Block;
 
 /// What the walker and the stages tell the session.
 pub(crate) enum Mail {
-    /// A block is loaded, digested and sealed.
-    Loaded(Block, BlockHeader),
+    /// A block is loaded, digested and sealed. With a file, the block only stands for the piece of
+    /// the file that the header names, which is sent from there.
+    Loaded(Block, BlockHeader, Option<Arc<File>>),
     /// A large file has been read to its end.
     FileEnd { file: u64, blocks: u32, status: FileStatus },
     /// Files that may be there already.
@@ -57,6 +59,7 @@ pub fn run(
         offers.then_some(verdict_receiver),
         Arc::clone(&cancel),
         Arc::clone(progress),
+        link.transport() == Transport::Tcp && terms.sealer.is_none(),
     )
     .map_err(SessionError::Local)?;
     let thread = std::thread::Builder::new()
@@ -97,7 +100,7 @@ struct Source<'a> {
     terms: &'a Terms,
     mailbox: Receiver<Mail>,
     verdicts: Option<Sender<Vec<Answer>>>,
-    loaded: VecDeque<(Block, BlockHeader)>,
+    loaded: VecDeque<(Block, BlockHeader, Option<Arc<File>>)>,
     credits: VecDeque<Credit>,
     /// A region request is on its way and not answered.
     asked: bool,
@@ -121,11 +124,11 @@ impl Source<'_> {
                 match event {
                     // Dropping the block frees it.
                     LinkEvent::Written(_) => {}
-                    LinkEvent::Arrived(_) => return Err(crate::link::LinkError::Unexpected("block").into()),
                     LinkEvent::Control(Control::DataSetReply(summary)) if self.announced => {
                         return Ok(summary);
                     }
                     LinkEvent::Control(message) => self.take_control(message)?,
+                    _ => return Err(crate::link::LinkError::Unexpected("block").into()),
                 }
             }
         }
@@ -159,7 +162,7 @@ impl Source<'_> {
     fn take_mail(&mut self) -> Result<(), SessionError> {
         loop {
             match self.mailbox.try_recv() {
-                Ok(Mail::Loaded(block, header)) => self.loaded.push_back((block, header)),
+                Ok(Mail::Loaded(block, header, file)) => self.loaded.push_back((block, header, file)),
                 Ok(Mail::FileEnd { file, blocks, status }) => {
                     self.link.send(&Control::FileEnd { file, blocks, status })?;
                 }
@@ -181,6 +184,12 @@ impl Source<'_> {
 
     fn write_loaded(&mut self) -> Result<(), SessionError> {
         while !self.loaded.is_empty() && self.budget.pause().is_none() {
+            if self.link.transport() == Transport::Tcp {
+                let (block, header, file) = self.loaded.pop_front().expect("checked");
+                self.link.stream(block, header, file)?;
+                self.account(header.len);
+                continue;
+            }
             let Some(credit) = self.credits.pop_front() else {
                 if !self.asked {
                     self.asked = true;
@@ -188,14 +197,18 @@ impl Source<'_> {
                 }
                 return Ok(());
             };
-            let (block, header) = self.loaded.pop_front().expect("checked");
+            let (block, header, _) = self.loaded.pop_front().expect("checked");
             let notice = Completion { session: self.terms.session, sequence: header.sequence, block: credit.block };
             self.link.write(block, header.len, &credit, &notice)?;
-            self.sent += 1;
-            self.budget.spend(header.len.into());
-            Progress::add(&self.progress.bytes, header.len.into());
+            self.account(header.len);
         }
         Ok(())
+    }
+
+    fn account(&mut self, len: u32) {
+        self.sent += 1;
+        self.budget.spend(len.into());
+        Progress::add(&self.progress.bytes, len.into());
     }
 
     fn announce_end(&mut self) -> Result<(), SessionError> {

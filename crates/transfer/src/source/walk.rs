@@ -68,6 +68,8 @@ pub(super) struct Walker {
     offering: Offering,
     offered: VecDeque<Vec<Candidate>>,
     next_batch: u32,
+    /// Pieces of files are sent from the files themselves.
+    from_files: bool,
 }
 
 struct Pack {
@@ -116,6 +118,7 @@ impl Walker {
         verdicts: Option<Receiver<Vec<Answer>>>,
         cancel: Arc<AtomicBool>,
         progress: Arc<Progress>,
+        from_files: bool,
     ) -> Result<Walker, String> {
         let filter = Filter::new(&terms.options)?;
         let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
@@ -136,6 +139,7 @@ impl Walker {
             offering: Offering::default(),
             offered: VecDeque::new(),
             next_batch: 0,
+            from_files,
         })
     }
 
@@ -495,7 +499,7 @@ impl Walker {
             return self.send_large(Candidate { stat, ..c }, &[]);
         }
         let size = stat.st_size as u64;
-        let direct = !endless && self.wants_direct(&file, size) && set_direct(&file);
+        let direct = !endless && !self.from_files && self.wants_direct(&file, size) && set_direct(&file);
         let mut meta = meta_of(&stat);
         if self.terms.options.preserve && !endless {
             meta.xattrs = self.meta(&c.dir, &c.name, &c.path, &stat).xattrs;
@@ -548,6 +552,11 @@ impl Walker {
             let finish = Finish::new(self);
             let large = Arc::clone(large);
             let file = Arc::clone(&large.file);
+            if self.from_files && !large.endless {
+                finish.load_from_file(block, header, large);
+                at = end;
+                continue;
+            }
             self.engine.storage.submit(file, at, StorageOp::Read { len: aligned }, block, move |done| {
                 let mut header = header;
                 match done.result {
@@ -661,10 +670,41 @@ impl Finish {
         });
     }
 
+    /// Digests a piece where it is and leaves it there; the block is a token that bounds how many
+    /// are under way.
+    fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
+        let engine = Arc::clone(&self.engine);
+        engine.workers.submit(engine.integrity, move || {
+            match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
+                Ok(digest) => header.digest = digest,
+                Err(e) => {
+                    large.failure.set(match e.kind() {
+                        io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
+                        _ => e.to_string(),
+                    });
+                    header.len = 0;
+                    header.kind = BlockKind::Void;
+                    header.digest = self.terms.verify.digest(&[]);
+                }
+            }
+            let file = (header.len > 0).then(|| Arc::clone(&large.file));
+            if file.is_none() {
+                return self.seal_and_close(block, header, &large);
+            }
+            self.mailer.send(Mail::Loaded(block, header, file));
+            large.close();
+        });
+    }
+
+    fn seal_and_close(self, block: Block, header: BlockHeader, large: &LargeFile) {
+        self.seal(block, header);
+        large.close();
+    }
+
     fn seal(self, mut block: Block, mut header: BlockHeader) {
         let Some(sealer) = self.terms.sealer.clone() else {
             header.encode(block.with_header_mut(HEADER_LEN).0);
-            return self.mailer.send(Mail::Loaded(block, header));
+            return self.mailer.send(Mail::Loaded(block, header, None));
         };
         let engine = Arc::clone(&self.engine);
         engine.workers.submit(engine.security, move || {
@@ -675,7 +715,7 @@ impl Finish {
             header.tag = sealer.seal(header.sequence.into(), &header.fixed(), sealed);
             let (head, _) = block.with_header_mut(HEADER_LEN);
             head[32..48].copy_from_slice(&header.tag);
-            self.mailer.send(Mail::Loaded(block, header));
+            self.mailer.send(Mail::Loaded(block, header, None));
         });
     }
 }

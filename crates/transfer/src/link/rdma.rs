@@ -1,10 +1,8 @@
-//! The network stage of a session: one control queue pair (Send and Receive, encrypted) and any
-//! number of data queue pairs (RDMA Write, each write followed by its completion notification).
-//!
-//! The link moves messages and blocks and keeps the peers' receive queues from running dry; what
-//! they mean is [`crate::source`]'s and [`crate::sink`]'s business.
+//! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
+//! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use crate::auth::{AuthError, Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
+use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX, WINDOW_MAX};
+use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -12,13 +10,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{
-    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
-    Device, MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags,
-    SendOp, SendRequest, Status, WorkCompletion,
+    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device,
+    MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp,
+    SendRequest, Status, WorkCompletion,
 };
 
-/// Most blocks under way in one session: credits granted and not used up.
-pub const WINDOW_MAX: usize = 256;
 /// Receives each end keeps posted for control messages.
 const CONTROL_RECEIVES: usize = 20;
 /// Receives of these kept back for messages that only return receives.
@@ -27,10 +23,6 @@ const CONTROL_RESERVE: usize = 8;
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 const SLOT_LEN: usize = 8192;
 const NOTICE_LEN: usize = 32;
-/// Something is said at least this often, so that silence means trouble.
-const HEARTBEAT: Duration = Duration::from_secs(10);
-/// Silence of this length ends the session.
-const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 const KIND_CONTROL_RECV: u64 = 1 << 56;
 const KIND_CONTROL_SEND: u64 = 2 << 56;
@@ -38,60 +30,8 @@ const KIND_NOTICE_RECV: u64 = 3 << 56;
 const KIND_WRITE: u64 = 4 << 56;
 const KIND_MASK: u64 = 0xff << 56;
 
-/// Why a link failed.
-#[derive(Debug, thiserror::Error)]
-pub enum LinkError {
-    /// The fabric refused.
-    #[error(transparent)]
-    Fabric(#[from] thruway_fabric::Error),
-    /// The control connection ended.
-    #[error("{0}")]
-    Closed(ConnectionError),
-    /// A data connection ended.
-    #[error("a data channel was lost: {0}")]
-    DataLost(ConnectionError),
-    /// The peer talks nonsense.
-    #[error("the peer broke the protocol: {0}")]
-    Malformed(#[from] Malformed),
-    /// The peer is not who it should be.
-    #[error(transparent)]
-    Auth(#[from] AuthError),
-    /// Nothing heard for too long.
-    #[error("the peer has been silent for {} s", SILENCE_MAX.as_secs())]
-    Silent,
-    /// Said something out of turn.
-    #[error("the peer broke the protocol: unexpected {0}")]
-    Unexpected(&'static str),
-}
-
-impl LinkError {
-    /// Whether trying again may help.
-    pub fn is_transient(&self) -> bool {
-        matches!(self, LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_))
-    }
-}
-
-/// Something that came over the link.
-pub enum LinkEvent {
-    /// A control message.
-    Control(Control),
-    /// A write has left: its block may be used again.
-    Written(Block),
-    /// A block of ours has been filled by the peer.
-    Arrived(Completion),
-}
-
-/// Which way blocks go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// This end writes.
-    Source,
-    /// This end grants.
-    Sink,
-}
-
 /// One end of a session's connections.
-pub struct Link {
+pub(crate) struct RdmaLink {
     device: Device,
     pd: ProtectionDomain,
     cq: CompletionQueue,
@@ -126,23 +66,24 @@ struct DataChannel {
     established: bool,
 }
 
-/// Either a credit for the peer, or why there is none.
+/// A credit for the peer.
 pub struct Window {
     /// What to tell the peer.
     pub credit: Credit,
     /// Keeps the peer's right alive; gone as soon as the peer has used it.
-    pub region: MemoryRegion,
+    #[expect(dead_code, reason = "dropping it revokes the right")]
+    region: MemoryRegion,
 }
 
-impl Link {
-    fn new(device: Device) -> Result<Link, LinkError> {
+impl RdmaLink {
+    fn new(device: Device) -> Result<RdmaLink, LinkError> {
         let pd = device.alloc_pd();
         let cq = device.create_cq(4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize)?;
         let depth = CONTROL_RECEIVES as u32;
         let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: depth, max_sge: 1 })?;
         let slots = Arc::new(Buffer::new(2 * CONTROL_RECEIVES * SLOT_LEN)?);
         let slots_mr = pd.register(&slots, Access::LOCAL_WRITE)?;
-        let link = Link {
+        let link = RdmaLink {
             device,
             pd,
             cq,
@@ -173,12 +114,12 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn connect(
+    pub(crate) fn connect(
         device: Device,
         addr: SocketAddr,
         credentials: &Credentials,
-    ) -> Result<(Link, Option<PublicKey>), LinkError> {
-        let mut link = Link::new(device)?;
+    ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
+        let mut link = RdmaLink::new(device)?;
         let private_data = Hello::Control { auth: credentials.kind() }.encode();
         link.control.connect(addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
         link.until_established(|link| link.control.info().is_some())?;
@@ -190,12 +131,12 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn accept(
+    pub(crate) fn accept(
         device: Device,
         request: ConnectionRequest,
         credentials: &Credentials,
-    ) -> Result<(Link, Option<PublicKey>), LinkError> {
-        let mut link = Link::new(device)?;
+    ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
+        let mut link = RdmaLink::new(device)?;
         request.accept(&link.control, &ConnectParams::default())?;
         let peer = link.shake(credentials, false)?;
         Ok((link, peer))
@@ -205,7 +146,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn attach(&mut self, pool: &Arc<BlockPool>) -> Result<(), LinkError> {
+    pub(crate) fn attach(&mut self, pool: &Arc<BlockPool>) -> Result<(), LinkError> {
         let mr = self.pd.register(pool.buffer(), Access::LOCAL_WRITE)?;
         self.writing = (0..pool.count()).map(|_| None).collect();
         self.pool = Some((Arc::clone(pool), mr));
@@ -241,7 +182,7 @@ impl Link {
         Ok(peer)
     }
 
-    fn until_established(&mut self, done: impl Fn(&Link) -> bool) -> Result<(), LinkError> {
+    fn until_established(&mut self, done: impl Fn(&RdmaLink) -> bool) -> Result<(), LinkError> {
         while !done(self) {
             self.turn(Duration::from_secs(1))?;
         }
@@ -252,7 +193,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn open_data(
+    pub(crate) fn open_data(
         &mut self,
         addr: SocketAddr,
         session: u32,
@@ -274,7 +215,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn accept_data(&mut self, request: ConnectionRequest, role: Role) -> Result<(), LinkError> {
+    pub(crate) fn accept_data(&mut self, request: ConnectionRequest, role: Role) -> Result<(), LinkError> {
         let mut channel = self.new_channel(role)?;
         request.accept(&channel.qp, &ConnectParams::default())?;
         channel.established = true;
@@ -300,23 +241,13 @@ impl Link {
         Ok(channel)
     }
 
-    /// Data channels there are.
-    pub fn channels(&self) -> usize {
-        self.data.len()
-    }
-
     /// The device, to wake a thread waiting in [`Link::poll`].
-    pub fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The address of the other end.
-    pub fn peer(&self) -> Option<SocketAddr> {
-        self.control.info().map(|i| i.peer)
-    }
-
     /// What was agreed on the control connection, for people.
-    pub fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         self.control.info().map(|i| i.detail).unwrap_or_default()
     }
 
@@ -324,7 +255,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn send(&mut self, message: &Control) -> Result<(), LinkError> {
+    pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
         // The receives we owe ride along; the number is put in when the message goes out.
         let plain = message.encode(0);
         debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} octets", plain.len());
@@ -333,7 +264,7 @@ impl Link {
     }
 
     /// Says why the session ends, ahead of whatever waits to be said. Best effort.
-    pub fn abort(&mut self, why: String) {
+    pub(crate) fn abort(&mut self, why: String) {
         self.outbox.clear();
         let _ = self.send(&Control::Abort(why));
     }
@@ -383,7 +314,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
+    pub(crate) fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
         let (pool, mr) = self.attached()?;
         let at = block.payload_offset() - HEADER_LEN;
         let len = HEADER_LEN + pool.payload_len();
@@ -397,7 +328,13 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn write(&mut self, block: Block, len: u32, credit: &Credit, notice: &Completion) -> Result<(), LinkError> {
+    pub(crate) fn write(
+        &mut self,
+        block: Block,
+        len: u32,
+        credit: &Credit,
+        notice: &Completion,
+    ) -> Result<(), LinkError> {
         let index = block.index() as usize;
         let sge = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN, HEADER_LEN as u32 + len)];
         let notice = notice.encode();
@@ -430,7 +367,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`] once the session cannot go on.
-    pub fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
+    pub(crate) fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
         if self.ready.is_empty() {
             self.turn(limit)?;
         }
@@ -561,25 +498,20 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`], also for blocks out of turn.
-    pub fn next_control(&mut self) -> Result<Control, LinkError> {
+    pub(crate) fn next_control(&mut self) -> Result<Control, LinkError> {
         loop {
             match self.ready.pop_front() {
                 Some(LinkEvent::Control(message)) => return Ok(message),
                 Some(LinkEvent::Written(_)) => {}
-                Some(LinkEvent::Arrived(_)) => return Err(LinkError::Unexpected("block")),
+                Some(_) => return Err(LinkError::Unexpected("block")),
                 None => self.turn(Duration::from_secs(5))?,
             }
         }
     }
 
-    /// Puts an event back in front of what has come.
-    pub fn put_back(&mut self, event: LinkEvent) {
-        self.ready.push_front(event);
-    }
-
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message
     /// is not lost to a reset.
-    pub fn close(mut self) {
+    pub(crate) fn close(mut self) {
         let start = Instant::now();
         let limit = Duration::from_secs(2);
         while !self.outbox.is_empty() && start.elapsed() < limit {

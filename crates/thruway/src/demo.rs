@@ -1,0 +1,307 @@
+//! `thruway demo`: the main job end to end on this machine, in a temporary directory.
+
+use crate::{Common, Failed, units};
+use clap::Args;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Arguments of `thruway demo`.
+#[derive(Args)]
+pub struct DemoArgs {
+    /// Size of the largest file of the data set
+    #[arg(long, default_value = "256M", value_parser = units::parse_size)]
+    size: u64,
+    /// Directory for the temporary directory
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+/// Runs the demonstration.
+pub fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
+    let result = Demo::new(args, common).and_then(|demo| demo.run());
+    result.map_err(|message| {
+        eprintln!("thruway demo: {message}");
+        Failed
+    })
+}
+
+struct Demo<'a> {
+    args: &'a DemoArgs,
+    common: &'a Common,
+    dir: tempfile::TempDir,
+    program: PathBuf,
+}
+
+/// One step's result.
+struct Step {
+    what: String,
+    json: serde_json::Value,
+}
+
+/// A daemon that ends with the demo.
+struct Daemon {
+    child: Child,
+    addr: String,
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl<'a> Demo<'a> {
+    fn new(args: &'a DemoArgs, common: &'a Common) -> Result<Demo<'a>, String> {
+        let base = args.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let dir = tempfile::Builder::new().prefix("thruway-demo-").tempdir_in(&base);
+        let dir = dir.map_err(|e| format!("{}: {e}", base.display()))?;
+        let program = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;
+        Ok(Demo { args, common, dir, program })
+    }
+
+    fn say(&self, text: &str) {
+        if !self.common.json && !self.common.quiet {
+            println!("{text}");
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn run(self) -> Result<(), String> {
+        let source = self.path("data");
+        let (files, octets) = self.make_data_set(&source).map_err(|e| format!("making the data set: {e}"))?;
+        self.say(&format!(
+            "data set   {files} files, {}: small, large, sparse, linked, oddly named",
+            units::size(octets)
+        ));
+        let served = self.path("served");
+        fs::create_dir(&served).map_err(|e| e.to_string())?;
+        let daemon = self.serve(&served)?;
+        self.say(&format!("daemon     tw://{} serves {}", daemon.addr, served.display()));
+        let mut steps = Vec::new();
+        for (provider, extra) in
+            [("iwarp", &[][..]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
+        {
+            let label = if extra.is_empty() { provider.to_string() } else { format!("{provider}, encrypted, BLAKE3") };
+            let name = format!("copy{}", steps.len());
+            let there = format!("tw://{}/demo/{name}", daemon.addr);
+            let back = self.path(&format!("back{}", steps.len()));
+            let options = [&["-rp", "--provider", provider][..], extra].concat();
+            let push = self.cp(&options, &source, there.as_ref())?;
+            let pull = self.cp(&options, there.as_ref(), &back)?;
+            compare(&source, &served.join(&name))?;
+            compare(&source, &back)?;
+            for (what, json) in [("there", push), ("back", pull)] {
+                self.show(&mut steps, format!("{what:<5} by {label}"), json);
+            }
+        }
+        self.kill_and_resume(&source, &served, &daemon, &mut steps)?;
+        self.finish(&steps)
+    }
+
+    fn show(&self, steps: &mut Vec<Step>, what: String, json: serde_json::Value) {
+        let get = |key: &str| json[key].as_u64().unwrap_or(0);
+        let rate = units::rate(json["bytes_per_second"].as_f64().unwrap_or(0.0));
+        let mut text = format!("{what:<34} {:>10} {:>11}, {} files", units::size(get("bytes")), rate, get("files"));
+        if get("resumed_bytes") > 0 {
+            text += &format!(", {} not sent again", units::size(get("resumed_bytes")));
+        }
+        self.say(&format!("{text}, identical"));
+        steps.push(Step { what, json });
+    }
+
+    fn kill_and_resume(
+        &self,
+        source: &Path,
+        served: &Path,
+        daemon: &Daemon,
+        steps: &mut Vec<Step>,
+    ) -> Result<(), String> {
+        let there = format!("tw://{}/demo/interrupted", daemon.addr);
+        let large = source.join("large");
+        let limit = (self.args.size / 2).to_string();
+        let options = ["--bwlimit", &limit];
+        let mut child = self
+            .command(&options, &large, there.as_ref())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|e| e.to_string())?;
+        let start = Instant::now();
+        while on_disk(served, "interrupted") < self.args.size / 2 {
+            if start.elapsed() > Duration::from_secs(60) || child.try_wait().map_err(|e| e.to_string())?.is_some() {
+                return Err("the copy that was to be interrupted did not get half-way".into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child.kill().and_then(|()| child.wait()).map_err(|e| e.to_string())?;
+        if served.join("interrupted").exists() {
+            return Err("an unfinished file appeared under its name".into());
+        }
+        self.say("killed     a copy half-way with SIGKILL; the same command again:");
+        // The same command: a limit of the rate is part of it, and not worth waiting for.
+        let json = self.cp(&["--bwlimit", &limit], &large, there.as_ref())?;
+        let total = json["bytes"].as_u64().unwrap_or(0) + json["resumed_bytes"].as_u64().unwrap_or(0);
+        if total != self.args.size || json["resumed_bytes"].as_u64().unwrap_or(0) == 0 {
+            return Err(format!("resuming moved the wrong amount: {json}"));
+        }
+        compare_files(&large, &served.join("interrupted"))?;
+        self.show(steps, "resumed".into(), json);
+        Ok(())
+    }
+
+    fn finish(&self, steps: &[Step]) -> Result<(), String> {
+        if self.common.json {
+            let rows: Vec<_> = steps
+                .iter()
+                .map(|step| {
+                    let mut json = step.json.clone();
+                    json["step"] = step.what.clone().into();
+                    json
+                })
+                .collect();
+            println!("{}", serde_json::json!({ "ok": true, "steps": rows }));
+        }
+        self.say("all copies are identical to the source; nothing was left behind");
+        Ok(())
+    }
+
+    fn make_data_set(&self, root: &Path) -> std::io::Result<(u64, u64)> {
+        fs::create_dir(root)?;
+        let mut seed = 1u64;
+        let mut noise = |len: usize| {
+            let mut out = Vec::with_capacity(len + 8);
+            while out.len() < len {
+                seed ^= seed << 13;
+                seed ^= seed >> 7;
+                seed ^= seed << 17;
+                out.extend_from_slice(&seed.to_le_bytes());
+            }
+            out.truncate(len);
+            out
+        };
+        let mut octets = 0;
+        let large = fs::File::create(root.join("large"))?;
+        while octets < self.args.size {
+            let chunk = noise((self.args.size - octets).min(4 << 20) as usize);
+            large.write_all_at(&chunk, octets)?;
+            octets += chunk.len() as u64;
+        }
+        for dir in 0..20 {
+            let dir = root.join(format!("small/{dir:02}"));
+            fs::create_dir_all(&dir)?;
+            for file in 0..100 {
+                let content = noise(file * 97 + 1);
+                octets += content.len() as u64;
+                fs::write(dir.join(format!("{file:03}.dat")), content)?;
+            }
+        }
+        let sparse = fs::File::create(root.join("sparse"))?;
+        sparse.write_all_at(b"an island in a sea of nothing", 100 << 20)?;
+        sparse.set_len(1 << 30)?;
+        fs::write(root.join("a name with spaces\nand a line break"), "content")?;
+        fs::write(root.join("empty"), "")?;
+        std::os::unix::fs::symlink("large", root.join("link"))?;
+        fs::hard_link(root.join("empty"), root.join("second name"))?;
+        Ok((2004, octets))
+    }
+
+    fn serve(&self, dir: &Path) -> Result<Daemon, String> {
+        let mut child = Command::new(&self.program)
+            .args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"])
+            .arg(format!("demo={}", dir.display()))
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| format!("starting the daemon: {e}"))?;
+        let mut line = String::new();
+        let out = child.stdout.as_mut().expect("piped");
+        BufReader::new(out).read_line(&mut line).map_err(|e| format!("starting the daemon: {e}"))?;
+        let announced: serde_json::Value =
+            serde_json::from_str(&line).map_err(|_| "the daemon did not start".to_string())?;
+        let addr = announced["listening"][0].as_str().unwrap_or_default().to_string();
+        Ok(Daemon { child, addr })
+    }
+
+    fn command(&self, options: &[&str], from: &Path, to: &Path) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["cp", "--json"]).args(options).arg(from).arg(to).stdin(Stdio::null());
+        command
+    }
+
+    fn cp(&self, options: &[&str], from: &Path, to: &Path) -> Result<serde_json::Value, String> {
+        let out = self.command(options, from, to).output().map_err(|e| format!("starting a copy: {e}"))?;
+        let _ = std::io::stderr().write_all(&out.stderr);
+        if !out.status.success() {
+            return Err(format!("the copy from {} failed: {}", from.display(), out.status));
+        }
+        serde_json::from_slice(&out.stdout).map_err(|e| format!("the copy's report: {e}"))
+    }
+}
+
+/// Octets on disk of whatever in `dir` has this in its name.
+fn on_disk(dir: &Path, name: &str) -> u64 {
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    let named = entries.flatten().filter(|e| e.file_name().to_string_lossy().contains(name));
+    named.filter_map(|e| e.metadata().ok()).map(|m| m.blocks() * 512).sum()
+}
+
+fn compare_files(a: &Path, b: &Path) -> Result<(), String> {
+    let failed = |path: &Path| {
+        let path = path.display().to_string();
+        move |e: std::io::Error| format!("{path}: {e}")
+    };
+    let hash = |path: &Path| -> Result<blake3::Hash, String> {
+        let mut hasher = blake3::Hasher::new();
+        let mut file = fs::File::open(path).map_err(failed(path))?;
+        std::io::copy(&mut file, &mut hasher).map_err(failed(path))?;
+        Ok(hasher.finalize())
+    };
+    if hash(a)? == hash(b)? { Ok(()) } else { Err(format!("{} and {} differ", a.display(), b.display())) }
+}
+
+/// Insists that two trees have the same entries with the same types, modes, times and content.
+fn compare(a: &Path, b: &Path) -> Result<(), String> {
+    let (left, right) = (entries(a)?, entries(b)?);
+    if left.keys().ne(right.keys()) {
+        return Err(format!("{} and {} hold different entries", a.display(), b.display()));
+    }
+    for (name, meta) in &left {
+        let other = &right[name];
+        let (x, y) = (a.join(name), b.join(name));
+        let same = (meta.mode(), meta.mtime(), meta.mtime_nsec()) == (other.mode(), other.mtime(), other.mtime_nsec());
+        if !same || (!meta.is_dir() && meta.len() != other.len()) {
+            return Err(format!("{} and {} have different attributes", x.display(), y.display()));
+        }
+        // Reading through a gigabyte of holes would only warm the processor.
+        if meta.is_file() && meta.blocks() * 512 >= meta.len() {
+            compare_files(&x, &y)?;
+        }
+    }
+    Ok(())
+}
+
+fn entries(root: &Path) -> Result<BTreeMap<PathBuf, fs::Metadata>, String> {
+    let mut out = BTreeMap::new();
+    let mut todo = vec![root.to_path_buf()];
+    while let Some(dir) = todo.pop() {
+        let failed = |e: std::io::Error| format!("{}: {e}", dir.display());
+        for entry in fs::read_dir(&dir).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            let meta = fs::symlink_metadata(&path).map_err(failed)?;
+            if meta.is_dir() {
+                todo.push(path.clone());
+            }
+            let name = path.strip_prefix(root).expect("below the root").to_path_buf();
+            out.insert(name, meta);
+        }
+    }
+    Ok(out)
+}

@@ -1,0 +1,320 @@
+//! The network stage of a session: a control channel and data channels, over RDMA or plain TCP.
+//!
+//! The link moves messages and blocks and keeps queues from running dry; what they mean is
+//! [`crate::source`]'s and [`crate::sink`]'s business.
+
+mod rdma;
+mod tcp;
+
+pub use rdma::Window;
+pub(crate) use tcp::{Greeting, Receive, greet, splice};
+
+use crate::auth::{AuthError, Credentials, PublicKey};
+use crate::wire::{BlockHeader, Completion, Control, Credit, Malformed};
+use rdma::RdmaLink;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+use tcp::TcpLink;
+use thruway_engine::pool::{Block, BlockPool, Exposed};
+use thruway_fabric::{ConnectionError, ConnectionRequest, Device};
+
+/// Most blocks under way in one session: credits granted and not used up.
+pub const WINDOW_MAX: usize = 256;
+/// Something is said at least this often, so that silence means trouble.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// Silence of this length ends the session.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+/// Why a link failed.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The fabric refused.
+    #[error(transparent)]
+    Fabric(#[from] thruway_fabric::Error),
+    /// The control connection ended.
+    #[error("{0}")]
+    Closed(ConnectionError),
+    /// A data connection ended.
+    #[error("a data channel was lost: {0}")]
+    DataLost(ConnectionError),
+    /// The peer talks nonsense.
+    #[error("the peer broke the protocol: {0}")]
+    Malformed(#[from] Malformed),
+    /// The peer is not who it should be.
+    #[error(transparent)]
+    Auth(#[from] AuthError),
+    /// Nothing heard for too long.
+    #[error("the peer has been silent for {} s", SILENCE_MAX.as_secs())]
+    Silent,
+    /// Said something out of turn.
+    #[error("the peer broke the protocol: unexpected {0}")]
+    Unexpected(&'static str),
+}
+
+impl LinkError {
+    /// Whether trying again may help.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_))
+    }
+}
+
+/// Something that came over the link.
+pub enum LinkEvent {
+    /// A control message.
+    Control(Control),
+    /// A write has left: its block may be used again.
+    Written(Block),
+    /// A block of ours has been filled by the peer (RDMA).
+    Arrived(Completion),
+    /// A block has been received (TCP).
+    Received(Block, BlockHeader),
+    /// A piece has gone from the socket to its file (TCP).
+    Placed {
+        /// Its sequence number.
+        sequence: u32,
+        /// Its length.
+        len: u32,
+    },
+}
+
+/// Which way blocks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// This end writes.
+    Source,
+    /// This end grants.
+    Sink,
+}
+
+/// What a connection carries data with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// RDMA Write.
+    Rdma,
+    /// Plain TCP, with `sendfile` and `splice`.
+    Tcp,
+}
+
+/// A connection handed to a session.
+pub enum Arrival {
+    /// RDMA.
+    Rdma(ConnectionRequest),
+    /// TCP, after its greeting.
+    Tcp(TcpStream),
+}
+
+/// One end of a session's connections.
+pub struct Link(Inner);
+
+enum Inner {
+    Rdma(Box<RdmaLink>),
+    Tcp(Box<TcpLink>),
+}
+
+macro_rules! each {
+    ($link:expr, $inner:ident => $body:expr) => {
+        match &mut $link.0 {
+            Inner::Rdma($inner) => $body,
+            Inner::Tcp($inner) => $body,
+        }
+    };
+}
+
+impl Link {
+    /// Connects to a peer and proves who we are.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn connect(
+        device: Device,
+        transport: Transport,
+        addr: SocketAddr,
+        credentials: &Credentials,
+    ) -> Result<(Link, Option<PublicKey>), LinkError> {
+        Ok(match transport {
+            Transport::Rdma => {
+                let (link, key) = RdmaLink::connect(device, addr, credentials)?;
+                (Link(Inner::Rdma(Box::new(link))), key)
+            }
+            Transport::Tcp => {
+                let (link, key) = TcpLink::connect(device, addr, credentials)?;
+                (Link(Inner::Tcp(Box::new(link))), key)
+            }
+        })
+    }
+
+    /// Accepts a peer and has it prove who it is.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn accept(
+        device: Device,
+        arrival: Arrival,
+        credentials: &Credentials,
+    ) -> Result<(Link, Option<PublicKey>), LinkError> {
+        Ok(match arrival {
+            Arrival::Rdma(request) => {
+                let (link, key) = RdmaLink::accept(device, request, credentials)?;
+                (Link(Inner::Rdma(Box::new(link))), key)
+            }
+            Arrival::Tcp(stream) => {
+                let (link, key) = TcpLink::accept(device, stream, credentials)?;
+                (Link(Inner::Tcp(Box::new(link))), key)
+            }
+        })
+    }
+
+    /// What carries the data.
+    pub fn transport(&self) -> Transport {
+        match self.0 {
+            Inner::Rdma(_) => Transport::Rdma,
+            Inner::Tcp(_) => Transport::Tcp,
+        }
+    }
+
+    /// Gives the link the blocks it moves.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn attach(&mut self, pool: &Arc<BlockPool>) -> Result<(), LinkError> {
+        match &mut self.0 {
+            Inner::Rdma(link) => link.attach(pool),
+            Inner::Tcp(link) => {
+                link.attach(pool);
+                Ok(())
+            }
+        }
+    }
+
+    /// Opens the data channels of a session (connecting end).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn open_data(
+        &mut self,
+        addr: SocketAddr,
+        session: u32,
+        token: [u8; 16],
+        count: u32,
+        role: Role,
+    ) -> Result<(), LinkError> {
+        match &mut self.0 {
+            Inner::Rdma(link) => link.open_data(addr, session, token, count, role),
+            Inner::Tcp(link) => link.open_data(addr, session, token, count, role),
+        }
+    }
+
+    /// Takes one data channel of a session (accepting end).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn accept_data(&mut self, arrival: Arrival, role: Role) -> Result<(), LinkError> {
+        match (&mut self.0, arrival) {
+            (Inner::Rdma(link), Arrival::Rdma(request)) => link.accept_data(request, role),
+            (Inner::Tcp(link), Arrival::Tcp(stream)) => link.accept_data(stream, role),
+            _ => Err(LinkError::Unexpected("kind of data channel")),
+        }
+    }
+
+    /// Starts to receive on TCP data channels; `receive` takes pieces off the socket. Over RDMA
+    /// the peer's writes need no receiver.
+    pub(crate) fn start_receiving(&mut self, receive: &Arc<dyn Receive>) -> Result<(), LinkError> {
+        match &mut self.0 {
+            Inner::Rdma(_) => Ok(()),
+            Inner::Tcp(link) => link.start_receiving(receive),
+        }
+    }
+
+    /// The device, to wake a thread waiting in [`Link::poll`].
+    pub fn device(&self) -> &Device {
+        match &self.0 {
+            Inner::Rdma(link) => link.device(),
+            Inner::Tcp(link) => link.device(),
+        }
+    }
+
+    /// What was agreed on the control connection, for people.
+    pub fn describe(&self) -> String {
+        match &self.0 {
+            Inner::Rdma(link) => link.describe(),
+            Inner::Tcp(_) => "plain TCP".into(),
+        }
+    }
+
+    /// Sends a control message, or queues it until the peer has room.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn send(&mut self, message: &Control) -> Result<(), LinkError> {
+        each!(self, link => link.send(message))
+    }
+
+    /// Says why the session ends, ahead of whatever waits to be said. Best effort.
+    pub fn abort(&mut self, why: String) {
+        each!(self, link => link.abort(why));
+    }
+
+    /// Exposes a free block to the peer for one write (RDMA).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
+        match &self.0 {
+            Inner::Rdma(link) => link.expose(block),
+            Inner::Tcp(_) => Err(LinkError::Unexpected("credit")),
+        }
+    }
+
+    /// Writes a block's header and `len` octets of payload where the credit says, and the
+    /// notification behind it, which also revokes the credit's key (RDMA).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn write(&mut self, block: Block, len: u32, credit: &Credit, notice: &Completion) -> Result<(), LinkError> {
+        match &mut self.0 {
+            Inner::Rdma(link) => link.write(block, len, credit, notice),
+            Inner::Tcp(_) => Err(LinkError::Unexpected("credit")),
+        }
+    }
+
+    /// Sends a block, whose header is in place, or, with `file`, that piece of the file in its
+    /// stead (TCP).
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn stream(&mut self, block: Block, header: BlockHeader, file: Option<Arc<File>>) -> Result<(), LinkError> {
+        match &mut self.0 {
+            Inner::Rdma(_) => Err(LinkError::Unexpected("streamed block")),
+            Inner::Tcp(link) => link.stream(block, header, file),
+        }
+    }
+
+    /// What has come, waiting up to `limit` for the first of it. An empty list is no error: the
+    /// wait may also have ended because somebody woke the device.
+    ///
+    /// # Errors
+    /// [`LinkError`] once the session cannot go on.
+    pub fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
+        each!(self, link => link.poll(limit))
+    }
+
+    /// Waits for the next control message that is not a heartbeat.
+    ///
+    /// # Errors
+    /// [`LinkError`], also for blocks out of turn.
+    pub fn next_control(&mut self) -> Result<Control, LinkError> {
+        each!(self, link => link.next_control())
+    }
+
+    /// Closes in order, and waits a moment for the peer to do the same, so that the last message
+    /// is not lost to a reset.
+    pub fn close(self) {
+        match self.0 {
+            Inner::Rdma(link) => link.close(),
+            Inner::Tcp(link) => link.close(),
+        }
+    }
+}

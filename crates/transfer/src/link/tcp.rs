@@ -1,0 +1,596 @@
+//! The link over plain TCP, for hosts where iWARP framing is not wanted: a control connection and
+//! data connections, each with a thread of its own.
+//!
+//! Large pieces that are neither encrypted nor from an endless source never enter this process:
+//! `sendfile` at the source, `splice` at the sink. There are no credits: TCP's window and the
+//! pool's blocks are the flow control.
+
+use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
+use crate::auth::{Credentials, Handshake, PublicKey, Secured};
+use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use thruway_engine::pool::{Block, BlockPool};
+use thruway_fabric::{ConnectionError, Device};
+
+/// How long a peer may take to say who it is.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest greeting.
+const GREETING_MAX: usize = 256;
+/// Octets a sealed control frame can have.
+const FRAME_MAX: usize = CONTROL_MAX + 64;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// Takes pieces of files off a socket.
+pub(crate) trait Receive: Send + Sync {
+    /// Moves `header.len` octets from the socket to where they belong.
+    ///
+    /// # Errors
+    /// If the socket fails, or the session cannot go on.
+    fn piece(&self, header: &BlockHeader, stream: &TcpStream) -> io::Result<()>;
+}
+
+/// A connection whose caller has said who it is.
+pub(crate) struct Greeting {
+    pub(crate) hello: Hello,
+    pub(crate) stream: TcpStream,
+}
+
+/// Reads a caller's greeting; `prefix` is what has been read of it already.
+pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting> {
+    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    let invalid = || io::Error::new(io::ErrorKind::InvalidData, "neither MPA nor RFTP");
+    let mut seen = prefix.to_vec();
+    let mut need = MAGIC.len() + 2;
+    while seen.len() < need || need == MAGIC.len() + 2 {
+        let known = seen.len().min(MAGIC.len());
+        if seen[..known] != MAGIC[..known] {
+            return Err(invalid());
+        }
+        if seen.len() >= MAGIC.len() + 2 {
+            let len = usize::from(u16::from_be_bytes([seen[4], seen[5]]));
+            if len > GREETING_MAX {
+                return Err(invalid());
+            }
+            need = MAGIC.len() + 2 + len;
+            if seen.len() >= need {
+                break;
+            }
+        }
+        // Octet-exact: what follows the greeting is somebody else's.
+        let mut chunk = vec![0; need - seen.len()];
+        let n = stream.read(&mut chunk)?;
+        if n == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        seen.extend_from_slice(&chunk[..n]);
+    }
+    if seen.len() > need {
+        return Err(invalid());
+    }
+    let hello = Hello::decode(&seen[MAGIC.len() + 2..]).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+    stream.set_read_timeout(None)?;
+    Ok(Greeting { hello, stream })
+}
+
+fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {
+    let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
+    let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(lost)?;
+    prepare(&stream, addr).map_err(lost)?;
+    let body = hello.encode();
+    let mut greeting = MAGIC.to_vec();
+    greeting.extend_from_slice(&(body.len() as u16).to_be_bytes());
+    greeting.extend_from_slice(&body);
+    stream.write_all(&greeting).map_err(lost)?;
+    Ok(stream)
+}
+
+fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_write_timeout(Some(SILENCE_MAX))?;
+    if peer.ip().to_canonical().is_loopback() {
+        // As the iWARP provider does: a pacing algorithm halves the loopback device's rate.
+        let _ = rustix::net::sockopt::set_tcp_congestion(stream, "cubic");
+    }
+    Ok(())
+}
+
+/// What threads of the link tell the session's own.
+enum News {
+    Control(Vec<u8>),
+    ControlEnded(ConnectionError),
+    Sent(Block),
+    Received(Block, BlockHeader),
+    Placed { sequence: u32, len: u32 },
+    Malformed(Malformed),
+    DataEnded(ConnectionError),
+}
+
+#[derive(Clone)]
+struct Teller {
+    sender: Sender<News>,
+    device: Device,
+}
+
+impl Teller {
+    fn tell(&self, news: News) {
+        let _ = self.sender.send(news);
+        self.device.wake();
+    }
+}
+
+/// A block to send: with `file`, the header only, and the payload from there.
+struct Outgoing {
+    block: Block,
+    header: BlockHeader,
+    file: Option<Arc<File>>,
+}
+
+pub(crate) struct TcpLink {
+    device: Device,
+    control: TcpStream,
+    teller: Teller,
+    news: Receiver<News>,
+    secured: Option<Secured>,
+    raw: VecDeque<Vec<u8>>,
+    pool: Option<Arc<BlockPool>>,
+    data: Vec<TcpStream>,
+    /// To the sending threads; they share one queue, so that a slow channel takes less.
+    outgoing: Option<Sender<Outgoing>>,
+    queue: Arc<Mutex<Receiver<Outgoing>>>,
+    ready: VecDeque<LinkEvent>,
+    heard: Instant,
+    spoken: Instant,
+    /// The control connection has ended; what it said is still to be read.
+    ended: Option<ConnectionError>,
+}
+
+impl TcpLink {
+    pub(crate) fn connect(
+        device: Device,
+        addr: SocketAddr,
+        credentials: &Credentials,
+    ) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
+        let stream = dial(addr, &Hello::Control { auth: credentials.kind() })?;
+        let mut link = TcpLink::new(device, stream)?;
+        let peer = link.shake(credentials, true)?;
+        Ok((link, peer))
+    }
+
+    pub(crate) fn accept(
+        device: Device,
+        stream: TcpStream,
+        credentials: &Credentials,
+    ) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
+        let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
+        let peer = stream.peer_addr().map_err(lost)?;
+        prepare(&stream, peer).map_err(lost)?;
+        let mut link = TcpLink::new(device, stream)?;
+        let peer = link.shake(credentials, false)?;
+        Ok((link, peer))
+    }
+
+    fn new(device: Device, control: TcpStream) -> Result<TcpLink, LinkError> {
+        let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
+        let (sender, news) = channel();
+        let teller = Teller { sender, device: device.clone() };
+        let reader = control.try_clone().map_err(lost)?;
+        let voice = teller.clone();
+        spawn("control", move || read_control(reader, &voice)).map_err(lost)?;
+        let (outgoing, queue) = channel();
+        Ok(TcpLink {
+            device,
+            control,
+            teller,
+            news,
+            secured: None,
+            raw: VecDeque::new(),
+            pool: None,
+            data: Vec::new(),
+            outgoing: Some(outgoing),
+            queue: Arc::new(Mutex::new(queue)),
+            ready: VecDeque::new(),
+            heard: Instant::now(),
+            spoken: Instant::now(),
+            ended: None,
+        })
+    }
+
+    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
+        let mut handshake = Handshake::new(credentials, initiator);
+        while !handshake.is_finished() {
+            if handshake.is_my_turn() {
+                let message = handshake.write();
+                self.send_octets(&message)?;
+            } else {
+                let message = loop {
+                    if let Some(message) = self.raw.pop_front() {
+                        break message;
+                    }
+                    self.turn(Duration::from_secs(1))?;
+                };
+                handshake.read(&message)?;
+            }
+        }
+        let peer = handshake.peer_key();
+        self.secured = Some(handshake.finish()?);
+        for message in std::mem::take(&mut self.raw) {
+            self.take_control(&message)?;
+        }
+        Ok(peer)
+    }
+
+    pub(crate) fn attach(&mut self, pool: &Arc<BlockPool>) {
+        self.pool = Some(Arc::clone(pool));
+    }
+
+    pub(crate) fn open_data(
+        &mut self,
+        addr: SocketAddr,
+        session: u32,
+        token: [u8; 16],
+        count: u32,
+        role: Role,
+    ) -> Result<(), LinkError> {
+        for _ in 0..count {
+            let stream = dial(addr, &Hello::Data { session, token })?;
+            self.add_data(stream, role)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn accept_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
+        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
+        let peer = stream.peer_addr().map_err(lost)?;
+        prepare(&stream, peer).map_err(lost)?;
+        self.add_data(stream, role)
+    }
+
+    fn add_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
+        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
+        if role == Role::Source {
+            let (writer, queue, teller) =
+                (stream.try_clone().map_err(lost)?, Arc::clone(&self.queue), self.teller.clone());
+            spawn("send", move || send_blocks(&writer, &queue, &teller)).map_err(lost)?;
+        }
+        self.data.push(stream);
+        Ok(())
+    }
+
+    pub(crate) fn start_receiving(&mut self, receive: &Arc<dyn Receive>) -> Result<(), LinkError> {
+        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
+        let pool = self.pool.clone().ok_or(LinkError::Unexpected("block"))?;
+        for stream in &self.data {
+            let stream = stream.try_clone().map_err(lost)?;
+            let (pool, receive, teller) = (Arc::clone(&pool), Arc::clone(receive), self.teller.clone());
+            spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller)).map_err(lost)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn stream(
+        &mut self,
+        block: Block,
+        header: BlockHeader,
+        file: Option<Arc<File>>,
+    ) -> Result<(), LinkError> {
+        let outgoing = self.outgoing.as_ref().ok_or(LinkError::Unexpected("block"))?;
+        // The receiving end of this channel is ours too.
+        let _ = outgoing.send(Outgoing { block, header, file });
+        Ok(())
+    }
+
+    pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
+        let secured = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?;
+        let sealed = secured.seal(&message.encode(0));
+        self.send_octets(&sealed)
+    }
+
+    fn send_octets(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+        let mut frame = (octets.len() as u16).to_be_bytes().to_vec();
+        frame.extend_from_slice(octets);
+        self.spoken = Instant::now();
+        match self.control.write_all(&frame) {
+            Ok(()) => Ok(()),
+            // Why the peer went may be on its way to us: let the next turn find out.
+            Err(_) if self.ended.is_none() => Ok(()),
+            Err(e) => Err(LinkError::Closed(ConnectionError::Lost(e.to_string()))),
+        }
+    }
+
+    pub(crate) fn abort(&mut self, why: String) {
+        let _ = self.send(&Control::Abort(why));
+    }
+
+    pub(crate) fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
+        if self.ready.is_empty() {
+            self.turn(limit)?;
+        }
+        Ok(std::mem::take(&mut self.ready))
+    }
+
+    pub(crate) fn next_control(&mut self) -> Result<Control, LinkError> {
+        loop {
+            match self.ready.pop_front() {
+                Some(LinkEvent::Control(message)) => return Ok(message),
+                Some(LinkEvent::Written(_)) => {}
+                Some(_) => return Err(LinkError::Unexpected("block")),
+                None => self.turn(Duration::from_secs(5))?,
+            }
+        }
+    }
+
+    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        let mut any = self.take_news()?;
+        if !any {
+            if let Some(cause) = self.ended.take() {
+                return Err(LinkError::Closed(cause));
+            }
+            let now = Instant::now();
+            if now.duration_since(self.heard) > SILENCE_MAX {
+                return Err(LinkError::Silent);
+            }
+            if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() {
+                self.send(&Control::Receives)?;
+            }
+            self.device.wait(Some(limit.min(HEARTBEAT)))?;
+            any = self.take_news()?;
+        }
+        let _ = any;
+        Ok(())
+    }
+
+    fn take_news(&mut self) -> Result<bool, LinkError> {
+        let mut any = false;
+        loop {
+            let news = match self.news.try_recv() {
+                Ok(news) => news,
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(any),
+            };
+            any = true;
+            match news {
+                News::Control(octets) => {
+                    self.heard = Instant::now();
+                    if self.secured.is_none() {
+                        self.raw.push_back(octets);
+                    } else {
+                        self.take_control(&octets)?;
+                    }
+                }
+                News::ControlEnded(cause) => self.ended = Some(cause),
+                News::Sent(block) => self.ready.push_back(LinkEvent::Written(block)),
+                News::Received(block, header) => {
+                    self.heard = Instant::now();
+                    self.ready.push_back(LinkEvent::Received(block, header));
+                }
+                News::Placed { sequence, len } => {
+                    self.heard = Instant::now();
+                    self.ready.push_back(LinkEvent::Placed { sequence, len });
+                }
+                News::Malformed(malformed) => return Err(malformed.into()),
+                News::DataEnded(cause) => {
+                    // The control connection's last words explain more.
+                    if self.ready.is_empty() && self.ended.is_none() {
+                        self.device.wait(Some(Duration::from_millis(50)))?;
+                        if let Ok(News::Control(octets)) = self.news.try_recv() {
+                            self.take_control(&octets)?;
+                            return Ok(true);
+                        }
+                    }
+                    if self.ready.is_empty() {
+                        return Err(LinkError::DataLost(cause));
+                    }
+                }
+            }
+        }
+    }
+
+    fn take_control(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+        let secured = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?;
+        let plain = secured.open(octets)?;
+        let (message, _) = Control::decode(&plain)?;
+        if message != Control::Receives {
+            self.ready.push_back(LinkEvent::Control(message));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn close(mut self) {
+        let _ = self.control.shutdown(Shutdown::Write);
+        let start = Instant::now();
+        while self.ended.is_none() && start.elapsed() < Duration::from_secs(2) {
+            if self.take_news().is_err() {
+                return;
+            }
+            if self.ended.is_none() && self.device.wait(Some(Duration::from_millis(50))).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        // The threads hold clones of the sockets; this makes their calls return.
+        self.outgoing = None;
+        for stream in self.data.iter().chain([&self.control]) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(run).map(drop)
+}
+
+fn read_control(mut stream: TcpStream, teller: &Teller) {
+    let mut read = || -> io::Result<Vec<u8>> {
+        let mut len = [0; 2];
+        stream.read_exact(&mut len)?;
+        let len = usize::from(u16::from_be_bytes(len));
+        if len > FRAME_MAX {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a control frame that is too long"));
+        }
+        let mut octets = vec![0; len];
+        stream.read_exact(&mut octets)?;
+        Ok(octets)
+    };
+    loop {
+        match read() {
+            Ok(octets) => teller.tell(News::Control(octets)),
+            Err(e) => return teller.tell(News::ControlEnded(cause_of(&e))),
+        }
+    }
+}
+
+fn cause_of(error: &io::Error) -> ConnectionError {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => ConnectionError::Closed,
+        _ => ConnectionError::Lost(error.to_string()),
+    }
+}
+
+fn send_blocks(stream: &TcpStream, queue: &Mutex<Receiver<Outgoing>>, teller: &Teller) {
+    loop {
+        let next = queue.lock().expect("no panics under the lock").recv();
+        let Ok(outgoing) = next else { return };
+        if let Err(e) = send_block(stream, &outgoing) {
+            return teller.tell(News::DataEnded(cause_of(&e)));
+        }
+        teller.tell(News::Sent(outgoing.block));
+    }
+}
+
+fn send_block(mut stream: &TcpStream, outgoing: &Outgoing) -> io::Result<()> {
+    let len = outgoing.header.len as usize;
+    let Some(file) = &outgoing.file else {
+        // Header and payload are neighbours.
+        return stream.write_all(outgoing.block.joined(HEADER_LEN, len));
+    };
+    let mut header = [0; HEADER_LEN];
+    outgoing.header.encode(&mut header);
+    let mut sent = 0;
+    while sent < HEADER_LEN {
+        sent += rustix::net::send(stream, &header[sent..], rustix::net::SendFlags::MORE)?;
+    }
+    let mut offset = outgoing.header.offset;
+    let mut left = len;
+    while left > 0 {
+        match rustix::fs::sendfile(stream, file, Some(&mut offset), left) {
+            Ok(0) => return Err(io::Error::new(io::ErrorKind::InvalidData, "a file shrank while it was sent")),
+            Ok(n) => left -= n,
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+fn receive_blocks(stream: &TcpStream, pool: &Arc<BlockPool>, receive: &dyn Receive, teller: &Teller) {
+    loop {
+        match receive_block(stream, pool, receive) {
+            Ok(news) => teller.tell(news),
+            Err(e) => return teller.tell(News::DataEnded(cause_of(&e))),
+        }
+    }
+}
+
+fn receive_block(mut stream: &TcpStream, pool: &Arc<BlockPool>, receive: &dyn Receive) -> io::Result<News> {
+    let mut octets = [0; HEADER_LEN];
+    stream.read_exact(&mut octets)?;
+    let header = match BlockHeader::decode(&octets, pool.payload_len()) {
+        Ok(header) => header,
+        Err(malformed) => return Ok(News::Malformed(malformed)),
+    };
+    if header.kind == BlockKind::Data && !header.sealed {
+        receive.piece(&header, stream)?;
+        return Ok(News::Placed { sequence: header.sequence, len: header.len });
+    }
+    let mut block = loop {
+        if let Some(block) = pool.take(Duration::from_secs(1)) {
+            break block;
+        }
+        // Has the session ended meanwhile?
+        if stream.peer_addr().is_err() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    };
+    let len = header.len as usize;
+    let (head, payload) = block.with_header_mut(HEADER_LEN);
+    head.copy_from_slice(&octets);
+    stream.read_exact(&mut payload[..len])?;
+    Ok(News::Received(block, header))
+}
+
+/// Moves octets from a socket into a file at `offset`, or nowhere, through a pipe, inside the
+/// kernel.
+pub(crate) fn splice(stream: &TcpStream, file: Option<&File>, offset: u64, len: u32) -> io::Result<()> {
+    thread_local! {
+        static PIPE: std::cell::RefCell<Option<Pipe>> = const { std::cell::RefCell::new(None) };
+    }
+    PIPE.with_borrow_mut(|slot| {
+        if slot.is_none() {
+            *slot = Some(Pipe::new()?);
+        }
+        let pipe = slot.as_ref().expect("just made");
+        let done = pipe.transfer(stream, file, offset, len as usize);
+        if done.is_err() {
+            // Something may be left inside.
+            *slot = None;
+        }
+        done
+    })
+}
+
+struct Pipe {
+    read: std::os::fd::OwnedFd,
+    write: std::os::fd::OwnedFd,
+    null: File,
+}
+
+impl Pipe {
+    fn new() -> io::Result<Pipe> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let _ = rustix::pipe::fcntl_setpipe_size(&write, 1 << 20);
+        Ok(Pipe { read, write, null: File::options().write(true).open("/dev/null")? })
+    }
+
+    fn transfer(&self, stream: &TcpStream, file: Option<&File>, offset: u64, len: usize) -> io::Result<()> {
+        use rustix::pipe::{SpliceFlags, splice};
+        let mut left = len;
+        let mut at = offset;
+        while left > 0 {
+            let n = match splice(stream, None, &self.write, None, left, SpliceFlags::MOVE | SpliceFlags::MORE) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => n,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(e) => return Err(e.into()),
+            };
+            let mut inside = n;
+            while inside > 0 {
+                let (target, position) = match file {
+                    Some(file) => (file.as_fd(), Some(&mut at)),
+                    None => (self.null.as_fd(), None),
+                };
+                match splice(&self.read, None, target, position, inside, SpliceFlags::MOVE) {
+                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                    Ok(moved) => inside -= moved,
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+            left -= n;
+        }
+        Ok(())
+    }
+}
