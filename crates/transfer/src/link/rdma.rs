@@ -241,7 +241,7 @@ impl RdmaLink {
         Ok(channel)
     }
 
-    /// The device, to wake a thread waiting in [`Link::poll`].
+    /// The device, to wake a thread waiting in [`RdmaLink::poll`].
     pub(crate) fn device(&self) -> &Device {
         &self.device
     }
