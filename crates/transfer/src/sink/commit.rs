@@ -26,8 +26,8 @@ pub(crate) struct Finished {
     pub(crate) file: Option<Arc<File>>,
 }
 
-/// Hears how each file's commit went.
-pub(crate) type OnCommit = Box<dyn Fn(&Finished, io::Result<()>) + Send>;
+/// Hears how each file's commit went, and (`None`) that a group is done.
+pub(crate) type OnCommit = Box<dyn Fn(Option<(&Finished, io::Result<()>)>) + Send>;
 
 /// The commit stage of a sink.
 pub(crate) struct Committer {
@@ -99,10 +99,12 @@ fn commit_groups(
         if let (Ok(true), Some(journal), Some(position)) = (&synced, journal, position) {
             journal.synced(position);
         }
-        pending.fetch_sub(count, Ordering::SeqCst);
+        // Failures are reported before the group counts as done: the session ends when all are.
         for (file, placed) in group.iter().zip(outcomes) {
-            on_commit(file, placed);
+            on_commit(Some((file, placed)));
         }
+        pending.fetch_sub(count, Ordering::SeqCst);
+        on_commit(None);
     }
 }
 

@@ -127,17 +127,15 @@ pub fn run(
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
     let on_commit = {
         let (counters, mailer, progress) = (Arc::clone(&counters), mailer.clone(), Arc::clone(progress));
-        Box::new(move |file: &commit::Finished, placed: std::io::Result<()>| {
-            match placed {
-                Ok(()) => {
-                    counters.files.fetch_add(1, Ordering::Relaxed);
-                    Progress::add(&progress.files, 1);
-                }
-                Err(e) => mailer.send(Mail::Report(Report { path: file.path.clone(), message: e.to_string() })),
+        Box::new(move |outcome: Option<(&commit::Finished, std::io::Result<()>)>| match outcome {
+            Some((_, Ok(()))) => {
+                counters.files.fetch_add(1, Ordering::Relaxed);
+                Progress::add(&progress.files, 1);
             }
-            if counters.blocks.load(Ordering::SeqCst) == counters.expected.load(Ordering::SeqCst) {
-                mailer.send(Mail::Progressed);
+            Some((file, Err(e))) => {
+                mailer.send(Mail::Report(Report { path: file.path.clone(), message: e.to_string() }));
             }
+            None => mailer.send(Mail::Progressed),
         })
     };
     let local = |e: std::io::Error| SessionError::Local(format!("starting the commit stage: {e}"));
