@@ -168,9 +168,10 @@ def latency():
 @contextlib.contextmanager
 def gridftp():
     port = free_port()
-    args = ["globus-gridftp-server", "-aa", "-anonymous-user", "root", "-allow-root", "1", "-p", str(port)]
-    if os.geteuid():
-        args = ["globus-gridftp-server", "-aa", "-p", str(port)]
+    args = ["globus-gridftp-server", "-aa", "-daemon", "-p", str(port)]
+    if not os.geteuid():
+        # As root it wants somebody to become.
+        args += ["-anonymous-user", "nobody"]
     with server(args, port) as process:
         yield port, process
 
@@ -217,6 +218,7 @@ def memory():
 def workspace():
     base = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 14 * GIB else None
     with tempfile.TemporaryDirectory(prefix="thruway-bench-", dir=base) as path:
+        os.chmod(path, 0o777)
         yield pathlib.Path(path)
 
 

@@ -24,7 +24,7 @@ impl Algorithm {
     pub fn digest(self, data: &[u8]) -> [u8; DIGEST_LEN] {
         match self {
             Algorithm::None => [0; DIGEST_LEN],
-            Algorithm::Xxh3 => xxhash_rust::xxh3::xxh3_128(data).to_le_bytes(),
+            Algorithm::Xxh3 => twox_hash::XxHash3_128::oneshot(data).to_le_bytes(),
             Algorithm::Blake3 => {
                 let mut out = [0; DIGEST_LEN];
                 out.copy_from_slice(&blake3::hash(data).as_bytes()[..DIGEST_LEN]);

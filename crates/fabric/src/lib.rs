@@ -381,6 +381,8 @@ pub struct ConnectionInfo {
     pub ird: u16,
     /// Outbound reads and atomics allowed.
     pub ord: u16,
+    /// Round trip as measured now, where the device can tell.
+    pub round_trip: Option<Duration>,
     /// Protocol details, for people.
     pub detail: String,
 }

@@ -239,12 +239,15 @@ impl CpArgs {
             format!("--block-size {}: 64 KiB to 64 MiB, in steps of 4 KiB, are possible", units::size(block))
         })?;
         let this_host = remote.addr.ip().to_canonical().is_loopback();
+        let encrypt = match self.encrypt {
+            Tri::Auto => !this_host,
+            Tri::On => true,
+            Tri::Off => false,
+        };
+        // Where every block is verified or authenticated end to end, MPA's CRC adds nothing.
+        remote.fabric.crc = self.verify == Algorithm::None && !encrypt;
         Ok(Job {
-            encrypt: match self.encrypt {
-                Tri::Auto => !this_host,
-                Tri::On => true,
-                Tri::Off => false,
-            },
+            encrypt,
             remote,
             export: String::new(),
             path: Vec::new(),

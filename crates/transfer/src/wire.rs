@@ -528,7 +528,7 @@ pub struct BlockHeader {
     pub file: u64,
     /// AEAD tag, if sealed.
     pub tag: [u8; TAG_LEN],
-    /// Digest of the payload in clear.
+    /// Digest of the payload in clear; see [`BlockHeader::bind`].
     pub digest: [u8; DIGEST_LEN],
 }
 
@@ -551,6 +551,13 @@ impl BlockHeader {
         out[21] = u8::from(self.sealed);
         out[24..32].copy_from_slice(&self.file.to_be_bytes());
         out
+    }
+
+    /// The digest of a payload, bound to the header that says where it belongs, so that neither can
+    /// change or be swapped unnoticed.
+    pub fn bind(&self, verify: Algorithm, payload: [u8; DIGEST_LEN]) -> [u8; DIGEST_LEN] {
+        let header = verify.digest(&self.fixed());
+        std::array::from_fn(|i| payload[i] ^ header[i])
     }
 
     /// Reads a header for a block that holds up to `capacity` octets.

@@ -139,7 +139,7 @@ impl Liar {
             }
         }
         let mut header = self.header(sequence, at as u32);
-        header.digest = algorithm(1).unwrap().digest(&block.payload()[..at]);
+        header.digest = header.bind(algorithm(1).unwrap(), algorithm(1).unwrap().digest(&block.payload()[..at]));
         (block, header)
     }
 
@@ -307,7 +307,7 @@ fn data_beyond_its_file_ends_the_session() {
     header.kind = BlockKind::Data;
     header.file = 1;
     header.offset = 95;
-    header.digest = algorithm(1).unwrap().digest(&block.payload()[..10]);
+    header.digest = header.bind(algorithm(1).unwrap(), algorithm(1).unwrap().digest(&block.payload()[..10]));
     liar.write(block, header);
     assert!(liar.ended().contains("offset"));
     lab.check_alive();

@@ -171,6 +171,7 @@ impl Endpoint {
             local,
             ird: agreement.ird,
             ord: agreement.ord,
+            round_trip: None,
             detail: format!(
                 "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} octets, RFC 7306 {}, {}",
                 agreement.revision,
@@ -545,7 +546,12 @@ impl QueuePairOps for Endpoint {
     }
 
     fn info(&self) -> Option<ConnectionInfo> {
-        self.lock().info.clone()
+        let guard = self.lock();
+        let mut info = guard.info.clone()?;
+        if let Phase::Live(live) = &guard.phase {
+            info.round_trip = socket::round_trip(&live.stream);
+        }
+        Some(info)
     }
 
     fn error(&self) -> Option<ConnectionError> {

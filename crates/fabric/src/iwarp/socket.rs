@@ -73,6 +73,18 @@ pub(super) fn max_segment(stream: &TcpStream) -> usize {
     if rc == 0 && value > 0 { value as usize } else { 536 }
 }
 
+/// The round trip TCP measures now.
+pub(super) fn round_trip(stream: &TcpStream) -> Option<Duration> {
+    // SAFETY: an all-zero tcp_info is valid, being integers throughout.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: `info` and `len` are valid for writing and describe each other.
+    let rc = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut len)
+    };
+    (rc == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
+}
+
 /// Sends from memory described by `iov`. `Ok(None)` if TCP takes nothing now.
 ///
 /// # Safety

@@ -236,6 +236,14 @@ impl Link {
         }
     }
 
+    /// Round trip to the peer, where it is known.
+    pub fn round_trip(&self) -> Option<Duration> {
+        match &self.0 {
+            Inner::Rdma(link) => link.round_trip(),
+            Inner::Tcp(_) => None,
+        }
+    }
+
     /// What was agreed on the control connection, for people.
     pub fn describe(&self) -> String {
         match &self.0 {

@@ -246,6 +246,11 @@ impl RdmaLink {
         &self.device
     }
 
+    /// Round trip to the peer.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        self.data.first()?.qp.info()?.round_trip
+    }
+
     /// What was agreed on the control connection, for people.
     pub(crate) fn describe(&self) -> String {
         self.control.info().map(|i| i.detail).unwrap_or_default()

@@ -149,6 +149,8 @@ pub(crate) struct TcpLink {
     spoken: Instant,
     /// The control connection has ended; what it said is still to be read.
     ended: Option<ConnectionError>,
+    /// A data connection has ended.
+    data_ended: Option<ConnectionError>,
 }
 
 impl TcpLink {
@@ -199,6 +201,7 @@ impl TcpLink {
             heard: Instant::now(),
             spoken: Instant::now(),
             ended: None,
+            data_ended: None,
         })
     }
 
@@ -331,10 +334,19 @@ impl TcpLink {
     }
 
     fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
-        let mut any = self.take_news()?;
-        if !any {
+        if !self.take_news()? {
+            // The end comes after everything that was said before it. A lost data channel waits a
+            // moment for the control connection's last words, which explain more.
             if let Some(cause) = self.ended.take() {
                 return Err(LinkError::Closed(cause));
+            }
+            if let Some(cause) = self.data_ended.take() {
+                self.device.wait(Some(Duration::from_millis(50)))?;
+                if self.take_news()? {
+                    self.data_ended.get_or_insert(cause);
+                    return Ok(());
+                }
+                return Err(LinkError::DataLost(cause));
             }
             let now = Instant::now();
             if now.duration_since(self.heard) > SILENCE_MAX {
@@ -344,9 +356,8 @@ impl TcpLink {
                 self.send(&Control::Receives)?;
             }
             self.device.wait(Some(limit.min(HEARTBEAT)))?;
-            any = self.take_news()?;
+            self.take_news()?;
         }
-        let _ = any;
         Ok(())
     }
 
@@ -379,17 +390,7 @@ impl TcpLink {
                 }
                 News::Malformed(malformed) => return Err(malformed.into()),
                 News::DataEnded(cause) => {
-                    // The control connection's last words explain more.
-                    if self.ready.is_empty() && self.ended.is_none() {
-                        self.device.wait(Some(Duration::from_millis(50)))?;
-                        if let Ok(News::Control(octets)) = self.news.try_recv() {
-                            self.take_control(&octets)?;
-                            return Ok(true);
-                        }
-                    }
-                    if self.ready.is_empty() {
-                        return Err(LinkError::DataLost(cause));
-                    }
+                    self.data_ended.get_or_insert(cause);
                 }
             }
         }

@@ -13,9 +13,9 @@ use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, 
 use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, FileStatus, OfferEntry, Report};
 use std::collections::VecDeque;
 use std::fs::File;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::Block;
 
@@ -52,6 +52,7 @@ pub fn run(
     let (mailer, mailbox) = Mailer::new(link.device());
     let (verdicts, verdict_receiver) = channel();
     let cancel = Arc::new(AtomicBool::new(false));
+    let ahead = Ahead::new(engine.pool.count());
     let walker = walk::Walker::new(
         Arc::clone(engine),
         terms.clone(),
@@ -60,6 +61,7 @@ pub fn run(
         Arc::clone(&cancel),
         Arc::clone(progress),
         link.transport() == Transport::Tcp && terms.sealer.is_none(),
+        Arc::clone(&ahead),
     )
     .map_err(SessionError::Local)?;
     let thread = std::thread::Builder::new()
@@ -81,6 +83,7 @@ pub fn run(
         progress,
         on_report,
         budget: Budget::new(terms.rate_limit),
+        ahead,
     };
     let result = source.run();
     if let Err(error) = &result {
@@ -111,6 +114,63 @@ struct Source<'a> {
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
     budget: Budget,
+    ahead: Arc<Ahead>,
+}
+
+/// How many blocks the source may have outside its pool. Loading as far ahead as the pool allows
+/// would push every block out of the processor's cache before it is sent; loading too little
+/// would leave a slow disk idle. So the limit grows while the network waits for blocks, and
+/// shrinks while blocks wait for the network.
+pub(crate) struct Ahead {
+    state: Mutex<AheadState>,
+    changed: Condvar,
+}
+
+struct AheadState {
+    held: usize,
+    limit: usize,
+    most: usize,
+}
+
+impl Ahead {
+    const LEAST: usize = 4;
+
+    fn new(most: usize) -> Arc<Ahead> {
+        let state = Mutex::new(AheadState { held: 0, limit: Ahead::LEAST.min(most), most });
+        Arc::new(Ahead { state, changed: Condvar::new() })
+    }
+
+    /// Waits for leave to take a block; false after `limit`.
+    pub(crate) fn enter(&self, limit: Duration) -> bool {
+        let state = self.state.lock().expect("no panics under the lock");
+        let waited = self.changed.wait_timeout_while(state, limit, |s| s.held >= s.limit);
+        let (mut state, timeout) = waited.expect("no panics under the lock");
+        if timeout.timed_out() && state.held >= state.limit {
+            return false;
+        }
+        state.held += 1;
+        true
+    }
+
+    /// A block is back in the pool.
+    fn leave(&self) {
+        self.state.lock().expect("no panics under the lock").held -= 1;
+        self.changed.notify_one();
+    }
+
+    /// A block has been sent and so many wait behind it.
+    fn adjust(&self, waiting: usize) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        match waiting {
+            0 if state.limit < state.most => {
+                state.limit += 1;
+                drop(state);
+                self.changed.notify_one();
+            }
+            3.. if state.limit > Ahead::LEAST => state.limit -= 1,
+            _ => {}
+        }
+    }
 }
 
 impl Source<'_> {
@@ -122,8 +182,10 @@ impl Source<'_> {
             let limit = self.budget.pause().unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
-                    // Dropping the block frees it.
-                    LinkEvent::Written(_) => {}
+                    LinkEvent::Written(block) => {
+                        drop(block);
+                        self.ahead.leave();
+                    }
                     LinkEvent::Control(Control::DataSetReply(summary)) if self.announced => {
                         return Ok(summary);
                     }
@@ -207,6 +269,7 @@ impl Source<'_> {
 
     fn account(&mut self, len: u32) {
         self.sent += 1;
+        self.ahead.adjust(self.loaded.len());
         self.budget.spend(len.into());
         Progress::add(&self.progress.bytes, len.into());
     }

@@ -4,7 +4,7 @@
 //! subdirectories on the way down. Small files are read straight into the block they travel in;
 //! large ones are read by the storage stage, holes left out.
 
-use super::Mail;
+use super::{Ahead, Mail};
 use crate::filter::Filter;
 use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
 use crate::wire::{
@@ -70,6 +70,7 @@ pub(super) struct Walker {
     next_batch: u32,
     /// Pieces of files are sent from the files themselves.
     from_files: bool,
+    ahead: Arc<Ahead>,
 }
 
 struct Pack {
@@ -119,6 +120,7 @@ impl Walker {
         cancel: Arc<AtomicBool>,
         progress: Arc<Progress>,
         from_files: bool,
+        ahead: Arc<Ahead>,
     ) -> Result<Walker, String> {
         let filter = Filter::new(&terms.options)?;
         let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
@@ -140,6 +142,7 @@ impl Walker {
             offered: VecDeque::new(),
             next_batch: 0,
             from_files,
+            ahead,
         })
     }
 
@@ -603,6 +606,9 @@ impl Walker {
 
     /// A free block; while there is none, the sink's pace is ours.
     fn take_block(&self) -> Walk<Block> {
+        while !self.ahead.enter(Duration::from_millis(100)) {
+            self.check_cancel()?;
+        }
         loop {
             self.check_cancel()?;
             if let Some(block) = self.engine.pool.take(Duration::from_millis(100)) {
@@ -665,7 +671,8 @@ impl Finish {
             return self.seal(block, header);
         }
         engine.workers.submit(engine.integrity, move || {
-            header.digest = self.terms.verify.digest(&block.payload()[..header.len as usize]);
+            let verify = self.terms.verify;
+            header.digest = header.bind(verify, verify.digest(&block.payload()[..header.len as usize]));
             self.seal(block, header);
         });
     }
@@ -676,7 +683,7 @@ impl Finish {
         let engine = Arc::clone(&self.engine);
         engine.workers.submit(engine.integrity, move || {
             match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
-                Ok(digest) => header.digest = digest,
+                Ok(digest) => header.digest = header.bind(self.terms.verify, digest),
                 Err(e) => {
                     large.failure.set(match e.kind() {
                         io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
@@ -684,7 +691,7 @@ impl Finish {
                     });
                     header.len = 0;
                     header.kind = BlockKind::Void;
-                    header.digest = self.terms.verify.digest(&[]);
+                    header.digest = header.bind(self.terms.verify, self.terms.verify.digest(&[]));
                 }
             }
             let file = (header.len > 0).then(|| Arc::clone(&large.file));
