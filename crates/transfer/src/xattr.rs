@@ -1,6 +1,6 @@
 //! Extended attributes of an entry named by directory and name.
 
-use rustix::fs::{AtFlags, XattrFlags};
+use rustix::fs::XattrFlags;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -60,6 +60,15 @@ pub(crate) fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Vec<(Vec<u8>,
     Ok(out)
 }
 
+/// As [`read`], of an open file: the same without walking a path.
+pub(crate) fn read_open(file: BorrowedFd<'_>) -> io::Result<Vec<(Vec<u8>, Vec<u8>)>> {
+    let mut names = [0u8; 256];
+    match rustix::fs::flistxattr(file, &mut names) {
+        Ok(0) | Err(rustix::io::Errno::NOTSUP) => Ok(Vec::new()),
+        _ => read(file, c""),
+    }
+}
+
 /// Sets attributes; the first failure is returned, the rest are tried all the same.
 pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attributes: &[(Vec<u8>, Vec<u8>)]) -> io::Result<()> {
     let path = path_of(dir, name);
@@ -78,6 +87,5 @@ pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attributes: &[(Vec<u8>, Ve
             ));
         }
     }
-    let _ = AtFlags::empty();
     result
 }

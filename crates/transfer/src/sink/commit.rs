@@ -89,12 +89,11 @@ fn commit_groups(
                 Ok(_) => put_in_place(file),
                 Err(e) => Err(io::Error::new(e.kind(), format!("making it durable: {e}"))),
             };
-            if placed.is_ok()
-                && let Some(journal) = journal
-            {
-                journal.done(&file.key, &file.version);
-            }
             outcomes.push(placed);
+        }
+        if let Some(journal) = journal {
+            let placed = group.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_ok());
+            journal.done(placed.map(|(file, _)| (&file.key, &file.version)));
         }
         if let (Ok(true), Some(journal), Some(position)) = (&synced, journal, position) {
             journal.synced(position);

@@ -15,6 +15,7 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -248,9 +249,19 @@ impl Files {
         let place = Place { dir, name: CString::new(name)? };
         let key = key_of(path);
         let temp = temp_name(&place.name, &self.job, &key);
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut file = File::from(rustix::fs::openat(&place.dir, &temp, flags, Mode::from_raw_mode(0o600))?);
-        let written = file.write_all(content).and_then(|()| self.tree.apply(&file, meta));
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let (mode, mode_is_right) = self.tree.mode_at_creation(meta);
+        let opened = match rustix::fs::openat(&place.dir, &temp, flags, mode) {
+            // Left by an attempt that was killed.
+            Err(rustix::io::Errno::EXIST) => {
+                rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty())?;
+                rustix::fs::openat(&place.dir, &temp, flags, mode)
+            }
+            other => other,
+        };
+        let mut file = File::from(opened?);
+        let written =
+            file.write_all(content).and_then(|()| self.tree.apply_except_mode(file.as_fd(), meta, mode_is_right));
         if let Err(e) = written {
             let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
             return Err(e);

@@ -140,9 +140,12 @@ impl Journal {
         Ok((Journal { dir: Arc::clone(dir), name, state }, earlier))
     }
 
-    /// A file is in place.
-    pub(crate) fn done(&self, key: &Key, version: &Version) {
-        self.append(&record(DONE, key, version.fingerprint(), 0, 0));
+    /// These files are in place.
+    pub(crate) fn done<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version)>) {
+        let records: Vec<u8> = files.flat_map(|(key, v)| record(DONE, key, v.fingerprint(), 0, 0)).collect();
+        if !records.is_empty() {
+            self.append(&records);
+        }
     }
 
     /// A range of a temporary file has been verified and written.
@@ -165,7 +168,7 @@ impl Journal {
         state.note(written);
     }
 
-    fn append(&self, record: &[u8; RECORD_LEN]) {
+    fn append(&self, records: &[u8]) {
         let mut state = self.state.lock().expect("no panics under the lock");
         if state.failed {
             return;
@@ -185,9 +188,9 @@ impl Journal {
                 Err(e) => return state.note(Err(e)),
             }
         }
-        let written = state.file.as_mut().expect("just made").write_all(record);
+        let written = state.file.as_mut().expect("just made").write_all(records);
         state.note(written);
-        state.position += RECORD_LEN as u64;
+        state.position += records.len() as u64;
     }
 
     /// The job is done: nothing is left to resume.
@@ -356,7 +359,7 @@ mod tests {
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(earlier.is_empty());
         let (a, b) = (key_of(b"a"), key_of(b"b"));
-        journal.done(&a, &V);
+        journal.done([(&a, &V)].into_iter());
         for (offset, len) in [(50, 10), (0, 20), (20, 5)] {
             journal.range(&b, &V, offset, len);
         }

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Timespec, Timestamps};
 use std::collections::HashSet;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -107,9 +107,23 @@ impl Tree {
         Mode::from_raw_mode(bits)
     }
 
+    /// The mode to make a file with, and whether that is all its mode needs.
+    ///
+    /// A file is made with its final permissions only if that gives nobody more than the whole
+    /// file will: special bits are set last, when owner and content are right.
+    pub(crate) fn mode_at_creation(&self, meta: &Meta) -> (Mode, bool) {
+        let wanted = self.mode(meta);
+        let plain = wanted.as_raw_mode() & (0o7000 | self.umask) == 0;
+        if plain { (wanted, true) } else { (Mode::from_raw_mode(0o600), false) }
+    }
+
     /// Applies attributes to an open file or directory.
     pub(crate) fn apply(&self, fd: impl AsFd, meta: &Meta) -> io::Result<()> {
-        let fd = fd.as_fd();
+        self.apply_except_mode(fd.as_fd(), meta, false)
+    }
+
+    /// As [`Tree::apply`], leaving out a mode that is right already.
+    pub(crate) fn apply_except_mode(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> io::Result<()> {
         if self.preserve {
             if self.privileged {
                 rustix::fs::fchown(fd, uid(meta), gid(meta))?;
@@ -118,7 +132,9 @@ impl Tree {
                 let _ = rustix::fs::fchown(fd, None, gid(meta));
             }
         }
-        rustix::fs::fchmod(fd, self.mode(meta))?;
+        if !mode_is_right {
+            rustix::fs::fchmod(fd, self.mode(meta))?;
+        }
         if self.preserve {
             crate::xattr::write(fd, c"", &meta.xattrs)?;
             rustix::fs::futimens(fd, &times(meta))?;

@@ -112,6 +112,7 @@ struct LargeFile {
 }
 
 impl Walker {
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn new(
         engine: Arc<Engine>,
         terms: Terms,
@@ -462,7 +463,10 @@ impl Walker {
         }
         let mut meta = meta_of(&stat);
         if self.terms.options.preserve {
-            meta.xattrs = self.meta(&c.dir, &c.name, &c.path, &stat).xattrs;
+            match crate::xattr::read_open(file.as_fd()) {
+                Ok(xattrs) => meta.xattrs = xattrs,
+                Err(e) => self.report(&c.path, format!("extended attributes: {e}")),
+            }
         }
         let record = Record::File { path: c.path.clone(), meta }.encode();
         let size = size as usize;
