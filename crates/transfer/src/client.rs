@@ -144,6 +144,7 @@ fn attempt(
         job: job.id,
         verify: job.verify as u8,
         data_key,
+        rate_limit: job.rate_limit,
         options: options.clone(),
     };
     let (mut link, reply) = open_session(&job.remote, request)?;
@@ -249,6 +250,7 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         job: [0; 16],
         verify: 0,
         data_key: None,
+        rate_limit: None,
         options: TreeOptions::default(),
     };
     let (mut link, _) = open_session(remote, request)?;

@@ -454,7 +454,7 @@ impl Session<'_> {
             verify: wire::algorithm(asked.verify).map_err(LinkError::from)?,
             sealer: asked.data_key.map(|key| Arc::new(Sealer::new(&key))),
             options: asked.options.clone(),
-            rate_limit: None,
+            rate_limit: asked.rate_limit,
         };
         let progress = Arc::new(Progress::default());
         let on_report: OnReport = Arc::new(|report| {

@@ -170,6 +170,8 @@ pub struct SessionRequest {
     pub verify: u8,
     /// Key of the data plane's AEAD; `None` leaves it in clear.
     pub data_key: Option<[u8; 32]>,
+    /// Octets per second the source keeps under.
+    pub rate_limit: Option<u64>,
     /// Tree options.
     pub options: TreeOptions,
 }
@@ -750,6 +752,7 @@ mod tests {
                 job: [3; 16],
                 verify: 1,
                 data_key: Some([7; 32]),
+                rate_limit: Some(9),
                 options: TreeOptions { length: Some(5), ..TreeOptions::default() },
             })),
             Control::SessionReply(SessionReply {

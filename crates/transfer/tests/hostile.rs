@@ -55,6 +55,7 @@ impl Lab {
             job: [5; 16],
             verify: 1,
             data_key: None,
+            rate_limit: None,
             options: TreeOptions { recursive: true, ..TreeOptions::default() },
         }
     }

@@ -10,7 +10,7 @@ pub use walk::Root;
 
 use crate::link::{Link, LinkEvent, Transport};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
-use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, FileStatus, OfferEntry, Report};
+use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, Direct, FileStatus, OfferEntry, Report};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -60,7 +60,7 @@ pub fn run(
         offers.then_some(verdict_receiver),
         Arc::clone(&cancel),
         Arc::clone(progress),
-        link.transport() == Transport::Tcp && terms.sealer.is_none(),
+        link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
         Arc::clone(&ahead),
     )
     .map_err(SessionError::Local)?;
