@@ -352,3 +352,18 @@ fn many_small_sessions_at_once_are_all_served() {
         assert_eq!(fs::read_to_string(lab.path(&format!("copy{i}"))).unwrap(), "content");
     }
 }
+
+#[test]
+fn the_machines_own_usr_tree_arrives_whole_in_bounded_memory() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    let daemon = lab.serve(&served);
+    let result = cp(&lab, &args(&[&"-rp", &"/usr", &daemon.url("e/")]));
+    assert_eq!(result["failed"], 0);
+    assert_same(Path::new("/usr"), &served.join("usr"), Compare::Everything);
+    let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
+    let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap();
+    let peak: u64 = peak.trim().trim_end_matches("kB").trim().parse().unwrap();
+    // The pool is 64 blocks of 1 MiB and their headers.
+    assert!(peak < (65 + 64) << 10, "the daemon took {peak} KiB");
+}

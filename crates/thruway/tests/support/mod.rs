@@ -157,7 +157,10 @@ fn describe(root: &Path, how: Compare) -> BTreeMap<Vec<u8>, String> {
                 );
                 if kind.is_file() && meta.nlink() > 1 {
                     let first = names_of.entry((meta.dev(), meta.ino())).or_insert_with(|| name.clone());
-                    text += &format!(" same as {first:?}");
+                    // Other names may be outside the tree.
+                    if *first != name {
+                        text += &format!(" same as {first:?}");
+                    }
                 }
             }
             out.insert(name, text);
