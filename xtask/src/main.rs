@@ -16,8 +16,8 @@ cargo xtask TASK
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
 ";
 
-/// Debian packages that tests use as peers and tools.
-const PACKAGES: [&str; 4] = ["iproute2", "attr", "util-linux", "procps"];
+/// Debian packages that the build and the tests use.
+const PACKAGES: [&str; 4] = ["build-essential", "attr", "util-linux", "procps"];
 
 fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();

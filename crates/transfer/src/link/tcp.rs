@@ -337,8 +337,8 @@ impl TcpLink {
         if !self.take_news()? {
             // The end comes after everything that was said before it. A lost data channel waits a
             // moment for the control connection's last words, which explain more.
-            if let Some(cause) = self.ended.take() {
-                return Err(LinkError::Closed(cause));
+            if let Some(cause) = &self.ended {
+                return Err(LinkError::Closed(cause.clone()));
             }
             if let Some(cause) = self.data_ended.take() {
                 self.device.wait(Some(Duration::from_millis(50)))?;
