@@ -333,7 +333,7 @@ fn push_locally(
     engine: &Arc<Engine>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
-    use thruway_transfer::{auth, daemon};
+    use thruway_transfer::daemon;
     let local = local_sources(sources)?;
     let contents = local.iter().any(|(_, name)| name.is_empty());
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
@@ -348,7 +348,6 @@ fn push_locally(
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
-    let _ = auth::random::<1>();
     push_to(args, local, "target", rest, into, &root.to_string_lossy(), engine, peer)
         .map_err(|e| format!("{}: {e}", target.display()))
 }

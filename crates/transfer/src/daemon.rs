@@ -79,7 +79,6 @@ struct Shared {
     active: AtomicUsize,
     /// Threads that read a greeting.
     greeting: AtomicUsize,
-    served: AtomicUsize,
     stop: AtomicBool,
     listener: Device,
 }
@@ -148,7 +147,6 @@ impl Daemon {
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
             greeting: AtomicUsize::new(0),
-            served: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             listener: device.clone(),
         });
@@ -272,7 +270,6 @@ impl Shared {
                 Err(error) => tracing::warn!(%peer, %error, "session failed"),
             }
             shared.active.fetch_sub(1, Ordering::SeqCst);
-            shared.served.fetch_add(1, Ordering::SeqCst);
             if shared.config.once {
                 shared.stop.store(true, Ordering::SeqCst);
             }

@@ -16,7 +16,6 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -637,6 +636,5 @@ fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
 fn is_disk(file: &File) -> bool {
     const DISKS: [i64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
     let kind = rustix::fs::fstatfs(file).map(|s| s.f_type);
-    let _ = file.read_at(&mut [], 0);
     kind.is_ok_and(|kind| DISKS.contains(&kind))
 }
