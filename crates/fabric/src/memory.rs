@@ -142,7 +142,9 @@ impl Region {
         Some(unsafe { self.ptr.add(offset as usize) })
     }
 
-    fn enter(self: &Arc<Region>) -> Option<Placement> {
+    /// Holds off invalidation; `None` if it has come first. Not to be kept while waiting for
+    /// anybody: who invalidates waits for it.
+    pub(crate) fn enter(self: &Arc<Region>) -> Option<Placement> {
         self.users.fetch_add(1, Ordering::SeqCst);
         let placement = Placement(Arc::clone(self));
         self.valid.load(Ordering::SeqCst).then_some(placement)
@@ -165,6 +167,12 @@ impl Region {
 
 /// Holds off the invalidation of a region while octets are being placed in it.
 pub(crate) struct Placement(Arc<Region>);
+
+impl Placement {
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.0
+    }
+}
 
 impl Drop for Placement {
     fn drop(&mut self) {

@@ -45,11 +45,15 @@ fn big_file(lab: &Lab, octets: u64) -> std::path::PathBuf {
     path
 }
 
+/// The daemon removes its journal when the client has closed, which may be a moment after its end.
 fn no_leftovers(dir: &Path) {
-    for entry in fs::read_dir(dir).unwrap() {
-        let name = entry.unwrap().file_name();
-        let name = name.to_string_lossy();
-        assert!(!name.contains(".tw-") && !name.contains(".journal"), "{name} is left behind");
+    let start = Instant::now();
+    let ours = |name: &str| name.contains(".tw-") || name.contains(".journal");
+    loop {
+        let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned());
+        let Some(name) = names.into_iter().find(|n| ours(n)) else { return };
+        assert!(start.elapsed() < PATIENCE, "{name} is left behind");
+        std::thread::yield_now();
     }
 }
 
@@ -193,7 +197,7 @@ fn a_cut_connection_is_made_again_within_the_command() {
     {
         let proxy = proxy(daemon.addr.parse().unwrap(), Fault::Cut, cut);
         let result = cp(&lab, &args(&[&"--provider", &provider, &big, &format!("tw://{proxy}/e/copy")]));
-        assert!(result["retries"].as_u64().unwrap() >= 1, "cut after {cut}: {result}");
+        assert_eq!(result["retries"], 1, "cut after {cut}: {result}");
         assert!(result["bytes"].as_u64().unwrap() <= 64 * MIB);
         assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
         no_leftovers(&served);
@@ -208,7 +212,7 @@ fn a_corrupted_octet_never_reaches_a_file() {
     for (at, provider) in [(5_000_000, "iwarp"), (9_999_999, "iwarp"), (5_000_000, "tcp")] {
         let proxy = proxy(daemon.addr.parse().unwrap(), Fault::Corrupt, at);
         let result = cp(&lab, &args(&[&"--provider", &provider, &big, &format!("tw://{proxy}/e/copy")]));
-        assert!(result["retries"].as_u64().unwrap() >= 1, "{result}");
+        assert_eq!(result["retries"], 1, "{result}");
         assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
     }
 }

@@ -175,14 +175,11 @@ fn attempt(
                 name: reply.rename.clone().filter(|_| !name.is_empty()).unwrap_or_else(|| name.clone()),
             });
             let roots = rename_contents(roots.collect(), reply.rename.as_deref());
-            source::run(&mut link, &engine, &terms, roots, reply.offers, progress, on_report)
+            source::run(link, &engine, &terms, roots, reply.offers, progress, on_report)
         }
-        (Local::Directory(_), Some(prepared)) => {
-            sink::run(&mut link, &engine, &terms, prepared, progress, on_report, false)
-        }
+        (Local::Directory(_), Some(prepared)) => sink::run(link, &engine, &terms, prepared, progress, on_report, false),
         (Local::Directory(_), None) => unreachable!("prepared above"),
     };
-    link.close();
     outcome.map(|summary| (summary, detail))
 }
 

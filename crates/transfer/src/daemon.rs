@@ -16,7 +16,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::security::Sealer;
@@ -458,11 +458,10 @@ impl Session<'_> {
             tracing::info!(path = %String::from_utf8_lossy(&report.path), message = report.message, "not copied");
         });
         let outcome = match work {
-            Work::Push(prepared, _) => sink::run(&mut link, &engine, &terms, prepared, &progress, &on_report, true),
-            Work::Pull(roots) => source::run(&mut link, &engine, &terms, roots, offers, &progress, &on_report),
+            Work::Push(prepared, _) => sink::run(link, &engine, &terms, prepared, &progress, &on_report, true),
+            Work::Pull(roots) => source::run(link, &engine, &terms, roots, offers, &progress, &on_report),
             Work::List(_) => unreachable!("answered above"),
         };
-        link.close();
         outcome.map(Some)
     }
 }
@@ -489,12 +488,17 @@ impl<'a> Doors<'a> {
 
     fn collect(&self, link: &mut Link, count: u32, role: Role) -> Result<(), SessionError> {
         let deadline = Instant::now() + Duration::from_secs(15);
-        for _ in 0..count {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.receiver.recv_timeout(left) {
-                Ok(arrival) => link.accept_data(arrival, role)?,
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    return Err(LinkError::Silent.into());
+        let mut missing = count;
+        while missing > 0 {
+            match self.receiver.try_recv() {
+                Ok(arrival) => {
+                    link.accept_data(arrival, role)?;
+                    missing -= 1;
+                }
+                Err(_) => {
+                    let left = deadline.checked_duration_since(Instant::now()).ok_or(LinkError::Silent)?;
+                    // Ends at once if the caller has gone.
+                    link.wait(left)?;
                 }
             }
         }

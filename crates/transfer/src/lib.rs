@@ -4,7 +4,8 @@
 //! - [`wire`]: every message and header, pure codec.
 //! - [`auth`]: keys, handshake, encryption of the control channel.
 //! - [`link`]: the queue pairs of a session.
-//! - [`source`], [`sink`]: the two ends.
+//! - `protocol`: the two ends as state machines that do no I/O.
+//! - [`source`], [`sink`]: the same two ends with a network and files.
 //! - [`session`]: what they share.
 //! - [`client`], [`daemon`]: who connects and who is connected to.
 
@@ -14,6 +15,7 @@ pub mod client;
 pub mod daemon;
 pub mod filter;
 pub mod link;
+mod protocol;
 pub mod session;
 pub mod sink;
 pub mod source;

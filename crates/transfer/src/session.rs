@@ -159,6 +159,12 @@ impl From<thruway_fabric::Error> for SessionError {
     }
 }
 
+impl From<crate::protocol::Violation> for SessionError {
+    fn from(violation: crate::protocol::Violation) -> SessionError {
+        SessionError::Link(violation.into())
+    }
+}
+
 /// How a session ended that did not fail as a whole.
 pub type Outcome = Result<Summary, SessionError>;
 

@@ -336,6 +336,8 @@ pub enum Control {
     Abort(String),
     /// Only returns receive credits.
     Receives,
+    /// The source has heard that everything is in place.
+    Farewell,
 }
 
 const RESPONSE: u16 = 1;
@@ -361,6 +363,7 @@ impl Control {
             Control::Listing { .. } => (11, true),
             Control::Abort(_) => (12, false),
             Control::Receives => (13, false),
+            Control::Farewell => (14, false),
         }
     }
 
@@ -372,7 +375,7 @@ impl Control {
             Control::BlockSize(b) => postcard::to_allocvec(b),
             Control::BlockSizeReply { accepted, largest } => postcard::to_allocvec(&(accepted, largest)),
             Control::Channels(b) | Control::ChannelsReply(b) => postcard::to_allocvec(b),
-            Control::RegionRequest | Control::Receives => Ok(Vec::new()),
+            Control::RegionRequest | Control::Receives | Control::Farewell => Ok(Vec::new()),
             Control::RegionReply(b) => postcard::to_allocvec(b),
             Control::DataSetComplete(b) => postcard::to_allocvec(b),
             Control::DataSetReply(b) => postcard::to_allocvec(b),
@@ -446,6 +449,7 @@ impl Control {
             }
             (12, false) => Control::Abort(get(body, "abort")?),
             (13, false) => get::<()>(body, "receives").map(|()| Control::Receives)?,
+            (14, false) => get::<()>(body, "farewell").map(|()| Control::Farewell)?,
             _ => return Err(Malformed("control message type")),
         };
         Ok((message, (flags >> 8) as u8))
@@ -777,6 +781,7 @@ mod tests {
             Control::Listing { entries: vec![], last: true },
             Control::Abort("why".into()),
             Control::Receives,
+            Control::Farewell,
         ]
     }
 

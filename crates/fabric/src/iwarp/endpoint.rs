@@ -411,11 +411,16 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
         if taken >= TURN {
             return Turn::Unfinished;
         }
-        live.connection.rx_iovecs(iovecs);
+        if !live.connection.rx_iovecs(iovecs) {
+            break;
+        }
         let offered: usize = iovecs.iter().map(|v| v.iov_len).sum();
         // SAFETY: `rx_iovecs` describes validated target memory, held until `rx_received`.
         match unsafe { socket::receive(&live.stream, iovecs) } {
-            Ok(None) => live.readable = false,
+            Ok(None) => {
+                live.readable = false;
+                live.connection.rx_received(0);
+            }
             Ok(Some(0)) => {
                 live.readable = false;
                 live.ended = true;

@@ -83,7 +83,9 @@ pub fn receive(data: &[u8]) {
     let mut left = wire.as_slice();
     while !left.is_empty() && connection.failure.is_none() {
         let mut iov = IoVecs::default();
-        connection.rx_iovecs(&mut iov);
+        if !connection.rx_iovecs(&mut iov) {
+            break;
+        }
         let mut given = 0;
         for v in iov.iter() {
             let n = v.iov_len.min(left.len()).min((usize::from(chunk) + 1) * 7 - given);

@@ -21,9 +21,10 @@ use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
 use super::terminate::{self, DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
 use super::tx::{MARKER_INTERVAL, MARKER_LEN};
-use crate::memory::{Access, LocalPiece, Placement};
+use crate::memory::{Access, LocalPiece, Placement, Region};
 use crate::types::{ConnectionError, SendOp, Status};
 use smallvec::SmallVec;
+use std::sync::Arc;
 
 /// Octets of stash offered when no payload is being placed.
 const STASH_LEN: usize = 8 << 10;
@@ -70,6 +71,11 @@ pub(crate) struct Receiver {
     payload_len: usize,
     /// Where they go, in order; holds exactly `payload_left` octets.
     targets: SmallVec<[Target; 4]>,
+    /// The region that `targets` of a tagged segment are in.
+    claim: Option<Arc<Region>>,
+    /// Holds `claim` against invalidation from [`Connection::rx_iovecs`] to
+    /// [`Connection::rx_received`], and no longer: a peer that stalls inside a segment must not
+    /// hold up whoever revokes its right.
     placement: Option<Placement>,
     /// Target of payloads that RDMAP itself defines.
     fixed: Box<[u8; FIXED_LEN]>,
@@ -95,7 +101,7 @@ pub(crate) struct Receiver {
     last_write_len: u32,
 }
 
-// SAFETY: the raw pointers in `targets` refer to memory kept mapped by `placement`, by the posted
+// SAFETY: the raw pointers in `targets` refer to memory kept mapped by `claim`, by the posted
 // receive or read they belong to, or by `fixed`.
 unsafe impl Send for Receiver {}
 
@@ -111,6 +117,7 @@ impl Receiver {
             payload_left: 0,
             payload_len: 0,
             targets: SmallVec::new(),
+            claim: None,
             placement: None,
             fixed: Box::new([0; FIXED_LEN]),
             trailer: [0; 7],
@@ -134,7 +141,7 @@ impl Receiver {
     pub(super) fn stop(&mut self) {
         self.phase = Phase::Stopped;
         self.targets.clear();
-        self.placement = None;
+        (self.claim, self.placement) = (None, None);
     }
 
     /// Whether the stream stands between FPDUs, where TCP may end in order.
@@ -167,28 +174,37 @@ impl Receiver {
 }
 
 impl Connection {
-    /// Where the next octets from TCP go. Call [`Connection::rx_received`] with how many came
-    /// before anything else touches the connection.
-    pub(crate) fn rx_iovecs(&mut self, out: &mut IoVecs) {
+    /// Where the next octets from TCP go. Call [`Connection::rx_received`] with how many came,
+    /// even if none, before anything else touches the connection. False, and nowhere, if the
+    /// connection has failed: the peer's right was revoked in the middle of a segment.
+    #[must_use]
+    pub(crate) fn rx_iovecs(&mut self, out: &mut IoVecs) -> bool {
         out.clear();
+        if let Some(claim) = &self.rx.claim {
+            self.rx.placement = claim.enter();
+            if self.rx.placement.is_none() {
+                return self.conclude_receive(Err(DdpTagged::InvalidStag.into()));
+            }
+        }
         let rx = &mut self.rx;
         let mut behind = STASH_LEN;
         if rx.wants_direct() {
             behind = STASH_BEHIND_PAYLOAD;
             if rx.markers {
                 if !rx.iovecs_with_markers(out) {
-                    return;
+                    return true;
                 }
             } else {
                 out.extend(
                     rx.targets.iter().take(MAX_IOVECS).map(|t| libc::iovec { iov_base: t.ptr.cast(), iov_len: t.len }),
                 );
                 if rx.targets.len() > MAX_IOVECS {
-                    return;
+                    return true;
                 }
             }
         }
         out.push(libc::iovec { iov_base: rx.stash.as_mut_ptr().cast(), iov_len: behind });
+        true
     }
 
     /// `n` octets have been written to the last iovecs, in order. True if the connection is
@@ -207,6 +223,7 @@ impl Connection {
             self.rx.stash = stash;
             parsed
         })();
+        self.rx.placement = None;
         self.conclude_receive(result)
     }
 
@@ -226,6 +243,7 @@ impl Connection {
     /// Octets that were read before the connection existed. As [`Connection::rx_received`].
     pub(crate) fn rx_feed(&mut self, bytes: &[u8]) -> bool {
         let parsed = self.parse(bytes);
+        self.rx.placement = None;
         self.conclude_receive(parsed)
     }
 
@@ -331,6 +349,7 @@ impl Connection {
             let claim = self.table.remote(self.pd, stag, to, len as u64, Access::REMOTE_WRITE);
             let (ptr, placement) = claim.map_err(tagged_fault)?;
             self.rx.targets.push(Target { ptr, len });
+            self.rx.claim = Some(Arc::clone(placement.region()));
             self.rx.placement = Some(placement);
         }
         self.rx.write_len = self.rx.write_len.wrapping_add(len as u32);
@@ -440,7 +459,7 @@ impl Connection {
         if check && computed != rx.trailer[pad..rx.trailer_need] {
             return Err(Mpa::Crc.into());
         }
-        rx.placement = None;
+        (rx.claim, rx.placement) = (None, None);
         self.finish_segment()?;
         let rx = &mut self.rx;
         if rx.phase != Phase::Stopped {

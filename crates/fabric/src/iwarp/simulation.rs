@@ -108,7 +108,9 @@ impl End {
             return false;
         }
         let mut iov = IoVecs::default();
-        self.connection.rx_iovecs(&mut iov);
+        if !self.connection.rx_iovecs(&mut iov) {
+            return false;
+        }
         let mut given = 0;
         for v in iov.iter() {
             let n = v.iov_len.min(most - given).min(self.wire.len());
@@ -633,6 +635,22 @@ fn a_wrong_marker_terminates() {
     post_receive(&mut b, 3000);
     feed(&mut b, &bytes);
     expect_terminate(b, Mpa::Marker);
+}
+
+#[test]
+fn a_right_revoked_inside_a_segment_holds_up_nobody_and_ends_the_connection() {
+    let (mut end, mut liar) = victim();
+    let (stag, to) = (end.region.stag(), end.remote(0).addr);
+    let header = Header::Tagged { opcode: Opcode::Write, last: true, stag, to };
+    let whole = liar.fpdu(header, &[0x55; 1000]);
+    feed(&mut end, &whole[..600]);
+    assert_eq!(end.failure(), None);
+    // From the thread that receives, with the rest of the segment yet to come.
+    end.table.deregister(&end.region);
+    let before = end.bytes(0, 1000);
+    feed(&mut end, &whole[600..]);
+    assert!(end.bytes(0, 1000) == before, "placed after the right was revoked");
+    expect_terminate(end, DdpTagged::InvalidStag);
 }
 
 #[test]

@@ -57,7 +57,7 @@ impl Daemon {
         let mut child = Command::new(THRUWAY)
             .args(["serve", "--json", "--listen", "127.0.0.1:0"])
             .args(args)
-            .env("THRUWAY_LOG", "error")
+            .env("THRUWAY_LOG", log_level())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -87,7 +87,7 @@ impl Drop for Daemon {
 /// A `thruway` command that touches no file of the user's.
 pub fn thruway(home: &Path) -> Command {
     let mut command = Command::new(THRUWAY);
-    command.env("XDG_CONFIG_HOME", home).env("THRUWAY_LOG", "error").stdin(Stdio::null());
+    command.env("XDG_CONFIG_HOME", home).env("THRUWAY_LOG", log_level()).stdin(Stdio::null());
     command
 }
 
@@ -233,4 +233,9 @@ pub fn awkward_tree(root: &Path) {
         let touch = Command::new("touch").args(["-h", "-d", stamp]).arg(root.join(name)).status().unwrap();
         assert!(touch.success());
     }
+}
+
+/// What the programs under test log; set `THRUWAY_TEST_LOG` to see more.
+fn log_level() -> String {
+    std::env::var("THRUWAY_TEST_LOG").unwrap_or_else(|_| "error".into())
 }

@@ -10,6 +10,7 @@ pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
 use crate::auth::{AuthError, Credentials, PublicKey};
+use crate::protocol::Violation;
 use crate::wire::{BlockHeader, Completion, Control, Credit, Malformed};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
@@ -21,8 +22,6 @@ use tcp::TcpLink;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{ConnectionError, ConnectionRequest, Device};
 
-/// Most blocks under way in one session: credits granted and not used up.
-pub const WINDOW_MAX: usize = 256;
 /// Something is said at least this often, so that silence means trouble.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Silence of this length ends the session.
@@ -52,6 +51,15 @@ pub enum LinkError {
     /// Said something out of turn.
     #[error("the peer broke the protocol: unexpected {0}")]
     Unexpected(&'static str),
+}
+
+impl From<Violation> for LinkError {
+    fn from(violation: Violation) -> LinkError {
+        match violation {
+            Violation::Malformed(malformed) => LinkError::Malformed(malformed),
+            Violation::Unexpected(what) => LinkError::Unexpected(what),
+        }
+    }
 }
 
 impl LinkError {
@@ -315,6 +323,14 @@ impl Link {
     /// [`LinkError`], also for blocks out of turn.
     pub fn next_control(&mut self) -> Result<Control, LinkError> {
         each!(self, link => link.next_control())
+    }
+
+    /// Waits up to `limit` for something to happen, and leaves it for [`Link::poll`].
+    ///
+    /// # Errors
+    /// [`LinkError`] once the session cannot go on.
+    pub fn wait(&mut self, limit: Duration) -> Result<(), LinkError> {
+        each!(self, link => link.turn(limit))
     }
 
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message

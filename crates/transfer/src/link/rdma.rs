@@ -1,8 +1,9 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX, WINDOW_MAX};
+use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
+use crate::protocol::WINDOW_MAX;
 use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -379,7 +380,7 @@ impl RdmaLink {
         Ok(std::mem::take(&mut self.ready))
     }
 
-    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+    pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
         let mut completions = std::mem::take(&mut self.completions);
         if self.cq.poll(&mut completions, 256) == 0 && !self.take_connection_event()? {
             let now = Instant::now();

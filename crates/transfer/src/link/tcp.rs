@@ -261,6 +261,9 @@ impl TcpLink {
             let (writer, queue, teller) =
                 (stream.try_clone().map_err(lost)?, Arc::clone(&self.queue), self.teller.clone());
             spawn("send", move || send_blocks(&writer, &queue, &teller)).map_err(lost)?;
+            // Nothing comes this way; an idle channel that dies would else not be noticed.
+            let (reader, teller) = (stream.try_clone().map_err(lost)?, self.teller.clone());
+            spawn("watch", move || teller.tell(News::DataEnded(await_end(&reader)))).map_err(lost)?;
         }
         self.data.push(stream);
         Ok(())
@@ -333,7 +336,7 @@ impl TcpLink {
         }
     }
 
-    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+    pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
         if !self.take_news()? {
             // The end comes after everything that was said before it. A lost data channel waits a
             // moment for the control connection's last words, which explain more.
@@ -406,6 +409,7 @@ impl TcpLink {
         Ok(())
     }
 
+    /// As [`super::Link::close`].
     pub(crate) fn close(mut self) {
         let _ = self.control.shutdown(Shutdown::Write);
         let start = Instant::now();
@@ -458,6 +462,14 @@ fn cause_of(error: &io::Error) -> ConnectionError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => ConnectionError::Closed,
         _ => ConnectionError::Lost(error.to_string()),
+    }
+}
+
+fn await_end(mut stream: &TcpStream) -> ConnectionError {
+    match stream.read(&mut [0]) {
+        Ok(0) => ConnectionError::Closed,
+        Ok(_) => ConnectionError::Lost("data from a sink".into()),
+        Err(e) => cause_of(&e),
     }
 }
 

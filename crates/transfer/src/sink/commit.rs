@@ -3,7 +3,7 @@
 //! Group commit: while one group is being synced, the next one gathers. A file alone is synced by
 //! itself, a group by one `syncfs`, so that the cost of durability falls as the rate of files rises.
 
-use super::journal::{Journal, Key, Version};
+use super::journal::{Identity, Journal, Key, Version};
 use super::tree::Place;
 use rustix::fs::AtFlags;
 use std::ffi::CString;
@@ -22,6 +22,7 @@ pub(crate) struct Finished {
     pub(crate) path: Vec<u8>,
     pub(crate) key: Key,
     pub(crate) version: Version,
+    pub(crate) identity: Identity,
     /// The open file, where it is still open.
     pub(crate) file: Option<Arc<File>>,
 }
@@ -81,23 +82,8 @@ fn commit_groups(
             group.extend(more);
         }
         let count = group.len() as u64;
-        let position = journal.map(Journal::position);
-        let synced = make_durable(&group);
-        let mut outcomes = Vec::with_capacity(group.len());
-        for file in &group {
-            let placed = match &synced {
-                Ok(_) => put_in_place(file),
-                Err(e) => Err(io::Error::new(e.kind(), format!("making it durable: {e}"))),
-            };
-            outcomes.push(placed);
-        }
-        if let Some(journal) = journal {
-            let placed = group.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_ok());
-            journal.done(placed.map(|(file, _)| (&file.key, &file.version)));
-        }
-        if let (Ok(true), Some(journal), Some(position)) = (&synced, journal, position) {
-            journal.synced(position);
-        }
+        let outcomes =
+            commit(&group, journal, make_durable, put_in_place, |file| (&file.key, &file.version, file.identity));
         // Failures are reported before the group counts as done: the session ends when all are.
         for (file, placed) in group.iter().zip(outcomes) {
             on_commit(Some((file, placed)));
@@ -107,10 +93,35 @@ fn commit_groups(
     }
 }
 
+/// Commits a group: makes it durable, records which files are whole, gives them their names. Killed
+/// between the last two, the next attempt finds by its identity whether a file has its name.
+pub(crate) fn commit<I>(
+    group: &[I],
+    journal: Option<&Journal>,
+    durable: impl FnOnce(&[I]) -> io::Result<bool>,
+    place: impl Fn(&I) -> io::Result<()>,
+    named: impl Fn(&I) -> (&Key, &Version, Identity),
+) -> Vec<io::Result<()>> {
+    let position = journal.map(Journal::position);
+    let synced = durable(group);
+    let put = |file| match &synced {
+        Ok(_) => place(file),
+        Err(e) => Err(io::Error::new(e.kind(), format!("making it durable: {e}"))),
+    };
+    if let (Ok(_), Some(journal)) = (&synced, journal) {
+        journal.done(group.iter().map(named));
+    }
+    let outcomes = group.iter().map(put).collect();
+    if let (Ok(true), Some(journal), Some(position)) = (&synced, journal, position) {
+        journal.synced(position);
+    }
+    outcomes
+}
+
 /// Syncs a group. `Ok(true)` if whole file systems were synced and with them all that was written.
 fn make_durable(group: &[Finished]) -> io::Result<bool> {
     if let [Finished { file: Some(file), .. }] = group {
-        file.sync_data()?;
+        file.sync_all()?;
         return Ok(false);
     }
     let mut devices = Vec::new();

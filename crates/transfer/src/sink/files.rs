@@ -3,29 +3,26 @@
 //! Runs on workers and on the storage thread; the session's own thread only counts.
 
 use super::commit::{Committer, Finished};
-use super::journal::{Earlier, Journal, Key, Version, key_of};
+use super::journal::{Earlier, Identity, Journal, Judgement, Key, Present, Version, key_of};
 use super::tree::{Place, Tree, temp_name};
 use super::{Counters, Mail};
 use crate::link::{Receive, splice};
+use crate::protocol::Violation;
+use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::session::{Engine, FirstFailure, Mailer, Terms};
 use crate::wire::{Answer, BlockHeader, Direct, FileStatus, Meta, OfferEntry, Record, Report, check_path};
 use rustix::fs::{AtFlags, Mode, OFlags};
-use std::collections::{HashMap, HashSet};
-use std::ffi::CString;
+use std::collections::HashSet;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::{Block, StorageOp};
 
-/// How long a piece waits for the beginning of its file, which travels in another block.
-const SLOT_PATIENCE: Duration = Duration::from_secs(30);
-/// Large files that may be open at once.
-const OPEN_MAX: usize = 4096;
 /// Verified ranges told to the source for one file; the rest is sent again.
 const RANGES_MAX: usize = 300;
 /// Auto direct I/O begins here.
@@ -46,22 +43,18 @@ pub(super) struct Files {
     pub(super) mailer: Mailer<Mail>,
     /// Data goes nowhere.
     pub(super) discard: bool,
-    slots: Mutex<HashMap<u64, Slot>>,
-    /// Rung when a slot's file has been opened, or not.
-    slot_known: Condvar,
+    large: Mutex<Large>,
+    /// Rung when a large file has begun, or the session is over.
+    begun: Condvar,
     deferred: Mutex<Deferred>,
 }
 
-/// A large file, as far as it is known.
+/// The large files of a session.
 #[derive(Default)]
-struct Slot {
-    open: Option<Arc<LargeFile>>,
-    failed: bool,
-    /// Pieces that came before the file was open.
-    waiting: Vec<(Block, BlockHeader)>,
-    end: Option<(u32, FileStatus)>,
-    /// Pieces dealt with, failed ones included.
-    dealt: u32,
+struct Large {
+    files: Reassembly<Arc<LargeFile>, (Block, BlockHeader)>,
+    /// Nothing more will begin.
+    over: bool,
 }
 
 struct LargeFile {
@@ -75,6 +68,7 @@ struct LargeFile {
     meta: Meta,
     key: Key,
     version: Version,
+    identity: Identity,
     failure: FirstFailure,
     written: AtomicU32,
 }
@@ -103,7 +97,7 @@ impl Files {
     ) -> Files {
         let deferred =
             Deferred { spool: tempfile::SpooledTempFile::new(DEFERRED_IN_MEMORY), directories: Vec::new(), len: 0 };
-        let (slots, slot_known, deferred) = (Mutex::default(), Condvar::new(), Mutex::new(deferred));
+        let (large, begun, deferred) = (Mutex::default(), Condvar::new(), Mutex::new(deferred));
         Files {
             tree,
             job,
@@ -115,8 +109,8 @@ impl Files {
             counters,
             mailer,
             discard,
-            slots,
-            slot_known,
+            large,
+            begun,
             deferred,
         }
     }
@@ -139,13 +133,13 @@ impl Files {
             let (record, content, after) = match Record::split_first(rest) {
                 Ok(split) => split,
                 Err(malformed) => {
-                    self.mailer.send(Mail::Malformed(malformed));
+                    self.violation(malformed.into());
                     break;
                 }
             };
             rest = after;
             if let Err(malformed) = self.check(&record) {
-                self.mailer.send(Mail::Malformed(malformed));
+                self.violation(malformed.into());
                 break;
             }
             if self.terms.options.dry_run || self.discard {
@@ -267,7 +261,8 @@ impl Files {
         }
         self.counters.bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
         let version = Version { size: meta.size, mtime: meta.mtime };
-        Ok(Finished { place, temp, path: path.to_vec(), key, version, file: None })
+        let (identity, _) = Identity::of(&file, c"")?;
+        Ok(Finished { place, temp, path: path.to_vec(), key, version, identity, file: None })
     }
 
     fn open_large(&self, path: &[u8], meta: Meta, resume: bool) -> io::Result<Option<Arc<LargeFile>>> {
@@ -276,9 +271,15 @@ impl Files {
         let temp = temp_name(&name, &self.job, &key);
         let mut flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         if !resume {
-            flags |= OFlags::TRUNC;
+            // A new file, not the old one emptied: what is recorded of that one is not true of this.
+            match rustix::fs::unlinkat(&dir, &temp, AtFlags::empty()) {
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(e) => return Err(e.into()),
+            }
+            flags |= OFlags::EXCL;
         }
         let file = File::from(rustix::fs::openat(&dir, &temp, flags, Mode::from_raw_mode(0o600))?);
+        let (identity, _) = Identity::of(&file, c"")?;
         file.set_len(meta.size)?;
         let wanted = match self.terms.options.direct {
             Direct::Off => false,
@@ -300,56 +301,66 @@ impl Files {
             meta,
             key,
             version,
+            identity,
             failure: FirstFailure::default(),
             written: AtomicU32::new(0),
         })))
     }
 
+    fn large(&self) -> MutexGuard<'_, Large> {
+        self.large.lock().expect("no panics under the lock")
+    }
+
+    fn violation(&self, violation: Violation) {
+        self.mailer.send(Mail::Violation(violation));
+    }
+
     /// A large file has been opened (`None`: there is nothing to write) or not.
     fn opened(&self, number: u64, path: &[u8], opened: io::Result<Option<Arc<LargeFile>>>) {
-        let mut slots = self.slots.lock().expect("no panics under the lock");
-        let slot = slots.entry(number).or_default();
-        match opened {
-            Ok(Some(file)) => slot.open = Some(file),
-            Ok(None) => slot.failed = true,
-            Err(e) => {
-                slot.failed = true;
-                self.fail(path, &e);
-            }
-        }
-        let waiting = std::mem::take(&mut slot.waiting);
-        drop(slots);
-        self.slot_known.notify_all();
-        for (block, header) in waiting {
+        let file = opened.unwrap_or_else(|e| {
+            self.fail(path, &e);
+            None
+        });
+        let early = match self.large().files.begin(number, file) {
+            Ok(early) => early,
+            Err(violation) => return self.violation(violation),
+        };
+        self.begun.notify_all();
+        for (block, header) in early {
             self.piece(block, header);
         }
         self.check_end(number);
     }
 
+    /// Nothing more will begin: who waits for that waits in vain.
+    pub(super) fn close(&self) {
+        self.large().over = true;
+        self.begun.notify_all();
+    }
+
     /// Writes a piece of a large file.
     pub(super) fn piece(self: &Files, block: Block, header: BlockHeader) {
-        let mut slots = self.slots.lock().expect("no panics under the lock");
-        if slots.len() >= OPEN_MAX && !slots.contains_key(&header.file) {
-            drop(slots);
-            return self.mailer.send(Mail::Fatal("too many files at once".into()));
-        }
-        let slot = slots.entry(header.file).or_default();
-        let Some(file) = slot.open.clone() else {
-            if slot.failed {
-                drop(slots);
+        let mut large = self.large();
+        let file = match large.files.lookup(header.file) {
+            Ok(Known::Open(file)) => file,
+            Ok(Known::Nowhere) => {
+                drop(large);
                 if self.discard {
                     self.counters.bytes.fetch_add(header.len.into(), Ordering::Relaxed);
                 }
                 drop(block);
                 return self.dealt(header.file);
             }
-            slot.waiting.push((block, header));
-            return;
+            Ok(Known::NotYet) => {
+                let parked = large.files.park(header.file, (block, header));
+                return parked.unwrap_or_else(|violation| self.violation(violation));
+            }
+            Err(violation) => return self.violation(violation),
         };
-        drop(slots);
+        drop(large);
         let len = header.len;
         if header.offset + u64::from(len) > file.meta.size {
-            return self.mailer.send(Mail::Malformed(crate::wire::Malformed("offset: beyond its file")));
+            return self.violation(crate::wire::Malformed("offset: beyond its file").into());
         }
         let aligned = header.offset.is_multiple_of(ALIGN) && u64::from(len).is_multiple_of(ALIGN);
         let target = file.direct.as_ref().filter(|_| aligned).unwrap_or(&file.file);
@@ -362,7 +373,7 @@ impl Files {
                     files.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
                     large.written.fetch_add(1, Ordering::SeqCst);
                     if let Some(journal) = &files.journal {
-                        journal.range(&large.key, &large.version, header.offset, len);
+                        journal.range(&large.key, &large.version, large.identity, header.offset, len);
                     }
                 }
                 Err(e) => {
@@ -376,20 +387,20 @@ impl Files {
     }
 
     /// Waits until it is known where a piece of a large file goes; `None`: nowhere.
-    fn await_slot(&self, number: u64) -> io::Result<Option<Arc<LargeFile>>> {
-        let mut slots = self.slots.lock().expect("no panics under the lock");
-        if slots.len() >= OPEN_MAX && !slots.contains_key(&number) {
-            return Err(io::Error::other("too many files at once"));
-        }
-        let deadline = Instant::now() + SLOT_PATIENCE;
+    fn await_beginning(&self, number: u64) -> io::Result<Option<Arc<LargeFile>>> {
+        let mut large = self.large();
         loop {
-            let slot = slots.entry(number).or_default();
-            if slot.open.is_some() || slot.failed {
-                return Ok(slot.open.clone());
+            match large.files.lookup(number) {
+                Ok(Known::Open(file)) => return Ok(Some(file)),
+                Ok(Known::Nowhere) => return Ok(None),
+                Ok(Known::NotYet) if large.over => return Err(io::Error::other("the session is over")),
+                Ok(Known::NotYet) => large = self.begun.wait(large).expect("no panics under the lock"),
+                Err(violation) => {
+                    drop(large);
+                    self.violation(violation.clone());
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, violation));
+                }
             }
-            let left = deadline.checked_duration_since(Instant::now());
-            let left = left.ok_or_else(|| io::Error::other("a piece of a file that never began"))?;
-            slots = self.slot_known.wait_timeout(slots, left).expect("no panics under the lock").0;
         }
     }
 
@@ -399,8 +410,8 @@ impl Files {
 
     /// A void block of a large file, or one that could not be written, has been dealt with.
     pub(super) fn dealt(&self, number: u64) {
-        if let Some(slot) = self.slots.lock().expect("no panics under the lock").get_mut(&number) {
-            slot.dealt += 1;
+        if let Err(violation) = self.large().files.dealt(number) {
+            return self.violation(violation);
         }
         self.check_end(number);
         self.block_done();
@@ -415,28 +426,15 @@ impl Files {
     }
 
     /// The source has read the file to its end.
-    pub(super) fn file_end(&self, number: u64, blocks: u32, status: FileStatus) -> Result<(), &'static str> {
-        let mut slots = self.slots.lock().expect("no panics under the lock");
-        if slots.len() >= OPEN_MAX && !slots.contains_key(&number) {
-            return Err("number of open files");
-        }
-        slots.entry(number).or_default().end = Some((blocks, status));
-        drop(slots);
+    pub(super) fn file_end(&self, number: u64, blocks: u32, status: FileStatus) -> Result<(), Violation> {
+        self.large().files.end(number, blocks, status)?;
         self.check_end(number);
         Ok(())
     }
 
     fn check_end(&self, number: u64) {
-        let mut slots = self.slots.lock().expect("no panics under the lock");
-        let Some(slot) = slots.get(&number) else { return };
-        let Some((blocks, status)) = &slot.end else { return };
-        if slot.dealt < *blocks || (slot.open.is_none() && !slot.failed) {
-            return;
-        }
-        let whole = *status == FileStatus::Unchanged;
-        let slot = slots.remove(&number).expect("just seen");
-        drop(slots);
-        let Some(file) = slot.open else {
+        let Some(Ended { file, whole }) = self.large().files.take_ended(number) else { return };
+        let Some(file) = file else {
             if whole && (self.discard || self.terms.options.dry_run) {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
             }
@@ -458,6 +456,7 @@ impl Files {
                     path: file.path.clone(),
                     key: file.key,
                     version: file.version,
+                    identity: file.identity,
                     file: Some(Arc::clone(&file.file)),
                 }]);
             }
@@ -469,9 +468,14 @@ impl Files {
         }
     }
 
+    /// Pieces that wait for the beginning of their file.
+    pub(super) fn parked(&self) -> u64 {
+        self.large().files.parked()
+    }
+
     /// Large files that are not finished.
-    pub(super) fn open_files(&self) -> usize {
-        self.slots.lock().expect("no panics under the lock").len()
+    pub(super) fn unfinished(&self) -> usize {
+        self.large().files.unfinished()
     }
 
     /// What is wanted of offered files.
@@ -491,34 +495,31 @@ impl Files {
         let key = key_of(&entry.path);
         let version = Version { size: entry.size, mtime: entry.mtime };
         let Ok(place) = self.find(&entry.path) else { return Answer::Send };
-        let there = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW).ok();
-        let is_file = |s: &rustix::fs::Stat| s.st_mode & 0o170_000 == 0o100_000 && s.st_size as u64 == entry.size;
-        if let Some(stat) = there.filter(is_file) {
-            let newer = (stat.st_mtime, stat.st_mtime_nsec as u32) >= entry.mtime;
-            if self.earlier.is_done(&key, &version) {
+        let find = |name: &CStr| {
+            let (identity, s) = Identity::of(&place.dir, name).ok()?;
+            let is_file = u32::from(s.stx_mode) & 0o170_000 == 0o100_000 && s.stx_size == entry.size;
+            is_file.then_some((identity, (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec)))
+        };
+        let present = find(&place.name).map(|(identity, mtime)| Present { identity, as_new: mtime >= entry.mtime });
+        let temp = || find(&temp_name(&place.name, &self.job, &key)).map(|(identity, _)| identity);
+        match self.earlier.judge((&key, &version), present, self.terms.options.update, *room, temp) {
+            Judgement::Done => {
                 self.counters.resumed_bytes.fetch_add(entry.size, Ordering::Relaxed);
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
-                return Answer::Skip;
+                Answer::Skip
             }
-            if self.terms.options.update && newer {
+            Judgement::UpToDate => {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
-                return Answer::Skip;
+                Answer::Skip
             }
+            Judgement::Partly(ranges) => {
+                *room -= ranges.len();
+                let have: u64 = ranges.iter().map(|r| r.1).sum();
+                self.counters.resumed_bytes.fetch_add(have, Ordering::Relaxed);
+                Answer::Except(ranges)
+            }
+            Judgement::Missing => Answer::Send,
         }
-        let mut ranges = self.earlier.ranges(&key, &version);
-        ranges.truncate(*room);
-        if ranges.is_empty() {
-            return Answer::Send;
-        }
-        let temp = temp_name(&place.name, &self.job, &key);
-        let kept = rustix::fs::statat(&place.dir, &temp, AtFlags::SYMLINK_NOFOLLOW);
-        if kept.is_ok_and(|s| is_file(&s)) {
-            *room -= ranges.len();
-            let have: u64 = ranges.iter().map(|r| r.1).sum();
-            self.counters.resumed_bytes.fetch_add(have, Ordering::Relaxed);
-            return Answer::Except(ranges);
-        }
-        Answer::Send
     }
 
     /// The place of an entry whose directory exists.
@@ -579,10 +580,10 @@ impl Receive for Files {
     fn piece(&self, header: &BlockHeader, stream: &TcpStream) -> io::Result<()> {
         let (offset, len) = (header.offset, header.len);
         if header.session != self.terms.session || self.terms.sealer.is_some() {
-            self.mailer.send(Mail::Malformed(crate::wire::Malformed("block header: not of this session")));
+            self.violation(crate::wire::Malformed("block header: not of this session").into());
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let Some(file) = self.await_slot(header.file)? else {
+        let Some(file) = self.await_beginning(header.file)? else {
             splice(stream, None, 0, len)?;
             if self.discard {
                 self.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
@@ -591,7 +592,7 @@ impl Receive for Files {
             return Ok(());
         };
         if offset + u64::from(len) > file.meta.size {
-            self.mailer.send(Mail::Malformed(crate::wire::Malformed("offset: beyond its file")));
+            self.violation(crate::wire::Malformed("offset: beyond its file").into());
             return Err(io::ErrorKind::InvalidData.into());
         }
         if let Err(e) = splice(stream, Some(&file.file), offset, len) {
@@ -614,7 +615,7 @@ impl Receive for Files {
         self.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
         file.written.fetch_add(1, Ordering::SeqCst);
         if let Some(journal) = &self.journal {
-            journal.range(&file.key, &file.version, offset, len);
+            journal.range(&file.key, &file.version, file.identity, offset, len);
         }
         self.dealt(header.file);
         Ok(())

@@ -7,12 +7,12 @@
 
 use crate::auth::to_hex;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
 const RECORD_LEN: usize = 48;
@@ -41,13 +41,37 @@ pub(crate) struct Version {
 }
 
 impl Version {
-    /// 64 bits that differ between versions; 8 octets a file is what a million files can afford.
-    fn fingerprint(&self) -> u64 {
-        let mut octets = [0; 20];
+    /// 64 bits that tell this version in this very file; 8 octets a file is what a million files
+    /// can afford.
+    fn fingerprint(&self, identity: Identity) -> u64 {
+        let mut octets = [0; 36];
         octets[..8].copy_from_slice(&self.size.to_le_bytes());
         octets[8..16].copy_from_slice(&self.mtime.0.to_le_bytes());
-        octets[16..].copy_from_slice(&self.mtime.1.to_le_bytes());
+        octets[16..20].copy_from_slice(&self.mtime.1.to_le_bytes());
+        octets[20..28].copy_from_slice(&identity.inode.to_le_bytes());
+        octets[28..].copy_from_slice(&identity.born.to_le_bytes());
         u64::from_le_bytes(blake3::hash(&octets).as_bytes()[..8].try_into().expect("8 octets"))
+    }
+}
+
+/// Tells a file of ours from every other that had, has or will have its name: what is recorded of
+/// a temporary file must not be believed of the next one. Inode numbers are used again; the time
+/// of birth, where the file system keeps it, is not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) inode: u64,
+    /// Nanoseconds; 0 where it is not known.
+    pub(crate) born: i64,
+}
+
+impl Identity {
+    /// The identity of an open file, or of the one with this name in a directory.
+    pub(crate) fn of(dir: impl AsFd, name: &CStr) -> io::Result<(Identity, Statx)> {
+        let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
+        let stat = rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME)?;
+        let known = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
+        let born = stat.stx_btime.tv_sec.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into());
+        Ok((Identity { inode: stat.stx_ino, born: if known { born } else { 0 } }, stat))
     }
 }
 
@@ -63,18 +87,70 @@ impl Earlier {
         self.done.is_empty() && self.ranges.is_empty()
     }
 
-    /// Whether this version of the file was put in place.
-    pub(crate) fn is_done(&self, key: &Key, version: &Version) -> bool {
-        self.done.get(&short(key)) == Some(&version.fingerprint())
+    /// Whether this file is this version, whole.
+    pub(crate) fn is_done(&self, key: &Key, version: &Version, identity: Identity) -> bool {
+        self.done.get(&short(key)) == Some(&version.fingerprint(identity))
     }
 
-    /// The verified ranges of this version's temporary file, in order, joined.
-    pub(crate) fn ranges(&self, key: &Key, version: &Version) -> Vec<(u64, u64)> {
+    /// The ranges of this version that are verified in this temporary file, in order, joined.
+    pub(crate) fn ranges(&self, key: &Key, version: &Version, identity: Identity) -> Vec<(u64, u64)> {
         match self.ranges.get(key) {
-            Some((fingerprint, ranges)) if *fingerprint == version.fingerprint() => join(ranges.clone()),
+            Some((fingerprint, ranges)) if *fingerprint == version.fingerprint(identity) => join(ranges.clone()),
             _ => Vec::new(),
         }
     }
+}
+
+/// What is found under the name of an offered file, if it is a file of the same size.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Present {
+    pub(crate) identity: Identity,
+    /// It was modified no earlier than the one offered.
+    pub(crate) as_new: bool,
+}
+
+impl Earlier {
+    /// What is wanted of an offered file: nothing if it was put in place by this job, or, with
+    /// `update`, is as new; all but the verified ranges, at most `room` of them, if its temporary
+    /// file, which `temp` looks for, is there in the right size.
+    pub(crate) fn judge(
+        &self,
+        (key, version): (&Key, &Version),
+        present: Option<Present>,
+        update: bool,
+        room: usize,
+        temp: impl FnOnce() -> Option<Identity>,
+    ) -> Judgement {
+        match present {
+            Some(Present { identity, .. }) if self.is_done(key, version, identity) => return Judgement::Done,
+            Some(Present { as_new: true, .. }) if update => return Judgement::UpToDate,
+            _ => {}
+        }
+        if self.is_empty() || room == 0 {
+            return Judgement::Missing;
+        }
+        let Some(identity) = temp() else { return Judgement::Missing };
+        let mut ranges = self.ranges(key, version, identity);
+        if self.is_done(key, version, identity) {
+            // Whole, but killed before it got its name.
+            ranges = vec![(0, version.size)];
+        }
+        ranges.truncate(room);
+        if ranges.is_empty() { Judgement::Missing } else { Judgement::Partly(ranges) }
+    }
+}
+
+/// What is known of an offered file.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Judgement {
+    /// Put in place by an earlier attempt.
+    Done,
+    /// As new as the source's.
+    UpToDate,
+    /// These ranges are verified.
+    Partly(Vec<(u64, u64)>),
+    /// To be sent.
+    Missing,
 }
 
 fn short(key: &Key) -> u64 {
@@ -94,63 +170,68 @@ fn join(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     out
 }
 
+/// Where a journal is kept.
+pub(crate) trait Medium: Read + Write + Send {
+    /// Drops what stands behind the first `len` octets, and goes on writing there.
+    fn keep(&mut self, len: u64) -> io::Result<()>;
+    /// Makes what has been written durable.
+    fn sync(&mut self) -> io::Result<()>;
+    /// Removes the journal.
+    fn remove(&mut self) -> io::Result<()>;
+}
+
 /// The journal of a job under way.
 pub(crate) struct Journal {
-    dir: Arc<OwnedFd>,
-    name: CString,
+    boot: Key,
     state: Mutex<State>,
 }
 
 struct State {
-    file: Option<File>,
-    /// Length of the file.
+    medium: Box<dyn Medium>,
+    /// Length of the journal.
     position: u64,
+    /// It cannot be written any more, or is gone.
     failed: bool,
 }
 
 impl Journal {
-    /// The journal of `job` in the root directory `dir`, and what it says of earlier attempts.
-    /// Nothing is written until there is something to say.
+    /// The journal of `job` in the root directory `dir`, and what it says of earlier attempts. One
+    /// attempt at a time holds it.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is under way.
     pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
         let name = [JOURNAL_PREFIX, to_hex(&job[..8]).as_bytes(), JOURNAL_SUFFIX].concat();
         let name = CString::new(name)?;
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let mut earlier = Earlier::default();
-        let mut position = 0;
-        let file = match rustix::fs::openat(dir, &name, flags, Mode::empty()) {
-            Ok(fd) => {
-                let mut file = File::from(fd);
-                let keep = replay(&mut file, &boot_id(), &mut earlier)?;
-                if keep == 0 {
-                    earlier = Earlier::default();
-                    None
-                } else {
-                    file.set_len(keep)?;
-                    io::Seek::seek(&mut file, io::SeekFrom::End(0))?;
-                    // From here on it is this boot's journal again.
-                    file.write_all(&header(&boot_id()))?;
-                    position = keep + RECORD_LEN as u64;
-                    Some(file)
-                }
-            }
-            Err(rustix::io::Errno::NOENT) => None,
-            Err(e) => return Err(e.into()),
-        };
-        let state = Mutex::new(State { file, position, failed: false });
-        Ok((Journal { dir: Arc::clone(dir), name, state }, earlier))
+        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }), &boot_id())
     }
 
-    /// These files are in place.
-    pub(crate) fn done<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version)>) {
-        let records: Vec<u8> = files.flat_map(|(key, v)| record(DONE, key, v.fingerprint(), 0, 0)).collect();
+    /// A journal on any medium; `boot` is the number of this boot of the machine.
+    pub(crate) fn over(mut medium: Box<dyn Medium>, boot: &Key) -> io::Result<(Journal, Earlier)> {
+        let mut earlier = Earlier::default();
+        let keep = replay(&mut medium, boot, &mut earlier)?;
+        if keep == 0 {
+            earlier = Earlier::default();
+        }
+        medium.keep(keep)?;
+        // From here on it is this boot's journal again.
+        medium.write_all(&header(boot))?;
+        let position = keep + RECORD_LEN as u64;
+        let state = Mutex::new(State { medium, position, failed: false });
+        Ok((Journal { boot: *boot, state }, earlier))
+    }
+
+    /// These files are whole and will now get their names.
+    pub(crate) fn done<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version, Identity)>) {
+        let records: Vec<u8> = files.flat_map(|(key, v, i)| record(DONE, key, v.fingerprint(i), 0, 0)).collect();
         if !records.is_empty() {
             self.append(&records);
         }
     }
 
     /// A range of a temporary file has been verified and written.
-    pub(crate) fn range(&self, key: &Key, version: &Version, offset: u64, len: u32) {
-        self.append(&record(RANGE, key, version.fingerprint(), offset, len));
+    pub(crate) fn range(&self, key: &Key, version: &Version, identity: Identity, offset: u64, len: u32) {
+        self.append(&record(RANGE, key, version.fingerprint(identity), offset, len));
     }
 
     /// How much has been recorded: to be asked before a sync, for [`Journal::synced`] after it.
@@ -161,9 +242,11 @@ impl Journal {
     /// What was recorded up to `position` is on stable storage.
     pub(crate) fn synced(&self, position: u64) {
         let mut state = self.state.lock().expect("no panics under the lock");
-        let Some(file) = state.file.as_mut() else { return };
+        if state.failed {
+            return;
+        }
         let record = record(SYNCED, &[0; 16], 0, position, 0);
-        let written = file.write_all(&record).and_then(|()| file.sync_data());
+        let written = state.medium.write_all(&record).and_then(|()| state.medium.sync());
         state.position += RECORD_LEN as u64;
         state.note(written);
     }
@@ -173,36 +256,100 @@ impl Journal {
         if state.failed {
             return;
         }
-        if state.file.is_none() {
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            let created = rustix::fs::openat(&self.dir, &self.name, flags, Mode::from_raw_mode(0o600));
-            let opened = created.map_err(io::Error::from).map(File::from).and_then(|mut file| {
-                file.write_all(&header(&boot_id()))?;
-                Ok(file)
-            });
-            match opened {
-                Ok(file) => {
-                    state.file = Some(file);
-                    state.position = RECORD_LEN as u64;
-                }
-                Err(e) => return state.note(Err(e)),
-            }
-        }
-        let written = state.file.as_mut().expect("just made").write_all(records);
+        let written = state.medium.write_all(records);
         state.note(written);
         state.position += records.len() as u64;
     }
 
+    /// Earlier attempts are to be forgotten.
+    pub(crate) fn restart(&self) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        let header = header(&self.boot);
+        let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&header));
+        state.position = RECORD_LEN as u64;
+        state.note(done);
+    }
+
     /// The job is done: nothing is left to resume.
     pub(crate) fn remove(&self) {
-        let mut state = self.state.lock().expect("no panics under the lock");
-        if state.file.take().is_some() {
-            let _ = rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty());
+        self.state.lock().expect("no panics under the lock").remove();
+    }
+}
+
+impl Drop for Journal {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().expect("no panics under the lock");
+        if state.position <= RECORD_LEN as u64 {
+            state.remove();
         }
     }
 }
 
+/// A journal in the root directory of the job.
+struct OnDisk {
+    file: File,
+    dir: Arc<OwnedFd>,
+    name: CString,
+}
+
+/// Opens and locks a journal, making it if there is none.
+fn lock(dir: &OwnedFd, name: &CString) -> io::Result<File> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    loop {
+        let file = File::from(rustix::fs::openat(dir, name, flags, Mode::from_raw_mode(0o600))?);
+        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
+            Err(e) => return Err(e.into()),
+        }
+        // Its last holder may have removed it between our opening and locking it.
+        if rustix::fs::fstat(&file)?.st_nlink > 0 {
+            return Ok(file);
+        }
+    }
+}
+
+impl Read for OnDisk {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.file.read(buffer)
+    }
+}
+
+impl Write for OnDisk {
+    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
+        self.file.write(octets)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Medium for OnDisk {
+    fn keep(&mut self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)?;
+        io::Seek::seek(&mut self.file, io::SeekFrom::Start(len)).map(drop)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn remove(&mut self) -> io::Result<()> {
+        Ok(rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty())?)
+    }
+}
+
 impl State {
+    fn remove(&mut self) {
+        if !self.failed
+            && let Err(error) = self.medium.remove()
+        {
+            tracing::warn!(%error, "cannot remove the journal of a finished job");
+        }
+        self.failed = true;
+    }
+
     /// A journal that cannot be written costs the next attempt some work, not this one its data.
     fn note(&mut self, result: io::Result<()>) {
         if let Err(error) = result
@@ -342,6 +489,8 @@ mod tests {
     use super::*;
 
     const V: Version = Version { size: 100, mtime: (5, 6) };
+    const I: Identity = Identity { inode: 9, born: 1 };
+    const J: Identity = Identity { inode: 9, born: 2 };
 
     fn dir() -> (tempfile::TempDir, Arc<OwnedFd>) {
         let dir = tempfile::tempdir().unwrap();
@@ -355,27 +504,32 @@ mod tests {
 
     #[test]
     fn what_was_recorded_is_known_to_the_next_attempt() {
-        let (_keep, fd) = dir();
+        let (keep, fd) = dir();
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(earlier.is_empty());
         let (a, b) = (key_of(b"a"), key_of(b"b"));
-        journal.done([(&a, &V)].into_iter());
+        journal.done([(&a, &V, I)].into_iter());
         for (offset, len) in [(50, 10), (0, 20), (20, 5)] {
-            journal.range(&b, &V, offset, len);
+            journal.range(&b, &V, I, offset, len);
         }
         drop(journal);
         for _ in 0..2 {
             let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            assert!(earlier.is_done(&a, &V) && !earlier.is_done(&b, &V));
-            assert!(!earlier.is_done(&a, &Version { size: 101, ..V }));
-            assert_eq!(earlier.ranges(&b, &V), vec![(0, 25), (50, 10)]);
-            assert_eq!(earlier.ranges(&b, &Version { mtime: (5, 7), ..V }), vec![]);
+            assert!(earlier.is_done(&a, &V, I) && !earlier.is_done(&b, &V, I));
+            assert!(!earlier.is_done(&a, &Version { size: 101, ..V }, I) && !earlier.is_done(&a, &V, J));
+            assert_eq!(earlier.ranges(&b, &V, I), vec![(0, 25), (50, 10)]);
+            assert_eq!(earlier.ranges(&b, &V, J), vec![], "another file of the same name");
+            assert_eq!(earlier.ranges(&b, &Version { mtime: (5, 7), ..V }, I), vec![]);
         }
         let (_, other) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(other.is_empty());
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
-        journal.remove();
+        let busy = Journal::open(&fd, &[1; 16]).map(drop).unwrap_err();
+        assert_eq!(busy.kind(), io::ErrorKind::ResourceBusy, "one attempt at a time");
+        journal.restart();
+        drop(journal);
         assert!(Journal::open(&fd, &[1; 16]).unwrap().1.is_empty());
+        assert_eq!(std::fs::read_dir(keep.path()).unwrap().count(), 0, "nothing recorded, nothing left");
     }
 
     #[test]
@@ -383,21 +537,23 @@ mod tests {
         let (keep, fd) = dir();
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         for i in 0..5u64 {
-            journal.range(&key_of(b"f"), &V, i * 10, 10);
+            journal.range(&key_of(b"f"), &V, I, i * 10, 10);
         }
-        let whole = std::fs::read(path(&keep)).unwrap();
+        drop(journal);
+        let path = path(&keep);
+        let whole = std::fs::read(&path).unwrap();
         for cut in 0..=whole.len() {
-            std::fs::write(path(&keep), &whole[..cut]).unwrap();
+            std::fs::write(&path, &whole[..cut]).unwrap();
             let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            let have: u64 = earlier.ranges(&key_of(b"f"), &V).iter().map(|r| r.1).sum();
+            let have: u64 = earlier.ranges(&key_of(b"f"), &V, I).iter().map(|r| r.1).sum();
             assert_eq!(have, (cut / RECORD_LEN).saturating_sub(1) as u64 * 10);
         }
         for at in RECORD_LEN..whole.len() {
             let mut damaged = whole.clone();
             damaged[at] ^= 1;
-            std::fs::write(path(&keep), &damaged).unwrap();
+            std::fs::write(&path, &damaged).unwrap();
             let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            let have: u64 = earlier.ranges(&key_of(b"f"), &V).iter().map(|r| r.1).sum();
+            let have: u64 = earlier.ranges(&key_of(b"f"), &V, I).iter().map(|r| r.1).sum();
             assert_eq!(have, (at / RECORD_LEN - 1) as u64 * 10, "nothing at or behind octet {at}");
         }
     }
@@ -406,16 +562,18 @@ mod tests {
     fn after_a_power_cut_only_what_was_synced_is_believed() {
         let (keep, fd) = dir();
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
-        journal.range(&key_of(b"f"), &V, 0, 10);
+        journal.range(&key_of(b"f"), &V, I, 0, 10);
         journal.synced(journal.position());
-        journal.range(&key_of(b"f"), &V, 10, 10);
+        journal.range(&key_of(b"f"), &V, I, 10, 10);
+        let path = path(&keep);
+        drop(journal);
         // Another boot.
-        let mut octets = std::fs::read(path(&keep)).unwrap();
+        let mut octets = std::fs::read(&path).unwrap();
         octets[..RECORD_LEN].copy_from_slice(&header(&[9; 16]));
-        std::fs::write(path(&keep), &octets).unwrap();
+        std::fs::write(&path, &octets).unwrap();
         for _ in 0..2 {
             let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            assert_eq!(earlier.ranges(&key_of(b"f"), &V), vec![(0, 10)]);
+            assert_eq!(earlier.ranges(&key_of(b"f"), &V, I), vec![(0, 10)]);
         }
     }
 }

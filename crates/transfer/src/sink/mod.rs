@@ -6,35 +6,39 @@
 //! every round trip until the pool is out; a source without credit asks, and is answered as soon
 //! as one block is free.
 
-mod commit;
+pub(crate) mod commit;
 mod files;
-mod journal;
+pub(crate) mod journal;
 mod tree;
 
 pub(crate) use journal::replay_for_fuzzing;
 pub(crate) use tree::{is_own_name, split};
 
-use crate::link::{Link, LinkError, LinkEvent, Receive, WINDOW_MAX, Window};
+use crate::link::{Link, LinkError, LinkEvent, Receive, Window};
+use crate::protocol::sink::{Heard, Sink as Core};
+use crate::protocol::{Violation, WINDOW_MAX};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
-use crate::wire::{BlockHeader, BlockKind, Completion, Control, Credit, HEADER_LEN, Malformed, Report, Summary};
+use crate::wire::{BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, Summary};
 use commit::Committer;
 use files::Files;
 use journal::{Earlier, Journal};
-use std::collections::{BTreeSet, HashMap};
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_engine::pool::Exposed;
 use thruway_engine::{Block, integrity::DIGEST_LEN};
 use tree::Tree;
 
-/// Credits in one message.
-const CREDITS_PER_REPLY: usize = 64;
 /// After this many octets what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
 const SYNC_EVERY: u64 = 4 << 30;
+/// How long a sink waits for the source's farewell.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
+/// How long an attempt waits for an earlier one at the same job to wind up.
+const BUSY_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What workers tell the session.
 pub(crate) enum Mail {
@@ -44,8 +48,8 @@ pub(crate) enum Mail {
     BlockFree,
     /// An entry failed.
     Report(Report),
-    /// The peer sent nonsense.
-    Malformed(Malformed),
+    /// The peer broke the protocol.
+    Violation(Violation),
     /// A block's content is not what was sent.
     Damaged { sequence: u32, what: &'static str },
     /// The session cannot go on.
@@ -91,14 +95,14 @@ impl Prepared {
     pub fn new(target: Target, options: &crate::wire::TreeOptions) -> Result<Prepared, SessionError> {
         let (mut journal, mut earlier) = (None, Earlier::default());
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
-            let (opened, found) = Journal::open(root, &target.job)
-                .map_err(|e| SessionError::Local(format!("the journal of an earlier attempt: {e}")))?;
-            if options.no_resume {
-                opened.remove();
-            } else {
-                earlier = found;
+            match open_journal(root, &target.job)? {
+                Some((opened, _)) if options.no_resume => {
+                    opened.restart();
+                    journal = Some(Arc::new(opened));
+                }
+                Some((opened, found)) => (journal, earlier) = (Some(Arc::new(opened)), found),
+                None => {}
             }
-            journal = Some(Arc::new(opened));
         }
         Ok(Prepared { target, journal, earlier })
     }
@@ -109,12 +113,12 @@ impl Prepared {
     }
 }
 
-/// Runs a session's sink end to the end of the data set.
+/// Runs a session's sink end to the end of the data set, and closes the link.
 ///
 /// # Errors
 /// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
 pub fn run(
-    link: &mut Link,
+    mut link: Link,
     engine: &Arc<Engine>,
     terms: &Terms,
     prepared: Prepared,
@@ -159,24 +163,19 @@ pub fn run(
         discard,
     ));
     let _ = counters.files_handle.set(Arc::downgrade(&files));
-    let window_max = window_max(link, engine, terms);
+    let window_max = window_max(&link, engine, terms);
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
     link.start_receiving(&receive)?;
     let mut sink = Sink {
-        link,
+        core: Core::new(terms.session, terms.sealer.is_some(), window_max),
+        link: &mut link,
         engine,
         terms,
         mailer,
         mailbox,
-        files,
+        files: Arc::clone(&files),
         counters: &counters,
-        exposed: HashMap::new(),
-        window: 2,
-        window_max,
-        owed: false,
         waiting_for_block: false,
-        next_sequence: 0,
-        ahead: BTreeSet::new(),
         finalizing: false,
         failed: 0,
         synced_bytes: 0,
@@ -189,14 +188,30 @@ pub fn run(
         error.tell(sink.link);
     }
     drop(sink);
+    files.close();
     committer.stop();
-    if let (Ok(summary), Some(journal)) = (&result, &journal) {
-        // With failures left, the same command tries only what is missing.
-        if summary.failed == 0 {
-            journal.remove();
+    // A source that takes its leave has heard how it went. If it has not, the same job will come
+    // again, and the journal tells it what is done; with failures left, it tries what is missing.
+    if let (Ok(Summary { failed: 0, .. }), Some(journal)) = (&result, &journal)
+        && took_leave(&mut link)
+    {
+        journal.remove();
+    }
+    drop((files, journal));
+    link.close();
+    result
+}
+
+/// Waits a moment for the source to say that it knows.
+fn took_leave(link: &mut Link) -> bool {
+    let deadline = Instant::now() + LEAVE_PATIENCE;
+    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        let Ok(events) = link.poll(left) else { return false };
+        if events.iter().any(|e| matches!(e, LinkEvent::Control(Control::Farewell))) {
+            return true;
         }
     }
-    result
+    false
 }
 
 /// The most credits worth having out: what the path can hold at a rate no path exceeds today, so
@@ -214,7 +229,30 @@ fn window_max(link: &Link, engine: &Engine, terms: &Terms) -> usize {
     }
 }
 
+/// Opens the journal of a job, waiting a moment for an earlier attempt to wind up. `None`: the
+/// directory may not be written to, and an interrupted attempt will be begun anew.
+fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, Earlier)>, SessionError> {
+    let deadline = Instant::now() + BUSY_PATIENCE;
+    loop {
+        match Journal::open(root, job) {
+            Ok(opened) => return Ok(Some(opened)),
+            Err(e) if e.kind() == ErrorKind::ResourceBusy && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(e) if e.kind() == ErrorKind::ResourceBusy => {
+                return Err(SessionError::Local("another copy of the same sources to here is under way".into()));
+            }
+            Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
+                tracing::warn!(error = %e, "no journal can be kept: an interrupted copy will begin anew");
+                return Ok(None);
+            }
+            Err(e) => return Err(SessionError::Local(format!("the journal of an earlier attempt: {e}"))),
+        }
+    }
+}
+
 struct Sink<'a> {
+    core: Core<(Exposed, Window)>,
     link: &'a mut Link,
     engine: &'a Arc<Engine>,
     terms: &'a Terms,
@@ -222,20 +260,8 @@ struct Sink<'a> {
     mailbox: Receiver<Mail>,
     files: Arc<Files>,
     counters: &'a Arc<Counters>,
-    /// Blocks whose credit the source holds, by number.
-    exposed: HashMap<u32, (Exposed, Window)>,
-    /// Credits that may be out at once; doubles as notifications come in.
-    window: usize,
-    /// What the window may grow to.
-    window_max: usize,
-    /// The source has asked and not been answered.
-    owed: bool,
     /// The pool will send mail when a block is free.
     waiting_for_block: bool,
-    /// Every sequence number below has been seen.
-    next_sequence: u32,
-    /// Those seen above.
-    ahead: BTreeSet<u32>,
     finalizing: bool,
     failed: u64,
     synced_bytes: u64,
@@ -250,16 +276,16 @@ impl Sink<'_> {
             if let Some(summary) = self.take_mail()? {
                 return Ok(summary);
             }
-            if self.owed {
-                self.grant(1)?;
+            if self.core.is_owed() {
+                self.grant()?;
             }
-            self.check_end();
+            self.check_end()?;
             for event in self.link.poll(Duration::from_secs(5))? {
                 match event {
                     LinkEvent::Arrived(completion) => self.arrived(completion)?,
-                    LinkEvent::Received(block, header) => self.received(block, header)?,
+                    LinkEvent::Received(block, header) => self.received(block, header, None)?,
                     LinkEvent::Placed { sequence, len } => {
-                        self.note_sequence(sequence)?;
+                        self.core.note(sequence)?;
                         Progress::add(&self.progress.bytes, len.into());
                         self.sync_now_and_then();
                     }
@@ -271,33 +297,22 @@ impl Sink<'_> {
     }
 
     fn take_control(&mut self, message: Control) -> Result<(), SessionError> {
-        match message {
-            Control::RegionRequest => {
-                self.owed = true;
-                self.grant(1)
+        match self.core.take(message)? {
+            Heard::Nothing => {
+                self.counters.expected.store(self.core.expected().unwrap_or(u64::MAX), Ordering::SeqCst);
+                if self.core.is_owed() { self.grant() } else { Ok(()) }
             }
-            Control::FileEnd { file, blocks, status } => {
-                self.files.file_end(file, blocks, status).map_err(|what| LinkError::Unexpected(what).into())
-            }
-            Control::Offer { batch, entries } => {
+            Heard::FileEnd { file, blocks, status } => Ok(self.files.file_end(file, blocks, status)?),
+            Heard::Offer { batch, entries } => {
                 let answers = self.files.judge(&entries).map_err(LinkError::from)?;
                 Ok(self.link.send(&Control::Verdict { batch, answers })?)
             }
-            Control::Report(report) => {
+            Heard::Report(report) => {
                 self.failed += 1;
                 (self.on_report)(&report);
                 Ok(())
             }
-            Control::DataSetComplete(blocks) => {
-                let seen = u64::from(self.next_sequence) + self.ahead.len() as u64;
-                if blocks > u64::from(u32::MAX) || seen > blocks {
-                    return Err(LinkError::Unexpected("number of blocks").into());
-                }
-                self.counters.expected.store(blocks, Ordering::SeqCst);
-                Ok(())
-            }
-            Control::Abort(why) => Err(SessionError::Aborted(why)),
-            _ => Err(LinkError::Unexpected("control message").into()),
+            Heard::Aborted(why) => Err(SessionError::Aborted(why)),
         }
     }
 
@@ -313,7 +328,7 @@ impl Sink<'_> {
                         self.link.send(&Control::Report(report))?;
                     }
                 }
-                Ok(Mail::Malformed(malformed)) => return Err(LinkError::Malformed(malformed).into()),
+                Ok(Mail::Violation(violation)) => return Err(violation.into()),
                 Ok(Mail::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
                 Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
                 Ok(Mail::Finalized) => return self.conclude().map(Some),
@@ -323,46 +338,23 @@ impl Sink<'_> {
     }
 
     fn arrived(&mut self, completion: Completion) -> Result<(), SessionError> {
-        let Completion { session, sequence, block } = completion;
-        if session != self.terms.session {
-            return Err(LinkError::Unexpected("session number").into());
-        }
-        let (exposed, window) = self.exposed.remove(&block).ok_or(LinkError::Unexpected("block number"))?;
+        let (exposed, window) = self.core.arrived(&completion)?;
         // The source's notification revokes its right to the block. One that forgot loses it here;
         // either way nobody else touches the block from now on.
         drop(window);
         let filled = exposed.reclaim();
         let header =
             BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize).map_err(LinkError::from)?;
-        if header.sequence != sequence {
-            return Err(LinkError::Malformed(Malformed("block header: not the block announced")).into());
-        }
-        self.received(filled, header)?;
-        self.window = (self.window + 2).min(self.window_max);
-        self.grant(0)
+        self.received(filled, header, Some(completion.sequence))?;
+        self.grant()
     }
 
     /// Checks a whole block and sends it on its way.
-    fn received(&mut self, block: Block, header: BlockHeader) -> Result<(), SessionError> {
-        if header.session != self.terms.session || header.sealed != self.terms.sealer.is_some() {
-            return Err(LinkError::Malformed(Malformed("block header: not of this session")).into());
-        }
-        self.note_sequence(header.sequence)?;
+    fn received(&mut self, block: Block, header: BlockHeader, announced: Option<u32>) -> Result<(), SessionError> {
+        self.core.accept(&header, announced)?;
         Progress::add(&self.progress.bytes, header.len.into());
         self.process(block, header);
         self.sync_now_and_then();
-        Ok(())
-    }
-
-    /// Each sequence number comes once. Those of one channel come in order, so the gaps are few.
-    fn note_sequence(&mut self, sequence: u32) -> Result<(), SessionError> {
-        let far = sequence.checked_sub(self.next_sequence).is_none_or(|d| d as usize > 1 << 20);
-        if far || !self.ahead.insert(sequence) {
-            return Err(LinkError::Unexpected("sequence number").into());
-        }
-        while self.ahead.remove(&self.next_sequence) {
-            self.next_sequence += 1;
-        }
         Ok(())
     }
 
@@ -396,30 +388,22 @@ impl Sink<'_> {
         });
     }
 
-    /// Grants up to two credits, or as many as the window and the pool allow if the source is
-    /// owed an answer; `least` of them even beyond the window.
-    fn grant(&mut self, least: usize) -> Result<(), SessionError> {
-        let most = if self.owed { CREDITS_PER_REPLY } else { 2 };
-        let mut credits: Vec<Credit> = Vec::new();
-        while credits.len() < most && (self.exposed.len() < self.window || credits.len() < least) {
-            if self.exposed.len() >= WINDOW_MAX {
-                break;
-            }
+    /// Grants the credits that are due, as far as there are blocks.
+    fn grant(&mut self) -> Result<(), SessionError> {
+        let mut granted = Vec::new();
+        for _ in 0..self.core.allowance() {
             let Some(block) = self.engine.pool.try_take() else { break };
             let (exposed, window) = self.link.expose(block)?;
-            credits.push(window.credit);
-            self.exposed.insert(window.credit.block, (exposed, window));
+            granted.push((window.credit, (exposed, window)));
         }
-        if credits.is_empty() {
-            if self.owed && !self.waiting_for_block {
-                self.waiting_for_block = true;
-                let mailer = self.mailer.clone();
-                self.engine.pool.when_free(move || mailer.send(Mail::BlockFree));
-            }
-            return Ok(());
+        if let Some(message) = self.core.grant(granted) {
+            self.link.send(&message)?;
+        } else if self.core.is_owed() && !self.waiting_for_block {
+            self.waiting_for_block = true;
+            let mailer = self.mailer.clone();
+            self.engine.pool.when_free(move || mailer.send(Mail::BlockFree));
         }
-        self.owed = false;
-        Ok(self.link.send(&Control::RegionReply(credits))?)
+        Ok(())
     }
 
     fn sync_now_and_then(&mut self) {
@@ -438,14 +422,17 @@ impl Sink<'_> {
         });
     }
 
-    fn check_end(&mut self) {
-        let done = self.counters.blocks.load(Ordering::SeqCst) == self.counters.expected.load(Ordering::SeqCst);
-        if self.finalizing || !done || self.files.open_files() > 0 || self.files.committer.pending() > 0 {
-            return;
+    fn check_end(&mut self) -> Result<(), SessionError> {
+        let dealt = self.counters.blocks.load(Ordering::SeqCst);
+        let (parked, unfinished) = (self.files.parked(), self.files.unfinished());
+        let complete = self.core.is_complete(dealt, parked, unfinished)?;
+        if self.finalizing || !complete || self.files.committer.pending() > 0 {
+            return Ok(());
         }
         self.finalizing = true;
         let files = Arc::clone(&self.files);
         self.engine.workers.submit(self.engine.files, move || files.finalize());
+        Ok(())
     }
 
     fn conclude(&mut self) -> Result<Summary, SessionError> {

@@ -9,9 +9,9 @@ mod walk;
 pub use walk::Root;
 
 use crate::link::{Link, LinkEvent, Transport};
+use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
-use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, Direct, FileStatus, OfferEntry, Report};
-use std::collections::VecDeque;
+use crate::wire::{Answer, BlockHeader, Control, Direct, FileStatus, OfferEntry, Report, Summary};
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -21,9 +21,10 @@ use thruway_engine::Block;
 
 /// What the walker and the stages tell the session.
 pub(crate) enum Mail {
-    /// A block is loaded, digested and sealed. With a file, the block only stands for the piece of
-    /// the file that the header names, which is sent from there.
-    Loaded(Block, BlockHeader, Option<Arc<File>>),
+    /// A block is loaded, digested and sealed, and may be sent after the block with this sequence
+    /// number. With a file, the block only stands for the piece of the file that the header names,
+    /// which is sent from there.
+    Loaded(Block, BlockHeader, Option<u32>, Option<Arc<File>>),
     /// A large file has been read to its end.
     FileEnd { file: u64, blocks: u32, status: FileStatus },
     /// Files that may be there already.
@@ -36,12 +37,12 @@ pub(crate) enum Mail {
     Fatal(String),
 }
 
-/// Runs a session's source end to the end of the data set.
+/// Runs a session's source end to the end of the data set, and closes the link.
 ///
 /// # Errors
 /// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
 pub fn run(
-    link: &mut Link,
+    mut link: Link,
     engine: &Arc<Engine>,
     terms: &Terms,
     roots: Vec<Root>,
@@ -70,16 +71,10 @@ pub fn run(
         .spawn(move || walker.run(roots))
         .map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?;
     let mut source = Source {
-        link,
-        terms,
+        core: Core::new(terms.session, link.transport() == Transport::Rdma),
+        link: &mut link,
         mailbox,
         verdicts: Some(verdicts),
-        loaded: VecDeque::new(),
-        credits: VecDeque::new(),
-        asked: false,
-        blocks: None,
-        announced: false,
-        sent: 0,
         progress,
         on_report,
         budget: Budget::new(terms.rate_limit),
@@ -91,6 +86,7 @@ pub fn run(
     }
     drop(source);
     cancel.store(true, Ordering::SeqCst);
+    link.close();
     let walked = thread.join();
     if walked.is_err() {
         return Err(SessionError::Local("the walker panicked".into()));
@@ -99,18 +95,10 @@ pub fn run(
 }
 
 struct Source<'a> {
+    core: Core<(Block, Option<Arc<File>>)>,
     link: &'a mut Link,
-    terms: &'a Terms,
     mailbox: Receiver<Mail>,
     verdicts: Option<Sender<Vec<Answer>>>,
-    loaded: VecDeque<(Block, BlockHeader, Option<Arc<File>>)>,
-    credits: VecDeque<Credit>,
-    /// A region request is on its way and not answered.
-    asked: bool,
-    /// Blocks of the data set, once the walk is over.
-    blocks: Option<u32>,
-    announced: bool,
-    sent: u32,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
     budget: Budget,
@@ -177,8 +165,7 @@ impl Source<'_> {
     fn run(&mut self) -> Outcome {
         loop {
             self.take_mail()?;
-            self.write_loaded()?;
-            self.announce_end()?;
+            self.step()?;
             let limit = self.budget.pause().unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
@@ -186,45 +173,39 @@ impl Source<'_> {
                         drop(block);
                         self.ahead.leave();
                     }
-                    LinkEvent::Control(Control::DataSetReply(summary)) if self.announced => {
-                        return Ok(summary);
+                    LinkEvent::Control(message) => {
+                        if let Some(summary) = self.take_control(message)? {
+                            return Ok(summary);
+                        }
                     }
-                    LinkEvent::Control(message) => self.take_control(message)?,
                     _ => return Err(crate::link::LinkError::Unexpected("block").into()),
                 }
             }
         }
     }
 
-    fn take_control(&mut self, message: Control) -> Result<(), SessionError> {
-        match message {
-            Control::RegionReply(credits) => {
-                if self.credits.len() + credits.len() > crate::link::WINDOW_MAX {
-                    return Err(crate::link::LinkError::Unexpected("number of credits").into());
-                }
-                self.asked = false;
-                self.credits.extend(credits);
-                Ok(())
-            }
-            Control::Verdict { answers, .. } => {
+    fn take_control(&mut self, message: Control) -> Result<Option<Summary>, SessionError> {
+        match self.core.take(message)? {
+            Heard::Nothing => {}
+            Heard::Verdict(answers) => {
                 if let Some(verdicts) = &self.verdicts {
                     let _ = verdicts.send(answers);
                 }
-                Ok(())
             }
-            Control::Report(report) => {
-                (self.on_report)(&report);
-                Ok(())
+            Heard::Report(report) => (self.on_report)(&report),
+            Heard::Done(summary) => {
+                self.link.send(&Control::Farewell)?;
+                return Ok(Some(summary));
             }
-            Control::Abort(why) => Err(SessionError::Aborted(why)),
-            _ => Err(crate::link::LinkError::Unexpected("control message").into()),
+            Heard::Aborted(why) => return Err(SessionError::Aborted(why)),
         }
+        Ok(None)
     }
 
     fn take_mail(&mut self) -> Result<(), SessionError> {
         loop {
             match self.mailbox.try_recv() {
-                Ok(Mail::Loaded(block, header, file)) => self.loaded.push_back((block, header, file)),
+                Ok(Mail::Loaded(block, header, after, file)) => self.core.loaded((block, file), header, after),
                 Ok(Mail::FileEnd { file, blocks, status }) => {
                     self.link.send(&Control::FileEnd { file, blocks, status })?;
                 }
@@ -233,10 +214,10 @@ impl Source<'_> {
                     (self.on_report)(&report);
                     self.link.send(&Control::Report(report))?;
                 }
-                Ok(Mail::Walked { blocks }) => self.blocks = Some(blocks),
+                Ok(Mail::Walked { blocks }) => self.core.walked(blocks),
                 Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
                 Err(TryRecvError::Empty) => return Ok(()),
-                Err(TryRecvError::Disconnected) if self.blocks.is_some() => return Ok(()),
+                Err(TryRecvError::Disconnected) if self.core.is_walked() => return Ok(()),
                 Err(TryRecvError::Disconnected) => {
                     return Err(SessionError::Local("the walker stopped without a word".into()));
                 }
@@ -244,42 +225,27 @@ impl Source<'_> {
         }
     }
 
-    fn write_loaded(&mut self) -> Result<(), SessionError> {
-        while !self.loaded.is_empty() && self.budget.pause().is_none() {
-            if self.link.transport() == Transport::Tcp {
-                let (block, header, file) = self.loaded.pop_front().expect("checked");
-                self.link.stream(block, header, file)?;
-                self.account(header.len);
-                continue;
-            }
-            let Some(credit) = self.credits.pop_front() else {
-                if !self.asked {
-                    self.asked = true;
-                    self.link.send(&Control::RegionRequest)?;
+    fn step(&mut self) -> Result<(), SessionError> {
+        while let Some(step) = self.core.next(self.budget.pause().is_none()) {
+            match step {
+                Step::Say(message) => self.link.send(&message)?,
+                Step::Write((block, _), header, credit, notice) => {
+                    self.link.write(block, header.len, &credit, &notice)?;
+                    self.account(header.len);
                 }
-                return Ok(());
-            };
-            let (block, header, _) = self.loaded.pop_front().expect("checked");
-            let notice = Completion { session: self.terms.session, sequence: header.sequence, block: credit.block };
-            self.link.write(block, header.len, &credit, &notice)?;
-            self.account(header.len);
+                Step::Stream((block, file), header) => {
+                    self.link.stream(block, header, file)?;
+                    self.account(header.len);
+                }
+            }
         }
         Ok(())
     }
 
     fn account(&mut self, len: u32) {
-        self.sent += 1;
-        self.ahead.adjust(self.loaded.len());
+        self.ahead.adjust(self.core.waiting());
         self.budget.spend(len.into());
         Progress::add(&self.progress.bytes, len.into());
-    }
-
-    fn announce_end(&mut self) -> Result<(), SessionError> {
-        if self.blocks == Some(self.sent) && !self.announced {
-            self.announced = true;
-            self.link.send(&Control::DataSetComplete(self.sent.into()))?;
-        }
-        Ok(())
     }
 }
 

@@ -6,12 +6,14 @@
 
 use super::{Ahead, Mail};
 use crate::filter::Filter;
+use crate::protocol::offers::{self, Offers};
+use crate::protocol::pieces::{cut, subtract};
 use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Direct, FileStatus, HEADER_LEN, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report,
 };
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
@@ -26,13 +28,6 @@ use thruway_engine::{Block, StorageOp};
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
-/// Files offered in one message, and octets of the message they may take.
-const OFFER_ENTRIES: usize = 64;
-const OFFER_OCTETS: usize = 7500;
-/// What an offered file takes beside its path, at most.
-const OFFER_ENTRY: usize = 32;
-/// Offers under way.
-const OFFERS_AHEAD: usize = 4;
 /// Files with several names that are remembered; later ones travel as files of their own.
 const LINKS_MAX: usize = 1 << 18;
 /// Octets of names in one list of names to keep.
@@ -65,9 +60,7 @@ pub(super) struct Walker {
     next_file: u64,
     open_files: Arc<AtomicU32>,
     links: HashMap<(u64, u64), Vec<u8>>,
-    offering: Offering,
-    offered: VecDeque<Vec<Candidate>>,
-    next_batch: u32,
+    offers: Offers<Candidate>,
     /// Pieces of files are sent from the files themselves.
     from_files: bool,
     ahead: Arc<Ahead>,
@@ -86,12 +79,6 @@ struct Candidate {
     stat: Stat,
 }
 
-#[derive(Default)]
-struct Offering {
-    files: Vec<Candidate>,
-    octets: usize,
-}
-
 /// The session is over; unwind.
 struct Cancelled;
 type Walk<T = ()> = Result<T, Cancelled>;
@@ -100,6 +87,8 @@ type Walk<T = ()> = Result<T, Cancelled>;
 struct LargeFile {
     file: Arc<File>,
     number: u64,
+    /// Sequence number of the block that the file begins in.
+    begun_in: u32,
     stat: Stat,
     path: Vec<u8>,
     endless: bool,
@@ -139,9 +128,7 @@ impl Walker {
             next_file: 1,
             open_files: Arc::new(AtomicU32::new(0)),
             links: HashMap::new(),
-            offering: Offering::default(),
-            offered: VecDeque::new(),
-            next_batch: 0,
+            offers: Offers::default(),
             from_files,
             ahead,
         })
@@ -364,30 +351,23 @@ impl Walker {
     }
 
     fn offer(&mut self, candidate: Candidate) -> Walk {
-        let octets = candidate.path.len() + OFFER_ENTRY;
-        if self.offering.files.len() >= OFFER_ENTRIES || self.offering.octets + octets > OFFER_OCTETS {
+        let entry = OfferEntry {
+            path: candidate.path.clone(),
+            size: candidate.stat.st_size as u64,
+            mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
+        };
+        if !self.offers.has_room(&entry) {
             self.send_offer();
-            self.settle_offers(OFFERS_AHEAD)?;
+            self.settle_offers(offers::AHEAD)?;
         }
-        self.offering.octets += octets;
-        self.offering.files.push(candidate);
+        self.offers.push(entry, candidate);
         Ok(())
     }
 
     fn send_offer(&mut self) {
-        let Offering { files, .. } = std::mem::take(&mut self.offering);
-        if files.is_empty() {
-            return;
+        if let Some((batch, entries)) = self.offers.send() {
+            self.mailer.send(Mail::Offer { batch, entries });
         }
-        let entry = |c: &Candidate| OfferEntry {
-            path: c.path.clone(),
-            size: c.stat.st_size as u64,
-            mtime: (c.stat.st_mtime, c.stat.st_mtime_nsec as u32),
-        };
-        let entries = files.iter().map(entry).collect();
-        self.mailer.send(Mail::Offer { batch: self.next_batch, entries });
-        self.next_batch += 1;
-        self.offered.push_back(files);
     }
 
     /// Waits until at most `ahead` offers are without an answer, sending what is wanted.
@@ -395,7 +375,7 @@ impl Walker {
         if ahead == 0 {
             self.send_offer();
         }
-        while self.offered.len() > ahead {
+        while self.offers.open() > ahead {
             // Files already read must not sit in a half-full pack while we wait.
             let answers = loop {
                 self.check_cancel()?;
@@ -406,10 +386,7 @@ impl Walker {
                     Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return Err(Cancelled),
                 }
             };
-            let files = self.offered.pop_front().expect("checked");
-            // A verdict that is too short leaves the rest to be sent: safe, if not clever.
-            let answers = answers.into_iter().chain(std::iter::repeat(Answer::Send));
-            for (candidate, answer) in files.into_iter().zip(answers) {
+            for (candidate, answer) in self.offers.answered(answers) {
                 match answer {
                     Answer::Skip => {}
                     Answer::Send => self.send_file(candidate, &[])?,
@@ -515,10 +492,12 @@ impl Walker {
         self.next_file += 1;
         self.append(&Record::Begin { file: number, path: c.path.clone(), meta, resume: !have.is_empty() })?;
         self.flush();
+        let begun_in = self.next_sequence - 1;
         self.open_files.fetch_add(1, Ordering::SeqCst);
         let large = Arc::new(LargeFile {
             file: Arc::new(file),
             number,
+            begun_in,
             stat,
             path: c.path,
             endless,
@@ -543,25 +522,19 @@ impl Walker {
     }
 
     fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
-        let block_len = u64::from(self.terms.block_len);
-        let mut at = from;
         Progress::add(&self.progress.total_bytes, to - from);
-        while at < to {
-            // Blocks end at multiples of their length, so that resumed extents fall in step.
-            let end = to.min((at / block_len + 1) * block_len);
-            let len = (end - at) as u32;
+        for (at, len) in cut((from, to), self.terms.block_len) {
             let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
             let block = self.take_block()?;
             let sequence = self.sequence()?;
             large.open.fetch_add(1, Ordering::SeqCst);
             large.blocks.fetch_add(1, Ordering::SeqCst);
             let header = self.header(sequence, BlockKind::Data, large.number, at, len);
-            let finish = Finish::new(self);
+            let finish = Finish::new(self, Some(large.begun_in));
             let large = Arc::clone(large);
             let file = Arc::clone(&large.file);
             if self.from_files && !large.endless {
                 finish.load_from_file(block, header, large);
-                at = end;
                 continue;
             }
             self.engine.storage.submit(file, at, StorageOp::Read { len: aligned }, block, move |done| {
@@ -583,7 +556,6 @@ impl Walker {
                 finish.load(done.block, header);
                 large.close();
             });
-            at = end;
         }
         Ok(())
     }
@@ -653,7 +625,7 @@ impl Walker {
         }
         let Ok(sequence) = self.sequence() else { return };
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
-        Finish::new(self).load(block, header);
+        Finish::new(self, None).load(block, header);
     }
 }
 
@@ -662,11 +634,14 @@ struct Finish {
     engine: Arc<Engine>,
     terms: Terms,
     mailer: Mailer<Mail>,
+    /// Not to be sent before the block with this sequence number.
+    after: Option<u32>,
 }
 
 impl Finish {
-    fn new(walker: &Walker) -> Finish {
-        Finish { engine: Arc::clone(&walker.engine), terms: walker.terms.clone(), mailer: walker.mailer.clone() }
+    fn new(walker: &Walker, after: Option<u32>) -> Finish {
+        let (engine, terms) = (Arc::clone(&walker.engine), walker.terms.clone());
+        Finish { engine, terms, mailer: walker.mailer.clone(), after }
     }
 
     fn load(self, block: Block, mut header: BlockHeader) {
@@ -702,7 +677,7 @@ impl Finish {
             if file.is_none() {
                 return self.seal_and_close(block, header, &large);
             }
-            self.mailer.send(Mail::Loaded(block, header, file));
+            self.mailer.send(Mail::Loaded(block, header, self.after, file));
             large.close();
         });
     }
@@ -715,7 +690,7 @@ impl Finish {
     fn seal(self, mut block: Block, mut header: BlockHeader) {
         let Some(sealer) = self.terms.sealer.clone() else {
             header.encode(block.with_header_mut(HEADER_LEN).0);
-            return self.mailer.send(Mail::Loaded(block, header, None));
+            return self.mailer.send(Mail::Loaded(block, header, self.after, None));
         };
         let engine = Arc::clone(&self.engine);
         engine.workers.submit(engine.security, move || {
@@ -726,7 +701,7 @@ impl Finish {
             header.tag = sealer.seal(header.sequence.into(), &header.fixed(), sealed);
             let (head, _) = block.with_header_mut(HEADER_LEN);
             head[32..48].copy_from_slice(&header.tag);
-            self.mailer.send(Mail::Loaded(block, header, None));
+            self.mailer.send(Mail::Loaded(block, header, self.after, None));
         });
     }
 }
@@ -825,40 +800,9 @@ fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> 
     subtract(data, have)
 }
 
-/// `from` without `less`; both in order and disjoint.
-fn subtract(from: Vec<(u64, u64)>, less: &[(u64, u64)]) -> Vec<(u64, u64)> {
-    let mut out = Vec::new();
-    for (mut start, end) in from {
-        for &(offset, len) in less {
-            let stop = offset.saturating_add(len);
-            if stop <= start || offset >= end {
-                continue;
-            }
-            if offset > start {
-                out.push((start, offset));
-            }
-            start = stop;
-        }
-        if start < end {
-            out.push((start, end));
-        }
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_is_there_already_is_not_read_again() {
-        let whole = vec![(0, 100)];
-        assert_eq!(subtract(whole.clone(), &[]), whole);
-        assert_eq!(subtract(whole.clone(), &[(0, 100)]), vec![]);
-        assert_eq!(subtract(whole.clone(), &[(0, 10), (20, 30)]), vec![(10, 20), (50, 100)]);
-        assert_eq!(subtract(vec![(0, 10), (50, 60)], &[(5, 50)]), vec![(0, 5), (55, 60)]);
-        assert_eq!(subtract(vec![(10, 20)], &[(0, u64::MAX)]), vec![]);
-    }
 
     #[test]
     fn holes_are_left_out() {

@@ -1,0 +1,68 @@
+//! The two ends of RFTP as state machines: no sockets, no files, no clock, no threads.
+//!
+//! - [`source`]: pairs loaded blocks with credits, announces the end.
+//! - [`sink`]: grants credits, accounts for blocks, knows when all is done.
+//! - [`offers`]: which files were offered, which answers belong to which.
+//! - [`pieces`]: what of a file must travel, in which pieces.
+//! - [`reassembly`]: large files whose beginning, pieces and end come in any order.
+//!
+//! [`crate::source`] and [`crate::sink`] drive them with a real network and real files;
+//! `simulation` drives them, and the journal, with invented ones that fail at every step.
+
+pub(crate) mod offers;
+pub(crate) mod pieces;
+pub(crate) mod reassembly;
+pub(crate) mod sink;
+pub(crate) mod source;
+
+#[cfg(test)]
+mod simulation;
+
+use crate::wire::Malformed;
+use std::collections::BTreeSet;
+
+/// The peer broke the protocol.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Violation {
+    /// By octets that make no sense.
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+    /// By something out of turn.
+    #[error("unexpected {0}")]
+    Unexpected(&'static str),
+}
+
+/// Most blocks under way in one session: credits granted and not used up.
+pub(crate) const WINDOW_MAX: usize = 256;
+
+/// Sequence numbers that have been seen, each once. They come nearly in order, so the gaps are few.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    /// Every number below has been seen.
+    next: u32,
+    /// Those seen above.
+    ahead: BTreeSet<u32>,
+}
+
+impl Seen {
+    /// Notes a number; false if it has been seen before, or is absurdly far ahead.
+    pub(crate) fn insert(&mut self, sequence: u32) -> bool {
+        let far = sequence.checked_sub(self.next).is_none_or(|d| d > 1 << 20);
+        if far || !self.ahead.insert(sequence) {
+            return false;
+        }
+        while self.ahead.remove(&self.next) {
+            self.next += 1;
+        }
+        true
+    }
+
+    pub(crate) fn contains(&self, sequence: u32) -> bool {
+        sequence < self.next || self.ahead.contains(&sequence)
+    }
+
+    /// How many have been seen.
+    pub(crate) fn count(&self) -> u64 {
+        u64::from(self.next) + self.ahead.len() as u64
+    }
+}

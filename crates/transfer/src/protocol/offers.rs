@@ -1,0 +1,65 @@
+//! Files that the sink may have already are offered before they are sent.
+
+use crate::wire::{Answer, OfferEntry};
+use std::collections::VecDeque;
+
+/// Files offered in one message, and octets of the message they may take.
+const ENTRIES: usize = 64;
+const OCTETS: usize = 7500;
+/// What an offered file takes beside its path, at most.
+const ENTRY: usize = 32;
+/// Offers under way.
+pub(crate) const AHEAD: usize = 4;
+
+/// Offered files, in batches; `C` is what the source knows of a file.
+pub(crate) struct Offers<C> {
+    gathering: Vec<(OfferEntry, C)>,
+    octets: usize,
+    next_batch: u32,
+    /// Sent and not answered.
+    open: VecDeque<Vec<C>>,
+}
+
+impl<C> Default for Offers<C> {
+    fn default() -> Offers<C> {
+        Offers { gathering: Vec::new(), octets: 0, next_batch: 0, open: VecDeque::new() }
+    }
+}
+
+impl<C> Offers<C> {
+    /// Whether the entry fits the batch that is gathering; if not, [`Offers::send`] comes first.
+    pub(crate) fn has_room(&self, entry: &OfferEntry) -> bool {
+        self.gathering.len() < ENTRIES && self.octets + entry.path.len() + ENTRY <= OCTETS
+    }
+
+    /// Adds a file to the batch that is gathering.
+    pub(crate) fn push(&mut self, entry: OfferEntry, file: C) {
+        self.octets += entry.path.len() + ENTRY;
+        self.gathering.push((entry, file));
+    }
+
+    /// The batch that has gathered, to be sent, with its number.
+    pub(crate) fn send(&mut self) -> Option<(u32, Vec<OfferEntry>)> {
+        if self.gathering.is_empty() {
+            return None;
+        }
+        self.octets = 0;
+        let (entries, files) = std::mem::take(&mut self.gathering).into_iter().unzip();
+        self.open.push_back(files);
+        let batch = self.next_batch;
+        self.next_batch = batch.wrapping_add(1);
+        Some((batch, entries))
+    }
+
+    /// Batches without an answer.
+    pub(crate) fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// The oldest open batch has been answered: what to do with its files. A verdict that is too
+    /// short leaves the rest to be sent: safe, if not clever.
+    pub(crate) fn answered(&mut self, answers: Vec<Answer>) -> Vec<(C, Answer)> {
+        let files = self.open.pop_front().unwrap_or_default();
+        files.into_iter().zip(answers.into_iter().chain(std::iter::repeat(Answer::Send))).collect()
+    }
+}
