@@ -251,6 +251,8 @@ pub(super) struct SinkEnd {
     tasks: Vec<(u32, BlockHeader, Vec<u8>)>,
     commits: VecDeque<Target>,
     dealt: u64,
+    /// A sync under way: what it will have made durable, and whether it has.
+    syncing: Option<(u64, bool)>,
     summary: Summary,
     pub(super) concluded: bool,
 }
@@ -270,6 +272,7 @@ impl SinkEnd {
             tasks: Vec::new(),
             commits: VecDeque::new(),
             dealt: 0,
+            syncing: None,
             summary: Summary::default(),
             concluded: false,
         })
@@ -466,12 +469,16 @@ impl SinkEnd {
         Ok(())
     }
 
-    /// What is written so far is synced in the background.
+    /// What is written so far is synced in the background, while others go on writing.
     pub(super) fn sync(&mut self) {
-        let position = self.journal.position();
-        if self.disk.lock().sync_all().is_ok() {
-            self.journal.synced(position);
-        }
+        self.syncing = match self.syncing {
+            None => Some((self.journal.position(), false)),
+            Some((position, false)) => self.disk.lock().sync_all().is_ok().then_some((position, true)),
+            Some((position, true)) => {
+                self.journal.synced(position);
+                None
+            }
+        };
     }
 
     /// The source has heard that everything is in place, and said so.

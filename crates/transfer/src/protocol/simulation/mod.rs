@@ -277,7 +277,7 @@ fn run(
             7 => sink.commit(world, rng)?,
             _ => sink.grant(net),
         }
-        if rng.below(64) == 0 {
+        if rng.below(24) == 0 {
             sink.sync();
         }
     }
