@@ -50,6 +50,11 @@ impl BlockPool {
         }))
     }
 
+    /// Asks for the blocks' memory, as far as it is not touched yet, to come from this node.
+    pub fn bind(&self, node: u32) {
+        crate::topology::bind_memory(&self.buffer, node);
+    }
+
     /// The memory of all blocks, for registration with devices.
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer

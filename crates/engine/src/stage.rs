@@ -6,6 +6,7 @@
 //! delay, waiting and service time, and moves a worker from the stage with the most slack to the
 //! one with the longest delay (Ren 2015, ch. 3).
 
+use crate::topology;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -84,6 +85,14 @@ impl Workers {
     /// # Panics
     /// If no stage is named or the system cannot make threads.
     pub fn new(threads: usize, stages: &[&'static str]) -> Arc<Workers> {
+        Workers::near(&[], threads, stages)
+    }
+
+    /// As [`Workers::new`], on these cores; on any if there are none.
+    ///
+    /// # Panics
+    /// As [`Workers::new`].
+    pub fn near(cpus: &[u32], threads: usize, stages: &[&'static str]) -> Arc<Workers> {
         assert!(!stages.is_empty());
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
@@ -97,8 +106,11 @@ impl Workers {
         });
         let mut handles = Vec::new();
         for index in 0..threads {
-            let shared = Arc::clone(&shared);
-            let run = move || shared.work(index);
+            let (shared, cpus) = (Arc::clone(&shared), cpus.to_vec());
+            let run = move || {
+                topology::bind_thread(&cpus);
+                shared.work(index);
+            };
             handles.push(std::thread::Builder::new().name(format!("worker-{index}")).spawn(run).expect("a thread"));
         }
         let watched = Arc::clone(&shared);

@@ -4,8 +4,9 @@
 //! on the storage thread and must only pass the result on. Files may be open for direct I/O or
 //! not; offsets and lengths are then the caller's to align.
 
-use crate::pool::Block;
+use crate::pool::{Block, BlockPool};
 use crate::stage::StageStats;
+use crate::topology;
 use io_uring::{IoUring, opcode, types};
 use rustix::event::EventfdFlags;
 use std::collections::VecDeque;
@@ -13,12 +14,14 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Requests under way at once; more wait in the queue.
 const DEPTH: u32 = 128;
+/// Pools whose memory can be registered with the ring at once; the others do without.
+const FIXED_MAX: u32 = 64;
 
 /// What to do with a block and a file.
 pub enum StorageOp {
@@ -26,6 +29,8 @@ pub enum StorageOp {
     Read {
         /// Octets wanted.
         len: u32,
+        /// The file is open for direct I/O.
+        direct: bool,
     },
     /// Write `len` octets of the payload from octet `skip` on.
     Write {
@@ -33,6 +38,8 @@ pub enum StorageOp {
         skip: u32,
         /// Octets.
         len: u32,
+        /// The file is open for direct I/O.
+        direct: bool,
     },
 }
 
@@ -87,6 +94,15 @@ impl Storage {
     /// # Errors
     /// If the kernel offers no io_uring, or forbids it (`kernel.io_uring_disabled`).
     pub fn new() -> io::Result<Storage> {
+        Storage::near(&[])
+    }
+
+    /// As [`Storage::new`], on these cores; on any if there are none.
+    ///
+    /// # Errors
+    /// As [`Storage::new`].
+    pub fn near(cpus: &[u32]) -> io::Result<Storage> {
+        let cpus = cpus.to_vec();
         let ring = IoUring::builder().build(DEPTH).map_err(|e| {
             io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
         })?;
@@ -99,7 +115,11 @@ impl Storage {
             counters: Counters::default(),
         });
         let inner = Arc::clone(&shared);
-        let run = move || Loop { ring, shared: inner, slots: Vec::new(), free: Vec::new(), under_way: 0 }.run();
+        let fixed = FixedBuffers::new(&ring);
+        let run = move || {
+            topology::bind_thread(&cpus);
+            Loop { ring, shared: inner, slots: Vec::new(), free: Vec::new(), under_way: 0, fixed }.run();
+        };
         let thread = std::thread::Builder::new().name("storage".into()).spawn(run)?;
         Ok(Storage { shared, thread: Some(thread) })
     }
@@ -120,6 +140,12 @@ impl Storage {
         queue.push_back(request);
         self.shared.counters.longest.fetch_max(queue.len() as u64, Ordering::Relaxed);
         drop(queue);
+        self.shared.wake();
+    }
+
+    /// Lets go of the registered memory of pools that are gone.
+    pub fn sweep(&self) {
+        self.shared.sleeping.store(true, Ordering::SeqCst);
         self.shared.wake();
     }
 
@@ -169,6 +195,68 @@ struct Loop {
     slots: Vec<Option<Request>>,
     free: Vec<usize>,
     under_way: usize,
+    fixed: FixedBuffers,
+}
+
+/// The memory of pools, registered with the ring so that direct I/O need not pin its pages for each
+/// request. Registering pins all of a pool, so only pools that do direct I/O are, when they first
+/// do; and where it is refused (`RLIMIT_MEMLOCK`), requests go without.
+struct FixedBuffers {
+    slots: Vec<Slot>,
+}
+
+enum Slot {
+    Empty,
+    Registered(Weak<BlockPool>),
+    /// The kernel refused this pool.
+    Refused(Weak<BlockPool>),
+}
+
+impl FixedBuffers {
+    fn new(ring: &IoUring) -> FixedBuffers {
+        let available = ring.submitter().register_buffers_sparse(FIXED_MAX).is_ok();
+        FixedBuffers { slots: (0..if available { FIXED_MAX } else { 0 }).map(|_| Slot::Empty).collect() }
+    }
+
+    /// The index under which a pool's memory is registered.
+    fn index_of(&mut self, ring: &IoUring, pool: &Arc<BlockPool>) -> Option<u16> {
+        let is = |weak: &Weak<BlockPool>| std::ptr::eq(weak.as_ptr(), Arc::as_ptr(pool));
+        for (index, slot) in self.slots.iter().enumerate() {
+            match slot {
+                Slot::Registered(known) if is(known) => return Some(index as u16),
+                Slot::Refused(known) if is(known) => return None,
+                _ => {}
+            }
+        }
+        self.sweep(ring);
+        let index = self.slots.iter().position(|s| matches!(s, Slot::Empty))?;
+        let buffer = pool.buffer();
+        let iov = libc::iovec { iov_base: buffer.as_ptr().cast(), iov_len: buffer.len() };
+        let registered = update(ring, index, iov);
+        let known = Arc::downgrade(pool);
+        self.slots[index] = if registered { Slot::Registered(known) } else { Slot::Refused(known) };
+        registered.then_some(index as u16)
+    }
+
+    /// Unregisters the memory of pools that are gone.
+    fn sweep(&mut self, ring: &IoUring) {
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            match slot {
+                Slot::Registered(known) if known.strong_count() == 0 => {
+                    update(ring, index, libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 });
+                    *slot = Slot::Empty;
+                }
+                Slot::Refused(known) if known.strong_count() == 0 => *slot = Slot::Empty,
+                _ => {}
+            }
+        }
+    }
+}
+
+fn update(ring: &IoUring, index: usize, iov: libc::iovec) -> bool {
+    // SAFETY: the kernel pins the pages for itself, so that the mapping may go at any time; only
+    // requests that hold a block of the pool use the slot.
+    unsafe { ring.submitter().register_buffers_update(index as u32, &[iov], None) }.is_ok()
 }
 
 impl Loop {
@@ -187,6 +275,9 @@ impl Loop {
                 // SAFETY: `wake_buffer` outlives the ring, which `self` owns and drops first on return.
                 let pushed = unsafe { self.ring.submission().push(&read) };
                 wake_pending = pushed.is_ok();
+            }
+            if self.under_way == 0 {
+                self.fixed.sweep(&self.ring);
             }
             self.shared.sleeping.store(true, Ordering::SeqCst);
             let more = !self.shared.queue.lock().expect("no panics under the lock").is_empty();
@@ -235,18 +326,23 @@ impl Loop {
     }
 
     fn start(&mut self, slot: usize) {
-        let request = self.slots[slot].as_mut().expect("started requests hold their slot");
+        let request = self.slots[slot].as_ref().expect("started requests hold their slot");
         let fd = types::Fd(request.file.as_raw_fd());
         let done = request.progress;
         let offset = request.offset + u64::from(done);
-        let entry = match request.op {
-            StorageOp::Read { len } => {
-                let at = request.block.payload_ptr().wrapping_add(done as usize);
-                opcode::Read::new(fd, at, len - done).offset(offset).build()
+        let (StorageOp::Read { direct, .. } | StorageOp::Write { direct, .. }) = request.op;
+        let fixed = if direct { self.fixed.index_of(&self.ring, request.block.pool()) } else { None };
+        let at = |skip: u32| request.block.payload_ptr().wrapping_add(skip as usize);
+        let entry = match (&request.op, fixed) {
+            (StorageOp::Read { len, .. }, None) => opcode::Read::new(fd, at(done), len - done).offset(offset).build(),
+            (StorageOp::Read { len, .. }, Some(index)) => {
+                opcode::ReadFixed::new(fd, at(done), len - done, index).offset(offset).build()
             }
-            StorageOp::Write { skip, len } => {
-                let at = request.block.payload_ptr().wrapping_add((skip + done) as usize);
-                opcode::Write::new(fd, at, len - done).offset(offset).build()
+            (StorageOp::Write { skip, len, .. }, None) => {
+                opcode::Write::new(fd, at(skip + done), len - done).offset(offset).build()
+            }
+            (StorageOp::Write { skip, len, .. }, Some(index)) => {
+                opcode::WriteFixed::new(fd, at(skip + done), len - done, index).offset(offset).build()
             }
         };
         let entry = entry.user_data(slot as u64);
@@ -262,7 +358,7 @@ impl Loop {
     fn complete(&mut self, slot: usize, result: i32) {
         let request = self.slots[slot].as_mut().expect("started requests hold their slot");
         let wanted = match request.op {
-            StorageOp::Read { len } | StorageOp::Write { len, .. } => len,
+            StorageOp::Read { len, .. } | StorageOp::Write { len, .. } => len,
         };
         let outcome = if result < 0 {
             match -result {
@@ -313,7 +409,6 @@ fn add(counter: &AtomicU64, since: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::BlockPool;
     use std::sync::mpsc;
 
     #[test]
@@ -326,7 +421,7 @@ mod tests {
             let mut block = pool.try_take().unwrap();
             block.payload_mut().fill(i as u8);
             let tx = tx.clone();
-            let op = StorageOp::Write { skip: 4096, len: 4096 };
+            let op = StorageOp::Write { skip: 4096, len: 4096, direct: i % 2 == 0 };
             storage.submit(Arc::clone(&file), u64::from(i) * 4096, op, block, move |done| {
                 assert_eq!(done.result.unwrap(), 4096);
                 tx.send(done.block).unwrap();
@@ -337,7 +432,7 @@ mod tests {
         for i in 0..300u32 {
             let block = pool.try_take().unwrap();
             let tx = tx.clone();
-            let op = StorageOp::Read { len: 8192 };
+            let op = StorageOp::Read { len: 8192, direct: i % 3 == 0 };
             storage.submit(Arc::clone(&file), u64::from(i) * 4096, op, block, move |done| {
                 // The last one is cut short by the end of the file.
                 assert_eq!(done.result.unwrap(), if i == 299 { 4096 } else { 8192 });
@@ -357,7 +452,7 @@ mod tests {
         let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
         let (tx, rx) = mpsc::channel();
         let block = pool.try_take().unwrap();
-        storage.submit(read_only, 0, StorageOp::Write { skip: 0, len: 1 }, block, move |done| {
+        storage.submit(read_only, 0, StorageOp::Write { skip: 0, len: 1, direct: true }, block, move |done| {
             tx.send(done.result.unwrap_err().raw_os_error()).unwrap();
         });
         assert_eq!(rx.recv().unwrap(), Some(libc::EBADF));

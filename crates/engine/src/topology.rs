@@ -1,4 +1,4 @@
-//! What the machine looks like: cores and memory nodes, from sysfs.
+//! What the machine looks like: cores and memory nodes, from sysfs; threads and memory near them.
 
 use std::fs;
 use std::path::Path;
@@ -23,11 +23,53 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Octets of memory that can be had without swapping, as the kernel estimates it.
-pub fn available_memory() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib << 10)
+/// The nodes on which this process may run, with the cores it may use of them.
+pub fn usable_nodes() -> Vec<Node> {
+    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return nodes() };
+    let mut usable = nodes();
+    for node in &mut usable {
+        node.cpus.retain(|cpu| allowed.is_set(*cpu as usize));
+    }
+    usable.retain(|node| !node.cpus.is_empty());
+    usable
+}
+
+/// Keeps the calling thread, and those it starts, on these cores; does nothing if there are none.
+/// Best effort: where the system refuses, work is done elsewhere, and slower.
+pub fn bind_thread(cpus: &[u32]) {
+    if cpus.is_empty() {
+        return;
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    for cpu in cpus.iter().filter(|cpu| (**cpu as usize) < rustix::thread::CpuSet::MAX_CPU) {
+        set.set(*cpu as usize);
+    }
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::debug!(%error, ?cpus, "binding a thread");
+    }
+}
+
+/// Asks for the pages of a buffer that are not there yet to come from this node.
+pub fn bind_memory(buffer: &thruway_fabric::Buffer, node: u32) {
+    const PREFERRED: libc::c_int = 1;
+    let mut mask = [0u64; 16];
+    let Some(word) = mask.get_mut(node as usize / 64) else { return };
+    *word = 1 << (node % 64);
+    // SAFETY: sets a policy for a mapping that `buffer` keeps; changes no content.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            buffer.as_ptr(),
+            buffer.len(),
+            PREFERRED,
+            mask.as_ptr(),
+            mask.len() * 64,
+            0 as libc::c_uint,
+        )
+    };
+    if rc != 0 {
+        tracing::debug!(error = %std::io::Error::last_os_error(), node, "binding memory");
+    }
 }
 
 fn read_nodes(dir: &Path) -> Vec<Node> {
@@ -75,6 +117,19 @@ mod tests {
         let nodes = read_nodes(dir.path());
         assert_eq!(nodes.len(), 2);
         assert_eq!(nodes[1], Node { number: 1, cpus: vec![4, 5, 6, 7] });
+    }
+
+    #[test]
+    fn a_thread_and_a_buffer_can_be_bound_to_a_node_of_this_machine() {
+        let node = usable_nodes().remove(0);
+        let buffer = thruway_fabric::Buffer::new(1 << 20).unwrap();
+        bind_memory(&buffer, node.number);
+        let cpus = node.cpus.clone();
+        let bound = std::thread::spawn(move || {
+            bind_thread(&node.cpus);
+            usable_nodes()
+        });
+        assert_eq!(bound.join().unwrap()[0].cpus, cpus);
     }
 
     #[test]

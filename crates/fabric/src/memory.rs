@@ -42,8 +42,9 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Zeroed memory of `len` octets, rounded up to whole pages; transparent huge pages are
-    /// asked for from 2 MiB up.
+    /// Zeroed memory of `len` octets, rounded up to whole pages. From 2 MiB up it is made of huge
+    /// pages: reserved ones where the administrator has set enough aside, transparent ones
+    /// where the kernel finds them.
     ///
     /// # Errors
     /// [`Error::Io`] if the system has no memory to map, [`Error::Limit`] for a length of zero.
@@ -53,17 +54,25 @@ impl Buffer {
         if len == 0 {
             return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
         }
-        let len = len.next_multiple_of(PAGE);
-        // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
-        // nothing.
-        let ptr = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        if len >= HUGE
+            && let Ok(buffer) = Buffer::map(len.next_multiple_of(HUGE), MapFlags::PRIVATE | MapFlags::HUGETLB)
+        {
+            return Ok(buffer);
         }
-        .map_err(|e| Error::io("mapping a buffer", e))?;
+        let buffer = Buffer::map(len.next_multiple_of(PAGE), MapFlags::PRIVATE)?;
         if len >= HUGE {
             // SAFETY: advice on our own mapping; refusal is harmless.
-            let _ = unsafe { rustix::mm::madvise(ptr, len, Advice::LinuxHugepage) };
+            let _ = unsafe { rustix::mm::madvise(buffer.as_ptr().cast(), buffer.len, Advice::LinuxHugepage) };
         }
+        Ok(buffer)
+    }
+
+    fn map(len: usize, flags: MapFlags) -> Result<Buffer> {
+        // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
+        // nothing.
+        let ptr =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags) }
+                .map_err(|e| Error::io("mapping a buffer", e))?;
         Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
     }
 

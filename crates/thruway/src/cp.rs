@@ -19,7 +19,7 @@ use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{Engine, OnReport, Progress};
+use thruway_transfer::session::{Engines, OnReport, Progress};
 use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
@@ -171,10 +171,10 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     let sources: Vec<(Endpoint, &OsString)> =
         sources.iter().map(|s| Endpoint::parse(s).map(|e| (e, s))).collect::<Result<_, _>>()?;
     let all_local = sources.iter().all(|(e, _)| matches!(e, Endpoint::Local(_)));
-    let engine = Engine::new(1, 4096).map_err(|e| e.to_string())?;
+    let engines = Engines::new().map_err(|e| e.to_string())?;
     let mut peer = None;
     let mut job = match (&target_endpoint, all_local) {
-        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &engine, &mut peer)?,
+        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &engines, &mut peer)?,
         (_, true) => push(args, &sources, &target_endpoint, target, &mut peer)?,
         (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
         _ => return Err("copies go from or to this machine; run the command on one of the two hosts".into()),
@@ -185,12 +185,12 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         eprintln!("thruway cp: {}: {}", String::from_utf8_lossy(&report.path), report.message);
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
-    let result = client::run(&job, &engine, &progress, &on_report);
+    let result = client::run(&job, engines.pick(), &progress, &on_report);
     display.stop();
     drop(peer);
     let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
     tracing::info!("provider {}: {}", args.provider.name(), finished.detail);
-    Ok((finished, job.encrypt, engine.stats()))
+    Ok((finished, job.encrypt, engines.stats()))
 }
 
 /// What must live as long as the job: a daemon of our own, or an ssh connection.
@@ -330,7 +330,7 @@ fn push_locally(
     args: &CpArgs,
     sources: &[(Endpoint, &OsString)],
     target: &Path,
-    engine: &Arc<Engine>,
+    engines: &Arc<Engines>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::daemon;
@@ -338,7 +338,7 @@ fn push_locally(
     let contents = local.iter().any(|(_, name)| name.is_empty());
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     if target == Path::new("/dev/null") {
-        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, "/", engine, peer);
+        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, "/", engines, peer);
     }
     let absolute = std::path::absolute(target).map_err(|e| format!("{}: {e}", target.display()))?;
     let many = slash || contents || local.len() > 1;
@@ -348,7 +348,7 @@ fn push_locally(
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
-    push_to(args, local, "target", rest, into, &root.to_string_lossy(), engine, peer)
+    push_to(args, local, "target", rest, into, &root.to_string_lossy(), engines, peer)
         .map_err(|e| format!("{}: {e}", target.display()))
 }
 
@@ -360,7 +360,7 @@ fn push_to(
     path: Vec<u8>,
     into_directory: bool,
     root: &str,
-    engine: &Arc<Engine>,
+    engines: &Arc<Engines>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::{auth, daemon};
@@ -381,7 +381,7 @@ fn push_to(
         once: false,
         fabric: iwarp::Config { crc: false, ..iwarp::Config::default() },
     };
-    let daemon = daemon::Daemon::start_with(config, Arc::clone(engine))?;
+    let daemon = daemon::Daemon::start_with(config, Arc::clone(engines))?;
     let addr = daemon.addrs()[0];
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {

@@ -97,6 +97,7 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Result<Finished, SessionError> {
+    engine.attract();
     let mut retries = 0;
     loop {
         match attempt(job, engine, progress, on_report, retries > 0) {

@@ -5,7 +5,7 @@
 
 use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights, random};
 use crate::link::{Arrival, Greeting, Link, LinkError, Role, greet};
-use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
+use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
 use crate::source::{self, Root};
 use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary};
@@ -72,7 +72,7 @@ pub struct Daemon {
 
 struct Shared {
     config: Config,
-    engine: Arc<Engine>,
+    engines: Arc<Engines>,
     exports: HashMap<String, (Arc<OwnedFd>, bool)>,
     sessions: Mutex<HashMap<u32, Doorway>>,
     next_session: AtomicU32,
@@ -108,15 +108,15 @@ impl Daemon {
     /// # Errors
     /// A sentence naming what is wrong.
     pub fn start(config: Config) -> Result<Daemon, String> {
-        let engine = Engine::new(1, 4096).map_err(|e| e.to_string())?;
-        Daemon::start_with(config, engine)
+        let engines = Engines::new().map_err(|e| e.to_string())?;
+        Daemon::start_with(config, engines)
     }
 
     /// As [`Daemon::start`], with the stages of another part of this process.
     ///
     /// # Errors
     /// A sentence naming what is wrong.
-    pub fn start_with(config: Config, engine: Arc<Engine>) -> Result<Daemon, String> {
+    pub fn start_with(config: Config, engines: Arc<Engines>) -> Result<Daemon, String> {
         let mut exports = HashMap::new();
         for export in &config.exports {
             if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
@@ -141,7 +141,7 @@ impl Daemon {
         }
         let shared = Arc::new(Shared {
             config,
-            engine,
+            engines,
             exports,
             sessions: Mutex::default(),
             next_session: AtomicU32::new(1),
@@ -434,7 +434,9 @@ impl Session<'_> {
         };
         let count = count.clamp(1, wire::CHANNELS_MAX);
         let blocks = config.blocks.clamp(4, 1024);
-        let engine = self.shared.engine.with_pool(blocks, block_len as usize);
+        let stages = self.shared.engines.pick();
+        stages.attract();
+        let engine = stages.with_pool(blocks, block_len as usize);
         let engine = engine.map_err(|e| SessionError::Local(e.to_string()))?;
         link.attach(&engine.pool)?;
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };

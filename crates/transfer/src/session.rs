@@ -3,12 +3,13 @@
 use crate::link::LinkError;
 use crate::wire::{Report, Summary, TreeOptions};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
 use thruway_engine::stage::{StageId, StageStats};
+use thruway_engine::topology::{self, Node};
 use thruway_engine::{BlockPool, Storage, Workers};
 use thruway_fabric::Device;
 
@@ -29,6 +30,67 @@ pub struct Engine {
     pub security: StageId,
     /// Blocking file system calls.
     pub files: StageId,
+    /// Where all this is; `None` on a machine with one memory node.
+    node: Option<Node>,
+    /// Dropped last.
+    _sweep: Sweep,
+}
+
+/// Has the storage stage let go of a pool's memory when the engine of a session goes.
+struct Sweep(Arc<Storage>);
+
+impl Drop for Sweep {
+    fn drop(&mut self) {
+        self.0.sweep();
+    }
+}
+
+fn pool(node: Option<&Node>, blocks: usize, block_len: usize) -> io::Result<Arc<BlockPool>> {
+    let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
+    if let Some(node) = node {
+        pool.bind(node.number);
+    }
+    Ok(pool)
+}
+
+/// The engines of a process: one for each memory node, so that a session's blocks, the threads
+/// that touch them and its own thread are all on one.
+pub struct Engines {
+    nodes: Vec<Arc<Engine>>,
+    next: AtomicUsize,
+}
+
+impl Engines {
+    /// An engine for each node on which this process may run.
+    ///
+    /// # Errors
+    /// If memory or io_uring is not to be had.
+    pub fn new() -> io::Result<Arc<Engines>> {
+        let nodes = topology::usable_nodes();
+        let engines = match nodes.len() {
+            0 | 1 => vec![Engine::on(None, 1, 4096)?],
+            _ => nodes.into_iter().map(|node| Engine::on(Some(node), 1, 4096)).collect::<io::Result<_>>()?,
+        };
+        Ok(Arc::new(Engines { nodes: engines, next: AtomicUsize::new(0) }))
+    }
+
+    /// The engine for the next session; sessions are dealt out evenly.
+    pub fn pick(&self) -> &Arc<Engine> {
+        &self.nodes[self.next.fetch_add(1, Ordering::Relaxed) % self.nodes.len()]
+    }
+
+    /// What the stages of all engines have done so far.
+    pub fn stats(&self) -> Vec<StageStats> {
+        let several = self.nodes.len() > 1;
+        let of = |(number, engine): (usize, &Arc<Engine>)| {
+            let mut stats = engine.stats();
+            if several {
+                stats.iter_mut().for_each(|s| s.name = format!("{} on node {number}", s.name));
+            }
+            stats
+        };
+        self.nodes.iter().enumerate().flat_map(of).collect()
+    }
 }
 
 impl Engine {
@@ -37,12 +99,20 @@ impl Engine {
     /// # Errors
     /// If memory or io_uring is not to be had.
     pub fn new(blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
-        let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
-        let threads = thruway_engine::topology::cores().max(2);
-        let workers = Workers::new(threads, &["integrity", "security", "files"]);
+        Engine::on(None, blocks, block_len)
+    }
+
+    /// As [`Engine::new`], with threads and memory on one node.
+    fn on(node: Option<Node>, blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
+        let cpus = node.as_ref().map_or(&[][..], |n| &n.cpus);
+        let threads = if cpus.is_empty() { topology::cores() } else { cpus.len() }.max(2);
+        let workers = Workers::near(cpus, threads, &["integrity", "security", "files"]);
         let (integrity, security, files) =
             (workers.stage("integrity"), workers.stage("security"), workers.stage("files"));
-        Ok(Arc::new(Engine { pool, storage: Arc::new(Storage::new()?), workers, integrity, security, files }))
+        let storage = Arc::new(Storage::near(cpus)?);
+        let pool = pool(node.as_ref(), blocks, block_len)?;
+        let sweep = Sweep(Arc::clone(&storage));
+        Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
     }
 
     /// The same stages with blocks for another session.
@@ -50,9 +120,18 @@ impl Engine {
     /// # Errors
     /// If memory is not to be had.
     pub fn with_pool(&self, blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
-        let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
         let (storage, workers) = (Arc::clone(&self.storage), Arc::clone(&self.workers));
-        Ok(Arc::new(Engine { pool, storage, workers, ..*self }))
+        let Engine { integrity, security, files, .. } = *self;
+        let (pool, node) = (pool(self.node.as_ref(), blocks, block_len)?, self.node.clone());
+        let sweep = Sweep(Arc::clone(&storage));
+        Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
+    }
+
+    /// Moves the calling thread, and those it will start, to where the engine is.
+    pub fn attract(&self) {
+        if let Some(node) = &self.node {
+            topology::bind_thread(&node.cpus);
+        }
     }
 
     /// What the stages have done so far.

@@ -27,6 +27,9 @@ const TICK: Duration = Duration::from_millis(250);
 const HOT_MAX: usize = 2;
 /// How often polling looks at epoll all the same.
 const HOT_STREAK: u32 = 16;
+/// After so many polls without a wait, queue pairs that are polled leave the epoll set: every
+/// segment that arrives for a member costs the kernel a callback.
+const DETACH_AFTER: u32 = 4096;
 /// Longest spin before sleeping.
 const SPIN_MAX: Duration = Duration::from_micros(50);
 const TOKEN_WAKE: u64 = u64::MAX;
@@ -146,6 +149,10 @@ pub(super) struct Context {
 struct Driver {
     hot: Vec<Arc<Endpoint>>,
     hot_version: u64,
+    /// Polls since the last wait.
+    polls: u32,
+    /// `hot` is not in the epoll set.
+    detached: bool,
     streak: u32,
 }
 
@@ -183,7 +190,7 @@ impl Context {
             next_id: AtomicU32::new(1),
             entities: Mutex::new(HashMap::new()),
             pending: AtomicUsize::new(0),
-            driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, streak: 0 }),
+            driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, polls: 0, detached: false, streak: 0 }),
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
             events: Mutex::new(VecDeque::new()),
@@ -360,18 +367,26 @@ impl Context {
         }
         let version = self.live_version.load(Ordering::Acquire);
         if version != driver.hot_version {
+            driver.attach();
             driver.hot_version = version;
             driver.hot = self.few_queue_pairs();
         }
         if !driver.hot.is_empty() {
             driver.streak += 1;
             if driver.streak < HOT_STREAK {
+                let writable = driver.detached;
                 for qp in &driver.hot {
-                    qp.turn(true, false);
+                    qp.turn(true, writable);
                 }
                 return;
             }
             driver.streak = 0;
+            driver.polls = driver.polls.saturating_add(HOT_STREAK);
+            // Who sleeps on the epoll set counts on it.
+            if driver.polls >= DETACH_AFTER && !driver.detached && !self.armed.load(Ordering::SeqCst) {
+                driver.detached = true;
+                driver.hot.iter().for_each(|qp| qp.set_watched(false));
+            }
         }
         let mut events = [std::mem::MaybeUninit::uninit(); EVENTS_PER_TURN];
         let none = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -403,6 +418,17 @@ impl Context {
 
     fn has_unpolled(&self) -> bool {
         self.unpolled.load(Ordering::SeqCst) > 0
+    }
+}
+
+impl Driver {
+    /// Puts every queue pair back into the epoll set. Being edge-triggered, it tells at once what
+    /// has come meanwhile.
+    fn attach(&mut self) {
+        self.polls = 0;
+        if std::mem::take(&mut self.detached) {
+            self.hot.iter().for_each(|qp| qp.set_watched(true));
+        }
     }
 }
 
@@ -509,6 +535,7 @@ impl DeviceOps for Arc<Context> {
 
     fn arm(&self) -> bool {
         self.armed.store(true, Ordering::SeqCst);
+        self.driver.lock().expect("no panics under the lock").attach();
         if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
             self.armed.store(false, Ordering::SeqCst);
             return false;

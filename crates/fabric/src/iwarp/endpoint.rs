@@ -206,6 +206,17 @@ impl Endpoint {
         self.after(turn);
     }
 
+    /// Puts the socket of a live connection into the device's epoll set, or takes it out.
+    pub(super) fn set_watched(&self, watched: bool) {
+        let guard = self.lock();
+        let Phase::Live(live) = &guard.phase else { return };
+        if !watched {
+            self.ctx.unwatch(&live.stream);
+        } else if let Err(error) = self.ctx.watch(&live.stream, self.number) {
+            tracing::debug!(%error, "watching a connection again");
+        }
+    }
+
     fn after(&self, turn: Turn) {
         if turn == Turn::Unfinished {
             self.ctx.mark_ready(self.number);

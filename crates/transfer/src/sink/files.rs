@@ -363,9 +363,10 @@ impl Files {
             return self.violation(crate::wire::Malformed("offset: beyond its file").into());
         }
         let aligned = header.offset.is_multiple_of(ALIGN) && u64::from(len).is_multiple_of(ALIGN);
-        let target = file.direct.as_ref().filter(|_| aligned).unwrap_or(&file.file);
+        let direct = file.direct.as_ref().filter(|_| aligned);
+        let target = direct.unwrap_or(&file.file);
         let (files, large) = (self.mailer_handle(), Arc::clone(&file));
-        let op = StorageOp::Write { skip: 0, len };
+        let op = StorageOp::Write { skip: 0, len, direct: direct.is_some() };
         self.engine.storage.submit(Arc::clone(target), header.offset, op, block, move |done| {
             let Some(files) = files.upgrade() else { return };
             match done.result {

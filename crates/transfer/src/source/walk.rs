@@ -537,7 +537,7 @@ impl Walker {
                 finish.load_from_file(block, header, large);
                 continue;
             }
-            self.engine.storage.submit(file, at, StorageOp::Read { len: aligned }, block, move |done| {
+            self.engine.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
                 let mut header = header;
                 match done.result {
                     Ok(n) if n >= len => {}
