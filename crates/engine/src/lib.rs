@@ -7,11 +7,12 @@
 //!   with the monitor that moves workers to where the queue is.
 //! - [`storage`]: the event-driven storage stage, one thread over io_uring.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
-//! - [`topology`]: where memory and threads are.
+//! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
 pub mod integrity;
+pub mod limits;
 pub mod pool;
 pub mod security;
 pub mod stage;

@@ -72,6 +72,7 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
 }
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
+    thruway_engine::limits::raise_open_files();
     let mut listen = args.listen.clone();
     if listen.is_empty() {
         listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));

@@ -526,8 +526,12 @@ impl RdmaLink {
             }
         }
         self.control.disconnect();
+        let mut ignored = Vec::new();
         while self.control.error().is_none() && start.elapsed() < limit {
-            self.device.progress();
+            // What nobody takes would keep the device awake.
+            while self.cq.poll(&mut ignored, 64) > 0 || self.device.poll_event().is_some() {
+                ignored.clear();
+            }
             if self.control.error().is_none() && self.device.wait(Some(Duration::from_millis(50))).is_err() {
                 return;
             }

@@ -19,9 +19,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::integrity::DIGEST_LEN;
 use thruway_engine::{Block, StorageOp};
@@ -35,6 +35,9 @@ const KEEP_OCTETS: usize = 32 << 10;
 /// Auto direct I/O begins here, for files of which less than half is cached.
 const DIRECT_FROM: u64 = 64 << 20;
 const ALIGN: u64 = 4096;
+
+/// How often a waiting walker looks whether the session is over.
+const GLANCE: Duration = Duration::from_secs(1);
 
 /// A place to begin walking.
 pub struct Root {
@@ -58,8 +61,10 @@ pub(super) struct Walker {
     pack_max: u64,
     next_sequence: u32,
     next_file: u64,
-    open_files: Arc<AtomicU32>,
+    open_files: Arc<OpenFiles>,
     links: HashMap<(u64, u64), Vec<u8>>,
+    /// More would have to be remembered than can be.
+    links_full: bool,
     offers: Offers<Candidate>,
     /// Pieces of files are sent from the files themselves.
     from_files: bool,
@@ -97,7 +102,7 @@ struct LargeFile {
     open: AtomicU32,
     blocks: AtomicU32,
     mailer: Mailer<Mail>,
-    open_files: Arc<AtomicU32>,
+    open_files: Arc<OpenFiles>,
 }
 
 impl Walker {
@@ -126,8 +131,9 @@ impl Walker {
             pack_max,
             next_sequence: 0,
             next_file: 1,
-            open_files: Arc::new(AtomicU32::new(0)),
+            open_files: Arc::default(),
             links: HashMap::new(),
+            links_full: false,
             offers: Offers::default(),
             from_files,
             ahead,
@@ -142,9 +148,8 @@ impl Walker {
             self.settle_offers(0)?;
             self.flush();
             // The end of every file must be told before the end of the set.
-            while self.open_files.load(Ordering::SeqCst) > 0 {
+            while !self.open_files.all_closed(GLANCE) {
                 self.check_cancel()?;
-                std::thread::park_timeout(Duration::from_millis(1));
             }
             Ok(())
         })();
@@ -305,6 +310,11 @@ impl Walker {
                     }
                     if self.links.len() < LINKS_MAX {
                         self.links.insert(key, path.clone());
+                    } else if !std::mem::replace(&mut self.links_full, true) {
+                        tracing::warn!(
+                            path = %String::from_utf8_lossy(&path),
+                            "more than {LINKS_MAX} files have several names: from here on each name becomes a file"
+                        );
                     }
                 }
                 let candidate = Candidate { dir: Arc::clone(dir), name: name.into(), path, stat };
@@ -493,7 +503,7 @@ impl Walker {
         self.append(&Record::Begin { file: number, path: c.path.clone(), meta, resume: !have.is_empty() })?;
         self.flush();
         let begun_in = self.next_sequence - 1;
-        self.open_files.fetch_add(1, Ordering::SeqCst);
+        self.open_files.opened();
         let large = Arc::new(LargeFile {
             file: Arc::new(file),
             number,
@@ -582,12 +592,12 @@ impl Walker {
 
     /// A free block; while there is none, the sink's pace is ours.
     fn take_block(&self) -> Walk<Block> {
-        while !self.ahead.enter(Duration::from_millis(100)) {
+        while !self.ahead.enter(GLANCE) {
             self.check_cancel()?;
         }
         loop {
             self.check_cancel()?;
-            if let Some(block) = self.engine.pool.take(Duration::from_millis(100)) {
+            if let Some(block) = self.engine.pool.take(GLANCE) {
                 return Ok(block);
             }
         }
@@ -706,6 +716,37 @@ impl Finish {
     }
 }
 
+/// Counts the large files that are being read.
+#[derive(Default)]
+struct OpenFiles {
+    count: Mutex<u32>,
+    none: Condvar,
+}
+
+impl OpenFiles {
+    fn lock(&self) -> MutexGuard<'_, u32> {
+        self.count.lock().expect("no panics under the lock")
+    }
+
+    fn opened(&self) {
+        *self.lock() += 1;
+    }
+
+    fn closed(&self) {
+        let mut count = self.lock();
+        *count -= 1;
+        if *count == 0 {
+            self.none.notify_all();
+        }
+    }
+
+    /// Waits until there are none; false after `limit`.
+    fn all_closed(&self, limit: Duration) -> bool {
+        let waited = self.none.wait_timeout_while(self.lock(), limit, |count| *count > 0);
+        *waited.expect("no panics under the lock").0 == 0
+    }
+}
+
 impl LargeFile {
     /// One user less; the last one tells how the file ended.
     fn close(&self) {
@@ -728,7 +769,7 @@ impl LargeFile {
         };
         let blocks = self.blocks.load(Ordering::SeqCst);
         self.mailer.send(Mail::FileEnd { file: self.number, blocks, status });
-        self.open_files.fetch_sub(1, Ordering::SeqCst);
+        self.open_files.closed();
     }
 }
 

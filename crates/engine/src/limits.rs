@@ -1,0 +1,15 @@
+//! What the system lets one process have.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Raises the number of files this process may have open to the most it is allowed: a server has
+/// several for every session. Best effort.
+pub fn raise_open_files() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current == maximum {
+        return;
+    }
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::debug!(%error, ?maximum, "raising the number of open files");
+    }
+}

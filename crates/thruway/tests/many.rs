@@ -1,0 +1,89 @@
+//! Very many sessions at once.
+
+mod support;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+use support::*;
+use thruway_engine::integrity::Algorithm;
+use thruway_fabric::iwarp;
+use thruway_transfer::auth::{Credentials, KeyPair};
+use thruway_transfer::client::{self, Job, Local, Remote};
+use thruway_transfer::link::Transport;
+use thruway_transfer::session::{Engine, Progress};
+use thruway_transfer::wire::TreeOptions;
+
+const SESSIONS: usize = 2000;
+/// Held back to this rate, so that all sessions are open at the same time.
+const RATE: u64 = 32 << 10;
+const LEN: usize = 96 << 10;
+
+fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&(number as u64 + 1).to_le_bytes());
+    Job {
+        remote: Remote {
+            addr: addr.parse().unwrap(),
+            label: addr.into(),
+            credentials: Credentials::Keys(KeyPair::generate()),
+            known_hosts: None,
+            fabric: iwarp::Config::default(),
+            transport: Transport::Rdma,
+        },
+        export: "e".into(),
+        path: format!("copy{number}").into_bytes(),
+        into_directory: false,
+        sources: Vec::new(),
+        local: Local::Sources(vec![(source.into(), b"source".to_vec())]),
+        id,
+        options: TreeOptions::default(),
+        verify: Algorithm::Xxh3,
+        encrypt: false,
+        streams: 1,
+        block_len: 64 << 10,
+        blocks: 4,
+        rate_limit: Some(RATE),
+        retries: 0,
+    }
+}
+
+#[test]
+fn thousands_of_sessions_at_once_are_all_served() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    let source = lab.path("source");
+    let content = noise(LEN, 3);
+    fs::write(&source, &content).unwrap();
+    let sessions = SESSIONS.to_string();
+    let args = ["--max-sessions", &sessions, "--depth", "4", "--export"].map(OsStr::new);
+    let daemon = Daemon::start(&[&args[..], &[&export("e", &served, "")]].concat());
+    thruway_engine::limits::raise_open_files();
+    let engine = Engine::new(1, 4096).unwrap();
+    let (start, failed) = (Arc::new(Barrier::new(SESSIONS)), Arc::new(AtomicUsize::new(0)));
+    let clients: Vec<_> = (0..SESSIONS)
+        .map(|number| {
+            let (job, engine) = (job(&daemon.addr, &source, number), Arc::clone(&engine));
+            let (start, failed) = (Arc::clone(&start), Arc::clone(&failed));
+            let client = std::thread::Builder::new().stack_size(256 << 10);
+            let run = move || {
+                let (progress, failures) = (Arc::new(Progress::default()), Arc::clone(&failed));
+                start.wait();
+                let result = client::run(&job, &engine, &progress, &(Arc::new(|_: &_| {}) as _));
+                if let Err(error) = result {
+                    eprintln!("session {number}: {error}");
+                    failures.fetch_add(1, Ordering::SeqCst);
+                }
+            };
+            client.spawn(run).unwrap()
+        })
+        .collect();
+    for client in clients {
+        client.join().unwrap();
+    }
+    assert_eq!(failed.load(Ordering::SeqCst), 0);
+    for number in 0..SESSIONS {
+        assert!(fs::read(served.join(format!("copy{number}"))).unwrap() == content, "copy {number}");
+    }
+}
