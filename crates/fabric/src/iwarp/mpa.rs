@@ -20,8 +20,10 @@ const FLAG_REJECT: u8 = 0x20;
 const FLAG_ENHANCED: u8 = 0x10;
 /// Reserved bit by which Linux siw says "I take FPDUs larger than a segment"; used likewise here.
 const FLAG_LARGE_FPDU: u8 = 0x08;
-/// Reserved bit by which Thruway says "I speak RFC 7306".
-const FLAG_EXTENSIONS: u8 = 0x04;
+/// Reserved bits by which Thruway says "I speak RFC 7306": one in a request, the other in a reply,
+/// because responders that do not know them send back what they were sent (Linux siw does).
+const FLAG_EXTENSIONS_REQUEST: u8 = 0x04;
+const FLAG_EXTENSIONS_REPLY: u8 = 0x02;
 
 const IRD_PEER_TO_PEER: u16 = 0x8000;
 const IRD_RTR_SEND: u16 = 0x4000;
@@ -81,6 +83,10 @@ pub struct Frame {
     pub private_data: Vec<u8>,
 }
 
+fn extensions_flag(reply: bool) -> u8 {
+    if reply { FLAG_EXTENSIONS_REPLY } else { FLAG_EXTENSIONS_REQUEST }
+}
+
 impl Frame {
     /// The frame's octets.
     pub fn encode(&self) -> Vec<u8> {
@@ -95,7 +101,7 @@ impl Frame {
             (self.reject, FLAG_REJECT),
             (self.enhanced.is_some(), FLAG_ENHANCED),
             (self.large_fpdu, FLAG_LARGE_FPDU),
-            (self.extensions, FLAG_EXTENSIONS),
+            (self.extensions, extensions_flag(self.reply)),
         ] {
             if set {
                 flags |= bit;
@@ -178,7 +184,7 @@ impl Frame {
                 crc: flags & FLAG_CRC != 0,
                 reject: flags & FLAG_REJECT != 0,
                 large_fpdu: flags & FLAG_LARGE_FPDU != 0,
-                extensions: flags & FLAG_EXTENSIONS != 0,
+                extensions: flags & extensions_flag(reply) != 0,
                 revision,
                 enhanced,
                 private_data: private_data.to_vec(),
@@ -414,6 +420,8 @@ mod tests {
             prop_assert_eq!(ours.receive_markers, theirs.send_markers);
             prop_assert_eq!(ours.rtr, theirs.rtr);
             prop_assert_eq!(ours.large_fpdu, theirs.large_fpdu);
+            prop_assert_eq!(ours.extensions, a.announce && b.announce);
+            prop_assert_eq!(ours.extensions, theirs.extensions);
             if ours.revision == 2 {
                 prop_assert!(ours.ord <= theirs.ird, "reads outstanding must fit the peer");
                 prop_assert!(theirs.ord <= ours.ird);
@@ -434,6 +442,15 @@ mod tests {
             let cut = cut.min(all.len() - 1);
             prop_assert_eq!(Frame::decode(&all[..cut], false), Ok(None));
         }
+    }
+
+    #[test]
+    fn a_peer_that_echoes_our_flags_is_not_taken_to_speak_rfc_7306() {
+        let prefs = Preferences::default();
+        let mut octets = request(&prefs, b"").encode();
+        octets[..16].copy_from_slice(REPLY_KEY);
+        let (echo, _) = Frame::decode(&octets, true).unwrap().unwrap();
+        assert!(!conclude(&prefs, &echo).unwrap().extensions);
     }
 
     #[test]
