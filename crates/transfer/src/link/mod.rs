@@ -9,7 +9,7 @@ mod tcp;
 pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
-use crate::auth::{AuthError, Credentials, PublicKey};
+use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;
 use crate::wire::{BlockHeader, Completion, Control, Credit, Malformed};
 use rdma::RdmaLink;
@@ -120,6 +120,60 @@ pub struct Link(Inner);
 enum Inner {
     Rdma(Box<RdmaLink>),
     Tcp(Box<TcpLink>),
+}
+
+/// What every kind of link does alike with its control connection.
+trait ControlChannel {
+    /// Messages that came before the handshake was over, the encryption, and what is ready for
+    /// [`Link::poll`].
+    fn state(&mut self) -> (&mut VecDeque<Vec<u8>>, &mut Option<Secured>, &mut VecDeque<LinkEvent>);
+
+    /// Sends octets as they are.
+    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError>;
+
+    /// Takes a message that was encrypted.
+    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError>;
+
+    /// Waits up to `limit` for something to happen.
+    fn turn(&mut self, limit: Duration) -> Result<(), LinkError>;
+
+    /// Goes through the handshake; returns the peer's key, if it has one.
+    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
+        let mut handshake = Handshake::new(credentials, initiator);
+        while !handshake.is_finished() {
+            if handshake.is_my_turn() {
+                let message = handshake.write();
+                self.say(message)?;
+                continue;
+            }
+            let message = loop {
+                match self.state().0.pop_front() {
+                    Some(message) => break message,
+                    None => self.turn(Duration::from_secs(1))?,
+                }
+            };
+            handshake.read(&message)?;
+        }
+        let peer = handshake.peer_key();
+        *self.state().1 = Some(handshake.finish()?);
+        // What came behind the handshake was encrypted already.
+        for message in std::mem::take(self.state().0) {
+            self.hear(&message)?;
+        }
+        Ok(peer)
+    }
+
+    /// Waits for the next control message that is not a heartbeat.
+    fn next_control(&mut self) -> Result<Control, LinkError> {
+        loop {
+            match self.state().2.pop_front() {
+                Some(LinkEvent::Control(message)) => return Ok(message),
+                Some(LinkEvent::Written(_)) => {}
+                Some(_) => return Err(LinkError::Unexpected("block")),
+                None => self.turn(Duration::from_secs(5))?,
+            }
+        }
+    }
 }
 
 macro_rules! each {

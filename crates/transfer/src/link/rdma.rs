@@ -1,8 +1,8 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
+use super::{ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
+use crate::auth::{Credentials, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::WINDOW_MAX;
 use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
 use std::collections::VecDeque;
@@ -156,31 +156,6 @@ impl RdmaLink {
 
     fn attached(&self) -> Result<&(Arc<BlockPool>, MemoryRegion), LinkError> {
         self.pool.as_ref().ok_or(LinkError::Unexpected("block"))
-    }
-
-    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
-        let mut handshake = Handshake::new(credentials, initiator);
-        while !handshake.is_finished() {
-            if handshake.is_my_turn() {
-                let message = handshake.write();
-                self.send_octets(message)?;
-            } else {
-                let message = loop {
-                    if let Some(message) = self.raw.pop_front() {
-                        break message;
-                    }
-                    self.turn(Duration::from_secs(1))?;
-                };
-                handshake.read(&message)?;
-            }
-        }
-        let peer = handshake.peer_key();
-        self.secured = Some(handshake.finish()?);
-        // What came behind the handshake was encrypted already.
-        for message in std::mem::take(&mut self.raw) {
-            self.take_control(&message)?;
-        }
-        Ok(peer)
     }
 
     fn until_established(&mut self, done: impl Fn(&RdmaLink) -> bool) -> Result<(), LinkError> {
@@ -500,21 +475,6 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// Waits for the next control message that is not a heartbeat.
-    ///
-    /// # Errors
-    /// [`LinkError`], also for blocks out of turn.
-    pub(crate) fn next_control(&mut self) -> Result<Control, LinkError> {
-        loop {
-            match self.ready.pop_front() {
-                Some(LinkEvent::Control(message)) => return Ok(message),
-                Some(LinkEvent::Written(_)) => {}
-                Some(_) => return Err(LinkError::Unexpected("block")),
-                None => self.turn(Duration::from_secs(5))?,
-            }
-        }
-    }
-
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message
     /// is not lost to a reset.
     pub(crate) fn close(mut self) {
@@ -536,6 +496,24 @@ impl RdmaLink {
                 return;
             }
         }
+    }
+}
+
+impl ControlChannel for RdmaLink {
+    fn state(&mut self) -> (&mut VecDeque<Vec<u8>>, &mut Option<Secured>, &mut VecDeque<LinkEvent>) {
+        (&mut self.raw, &mut self.secured, &mut self.ready)
+    }
+
+    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
+        self.send_octets(octets)
+    }
+
+    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+        self.take_control(octets)
+    }
+
+    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        RdmaLink::turn(self, limit)
     }
 }
 

@@ -5,8 +5,8 @@
 //! `sendfile` at the source, `splice` at the sink. There are no credits: TCP's window and the
 //! pool's blocks are the flow control.
 
-use super::{HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, Handshake, PublicKey, Secured};
+use super::{ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
+use crate::auth::{Credentials, PublicKey, Secured};
 use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed};
 use std::collections::VecDeque;
 use std::fs::File;
@@ -205,30 +205,6 @@ impl TcpLink {
         })
     }
 
-    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
-        let mut handshake = Handshake::new(credentials, initiator);
-        while !handshake.is_finished() {
-            if handshake.is_my_turn() {
-                let message = handshake.write();
-                self.send_octets(&message)?;
-            } else {
-                let message = loop {
-                    if let Some(message) = self.raw.pop_front() {
-                        break message;
-                    }
-                    self.turn(Duration::from_secs(1))?;
-                };
-                handshake.read(&message)?;
-            }
-        }
-        let peer = handshake.peer_key();
-        self.secured = Some(handshake.finish()?);
-        for message in std::mem::take(&mut self.raw) {
-            self.take_control(&message)?;
-        }
-        Ok(peer)
-    }
-
     pub(crate) fn attach(&mut self, pool: &Arc<BlockPool>) {
         self.pool = Some(Arc::clone(pool));
     }
@@ -325,17 +301,6 @@ impl TcpLink {
         Ok(std::mem::take(&mut self.ready))
     }
 
-    pub(crate) fn next_control(&mut self) -> Result<Control, LinkError> {
-        loop {
-            match self.ready.pop_front() {
-                Some(LinkEvent::Control(message)) => return Ok(message),
-                Some(LinkEvent::Written(_)) => {}
-                Some(_) => return Err(LinkError::Unexpected("block")),
-                None => self.turn(Duration::from_secs(5))?,
-            }
-        }
-    }
-
     pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
         if !self.take_news()? {
             // The end comes after everything that was said before it. A lost data channel waits a
@@ -421,6 +386,24 @@ impl TcpLink {
                 return;
             }
         }
+    }
+}
+
+impl ControlChannel for TcpLink {
+    fn state(&mut self) -> (&mut VecDeque<Vec<u8>>, &mut Option<Secured>, &mut VecDeque<LinkEvent>) {
+        (&mut self.raw, &mut self.secured, &mut self.ready)
+    }
+
+    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
+        self.send_octets(&octets)
+    }
+
+    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+        self.take_control(octets)
+    }
+
+    fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        TcpLink::turn(self, limit)
     }
 }
 

@@ -4,6 +4,7 @@
 //! sending (credit in hand) → waiting (write posted) → free. The walker runs ahead until the pool
 //! is empty; that, and the sink's credits, are all the flow control there is.
 
+mod large;
 mod walk;
 
 pub use walk::Root;

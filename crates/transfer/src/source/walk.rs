@@ -4,14 +4,13 @@
 //! subdirectories on the way down. Small files are read straight into the block they travel in;
 //! large ones are read by the storage stage, holes left out.
 
+use super::large::{Finish, LargeFile, OpenFiles, missing_extents, same_version, set_direct};
 use super::{Ahead, Mail};
 use crate::filter::Filter;
 use crate::protocol::offers::{self, Offers};
-use crate::protocol::pieces::{cut, subtract};
+use crate::protocol::pieces::cut;
 use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
-use crate::wire::{
-    Answer, BlockHeader, BlockKind, Direct, FileStatus, HEADER_LEN, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report,
-};
+use crate::wire::{Answer, BlockHeader, BlockKind, Direct, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
@@ -19,11 +18,10 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
-use thruway_engine::integrity::DIGEST_LEN;
 use thruway_engine::{Block, StorageOp};
 
 /// Files up to this size, or a quarter of a block, travel packed.
@@ -87,23 +85,6 @@ struct Candidate {
 /// The session is over; unwind.
 struct Cancelled;
 type Walk<T = ()> = Result<T, Cancelled>;
-
-/// A large file on its way.
-struct LargeFile {
-    file: Arc<File>,
-    number: u64,
-    /// Sequence number of the block that the file begins in.
-    begun_in: u32,
-    stat: Stat,
-    path: Vec<u8>,
-    endless: bool,
-    failure: FirstFailure,
-    /// Reads under way, and one for the walker until it has issued them all.
-    open: AtomicU32,
-    blocks: AtomicU32,
-    mailer: Mailer<Mail>,
-    open_files: Arc<OpenFiles>,
-}
 
 impl Walker {
     #[allow(clippy::too_many_arguments)]
@@ -540,7 +521,7 @@ impl Walker {
             large.open.fetch_add(1, Ordering::SeqCst);
             large.blocks.fetch_add(1, Ordering::SeqCst);
             let header = self.header(sequence, BlockKind::Data, large.number, at, len);
-            let finish = Finish::new(self, Some(large.begun_in));
+            let finish = Finish::new(&self.engine, &self.terms, &self.mailer, Some(large.begun_in));
             let large = Arc::clone(large);
             let file = Arc::clone(&large.file);
             if self.from_files && !large.endless {
@@ -635,141 +616,7 @@ impl Walker {
         }
         let Ok(sequence) = self.sequence() else { return };
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
-        Finish::new(self, None).load(block, header);
-    }
-}
-
-/// What happens to a block between its loading and its sending.
-struct Finish {
-    engine: Arc<Engine>,
-    terms: Terms,
-    mailer: Mailer<Mail>,
-    /// Not to be sent before the block with this sequence number.
-    after: Option<u32>,
-}
-
-impl Finish {
-    fn new(walker: &Walker, after: Option<u32>) -> Finish {
-        let (engine, terms) = (Arc::clone(&walker.engine), walker.terms.clone());
-        Finish { engine, terms, mailer: walker.mailer.clone(), after }
-    }
-
-    fn load(self, block: Block, mut header: BlockHeader) {
-        let engine = Arc::clone(&self.engine);
-        if self.terms.verify == thruway_engine::integrity::Algorithm::None {
-            return self.seal(block, header);
-        }
-        engine.workers.submit(engine.integrity, move || {
-            let verify = self.terms.verify;
-            header.digest = header.bind(verify, verify.digest(&block.payload()[..header.len as usize]));
-            self.seal(block, header);
-        });
-    }
-
-    /// Digests a piece where it is and leaves it there; the block is a token that bounds how many
-    /// are under way.
-    fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
-        let engine = Arc::clone(&self.engine);
-        engine.workers.submit(engine.integrity, move || {
-            match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
-                Ok(digest) => header.digest = header.bind(self.terms.verify, digest),
-                Err(e) => {
-                    large.failure.set(match e.kind() {
-                        io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
-                        _ => e.to_string(),
-                    });
-                    header.len = 0;
-                    header.kind = BlockKind::Void;
-                    header.digest = header.bind(self.terms.verify, self.terms.verify.digest(&[]));
-                }
-            }
-            let file = (header.len > 0).then(|| Arc::clone(&large.file));
-            if file.is_none() {
-                return self.seal_and_close(block, header, &large);
-            }
-            self.mailer.send(Mail::Loaded(block, header, self.after, file));
-            large.close();
-        });
-    }
-
-    fn seal_and_close(self, block: Block, header: BlockHeader, large: &LargeFile) {
-        self.seal(block, header);
-        large.close();
-    }
-
-    fn seal(self, mut block: Block, mut header: BlockHeader) {
-        let Some(sealer) = self.terms.sealer.clone() else {
-            header.encode(block.with_header_mut(HEADER_LEN).0);
-            return self.mailer.send(Mail::Loaded(block, header, self.after, None));
-        };
-        let engine = Arc::clone(&self.engine);
-        engine.workers.submit(engine.security, move || {
-            header.encode(block.with_header_mut(HEADER_LEN).0);
-            let len = header.len as usize;
-            // Digest and payload are neighbours and are sealed as one.
-            let sealed = block.joined_mut(DIGEST_LEN, len);
-            header.tag = sealer.seal(header.sequence.into(), &header.fixed(), sealed);
-            let (head, _) = block.with_header_mut(HEADER_LEN);
-            head[32..48].copy_from_slice(&header.tag);
-            self.mailer.send(Mail::Loaded(block, header, self.after, None));
-        });
-    }
-}
-
-/// Counts the large files that are being read.
-#[derive(Default)]
-struct OpenFiles {
-    count: Mutex<u32>,
-    none: Condvar,
-}
-
-impl OpenFiles {
-    fn lock(&self) -> MutexGuard<'_, u32> {
-        self.count.lock().expect("no panics under the lock")
-    }
-
-    fn opened(&self) {
-        *self.lock() += 1;
-    }
-
-    fn closed(&self) {
-        let mut count = self.lock();
-        *count -= 1;
-        if *count == 0 {
-            self.none.notify_all();
-        }
-    }
-
-    /// Waits until there are none; false after `limit`.
-    fn all_closed(&self, limit: Duration) -> bool {
-        let waited = self.none.wait_timeout_while(self.lock(), limit, |count| *count > 0);
-        *waited.expect("no panics under the lock").0 == 0
-    }
-}
-
-impl LargeFile {
-    /// One user less; the last one tells how the file ended.
-    fn close(&self) {
-        if self.open.fetch_sub(1, Ordering::SeqCst) != 1 {
-            return;
-        }
-        if !self.endless {
-            match rustix::fs::fstat(&self.file) {
-                Ok(after) if same_version(&self.stat, &after) => {}
-                Ok(_) => self.failure.set("changed while it was read"),
-                Err(e) => self.failure.set(io::Error::from(e).to_string()),
-            }
-        }
-        let status = match self.failure.get() {
-            None => FileStatus::Unchanged,
-            Some(message) => {
-                self.mailer.send(Mail::Report(Report { path: self.path.clone(), message: message.clone() }));
-                FileStatus::Failed(message)
-            }
-        };
-        let blocks = self.blocks.load(Ordering::SeqCst);
-        self.mailer.send(Mail::FileEnd { file: self.number, blocks, status });
-        self.open_files.closed();
+        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header);
     }
 }
 
@@ -791,11 +638,6 @@ fn meta_of(stat: &Stat) -> Meta {
     }
 }
 
-fn same_version(a: &Stat, b: &Stat) -> bool {
-    (a.st_size, a.st_mtime, a.st_mtime_nsec, a.st_ino, a.st_dev)
-        == (b.st_size, b.st_mtime, b.st_mtime_nsec, b.st_ino, b.st_dev)
-}
-
 fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
     use std::io::Read;
     let mut file = file;
@@ -812,49 +654,4 @@ fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
         }
     }
     Ok(total)
-}
-
-/// Turns direct I/O on for an open file. False where the file system refuses.
-fn set_direct(file: &File) -> bool {
-    rustix::fs::fcntl_getfl(file).and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_ok()
-}
-
-/// The parts of a file that hold data and are not among `have`: holes are left out unless the
-/// file is `dense`.
-fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> Vec<(u64, u64)> {
-    let mut data = Vec::new();
-    let mut at = 0;
-    while at < size {
-        if dense {
-            data.push((0, size));
-            break;
-        }
-        use rustix::fs::SeekFrom;
-        let Ok(start) = rustix::fs::seek(file, SeekFrom::Data(at)) else { break };
-        let end = rustix::fs::seek(file, SeekFrom::Hole(start)).unwrap_or(size).min(size);
-        if start >= size || end <= start {
-            break;
-        }
-        data.push((start, end));
-        at = end;
-    }
-    subtract(data, have)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn holes_are_left_out() {
-        use std::os::unix::fs::FileExt;
-        let file = tempfile::tempfile().unwrap();
-        file.write_all_at(b"x", 0).unwrap();
-        file.write_all_at(b"y", 10 << 20).unwrap();
-        let size = (10 << 20) + 1;
-        let extents = missing_extents(&file, size, false, &[]);
-        assert!(extents.iter().map(|(a, b)| b - a).sum::<u64>() < 1 << 20, "{extents:?}");
-        assert_eq!(extents.last().unwrap().1, size);
-        assert_eq!(missing_extents(&file, size, true, &[]), vec![(0, size)]);
-    }
 }

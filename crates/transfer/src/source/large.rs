@@ -1,0 +1,214 @@
+//! Large files on their way: read, digested, sealed, piece by piece; and how each one ended.
+
+use super::Mail;
+use crate::protocol::pieces::subtract;
+use crate::session::{Engine, FirstFailure, Mailer, Terms};
+use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report};
+use rustix::fs::{OFlags, Stat};
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use thruway_engine::Block;
+use thruway_engine::integrity::DIGEST_LEN;
+
+/// A large file on its way.
+pub(super) struct LargeFile {
+    pub(super) file: Arc<File>,
+    pub(super) number: u64,
+    /// Sequence number of the block that the file begins in.
+    pub(super) begun_in: u32,
+    pub(super) stat: Stat,
+    pub(super) path: Vec<u8>,
+    pub(super) endless: bool,
+    pub(super) failure: FirstFailure,
+    /// Reads under way, and one for the walker until it has issued them all.
+    pub(super) open: AtomicU32,
+    pub(super) blocks: AtomicU32,
+    pub(super) mailer: Mailer<Mail>,
+    pub(super) open_files: Arc<OpenFiles>,
+}
+
+/// What happens to a block between its loading and its sending.
+pub(super) struct Finish {
+    engine: Arc<Engine>,
+    terms: Terms,
+    mailer: Mailer<Mail>,
+    /// Not to be sent before the block with this sequence number.
+    after: Option<u32>,
+}
+
+impl Finish {
+    pub(super) fn new(engine: &Arc<Engine>, terms: &Terms, mailer: &Mailer<Mail>, after: Option<u32>) -> Finish {
+        Finish { engine: Arc::clone(engine), terms: terms.clone(), mailer: mailer.clone(), after }
+    }
+
+    pub(super) fn load(self, block: Block, mut header: BlockHeader) {
+        let engine = Arc::clone(&self.engine);
+        if self.terms.verify == thruway_engine::integrity::Algorithm::None {
+            return self.seal(block, header);
+        }
+        engine.workers.submit(engine.integrity, move || {
+            let verify = self.terms.verify;
+            header.digest = header.bind(verify, verify.digest(&block.payload()[..header.len as usize]));
+            self.seal(block, header);
+        });
+    }
+
+    /// Digests a piece where it is and leaves it there; the block is a token that bounds how many
+    /// are under way.
+    pub(super) fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
+        let engine = Arc::clone(&self.engine);
+        engine.workers.submit(engine.integrity, move || {
+            match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
+                Ok(digest) => header.digest = header.bind(self.terms.verify, digest),
+                Err(e) => {
+                    large.failure.set(match e.kind() {
+                        io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
+                        _ => e.to_string(),
+                    });
+                    header.len = 0;
+                    header.kind = BlockKind::Void;
+                    header.digest = header.bind(self.terms.verify, self.terms.verify.digest(&[]));
+                }
+            }
+            let file = (header.len > 0).then(|| Arc::clone(&large.file));
+            if file.is_none() {
+                return self.seal_and_close(block, header, &large);
+            }
+            self.mailer.send(Mail::Loaded(block, header, self.after, file));
+            large.close();
+        });
+    }
+
+    fn seal_and_close(self, block: Block, header: BlockHeader, large: &LargeFile) {
+        self.seal(block, header);
+        large.close();
+    }
+
+    fn seal(self, mut block: Block, mut header: BlockHeader) {
+        let Some(sealer) = self.terms.sealer.clone() else {
+            header.encode(block.with_header_mut(HEADER_LEN).0);
+            return self.mailer.send(Mail::Loaded(block, header, self.after, None));
+        };
+        let engine = Arc::clone(&self.engine);
+        engine.workers.submit(engine.security, move || {
+            header.encode(block.with_header_mut(HEADER_LEN).0);
+            let len = header.len as usize;
+            // Digest and payload are neighbours and are sealed as one.
+            let sealed = block.joined_mut(DIGEST_LEN, len);
+            header.tag = sealer.seal(header.sequence.into(), &header.fixed(), sealed);
+            let (head, _) = block.with_header_mut(HEADER_LEN);
+            head[32..48].copy_from_slice(&header.tag);
+            self.mailer.send(Mail::Loaded(block, header, self.after, None));
+        });
+    }
+}
+
+/// Counts the large files that are being read.
+#[derive(Default)]
+pub(super) struct OpenFiles {
+    count: Mutex<u32>,
+    none: Condvar,
+}
+
+impl OpenFiles {
+    fn lock(&self) -> MutexGuard<'_, u32> {
+        self.count.lock().expect("no panics under the lock")
+    }
+
+    pub(super) fn opened(&self) {
+        *self.lock() += 1;
+    }
+
+    pub(super) fn closed(&self) {
+        let mut count = self.lock();
+        *count -= 1;
+        if *count == 0 {
+            self.none.notify_all();
+        }
+    }
+
+    /// Waits until there are none; false after `limit`.
+    pub(super) fn all_closed(&self, limit: Duration) -> bool {
+        let waited = self.none.wait_timeout_while(self.lock(), limit, |count| *count > 0);
+        *waited.expect("no panics under the lock").0 == 0
+    }
+}
+
+impl LargeFile {
+    /// One user less; the last one tells how the file ended.
+    pub(super) fn close(&self) {
+        if self.open.fetch_sub(1, Ordering::SeqCst) != 1 {
+            return;
+        }
+        if !self.endless {
+            match rustix::fs::fstat(&self.file) {
+                Ok(after) if same_version(&self.stat, &after) => {}
+                Ok(_) => self.failure.set("changed while it was read"),
+                Err(e) => self.failure.set(io::Error::from(e).to_string()),
+            }
+        }
+        let status = match self.failure.get() {
+            None => FileStatus::Unchanged,
+            Some(message) => {
+                self.mailer.send(Mail::Report(Report { path: self.path.clone(), message: message.clone() }));
+                FileStatus::Failed(message)
+            }
+        };
+        let blocks = self.blocks.load(Ordering::SeqCst);
+        self.mailer.send(Mail::FileEnd { file: self.number, blocks, status });
+        self.open_files.closed();
+    }
+}
+
+pub(super) fn same_version(a: &Stat, b: &Stat) -> bool {
+    (a.st_size, a.st_mtime, a.st_mtime_nsec, a.st_ino, a.st_dev)
+        == (b.st_size, b.st_mtime, b.st_mtime_nsec, b.st_ino, b.st_dev)
+}
+
+/// Turns direct I/O on for an open file. False where the file system refuses.
+pub(super) fn set_direct(file: &File) -> bool {
+    rustix::fs::fcntl_getfl(file).and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_ok()
+}
+
+/// The parts of a file that hold data and are not among `have`: holes are left out unless the
+/// file is `dense`.
+pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    let mut data = Vec::new();
+    let mut at = 0;
+    while at < size {
+        if dense {
+            data.push((0, size));
+            break;
+        }
+        use rustix::fs::SeekFrom;
+        let Ok(start) = rustix::fs::seek(file, SeekFrom::Data(at)) else { break };
+        let end = rustix::fs::seek(file, SeekFrom::Hole(start)).unwrap_or(size).min(size);
+        if start >= size || end <= start {
+            break;
+        }
+        data.push((start, end));
+        at = end;
+    }
+    subtract(data, have)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holes_are_left_out() {
+        use std::os::unix::fs::FileExt;
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(b"x", 0).unwrap();
+        file.write_all_at(b"y", 10 << 20).unwrap();
+        let size = (10 << 20) + 1;
+        let extents = missing_extents(&file, size, false, &[]);
+        assert!(extents.iter().map(|(a, b)| b - a).sum::<u64>() < 1 << 20, "{extents:?}");
+        assert_eq!(extents.last().unwrap().1, size);
+        assert_eq!(missing_extents(&file, size, true, &[]), vec![(0, size)]);
+    }
+}

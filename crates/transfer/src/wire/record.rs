@@ -1,0 +1,135 @@
+//! What packs are made of: records of directories, small files, links.
+
+use super::{Malformed, PATH_MAX};
+use serde::{Deserialize, Serialize};
+
+/// What a file system says of an entry.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Meta {
+    /// Permissions (and type, which the record's kind repeats), as `st_mode`.
+    pub mode: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Modification time, seconds and nanoseconds.
+    pub mtime: (i64, u32),
+    /// Size of a file.
+    pub size: u64,
+    /// Extended attributes, if they are to be kept.
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// A packed record. Paths are relative to the sink's root.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Record {
+    /// Make a directory.
+    Dir {
+        /// Where.
+        path: Vec<u8>,
+        /// Its attributes; applied at the end, when nothing more is put into it.
+        meta: Meta,
+    },
+    /// A whole small file; its content follows the record.
+    File {
+        /// Where.
+        path: Vec<u8>,
+        /// Its attributes.
+        meta: Meta,
+    },
+    /// A large file begins; its blocks follow under this number.
+    Begin {
+        /// Number within the session.
+        file: u64,
+        /// Where.
+        path: Vec<u8>,
+        /// Its attributes.
+        meta: Meta,
+        /// Verified ranges of an earlier attempt are kept.
+        resume: bool,
+    },
+    /// A symbolic link.
+    Symlink {
+        /// Where.
+        path: Vec<u8>,
+        /// What it says.
+        target: Vec<u8>,
+        /// Its attributes.
+        meta: Meta,
+    },
+    /// Another name of a file of this session.
+    Link {
+        /// Where.
+        path: Vec<u8>,
+        /// The first name, relative to the sink's root.
+        target: Vec<u8>,
+    },
+    /// A named pipe, socket or device.
+    Special {
+        /// Where.
+        path: Vec<u8>,
+        /// Its attributes.
+        meta: Meta,
+        /// Device number.
+        rdev: u64,
+    },
+    /// Names that stay in a directory when the rest is deleted.
+    Keep {
+        /// Which directory.
+        path: Vec<u8>,
+        /// Names of entries.
+        names: Vec<Vec<u8>>,
+        /// No more names of this directory will come.
+        last: bool,
+    },
+}
+
+/// Octets in front of a packed record: lengths of the record and of the content behind it.
+pub const RECORD_PREFIX_LEN: usize = 8;
+
+impl Record {
+    /// The record, encoded.
+    pub fn encode(&self) -> Vec<u8> {
+        postcard::to_allocvec(self).expect("plain data")
+    }
+
+    /// The prefix for a record and a content of these lengths.
+    pub fn prefix(record_len: usize, content_len: usize) -> [u8; RECORD_PREFIX_LEN] {
+        let mut out = [0; RECORD_PREFIX_LEN];
+        out[..4].copy_from_slice(&(record_len as u32).to_be_bytes());
+        out[4..].copy_from_slice(&(content_len as u32).to_be_bytes());
+        out
+    }
+
+    /// Takes the first record and its content off a pack.
+    ///
+    /// # Errors
+    /// [`Malformed`] if the pack is cut short or holds something else.
+    pub fn split_first(pack: &[u8]) -> Result<(Record, &[u8], &[u8]), Malformed> {
+        let (prefix, rest) = pack.split_first_chunk::<RECORD_PREFIX_LEN>().ok_or(Malformed("pack"))?;
+        let record_len = u32::from_be_bytes(prefix[..4].try_into().expect("4 octets")) as usize;
+        let content_len = u32::from_be_bytes(prefix[4..].try_into().expect("4 octets")) as usize;
+        let (record, rest) = rest.split_at_checked(record_len).ok_or(Malformed("pack"))?;
+        let (content, rest) = rest.split_at_checked(content_len).ok_or(Malformed("pack"))?;
+        match postcard::take_from_bytes(record) {
+            Ok((record, [])) => Ok((record, content, rest)),
+            _ => Err(Malformed("record")),
+        }
+    }
+}
+
+/// Checks that a path from a peer stays below a root: relative, without empty, `.` or `..`
+/// components, without NUL, of bounded length. The empty path is the root itself.
+///
+/// # Errors
+/// [`Malformed`] otherwise.
+pub fn check_path(path: &[u8]) -> Result<(), Malformed> {
+    if path.is_empty() {
+        return Ok(());
+    }
+    let bad = |c: &[u8]| c.is_empty() || c == b"." || c == b".." || c.len() > 255;
+    if path.len() > PATH_MAX || path.contains(&0) || path.split(|b| *b == b'/').any(bad) {
+        return Err(Malformed("path"));
+    }
+    Ok(())
+}
