@@ -1,5 +1,7 @@
 //! Development tasks: one way to do each. `cargo xtask` lists them.
 
+mod vm;
+
 use std::env;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -12,21 +14,28 @@ cargo xtask TASK
   check         format, lints, documentation, licences
   unit          unit and integration tests
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
+  vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
+  vm run [--limit SECONDS] -- CMD  a command in such a guest, over this machine's files
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 4] = ["build-essential", "attr", "util-linux", "procps"];
+const PACKAGES: [&str; 3] = ["attr", "procps", "util-linux"];
 
 fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match args.as_slice() {
-        ["test"] => setup().and_then(|()| check()).and_then(|()| unit()).and_then(|()| fuzz("20")),
+        ["test"] => {
+            setup().and_then(|()| check()).and_then(|()| unit()).and_then(|()| vm::test("")).and_then(|()| fuzz("20"))
+        }
         ["check"] => check(),
         ["unit"] => unit(),
         ["setup"] => setup(),
+        ["vm", "test"] => setup().and_then(|()| vm::test("")),
+        ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
+        ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
         ["fuzz", seconds] => fuzz(seconds),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {
@@ -51,15 +60,19 @@ fn run(what: &str, program: &str, args: &[&str]) -> Result<(), String> {
 fn run_with(what: &str, program: &str, args: &[&str], vars: &[(&str, &str)]) -> Result<(), String> {
     eprintln!("==> {what}: {program} {}", args.join(" "));
     let start = Instant::now();
-    let top = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is in the workspace");
     let status = Command::new(program)
         .args(args)
         .envs(vars.iter().copied())
-        .current_dir(top)
+        .current_dir(top())
         .status()
         .map_err(|e| format!("{what}: {program}: {e}"))?;
     eprintln!("    {what}: {:.0} s", start.elapsed().as_secs_f64());
     if status.success() { Ok(()) } else { Err(format!("{what} failed: {status}")) }
+}
+
+/// The top of the workspace.
+fn top() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask is in the workspace")
 }
 
 fn has(program: &str) -> bool {
@@ -67,12 +80,13 @@ fn has(program: &str) -> bool {
 }
 
 fn setup() -> Result<(), String> {
-    let missing: Vec<&str> = PACKAGES.iter().copied().filter(|p| !installed(p)).collect();
+    let missing: Vec<&str> = PACKAGES.iter().chain(&vm::PACKAGES).copied().filter(|p| !installed(p)).collect();
     if !missing.is_empty() {
         let sudo = if has("sudo") { "sudo " } else { "" };
         let names = missing.join(" ");
         run("package lists", "sh", &["-c", &format!("{sudo}apt-get update -q")])?;
-        let install = format!("{sudo}env DEBIAN_FRONTEND=noninteractive apt-get install -qy {names}");
+        let install =
+            format!("{sudo}env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends {names}");
         run("packages", "sh", &["-c", &install])?;
     }
     for component in ["rustfmt", "clippy"] {

@@ -25,14 +25,24 @@ pub fn cores() -> usize {
 
 /// The nodes on which this process may run, with the cores it may use of them.
 pub fn usable_nodes() -> Vec<Node> {
-    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return nodes() };
+    // SAFETY: an all-zero set is valid, and the kernel writes no more than its size.
+    let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: as above.
+    let rc = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut allowed) };
     let mut usable = nodes();
+    if rc != 0 {
+        return usable;
+    }
     for node in &mut usable {
-        node.cpus.retain(|cpu| allowed.is_set(*cpu as usize));
+        // SAFETY: CPU_ISSET looks only inside the set, for any number below its size.
+        node.cpus.retain(|cpu| *cpu < CPUS_MAX && unsafe { libc::CPU_ISSET(*cpu as usize, &allowed) });
     }
     usable.retain(|node| !node.cpus.is_empty());
     usable
 }
+
+/// Cores that the kernel's fixed-size set can name.
+const CPUS_MAX: u32 = libc::CPU_SETSIZE as u32;
 
 /// Keeps the calling thread, and those it starts, on these cores; does nothing if there are none.
 /// Best effort: where the system refuses, work is done elsewhere, and slower.
@@ -40,12 +50,15 @@ pub fn bind_thread(cpus: &[u32]) {
     if cpus.is_empty() {
         return;
     }
-    let mut set = rustix::thread::CpuSet::new();
-    for cpu in cpus.iter().filter(|cpu| (**cpu as usize) < rustix::thread::CpuSet::MAX_CPU) {
-        set.set(*cpu as usize);
+    // SAFETY: an all-zero set is valid.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    for cpu in cpus.iter().filter(|cpu| **cpu < CPUS_MAX) {
+        // SAFETY: the number is inside the set.
+        unsafe { libc::CPU_SET(*cpu as usize, &mut set) };
     }
-    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-        tracing::debug!(%error, ?cpus, "binding a thread");
+    // SAFETY: the set is valid and only read.
+    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } != 0 {
+        tracing::debug!(error = %std::io::Error::last_os_error(), ?cpus, "binding a thread");
     }
 }
 

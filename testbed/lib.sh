@@ -1,0 +1,45 @@
+# What tests in the guest share. A test is a script in tests/ that sources nothing: this is sourced for it, with
+# `set -euo pipefail`. It fails by ending with a status other than 0.
+
+# hosts NAME...: a network namespace for each, all on one Ethernet segment; the first is 10.0.0.1, and so on.
+hosts() {
+    local n=0 name
+    ip link add segment type bridge
+    ip link set segment up
+    for name; do
+        n=$((n + 1))
+        ip netns add "$name"
+        ip link add "p-$name" type veth peer name eth0 netns "$name"
+        ip link set "p-$name" master segment up
+        ip -n "$name" addr add "10.0.0.$n/24" dev eth0
+        ip -n "$name" link set eth0 up
+        ip -n "$name" link set lo up
+    done
+}
+
+# on NAME CMD...: runs a command on a host.
+on() { ip netns exec "$@"; }
+
+# kernel_end KIND: this namespace becomes a host too, 10.0.0.254, with an RDMA device of that kind (siw or rxe).
+kernel_end() {
+    ip link add eth0 type veth peer name p-kernel
+    ip link set p-kernel master segment up
+    ip addr add 10.0.0.254/24 dev eth0
+    ip link set eth0 up
+    rdma link add "$1"0 type "$1" netdev eth0
+}
+
+# until_listening NAME PORT: waits for a server on a host (`-`: this namespace).
+until_listening() {
+    local try=() i
+    [[ $1 == - ]] || try=(ip netns exec "$1")
+    for ((i = 0; i < 500; i++)); do
+        "${try[@]}" ss -Hltn "sport = :$2" | grep -q . && return
+        read -rt 0.02 <> <(:) || true
+    done
+    echo "nobody listens at port $2" >&2
+    return 1
+}
+
+# same A B: two files or trees are alike.
+same() { diff -r --no-dereference "$1" "$2" >/dev/null || { echo "$1 and $2 differ" >&2; return 1; }; }

@@ -1,0 +1,20 @@
+# title: our iWARP, in user space, serves and calls Linux's siw: rping's protocol, every byte checked by both ends
+# kernel: uml
+# limit: 120
+hosts ours
+kernel_end siw
+port=7100
+for size in 64 4096 65000; do
+    for crc in on off; do
+        port=$((port + 1))
+        rping -s -a 10.0.0.254 -p $port -C 20 -S $size -V >/dev/null 2>/tmp/log & server=$!
+        until_listening - $port
+        on ours "$THRUWAY" bench rping --connect 10.0.0.254:$port --count 20 --size $size --crc $crc
+        wait $server || { cat /tmp/log; exit 1; }
+        port=$((port + 1))
+        on ours "$THRUWAY" bench rping --listen 10.0.0.1:$port --once --crc $crc --quiet & server=$!
+        until_listening ours $port
+        rping -c -a 10.0.0.1 -p $port -C 20 -S $size -V >/dev/null
+        wait $server
+    done
+done

@@ -1,0 +1,141 @@
+//! Guests with real kernels: `cargo xtask vm run` and `cargo xtask vm test`.
+//!
+//! The shell scripts in `testbed/` build and start a kernel; here they are found, fed, and their
+//! tests run one after the other, each in a guest of its own.
+
+use crate::{run, top};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Debian packages that guests, and the building of their kernel, use.
+pub const PACKAGES: [&str; 15] = [
+    "bc",
+    "bison",
+    "build-essential",
+    "busybox-static",
+    "ethtool",
+    "flex",
+    "ibverbs-providers",
+    "ibverbs-utils",
+    "iproute2",
+    "libelf-dev",
+    "perftest",
+    "rdma-core",
+    "rdmacm-utils",
+    "xz-utils",
+    "zstd",
+];
+
+/// Longest a guest's command may run where nothing else is said, in seconds.
+const LIMIT: u32 = 120;
+
+/// One script of `testbed/tests`, with what its first comments say.
+struct Test {
+    name: String,
+    path: PathBuf,
+    title: String,
+    limit: u32,
+}
+
+/// Where built kernels are kept from one run to the next.
+fn cache() -> PathBuf {
+    let var = |name| std::env::var_os(name).map(PathBuf::from);
+    var("THRUWAY_TESTBED_CACHE")
+        .or_else(|| Some(var("XDG_CACHE_HOME").or_else(|| Some(var("HOME")?.join(".cache")))?.join("thruway/testbed")))
+        .unwrap_or_else(|| top().join("target/testbed"))
+}
+
+/// The user-mode kernel, built if it is not there yet.
+fn kernel() -> Result<PathBuf, String> {
+    let script = top().join("testbed/uml/build");
+    let out = Command::new(&script)
+        .arg(cache())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| format!("{}: {e}", script.display()))?;
+    if !out.status.success() {
+        return Err(format!("building the guest's kernel failed; its log is in {}", cache().display()));
+    }
+    Ok(PathBuf::from(String::from_utf8_lossy(&out.stdout).trim()))
+}
+
+/// Runs a command in a guest; its output and status are ours.
+pub fn guest(args: &[&str]) -> Result<(), String> {
+    let (mut limit, mut rest) = (LIMIT.to_string(), args);
+    while let [option, value, more @ ..] = rest {
+        match *option {
+            "--limit" => limit = (*value).to_string(),
+            _ => break,
+        }
+        rest = more;
+    }
+    let rest = rest.strip_prefix(&["--"]).unwrap_or(rest);
+    if rest.is_empty() {
+        return Err("vm run: say which command, behind --".into());
+    }
+    let status = start(&kernel()?, &limit, &rest.join(" ")).status().map_err(|e| e.to_string())?;
+    if status.success() { Ok(()) } else { Err(format!("the command in the guest ended with {status}")) }
+}
+
+fn start(kernel: &Path, limit: &str, command: &str) -> Command {
+    let mut guest = Command::new(top().join("testbed/uml/run"));
+    guest.arg(kernel).args(["-t", limit, command]);
+    guest
+}
+
+/// Runs the guest tests whose names contain `filter`.
+pub fn test(filter: &str) -> Result<(), String> {
+    run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
+    let tests = tests(filter)?;
+    if tests.is_empty() {
+        return Err(format!("no guest test has '{filter}' in its name"));
+    }
+    let kernel = kernel()?;
+    let mut failed = Vec::new();
+    for test in &tests {
+        let begun = Instant::now();
+        let command = format!(
+            "set -euo pipefail; export THRUWAY='{}'; . '{}'; . '{}'",
+            top().join("target/release/thruway").display(),
+            top().join("testbed/lib.sh").display(),
+            test.path.display()
+        );
+        let out = start(&kernel, &test.limit.to_string(), &command).output().map_err(|e| e.to_string())?;
+        let seconds = begun.elapsed().as_secs_f64();
+        if out.status.success() {
+            eprintln!("    ok     {:<28} {seconds:>5.1} s  {}", test.name, test.title);
+        } else {
+            eprintln!("    FAILED {:<28} {seconds:>5.1} s  {}", test.name, test.title);
+            eprintln!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+            failed.push(test.name.as_str());
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(format!("in the guest: {}", failed.join(", "))) }
+}
+
+fn tests(filter: &str) -> Result<Vec<Test>, String> {
+    let dir = top().join("testbed/tests");
+    let mut found = Vec::new();
+    for entry in fs::read_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?.flatten() {
+        let path = entry.path();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if path.extension().is_none_or(|e| e != "sh") || !name.contains(filter) {
+            continue;
+        }
+        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let said = |key: &str| {
+            let prefix = format!("# {key}: ");
+            text.lines().take_while(|l| l.starts_with('#')).find_map(|l| l.strip_prefix(&prefix)).map(str::to_string)
+        };
+        let title = said("title").ok_or_else(|| format!("{}: its first lines lack '# title: ...'", path.display()))?;
+        let limit = match said("limit") {
+            None => LIMIT,
+            Some(text) => text.parse().map_err(|_| format!("{}: '# limit:' wants seconds", path.display()))?,
+        };
+        found.push(Test { name, path, title, limit });
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
