@@ -5,8 +5,9 @@
 //! [`CompletionQueue`]s. Connections are made with private data and read depths, as in rdma_cm.
 //! Ordering and completion rules are written down in [`types`].
 //!
-//! The one provider so far is [`iwarp`]: MPA, DDP and RDMAP (RFC 5044, 5041, 5040, 6581, 7306)
-//! in user space over TCP sockets, on the wire the same as iWARP hardware and Linux's `siw`.
+//! Providers: [`iwarp`] is MPA, DDP and RDMAP (RFC 5044, 5041, 5040, 6581, 7306) in user space over
+//! TCP sockets, on the wire the same as iWARP hardware and Linux's `siw`; [`verbs`] is whatever
+//! rdma-core drives.
 //!
 //! # Progress
 //!
@@ -25,6 +26,7 @@ pub mod iwarp;
 pub mod memory;
 mod provider;
 pub mod types;
+pub mod verbs;
 
 pub use memory::{Access, Buffer};
 pub use types::*;
@@ -310,7 +312,7 @@ impl MemoryRegion {
 
     /// Key for peers (the steering tag).
     pub fn rkey(&self) -> u32 {
-        self.0.key()
+        self.0.remote_key()
     }
 
     /// Address of the first octet, in the region's terms.

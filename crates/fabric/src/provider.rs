@@ -47,6 +47,10 @@ pub(crate) trait DeviceOps: Send + Sync {
 /// A region or a window.
 pub(crate) trait RegionOps: Send + Sync {
     fn key(&self) -> u32;
+    /// The key that peers use, where it differs.
+    fn remote_key(&self) -> u32 {
+        self.key()
+    }
     fn base(&self) -> u64;
     fn len(&self) -> usize;
     fn is_valid(&self) -> bool;

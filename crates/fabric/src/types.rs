@@ -229,6 +229,8 @@ pub struct DeviceAttributes {
     pub atomics: bool,
     /// Write with immediate is offered (the peer must have it too).
     pub immediate: bool,
+    /// Peers may revoke keys of ours by Send with Invalidate.
+    pub remote_invalidate: bool,
 }
 
 /// Wishes for a connection.

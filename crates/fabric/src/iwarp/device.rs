@@ -177,6 +177,7 @@ impl Context {
             max_private_data: mpa::MAX_PRIVATE_DATA - 4,
             atomics: config.announce,
             immediate: config.announce,
+            remote_invalidate: true,
         };
         Ok(Arc::new(Context {
             config,

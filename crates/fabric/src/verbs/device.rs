@@ -1,0 +1,829 @@
+//! Devices, memory and completion queues of the verbs provider.
+
+use super::abi::*;
+use super::endpoint::{Endpoint, Request, VerbsListener};
+use super::library::{Library, library};
+use crate::memory::{Access, Owner};
+use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use crate::{CompletionOp, DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Status, WorkCompletion};
+use rustix::event::{EventfdFlags, epoll};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ffi::CStr;
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+/// Octets of a request's own copy of small payloads.
+const MAX_INLINE: u32 = 64;
+/// Longest wait between looks at the connection deadlines.
+const GLANCE: Duration = Duration::from_millis(250);
+
+/// An opened device: a progress domain with an event channel and a completion channel of its own.
+pub(super) struct Context {
+    pub(super) lib: &'static Library,
+    pub(super) verbs: *mut ibv_context,
+    pub(super) cm: *mut rdma_event_channel,
+    channel: *mut ibv_comp_channel,
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    pub(super) attributes: DeviceAttributes,
+    pub(super) iwarp: bool,
+    pds: Mutex<HashMap<u32, Arc<ProtectionDomain>>>,
+    next_pd: AtomicU32,
+    cqs: Mutex<Vec<Weak<Queue>>>,
+    endpoints: Mutex<HashMap<u64, Weak<Endpoint>>>,
+    by_number: Mutex<HashMap<u32, Weak<Endpoint>>>,
+    listeners: Mutex<HashSet<u64>>,
+    regions: Mutex<HashMap<u32, Weak<Region>>>,
+    events: Mutex<VecDeque<Event>>,
+    woken: AtomicBool,
+}
+
+// SAFETY: rdma-core's objects may be used from any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above; its calls lock what they share.
+unsafe impl Sync for Context {}
+
+pub(super) struct ProtectionDomain {
+    pub(super) lib: &'static Library,
+    pub(super) raw: *mut ibv_pd,
+}
+
+// SAFETY: as for `Context`.
+unsafe impl Send for ProtectionDomain {}
+// SAFETY: as for `Context`.
+unsafe impl Sync for ProtectionDomain {}
+
+impl Drop for ProtectionDomain {
+    fn drop(&mut self) {
+        // SAFETY: ours; regions and queue pairs of it hold it, so none is left.
+        unsafe { (self.lib.ibv_dealloc_pd)(self.raw) };
+    }
+}
+
+/// Gives connection identifiers their numbers; unique, so that an identifier may move to another
+/// device.
+pub(super) fn next_token() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+pub(super) fn failed(op: &'static str) -> Error {
+    Error::io(op, io::Error::last_os_error())
+}
+
+/// The contexts that rdma_cm works with, which are the ones its identifiers name.
+fn contexts(lib: &'static Library) -> Vec<*mut ibv_context> {
+    let mut count = 0;
+    // SAFETY: writes the count; the list ends with null and is ours to free.
+    let list = unsafe { (lib.rdma_get_devices)(&raw mut count) };
+    if list.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: `count` entries were just made. The contexts stay open for the life of the process.
+    let found = unsafe { std::slice::from_raw_parts(list, count as usize) }.to_vec();
+    // SAFETY: as above.
+    unsafe { (lib.rdma_free_devices)(list) };
+    found
+}
+
+fn name_of(lib: &Library, verbs: *mut ibv_context) -> String {
+    // SAFETY: an open context and its device.
+    unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*verbs).device)) }.to_string_lossy().into_owned()
+}
+
+/// Name of the device that rdma_cm binds this address to.
+pub(super) fn serving(address: IpAddr) -> Option<String> {
+    let lib = library().ok()?;
+    // SAFETY: plain calls; every object made is destroyed below.
+    unsafe {
+        let channel = (lib.rdma_create_event_channel)();
+        if channel.is_null() {
+            return None;
+        }
+        let mut id = std::ptr::null_mut();
+        let mut name = None;
+        if (lib.rdma_create_id)(channel, &raw mut id, std::ptr::null_mut(), PS_TCP) == 0 {
+            let addr = socket_address(SocketAddr::new(address, 0));
+            let bound = (lib.rdma_bind_addr)(id, (&raw const addr).cast()) == 0;
+            name = (bound && !(*id).verbs.is_null()).then(|| name_of(lib, (*id).verbs));
+            (lib.rdma_destroy_id)(id);
+        }
+        (lib.rdma_destroy_event_channel)(channel);
+        name
+    }
+}
+
+pub(super) fn open(name: &str) -> Result<crate::Device> {
+    let other = |why: String| Error::io("opening an RDMA device", io::Error::other(why));
+    let lib = library().map_err(other)?;
+    let missing = || other(format!("there is no RDMA device '{name}'; `thruway bench devices` lists what there is"));
+    let verbs = contexts(lib).into_iter().find(|v| name_of(lib, *v) == name).ok_or_else(missing)?;
+    // SAFETY: zeroed integers are a valid value.
+    let mut attr: ibv_device_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: an open context, and room for the answer.
+    let rc = unsafe { (lib.ibv_query_device)(verbs, &raw mut attr) };
+    if rc != 0 {
+        return Err(Error::io("asking an RDMA device what it can", io::Error::from_raw_os_error(rc)));
+    }
+    let described = super::described(std::path::Path::new("/sys/class/infiniband"));
+    let iwarp = described.iter().any(|d| d.name == name && d.kind == "RNIC");
+    let depth = |n: i32| n.clamp(0, 255) as u16;
+    let attributes = DeviceAttributes {
+        provider: "verbs",
+        name: name.to_string(),
+        max_sge: attr.max_sge.clamp(1, 32) as u32,
+        max_queue: attr.max_qp_wr.clamp(1, 16384) as u32,
+        max_inline: MAX_INLINE,
+        max_read_depth: depth(attr.max_qp_rd_atom).min(depth(attr.max_qp_init_rd_atom)).max(1),
+        max_private_data: if iwarp { 255 } else { 56 },
+        atomics: attr.atomic_cap != 0 && !iwarp,
+        immediate: !iwarp,
+        // rxe lets peers revoke windows only, which need a queue pair to be bound.
+        remote_invalidate: iwarp,
+    };
+    // SAFETY: plain calls; what they make is destroyed when the context is dropped.
+    let (cm, channel) = unsafe {
+        let cm = (lib.rdma_create_event_channel)();
+        if cm.is_null() {
+            return Err(failed("making an event channel for RDMA connections"));
+        }
+        let channel = (lib.ibv_create_comp_channel)(verbs);
+        if channel.is_null() {
+            let error = failed("making a completion channel");
+            (lib.rdma_destroy_event_channel)(cm);
+            return Err(error);
+        }
+        (cm, channel)
+    };
+    let setup = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // SAFETY: descriptors of live objects. A completion channel begins with its descriptor,
+        // like an event channel: after a pointer to its context.
+        let fds = unsafe {
+            let channel_fd = *channel.cast::<u8>().add(size_of::<*mut ibv_context>()).cast::<i32>();
+            [(*cm).fd, channel_fd, (*verbs).async_fd].map(|fd| BorrowedFd::borrow_raw(fd))
+        };
+        for fd in fds {
+            let flags = rustix::fs::fcntl_getfl(fd)?;
+            rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
+            epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        }
+        epoll::add(&poll, &wake, epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
+        Ok((poll, wake))
+    };
+    let (epoll, wake) = setup().map_err(|e| Error::io("watching an RDMA device", e))?;
+    Ok(crate::Device::new(Arc::new(Handle(Arc::new(Context {
+        lib,
+        verbs,
+        cm,
+        channel,
+        epoll,
+        wake,
+        attributes,
+        iwarp,
+        pds: Mutex::default(),
+        next_pd: AtomicU32::new(1),
+        cqs: Mutex::default(),
+        endpoints: Mutex::default(),
+        by_number: Mutex::default(),
+        listeners: Mutex::default(),
+        regions: Mutex::default(),
+        events: Mutex::default(),
+        woken: AtomicBool::new(false),
+    })))))
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        self.pds.get_mut().expect("no panics under the lock").clear();
+        // SAFETY: queue pairs, identifiers and completion queues hold the context, so none is left.
+        unsafe {
+            (self.lib.ibv_destroy_comp_channel)(self.channel);
+            (self.lib.rdma_destroy_event_channel)(self.cm);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().expect("no panics under the lock")
+}
+
+impl Context {
+    pub(super) fn pd(&self, number: u32) -> Arc<ProtectionDomain> {
+        Arc::clone(&lock(&self.pds)[&number])
+    }
+
+    pub(super) fn push_event(&self, event: Event) {
+        lock(&self.events).push_back(event);
+        self.rouse();
+    }
+
+    fn rouse(&self) {
+        self.woken.store(true, Ordering::SeqCst);
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Makes an endpoint known by the token of its connection identifier.
+    pub(super) fn adopt(&self, token: u64, endpoint: &Arc<Endpoint>) {
+        lock(&self.endpoints).insert(token, Arc::downgrade(endpoint));
+    }
+
+    pub(super) fn forget(&self, token: u64, number: u32) {
+        lock(&self.endpoints).remove(&token);
+        lock(&self.by_number).remove(&number);
+    }
+
+    fn endpoint(&self, token: u64) -> Option<Arc<Endpoint>> {
+        lock(&self.endpoints).get(&token)?.upgrade()
+    }
+
+    fn numbered(&self, number: u32) -> Option<Arc<Endpoint>> {
+        lock(&self.by_number).get(&number)?.upgrade()
+    }
+
+    pub(super) fn forget_listener(&self, token: u64) {
+        lock(&self.listeners).remove(&token);
+    }
+
+    /// Takes what has happened; never waits.
+    fn drive(self: &Arc<Context>) {
+        self.drive_connections();
+        self.drive_async();
+        let now = Instant::now();
+        let all: Vec<_> = lock(&self.endpoints).values().filter_map(Weak::upgrade).collect();
+        for endpoint in all {
+            endpoint.tick(now);
+        }
+    }
+
+    fn drive_connections(self: &Arc<Context>) {
+        loop {
+            let mut event = std::ptr::null_mut();
+            // SAFETY: the channel is ours, and the event is acknowledged below, once.
+            if unsafe { (self.lib.rdma_get_cm_event)(self.cm, &raw mut event) } != 0 {
+                return;
+            }
+            // SAFETY: valid until acknowledged; what it says is copied first.
+            let (kind, status, id, token, conn) = unsafe {
+                let event = &*event;
+                (event.event, event.status, event.id, (*event.id).context as u64, event.conn)
+            };
+            let data = if conn.private_data.is_null() || conn.private_data_len == 0 {
+                Vec::new()
+            } else {
+                // SAFETY: as above; the length is the data's.
+                unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), conn.private_data_len.into()) }
+                    .to_vec()
+            };
+            // SAFETY: got above.
+            unsafe { (self.lib.rdma_ack_cm_event)(event) };
+            if kind == EVENT_CONNECT_REQUEST {
+                let request = Request::new(Arc::clone(self), id, data, &conn);
+                if lock(&self.listeners).contains(&token) {
+                    self.push_event(Event::Request(Box::new(request)));
+                }
+                continue;
+            }
+            if let Some(endpoint) = self.endpoint(token) {
+                endpoint.connection_event(kind, status, data, &conn);
+            }
+        }
+    }
+
+    /// Asynchronous events come to whichever device of the same hardware looks first.
+    fn drive_async(&self) {
+        loop {
+            // SAFETY: zeroed is a valid value.
+            let mut event: ibv_async_event = unsafe { std::mem::zeroed() };
+            // SAFETY: an open context; acknowledged below, once.
+            if unsafe { (self.lib.ibv_get_async_event)(self.verbs, &raw mut event) } != 0 {
+                return;
+            }
+            let kind = event.event_type;
+            let endpoint = ASYNC_QP_EVENTS
+                .contains(&kind)
+                .then(|| super::endpoint::by_queue_pair(event.element as usize))
+                .flatten();
+            // SAFETY: got above, and the queue pair is destroyed only after this.
+            unsafe { (self.lib.ibv_ack_async_event)(&raw mut event) };
+            // SAFETY: a constant string for every number.
+            let text = unsafe { CStr::from_ptr((self.lib.ibv_event_type_str)(kind)) }.to_string_lossy();
+            match endpoint {
+                Some(endpoint) if matches!(kind, ASYNC_QP_FATAL | ASYNC_QP_REQ_ERR | ASYNC_QP_ACCESS_ERR) => {
+                    endpoint.fail(&text);
+                }
+                Some(_) => {}
+                None => tracing::info!(device = self.attributes.name, event = %text, "RDMA device event"),
+            }
+        }
+    }
+
+    /// Acknowledges completion channel events; what they announce is polled.
+    fn drain_channel(&self) {
+        loop {
+            let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: the channel is ours; a queue that an event names is not destroyed before
+            // the event is acknowledged.
+            unsafe {
+                if (self.lib.ibv_get_cq_event)(self.channel, &raw mut cq, &raw mut context) != 0 {
+                    return;
+                }
+                (self.lib.ibv_ack_cq_events)(cq, 1);
+            }
+        }
+    }
+
+    fn queues(&self) -> Vec<Arc<Queue>> {
+        let mut queues = lock(&self.cqs);
+        queues.retain(|q| q.strong_count() > 0);
+        queues.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn has_something(self: &Arc<Context>) -> bool {
+        if !lock(&self.events).is_empty() {
+            return true;
+        }
+        self.queues().iter().any(|q| {
+            q.fetch(self);
+            !lock(&q.ready).is_empty()
+        })
+    }
+}
+
+/// The consumer's handle of a context.
+pub(super) struct Handle(Arc<Context>);
+
+impl DeviceOps for Handle {
+    fn attributes(&self) -> &DeviceAttributes {
+        &self.0.attributes
+    }
+
+    fn alloc_pd(&self) -> u32 {
+        let number = self.0.next_pd.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: an open context.
+        let raw = unsafe { (self.0.lib.ibv_alloc_pd)(self.0.verbs) };
+        if !raw.is_null() {
+            lock(&self.0.pds).insert(number, Arc::new(ProtectionDomain { lib: self.0.lib, raw }));
+        }
+        number
+    }
+
+    unsafe fn register(
+        &self,
+        pd: u32,
+        ptr: *mut u8,
+        len: usize,
+        base: u64,
+        access: Access,
+        owner: Owner,
+    ) -> Result<Arc<dyn RegionOps>> {
+        let pd = lock(&self.0.pds).get(&pd).cloned();
+        let pd = pd.ok_or(Error::Unsupported("more protection domains than the device has"))?;
+        // SAFETY: the caller's promise.
+        let region = unsafe { Region::register(&self.0, &pd, ptr, len, base, access, owner) }?;
+        Ok(Arc::new(RegionHandle(region)))
+    }
+
+    fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
+        let limit = self.0.attributes.max_queue as usize * 64;
+        if capacity > limit {
+            return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
+        }
+        let context = &self.0;
+        // SAFETY: open context and channel.
+        let raw = unsafe {
+            (context.lib.ibv_create_cq)(context.verbs, capacity.max(1) as i32, std::ptr::null_mut(), context.channel, 0)
+        };
+        if raw.is_null() {
+            return Err(failed("making a completion queue"));
+        }
+        let queue = Arc::new(Queue {
+            context: Arc::clone(context),
+            raw,
+            capacity,
+            reserved: AtomicUsize::new(0),
+            ready: Mutex::default(),
+        });
+        lock(&context.cqs).push(Arc::downgrade(&queue));
+        Ok(Arc::new(QueueHandle(queue)))
+    }
+
+    fn create_qp(
+        &self,
+        pd: u32,
+        send_cq: &Arc<dyn CompletionQueueOps>,
+        recv_cq: &Arc<dyn CompletionQueueOps>,
+        caps: QueuePairCaps,
+    ) -> Result<Arc<dyn QueuePairOps>> {
+        let attributes = &self.0.attributes;
+        for (what, got, limit) in [
+            ("send queue", caps.max_send, attributes.max_queue),
+            ("receive queue", caps.max_recv, attributes.max_queue),
+            ("elements of a request", caps.max_sge, attributes.max_sge),
+        ] {
+            if got > limit {
+                return Err(Error::Limit { what, got: got.into(), limit: limit.into() });
+            }
+        }
+        let queue = |cq: &Arc<dyn CompletionQueueOps>| {
+            let queue = cq.as_any().downcast_ref::<QueueHandle>().map(|h| Arc::clone(&h.0));
+            let queue = queue.filter(|q| Arc::ptr_eq(&q.context, &self.0));
+            queue.ok_or(Error::Unsupported("a completion queue of another device"))
+        };
+        let (send_cq, recv_cq) = (queue(send_cq)?, queue(recv_cq)?);
+        send_cq.reserve(caps.max_send as usize)?;
+        if let Err(error) = recv_cq.reserve(caps.max_recv as usize) {
+            send_cq.release(caps.max_send as usize);
+            return Err(error);
+        }
+        let endpoint = Endpoint::new(&self.0, self.0.pd(pd), (send_cq, recv_cq), caps)?;
+        lock(&self.0.by_number).insert(endpoint.number(), Arc::downgrade(&endpoint));
+        Ok(endpoint)
+    }
+
+    fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
+        let listener = VerbsListener::bind(&self.0, addr, options)?;
+        lock(&self.0.listeners).insert(listener.token);
+        Ok(Box::new(listener))
+    }
+
+    fn adopt(&self, _stream: TcpStream) -> Result<()> {
+        Err(Error::Unsupported("TCP connections on an RDMA device"))
+    }
+
+    fn progress(&self) {
+        self.0.drive();
+    }
+
+    fn poll_event(&self) -> Option<Event> {
+        let next = || lock(&self.0.events).pop_front();
+        next().or_else(|| {
+            self.0.drive();
+            next()
+        })
+    }
+
+    fn arm(&self) -> bool {
+        self.0.drain_channel();
+        for queue in self.0.queues() {
+            // SAFETY: a live queue of a live context.
+            unsafe { ((*self.0.verbs).ops.req_notify_cq)(queue.raw, 0) };
+        }
+        // What came before the notification was asked for makes no event.
+        !(self.0.woken.swap(false, Ordering::SeqCst) || self.0.has_something())
+    }
+
+    fn wait_fd(&self) -> BorrowedFd<'_> {
+        self.0.epoll.as_fd()
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        self.0.drive();
+        if !self.arm() {
+            let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
+            return Ok(());
+        }
+        let limit = timeout.map_or(GLANCE, |t| t.min(GLANCE));
+        let limit = rustix::time::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        let mut fds = [rustix::event::PollFd::new(&self.0.epoll, rustix::event::PollFlags::IN)];
+        match rustix::event::poll(&mut fds, Some(&limit)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(Error::io("waiting", e)),
+        }
+        self.0.woken.store(false, Ordering::SeqCst);
+        let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
+        self.0.drain_channel();
+        self.0.drive();
+        Ok(())
+    }
+
+    fn wake(&self) {
+        self.0.rouse();
+    }
+}
+
+/// Registered memory.
+struct Region {
+    context: Arc<Context>,
+    pd: Arc<ProtectionDomain>,
+    raw: Mutex<Option<*mut ibv_mr>>,
+    lkey: u32,
+    rkey: u32,
+    ptr: *mut u8,
+    base: u64,
+    len: usize,
+    valid: AtomicBool,
+    owner: Owner,
+}
+
+// SAFETY: as for `Context`; `ptr` is only arithmetic.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// # Safety
+    /// `ptr..ptr+len` must stay mapped while `owner` lives.
+    unsafe fn register(
+        context: &Arc<Context>,
+        pd: &Arc<ProtectionDomain>,
+        ptr: *mut u8,
+        len: usize,
+        base: u64,
+        access: Access,
+        owner: Owner,
+    ) -> Result<Arc<Region>> {
+        let mut flags = 0;
+        for (right, flag) in [
+            (Access::LOCAL_WRITE, ACCESS_LOCAL_WRITE),
+            (Access::REMOTE_WRITE, ACCESS_REMOTE_WRITE | ACCESS_LOCAL_WRITE),
+            (Access::REMOTE_READ, ACCESS_REMOTE_READ),
+        ] {
+            if access.contains(right) {
+                flags |= flag;
+            }
+        }
+        if access.contains(Access::REMOTE_ATOMIC) && context.attributes.atomics {
+            flags |= ACCESS_REMOTE_ATOMIC | ACCESS_LOCAL_WRITE;
+        }
+        // iWARP cards place read results as they place a peer's writes; siw does not need it.
+        if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.attributes.name.starts_with("siw") {
+            flags |= ACCESS_REMOTE_WRITE;
+        }
+        // SAFETY: the caller's promise; the region holds `owner` and `pd`.
+        let raw = unsafe { (context.lib.ibv_reg_mr_iova2)(pd.raw, ptr.cast(), len, base, flags) };
+        if raw.is_null() {
+            let error = io::Error::last_os_error();
+            let hint = if error.kind() == io::ErrorKind::OutOfMemory { " (is `ulimit -l` large enough?)" } else { "" };
+            return Err(Error::io("registering memory", io::Error::new(error.kind(), format!("{error}{hint}"))));
+        }
+        // SAFETY: just made.
+        let (lkey, rkey) = unsafe { ((*raw).lkey, (*raw).rkey) };
+        let region = Arc::new(Region {
+            context: Arc::clone(context),
+            pd: Arc::clone(pd),
+            raw: Mutex::new(Some(raw)),
+            lkey,
+            rkey,
+            ptr,
+            base,
+            len,
+            valid: AtomicBool::new(true),
+            owner,
+        });
+        lock(&context.regions).insert(rkey, Arc::downgrade(&region));
+        Ok(region)
+    }
+
+    fn deregister(&self) {
+        let Some(raw) = lock(&self.raw).take() else { return };
+        self.valid.store(false, Ordering::SeqCst);
+        lock(&self.context.regions).remove(&self.rkey);
+        // SAFETY: registered by us and deregistered once. When this returns, the device is done
+        // with the memory.
+        let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
+        if rc != 0 {
+            tracing::warn!(error = %io::Error::from_raw_os_error(rc), "deregistering memory");
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.deregister();
+    }
+}
+
+struct RegionHandle(Arc<Region>);
+
+impl RegionOps for RegionHandle {
+    fn key(&self) -> u32 {
+        self.0.lkey
+    }
+
+    fn remote_key(&self) -> u32 {
+        self.0.rkey
+    }
+
+    fn base(&self) -> u64 {
+        self.0.base
+    }
+
+    fn len(&self) -> usize {
+        self.0.len
+    }
+
+    fn is_valid(&self) -> bool {
+        self.0.valid.load(Ordering::SeqCst)
+    }
+
+    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
+        let region = &self.0;
+        if offset > region.len || len > region.len - offset {
+            let (addr, lkey) = (region.base.wrapping_add(offset as u64), region.lkey);
+            return Err(Error::LocalProtection { addr, len: len as u64, lkey, why: "outside the region" });
+        }
+        let (ptr, base, owner) =
+            (region.ptr.wrapping_add(offset), region.base + offset as u64, Arc::clone(&region.owner));
+        // SAFETY: a part of a region whose owner keeps it mapped.
+        let window = unsafe { Region::register(&region.context, &region.pd, ptr, len, base, access, owner) }?;
+        Ok(Arc::new(RegionHandle(window)))
+    }
+
+    fn deregister(&self) {
+        self.0.deregister();
+    }
+}
+
+/// A completion queue.
+pub(super) struct Queue {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: *mut ibv_cq,
+    capacity: usize,
+    reserved: AtomicUsize,
+    ready: Mutex<VecDeque<WorkCompletion>>,
+}
+
+// SAFETY: as for `Context`.
+unsafe impl Send for Queue {}
+// SAFETY: as for `Context`.
+unsafe impl Sync for Queue {}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Events of this queue must be acknowledged before it can go.
+        self.context.drain_channel();
+        // SAFETY: queue pairs hold the queue, so none uses it.
+        unsafe { (self.context.lib.ibv_destroy_cq)(self.raw) };
+    }
+}
+
+const NO_COMPLETION: ibv_wc = ibv_wc {
+    wr_id: 0,
+    status: 0,
+    opcode: 0,
+    vendor_err: 0,
+    byte_len: 0,
+    imm_or_rkey: 0,
+    qp_num: 0,
+    src_qp: 0,
+    wc_flags: 0,
+    pkey_index: 0,
+    slid: 0,
+    sl: 0,
+    dlid_path_bits: 0,
+};
+
+impl Queue {
+    fn reserve(&self, n: usize) -> Result<()> {
+        let took = self
+            .reserved
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
+        took.map(|_| ()).map_err(|r| Error::Limit {
+            what: "completion queue entries reserved by queue pairs",
+            got: (r + n) as u64,
+            limit: self.capacity as u64,
+        })
+    }
+
+    pub(super) fn release(&self, n: usize) {
+        self.reserved.fetch_sub(n, Ordering::SeqCst);
+    }
+
+    /// Moves what the device has finished to `ready`.
+    fn fetch(&self, context: &Arc<Context>) {
+        let mut found = [NO_COMPLETION; 32];
+        loop {
+            // One at a time from the device to the queue, or completions could overtake each other.
+            let mut ready = lock(&self.ready);
+            // SAFETY: a live queue, and room for as many.
+            let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
+            for wc in &found[..n.max(0) as usize] {
+                ready.extend(self.translate(context, wc));
+            }
+            if (n as usize) < found.len() || n < 0 {
+                return;
+            }
+        }
+    }
+
+    fn translate(&self, context: &Context, wc: &ibv_wc) -> Option<WorkCompletion> {
+        let endpoint = context.numbered(wc.qp_num)?;
+        let status = match wc.status {
+            WC_SUCCESS => Status::Success,
+            WC_LOC_LEN_ERR => Status::LocalLength,
+            WC_WR_FLUSH_ERR => Status::Flushed,
+            WC_REM_ACCESS_ERR => Status::RemoteAccess,
+            WC_REM_INV_REQ_ERR | WC_REM_OP_ERR => Status::RemoteOperation,
+            WC_RNR_RETRY_EXC_ERR => Status::RemoteNoReceive,
+            _ => Status::ConnectionLost,
+        };
+        if !matches!(status, Status::Success | Status::Flushed) {
+            // SAFETY: a constant string for every number.
+            let text = unsafe { CStr::from_ptr((context.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
+            endpoint.fail(&text);
+        }
+        let sent = endpoint.finish(wc.wr_id, status == Status::Success)?;
+        let mut out = WorkCompletion {
+            wr_id: sent.wr_id,
+            status,
+            op: sent.op,
+            len: sent.len,
+            qp_num: wc.qp_num,
+            immediate: None,
+            invalidated: None,
+            solicited: false,
+        };
+        if sent.op == CompletionOp::Recv {
+            out.len = wc.byte_len;
+            if status == Status::Success && wc.opcode == WC_RECV_RDMA_WITH_IMM {
+                out.op = CompletionOp::RecvWriteImmediate;
+            }
+            if wc.wc_flags & WC_WITH_IMM != 0 {
+                out.immediate = Some(u32::from_be(wc.imm_or_rkey));
+            }
+            if wc.wc_flags & WC_WITH_INV != 0 {
+                out.invalidated = Some(wc.imm_or_rkey);
+                if let Some(region) = lock(&context.regions).get(&wc.imm_or_rkey).and_then(Weak::upgrade) {
+                    region.valid.store(false, Ordering::SeqCst);
+                }
+            }
+        }
+        sent.signaled.then_some(out)
+    }
+}
+
+pub(super) struct QueueHandle(Arc<Queue>);
+
+impl CompletionQueueOps for QueueHandle {
+    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        let queue = &self.0;
+        if lock(&queue.ready).is_empty() {
+            queue.fetch(&queue.context);
+        }
+        let mut ready = lock(&queue.ready);
+        let n = ready.len().min(max);
+        out.extend(ready.drain(..n));
+        drop(ready);
+        if n == 0 {
+            queue.context.drive();
+        }
+        n
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+/// An address as the C library wants it.
+pub(super) fn socket_address(addr: SocketAddr) -> libc::sockaddr_storage {
+    // SAFETY: zeroed is a valid value.
+    let mut out: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    match addr {
+        SocketAddr::V4(v4) => {
+            let sin = libc::sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: v4.port().to_be(),
+                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: a sockaddr_storage holds any socket address.
+            unsafe { (&raw mut out).cast::<libc::sockaddr_in>().write(sin) };
+        }
+        SocketAddr::V6(v6) => {
+            let sin6 = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as u16,
+                sin6_port: v6.port().to_be(),
+                sin6_flowinfo: v6.flowinfo(),
+                sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
+                sin6_scope_id: v6.scope_id(),
+            };
+            // SAFETY: as above.
+            unsafe { (&raw mut out).cast::<libc::sockaddr_in6>().write(sin6) };
+        }
+    }
+    out
+}
+
+/// The other way round; 0.0.0.0:0 for families that are not IP.
+pub(super) fn from_socket_address(addr: &libc::sockaddr_storage) -> SocketAddr {
+    match i32::from(addr.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: the family says that this is what it is.
+            let sin = unsafe { (&raw const *addr).cast::<libc::sockaddr_in>().read() };
+            SocketAddr::new(IpAddr::from(sin.sin_addr.s_addr.to_ne_bytes()), u16::from_be(sin.sin_port))
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above.
+            let sin6 = unsafe { (&raw const *addr).cast::<libc::sockaddr_in6>().read() };
+            SocketAddr::new(IpAddr::from(sin6.sin6_addr.s6_addr), u16::from_be(sin6.sin6_port))
+        }
+        _ => SocketAddr::new(IpAddr::from([0; 4]), 0),
+    }
+}

@@ -1,0 +1,722 @@
+//! Queue pairs of the verbs provider, and their connections by rdma_cm.
+
+use super::abi::*;
+use super::device::{Context, ProtectionDomain, Queue, failed, from_socket_address, next_token, socket_address};
+use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
+use crate::{
+    CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, ListenOptions, Payload, QueuePairCaps,
+    RecvRequest, Result, SendFlags, SendOp, SendRequest,
+};
+use smallvec::SmallVec;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+/// Identifiers of requests as the device sees them: only which queue they belong to. Both queues
+/// finish in order, so the consumer's identifiers wait in lists of their own.
+const SENT: u64 = 0;
+const RECEIVED: u64 = 1;
+/// How often a message is offered to a peer that has no receive posted (some seconds).
+const RECEIVER_NOT_READY_RETRIES: u8 = 6;
+const RETRIES: u8 = 7;
+
+/// Queue pairs by their address, for asynchronous events.
+static QUEUE_PAIRS: LazyLock<Mutex<HashMap<usize, Weak<Endpoint>>>> = LazyLock::new(Mutex::default);
+
+pub(super) fn by_queue_pair(raw: usize) -> Option<Arc<Endpoint>> {
+    QUEUE_PAIRS.lock().expect("no panics under the lock").get(&raw)?.upgrade()
+}
+
+/// A request under way, or done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Posted {
+    pub(super) wr_id: u64,
+    pub(super) op: CompletionOp,
+    pub(super) len: u32,
+    pub(super) signaled: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Idle,
+    Connecting,
+    Live,
+    /// What is posted is still sent, then the connection ends.
+    Closing,
+    Over,
+}
+
+struct State {
+    phase: Phase,
+    /// rdma_cm's identifier, with its number.
+    id: Option<(*mut rdma_cm_id, u64)>,
+    deadline: Option<Instant>,
+    params: ConnectParams,
+    sent: VecDeque<Posted>,
+    received: VecDeque<Posted>,
+    info: Option<ConnectionInfo>,
+    error: Option<ConnectionError>,
+    /// The event of the end has been told.
+    told: bool,
+}
+
+pub(super) struct Endpoint {
+    context: Arc<Context>,
+    raw: *mut ibv_qp,
+    number: u32,
+    caps: QueuePairCaps,
+    max_inline: usize,
+    state: Mutex<State>,
+    send_cq: Arc<Queue>,
+    recv_cq: Arc<Queue>,
+    _pd: Arc<ProtectionDomain>,
+}
+
+// SAFETY: rdma-core's objects may be used from any thread; what is not its own is locked.
+unsafe impl Send for Endpoint {}
+// SAFETY: as above.
+unsafe impl Sync for Endpoint {}
+
+impl Endpoint {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        pd: Arc<ProtectionDomain>,
+        (send_cq, recv_cq): (Arc<Queue>, Arc<Queue>),
+        caps: QueuePairCaps,
+    ) -> Result<Arc<Endpoint>> {
+        let lib = context.lib;
+        let mut attr = ibv_qp_init_attr {
+            qp_context: std::ptr::null_mut(),
+            send_cq: send_cq.raw,
+            recv_cq: recv_cq.raw,
+            srq: std::ptr::null_mut(),
+            cap: ibv_qp_cap {
+                max_send_wr: caps.max_send.max(1),
+                max_recv_wr: caps.max_recv.max(1),
+                max_send_sge: caps.max_sge.max(1),
+                max_recv_sge: caps.max_sge.max(1),
+                max_inline_data: context.attributes.max_inline,
+            },
+            qp_type: QPT_RC,
+            sq_sig_all: 1,
+        };
+        // SAFETY: live objects, all held by the endpoint below.
+        let raw = unsafe { (lib.ibv_create_qp)(pd.raw, &raw mut attr) };
+        if raw.is_null() {
+            return Err(failed("making a queue pair"));
+        }
+        // SAFETY: just made.
+        let number = unsafe { (*raw).qp_num };
+        if !context.iwarp {
+            // So that receives can be posted before there is a connection.
+            // SAFETY: zeroed integers are a valid value.
+            let mut init: ibv_qp_attr = unsafe { std::mem::zeroed() };
+            (init.qp_state, init.port_num) = (QPS_INIT, 1);
+            init.qp_access_flags = ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ | ACCESS_REMOTE_ATOMIC;
+            let mask = QP_STATE | QP_PKEY_INDEX | QP_PORT | QP_ACCESS_FLAGS;
+            // SAFETY: a live queue pair.
+            let rc = unsafe { (lib.ibv_modify_qp)(raw, &raw mut init, mask) };
+            if rc != 0 {
+                // SAFETY: made above and used by nobody.
+                unsafe { (lib.ibv_destroy_qp)(raw) };
+                return Err(Error::io("preparing a queue pair", io::Error::from_raw_os_error(rc)));
+            }
+        }
+        let state = State {
+            phase: Phase::Idle,
+            id: None,
+            deadline: None,
+            params: ConnectParams::default(),
+            sent: VecDeque::new(),
+            received: VecDeque::new(),
+            info: None,
+            error: None,
+            told: false,
+        };
+        let max_inline = attr.cap.max_inline_data.min(context.attributes.max_inline) as usize;
+        let context = Arc::clone(context);
+        let state = Mutex::new(state);
+        let endpoint = Arc::new(Endpoint { context, raw, number, caps, max_inline, state, send_cq, recv_cq, _pd: pd });
+        let known = Arc::downgrade(&endpoint);
+        QUEUE_PAIRS.lock().expect("no panics under the lock").insert(raw as usize, known);
+        Ok(endpoint)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    /// A request is done: what it was.
+    pub(super) fn finish(&self, kind: u64, success: bool) -> Option<Posted> {
+        let mut state = self.lock();
+        let mut posted = if kind == RECEIVED { state.received.pop_front()? } else { state.sent.pop_front()? };
+        posted.signaled |= !success;
+        if state.phase == Phase::Closing && state.sent.is_empty() {
+            self.hang_up(&mut state);
+        }
+        Some(posted)
+    }
+
+    /// The queue pair cannot go on.
+    pub(super) fn fail(&self, why: &str) {
+        let mut state = self.lock();
+        if matches!(state.phase, Phase::Live | Phase::Closing | Phase::Connecting) {
+            self.end(&mut state, ConnectionError::Lost(why.to_string()));
+        }
+    }
+
+    /// Looks at the clock.
+    pub(super) fn tick(&self, now: Instant) {
+        let mut state = self.lock();
+        if state.phase == Phase::Connecting && state.deadline.is_some_and(|d| d <= now) {
+            self.end(&mut state, ConnectionError::TimedOut);
+        }
+    }
+
+    fn hang_up(&self, state: &mut State) {
+        if let Some((id, _)) = state.id {
+            // SAFETY: a live identifier. Fails if the connection has ended, which is as good.
+            unsafe { (self.context.lib.rdma_disconnect)(id) };
+        }
+    }
+
+    /// The connection has ended, or could not be made: flushes what is posted.
+    fn end(&self, state: &mut State, cause: ConnectionError) {
+        state.error.get_or_insert(cause);
+        if state.phase != Phase::Over {
+            let was_connected = matches!(state.phase, Phase::Live | Phase::Closing);
+            state.phase = Phase::Over;
+            if was_connected {
+                self.hang_up(state);
+            }
+            // SAFETY: zeroed integers are a valid value; a live queue pair.
+            unsafe {
+                let mut attr: ibv_qp_attr = std::mem::zeroed();
+                attr.qp_state = QPS_ERR;
+                (self.context.lib.ibv_modify_qp)(self.raw, &raw mut attr, QP_STATE);
+            }
+        }
+        if !std::mem::replace(&mut state.told, true) {
+            let cause = state.error.clone().expect("set above");
+            self.context.push_event(Event::Disconnected { qp_num: self.number, cause });
+        }
+    }
+
+    /// Something happened to the connection.
+    pub(super) fn connection_event(&self, kind: i32, status: i32, data: Vec<u8>, conn: &rdma_conn_param) {
+        let mut state = self.lock();
+        let Some((id, _)) = state.id else { return };
+        let reason = || match status {
+            0 => "no reason given".to_string(),
+            n => io::Error::from_raw_os_error(n.abs()).to_string(),
+        };
+        match kind {
+            EVENT_ADDR_RESOLVED => {
+                // SAFETY: a live identifier, bound to a device by now.
+                let (verbs, lib) = unsafe { ((*id).verbs, self.context.lib) };
+                if verbs != self.context.verbs {
+                    let why = format!("the address is not reached through {}", self.context.attributes.name);
+                    return self.end(&mut state, ConnectionError::Lost(why));
+                }
+                // SAFETY: a live identifier.
+                if unsafe { (lib.rdma_resolve_route)(id, timeout_of(&state)) } != 0 {
+                    let why = format!("finding a route: {}", io::Error::last_os_error());
+                    self.end(&mut state, ConnectionError::Lost(why));
+                }
+            }
+            EVENT_ROUTE_RESOLVED => {
+                let params = state.params.clone();
+                let mut param = self.parameters(&params);
+                // SAFETY: a live identifier; rdma_cm moves the queue pair it is given through its
+                // states, and copies the parameters.
+                let rc = unsafe {
+                    (*id).qp = self.raw;
+                    (self.context.lib.rdma_connect)(id, &raw mut param)
+                };
+                if rc != 0 {
+                    let why = format!("connecting: {}", io::Error::last_os_error());
+                    self.end(&mut state, ConnectionError::Lost(why));
+                }
+            }
+            EVENT_ESTABLISHED => {
+                if state.phase != Phase::Connecting {
+                    return;
+                }
+                // SAFETY: a live identifier.
+                let addr = unsafe { &(*id).addr };
+                let depths = (u16::from(conn.responder_resources), u16::from(conn.initiator_depth));
+                let params = state.params.clone();
+                let limit = self.context.attributes.max_read_depth;
+                state.info = Some(ConnectionInfo {
+                    peer: from_socket_address(&addr.dst),
+                    local: from_socket_address(&addr.src),
+                    ird: params.ird.min(limit),
+                    ord: if depths.0 > 0 { params.ord.min(limit).min(depths.0) } else { params.ord.min(limit) },
+                    round_trip: None,
+                    detail: format!("verbs, device {}", self.context.attributes.name),
+                });
+                (state.phase, state.deadline) = (Phase::Live, None);
+                let event = Event::Established { qp_num: self.number, private_data: data };
+                self.context.push_event(event);
+            }
+            EVENT_REJECTED if data.is_empty() && status.abs() == libc::ECONNREFUSED => {
+                self.end(&mut state, ConnectionError::Lost("connection refused".into()));
+            }
+            EVENT_REJECTED => self.end(&mut state, ConnectionError::Rejected { private_data: data }),
+            EVENT_ADDR_ERROR | EVENT_ROUTE_ERROR | EVENT_UNREACHABLE | EVENT_CONNECT_ERROR => {
+                let cause = match status.abs() {
+                    libc::ETIMEDOUT => ConnectionError::TimedOut,
+                    _ => ConnectionError::Lost(reason()),
+                };
+                self.end(&mut state, cause);
+            }
+            EVENT_DISCONNECTED => {
+                let cause = if state.phase == Phase::Connecting {
+                    ConnectionError::Lost("the peer went away".into())
+                } else {
+                    ConnectionError::Closed
+                };
+                self.end(&mut state, cause);
+            }
+            EVENT_DEVICE_REMOVAL => self.end(&mut state, ConnectionError::Lost("the RDMA device was removed".into())),
+            _ => {}
+        }
+    }
+
+    fn parameters(&self, params: &ConnectParams) -> rdma_conn_param {
+        let limit = self.context.attributes.max_read_depth;
+        rdma_conn_param {
+            private_data: params.private_data.as_ptr().cast(),
+            private_data_len: params.private_data.len() as u8,
+            responder_resources: params.ird.min(limit) as u8,
+            initiator_depth: params.ord.min(limit) as u8,
+            flow_control: 1,
+            retry_count: RETRIES,
+            rnr_retry_count: RECEIVER_NOT_READY_RETRIES,
+            srq: 0,
+            qp_num: self.number,
+        }
+    }
+
+    fn check_params(&self, params: &ConnectParams) -> Result<()> {
+        let limit = self.context.attributes.max_private_data;
+        if params.private_data.len() > limit {
+            let got = params.private_data.len() as u64;
+            return Err(Error::Limit { what: "private data", got, limit: limit as u64 });
+        }
+        Ok(())
+    }
+
+    fn post_one(&self, state: &mut State, request: &SendRequest<'_>) -> Result<()> {
+        if state.sent.len() >= self.caps.max_send as usize {
+            return Err(Error::QueueFull("send"));
+        }
+        let attributes = &self.context.attributes;
+        let mut sges: SmallVec<[ibv_sge; 8]> = SmallVec::new();
+        let mut flags = SEND_SIGNALED;
+        let mut len = 0u32;
+        match request.payload {
+            Payload::Sges(list) => {
+                if list.len() > self.caps.max_sge as usize {
+                    let (got, limit) = (list.len() as u64, self.caps.max_sge.into());
+                    return Err(Error::Limit { what: "elements of a request", got, limit });
+                }
+                for sge in list.iter().filter(|s| s.len > 0) {
+                    len = len.checked_add(sge.len).ok_or(Error::Unsupported("messages of 4 GiB and more"))?;
+                    sges.push(ibv_sge { addr: sge.addr, length: sge.len, lkey: sge.lkey });
+                }
+            }
+            Payload::Inline(octets) => {
+                if octets.len() > self.max_inline {
+                    let limit = self.max_inline as u64;
+                    return Err(Error::Limit { what: "inline payload", got: octets.len() as u64, limit });
+                }
+                flags |= SEND_INLINE;
+                len = octets.len() as u32;
+                if len > 0 {
+                    sges.push(ibv_sge { addr: octets.as_ptr() as u64, length: len, lkey: 0 });
+                }
+            }
+        }
+        if request.flags.contains(SendFlags::FENCE) {
+            flags |= SEND_FENCE;
+        }
+        if request.flags.contains(SendFlags::SOLICITED) {
+            flags |= SEND_SOLICITED;
+        }
+        // SAFETY: zeroed integers and null pointers are a valid value.
+        let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
+        let op = match request.op {
+            SendOp::Send { invalidate } => {
+                wr.opcode = if invalidate.is_some() { WR_SEND_WITH_INV } else { WR_SEND };
+                wr.imm_or_rkey = invalidate.unwrap_or(0);
+                CompletionOp::Send
+            }
+            SendOp::Write { remote, immediate } => {
+                if immediate.is_some() && !attributes.immediate {
+                    return Err(Error::Unsupported("write with immediate on an iWARP device"));
+                }
+                wr.opcode = if immediate.is_some() { WR_RDMA_WRITE_WITH_IMM } else { WR_RDMA_WRITE };
+                wr.imm_or_rkey = immediate.unwrap_or(0).to_be();
+                (wr.remote_addr, wr.rkey_or_compare_add) = (remote.addr, remote.rkey.into());
+                CompletionOp::Write
+            }
+            SendOp::Read { remote } => {
+                wr.opcode = WR_RDMA_READ;
+                (wr.remote_addr, wr.rkey_or_compare_add) = (remote.addr, remote.rkey.into());
+                CompletionOp::Read
+            }
+            SendOp::CompareSwap { remote, compare, swap } => {
+                wr.opcode = WR_ATOMIC_CMP_AND_SWP;
+                (wr.remote_addr, wr.atomic_rkey) = (remote.addr, remote.rkey);
+                (wr.rkey_or_compare_add, wr.swap) = (compare, swap);
+                CompletionOp::CompareSwap
+            }
+            SendOp::FetchAdd { remote, add } => {
+                wr.opcode = WR_ATOMIC_FETCH_AND_ADD;
+                (wr.remote_addr, wr.atomic_rkey) = (remote.addr, remote.rkey);
+                wr.rkey_or_compare_add = add;
+                CompletionOp::FetchAdd
+            }
+        };
+        let reads = matches!(op, CompletionOp::Read | CompletionOp::CompareSwap | CompletionOp::FetchAdd);
+        if reads && flags & SEND_INLINE != 0 {
+            return Err(Error::Unsupported("inline payload of a read or an atomic"));
+        }
+        if matches!(op, CompletionOp::CompareSwap | CompletionOp::FetchAdd) {
+            if !attributes.atomics {
+                return Err(Error::Unsupported("atomics on this device"));
+            }
+            if len != 8 {
+                return Err(Error::Unsupported("an atomic whose result is not 8 octets"));
+            }
+        }
+        wr.wr_id = SENT;
+        wr.sg_list = sges.as_mut_ptr();
+        wr.num_sge = sges.len() as i32;
+        wr.send_flags = flags;
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a live queue pair and request; inline payload is copied before the call returns, and
+        // what is not inline is registered memory that the consumer leaves alone.
+        let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
+        match rc.abs() {
+            0 => {}
+            libc::ENOMEM => return Err(Error::QueueFull("send")),
+            code => return Err(Error::io("posting a send", io::Error::from_raw_os_error(code))),
+        }
+        let signaled = request.flags.contains(SendFlags::SIGNALED);
+        state.sent.push_back(Posted { wr_id: request.wr_id, op, len, signaled });
+        Ok(())
+    }
+}
+
+/// Milliseconds until the deadline.
+fn timeout_of(state: &State) -> i32 {
+    let left = state.deadline.map_or(Duration::from_secs(15), |d| d.saturating_duration_since(Instant::now()));
+    left.as_millis().clamp(1, 60_000) as i32
+}
+
+impl QueuePairOps for Endpoint {
+    fn number(&self) -> u32 {
+        self.number
+    }
+
+    fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, Error)> {
+        let mut state = self.lock();
+        for (index, request) in requests.iter().enumerate() {
+            match state.phase {
+                Phase::Live => {}
+                phase => {
+                    let what = match phase {
+                        Phase::Idle => "not connected",
+                        Phase::Connecting => "still connecting",
+                        _ => "closed",
+                    };
+                    return Err((index, Error::State { qp_num: self.number, state: what }));
+                }
+            }
+            self.post_one(&mut state, request).map_err(|error| (index, error))?;
+        }
+        Ok(())
+    }
+
+    fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        let mut state = self.lock();
+        if matches!(state.phase, Phase::Over) {
+            return Err(Error::State { qp_num: self.number, state: "closed" });
+        }
+        if state.received.len() >= self.caps.max_recv as usize {
+            return Err(Error::QueueFull("receive"));
+        }
+        if request.sges.len() > self.caps.max_sge as usize {
+            let (got, limit) = (request.sges.len() as u64, self.caps.max_sge.into());
+            return Err(Error::Limit { what: "elements of a request", got, limit });
+        }
+        let mut sges: SmallVec<[ibv_sge; 8]> =
+            request.sges.iter().map(|s| ibv_sge { addr: s.addr, length: s.len, lkey: s.lkey }).collect();
+        let mut wr = ibv_recv_wr {
+            wr_id: RECEIVED,
+            next: std::ptr::null_mut(),
+            sg_list: sges.as_mut_ptr(),
+            num_sge: sges.len() as i32,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a live queue pair and request.
+        let rc = unsafe { ((*self.context.verbs).ops.post_recv)(self.raw, &raw mut wr, &raw mut bad) };
+        match rc.abs() {
+            0 => {}
+            libc::ENOMEM => return Err(Error::QueueFull("receive")),
+            code => return Err(Error::io("posting a receive", io::Error::from_raw_os_error(code))),
+        }
+        state.received.push_back(Posted { wr_id: request.wr_id, op: CompletionOp::Recv, len: 0, signaled: true });
+        Ok(())
+    }
+
+    fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()> {
+        self.check_params(params)?;
+        let mut state = self.lock();
+        if state.phase != Phase::Idle {
+            return Err(Error::State { qp_num: self.number, state: "in use already" });
+        }
+        let lib = self.context.lib;
+        let token = next_token();
+        let mut id = std::ptr::null_mut();
+        // SAFETY: our event channel; the context is a number, never followed.
+        if unsafe { (lib.rdma_create_id)(self.context.cm, &raw mut id, token as *mut _, PS_TCP) } != 0 {
+            return Err(failed("making a connection identifier"));
+        }
+        state.id = Some((id, token));
+        (state.params, state.phase) = (params.clone(), Phase::Connecting);
+        state.deadline = Some(Instant::now() + params.timeout);
+        let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
+        self.context.adopt(token, &me);
+        let to = socket_address(addr);
+        // SAFETY: a live identifier and address.
+        let rc = unsafe { (lib.rdma_resolve_addr)(id, std::ptr::null(), (&raw const to).cast(), timeout_of(&state)) };
+        if rc != 0 {
+            let source = io::Error::last_os_error();
+            state.phase = Phase::Over;
+            return Err(Error::Io { op: "finding a way to", peer: Some(addr), source });
+        }
+        Ok(())
+    }
+
+    fn disconnect(&self) {
+        let mut state = self.lock();
+        match state.phase {
+            Phase::Live if state.sent.is_empty() => {
+                state.phase = Phase::Closing;
+                self.hang_up(&mut state);
+            }
+            Phase::Live => state.phase = Phase::Closing,
+            Phase::Connecting => self.end(&mut state, ConnectionError::Closed),
+            _ => {}
+        }
+    }
+
+    fn info(&self) -> Option<ConnectionInfo> {
+        self.lock().info.clone()
+    }
+
+    fn error(&self) -> Option<ConnectionError> {
+        self.lock().error.clone()
+    }
+
+    fn destroy(&self) {
+        let mut state = self.lock();
+        state.told = true;
+        if matches!(state.phase, Phase::Live | Phase::Closing) {
+            self.hang_up(&mut state);
+        }
+        state.phase = Phase::Over;
+        let id = state.id.take();
+        drop(state);
+        if let Some((id, token)) = id {
+            self.context.forget(token, self.number);
+            // SAFETY: a live identifier; every event of it has been acknowledged as it was got.
+            unsafe {
+                (*id).qp = std::ptr::null_mut();
+                (self.context.lib.rdma_destroy_id)(id);
+            }
+        }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        QueuePairOps::destroy(self);
+        self.context.forget(0, self.number);
+        QUEUE_PAIRS.lock().expect("no panics under the lock").remove(&(self.raw as usize));
+        // SAFETY: ours, and its identifier is gone.
+        unsafe { (self.context.lib.ibv_destroy_qp)(self.raw) };
+        self.send_cq.release(self.caps.max_send as usize);
+        self.recv_cq.release(self.caps.max_recv as usize);
+    }
+}
+
+/// A listening identifier.
+pub(super) struct VerbsListener {
+    context: Arc<Context>,
+    id: *mut rdma_cm_id,
+    pub(super) token: u64,
+    local: SocketAddr,
+}
+
+// SAFETY: as for `Endpoint`.
+unsafe impl Send for VerbsListener {}
+// SAFETY: as for `Endpoint`.
+unsafe impl Sync for VerbsListener {}
+
+impl VerbsListener {
+    pub(super) fn bind(context: &Arc<Context>, addr: SocketAddr, options: &ListenOptions) -> Result<VerbsListener> {
+        let failed = || Error::Io { op: "listening on", peer: Some(addr), source: io::Error::last_os_error() };
+        let token = next_token();
+        let mut id = std::ptr::null_mut();
+        let backlog = options.backlog.min(1024) as i32;
+        let at = socket_address(addr);
+        // SAFETY: our event channel; the identifier is destroyed when the listener is dropped.
+        unsafe {
+            if (context.lib.rdma_create_id)(context.cm, &raw mut id, token as *mut _, PS_TCP) != 0 {
+                return Err(failed());
+            }
+            let mut listener = VerbsListener { context: Arc::clone(context), id, token, local: addr };
+            if (context.lib.rdma_bind_addr)(id, (&raw const at).cast()) != 0
+                || (context.lib.rdma_listen)(id, backlog) != 0
+            {
+                return Err(failed());
+            }
+            listener.local = from_socket_address(&(*id).addr.src);
+            Ok(listener)
+        }
+    }
+}
+
+impl ListenerOps for VerbsListener {
+    fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+}
+
+impl Drop for VerbsListener {
+    fn drop(&mut self) {
+        self.context.forget_listener(self.token);
+        // SAFETY: ours; events of it have been acknowledged.
+        unsafe { (self.context.lib.rdma_destroy_id)(self.id) };
+    }
+}
+
+/// A peer's wish to connect.
+pub(super) struct Request {
+    context: Arc<Context>,
+    id: *mut rdma_cm_id,
+    private_data: Vec<u8>,
+    depths: (u16, u16),
+    answered: bool,
+}
+
+// SAFETY: as for `Endpoint`.
+unsafe impl Send for Request {}
+
+impl Request {
+    pub(super) fn new(
+        context: Arc<Context>,
+        id: *mut rdma_cm_id,
+        private_data: Vec<u8>,
+        conn: &rdma_conn_param,
+    ) -> Request {
+        let depths = (u16::from(conn.responder_resources), u16::from(conn.initiator_depth));
+        Request { context, id, private_data, depths, answered: false }
+    }
+
+    fn refuse(&mut self, private_data: &[u8]) {
+        if std::mem::replace(&mut self.answered, true) {
+            return;
+        }
+        let data = &private_data[..private_data.len().min(148)];
+        // SAFETY: a live identifier that nobody else has.
+        unsafe {
+            (self.context.lib.rdma_reject)(self.id, data.as_ptr().cast(), data.len() as u8);
+            (self.context.lib.rdma_destroy_id)(self.id);
+        }
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        self.refuse(b"");
+    }
+}
+
+impl RequestOps for Request {
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn peer(&self) -> SocketAddr {
+        // SAFETY: a live identifier.
+        from_socket_address(unsafe { &(*self.id).addr.dst })
+    }
+
+    fn local(&self) -> SocketAddr {
+        // SAFETY: a live identifier.
+        from_socket_address(unsafe { &(*self.id).addr.src })
+    }
+
+    fn depths(&self) -> Option<(u16, u16)> {
+        Some(self.depths)
+    }
+
+    fn accept(mut self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()> {
+        let endpoint = qp.as_any().downcast_ref::<Endpoint>();
+        let endpoint = endpoint.ok_or(Error::Unsupported("a queue pair of another provider"))?;
+        endpoint.check_params(params)?;
+        let lib = self.context.lib;
+        let mut state = endpoint.lock();
+        if state.phase != Phase::Idle {
+            return Err(Error::State { qp_num: endpoint.number, state: "in use already" });
+        }
+        // SAFETY: a live identifier.
+        if unsafe { (*self.id).verbs } != endpoint.context.verbs {
+            return Err(Error::Unsupported("a queue pair of another RDMA device than the caller came by"));
+        }
+        let token = next_token();
+        let mut params = params.clone();
+        // No more reads than the caller will serve, and hold what it asks for.
+        params.ord = params.ord.min(self.depths.0);
+        params.ird = params.ird.min(self.depths.1.max(1));
+        let mut param = endpoint.parameters(&params);
+        let me = by_queue_pair(endpoint.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
+        endpoint.context.adopt(token, &me);
+        (state.params, state.phase) = (params, Phase::Connecting);
+        state.deadline = Some(Instant::now() + state.params.timeout);
+        state.id = Some((self.id, token));
+        self.answered = true;
+        // SAFETY: a live identifier, which is the endpoint's from here on.
+        let rc = unsafe {
+            (*self.id).context = token as *mut _;
+            (*self.id).qp = endpoint.raw;
+            let moved = if (*self.id).channel == endpoint.context.cm {
+                0
+            } else {
+                (lib.rdma_migrate_id)(self.id, endpoint.context.cm)
+            };
+            if moved == 0 { (lib.rdma_accept)(self.id, &raw mut param) } else { moved }
+        };
+        if rc != 0 {
+            let source = io::Error::last_os_error();
+            endpoint.end(&mut state, ConnectionError::Lost(source.to_string()));
+            return Err(Error::io("accepting a connection", source));
+        }
+        Ok(())
+    }
+
+    fn reject(mut self: Box<Self>, private_data: &[u8]) {
+        self.refuse(private_data);
+    }
+}

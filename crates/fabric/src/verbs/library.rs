@@ -1,0 +1,102 @@
+//! rdma-core's libraries, found at run time, so that one program runs where they are and where
+//! they are not.
+
+use super::abi::*;
+use libc::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString};
+use std::sync::OnceLock;
+
+macro_rules! library {
+    ($($lib:literal { $($name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)* })*) => {
+        /// The functions of rdma-core that are used.
+        pub(super) struct Library {
+            $($(pub(super) $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*)*
+        }
+
+        impl Library {
+            fn open() -> Result<Library, String> {
+                Ok(Library {
+                    $($($name: {
+                        let symbol = symbol($lib, stringify!($name))?;
+                        // SAFETY: the symbol is the function that the library's header declares so.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $ret)?>(symbol) }
+                    },)*)*
+                })
+            }
+        }
+    };
+}
+
+library! {
+    "libibverbs.so.1" {
+        ibv_query_device: fn(*mut ibv_context, *mut ibv_device_attr) -> c_int;
+        ibv_get_device_name: fn(*mut c_void) -> *const c_char;
+        ibv_alloc_pd: fn(*mut ibv_context) -> *mut ibv_pd;
+        ibv_dealloc_pd: fn(*mut ibv_pd) -> c_int;
+        ibv_reg_mr_iova2: fn(*mut ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ibv_mr;
+        ibv_dereg_mr: fn(*mut ibv_mr) -> c_int;
+        ibv_create_comp_channel: fn(*mut ibv_context) -> *mut ibv_comp_channel;
+        ibv_destroy_comp_channel: fn(*mut ibv_comp_channel) -> c_int;
+        ibv_create_cq: fn(*mut ibv_context, c_int, *mut c_void, *mut ibv_comp_channel, c_int) -> *mut ibv_cq;
+        ibv_destroy_cq: fn(*mut ibv_cq) -> c_int;
+        ibv_get_cq_event: fn(*mut ibv_comp_channel, *mut *mut ibv_cq, *mut *mut c_void) -> c_int;
+        ibv_ack_cq_events: fn(*mut ibv_cq, c_uint);
+        ibv_create_qp: fn(*mut ibv_pd, *mut ibv_qp_init_attr) -> *mut ibv_qp;
+        ibv_modify_qp: fn(*mut ibv_qp, *mut ibv_qp_attr, c_int) -> c_int;
+        ibv_destroy_qp: fn(*mut ibv_qp) -> c_int;
+        ibv_get_async_event: fn(*mut ibv_context, *mut ibv_async_event) -> c_int;
+        ibv_ack_async_event: fn(*mut ibv_async_event);
+        ibv_event_type_str: fn(c_int) -> *const c_char;
+        ibv_wc_status_str: fn(c_int) -> *const c_char;
+    }
+    "librdmacm.so.1" {
+        rdma_get_devices: fn(*mut c_int) -> *mut *mut ibv_context;
+        rdma_free_devices: fn(*mut *mut ibv_context);
+        rdma_create_event_channel: fn() -> *mut rdma_event_channel;
+        rdma_destroy_event_channel: fn(*mut rdma_event_channel);
+        rdma_create_id: fn(*mut rdma_event_channel, *mut *mut rdma_cm_id, *mut c_void, c_int) -> c_int;
+        rdma_destroy_id: fn(*mut rdma_cm_id) -> c_int;
+        rdma_bind_addr: fn(*mut rdma_cm_id, *const libc::sockaddr) -> c_int;
+        rdma_listen: fn(*mut rdma_cm_id, c_int) -> c_int;
+        rdma_resolve_addr: fn(*mut rdma_cm_id, *const libc::sockaddr, *const libc::sockaddr, c_int) -> c_int;
+        rdma_resolve_route: fn(*mut rdma_cm_id, c_int) -> c_int;
+        rdma_connect: fn(*mut rdma_cm_id, *mut rdma_conn_param) -> c_int;
+        rdma_accept: fn(*mut rdma_cm_id, *mut rdma_conn_param) -> c_int;
+        rdma_reject: fn(*mut rdma_cm_id, *const c_void, u8) -> c_int;
+        rdma_disconnect: fn(*mut rdma_cm_id) -> c_int;
+        rdma_migrate_id: fn(*mut rdma_cm_id, *mut rdma_event_channel) -> c_int;
+        rdma_get_cm_event: fn(*mut rdma_event_channel, *mut *mut rdma_cm_event) -> c_int;
+        rdma_ack_cm_event: fn(*mut rdma_cm_event) -> c_int;
+    }
+}
+
+fn symbol(library: &str, name: &str) -> Result<*mut c_void, String> {
+    let reason = || {
+        // SAFETY: dlerror returns a string that lives until the next call of this thread, or null.
+        let said = unsafe { libc::dlerror() };
+        if said.is_null() {
+            return "no reason given".to_string();
+        }
+        // SAFETY: as above.
+        unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned()
+    };
+    let file = CString::new(library).expect("no NUL in a constant");
+    // SAFETY: loads a system library; its constructors are rdma-core's. Never unloaded.
+    let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    if handle.is_null() {
+        return Err(format!("{library} is not installed ({}); it comes with rdma-core", reason()));
+    }
+    let symbol = CString::new(name).expect("no NUL in a constant");
+    // SAFETY: the handle is of a loaded library.
+    let found = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+    if found.is_null() { Err(format!("{library} is too old: it lacks {name}")) } else { Ok(found) }
+}
+
+/// The libraries, loaded at the first call.
+///
+/// # Errors
+/// A sentence that says which library is missing or too old.
+pub(super) fn library() -> Result<&'static Library, String> {
+    static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+    LIBRARY.get_or_init(Library::open).as_ref().map_err(Clone::clone)
+}

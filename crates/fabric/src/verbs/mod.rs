@@ -1,0 +1,134 @@
+//! Provider `verbs`: RDMA devices through rdma-core (InfiniBand, RoCE and iWARP cards; Linux's rxe
+//! and siw).
+//!
+//! libibverbs and librdmacm are found at run time; where they are missing, [`devices`] and
+//! [`Config::open`] say so. Connections are made by rdma_cm, so addresses are IP addresses.
+//!
+//! | file | what |
+//! |---|---|
+//! | `abi` | layouts and constants of rdma-core |
+//! | `library` | its functions, loaded at run time |
+//! | `device` | contexts, memory, completion queues, waiting |
+//! | `endpoint` | queue pairs and their connections |
+//!
+//! What differs between devices: on InfiniBand and RoCE a consumer's private data arrives padded
+//! with zeros, and a write's completion says that the peer's device has it; on iWARP cards read
+//! results need remote write access to the memory they land in, which [`crate::Access::LOCAL_WRITE`]
+//! therefore implies there. A window ([`crate::MemoryRegion::bind_window`]) is a registration of
+//! its own. [`crate::DeviceAttributes::remote_invalidate`] tells whether peers may revoke keys.
+
+mod abi;
+mod device;
+mod endpoint;
+mod library;
+
+use crate::{Device, Error, Result};
+use std::net::IpAddr;
+use std::path::Path;
+
+/// How to open a device.
+#[derive(Debug, Clone, Default)]
+pub struct Config {
+    /// Name of the device, such as `mlx5_0`; `None`: the first with an active port.
+    pub device: Option<String>,
+}
+
+impl Config {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// [`Error::Io`], saying whether the libraries, a device, or an active port is missing.
+    pub fn open(&self) -> Result<Device> {
+        let wanted = match &self.device {
+            Some(name) => name.clone(),
+            None => {
+                let found = devices().map_err(|why| Error::io("opening an RDMA device", std::io::Error::other(why)))?;
+                let active = found.into_iter().find(|d| d.ports.iter().any(|p| p.active));
+                let none = || std::io::Error::new(std::io::ErrorKind::NotFound, "no RDMA device has an active port");
+                active.ok_or_else(|| Error::io("opening an RDMA device", none()))?.name
+            }
+        };
+        device::open(&wanted)
+    }
+}
+
+/// A device as the system describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceDescription {
+    /// Its name.
+    pub name: String,
+    /// What it is: `CA` (InfiniBand or RoCE), `RNIC` (iWARP), ...
+    pub kind: String,
+    /// The network interface it works over, where there is one.
+    pub interface: Option<String>,
+    /// Its ports.
+    pub ports: Vec<PortDescription>,
+}
+
+/// A port of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PortDescription {
+    /// From 1.
+    pub number: u32,
+    /// As the kernel says it, such as `ACTIVE`.
+    pub state: String,
+    /// It can be used.
+    pub active: bool,
+    /// `InfiniBand` or `Ethernet`.
+    pub link_layer: String,
+}
+
+/// The RDMA devices of this machine; empty if it has none.
+///
+/// # Errors
+/// A sentence that says which library of rdma-core is missing.
+pub fn devices() -> Result<Vec<DeviceDescription>, String> {
+    library::library()?;
+    Ok(described(Path::new("/sys/class/infiniband")))
+}
+
+/// The first device that serves this address of ours, so that a listener or caller there can be
+/// given to RDMA.
+pub fn device_at(address: IpAddr) -> Option<String> {
+    device::serving(address)
+}
+
+fn described(class: &Path) -> Vec<DeviceDescription> {
+    let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default().trim().to_string();
+    let Ok(entries) = std::fs::read_dir(class) else { return Vec::new() };
+    let mut found: Vec<DeviceDescription> = entries
+        .flatten()
+        .map(|entry| {
+            let path = entry.path();
+            // `1: CA`, `4: ACTIVE`.
+            let word = |text: String| text.split_once(": ").map_or(text.clone(), |(_, word)| word.to_string());
+            let mut ports: Vec<PortDescription> = std::fs::read_dir(path.join("ports"))
+                .into_iter()
+                .flatten()
+                .flatten()
+                .filter_map(|port| {
+                    let number = port.file_name().to_str()?.parse().ok()?;
+                    let state = word(read(&port.path().join("state")));
+                    let link_layer = read(&port.path().join("link_layer"));
+                    Some(PortDescription { number, active: state == "ACTIVE", state, link_layer })
+                })
+                .collect();
+            ports.sort_by_key(|p| p.number);
+            let interface = read(&path.join("ports/1/gid_attrs/ndevs/0"));
+            DeviceDescription {
+                name: entry.file_name().to_string_lossy().into_owned(),
+                kind: word(read(&path.join("node_type"))),
+                interface: (!interface.is_empty()).then_some(interface),
+                ports,
+            }
+        })
+        .collect();
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    found
+}
+
+/// Sizes and offsets of every structure of rdma-core that is used, by the names of its headers.
+#[doc(hidden)]
+pub fn layouts() -> Vec<(&'static str, usize)> {
+    abi::layouts()
+}
