@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 15] = [
+pub const PACKAGES: [&str; 17] = [
     "bc",
     "bison",
     "build-essential",
@@ -21,6 +21,8 @@ pub const PACKAGES: [&str; 15] = [
     "ibverbs-utils",
     "iproute2",
     "libelf-dev",
+    "libibverbs-dev",
+    "librdmacm-dev",
     "perftest",
     "rdma-core",
     "rdmacm-utils",
@@ -88,6 +90,7 @@ fn start(kernel: &Path, limit: &str, command: &str) -> Command {
 /// Runs the guest tests whose names contain `filter`.
 pub fn test(filter: &str) -> Result<(), String> {
     run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
+    let verbs_tests = built_test("thruway-fabric", "verbs")?;
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
@@ -97,8 +100,9 @@ pub fn test(filter: &str) -> Result<(), String> {
     for test in &tests {
         let begun = Instant::now();
         let command = format!(
-            "set -euo pipefail; export THRUWAY='{}'; . '{}'; . '{}'",
+            "set -euo pipefail; export THRUWAY='{}' VERBS_TESTS='{}'; . '{}'; . '{}'",
             top().join("target/release/thruway").display(),
+            verbs_tests.display(),
             top().join("testbed/lib.sh").display(),
             test.path.display()
         );
@@ -113,6 +117,22 @@ pub fn test(filter: &str) -> Result<(), String> {
         }
     }
     if failed.is_empty() { Ok(()) } else { Err(format!("in the guest: {}", failed.join(", "))) }
+}
+
+/// Builds an integration test and says where its program is.
+fn built_test(package: &str, name: &str) -> Result<PathBuf, String> {
+    let out = Command::new("cargo")
+        .args(["test", "--quiet", "--no-run", "--package", package, "--test", name, "--message-format=json"])
+        .current_dir(top())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| format!("cargo test: {e}"))?;
+    let text = String::from_utf8_lossy(&out.stdout);
+    let program = text.lines().rev().find_map(|line| {
+        let (_, rest) = line.split_once("\"executable\":\"")?;
+        rest.split_once('"').map(|(path, _)| PathBuf::from(path))
+    });
+    program.ok_or_else(|| format!("the test {name} of {package} does not build"))
 }
 
 fn tests(filter: &str) -> Result<Vec<Test>, String> {

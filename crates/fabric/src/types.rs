@@ -187,7 +187,7 @@ pub struct WorkCompletion {
     pub immediate: Option<u32>,
     /// The key that the sender revoked with this message.
     pub invalidated: Option<u32>,
-    /// The sender asked for a solicited event.
+    /// The sender asked for a solicited event; always false where the device does not tell (verbs).
     pub solicited: bool,
 }
 

@@ -18,20 +18,36 @@ fn address() -> std::net::IpAddr {
     setting("THRUWAY_VERBS_ADDRESS").parse().unwrap()
 }
 
+/// What the device under test cannot do, and why.
+fn exceptions() -> &'static [(&'static str, &'static str)] {
+    if setting("THRUWAY_VERBS_DEVICE").starts_with("siw") {
+        &[
+            ("atomics", "siw has none"),
+            ("write_with_immediate", "iWARP needs RFC 7306 for it, which siw lacks"),
+            ("read_scattered", "siw takes one element for the result of a read"),
+            ("zero_based_regions", "siw knows memory only by its own addresses"),
+        ]
+    } else {
+        &[]
+    }
+}
+
 #[test]
 #[ignore = "needs an RDMA device"]
 fn both_ends_on_the_device() {
-    conformance::run_all(&|| Lab::at(device(), device(), address()));
+    conformance::run_except(exceptions(), &|| Lab::at(device(), device(), address()));
 }
 
 #[test]
 #[ignore = "needs an iWARP device"]
 fn user_space_calls_the_device() {
-    conformance::run_all(&|| Lab::at(iwarp::Config::default().open().unwrap(), device(), address()));
+    conformance::run_except(exceptions(), &|| Lab::at(iwarp::Config::default().open().unwrap(), device(), address()));
 }
 
 #[test]
 #[ignore = "needs an iWARP device"]
 fn the_device_calls_user_space() {
-    conformance::run_all(&|| Lab::at(device(), iwarp::Config::default().open().unwrap(), address()));
+    let silent = "siw sends no ready-to-receive message, and a responder may not send before the initiator has";
+    let except = [exceptions(), &[("responder_may_send_first", silent), ("waiting_sleeps_and_wakes", silent)]].concat();
+    conformance::run_except(&except, &|| Lab::at(device(), iwarp::Config::default().open().unwrap(), address()));
 }

@@ -5,7 +5,7 @@ use super::endpoint::{Endpoint, Request, VerbsListener};
 use super::library::{Library, library};
 use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
-use crate::{CompletionOp, DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Status, WorkCompletion};
+use crate::{CompletionOp, DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge, Status, WorkCompletion};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::CStr;
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// Octets of a request's own copy of small payloads.
 const MAX_INLINE: u32 = 64;
+/// How often endpoints look at the clock.
+const TICK: Duration = Duration::from_millis(10);
 /// Longest wait between looks at the connection deadlines.
 const GLANCE: Duration = Duration::from_millis(250);
 
@@ -37,9 +39,16 @@ pub(super) struct Context {
     endpoints: Mutex<HashMap<u64, Weak<Endpoint>>>,
     by_number: Mutex<HashMap<u32, Weak<Endpoint>>>,
     listeners: Mutex<HashSet<u64>>,
+    /// By remote key.
     regions: Mutex<HashMap<u32, Weak<Region>>>,
+    /// By local key.
+    local: Mutex<HashMap<u32, Weak<Region>>>,
+    /// Most elements of a read.
+    pub(super) max_read_sge: usize,
     events: Mutex<VecDeque<Event>>,
     woken: AtomicBool,
+    /// When the endpoints last looked at the clock.
+    ticked: Mutex<Instant>,
 }
 
 // SAFETY: rdma-core's objects may be used from any thread.
@@ -193,8 +202,11 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         by_number: Mutex::default(),
         listeners: Mutex::default(),
         regions: Mutex::default(),
+        local: Mutex::default(),
+        max_read_sge: if iwarp { attr.max_sge_rd.max(1) } else { attr.max_sge.max(1) } as usize,
         events: Mutex::default(),
         woken: AtomicBool::new(false),
+        ticked: Mutex::new(Instant::now()),
     })))))
 }
 
@@ -236,6 +248,11 @@ impl Context {
     pub(super) fn forget(&self, token: u64, number: u32) {
         lock(&self.endpoints).remove(&token);
         lock(&self.by_number).remove(&number);
+        // Numbers are used again: nothing old may be told of the next one.
+        lock(&self.events).retain(|event| match event {
+            Event::Established { qp_num, .. } | Event::Disconnected { qp_num, .. } => *qp_num != number,
+            _ => true,
+        });
     }
 
     fn endpoint(&self, token: u64) -> Option<Arc<Endpoint>> {
@@ -255,6 +272,13 @@ impl Context {
         self.drive_connections();
         self.drive_async();
         let now = Instant::now();
+        {
+            let mut last = lock(&self.ticked);
+            if now.duration_since(*last) < TICK {
+                return;
+            }
+            *last = now;
+        }
         let all: Vec<_> = lock(&self.endpoints).values().filter_map(Weak::upgrade).collect();
         for endpoint in all {
             endpoint.tick(now);
@@ -342,6 +366,31 @@ impl Context {
         let mut queues = lock(&self.cqs);
         queues.retain(|q| q.strong_count() > 0);
         queues.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Checks local elements as the interface promises: rdma-core would tell only afterwards, and
+    /// end the connection.
+    pub(super) fn check_local(&self, pd: *mut ibv_pd, sges: &[Sge], write: bool) -> Result<()> {
+        let known = lock(&self.local);
+        for sge in sges.iter().filter(|s| s.len > 0) {
+            let fail = |why| Error::LocalProtection { addr: sge.addr, len: sge.len.into(), lkey: sge.lkey, why };
+            let region = known.get(&sge.lkey).and_then(Weak::upgrade);
+            let region = region.filter(|r| r.valid.load(Ordering::SeqCst)).ok_or_else(|| fail("no such key"))?;
+            let inside = sge
+                .addr
+                .checked_sub(region.base)
+                .is_some_and(|at| at <= region.len as u64 && u64::from(sge.len) <= region.len as u64 - at);
+            if region.pd.raw != pd {
+                return Err(fail("the key belongs to another protection domain"));
+            }
+            if write && !region.writable {
+                return Err(fail("the region was not registered for local writing"));
+            }
+            if !inside {
+                return Err(fail("outside the region"));
+            }
+        }
+        Ok(())
     }
 
     fn has_something(self: &Arc<Context>) -> bool {
@@ -517,6 +566,7 @@ struct Region {
     ptr: *mut u8,
     base: u64,
     len: usize,
+    writable: bool,
     valid: AtomicBool,
     owner: Owner,
 }
@@ -555,6 +605,10 @@ impl Region {
         if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.attributes.name.starts_with("siw") {
             flags |= ACCESS_REMOTE_WRITE;
         }
+        // siw goes by the memory's own addresses whatever it is told.
+        if base != ptr as u64 && context.attributes.name.starts_with("siw") {
+            return Err(Error::Unsupported("regions that begin at another address than their memory, on siw"));
+        }
         // SAFETY: the caller's promise; the region holds `owner` and `pd`.
         let raw = unsafe { (context.lib.ibv_reg_mr_iova2)(pd.raw, ptr.cast(), len, base, flags) };
         if raw.is_null() {
@@ -573,10 +627,12 @@ impl Region {
             ptr,
             base,
             len,
+            writable: access.contains(Access::LOCAL_WRITE),
             valid: AtomicBool::new(true),
             owner,
         });
         lock(&context.regions).insert(rkey, Arc::downgrade(&region));
+        lock(&context.local).insert(lkey, Arc::downgrade(&region));
         Ok(region)
     }
 
@@ -584,6 +640,7 @@ impl Region {
         let Some(raw) = lock(&self.raw).take() else { return };
         self.valid.store(false, Ordering::SeqCst);
         lock(&self.context.regions).remove(&self.rkey);
+        lock(&self.context.local).remove(&self.lkey);
         // SAFETY: registered by us and deregistered once. When this returns, the device is done
         // with the memory.
         let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
@@ -695,8 +752,13 @@ impl Queue {
         self.reserved.fetch_sub(n, Ordering::SeqCst);
     }
 
+    /// Adds completions that the device owes.
+    pub(super) fn push(&self, completions: impl IntoIterator<Item = WorkCompletion>) {
+        lock(&self.ready).extend(completions);
+    }
+
     /// Moves what the device has finished to `ready`.
-    fn fetch(&self, context: &Arc<Context>) {
+    pub(super) fn fetch(&self, context: &Arc<Context>) {
         let mut found = [NO_COMPLETION; 32];
         loop {
             // One at a time from the device to the queue, or completions could overtake each other.

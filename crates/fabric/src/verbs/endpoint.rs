@@ -5,7 +5,7 @@ use super::device::{Context, ProtectionDomain, Queue, failed, from_socket_addres
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, ListenOptions, Payload, QueuePairCaps,
-    RecvRequest, Result, SendFlags, SendOp, SendRequest,
+    RecvRequest, Result, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
@@ -21,6 +21,10 @@ const RECEIVED: u64 = 1;
 /// How often a message is offered to a peer that has no receive posted (some seconds).
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 const RETRIES: u8 = 7;
+
+/// After so long a device that has not flushed a dead queue pair's requests (siw, if the peer closed
+/// first) will not.
+const FLUSH_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Queue pairs by their address, for asynchronous events.
 static QUEUE_PAIRS: LazyLock<Mutex<HashMap<usize, Weak<Endpoint>>>> = LazyLock::new(Mutex::default);
@@ -60,6 +64,8 @@ struct State {
     error: Option<ConnectionError>,
     /// The event of the end has been told.
     told: bool,
+    /// When the connection ended.
+    ended: Option<Instant>,
 }
 
 pub(super) struct Endpoint {
@@ -71,7 +77,7 @@ pub(super) struct Endpoint {
     state: Mutex<State>,
     send_cq: Arc<Queue>,
     recv_cq: Arc<Queue>,
-    _pd: Arc<ProtectionDomain>,
+    pd: Arc<ProtectionDomain>,
 }
 
 // SAFETY: rdma-core's objects may be used from any thread; what is not its own is locked.
@@ -134,11 +140,12 @@ impl Endpoint {
             info: None,
             error: None,
             told: false,
+            ended: None,
         };
         let max_inline = attr.cap.max_inline_data.min(context.attributes.max_inline) as usize;
         let context = Arc::clone(context);
         let state = Mutex::new(state);
-        let endpoint = Arc::new(Endpoint { context, raw, number, caps, max_inline, state, send_cq, recv_cq, _pd: pd });
+        let endpoint = Arc::new(Endpoint { context, raw, number, caps, max_inline, state, send_cq, recv_cq, pd });
         let known = Arc::downgrade(&endpoint);
         QUEUE_PAIRS.lock().expect("no panics under the lock").insert(raw as usize, known);
         Ok(endpoint)
@@ -173,6 +180,28 @@ impl Endpoint {
         if state.phase == Phase::Connecting && state.deadline.is_some_and(|d| d <= now) {
             self.end(&mut state, ConnectionError::TimedOut);
         }
+        if matches!(state.phase, Phase::Live | Phase::Closing) && !state.sent.is_empty() {
+            // What has been sent, or has failed, may be known to the device only.
+            drop(state);
+            return self.send_cq.fetch(&self.context);
+        }
+        if state.ended.is_some_and(|at| now.duration_since(at) > FLUSH_PATIENCE) {
+            state.ended = None;
+            let flushed = |posted: Posted| WorkCompletion {
+                wr_id: posted.wr_id,
+                status: Status::Flushed,
+                op: posted.op,
+                len: posted.len,
+                qp_num: self.number,
+                immediate: None,
+                invalidated: None,
+                solicited: false,
+            };
+            let (sent, received) = (std::mem::take(&mut state.sent), std::mem::take(&mut state.received));
+            drop(state);
+            self.send_cq.push(sent.into_iter().map(flushed));
+            self.recv_cq.push(received.into_iter().map(flushed));
+        }
     }
 
     fn hang_up(&self, state: &mut State) {
@@ -188,6 +217,7 @@ impl Endpoint {
         if state.phase != Phase::Over {
             let was_connected = matches!(state.phase, Phase::Live | Phase::Closing);
             state.phase = Phase::Over;
+            state.ended = Some(Instant::now());
             if was_connected {
                 self.hang_up(state);
             }
@@ -244,19 +274,11 @@ impl Endpoint {
                 if state.phase != Phase::Connecting {
                     return;
                 }
-                // SAFETY: a live identifier.
-                let addr = unsafe { &(*id).addr };
-                let depths = (u16::from(conn.responder_resources), u16::from(conn.initiator_depth));
-                let params = state.params.clone();
-                let limit = self.context.attributes.max_read_depth;
-                state.info = Some(ConnectionInfo {
-                    peer: from_socket_address(&addr.dst),
-                    local: from_socket_address(&addr.src),
-                    ird: params.ird.min(limit),
-                    ord: if depths.0 > 0 { params.ord.min(limit).min(depths.0) } else { params.ord.min(limit) },
-                    round_trip: None,
-                    detail: format!("verbs, device {}", self.context.attributes.name),
-                });
+                let depth = u16::from(conn.initiator_depth);
+                if depth > 0 {
+                    state.params.ord = state.params.ord.min(depth);
+                }
+                self.note_info(&mut state, id);
                 (state.phase, state.deadline) = (Phase::Live, None);
                 let event = Event::Established { qp_num: self.number, private_data: data };
                 self.context.push_event(event);
@@ -283,6 +305,20 @@ impl Endpoint {
             EVENT_DEVICE_REMOVAL => self.end(&mut state, ConnectionError::Lost("the RDMA device was removed".into())),
             _ => {}
         }
+    }
+
+    fn note_info(&self, state: &mut State, id: *mut rdma_cm_id) {
+        // SAFETY: a live identifier.
+        let addr = unsafe { &(*id).addr };
+        let limit = self.context.attributes.max_read_depth;
+        state.info = Some(ConnectionInfo {
+            peer: from_socket_address(&addr.dst),
+            local: from_socket_address(&addr.src),
+            ird: state.params.ird.min(limit),
+            ord: state.params.ord.min(limit),
+            round_trip: None,
+            detail: format!("verbs, device {}", self.context.attributes.name),
+        });
     }
 
     fn parameters(&self, params: &ConnectParams) -> rdma_conn_param {
@@ -323,6 +359,13 @@ impl Endpoint {
                     let (got, limit) = (list.len() as u64, self.caps.max_sge.into());
                     return Err(Error::Limit { what: "elements of a request", got, limit });
                 }
+                let reads = !matches!(request.op, SendOp::Send { .. } | SendOp::Write { .. });
+                self.context.check_local(self.pd.raw, list, reads)?;
+                let limit = self.context.max_read_sge;
+                if matches!(request.op, SendOp::Read { .. }) && list.len() > limit {
+                    let what = "elements of a read on this device";
+                    return Err(Error::Limit { what, got: list.len() as u64, limit: limit as u64 });
+                }
                 for sge in list.iter().filter(|s| s.len > 0) {
                     len = len.checked_add(sge.len).ok_or(Error::Unsupported("messages of 4 GiB and more"))?;
                     sges.push(ibv_sge { addr: sge.addr, length: sge.len, lkey: sge.lkey });
@@ -352,6 +395,8 @@ impl Endpoint {
             SendOp::Send { invalidate } => {
                 wr.opcode = if invalidate.is_some() { WR_SEND_WITH_INV } else { WR_SEND };
                 wr.imm_or_rkey = invalidate.unwrap_or(0);
+                // Where libsiw looks for it; nobody else looks here for a send.
+                wr.rkey_or_compare_add = invalidate.unwrap_or(0).into();
                 CompletionOp::Send
             }
             SendOp::Write { remote, immediate } => {
@@ -454,8 +499,13 @@ impl QueuePairOps for Endpoint {
             let (got, limit) = (request.sges.len() as u64, self.caps.max_sge.into());
             return Err(Error::Limit { what: "elements of a request", got, limit });
         }
+        self.context.check_local(self.pd.raw, request.sges, true)?;
         let mut sges: SmallVec<[ibv_sge; 8]> =
             request.sges.iter().map(|s| ibv_sge { addr: s.addr, length: s.len, lkey: s.lkey }).collect();
+        if sges.is_empty() {
+            // siw wants at least one.
+            sges.push(ibv_sge::default());
+        }
         let mut wr = ibv_recv_wr {
             wr_id: RECEIVED,
             next: std::ptr::null_mut(),
@@ -630,7 +680,8 @@ impl Request {
         private_data: Vec<u8>,
         conn: &rdma_conn_param,
     ) -> Request {
-        let depths = (u16::from(conn.responder_resources), u16::from(conn.initiator_depth));
+        // rdma_cm tells them from our point of view.
+        let depths = (u16::from(conn.initiator_depth), u16::from(conn.responder_resources));
         Request { context, id, private_data, depths, answered: false }
     }
 
@@ -687,9 +738,10 @@ impl RequestOps for Request {
         }
         let token = next_token();
         let mut params = params.clone();
-        // No more reads than the caller will serve, and hold what it asks for.
-        params.ord = params.ord.min(self.depths.0);
-        params.ird = params.ird.min(self.depths.1.max(1));
+        // No more reads than the caller will serve, and no more held than it will ask for.
+        let (theirs_inbound, theirs_outbound) = self.depths;
+        params.ord = params.ord.min(theirs_inbound);
+        params.ird = params.ird.min(theirs_outbound.max(1));
         let mut param = endpoint.parameters(&params);
         let me = by_queue_pair(endpoint.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
         endpoint.context.adopt(token, &me);
@@ -713,6 +765,7 @@ impl RequestOps for Request {
             endpoint.end(&mut state, ConnectionError::Lost(source.to_string()));
             return Err(Error::io("accepting a connection", source));
         }
+        endpoint.note_info(&mut state, self.id);
         Ok(())
     }
 

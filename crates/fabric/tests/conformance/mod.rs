@@ -71,6 +71,19 @@ pub fn write(remote: RemoteAddr) -> SendOp {
     SendOp::Write { remote, immediate: None }
 }
 
+fn is_verbs(side: &Side) -> bool {
+    side.device.attributes().provider == "verbs"
+}
+
+/// InfiniBand and RoCE pad private data with zeros.
+fn unpadded(data: &[u8]) -> &[u8] {
+    &data[..data.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1)]
+}
+
+fn has_atomics(side: &Side) -> bool {
+    side.device.attributes().atomics
+}
+
 impl Lab {
     pub fn new(a: Device, b: Device) -> Lab {
         Lab::at(a, b, "127.0.0.1".parse().unwrap())
@@ -140,6 +153,17 @@ impl Lab {
         wc
     }
 
+    /// The peer ended the connection because of something this side did. iWARP says so in a
+    /// Terminate; rdma-core tells its consumers only of the end.
+    fn refused_by_peer(&self, side: &Side) {
+        let cause = self.disconnected(side);
+        assert!(is_verbs(side) || matches!(cause, ConnectionError::Terminated(_)) || self.is_mixed(), "{cause}");
+    }
+
+    fn is_mixed(&self) -> bool {
+        self.a.attributes().provider != self.b.attributes().provider
+    }
+
     fn disconnected(&self, side: &Side) -> ConnectionError {
         self.until("the end of the connection", || side.qp.error().is_some());
         side.qp.error().unwrap()
@@ -151,8 +175,10 @@ macro_rules! behaviours {
     ($($name:ident,)*) => { &[$((stringify!($name), $name as fn(&Lab))),*] };
 }
 
+type Behaviour = (&'static str, fn(&Lab));
+
 /// Every behaviour, by name.
-pub const BEHAVIOURS: &[(&str, fn(&Lab))] = behaviours! {
+pub const BEHAVIOURS: &[Behaviour] = behaviours! {
     send_and_receive,
     write_then_send,
     write_with_immediate,
@@ -201,6 +227,7 @@ pub fn run_except(except: &[(&str, &str)], lab: &dyn Fn() -> Lab) {
         if except.iter().any(|(n, _)| n == name) || !name.contains(&only) {
             continue;
         }
+        eprintln!("{name}");
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| behaviour(&lab()))).is_err() {
             eprintln!("--- {name} failed");
             failed.push(*name);
@@ -351,6 +378,9 @@ pub fn fence(lab: &Lab) {
 pub fn solicited_and_invalidate(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     for (invalidate, solicited) in [(false, false), (false, true), (true, false), (true, true)] {
+        if invalidate && !lab.b.attributes().remote_invalidate {
+            continue;
+        }
         let window = b.mr.bind_window(4096, 4096, Access::REMOTE_WRITE).unwrap();
         let remote = RemoteAddr { addr: window.addr(), rkey: window.rkey() };
         a.post(1, write(remote), &[a.mr.sge(0, 4096)]).unwrap();
@@ -361,9 +391,12 @@ pub fn solicited_and_invalidate(lab: &Lab) {
         let sges = [a.mr.sge(0, 4)];
         a.qp.post_send(&SendRequest { wr_id: 2, op, payload: Payload::Sges(&sges), flags }).unwrap();
         let wc = lab.ok(&mut b, 2);
-        assert_eq!(wc.invalidated, invalidate.then(|| window.rkey()));
-        assert_eq!(wc.solicited, solicited);
-        assert_eq!(window.is_valid(), !invalidate);
+        // libsiw does not tell which key was revoked.
+        let told = !is_verbs(&b) || wc.invalidated.is_some();
+        assert!(!told || wc.invalidated == invalidate.then(|| window.rkey()));
+        // rdma-core does not tell.
+        assert!(is_verbs(&b) || wc.solicited == solicited);
+        assert!(!told || window.is_valid() != invalidate);
         lab.ok(&mut a, 1);
         lab.ok(&mut a, 2);
     }
@@ -438,6 +471,10 @@ pub fn access_violations(lab: &Lab) {
     ];
     for (name, prepare) in cases {
         for kind in ["write", "read", "atomic"] {
+            if name == "no rights" && kind == "read" && lab.b.attributes().name.starts_with("siw") {
+                // It neither serves nor refuses such a read: the connection stands still.
+                continue;
+            }
             let (mut a, mut b) = lab.pair();
             b.fill(10);
             let before = b.bytes(0, SIZE);
@@ -446,20 +483,23 @@ pub fn access_violations(lab: &Lab) {
             let op = match kind {
                 "write" => write(remote),
                 "read" => SendOp::Read { remote },
-                _ if remote.addr % 8 != 0 => continue,
+                _ if remote.addr % 8 != 0 || !(has_atomics(&a) && has_atomics(&b)) => continue,
                 _ => SendOp::FetchAdd { remote, add: 1 },
             };
             a.post(1, op, &[a.mr.sge(0, 8)]).unwrap();
             let wc = lab.completion(&mut b, 1);
             assert_eq!(wc.status, Status::Flushed, "{name} {kind}");
-            assert!(
-                matches!(lab.disconnected(&a), ConnectionError::Terminated(_)),
-                "{name} {kind}: {:?}",
-                a.qp.error()
-            );
-            assert!(matches!(lab.disconnected(&b), ConnectionError::Protocol(_)), "{name} {kind}");
+            lab.refused_by_peer(&a);
+            let cause = lab.disconnected(&b);
+            assert!(is_verbs(&b) || matches!(cause, ConnectionError::Protocol(_)), "{name} {kind}: {cause}");
             if kind != "write" {
-                assert_eq!(lab.completion(&mut a, 1).status, Status::RemoteAccess, "{name} {kind}");
+                let status = lab.completion(&mut a, 1).status;
+                let known = if is_verbs(&a) || is_verbs(&b) {
+                    status != Status::Success
+                } else {
+                    status == Status::RemoteAccess
+                };
+                assert!(known, "{name} {kind}: {status:?}");
             }
             assert!(b.bytes(0, SIZE) == before, "{name} {kind} changed memory");
             assert!(matches!(a.post(2, send(), &[]), Err(Error::State { .. })));
@@ -472,7 +512,7 @@ pub fn receiver_not_ready(lab: &Lab) {
     a.recv(7, 0, 1);
     a.post(1, send(), &[a.mr.sge(0, 8)]).unwrap();
     lab.disconnected(&b);
-    assert!(matches!(lab.disconnected(&a), ConnectionError::Terminated(_)));
+    lab.refused_by_peer(&a);
     assert_eq!(lab.completion(&mut a, 7).status, Status::Flushed);
 }
 
@@ -483,7 +523,8 @@ pub fn message_longer_than_receive(lab: &Lab) {
     b.recv(1, 0, 100);
     b.recv(2, 0, 100);
     a.post(1, send(), &[a.mr.sge(0, 101)]).unwrap();
-    assert_eq!(lab.completion(&mut b, 1).status, Status::LocalLength);
+    let status = lab.completion(&mut b, 1).status;
+    assert!(status == Status::LocalLength || (is_verbs(&b) && status != Status::Success), "{status:?}");
     assert_eq!(lab.completion(&mut b, 2).status, Status::Flushed);
     assert!(b.bytes(100, 1000) == before);
     lab.disconnected(&a);
@@ -549,7 +590,7 @@ pub fn private_data_and_depths(lab: &Lab) {
     let mut answered = None;
     lab.until("the connection", || {
         if let Some(ConnectionEvent::Request(r)) = lab.b.poll_event() {
-            assert_eq!(r.private_data(), b"hello");
+            assert_eq!(unpadded(r.private_data()), b"hello");
             let give = ConnectParams { private_data: b"welcome".to_vec(), ird: 5, ord: 5, ..ConnectParams::default() };
             r.accept(&b.qp, &give).unwrap();
         }
@@ -558,10 +599,12 @@ pub fn private_data_and_depths(lab: &Lab) {
         }
         answered.is_some()
     });
-    assert_eq!(answered.unwrap(), b"welcome");
+    assert_eq!(unpadded(&answered.unwrap()), b"welcome");
     let (ia, ib) = (a.qp.info().unwrap(), b.qp.info().unwrap());
-    assert_eq!((ia.ord, ib.ird), (5, 5));
-    assert_eq!((ib.ord, ia.ird), (3, 3));
+    // Each end has at most as many reads outstanding as the other holds.
+    assert_eq!((ib.ird, ia.ird, ib.ord), (5, 3, 3));
+    // siw answers with what it could hold, not with what it was told to.
+    assert!(ia.ord == 5 || is_verbs(&a) || is_verbs(&b), "{}", ia.ord);
 }
 
 pub fn rejection(lab: &Lab) {
@@ -575,8 +618,8 @@ pub fn rejection(lab: &Lab) {
             }
             a.qp.error().is_some()
         });
-        let private_data = if silently { vec![] } else { b"full".to_vec() };
-        assert_eq!(a.qp.error(), Some(ConnectionError::Rejected { private_data }));
+        let Some(ConnectionError::Rejected { private_data }) = a.qp.error() else { panic!("{:?}", a.qp.error()) };
+        assert_eq!(unpadded(&private_data), if silently { &b""[..] } else { b"full" });
     }
 }
 
@@ -620,7 +663,8 @@ pub fn abrupt_disconnect_with_requests_under_way(lab: &Lab) {
         failed |= status != Status::Success;
         assert_eq!(lab.completion(&mut a, 100 + id).status, Status::Flushed);
     }
-    assert!(failed);
+    // A device works on while its consumer does not look, and may have been done before.
+    assert!(failed || is_verbs(&a));
     lab.disconnected(&a);
 }
 
@@ -640,7 +684,7 @@ pub fn deregistered_memory_is_not_reachable(lab: &Lab) {
     let Side { mr, qp, .. } = b;
     drop(mr);
     a.post(1, write(remote), &[a.mr.sge(0, 8)]).unwrap();
-    assert!(matches!(lab.disconnected(&a), ConnectionError::Terminated(_)));
+    lab.refused_by_peer(&a);
     drop(qp);
 }
 
@@ -649,7 +693,7 @@ pub fn protection_domains_are_apart(lab: &Lab) {
     let other = b.device.alloc_pd();
     let mr = other.register(&b.buffer, all()).unwrap();
     a.post(1, write(mr.remote(0)), &[a.mr.sge(0, 8)]).unwrap();
-    assert!(matches!(lab.disconnected(&a), ConnectionError::Terminated(_)));
+    lab.refused_by_peer(&a);
 }
 
 pub fn waiting_sleeps_and_wakes(lab: &Lab) {

@@ -5,6 +5,7 @@
 //! bench serves any number of tests without options.
 
 mod client;
+mod devices;
 mod link;
 mod report;
 mod rping;
@@ -24,6 +25,7 @@ use thruway_fabric::iwarp;
   thruway bench bw --loopback --op write --size 64K,1M --crc off
   thruway bench bw --listen 0.0.0.0:7118          on one host, then on the other:
   thruway bench bw --connect host:7118 --op read --qps 4
+  thruway bench devices
   thruway bench rping --listen 0.0.0.0:7174       and, with RDMA: rping -c -a HOST -C 10")]
 pub struct BenchArgs {
     #[command(subcommand)]
@@ -38,6 +40,8 @@ enum What {
     Bw(TestArgs),
     /// The ping of rdmacm-utils' rping, in either role
     Rping(rping::RpingArgs),
+    /// Every provider, device and port, what it can do, and why something is unavailable
+    Devices,
 }
 
 /// Where the other end is.
@@ -183,6 +187,10 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         What::Lat(test) => measure(test, true, common),
         What::Bw(test) => measure(test, false, common),
         What::Rping(args) => rping::run(args, common),
+        What::Devices => {
+            devices::run(common);
+            Ok(())
+        }
     };
     result.map_err(|message| {
         eprintln!("thruway bench: {message}");
