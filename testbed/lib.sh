@@ -41,5 +41,16 @@ until_listening() {
     return 1
 }
 
+# until_written FILE: waits until there is something in a file.
+until_written() {
+    local i
+    for ((i = 0; i < 500; i++)); do
+        [[ -s $1 ]] && return
+        read -rt 0.02 <> <(:) || true
+    done
+    echo "$1 stays empty" >&2
+    return 1
+}
+
 # same A B: two files or trees are alike.
 same() { diff -r --no-dereference "$1" "$2" >/dev/null || { echo "$1 and $2 differ" >&2; return 1; }; }

@@ -37,6 +37,40 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Which provider's device to open, and how.
+#[derive(Debug, Clone)]
+pub enum Provider {
+    /// iWARP in user space.
+    Iwarp(iwarp::Config),
+    /// An RDMA device.
+    Verbs(verbs::Config),
+}
+
+impl Provider {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// As the provider's own `open`.
+    pub fn open(&self) -> Result<Device> {
+        match self {
+            Provider::Iwarp(config) => config.clone().open(),
+            Provider::Verbs(config) => config.open(),
+        }
+    }
+}
+
+impl From<iwarp::Config> for Provider {
+    fn from(config: iwarp::Config) -> Provider {
+        Provider::Iwarp(config)
+    }
+}
+
+impl From<verbs::Config> for Provider {
+    fn from(config: verbs::Config) -> Provider {
+        Provider::Verbs(config)
+    }
+}
+
 /// An opened device: the root of everything else. Clones are handles to the same device.
 ///
 /// A device is a progress domain. A program opens one for each event loop.
@@ -61,7 +95,7 @@ impl Device {
     /// A queue for `capacity` completions.
     ///
     /// # Errors
-    /// [`Error::Limit`] beyond [`DeviceAttributes::max_queue`] times 64.
+    /// [`Error::Limit`] beyond [`DeviceAttributes::max_completions`].
     pub fn create_cq(&self, capacity: usize) -> Result<CompletionQueue> {
         Ok(CompletionQueue { ops: self.0.create_cq(capacity)? })
     }

@@ -219,6 +219,8 @@ pub struct DeviceAttributes {
     pub max_sge: u32,
     /// Most requests of one queue.
     pub max_queue: u32,
+    /// Most completions of one completion queue.
+    pub max_completions: usize,
     /// Most octets of one inline payload.
     pub max_inline: u32,
     /// Most reads and atomics outstanding in each direction.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::stage::StageStats;
-use thruway_fabric::iwarp;
+use thruway_fabric::{iwarp, verbs};
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
@@ -117,6 +117,8 @@ pub enum Provider {
     Auto,
     /// RDMA in user space over TCP
     Iwarp,
+    /// An RDMA device (a daemon started with --provider verbs)
+    Verbs,
     /// Plain TCP with sendfile and splice
     Tcp,
 }
@@ -125,13 +127,14 @@ impl Provider {
     fn transport(self) -> Transport {
         match self {
             Provider::Tcp => Transport::Tcp,
-            Provider::Auto | Provider::Iwarp => Transport::Rdma,
+            Provider::Auto | Provider::Iwarp | Provider::Verbs => Transport::Rdma,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
             Provider::Tcp => "tcp",
+            Provider::Verbs => "verbs",
             Provider::Auto | Provider::Iwarp => "iwarp",
         }
     }
@@ -232,6 +235,12 @@ impl CpArgs {
 
     fn job(&self, mut remote: Remote, local: Local) -> Result<Job, String> {
         remote.transport = self.provider.transport();
+        if self.provider == Provider::Verbs {
+            if !matches!(remote.credentials, Credentials::Keys(_)) {
+                return Err("--provider verbs needs a daemon: tw://host/export/path".into());
+            }
+            remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();
+        }
         let block = self.block_size.unwrap_or(1 << 20);
         let range = thruway_transfer::wire::BLOCK_LEN;
         let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
@@ -245,7 +254,9 @@ impl CpArgs {
             Tri::Off => false,
         };
         // Where every block is verified or authenticated end to end, MPA's CRC adds nothing.
-        remote.fabric.crc = self.verify == Algorithm::None && !encrypt;
+        if let thruway_fabric::Provider::Iwarp(config) = &mut remote.fabric {
+            config.crc = self.verify == Algorithm::None && !encrypt;
+        }
         Ok(Job {
             encrypt,
             remote,
@@ -379,7 +390,7 @@ fn push_to(
         block_len_max: 64 << 20,
         blocks: args.depth.unwrap_or(64) as usize,
         once: false,
-        fabric: iwarp::Config { crc: false, ..iwarp::Config::default() },
+        fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
     };
     let daemon = daemon::Daemon::start_with(config, Arc::clone(engines))?;
     let addr = daemon.addrs()[0];
@@ -390,7 +401,7 @@ fn push_to(
         }
     });
     *peer = Some(Peer::Thread(stopper, Some(thread)));
-    let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() };
+    let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() }.into();
     let remote = Remote {
         addr,
         label: "this machine".into(),
@@ -476,7 +487,14 @@ fn daemon_remote(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote,
     // A daemon on this machine may have a new key every time it is started.
     let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
     let credentials = Credentials::Keys(keys::identity(key)?);
-    Ok(Remote { addr, label, credentials, known_hosts, fabric: iwarp::Config::default(), transport: Transport::Rdma })
+    Ok(Remote {
+        addr,
+        label,
+        credentials,
+        known_hosts,
+        fabric: iwarp::Config::default().into(),
+        transport: Transport::Rdma,
+    })
 }
 
 fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64) {

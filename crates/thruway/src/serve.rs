@@ -2,12 +2,12 @@
 
 use crate::endpoint::DEFAULT_PORT;
 use crate::{Common, Failed};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::io::{BufRead, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use thruway_fabric::iwarp;
+use thruway_fabric::{iwarp, verbs};
 use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, Export};
 
@@ -25,6 +25,9 @@ pub struct ServeArgs {
     /// Address to listen at; may be repeated (port 0: any; the address is printed)
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Vec<SocketAddr>,
+    /// Serve by iWARP in user space and plain TCP, or by the RDMA device at the address
+    #[arg(long, value_enum, default_value_t = ServeProvider::Iwarp)]
+    provider: ServeProvider,
     /// Directory to serve, read-only with :ro; may be repeated
     #[arg(long, value_name = "NAME=DIR[:ro]", value_parser = parse_export)]
     export: Vec<Export>,
@@ -49,6 +52,15 @@ pub struct ServeArgs {
     /// Read a shared secret from standard input, answer with the address on standard output
     #[arg(long, hide = true)]
     secret_from_stdin: bool,
+}
+
+/// What a daemon listens with.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ServeProvider {
+    /// iWARP in user space, and plain TCP, on one port
+    Iwarp,
+    /// The RDMA device that serves the address
+    Verbs,
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
@@ -98,6 +110,11 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
             "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
         );
     }
+    let fabric = match args.provider {
+        // A client that wants MPA's CRC asks for it.
+        ServeProvider::Iwarp => iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
+        ServeProvider::Verbs => verbs::Config::at(listen[0].ip()).map_err(|e| e.to_string())?.into(),
+    };
     let daemon = Daemon::start(Config {
         listen,
         exports: args.export.clone(),
@@ -108,8 +125,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         block_len_max: 16 << 20,
         blocks: args.depth as usize,
         once: args.once,
-        // A client that wants MPA's CRC asks for it.
-        fabric: iwarp::Config { crc: false, ..iwarp::Config::default() },
+        fabric,
     })?;
     let stopper = daemon.stopper();
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;

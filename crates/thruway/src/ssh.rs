@@ -62,7 +62,7 @@ impl Connection {
             label: shown,
             credentials: Credentials::Secret(secret),
             known_hosts: None,
-            fabric: iwarp::Config::default(),
+            fabric: iwarp::Config::default().into(),
             transport: Transport::Rdma,
         };
         Ok((connection, remote))

@@ -29,7 +29,7 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
             label: addr.into(),
             credentials: Credentials::Keys(KeyPair::generate()),
             known_hosts: None,
-            fabric: iwarp::Config::default(),
+            fabric: iwarp::Config::default().into(),
             transport: Transport::Rdma,
         },
         export: "e".into(),

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
-use thruway_fabric::iwarp;
+use thruway_fabric::Provider;
 
 /// How to reach a daemon and trust it.
 #[derive(Clone)]
@@ -27,7 +27,7 @@ pub struct Remote {
     /// Daemons seen before; `None` trusts any.
     pub known_hosts: Option<PathBuf>,
     /// The fabric.
-    pub fabric: iwarp::Config,
+    pub fabric: Provider,
     /// What carries the data.
     pub transport: Transport,
 }
@@ -146,6 +146,7 @@ fn attempt(
         verify: job.verify as u8,
         data_key,
         rate_limit: job.rate_limit,
+        revocable: false,
         options: options.clone(),
     };
     let (mut link, reply) = open_session(&job.remote, request)?;
@@ -156,6 +157,7 @@ fn attempt(
     };
     let engine = engine.with_pool(job.blocks, block_len as usize).map_err(|e| SessionError::Local(e.to_string()))?;
     link.attach(&engine.pool)?;
+    link.set_peer_revocable(reply.revocable);
     let role = if direction == Direction::Push { Role::Source } else { Role::Sink };
     link.open_data(job.remote.addr, reply.session, reply.token, channels.min(job.streams), role)?;
     let detail = format!("{channels} data channels, blocks of {block_len} octets, {}", link.describe());
@@ -192,10 +194,11 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
     roots
 }
 
-fn open_session(remote: &Remote, request: SessionRequest) -> Result<(Link, SessionReply), SessionError> {
-    let device = remote.fabric.clone().open()?;
+fn open_session(remote: &Remote, mut request: SessionRequest) -> Result<(Link, SessionReply), SessionError> {
+    let device = remote.fabric.open()?;
     let (mut link, key) = Link::connect(device, remote.transport, remote.addr, &remote.credentials)?;
     check_host(remote, key).map_err(LinkError::from)?;
+    request.revocable = link.revocable();
     let message = Control::Session(Box::new(request));
     if message.encode(0).len() > crate::wire::CONTROL_MAX {
         return Err(SessionError::Local("too many sources or patterns for one command".into()));
@@ -249,6 +252,7 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         verify: 0,
         data_key: None,
         rate_limit: None,
+        revocable: false,
         options: TreeOptions::default(),
     };
     let (mut link, _) = open_session(remote, request)?;

@@ -20,7 +20,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::security::Sealer;
-use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, iwarp};
+use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider};
 
 /// A directory that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct Config {
     /// Stop after the first session.
     pub once: bool,
     /// The fabric.
-    pub fabric: iwarp::Config,
+    pub fabric: Provider,
 }
 
 /// A running daemon.
@@ -129,7 +129,7 @@ impl Daemon {
                 return Err(format!("export '{}' is given twice", export.name));
             }
         }
-        let device = config.fabric.clone().open().map_err(|e| e.to_string())?;
+        let device = config.fabric.open().map_err(|e| e.to_string())?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
         let options = ListenOptions { accept_foreign: true, ..ListenOptions::default() };
@@ -298,7 +298,7 @@ enum Work {
 impl Session<'_> {
     fn run(&self, arrival: Arrival) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
-        let device = config.fabric.clone().open()?;
+        let device = config.fabric.open()?;
         let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
         let rights = match self.rights(key) {
             Some(rights) => rights,
@@ -412,7 +412,14 @@ impl Session<'_> {
             Work::Pull(_) | Work::List(_) => (false, None, false),
         };
         let doors = Doors::open(self.shared, session, token, link.device());
-        link.send(&Control::SessionReply(SessionReply { session, token, rename, offers, discard }))?;
+        link.send(&Control::SessionReply(SessionReply {
+            session,
+            token,
+            rename,
+            offers,
+            discard,
+            revocable: link.revocable(),
+        }))?;
         if let Work::List(entries) = work {
             send_listing(&mut link, entries)?;
             link.close();
@@ -439,6 +446,7 @@ impl Session<'_> {
         let engine = stages.with_pool(blocks, block_len as usize);
         let engine = engine.map_err(|e| SessionError::Local(e.to_string()))?;
         link.attach(&engine.pool)?;
+        link.set_peer_revocable(asked.revocable);
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };
         link.send(&Control::ChannelsReply(count))?;
         doors.collect(&mut link, count, role)?;

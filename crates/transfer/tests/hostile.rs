@@ -32,7 +32,7 @@ impl Lab {
             block_len_max: 1 << 20,
             blocks: 8,
             once: false,
-            fabric: iwarp::Config::default(),
+            fabric: iwarp::Config::default().into(),
         })
         .unwrap();
         let (addr, stopper) = (daemon.addrs()[0], daemon.stopper());
@@ -56,6 +56,7 @@ impl Lab {
             verify: 1,
             data_key: None,
             rate_limit: None,
+            revocable: true,
             options: TreeOptions { recursive: true, ..TreeOptions::default() },
         }
     }

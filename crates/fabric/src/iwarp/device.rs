@@ -172,6 +172,7 @@ impl Context {
             name: "iwarp0".into(),
             max_sge: MAX_SGE as u32,
             max_queue: MAX_QUEUE,
+            max_completions: MAX_QUEUE as usize * 64,
             max_inline: MAX_INLINE as u32,
             max_read_depth: MAX_DEPTH,
             max_private_data: mpa::MAX_PRIVATE_DATA - 4,
@@ -458,7 +459,7 @@ impl DeviceOps for Arc<Context> {
     }
 
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
-        let limit = MAX_QUEUE as usize * 64;
+        let limit = self.attributes.max_completions;
         if capacity > limit {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }

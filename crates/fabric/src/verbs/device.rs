@@ -146,6 +146,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         name: name.to_string(),
         max_sge: attr.max_sge.clamp(1, 32) as u32,
         max_queue: attr.max_qp_wr.clamp(1, 16384) as u32,
+        max_completions: attr.max_cqe.max(1) as usize,
         max_inline: MAX_INLINE,
         max_read_depth: depth(attr.max_qp_rd_atom).min(depth(attr.max_qp_init_rd_atom)).max(1),
         max_private_data: if iwarp { 255 } else { 56 },
@@ -439,7 +440,7 @@ impl DeviceOps for Handle {
     }
 
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
-        let limit = self.0.attributes.max_queue as usize * 64;
+        let limit = self.0.attributes.max_completions;
         if capacity > limit {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }

@@ -393,6 +393,9 @@ impl Endpoint {
         let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
         let op = match request.op {
             SendOp::Send { invalidate } => {
+                if invalidate.is_some() && flags & SEND_INLINE != 0 && attributes.name.starts_with("siw") {
+                    return Err(Error::Unsupported("inline payload of a send with invalidate, on siw"));
+                }
                 wr.opcode = if invalidate.is_some() { WR_SEND_WITH_INV } else { WR_SEND };
                 wr.imm_or_rkey = invalidate.unwrap_or(0);
                 // Where libsiw looks for it; nobody else looks here for a send.
@@ -446,14 +449,23 @@ impl Endpoint {
         // SAFETY: a live queue pair and request; inline payload is copied before the call returns, and
         // what is not inline is registered memory that the consumer leaves alone.
         let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
-        match rc.abs() {
-            0 => {}
-            libc::ENOMEM => return Err(Error::QueueFull("send")),
-            code => return Err(Error::io("posting a send", io::Error::from_raw_os_error(code))),
+        match posting_error(rc) {
+            None => {}
+            Some(e) if e.raw_os_error() == Some(libc::ENOMEM) => return Err(Error::QueueFull("send")),
+            Some(e) => return Err(Error::io("posting a send", e)),
         }
         let signaled = request.flags.contains(SendFlags::SIGNALED);
         state.sent.push_back(Posted { wr_id: request.wr_id, op, len, signaled });
         Ok(())
+    }
+}
+
+/// What a post returned: an error number, a negative one, or -1 with the number elsewhere.
+fn posting_error(rc: i32) -> Option<io::Error> {
+    match rc {
+        0 => None,
+        -1 => Some(io::Error::last_os_error()),
+        code => Some(io::Error::from_raw_os_error(code.abs())),
     }
 }
 
@@ -515,10 +527,10 @@ impl QueuePairOps for Endpoint {
         let mut bad = std::ptr::null_mut();
         // SAFETY: a live queue pair and request.
         let rc = unsafe { ((*self.context.verbs).ops.post_recv)(self.raw, &raw mut wr, &raw mut bad) };
-        match rc.abs() {
-            0 => {}
-            libc::ENOMEM => return Err(Error::QueueFull("receive")),
-            code => return Err(Error::io("posting a receive", io::Error::from_raw_os_error(code))),
+        match posting_error(rc) {
+            None => {}
+            Some(e) if e.raw_os_error() == Some(libc::ENOMEM) => return Err(Error::QueueFull("receive")),
+            Some(e) => return Err(Error::io("posting a receive", e)),
         }
         state.received.push_back(Posted { wr_id: request.wr_id, op: CompletionOp::Recv, len: 0, signaled: true });
         Ok(())

@@ -23,7 +23,7 @@ mod endpoint;
 mod library;
 
 use crate::{Device, Error, Result};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 /// How to open a device.
@@ -34,6 +34,38 @@ pub struct Config {
 }
 
 impl Config {
+    /// The device by which this machine reaches `peer`: the one that serves the address the system
+    /// would call it from.
+    ///
+    /// # Errors
+    /// [`Error::Io`], naming the address that no RDMA device serves.
+    pub fn towards(peer: SocketAddr) -> Result<Config> {
+        let any: IpAddr = if peer.is_ipv4() { [0; 4].into() } else { [0; 16].into() };
+        let probe = std::net::UdpSocket::bind((any, 0)).and_then(|socket| {
+            // Sends nothing: it only asks the system for a route.
+            socket.connect(peer)?;
+            socket.local_addr()
+        });
+        let local = probe.map_err(|source| Error::Io { op: "finding a way to", peer: Some(peer), source })?.ip();
+        Config::at(local)
+    }
+
+    /// The device that serves this address of ours; the first active one for the unspecified address.
+    ///
+    /// # Errors
+    /// [`Error::Io`], naming the address.
+    pub fn at(local: IpAddr) -> Result<Config> {
+        if local.is_unspecified() {
+            return Ok(Config::default());
+        }
+        library::library().map_err(|why| Error::io("opening an RDMA device", std::io::Error::other(why)))?;
+        let none = || {
+            let why = format!("no RDMA device serves {local}; `thruway bench devices` lists what there is");
+            Error::io("opening an RDMA device", std::io::Error::new(std::io::ErrorKind::NotFound, why))
+        };
+        Ok(Config { device: Some(device::serving(local).ok_or_else(none)?) })
+    }
+
     /// Opens the device.
     ///
     /// # Errors
@@ -85,12 +117,6 @@ pub struct PortDescription {
 pub fn devices() -> Result<Vec<DeviceDescription>, String> {
     library::library()?;
     Ok(described(Path::new("/sys/class/infiniband")))
-}
-
-/// The first device that serves this address of ours, so that a listener or caller there can be
-/// given to RDMA.
-pub fn device_at(address: IpAddr) -> Option<String> {
-    device::serving(address)
 }
 
 fn described(class: &Path) -> Vec<DeviceDescription> {

@@ -298,6 +298,21 @@ impl Link {
         }
     }
 
+    /// Whether peers may revoke the keys of credits that this end grants.
+    pub fn revocable(&self) -> bool {
+        match &self.0 {
+            Inner::Rdma(link) => link.device().attributes().remote_invalidate,
+            Inner::Tcp(_) => false,
+        }
+    }
+
+    /// Whether the peer's credits are to be revoked with their notification.
+    pub fn set_peer_revocable(&mut self, revocable: bool) {
+        if let Inner::Rdma(link) = &mut self.0 {
+            link.set_peer_revocable(revocable);
+        }
+    }
+
     /// Round trip to the peer, where it is known.
     pub fn round_trip(&self) -> Option<Duration> {
         match &self.0 {
@@ -339,7 +354,7 @@ impl Link {
     }
 
     /// Writes a block's header and `len` octets of payload where the credit says, and the
-    /// notification behind it, which also revokes the credit's key (RDMA).
+    /// notification behind it, which also revokes the credit's key where that is possible (RDMA).
     ///
     /// # Errors
     /// [`LinkError`].

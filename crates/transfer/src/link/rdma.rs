@@ -41,6 +41,8 @@ pub(crate) struct RdmaLink {
     slots_mr: MemoryRegion,
     free_send_slots: Vec<usize>,
     outbox: VecDeque<Vec<u8>>,
+    /// Credits of the peer are revoked with their notification.
+    peer_revocable: bool,
     secured: Option<Secured>,
     raw: VecDeque<Vec<u8>>,
     /// Control messages the peer has room for, [`CONTROL_RESERVE`] not counted.
@@ -79,7 +81,9 @@ pub struct Window {
 impl RdmaLink {
     fn new(device: Device) -> Result<RdmaLink, LinkError> {
         let pd = device.alloc_pd();
-        let cq = device.create_cq(4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize)?;
+        // A device with smaller queues serves fewer channels.
+        let wanted = 4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize;
+        let cq = device.create_cq(wanted.min(device.attributes().max_completions))?;
         let depth = CONTROL_RECEIVES as u32;
         let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: depth, max_sge: 1 })?;
         let slots = Arc::new(Buffer::new(2 * CONTROL_RECEIVES * SLOT_LEN)?);
@@ -97,6 +101,7 @@ impl RdmaLink {
             raw: VecDeque::new(),
             peer_room: CONTROL_RECEIVES - CONTROL_RESERVE,
             owed: 0,
+            peer_revocable: true,
             data: Vec::new(),
             pool: None,
             writing: Vec::new(),
@@ -184,7 +189,20 @@ impl RdmaLink {
             channel.qp.connect(addr, &params)?;
             self.data.push(channel);
         }
-        self.until_established(|link| link.data.iter().all(|c| c.established))
+        self.until_established(|link| link.data.iter().all(|c| c.established))?;
+        if role == Role::Sink {
+            // An iWARP responder may not send before the initiator has (RFC 5044 §7.1.3), and the
+            // blocks come from there.
+            for channel in &self.data {
+                channel.qp.post_send(&SendRequest {
+                    wr_id: 0,
+                    op: SendOp::Send { invalidate: None },
+                    payload: Payload::Sges(&[]),
+                    flags: SendFlags::SIGNALED,
+                })?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes one data channel of a session (accepting end).
@@ -193,6 +211,10 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn accept_data(&mut self, request: ConnectionRequest, role: Role) -> Result<(), LinkError> {
         let mut channel = self.new_channel(role)?;
+        if role == Role::Source {
+            // For the sink's first, empty message.
+            channel.qp.post_recv(&RecvRequest { wr_id: 0, sges: &[] })?;
+        }
         request.accept(&channel.qp, &ConnectParams::default())?;
         channel.established = true;
         self.data.push(channel);
@@ -215,6 +237,11 @@ impl RdmaLink {
             }
         }
         Ok(channel)
+    }
+
+    /// As [`super::Link::set_peer_revocable`].
+    pub(crate) fn set_peer_revocable(&mut self, revocable: bool) {
+        self.peer_revocable = revocable;
     }
 
     /// The device, to wake a thread waiting in [`RdmaLink::poll`].
@@ -311,14 +338,16 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn write(
         &mut self,
-        block: Block,
+        mut block: Block,
         len: u32,
         credit: &Credit,
         notice: &Completion,
     ) -> Result<(), LinkError> {
+        // The notification waits in front of the header until it has left, as the block does.
+        block.with_header_mut(HEADER_LEN + NOTICE_LEN).0[..COMPLETION_LEN].copy_from_slice(&notice.encode());
         let index = block.index() as usize;
         let sge = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN, HEADER_LEN as u32 + len)];
-        let notice = notice.encode();
+        let notice = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN - NOTICE_LEN, COMPLETION_LEN as u32)];
         let remote = RemoteAddr { addr: credit.addr, rkey: credit.rkey };
         let requests = [
             SendRequest {
@@ -329,8 +358,8 @@ impl RdmaLink {
             },
             SendRequest {
                 wr_id: KIND_WRITE | index as u64,
-                op: SendOp::Send { invalidate: Some(credit.rkey) },
-                payload: Payload::Inline(&notice),
+                op: SendOp::Send { invalidate: self.peer_revocable.then_some(credit.rkey) },
+                payload: Payload::Sges(&notice),
                 flags: SendFlags::SIGNALED,
             },
         ];

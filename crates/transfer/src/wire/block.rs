@@ -55,7 +55,7 @@ pub enum BlockKind {
     Void = 0,
     /// A piece of a large file.
     Data = 1,
-    /// [`Record`]s.
+    /// [`super::Record`]s.
     Pack = 2,
 }
 

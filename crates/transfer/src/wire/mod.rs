@@ -177,6 +177,8 @@ pub struct SessionRequest {
     pub data_key: Option<[u8; 32]>,
     /// Octets per second the source keeps under.
     pub rate_limit: Option<u64>,
+    /// Pull: keys of the caller's credits may be revoked by Send with Invalidate.
+    pub revocable: bool,
     /// Tree options.
     pub options: TreeOptions,
 }
@@ -194,6 +196,8 @@ pub struct SessionReply {
     pub offers: bool,
     /// Push to a place that swallows everything.
     pub discard: bool,
+    /// Push: keys of the daemon's credits may be revoked by Send with Invalidate.
+    pub revocable: bool,
 }
 
 /// A free block of the sink, and the right to fill it once.
@@ -486,6 +490,7 @@ mod tests {
                 verify: 1,
                 data_key: Some([7; 32]),
                 rate_limit: Some(9),
+                revocable: true,
                 options: TreeOptions { length: Some(5), ..TreeOptions::default() },
             })),
             Control::SessionReply(SessionReply {
@@ -494,6 +499,7 @@ mod tests {
                 rename: Some(b"n".to_vec()),
                 offers: true,
                 discard: false,
+                revocable: false,
             }),
             Control::BlockSize(1 << 20),
             Control::BlockSizeReply { accepted: false, largest: 1 << 16 },
