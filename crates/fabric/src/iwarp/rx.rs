@@ -326,11 +326,12 @@ impl Connection {
     fn begin_segment(&mut self, header: Header, len: usize) -> Result<(), TerminateCode> {
         if let Some(expected) = self.rx.first.take() {
             self.tx.release();
-            let is_ready_send = matches!(header, Header::Untagged { opcode: Opcode::Send, mo: 0, last: true, .. });
-            if expected == Some(ReadyToReceive::Send) && is_ready_send && len == 0 {
+            if let (Some(ReadyToReceive::Send), 0) = (expected, len)
+                && let Header::Untagged { opcode: Opcode::Send, mo: 0, last: true, qn, msn, .. } = header
+            {
                 // Counts on its queue but consumes no receive; `finish_segment` knows by this.
                 self.rx.first = Some(Some(ReadyToReceive::Send));
-                return self.check_sequence(queue::SEND, queue::SEND, 1, 0);
+                return self.check_sequence(qn, queue::SEND, msn, 0);
             }
         }
         match header {

@@ -489,6 +489,17 @@ fn every_lie_about_sequence_and_queue_terminates() {
 }
 
 #[test]
+fn a_ready_message_on_another_queue_terminates() {
+    for qn in [1, 3, 119, u32::MAX] {
+        let mut end = End::new(agreement(true, false, false, Some(ReadyToReceive::Send)), false, 1442);
+        let mut liar = Liar { position: 0 };
+        let bytes = liar.fpdu(untagged(Opcode::Send, qn, 1, 0, true), &[]);
+        feed(&mut end, &bytes);
+        expect_terminate(end, DdpUntagged::InvalidQn);
+    }
+}
+
+#[test]
 fn a_message_that_grows_past_its_receive_terminates() {
     let (mut end, mut liar) = victim();
     post_receive(&mut end, 100);
