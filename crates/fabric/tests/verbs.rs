@@ -41,7 +41,9 @@ fn both_ends_on_the_device() {
 #[test]
 #[ignore = "needs an iWARP device"]
 fn user_space_calls_the_device() {
-    conformance::run_except(exceptions(), &|| Lab::at(iwarp::Config::default().open().unwrap(), device(), address()));
+    let reset = "among connections that were given up, siw at times resets the next one too";
+    let except = [exceptions(), &[("destroyed_while_connecting", reset)]].concat();
+    conformance::run_except(&except, &|| Lab::at(iwarp::Config::default().open().unwrap(), device(), address()));
 }
 
 #[test]
