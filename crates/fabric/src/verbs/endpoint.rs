@@ -62,6 +62,8 @@ struct State {
     received: VecDeque<Posted>,
     info: Option<ConnectionInfo>,
     error: Option<ConnectionError>,
+    /// The event of the beginning has been told. An accepting queue pair can send before.
+    announced: bool,
     /// The event of the end has been told.
     told: bool,
     /// When the connection ended.
@@ -139,6 +141,7 @@ impl Endpoint {
             received: VecDeque::new(),
             info: None,
             error: None,
+            announced: false,
             told: false,
             ended: None,
         };
@@ -177,7 +180,8 @@ impl Endpoint {
     /// Looks at the clock.
     pub(super) fn tick(&self, now: Instant) {
         let mut state = self.lock();
-        if state.phase == Phase::Connecting && state.deadline.is_some_and(|d| d <= now) {
+        let pending = !state.announced && matches!(state.phase, Phase::Connecting | Phase::Live);
+        if pending && state.deadline.is_some_and(|d| d <= now) {
             self.end(&mut state, ConnectionError::TimedOut);
         }
         if matches!(state.phase, Phase::Live | Phase::Closing) && !state.sent.is_empty() {
@@ -271,15 +275,19 @@ impl Endpoint {
                 }
             }
             EVENT_ESTABLISHED => {
-                if state.phase != Phase::Connecting {
+                if state.announced || !matches!(state.phase, Phase::Connecting | Phase::Live | Phase::Closing) {
                     return;
                 }
+                state.announced = true;
                 let depth = u16::from(conn.initiator_depth);
                 if depth > 0 {
                     state.params.ord = state.params.ord.min(depth);
                 }
                 self.note_info(&mut state, id);
-                (state.phase, state.deadline) = (Phase::Live, None);
+                state.deadline = None;
+                if state.phase == Phase::Connecting {
+                    state.phase = Phase::Live;
+                }
                 let event = Event::Established { qp_num: self.number, private_data: data };
                 self.context.push_event(event);
             }
@@ -778,6 +786,8 @@ impl RequestOps for Request {
             return Err(Error::io("accepting a connection", source));
         }
         endpoint.note_info(&mut state, self.id);
+        // rdma_cm has moved the queue pair to where it can send.
+        state.phase = Phase::Live;
         Ok(())
     }
 
