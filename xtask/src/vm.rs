@@ -10,12 +10,11 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 17] = [
+pub const PACKAGES: [&str; 15] = [
     "bc",
     "bison",
     "build-essential",
     "busybox-static",
-    "ethtool",
     "flex",
     "ibverbs-providers",
     "ibverbs-utils",
@@ -27,7 +26,6 @@ pub const PACKAGES: [&str; 17] = [
     "rdma-core",
     "rdmacm-utils",
     "xz-utils",
-    "zstd",
 ];
 
 /// Longest a guest's command may run where nothing else is said, in seconds.

@@ -33,13 +33,13 @@ fn exceptions() -> &'static [(&'static str, &'static str)] {
 }
 
 #[test]
-#[ignore = "needs an RDMA device"]
+#[ignore = "needs an RDMA device: `cargo xtask vm test verbs` runs it in the guest"]
 fn both_ends_on_the_device() {
     conformance::run_except(exceptions(), &|| Lab::at(device(), device(), address()));
 }
 
 #[test]
-#[ignore = "needs an iWARP device"]
+#[ignore = "needs an iWARP device: `cargo xtask vm test verbs` runs it in the guest"]
 fn user_space_calls_the_device() {
     let reset = "among connections that were given up, siw at times resets the next one too";
     let except = [exceptions(), &[("destroyed_while_connecting", reset)]].concat();
@@ -47,7 +47,7 @@ fn user_space_calls_the_device() {
 }
 
 #[test]
-#[ignore = "needs an iWARP device"]
+#[ignore = "needs an iWARP device: `cargo xtask vm test verbs` runs it in the guest"]
 fn the_device_calls_user_space() {
     let silent = "siw sends no ready-to-receive message, and a responder may not send before the initiator has";
     let except = [exceptions(), &[("responder_may_send_first", silent), ("waiting_sleeps_and_wakes", silent)]].concat();

@@ -63,6 +63,18 @@ enum ServeProvider {
     Verbs,
 }
 
+/// The device that serves all these addresses.
+fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
+    let at = |addr: &SocketAddr| verbs::Config::at(addr.ip()).map_err(|e| e.to_string());
+    let first = at(&listen[0])?;
+    for addr in &listen[1..] {
+        if at(addr)?.device != first.device {
+            return Err(format!("{addr} is served by another RDMA device than {}; start a daemon for each", listen[0]));
+        }
+    }
+    Ok(first)
+}
+
 fn parse_export(text: &str) -> Result<Export, String> {
     let (name, dir) = text.split_once('=').ok_or("write NAME=DIR or NAME=DIR:ro")?;
     let (dir, read_only) = match dir.strip_suffix(":ro") {
@@ -113,7 +125,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     let fabric = match args.provider {
         // A client that wants MPA's CRC asks for it.
         ServeProvider::Iwarp => iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
-        ServeProvider::Verbs => verbs::Config::at(listen[0].ip()).map_err(|e| e.to_string())?.into(),
+        ServeProvider::Verbs => rdma_device(&listen)?.into(),
     };
     let daemon = Daemon::start(Config {
         listen,

@@ -78,7 +78,6 @@ impl Lab {
         Liar { link, pool, session: reply.session, credits }
     }
 
-    /// The daemon is alive and well.
     /// A session that ends takes its journal with it, perhaps a moment after the peer has heard.
     fn until_empty(&self, what: &str) {
         let start = std::time::Instant::now();
@@ -88,6 +87,7 @@ impl Lab {
         }
     }
 
+    /// The daemon is alive and well.
     fn check_alive(&self) {
         let mut liar = self.session();
         let content = b"honest";

@@ -35,6 +35,9 @@ pub(super) const ACCESS_REMOTE_WRITE: c_uint = 2;
 pub(super) const ACCESS_REMOTE_READ: c_uint = 4;
 pub(super) const ACCESS_REMOTE_ATOMIC: c_uint = 8;
 
+/// What siw says its vendor is.
+pub(super) const VENDOR_SIW: u32 = 0x62_6d74;
+
 pub(super) const QPT_RC: c_int = 2;
 pub(super) const QPS_INIT: c_int = 1;
 pub(super) const QPS_ERR: c_int = 6;
@@ -89,7 +92,12 @@ pub(super) struct ibv_context_ops {
 }
 
 pub(super) enum ibv_pd {}
-pub(super) enum ibv_comp_channel {}
+
+#[repr(C)]
+pub(super) struct ibv_comp_channel {
+    pub(super) context: *mut ibv_context,
+    pub(super) fd: c_int,
+}
 
 #[repr(C)]
 pub(super) struct ibv_mr {
@@ -321,6 +329,7 @@ pub(super) fn layouts() -> Vec<(&'static str, usize)> {
         ibv_context { ops: "ops", cmd_fd: "cmd_fd", async_fd: "async_fd" }
         ibv_context_ops { poll_cq: "poll_cq", req_notify_cq: "req_notify_cq", post_send: "post_send", post_recv: "post_recv" }
         ibv_mr { addr: "addr", length: "length", lkey: "lkey", rkey: "rkey" }
+        ibv_comp_channel { fd: "fd" }
         ibv_cq { context: "context" }
         ibv_qp { context: "context", pd: "pd", qp_num: "qp_num" }
         ibv_qp_init_attr { send_cq: "send_cq", cap: "cap", qp_type: "qp_type", sq_sig_all: "sq_sig_all" }

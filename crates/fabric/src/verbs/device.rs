@@ -33,6 +33,8 @@ pub(super) struct Context {
     wake: OwnedFd,
     pub(super) attributes: DeviceAttributes,
     pub(super) iwarp: bool,
+    /// Linux's software iWARP, which differs from what its verbs promise in places.
+    pub(super) siw: bool,
     pds: Mutex<HashMap<u32, Arc<ProtectionDomain>>>,
     next_pd: AtomicU32,
     cqs: Mutex<Vec<Weak<Queue>>>,
@@ -172,12 +174,8 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
     let setup = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // SAFETY: descriptors of live objects. A completion channel begins with its descriptor,
-        // like an event channel: after a pointer to its context.
-        let fds = unsafe {
-            let channel_fd = *channel.cast::<u8>().add(size_of::<*mut ibv_context>()).cast::<i32>();
-            [(*cm).fd, channel_fd, (*verbs).async_fd].map(|fd| BorrowedFd::borrow_raw(fd))
-        };
+        // SAFETY: descriptors of live objects.
+        let fds = unsafe { [(*cm).fd, (*channel).fd, (*verbs).async_fd].map(|fd| BorrowedFd::borrow_raw(fd)) };
         for fd in fds {
             let flags = rustix::fs::fcntl_getfl(fd)?;
             rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
@@ -186,7 +184,14 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         epoll::add(&poll, &wake, epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
         Ok((poll, wake))
     };
-    let (epoll, wake) = setup().map_err(|e| Error::io("watching an RDMA device", e))?;
+    let (epoll, wake) = setup().map_err(|e| {
+        // SAFETY: made above and used by nobody.
+        unsafe {
+            (lib.ibv_destroy_comp_channel)(channel);
+            (lib.rdma_destroy_event_channel)(cm);
+        }
+        Error::io("watching an RDMA device", e)
+    })?;
     Ok(crate::Device::new(Arc::new(Handle(Arc::new(Context {
         lib,
         verbs,
@@ -196,6 +201,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         wake,
         attributes,
         iwarp,
+        siw: attr.vendor_id == VENDOR_SIW,
         pds: Mutex::default(),
         next_pd: AtomicU32::new(1),
         cqs: Mutex::default(),
@@ -227,8 +233,10 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Context {
-    pub(super) fn pd(&self, number: u32) -> Arc<ProtectionDomain> {
-        Arc::clone(&lock(&self.pds)[&number])
+    /// A protection domain; there is none if the device had no more when it was asked for.
+    fn pd(&self, number: u32) -> Result<Arc<ProtectionDomain>> {
+        let pd = lock(&self.pds).get(&number).cloned();
+        pd.ok_or(Error::Unsupported("more protection domains than the device has"))
     }
 
     pub(super) fn push_event(&self, event: Event) {
@@ -408,6 +416,13 @@ impl Context {
 /// The consumer's handle of a context.
 pub(super) struct Handle(Arc<Context>);
 
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // Requests that nobody answered hold the context, and are refused when they go.
+        drop(std::mem::take(&mut *lock(&self.0.events)));
+    }
+}
+
 impl DeviceOps for Handle {
     fn attributes(&self) -> &DeviceAttributes {
         &self.0.attributes
@@ -432,8 +447,7 @@ impl DeviceOps for Handle {
         access: Access,
         owner: Owner,
     ) -> Result<Arc<dyn RegionOps>> {
-        let pd = lock(&self.0.pds).get(&pd).cloned();
-        let pd = pd.ok_or(Error::Unsupported("more protection domains than the device has"))?;
+        let pd = self.0.pd(pd)?;
         // SAFETY: the caller's promise.
         let region = unsafe { Region::register(&self.0, &pd, ptr, len, base, access, owner) }?;
         Ok(Arc::new(RegionHandle(region)))
@@ -485,13 +499,20 @@ impl DeviceOps for Handle {
             let queue = queue.filter(|q| Arc::ptr_eq(&q.context, &self.0));
             queue.ok_or(Error::Unsupported("a completion queue of another device"))
         };
-        let (send_cq, recv_cq) = (queue(send_cq)?, queue(recv_cq)?);
+        let (pd, send_cq, recv_cq) = (self.0.pd(pd)?, queue(send_cq)?, queue(recv_cq)?);
         send_cq.reserve(caps.max_send as usize)?;
         if let Err(error) = recv_cq.reserve(caps.max_recv as usize) {
             send_cq.release(caps.max_send as usize);
             return Err(error);
         }
-        let endpoint = Endpoint::new(&self.0, self.0.pd(pd), (send_cq, recv_cq), caps)?;
+        let endpoint = match Endpoint::new(&self.0, pd, (Arc::clone(&send_cq), Arc::clone(&recv_cq)), caps) {
+            Ok(endpoint) => endpoint,
+            Err(error) => {
+                send_cq.release(caps.max_send as usize);
+                recv_cq.release(caps.max_recv as usize);
+                return Err(error);
+            }
+        };
         lock(&self.0.by_number).insert(endpoint.number(), Arc::downgrade(&endpoint));
         Ok(endpoint)
     }
@@ -603,11 +624,11 @@ impl Region {
             flags |= ACCESS_REMOTE_ATOMIC | ACCESS_LOCAL_WRITE;
         }
         // iWARP cards place read results as they place a peer's writes; siw does not need it.
-        if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.attributes.name.starts_with("siw") {
+        if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.siw {
             flags |= ACCESS_REMOTE_WRITE;
         }
         // siw goes by the memory's own addresses whatever it is told.
-        if base != ptr as u64 && context.attributes.name.starts_with("siw") {
+        if base != ptr as u64 && context.siw {
             return Err(Error::Unsupported("regions that begin at another address than their memory, on siw"));
         }
         // SAFETY: the caller's promise; the region holds `owner` and `pd`.

@@ -401,7 +401,7 @@ impl Endpoint {
         let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
         let op = match request.op {
             SendOp::Send { invalidate } => {
-                if invalidate.is_some() && flags & SEND_INLINE != 0 && attributes.name.starts_with("siw") {
+                if invalidate.is_some() && flags & SEND_INLINE != 0 && self.context.siw {
                     return Err(Error::Unsupported("inline payload of a send with invalidate, on siw"));
                 }
                 wr.opcode = if invalidate.is_some() { WR_SEND_WITH_INV } else { WR_SEND };

@@ -129,7 +129,7 @@ impl SourceEnd {
         assert!(matches!(self.planned.back(), Some(Load::Pack(_))));
         let missing = subtract(vec![(0, file.content.len() as u64)], have);
         let pieces: Vec<(u64, u32)> = missing.into_iter().flat_map(|e| cut(e, BLOCK as u32)).collect();
-        // The walk itself holds one, as the real one does, so that an end is told even of no pieces.
+        // Even of no pieces an end is told.
         self.open.insert(number, (pieces.len() as u32, pieces.len() as u32));
         self.planned.extend(pieces.into_iter().map(|(at, len)| Load::Piece { number, file: index, at, len, after }));
     }
@@ -191,7 +191,7 @@ impl SourceEnd {
             match step {
                 source::Step::Say(message) => net.say_to_sink(&message),
                 source::Step::Write(payload, header, credit, notice) => {
-                    world.check_not_sent_before(&header, &payload);
+                    world.check_not_sent_before(&header);
                     let mut octets = vec![0; HEADER_LEN];
                     header.encode(&mut octets);
                     octets.extend_from_slice(&payload);

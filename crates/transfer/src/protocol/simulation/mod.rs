@@ -108,7 +108,7 @@ impl World {
         self.finished.insert((name.into(), version.mtime.0));
     }
 
-    fn check_not_sent_before(&self, header: &BlockHeader, _payload: &[u8]) {
+    fn check_not_sent_before(&self, header: &BlockHeader) {
         if header.kind != BlockKind::Data {
             return;
         }
