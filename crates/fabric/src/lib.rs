@@ -24,11 +24,13 @@
 
 pub mod iwarp;
 pub mod memory;
+pub mod path;
 mod provider;
 pub mod types;
 pub mod verbs;
 
 pub use memory::{Access, Buffer};
+pub use path::Path;
 pub use types::*;
 
 use provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, RequestOps};
@@ -417,8 +419,8 @@ pub struct ConnectionInfo {
     pub ird: u16,
     /// Outbound reads and atomics allowed.
     pub ord: u16,
-    /// Round trip as measured now, where the device can tell.
-    pub round_trip: Option<Duration>,
+    /// What is known of the path now, where the device can tell.
+    pub path: Option<Path>,
     /// Protocol details, for people.
     pub detail: String,
 }

@@ -55,13 +55,13 @@ pub struct CpArgs {
     /// Say what would be done, change nothing
     #[arg(long, short = 'n')]
     dry_run: bool,
-    /// Data channels [default: 2]
+    /// Data channels [default: as many as the path wants, 2 to 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     streams: Option<u32>,
     /// Octets of a block [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     block_size: Option<u64>,
-    /// Blocks of our pool [default: 64]
+    /// Blocks of our pool [default: 64, more on a long path]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: Option<u32>,
     /// Octets per second to keep under
@@ -268,9 +268,9 @@ impl CpArgs {
             id: [0; 16],
             options: self.options(),
             verify: self.verify,
-            streams: self.streams.unwrap_or(2),
+            streams: self.streams,
             block_len,
-            blocks: self.depth.unwrap_or(64) as usize,
+            blocks: self.depth.map(|depth| depth as usize),
             rate_limit: self.bwlimit,
             retries: self.retries,
         })

@@ -48,6 +48,25 @@ pub fn identity_path() -> PathBuf {
     config_dir().join("id")
 }
 
+/// A daemon's key: the one named, or the one that is kept for daemons of this user, made when
+/// there is none. Clients remember it, so it must not change from one start to the next.
+pub fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
+    let path = explicit.cloned().unwrap_or_else(|| config_dir().join("host"));
+    if explicit.is_none() && !path.exists() {
+        let pair = KeyPair::generate();
+        match pair.save(&path) {
+            Ok(()) => return Ok(pair),
+            // Another daemon may have been quicker.
+            Err(_) if path.exists() => {}
+            Err(error) => {
+                tracing::warn!(%error, "clients will meet another key after a restart");
+                return Ok(pair);
+            }
+        }
+    }
+    KeyPair::load(&path).map_err(|e| e.to_string())
+}
+
 /// The key to call daemons with: the user's, or one made for the occasion if there is none.
 pub fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
     let path = explicit.cloned().unwrap_or_else(identity_path);

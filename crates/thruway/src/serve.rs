@@ -1,7 +1,7 @@
 //! `thruway serve`: the daemon.
 
 use crate::endpoint::DEFAULT_PORT;
-use crate::{Common, Failed};
+use crate::{Common, Failed, keys};
 use clap::{Args, ValueEnum};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::io::{BufRead, Write};
@@ -31,7 +31,8 @@ pub struct ServeArgs {
     /// Directory to serve, read-only with :ro; may be repeated
     #[arg(long, value_name = "NAME=DIR[:ro]", value_parser = parse_export)]
     export: Vec<Export>,
-    /// The daemon's own key [default: one for this run]
+    /// The daemon's own key [default: ~/.config/thruway/host, made when it is not there; one for
+    /// this run if only this machine can connect]
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
     /// Keys that may use the daemon
@@ -43,7 +44,7 @@ pub struct ServeArgs {
     /// Sessions at one time
     #[arg(long, default_value_t = 2048)]
     max_sessions: usize,
-    /// Blocks of each session's pool
+    /// Blocks of each session's pool; a long path gets more
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: u32,
     /// Stop after one session
@@ -111,10 +112,9 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
         Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?)
     } else {
-        Credentials::Keys(match &args.key {
-            Some(path) => KeyPair::load(path).map_err(|e| e.to_string())?,
-            None => KeyPair::generate(),
-        })
+        // Clients on this machine remember no keys of daemons.
+        let passing = loopback_only && args.key.is_none();
+        Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? })
     };
     let anonymous = args.anonymous || (loopback_only && args.authorized_keys.is_none());
     if !anonymous && args.authorized_keys.is_none() && !args.secret_from_stdin {

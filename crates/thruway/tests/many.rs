@@ -41,9 +41,9 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
         options: TreeOptions::default(),
         verify: Algorithm::Xxh3,
         encrypt: false,
-        streams: 1,
+        streams: Some(1),
         block_len: 64 << 10,
-        blocks: 4,
+        blocks: Some(4),
         rate_limit: Some(RATE),
         retries: 0,
     }

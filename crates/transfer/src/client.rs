@@ -1,11 +1,13 @@
 //! The connecting end: negotiates a session, runs its source or sink, tries again after a loss.
 
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey, random};
-use crate::link::{Link, LinkError, Role, Transport};
+use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
 use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
 use crate::source::{self, Root};
-use crate::wire::{Control, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, TreeOptions};
+use crate::wire::{
+    Control, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token, TreeOptions,
+};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -14,6 +16,9 @@ use std::time::Duration;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
 use thruway_fabric::Provider;
+
+/// Blocks of a pool where neither the user nor the path asks for more.
+const BLOCKS: usize = 64;
 
 /// How to reach a daemon and trust it.
 #[derive(Clone)]
@@ -64,12 +69,12 @@ pub struct Job {
     pub verify: Algorithm,
     /// Encrypt the data plane.
     pub encrypt: bool,
-    /// Data channels.
-    pub streams: u32,
+    /// Data channels; `None`: as many as the path wants.
+    pub streams: Option<u32>,
     /// Payload of a block.
     pub block_len: u32,
-    /// Blocks of our pool.
-    pub blocks: usize,
+    /// Blocks of our pool; `None`: as many as the path wants.
+    pub blocks: Option<usize>,
     /// Octets per second to keep under.
     pub rate_limit: Option<u64>,
     /// How often to try again after a loss.
@@ -129,6 +134,7 @@ fn attempt(
         Local::Sources(_) => Direction::Push,
         Local::Directory(_) => Direction::Pull,
     };
+    let role = if direction == Direction::Push { Role::Source } else { Role::Sink };
     // A pulling sink reads its journal first: the source must know whether to make offers.
     let prepared = match &job.local {
         Local::Directory(root) => Some(Prepared::new(Target { root: root.clone(), job: job.id }, &options)?),
@@ -149,22 +155,33 @@ fn attempt(
         revocable: false,
         options: options.clone(),
     };
-    let (mut link, reply) = open_session(&job.remote, request)?;
+    // All questions in one breath: on a long path every round trip counts.
+    let token = random();
+    let mut link = request_session(&job.remote, token, Some((role, job.streams)), request)?;
+    let streams = match link.count() {
+        0 => job.streams.unwrap_or_else(|| first_channels(link.round_trip())),
+        early => early as u32,
+    };
+    link.send(&Control::BlockSize(job.block_len))?;
+    link.send(&Control::Channels(streams))?;
+    let reply = expect_session(&mut link)?;
     let block_len = negotiate_block(&mut link, job.block_len)?;
-    link.send(&Control::Channels(job.streams))?;
-    let Control::ChannelsReply(channels) = expect(&mut link)? else {
+    let Control::ChannelsReply(count) = expect(&mut link)? else {
         return Err(LinkError::Unexpected("message where a number of channels was due").into());
     };
-    let engine = engine.with_pool(job.blocks, block_len as usize).map_err(|e| SessionError::Local(e.to_string()))?;
+    let count = count.clamp(1, streams);
+    let blocks = job.blocks.unwrap_or_else(|| blocks_for(link.round_trip(), block_len, BLOCKS));
+    let engine = engine.with_pool(blocks, block_len as usize).map_err(|e| SessionError::Local(e.to_string()))?;
     link.attach(&engine.pool)?;
     link.set_peer_revocable(reply.revocable);
-    let role = if direction == Direction::Push { Role::Source } else { Role::Sink };
-    link.open_data(job.remote.addr, reply.session, reply.token, channels.min(job.streams), role)?;
-    let detail = format!("{channels} data channels, blocks of {block_len} octets, {}", link.describe());
+    let channels = Channels::Open { addr: job.remote.addr, token, grow: job.streams.is_none() };
+    link.join(&channels, count, role)?;
+    let detail = format!("{count} data channels, blocks of {block_len} octets, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
     let terms = Terms {
         session: reply.session,
         block_len,
+        long_path: link.is_long(),
         verify: job.verify,
         sealer: data_key.map(|key| Arc::new(Sealer::new(&key))),
         options,
@@ -178,9 +195,11 @@ fn attempt(
                 name: reply.rename.clone().filter(|_| !name.is_empty()).unwrap_or_else(|| name.clone()),
             });
             let roots = rename_contents(roots.collect(), reply.rename.as_deref());
-            source::run(link, &engine, &terms, roots, reply.offers, progress, on_report)
+            source::run(link, &channels, &engine, &terms, roots, reply.offers, progress, on_report)
         }
-        (Local::Directory(_), Some(prepared)) => sink::run(link, &engine, &terms, prepared, progress, on_report, false),
+        (Local::Directory(_), Some(prepared)) => {
+            sink::run(link, &channels, &engine, &terms, prepared, progress, on_report)
+        }
         (Local::Directory(_), None) => unreachable!("prepared above"),
     };
     outcome.map(|summary| (summary, detail))
@@ -194,9 +213,16 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
     roots
 }
 
-fn open_session(remote: &Remote, mut request: SessionRequest) -> Result<(Link, SessionReply), SessionError> {
+/// Connects, and asks for a session.
+fn request_session(
+    remote: &Remote,
+    token: Token,
+    early: Option<(Role, Option<u32>)>,
+    mut request: SessionRequest,
+) -> Result<Link, SessionError> {
     let device = remote.fabric.open()?;
-    let (mut link, key) = Link::connect(device, remote.transport, remote.addr, &remote.credentials)?;
+    let call = Call { addr: remote.addr, credentials: &remote.credentials, token, early };
+    let (mut link, key) = Link::connect(device, remote.transport, &call)?;
     check_host(remote, key).map_err(LinkError::from)?;
     request.revocable = link.revocable();
     let message = Control::Session(Box::new(request));
@@ -204,8 +230,12 @@ fn open_session(remote: &Remote, mut request: SessionRequest) -> Result<(Link, S
         return Err(SessionError::Local("too many sources or patterns for one command".into()));
     }
     link.send(&message)?;
-    match expect(&mut link)? {
-        Control::SessionReply(reply) => Ok((link, reply)),
+    Ok(link)
+}
+
+fn expect_session(link: &mut Link) -> Result<SessionReply, SessionError> {
+    match expect(link)? {
+        Control::SessionReply(reply) => Ok(reply),
         _ => Err(LinkError::Unexpected("message where a session reply was due").into()),
     }
 }
@@ -224,15 +254,16 @@ fn expect(link: &mut Link) -> Result<Control, SessionError> {
     }
 }
 
+/// Hears what became of the block size asked for, and asks for the peer's largest if it was too much.
 fn negotiate_block(link: &mut Link, wanted: u32) -> Result<u32, SessionError> {
     let mut len = wanted;
     for _ in 0..2 {
-        link.send(&Control::BlockSize(len))?;
         match expect(link)? {
             Control::BlockSizeReply { accepted: true, .. } => return Ok(len),
             Control::BlockSizeReply { largest, .. } if crate::daemon::acceptable_block(largest) => len = largest,
             _ => break,
         }
+        link.send(&Control::BlockSize(len))?;
     }
     Err(SessionError::Local(format!("the peer takes no block size near {wanted}")))
 }
@@ -255,7 +286,8 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         revocable: false,
         options: TreeOptions::default(),
     };
-    let (mut link, _) = open_session(remote, request)?;
+    let mut link = request_session(remote, random(), None, request)?;
+    expect_session(&mut link)?;
     let mut all = Vec::new();
     loop {
         let Control::Listing { entries, last } = expect(&mut link)? else {

@@ -3,14 +3,15 @@
 //! One thread listens and hands connections out; every session has a thread, a device and a pool
 //! of its own, so nothing on the data path is shared between sessions but the stages' queues.
 
-use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights, random};
-use crate::link::{Arrival, Greeting, Link, LinkError, Role, greet};
+use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights};
+use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
 use crate::source::{self, Root};
-use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary};
+use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token};
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
@@ -74,7 +75,7 @@ struct Shared {
     config: Config,
     engines: Arc<Engines>,
     exports: HashMap<String, (Arc<OwnedFd>, bool)>,
-    sessions: Mutex<HashMap<u32, Doorway>>,
+    sessions: Mutex<HashMap<Token, Doorway>>,
     next_session: AtomicU32,
     active: AtomicUsize,
     /// Threads that read a greeting.
@@ -85,9 +86,11 @@ struct Shared {
 
 /// Where a session's data connections are handed in.
 struct Doorway {
-    token: [u8; 16],
     sender: Sender<Arrival>,
-    device: Device,
+    /// Handed in so far.
+    count: u32,
+    /// To wake the session, once it has a device.
+    device: Option<Device>,
 }
 
 /// Stops a daemon from another thread.
@@ -191,18 +194,13 @@ impl Shared {
     fn route(self: &Arc<Shared>, request: ConnectionRequest) {
         let peer = request.peer();
         match Hello::decode(request.private_data()) {
-            Ok(Hello::Control { auth }) if auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Rdma(request), peer);
+            Ok(Hello::Control { auth, token }) if auth == self.config.credentials.kind() => {
+                self.begin(Arrival::Rdma(request), token, peer);
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
-            Ok(Hello::Data { session, token }) => {
-                let sessions = self.sessions.lock().expect("no panics under the lock");
-                match sessions.get(&session).filter(|d| d.token == token) {
-                    Some(doorway) => {
-                        let _ = doorway.sender.send(Arrival::Rdma(request));
-                        doorway.device.wake();
-                    }
-                    None => request.reject(b"no such session"),
+            Ok(Hello::Data { token }) => {
+                if let Some(Arrival::Rdma(request)) = self.hand_in(&token, Arrival::Rdma(request)) {
+                    request.reject(b"no such session, or enough data channels");
                 }
             }
             Err(malformed) => {
@@ -237,21 +235,29 @@ impl Shared {
     fn admit(self: &Arc<Shared>, hello: &Hello, stream: TcpStream) {
         let Ok(peer) = stream.peer_addr() else { return };
         match hello {
-            Hello::Control { auth } if *auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Tcp(stream), peer);
+            Hello::Control { auth, token } if *auth == self.config.credentials.kind() => {
+                self.begin(Arrival::Tcp(stream), *token, peer);
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { session, token } => {
-                let sessions = self.sessions.lock().expect("no panics under the lock");
-                if let Some(doorway) = sessions.get(session).filter(|d| d.token == *token) {
-                    let _ = doorway.sender.send(Arrival::Tcp(stream));
-                    doorway.device.wake();
-                }
-            }
+            Hello::Data { token } => drop(self.hand_in(token, Arrival::Tcp(stream))),
         }
     }
 
-    fn begin(self: &Arc<Shared>, arrival: Arrival, peer: SocketAddr) {
+    /// Hands a data connection to its session; gives back one that has none, or enough.
+    fn hand_in(&self, token: &Token, arrival: Arrival) -> Option<Arrival> {
+        let mut sessions = self.sessions.lock().expect("no panics under the lock");
+        let Some(doorway) = sessions.get_mut(token).filter(|d| d.count < wire::CHANNELS_MAX) else {
+            return Some(arrival);
+        };
+        doorway.count += 1;
+        let given_back = doorway.sender.send(arrival).err().map(|e| e.0);
+        if let Some(device) = &doorway.device {
+            device.wake();
+        }
+        given_back
+    }
+
+    fn begin(self: &Arc<Shared>, arrival: Arrival, token: Token, peer: SocketAddr) {
         if self.active.fetch_add(1, Ordering::SeqCst) >= self.config.max_sessions {
             self.active.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%peer, "too many sessions");
@@ -261,9 +267,15 @@ impl Shared {
             return;
         }
         let shared = Arc::clone(self);
+        // Its data connections may come as soon as this one has been answered.
+        let Some((doors, arrivals)) = Doors::open(self, token) else {
+            self.active.fetch_sub(1, Ordering::SeqCst);
+            tracing::warn!(%peer, "refused: the token of another session");
+            return;
+        };
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
-            let outcome = Session { shared: &shared, peer }.run(arrival);
+            let outcome = Session { shared: &shared, doors, peer }.run(arrival, arrivals);
             match outcome {
                 Ok(Some(summary)) => tracing::info!(%peer, ?summary, "session done"),
                 Ok(None) => {}
@@ -285,6 +297,7 @@ impl Shared {
 /// One session on its thread.
 struct Session<'a> {
     shared: &'a Arc<Shared>,
+    doors: Doors,
     peer: SocketAddr,
 }
 
@@ -296,9 +309,10 @@ enum Work {
 }
 
 impl Session<'_> {
-    fn run(&self, arrival: Arrival) -> Result<Option<Summary>, SessionError> {
+    fn run(&self, arrival: Arrival, arrivals: Receiver<Arrival>) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
         let device = config.fabric.open()?;
+        self.doors.wake(&device);
         let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
         let rights = match self.rights(key) {
             Some(rights) => rights,
@@ -316,7 +330,7 @@ impl Session<'_> {
             Ok(work) => work,
             Err(why) => return self.refuse(link, why),
         };
-        self.negotiate(link, &asked, work)
+        self.negotiate(link, Channels::Take(arrivals), &asked, work)
     }
 
     fn refuse(&self, mut link: Link, why: String) -> Result<Option<Summary>, SessionError> {
@@ -402,19 +416,22 @@ impl Session<'_> {
         Ok(Work::Push(prepared, rename))
     }
 
-    fn negotiate(&self, mut link: Link, asked: &SessionRequest, work: Work) -> Result<Option<Summary>, SessionError> {
+    fn negotiate(
+        &self,
+        mut link: Link,
+        channels: Channels,
+        asked: &SessionRequest,
+        work: Work,
+    ) -> Result<Option<Summary>, SessionError> {
         let session = self.shared.next_session.fetch_add(1, Ordering::SeqCst);
-        let token = random();
         let (offers, rename, discard) = match &work {
             Work::Push(prepared, rename) => {
                 (prepared.wants_offers(&asked.options), rename.clone(), asked.export == DEV_EXPORT)
             }
             Work::Pull(_) | Work::List(_) => (false, None, false),
         };
-        let doors = Doors::open(self.shared, session, token, link.device());
         link.send(&Control::SessionReply(SessionReply {
             session,
-            token,
             rename,
             offers,
             discard,
@@ -426,21 +443,23 @@ impl Session<'_> {
             return Ok(None);
         }
         let config = &self.shared.config;
-        let block_len = loop {
-            let Control::BlockSize(len) = link.next_control()? else {
-                return Err(LinkError::Unexpected("message where a block size was due").into());
-            };
-            let accepted = acceptable_block(len) && len <= config.block_len_max;
-            link.send(&Control::BlockSizeReply { accepted, largest: config.block_len_max })?;
-            if accepted {
-                break len;
+        // Both may have been asked in one breath with the session.
+        let (mut block_len, mut count) = (None, None);
+        let (block_len, count) = loop {
+            match link.next_control()? {
+                Control::BlockSize(len) if block_len.is_none() => {
+                    let accepted = acceptable_block(len) && len <= config.block_len_max;
+                    link.send(&Control::BlockSizeReply { accepted, largest: config.block_len_max })?;
+                    block_len = accepted.then_some(len);
+                }
+                Control::Channels(wanted) if count.is_none() => count = Some(wanted.clamp(1, wire::CHANNELS_MAX)),
+                _ => return Err(LinkError::Unexpected("message in a negotiation").into()),
+            }
+            if let (Some(block_len), Some(count)) = (block_len, count) {
+                break (block_len, count);
             }
         };
-        let Control::Channels(count) = link.next_control()? else {
-            return Err(LinkError::Unexpected("message where a number of channels was due").into());
-        };
-        let count = count.clamp(1, wire::CHANNELS_MAX);
-        let blocks = config.blocks.clamp(4, 1024);
+        let blocks = blocks_for(link.round_trip(), block_len, config.blocks.clamp(4, 1024));
         let stages = self.shared.engines.pick();
         stages.attract();
         let engine = stages.with_pool(blocks, block_len as usize);
@@ -449,7 +468,7 @@ impl Session<'_> {
         link.set_peer_revocable(asked.revocable);
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };
         link.send(&Control::ChannelsReply(count))?;
-        doors.collect(&mut link, count, role)?;
+        link.join(&channels, count, role)?;
         let offers = match asked.direction {
             // The pulling end knows whether it has something to resume, and says so in its options.
             Direction::Pull => asked.options.update || asked.into_directory,
@@ -458,6 +477,7 @@ impl Session<'_> {
         let terms = Terms {
             session,
             block_len,
+            long_path: link.is_long(),
             verify: wire::algorithm(asked.verify).map_err(LinkError::from)?,
             sealer: asked.data_key.map(|key| Arc::new(Sealer::new(&key))),
             options: asked.options.clone(),
@@ -468,8 +488,8 @@ impl Session<'_> {
             tracing::info!(path = %String::from_utf8_lossy(&report.path), message = report.message, "not copied");
         });
         let outcome = match work {
-            Work::Push(prepared, _) => sink::run(link, &engine, &terms, prepared, &progress, &on_report, true),
-            Work::Pull(roots) => source::run(link, &engine, &terms, roots, offers, &progress, &on_report),
+            Work::Push(prepared, _) => sink::run(link, &channels, &engine, &terms, prepared, &progress, &on_report),
+            Work::Pull(roots) => source::run(link, &channels, &engine, &terms, roots, offers, &progress, &on_report),
             Work::List(_) => unreachable!("answered above"),
         };
         outcome.map(Some)
@@ -482,43 +502,35 @@ pub(crate) fn acceptable_block(len: u32) -> bool {
 }
 
 /// A session's entry in the table of those that expect data connections.
-struct Doors<'a> {
-    shared: &'a Shared,
-    session: u32,
-    receiver: Receiver<Arrival>,
+struct Doors {
+    shared: Arc<Shared>,
+    token: Token,
 }
 
-impl<'a> Doors<'a> {
-    fn open(shared: &'a Shared, session: u32, token: [u8; 16], device: &Device) -> Doors<'a> {
+impl Doors {
+    /// `None` if another session uses the token.
+    fn open(shared: &Arc<Shared>, token: Token) -> Option<(Doors, Receiver<Arrival>)> {
         let (sender, receiver) = channel();
-        let doorway = Doorway { token, sender, device: device.clone() };
-        shared.sessions.lock().expect("no panics under the lock").insert(session, doorway);
-        Doors { shared, session, receiver }
+        let mut sessions = shared.sessions.lock().expect("no panics under the lock");
+        match sessions.entry(token) {
+            Entry::Occupied(_) => return None,
+            Entry::Vacant(entry) => entry.insert(Doorway { sender, count: 0, device: None }),
+        };
+        Some((Doors { shared: Arc::clone(shared), token }, receiver))
     }
 
-    fn collect(&self, link: &mut Link, count: u32, role: Role) -> Result<(), SessionError> {
-        let deadline = Instant::now() + Duration::from_secs(15);
-        let mut missing = count;
-        while missing > 0 {
-            match self.receiver.try_recv() {
-                Ok(arrival) => {
-                    link.accept_data(arrival, role)?;
-                    missing -= 1;
-                }
-                Err(_) => {
-                    let left = deadline.checked_duration_since(Instant::now()).ok_or(LinkError::Silent)?;
-                    // Ends at once if the caller has gone.
-                    link.wait(left)?;
-                }
-            }
+    /// From now on, who waits on the device hears of arrivals.
+    fn wake(&self, device: &Device) {
+        let mut sessions = self.shared.sessions.lock().expect("no panics under the lock");
+        if let Some(doorway) = sessions.get_mut(&self.token) {
+            doorway.device = Some(device.clone());
         }
-        Ok(())
     }
 }
 
-impl Drop for Doors<'_> {
+impl Drop for Doors {
     fn drop(&mut self) {
-        self.shared.sessions.lock().expect("no panics under the lock").remove(&self.session);
+        self.shared.sessions.lock().expect("no panics under the lock").remove(&self.token);
     }
 }
 

@@ -149,6 +149,8 @@ pub struct Terms {
     pub session: u32,
     /// Payload of a block.
     pub block_len: u32,
+    /// The path is a long one, which some channels may fill faster than others.
+    pub long_path: bool,
     /// End-to-end verification.
     pub verify: Algorithm,
     /// Seals the data plane.

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_fabric::iwarp;
-use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair};
+use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, random};
 use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
-use thruway_transfer::link::{Link, LinkError, LinkEvent, Role, Transport};
+use thruway_transfer::link::{Call, Channels, Link, LinkError, LinkEvent, Role, Transport};
 use thruway_transfer::wire::*;
 
 const BLOCK: u32 = 64 << 10;
@@ -41,8 +41,14 @@ impl Lab {
     }
 
     fn connect(&self) -> Link {
+        self.call(random()).unwrap()
+    }
+
+    fn call(&self, token: Token) -> Result<Link, LinkError> {
         let device = iwarp::Config::default().open().unwrap();
-        Link::connect(device, Transport::Rdma, self.addr, &Credentials::Keys(KeyPair::generate())).unwrap().0
+        let credentials = &Credentials::Keys(KeyPair::generate());
+        let call = Call { addr: self.addr, credentials, token, early: None };
+        Link::connect(device, Transport::Rdma, &call).map(|(link, _)| link)
     }
 
     fn request(&self) -> SessionRequest {
@@ -63,7 +69,8 @@ impl Lab {
 
     /// A session that is ready to send blocks.
     fn session(&self) -> Liar {
-        let mut link = self.connect();
+        let token = random();
+        let mut link = self.call(token).unwrap();
         link.send(&Control::Session(Box::new(self.request()))).unwrap();
         let Control::SessionReply(reply) = link.next_control().unwrap() else { panic!("no reply") };
         link.send(&Control::BlockSize(BLOCK)).unwrap();
@@ -72,8 +79,8 @@ impl Lab {
         assert_eq!(link.next_control().unwrap(), Control::ChannelsReply(1));
         let pool = BlockPool::new(8, BLOCK as usize).unwrap();
         link.attach(&pool).unwrap();
-        link.open_data(self.addr, reply.session, reply.token, 1, Role::Source).unwrap();
-        link.send(&Control::RegionRequest).unwrap();
+        let channels = Channels::Open { addr: self.addr, token, grow: false };
+        link.join(&channels, 1, Role::Source).unwrap();
         let Control::RegionReply(credits) = link.next_control().unwrap() else { panic!("no credits") };
         Liar { link, pool, session: reply.session, credits }
     }
@@ -331,6 +338,7 @@ fn messages_out_of_turn_end_the_session() {
         Control::Verdict { batch: 0, answers: vec![Answer::Send] },
         Control::DataSetReply(Summary::default()),
         Control::Channels(3),
+        Control::MoreChannels(3),
         Control::DataSetComplete(u64::MAX),
         Control::RegionReply(vec![Credit { block: 0, addr: 0, rkey: 0 }]),
     ] {
@@ -386,6 +394,21 @@ fn strangers_at_the_door_harm_nobody() {
         }
         open.push(stream);
     }
+    lab.check_alive();
+}
+
+#[test]
+fn data_connections_that_nobody_expects_are_refused() {
+    use std::io::{Read, Write};
+    let lab = Lab::new();
+    let greeting = Hello::Data { token: random() }.encode();
+    let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
+    stream.write_all(&[b"TWFT", &(greeting.len() as u16).to_be_bytes()[..], &greeting].concat()).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "no such session");
+    let token = random();
+    let first = lab.call(token).unwrap();
+    assert!(lab.call(token).is_err(), "two sessions with one token");
+    drop(first);
     lab.check_alive();
 }
 

@@ -6,6 +6,7 @@ use super::device::{CompletionRing, Context};
 use super::mpa::{self, Agreement, Frame, Preferences};
 use super::socket;
 use crate::ConnectionInfo;
+use crate::path::{self, Path};
 use crate::provider::{Event, QueuePairOps};
 use crate::types::{
     ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
@@ -54,6 +55,8 @@ enum Phase {
 struct Connecting {
     stream: TcpStream,
     peer: SocketAddr,
+    /// The congestion control to use, if one is wanted.
+    congestion: Option<String>,
     prefs: Preferences,
     /// The request frame and how much of it is out.
     request: Vec<u8>,
@@ -171,7 +174,7 @@ impl Endpoint {
             local,
             ird: agreement.ird,
             ord: agreement.ord,
-            round_trip: None,
+            path: None,
             detail: format!(
                 "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} octets, RFC 7306 {}, {}",
                 agreement.revision,
@@ -393,6 +396,7 @@ impl Connecting {
                 return Ok(None);
             }
             self.connected = true;
+            path::fit(&self.stream, self.peer, self.congestion.as_deref());
         }
         while self.sent < self.request.len() {
             match std::io::Write::write(&mut self.stream, &self.request[self.sent..]) {
@@ -528,12 +532,13 @@ impl QueuePairOps for Endpoint {
             peer: Some(addr),
             source,
         })?;
-        let tuned = socket::tune(&stream, addr, config.congestion.as_deref());
+        let tuned = socket::tune(&stream);
         tuned.map_err(|source| Error::Io { op: "preparing the socket to", peer: Some(addr), source })?;
         self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
         guard.phase = Phase::Connecting(Connecting {
             stream,
             peer: addr,
+            congestion: config.congestion.clone(),
             prefs,
             request: mpa::request(&prefs, &params.private_data).encode(),
             sent: 0,
@@ -565,7 +570,7 @@ impl QueuePairOps for Endpoint {
         let guard = self.lock();
         let mut info = guard.info.clone()?;
         if let Phase::Live(live) = &guard.phase {
-            info.round_trip = socket::round_trip(&live.stream);
+            info.path = Path::of(&live.stream);
         }
         Some(info)
     }

@@ -5,6 +5,7 @@ use super::endpoint::Endpoint;
 use super::mpa::{self, Frame};
 use super::socket;
 use crate::ListenOptions;
+use crate::path;
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
 use crate::types::{ConnectParams, Error, Result};
 use std::io::Read;
@@ -249,9 +250,8 @@ impl Drop for Request {
 }
 
 pub(super) fn prepare(stream: &TcpStream, peer: SocketAddr, ctx: &Context) -> Result<()> {
-    socket::tune(stream, peer, ctx.config().congestion.as_deref()).map_err(|source| Error::Io {
-        op: "preparing the socket from",
-        peer: Some(peer),
-        source,
-    })
+    let tuned = socket::tune(stream);
+    tuned.map_err(|source| Error::Io { op: "preparing the socket from", peer: Some(peer), source })?;
+    path::fit(stream, peer, ctx.config().congestion.as_deref());
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! System calls on TCP sockets: options, and vectored transfers on raw memory.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
@@ -23,26 +23,14 @@ pub(super) fn start_connect(addr: SocketAddr) -> io::Result<TcpStream> {
 
 /// Applies what every iWARP socket wants. Options the system refuses are left alone: they tune,
 /// they do not decide correctness.
-pub(super) fn tune(stream: &TcpStream, peer: SocketAddr, congestion: Option<&str>) -> io::Result<()> {
+pub(super) fn tune(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     let _ = sockopt::set_socket_keepalive(stream, true);
     let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(20));
     let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10));
     let _ = sockopt::set_tcp_user_timeout(stream, USER_TIMEOUT.as_millis() as u32);
-    // Model-based congestion control paces by a measured rate, which on the loopback device
-    // costs half the throughput; a loss-based one is right where nothing is ever lost.
-    let wanted = congestion.or(is_same_host(peer.ip()).then_some("cubic"));
-    if let Some(name) = wanted
-        && let Err(error) = sockopt::set_tcp_congestion(stream, name)
-    {
-        tracing::debug!(name, %error, "congestion control not available");
-    }
     Ok(())
-}
-
-fn is_same_host(ip: IpAddr) -> bool {
-    ip.to_canonical().is_loopback()
 }
 
 /// The congestion control in force, for people.
@@ -71,18 +59,6 @@ pub(super) fn max_segment(stream: &TcpStream) -> usize {
         libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_MAXSEG, (&raw mut value).cast(), &raw mut len)
     };
     if rc == 0 && value > 0 { value as usize } else { 536 }
-}
-
-/// The round trip TCP measures now.
-pub(super) fn round_trip(stream: &TcpStream) -> Option<Duration> {
-    // SAFETY: an all-zero tcp_info is valid, being integers throughout.
-    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: `info` and `len` are valid for writing and describe each other.
-    let rc = unsafe {
-        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut len)
-    };
-    (rc == 0 && info.tcpi_rtt > 0).then(|| Duration::from_micros(info.tcpi_rtt.into()))
 }
 
 /// Sends from memory described by `iov`. `Ok(None)` if TCP takes nothing now.

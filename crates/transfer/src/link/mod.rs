@@ -3,27 +3,32 @@
 //! The link moves messages and blocks and keeps queues from running dry; what they mean is
 //! [`crate::source`]'s and [`crate::sink`]'s business.
 
+mod growth;
 mod rdma;
 mod tcp;
 
+pub(crate) use growth::{Growth, blocks_for, first_channels};
 pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
 use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;
-use crate::wire::{BlockHeader, Completion, Control, Credit, Malformed};
+use crate::wire::{BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
 use tcp::TcpLink;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
-use thruway_fabric::{ConnectionError, ConnectionRequest, Device};
+use thruway_fabric::{ConnectionError, ConnectionRequest, Device, Path};
 
 /// Something is said at least this often, so that silence means trouble.
 const HEARTBEAT: Duration = Duration::from_secs(10);
+/// How long the first data channels may take.
+const JOIN_PATIENCE: Duration = Duration::from_secs(15);
 /// Silence of this length ends the session.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
@@ -114,6 +119,48 @@ pub enum Arrival {
     Tcp(TcpStream),
 }
 
+/// Where a session's data channels come from.
+pub enum Channels {
+    /// This end opens them.
+    Open {
+        /// At this address.
+        addr: SocketAddr,
+        /// For the session of the control connection that showed this.
+        token: Token,
+        /// More may be opened when those there are limit the rate.
+        grow: bool,
+    },
+    /// The peer does.
+    Take(Receiver<Arrival>),
+}
+
+/// Whom to call, and how.
+pub struct Call<'a> {
+    /// The peer.
+    pub addr: SocketAddr,
+    /// Who we are.
+    pub credentials: &'a Credentials,
+    /// Joins the connections of the session.
+    pub token: Token,
+    /// On a long path, data channels are opened while the session is still being agreed on, for
+    /// this role; so many, or as many as the path wants.
+    pub early: Option<(Role, Option<u32>)>,
+}
+
+impl Call<'_> {
+    fn hello(&self) -> Hello {
+        Hello::Control { auth: self.credentials.kind(), token: self.token }
+    }
+
+    /// The data channels to open now, given the path: their greeting, number and role.
+    fn early_channels(&self, path: Option<Path>) -> Option<(Hello, u32, Role)> {
+        let (role, count) = self.early?;
+        let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= growth::ROUND_TRIP_MIN)?;
+        let count = count.unwrap_or_else(|| first_channels(Some(round_trip)));
+        Some((Hello::Data { token: self.token }, count.min(CHANNELS_MAX), role))
+    }
+}
+
 /// One end of a session's connections.
 pub struct Link(Inner);
 
@@ -193,16 +240,15 @@ impl Link {
     pub fn connect(
         device: Device,
         transport: Transport,
-        addr: SocketAddr,
-        credentials: &Credentials,
+        call: &Call<'_>,
     ) -> Result<(Link, Option<PublicKey>), LinkError> {
         Ok(match transport {
             Transport::Rdma => {
-                let (link, key) = RdmaLink::connect(device, addr, credentials)?;
+                let (link, key) = RdmaLink::connect(device, call)?;
                 (Link(Inner::Rdma(Box::new(link))), key)
             }
             Transport::Tcp => {
-                let (link, key) = TcpLink::connect(device, addr, credentials)?;
+                let (link, key) = TcpLink::connect(device, call)?;
                 (Link(Inner::Tcp(Box::new(link))), key)
             }
         })
@@ -251,33 +297,68 @@ impl Link {
         }
     }
 
-    /// Opens the data channels of a session (connecting end).
+    /// Waits for the first `count` data channels of a session, opening them if that is this end's
+    /// task. Later ones join with [`Link::more`] and [`Link::take_arrivals`].
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn open_data(
-        &mut self,
-        addr: SocketAddr,
-        session: u32,
-        token: [u8; 16],
-        count: u32,
-        role: Role,
-    ) -> Result<(), LinkError> {
-        match &mut self.0 {
-            Inner::Rdma(link) => link.open_data(addr, session, token, count, role),
-            Inner::Tcp(link) => link.open_data(addr, session, token, count, role),
+    pub fn join(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
+        match channels {
+            Channels::Open { .. } => {
+                self.more(channels, count.saturating_sub(self.count() as u32), role)?;
+                each!(self, link => link.until_joined(count as usize))
+            }
+            Channels::Take(_) => {
+                let deadline = Instant::now() + JOIN_PATIENCE;
+                while self.count() < count as usize {
+                    if !self.take_arrivals(channels, role)? {
+                        let left = deadline.checked_duration_since(Instant::now()).ok_or(LinkError::Silent)?;
+                        // Ends at once if the caller has gone.
+                        self.wait(left)?;
+                    }
+                }
+                Ok(())
+            }
         }
     }
 
-    /// Takes one data channel of a session (accepting end).
+    /// Starts to open `count` data channels more, as far as there may be so many.
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn accept_data(&mut self, arrival: Arrival, role: Role) -> Result<(), LinkError> {
-        match (&mut self.0, arrival) {
-            (Inner::Rdma(link), Arrival::Rdma(request)) => link.accept_data(request, role),
-            (Inner::Tcp(link), Arrival::Tcp(stream)) => link.accept_data(stream, role),
-            _ => Err(LinkError::Unexpected("kind of data channel")),
+    pub fn more(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
+        let Channels::Open { addr, token, .. } = channels else { return Ok(()) };
+        let count = count.min(CHANNELS_MAX.saturating_sub(self.count() as u32));
+        let hello = Hello::Data { token: *token };
+        each!(self, link => link.open_data(*addr, &hello, count, role))
+    }
+
+    /// Takes the data channels that have come since; whether there were any.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn take_arrivals(&mut self, channels: &Channels, role: Role) -> Result<bool, LinkError> {
+        let Channels::Take(arrivals) = channels else { return Ok(false) };
+        let mut any = false;
+        while let Ok(arrival) = arrivals.try_recv() {
+            any = true;
+            if self.count() >= CHANNELS_MAX as usize {
+                continue;
+            }
+            match (&mut self.0, arrival) {
+                (Inner::Rdma(link), Arrival::Rdma(request)) => link.accept_data(request, role)?,
+                (Inner::Tcp(link), Arrival::Tcp(stream)) => link.accept_data(stream, role)?,
+                _ => return Err(LinkError::Unexpected("kind of data channel")),
+            }
+        }
+        Ok(any)
+    }
+
+    /// How many data channels there are, or will be when those under way are open.
+    pub fn count(&self) -> usize {
+        match &self.0 {
+            Inner::Rdma(link) => link.count(),
+            Inner::Tcp(link) => link.count(),
         }
     }
 
@@ -315,9 +396,23 @@ impl Link {
 
     /// Round trip to the peer, where it is known.
     pub fn round_trip(&self) -> Option<Duration> {
+        let control = match &self.0 {
+            Inner::Rdma(link) => link.control_path(),
+            Inner::Tcp(link) => link.control_path(),
+        };
+        control.map(|path| path.round_trip)
+    }
+
+    /// Whether the path is known to be a long one.
+    pub fn is_long(&self) -> bool {
+        self.round_trip().is_some_and(|rtt| rtt >= growth::ROUND_TRIP_MIN)
+    }
+
+    /// What is known of the data channels' paths.
+    pub fn paths(&self) -> Vec<Path> {
         match &self.0 {
-            Inner::Rdma(link) => link.round_trip(),
-            Inner::Tcp(_) => None,
+            Inner::Rdma(link) => link.paths(),
+            Inner::Tcp(link) => link.paths(),
         }
     }
 
@@ -350,6 +445,14 @@ impl Link {
         match &self.0 {
             Inner::Rdma(link) => link.expose(block),
             Inner::Tcp(_) => Err(LinkError::Unexpected("credit")),
+        }
+    }
+
+    /// Whether a block that is handed in now would leave soon.
+    pub fn has_room(&self) -> bool {
+        match &self.0 {
+            Inner::Rdma(link) => link.has_room(),
+            Inner::Tcp(_) => true,
         }
     }
 

@@ -1,9 +1,10 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::{ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
+use super::growth::ROUND_TRIP_MIN;
+use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, PublicKey, SEAL_LEN, Secured};
-use crate::protocol::WINDOW_MAX;
+use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
 use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -12,8 +13,8 @@ use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{
     Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device,
-    MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp,
-    SendRequest, Status, WorkCompletion,
+    MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags,
+    SendOp, SendRequest, Status, WorkCompletion,
 };
 
 /// Receives each end keeps posted for control messages.
@@ -22,6 +23,8 @@ const CONTROL_RECEIVES: usize = 20;
 const CONTROL_RESERVE: usize = 8;
 /// A message that only returns receives is due when this many have been used.
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
+/// Blocks one channel has under way on a long path: one that leaves and one behind it.
+const UNDER_WAY_MAX: usize = 2;
 const SLOT_LEN: usize = 8192;
 const NOTICE_LEN: usize = 32;
 
@@ -40,7 +43,7 @@ pub(crate) struct RdmaLink {
     slots: Arc<Buffer>,
     slots_mr: MemoryRegion,
     free_send_slots: Vec<usize>,
-    outbox: VecDeque<Vec<u8>>,
+    outbox: VecDeque<Control>,
     /// Credits of the peer are revoked with their notification.
     peer_revocable: bool,
     secured: Option<Secured>,
@@ -50,6 +53,10 @@ pub(crate) struct RdmaLink {
     /// Receives posted anew and not yet told to the peer.
     owed: usize,
     data: Vec<DataChannel>,
+    /// The path to the peer is a long one, over TCP.
+    long: bool,
+    /// The session goes on without data channels that fail to open from now on.
+    joined: bool,
     /// The blocks, once they are attached, and their registration.
     pool: Option<(Arc<BlockPool>, MemoryRegion)>,
     /// Blocks being written, by their number.
@@ -62,10 +69,11 @@ pub(crate) struct RdmaLink {
 
 struct DataChannel {
     qp: QueuePair,
+    role: Role,
     notices: Option<(Arc<Buffer>, MemoryRegion)>,
     /// Writes under way.
     under_way: usize,
-    /// Writes of this channel complete in order, so the block of the oldest is known.
+    /// It can be used.
     established: bool,
 }
 
@@ -103,6 +111,8 @@ impl RdmaLink {
             owed: 0,
             peer_revocable: true,
             data: Vec::new(),
+            long: false,
+            joined: false,
             pool: None,
             writing: Vec::new(),
             completions: Vec::new(),
@@ -120,16 +130,15 @@ impl RdmaLink {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub(crate) fn connect(
-        device: Device,
-        addr: SocketAddr,
-        credentials: &Credentials,
-    ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
+    pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let private_data = Hello::Control { auth: credentials.kind() }.encode();
-        link.control.connect(addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
+        let private_data = call.hello().encode();
+        link.control.connect(call.addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
         link.until_established(|link| link.control.info().is_some())?;
-        let peer = link.shake(credentials, true)?;
+        if let Some((hello, count, role)) = call.early_channels(link.control_path()) {
+            link.open_data(call.addr, &hello, count, role)?;
+        }
+        let peer = link.shake(call.credentials, true)?;
         Ok((link, peer))
     }
 
@@ -154,6 +163,7 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn attach(&mut self, pool: &Arc<BlockPool>) -> Result<(), LinkError> {
         let mr = self.pd.register(pool.buffer(), Access::LOCAL_WRITE)?;
+        self.long = self.control_path().is_some_and(|p| p.round_trip >= ROUND_TRIP_MIN);
         self.writing = (0..pool.count()).map(|_| None).collect();
         self.pool = Some((Arc::clone(pool), mr));
         Ok(())
@@ -177,32 +187,40 @@ impl RdmaLink {
     pub(crate) fn open_data(
         &mut self,
         addr: SocketAddr,
-        session: u32,
-        token: [u8; 16],
+        hello: &Hello,
         count: u32,
         role: Role,
     ) -> Result<(), LinkError> {
-        let private_data = Hello::Data { session, token }.encode();
-        let params = ConnectParams { private_data, ..ConnectParams::default() };
+        let params = ConnectParams { private_data: hello.encode(), ..ConnectParams::default() };
         for _ in 0..count {
             let channel = self.new_channel(role)?;
             channel.qp.connect(addr, &params)?;
             self.data.push(channel);
         }
-        self.until_established(|link| link.data.iter().all(|c| c.established))?;
-        if role == Role::Sink {
-            // An iWARP responder may not send before the initiator has (RFC 5044 §7.1.3), and the
-            // blocks come from there.
-            for channel in &self.data {
-                channel.qp.post_send(&SendRequest {
-                    wr_id: 0,
-                    op: SendOp::Send { invalidate: None },
-                    payload: Payload::Sges(&[]),
-                    flags: SendFlags::SIGNALED,
-                })?;
-            }
-        }
         Ok(())
+    }
+
+    /// Whether a block would leave soon. Where TCP carries the writes on a long path, a block that
+    /// waits behind others of its channel could have left by another one.
+    pub(crate) fn has_room(&self) -> bool {
+        !self.long || self.data.iter().any(|c| c.established && c.under_way < UNDER_WAY_MAX)
+    }
+
+    /// Waits until so many data channels that this end opened can be used.
+    pub(crate) fn until_joined(&mut self, count: usize) -> Result<(), LinkError> {
+        self.until_established(|link| link.data.iter().filter(|c| c.established).count() >= count)?;
+        self.joined = true;
+        Ok(())
+    }
+
+    /// Data channels, with those under way.
+    pub(crate) fn count(&self) -> usize {
+        self.data.len()
+    }
+
+    /// What is known of the data channels' paths.
+    pub(crate) fn paths(&self) -> Vec<Path> {
+        self.data.iter().filter_map(|c| c.qp.info()?.path).collect()
     }
 
     /// Takes one data channel of a session (accepting end).
@@ -227,7 +245,7 @@ impl RdmaLink {
             Role::Sink => (1, WINDOW_MAX as u32),
         };
         let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send, max_recv, max_sge: 1 })?;
-        let mut channel = DataChannel { qp, notices: None, under_way: 0, established: false };
+        let mut channel = DataChannel { qp, role, notices: None, under_way: 0, established: false };
         if role == Role::Sink {
             let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN)?);
             let mr = self.pd.register(&buffer, Access::LOCAL_WRITE)?;
@@ -249,9 +267,9 @@ impl RdmaLink {
         &self.device
     }
 
-    /// Round trip to the peer.
-    pub(crate) fn round_trip(&self) -> Option<Duration> {
-        self.data.first()?.qp.info()?.round_trip
+    /// What is known of the path to the peer.
+    pub(crate) fn control_path(&self) -> Option<Path> {
+        self.control.info()?.path
     }
 
     /// What was agreed on the control connection, for people.
@@ -264,10 +282,7 @@ impl RdmaLink {
     /// # Errors
     /// [`LinkError`].
     pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
-        // The receives we owe ride along; the number is put in when the message goes out.
-        let plain = message.encode(0);
-        debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} octets", plain.len());
-        self.outbox.push_back(plain);
+        self.queue(message.clone());
         self.flush()
     }
 
@@ -277,22 +292,35 @@ impl RdmaLink {
         let _ = self.send(&Control::Abort(why));
     }
 
+    /// Puts a message behind those that wait for room; credits join credits that wait.
+    fn queue(&mut self, message: Control) {
+        if let (Control::RegionReply(new), Some(Control::RegionReply(waiting))) = (&message, self.outbox.back_mut())
+            && waiting.len() + new.len() <= CREDITS_PER_REPLY
+        {
+            waiting.extend_from_slice(new);
+            return;
+        }
+        self.outbox.push_back(message);
+    }
+
     fn flush(&mut self) -> Result<(), LinkError> {
         while self.peer_room > 0 && !self.free_send_slots.is_empty() {
-            let Some(plain) = self.outbox.pop_front() else { break };
+            let Some(message) = self.outbox.pop_front() else { break };
             self.peer_room -= 1;
-            self.transmit(plain)?;
+            self.transmit(&message)?;
         }
         // Returning receives must not wait for room, or both ends could wait for each other; the
         // reserve is for this.
         if self.owed >= RETURN_AT && !self.free_send_slots.is_empty() {
-            self.transmit(Control::Receives.encode(0))?;
+            self.transmit(&Control::Receives)?;
         }
         Ok(())
     }
 
-    fn transmit(&mut self, mut plain: Vec<u8>) -> Result<(), LinkError> {
-        plain[2] = self.owed as u8;
+    fn transmit(&mut self, message: &Control) -> Result<(), LinkError> {
+        // The receives we owe ride along.
+        let plain = message.encode(self.owed as u8);
+        debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} octets", plain.len());
         self.owed = 0;
         let sealed = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?.seal(&plain);
         self.send_octets(sealed)
@@ -363,7 +391,8 @@ impl RdmaLink {
                 flags: SendFlags::SIGNALED,
             },
         ];
-        let channel = self.data.iter_mut().min_by_key(|c| c.under_way).ok_or(LinkError::Unexpected("block"))?;
+        let open = self.data.iter_mut().filter(|c| c.established);
+        let channel = open.min_by_key(|c| c.under_way).ok_or(LinkError::Unexpected("block"))?;
         self.writing[index] = Some(block.expose());
         channel.under_way += 1;
         channel.qp.post_sends(&requests).map_err(|(_, error)| match channel.qp.error() {
@@ -393,7 +422,7 @@ impl RdmaLink {
             }
             if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() && !self.free_send_slots.is_empty()
             {
-                self.transmit(Control::Receives.encode(0))?;
+                self.transmit(&Control::Receives)?;
             }
             self.device.wait(Some(limit.min(HEARTBEAT)))?;
             self.cq.poll(&mut completions, 256);
@@ -421,8 +450,10 @@ impl RdmaLink {
         match self.device.poll_event() {
             None => Ok(false),
             Some(ConnectionEvent::Established { qp_num, .. }) => {
-                if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == qp_num) {
-                    channel.established = true;
+                if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == qp_num)
+                    && !std::mem::replace(&mut channel.established, true)
+                {
+                    channel.greet()?;
                 }
                 Ok(true)
             }
@@ -432,10 +463,12 @@ impl RdmaLink {
                     return Ok(true);
                 }
                 if qp_num == self.control.number() {
-                    Err(LinkError::Closed(cause))
-                } else {
-                    Err(LinkError::DataLost(cause))
+                    return Err(LinkError::Closed(cause));
                 }
+                // One that was to be added and could not be is no loss.
+                let before = self.data.len();
+                self.data.retain(|c| !self.joined || c.established || c.qp.number() != qp_num);
+                if self.data.len() == before { Err(LinkError::DataLost(cause)) } else { Ok(true) }
             }
             Some(_) => Ok(true),
         }
@@ -550,6 +583,20 @@ impl ControlChannel for RdmaLink {
 const CHANNEL_COMPLETIONS: usize = 2 * WINDOW_MAX + 1;
 
 impl DataChannel {
+    /// Where this end opened the channel and the blocks come from the other, says a first word: an
+    /// iWARP responder may not send before the initiator has (RFC 5044 §7.1.3).
+    fn greet(&self) -> Result<(), LinkError> {
+        if self.role == Role::Sink {
+            self.qp.post_send(&SendRequest {
+                wr_id: 0,
+                op: SendOp::Send { invalidate: None },
+                payload: Payload::Sges(&[]),
+                flags: SendFlags::SIGNALED,
+            })?;
+        }
+        Ok(())
+    }
+
     fn post_notice_receive(&self, slot: usize) -> Result<(), LinkError> {
         let (_, mr) = self.notices.as_ref().expect("posted for sinks only");
         let sge = [mr.sge(slot * NOTICE_LEN, NOTICE_LEN as u32)];

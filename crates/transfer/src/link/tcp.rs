@@ -5,7 +5,7 @@
 //! `sendfile` at the source, `splice` at the sink. There are no credits: TCP's window and the
 //! pool's blocks are the flow control.
 
-use super::{ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
+use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, PublicKey, Secured};
 use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed};
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
-use thruway_fabric::{ConnectionError, Device};
+use thruway_fabric::{ConnectionError, Device, Path, path};
 
 /// How long a peer may take to say who it is.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -94,10 +94,7 @@ fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {
 fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(SILENCE_MAX))?;
-    if peer.ip().to_canonical().is_loopback() {
-        // As the iWARP provider does: a pacing algorithm halves the loopback device's rate.
-        let _ = rustix::net::sockopt::set_tcp_congestion(stream, "cubic");
-    }
+    path::fit(stream, peer, None);
     Ok(())
 }
 
@@ -107,9 +104,14 @@ enum News {
     ControlEnded(ConnectionError),
     Sent(Block),
     Received(Block, BlockHeader),
-    Placed { sequence: u32, len: u32 },
+    Placed {
+        sequence: u32,
+        len: u32,
+    },
     Malformed(Malformed),
     DataEnded(ConnectionError),
+    /// A data channel that was to be opened has been, or could not be.
+    Opened(Result<TcpStream, LinkError>, Role),
 }
 
 #[derive(Clone)]
@@ -141,6 +143,12 @@ pub(crate) struct TcpLink {
     raw: VecDeque<Vec<u8>>,
     pool: Option<Arc<BlockPool>>,
     data: Vec<TcpStream>,
+    /// Data channels that are being opened.
+    opening: usize,
+    /// The session goes on without data channels that fail to open from now on.
+    joined: bool,
+    /// Takes pieces off data channels, at a sink.
+    receive: Option<Arc<dyn Receive>>,
     /// To the sending threads; they share one queue, so that a slow channel takes less.
     outgoing: Option<Sender<Outgoing>>,
     queue: Arc<Mutex<Receiver<Outgoing>>>,
@@ -154,14 +162,14 @@ pub(crate) struct TcpLink {
 }
 
 impl TcpLink {
-    pub(crate) fn connect(
-        device: Device,
-        addr: SocketAddr,
-        credentials: &Credentials,
-    ) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
-        let stream = dial(addr, &Hello::Control { auth: credentials.kind() })?;
+    pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
+        let stream = dial(call.addr, &call.hello())?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(credentials, true)?;
+        let peer = link.shake(call.credentials, true)?;
+        // Not before: the peer must have seen the greeting that goes before theirs.
+        if let Some((hello, count, role)) = call.early_channels(link.control_path()) {
+            link.open_data(call.addr, &hello, count, role)?;
+        }
         Ok((link, peer))
     }
 
@@ -195,6 +203,9 @@ impl TcpLink {
             raw: VecDeque::new(),
             pool: None,
             data: Vec::new(),
+            opening: 0,
+            joined: false,
+            receive: None,
             outgoing: Some(outgoing),
             queue: Arc::new(Mutex::new(queue)),
             ready: VecDeque::new(),
@@ -209,19 +220,47 @@ impl TcpLink {
         self.pool = Some(Arc::clone(pool));
     }
 
+    /// Starts to open data channels, all at once.
     pub(crate) fn open_data(
         &mut self,
         addr: SocketAddr,
-        session: u32,
-        token: [u8; 16],
+        hello: &Hello,
         count: u32,
         role: Role,
     ) -> Result<(), LinkError> {
+        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         for _ in 0..count {
-            let stream = dial(addr, &Hello::Data { session, token })?;
-            self.add_data(stream, role)?;
+            let (teller, hello) = (self.teller.clone(), hello.clone());
+            spawn("open", move || teller.tell(News::Opened(dial(addr, &hello), role))).map_err(lost)?;
+            self.opening += 1;
         }
         Ok(())
+    }
+
+    /// Waits until so many data channels are open.
+    pub(crate) fn until_joined(&mut self, count: usize) -> Result<(), LinkError> {
+        let deadline = Instant::now() + JOIN_PATIENCE;
+        while self.data.len() < count {
+            let left = deadline.checked_duration_since(Instant::now()).ok_or(LinkError::Silent)?;
+            self.turn(left)?;
+        }
+        self.joined = true;
+        Ok(())
+    }
+
+    /// Data channels, with those under way.
+    pub(crate) fn count(&self) -> usize {
+        self.data.len() + self.opening
+    }
+
+    /// What is known of the data channels' paths.
+    pub(crate) fn paths(&self) -> Vec<Path> {
+        self.data.iter().filter_map(Path::of).collect()
+    }
+
+    /// What is known of the path to the peer.
+    pub(crate) fn control_path(&self) -> Option<Path> {
+        Path::of(&self.control)
     }
 
     pub(crate) fn accept_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
@@ -241,19 +280,25 @@ impl TcpLink {
             let (reader, teller) = (stream.try_clone().map_err(lost)?, self.teller.clone());
             spawn("watch", move || teller.tell(News::DataEnded(await_end(&reader)))).map_err(lost)?;
         }
+        if role == Role::Sink && self.receive.is_some() {
+            self.receive_from(&stream)?;
+        }
         self.data.push(stream);
         Ok(())
     }
 
     pub(crate) fn start_receiving(&mut self, receive: &Arc<dyn Receive>) -> Result<(), LinkError> {
+        self.receive = Some(Arc::clone(receive));
+        self.data.iter().try_for_each(|stream| self.receive_from(stream))
+    }
+
+    fn receive_from(&self, stream: &TcpStream) -> Result<(), LinkError> {
         let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
-        let pool = self.pool.clone().ok_or(LinkError::Unexpected("block"))?;
-        for stream in &self.data {
-            let stream = stream.try_clone().map_err(lost)?;
-            let (pool, receive, teller) = (Arc::clone(&pool), Arc::clone(receive), self.teller.clone());
-            spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller)).map_err(lost)?;
-        }
-        Ok(())
+        let (Some(pool), Some(receive)) = (self.pool.clone(), self.receive.clone()) else {
+            return Err(LinkError::Unexpected("block"));
+        };
+        let (stream, teller) = (stream.try_clone().map_err(lost)?, self.teller.clone());
+        spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller)).map_err(lost)
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -359,6 +404,14 @@ impl TcpLink {
                 News::Malformed(malformed) => return Err(malformed.into()),
                 News::DataEnded(cause) => {
                     self.data_ended.get_or_insert(cause);
+                }
+                News::Opened(opened, role) => {
+                    self.opening -= 1;
+                    match opened {
+                        Ok(stream) => self.add_data(stream, role)?,
+                        Err(error) if self.joined => tracing::debug!(%error, "no further data channel"),
+                        Err(error) => return Err(error),
+                    }
                 }
             }
         }

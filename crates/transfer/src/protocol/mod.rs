@@ -34,6 +34,8 @@ pub(crate) enum Violation {
 
 /// Most blocks under way in one session: credits granted and not used up.
 pub(crate) const WINDOW_MAX: usize = 256;
+/// Credits in one message.
+pub(crate) const CREDITS_PER_REPLY: usize = 64;
 
 /// Sequence numbers that have been seen, each once. They come nearly in order, so the gaps are few.
 #[derive(Debug, Default)]

@@ -22,14 +22,26 @@ pub(crate) fn subtract(from: Vec<(u64, u64)>, less: &[(u64, u64)]) -> Vec<(u64, 
     out
 }
 
-/// Cuts an extent into pieces (offset and length) that end at multiples of `block_len`, so that
-/// resumed extents fall in step.
-pub(crate) fn cut((from, to): (u64, u64), block_len: u32) -> impl Iterator<Item = (u64, u32)> {
+/// Smallest piece that tapering makes, and what longer ones are multiples of.
+const TAPERED: u64 = 64 << 10;
+/// Tapering makes no piece longer than this part of what is left.
+const PART: u64 = 16;
+
+/// Cuts an extent into pieces (offset and length) none of which crosses a multiple of `block_len`,
+/// so that resumed extents fall in step.
+///
+/// With `taper` the pieces become smaller towards the end, so that channels of unequal speed are
+/// done at nearly the same time.
+pub(crate) fn cut((from, to): (u64, u64), block_len: u32, taper: bool) -> impl Iterator<Item = (u64, u32)> {
     let block_len = u64::from(block_len);
     let mut at = from;
     std::iter::from_fn(move || {
         (at < to).then(|| {
-            let end = to.min((at / block_len + 1) * block_len);
+            let mut end = to.min((at / block_len + 1) * block_len);
+            if taper {
+                let most = ((to - at) / PART).next_multiple_of(TAPERED).max(TAPERED);
+                end = end.min(at / TAPERED * TAPERED + most);
+            }
             let piece = (at, (end - at) as u32);
             at = end;
             piece
@@ -53,8 +65,25 @@ mod tests {
 
     #[test]
     fn pieces_end_at_multiples_of_the_block() {
-        assert_eq!(cut((5, 25), 10).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
-        assert_eq!(cut((10, 20), 10).collect::<Vec<_>>(), [(10, 10)]);
-        assert_eq!(cut((7, 7), 10).count(), 0);
+        assert_eq!(cut((5, 25), 10, false).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
+        assert_eq!(cut((10, 20), 10, false).collect::<Vec<_>>(), [(10, 10)]);
+        assert_eq!(cut((7, 7), 10, false).count(), 0);
+    }
+
+    #[test]
+    fn tapered_pieces_cover_all_and_end_small() {
+        const MIB: u64 = 1 << 20;
+        for (from, to) in [(0, 64 * MIB), (5, 40 * MIB + 7), (MIB - 1, MIB + 1), (3, 4)] {
+            let pieces: Vec<_> = cut((from, to), 1 << 20, true).collect();
+            let mut at = from;
+            for &(offset, len) in &pieces {
+                assert!(offset == at && len > 0 && offset / MIB == (offset + u64::from(len) - 1) / MIB);
+                assert!(offset == from || offset.is_multiple_of(TAPERED), "direct I/O wants whole pages");
+                at += u64::from(len);
+            }
+            assert_eq!(at, to);
+            assert!(u64::from(pieces.last().unwrap().1) <= TAPERED);
+        }
+        assert_eq!(cut((0, 64 * MIB), 1 << 20, true).next(), Some((0, 1 << 20)));
     }
 }

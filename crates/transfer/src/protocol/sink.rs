@@ -1,11 +1,9 @@
 //! The sink's end of a session: credits, sequence numbers, the end.
 
-use super::{Seen, Violation, WINDOW_MAX};
+use super::{CREDITS_PER_REPLY, Seen, Violation, WINDOW_MAX};
 use crate::wire::{BlockHeader, Completion, Control, Credit, FileStatus, Malformed, OfferEntry, Report};
 use std::collections::HashMap;
 
-/// Credits in one message.
-const CREDITS_PER_REPLY: usize = 64;
 /// Credits that one notification earns, so that the window doubles every round trip.
 const EARNED: usize = 2;
 
@@ -20,6 +18,8 @@ pub(crate) enum Heard {
     Offer { batch: u32, entries: Vec<OfferEntry> },
     /// An entry failed at the source.
     Report(Report),
+    /// The source would use so many more data channels.
+    MoreChannels(u32),
     /// The source has given up.
     Aborted(String),
 }
@@ -34,6 +34,8 @@ pub(crate) struct Sink<W> {
     window: usize,
     /// What the window may grow to.
     window_max: usize,
+    /// Blocks need credits; streams do not.
+    by_credit: bool,
     /// The source has asked and not been answered.
     owed: bool,
     seen: Seen,
@@ -41,17 +43,28 @@ pub(crate) struct Sink<W> {
 }
 
 impl<W> Sink<W> {
-    pub(crate) fn new(session: u32, sealed: bool, window_max: usize) -> Sink<W> {
+    /// The window begins with what every one of `channels` can carry at once, and grows to
+    /// `window_max`. The beginning of a session counts as the source's first request. Without
+    /// channels blocks come down streams, and there are no credits.
+    pub(crate) fn new(session: u32, sealed: bool, channels: usize, window_max: usize) -> Sink<W> {
+        let window_max = window_max.clamp(EARNED, WINDOW_MAX);
         Sink {
             session,
             sealed,
             out: HashMap::new(),
-            window: EARNED,
-            window_max: window_max.min(WINDOW_MAX),
-            owed: false,
+            window: (EARNED * channels).clamp(EARNED, window_max),
+            window_max,
+            by_credit: channels > 0,
+            owed: channels > 0,
             seen: Seen::default(),
             expected: None,
         }
+    }
+
+    /// Sets what the window may grow to; it shrinks only as credits come back.
+    pub(crate) fn set_window_max(&mut self, window_max: usize) {
+        self.window_max = window_max.clamp(EARNED, WINDOW_MAX);
+        self.window = self.window.min(self.window_max);
     }
 
     /// Blocks there will be in all, once that is known.
@@ -70,13 +83,14 @@ impl<W> Sink<W> {
             return Err(Violation::Unexpected("message after the end"));
         }
         match message {
-            Control::RegionRequest => {
+            Control::RegionRequest if self.by_credit => {
                 self.owed = true;
                 Ok(Heard::Nothing)
             }
             Control::FileEnd { file, blocks, status } => Ok(Heard::FileEnd { file, blocks, status }),
             Control::Offer { batch, entries } => Ok(Heard::Offer { batch, entries }),
             Control::Report(report) => Ok(Heard::Report(report)),
+            Control::MoreChannels(count) => Ok(Heard::MoreChannels(count)),
             Control::Abort(why) => Ok(Heard::Aborted(why)),
             Control::DataSetComplete(blocks) => {
                 if blocks > u64::from(u32::MAX) || self.seen.count() > blocks {
@@ -117,7 +131,7 @@ impl<W> Sink<W> {
             return Err(Violation::Unexpected("session number"));
         }
         let block = self.out.remove(&completion.block).ok_or(Violation::Unexpected("block number"))?;
-        self.window = (self.window + EARNED).min(self.window_max.max(EARNED));
+        self.window = (self.window + EARNED).min(self.window_max);
         Ok(block)
     }
 
@@ -167,7 +181,7 @@ mod tests {
 
     #[test]
     fn the_window_doubles_with_every_round_of_notifications() {
-        let mut sink: Sink<()> = Sink::new(1, false, 64);
+        let mut sink: Sink<()> = Sink::new(1, false, 1, 64);
         assert_eq!(sink.allowance(), 2);
         let mut next = 0;
         let mut out = Vec::new();
@@ -189,7 +203,8 @@ mod tests {
 
     #[test]
     fn who_asks_is_answered_even_beyond_the_window() {
-        let mut sink: Sink<()> = Sink::new(1, false, 2);
+        let mut sink: Sink<()> = Sink::new(1, false, 8, 2);
+        assert_eq!(sink.allowance(), 2, "the beginning is a request");
         sink.grant((0..2).map(credit));
         assert_eq!(sink.allowance(), 0);
         sink.take(Control::RegionRequest).unwrap();
@@ -200,7 +215,7 @@ mod tests {
 
     #[test]
     fn lies_about_numbers_are_violations() {
-        let mut sink: Sink<()> = Sink::new(1, false, 8);
+        let mut sink: Sink<()> = Sink::new(1, false, 1, 8);
         sink.grant([credit(0)]);
         assert!(sink.arrived(&Completion { session: 2, sequence: 0, block: 0 }).is_err());
         assert!(sink.arrived(&Completion { session: 1, sequence: 0, block: 1 }).is_err());

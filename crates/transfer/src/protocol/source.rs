@@ -39,7 +39,7 @@ pub(crate) struct Source<B> {
     /// once, they could take all of the sink's blocks, and leave none to begin the file in.
     early: BTreeMap<u32, Vec<(B, BlockHeader)>>,
     credits: VecDeque<Credit>,
-    /// A region request is on its way and not answered.
+    /// A region request is on its way and not answered; the beginning of a session is the first.
     asked: bool,
     /// Blocks of the data set, once the walk is over.
     blocks: Option<u32>,
@@ -57,7 +57,7 @@ impl<B> Source<B> {
             loaded: VecDeque::new(),
             early: BTreeMap::new(),
             credits: VecDeque::new(),
-            asked: false,
+            asked: true,
             blocks: None,
             announced: false,
             sent: Seen::default(),

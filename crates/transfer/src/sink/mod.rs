@@ -8,19 +8,21 @@
 
 pub(crate) mod commit;
 mod files;
+mod flow;
 pub(crate) mod journal;
 mod tree;
 
 pub(crate) use journal::replay_for_fuzzing;
 pub(crate) use tree::{is_own_name, split};
 
-use crate::link::{Link, LinkError, LinkEvent, Receive, Window};
+use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
+use crate::protocol::Violation;
 use crate::protocol::sink::{Heard, Sink as Core};
-use crate::protocol::{Violation, WINDOW_MAX};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, Summary};
 use commit::Committer;
 use files::Files;
+use flow::Flow;
 use journal::{Earlier, Journal};
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
@@ -119,12 +121,12 @@ impl Prepared {
 /// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
 pub fn run(
     mut link: Link,
+    channels: &Channels,
     engine: &Arc<Engine>,
     terms: &Terms,
     prepared: Prepared,
     progress: &Arc<Progress>,
     on_report: &OnReport,
-    tell_source: bool,
 ) -> Outcome {
     let Prepared { target, journal, earlier } = prepared;
     let (mailer, mailbox) = Mailer::new(link.device());
@@ -163,12 +165,15 @@ pub fn run(
         discard,
     ));
     let _ = counters.files_handle.set(Arc::downgrade(&files));
-    let window_max = window_max(&link, engine, terms);
+    let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
+    let flow = Flow::new(link.round_trip(), terms.block_len, engine.pool.count());
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
     link.start_receiving(&receive)?;
     let mut sink = Sink {
-        core: Core::new(terms.session, terms.sealer.is_some(), window_max),
+        core: Core::new(terms.session, terms.sealer.is_some(), windows, flow.window_max()),
+        flow,
         link: &mut link,
+        channels,
         engine,
         terms,
         mailer,
@@ -181,7 +186,6 @@ pub fn run(
         synced_bytes: 0,
         progress,
         on_report,
-        tell_source,
     };
     let result = sink.run();
     if let Err(error) = &result {
@@ -214,21 +218,6 @@ fn took_leave(link: &mut Link) -> bool {
     false
 }
 
-/// The most credits worth having out: what the path can hold at a rate no path exceeds today, so
-/// that on a short path blocks stay in the processor's cache instead of going round the whole pool.
-fn window_max(link: &Link, engine: &Engine, terms: &Terms) -> usize {
-    const RATE_MAX: f64 = 12.5e9;
-    const LEAST: usize = 8;
-    let pool = engine.pool.count().min(WINDOW_MAX);
-    match link.round_trip() {
-        Some(rtt) => {
-            let blocks = RATE_MAX * rtt.as_secs_f64() / f64::from(terms.block_len);
-            (blocks.ceil() as usize + LEAST).min(pool)
-        }
-        None => pool,
-    }
-}
-
 /// Opens the journal of a job, waiting a moment for an earlier attempt to wind up. `None`: the
 /// directory may not be written to, and an interrupted attempt will be begun anew.
 fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, Earlier)>, SessionError> {
@@ -253,7 +242,9 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
 
 struct Sink<'a> {
     core: Core<(Exposed, Window)>,
+    flow: Flow,
     link: &'a mut Link,
+    channels: &'a Channels,
     engine: &'a Arc<Engine>,
     terms: &'a Terms,
     mailer: Mailer<Mail>,
@@ -267,7 +258,6 @@ struct Sink<'a> {
     synced_bytes: u64,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
-    tell_source: bool,
 }
 
 impl Sink<'_> {
@@ -276,6 +266,7 @@ impl Sink<'_> {
             if let Some(summary) = self.take_mail()? {
                 return Ok(summary);
             }
+            self.link.take_arrivals(self.channels, Role::Sink)?;
             if self.core.is_owed() {
                 self.grant()?;
             }
@@ -312,6 +303,11 @@ impl Sink<'_> {
                 (self.on_report)(&report);
                 Ok(())
             }
+            Heard::MoreChannels(count) => match self.channels {
+                Channels::Open { grow: true, .. } => Ok(self.link.more(self.channels, count, Role::Sink)?),
+                Channels::Open { .. } => Ok(()),
+                Channels::Take(_) => Err(LinkError::Unexpected("control message").into()),
+            },
             Heard::Aborted(why) => Err(SessionError::Aborted(why)),
         }
     }
@@ -324,7 +320,8 @@ impl Sink<'_> {
                 Ok(Mail::Report(report)) => {
                     self.failed += 1;
                     (self.on_report)(&report);
-                    if self.tell_source {
+                    // A connecting sink's user has just heard it.
+                    if matches!(self.channels, Channels::Take(_)) {
                         self.link.send(&Control::Report(report))?;
                     }
                 }
@@ -338,6 +335,9 @@ impl Sink<'_> {
     }
 
     fn arrived(&mut self, completion: Completion) -> Result<(), SessionError> {
+        if let Some(window_max) = self.flow.arrived(Instant::now()) {
+            self.core.set_window_max(window_max);
+        }
         let (exposed, window) = self.core.arrived(&completion)?;
         // The source's notification revokes its right to the block. One that forgot loses it here;
         // either way nobody else touches the block from now on.

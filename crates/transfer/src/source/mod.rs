@@ -9,7 +9,7 @@ mod walk;
 
 pub use walk::Root;
 
-use crate::link::{Link, LinkEvent, Transport};
+use crate::link::{Channels, Growth, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Control, Direct, FileStatus, OfferEntry, Report, Summary};
@@ -42,8 +42,10 @@ pub(crate) enum Mail {
 ///
 /// # Errors
 /// [`SessionError`] if the session failed as a whole; entries that failed alone are reported.
+#[expect(clippy::too_many_arguments, reason = "what a session is made of")]
 pub fn run(
     mut link: Link,
+    channels: &Channels,
     engine: &Arc<Engine>,
     terms: &Terms,
     roots: Vec<Root>,
@@ -54,7 +56,7 @@ pub fn run(
     let (mailer, mailbox) = Mailer::new(link.device());
     let (verdicts, verdict_receiver) = channel();
     let cancel = Arc::new(AtomicBool::new(false));
-    let ahead = Ahead::new(engine.pool.count());
+    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link));
     let walker = walk::Walker::new(
         Arc::clone(engine),
         terms.clone(),
@@ -80,6 +82,9 @@ pub fn run(
         on_report,
         budget: Budget::new(terms.rate_limit),
         ahead,
+        channels,
+        growth: Growth::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
+        sent: 0,
     };
     let result = source.run();
     if let Err(error) = &result {
@@ -104,6 +109,10 @@ struct Source<'a> {
     on_report: &'a OnReport,
     budget: Budget,
     ahead: Arc<Ahead>,
+    channels: &'a Channels,
+    growth: Growth,
+    /// Octets written.
+    sent: u64,
 }
 
 /// How many blocks the source may have outside its pool. Loading as far ahead as the pool allows
@@ -118,14 +127,21 @@ pub(crate) struct Ahead {
 struct AheadState {
     held: usize,
     limit: usize,
+    least: usize,
     most: usize,
+}
+
+/// Blocks that keep a link busy: on a long path, one that leaves each channel and one behind it.
+fn least_ahead(link: &Link) -> usize {
+    if link.is_long() { (2 * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
 }
 
 impl Ahead {
     const LEAST: usize = 4;
 
-    fn new(most: usize) -> Arc<Ahead> {
-        let state = Mutex::new(AheadState { held: 0, limit: Ahead::LEAST.min(most), most });
+    fn new(most: usize, least: usize) -> Arc<Ahead> {
+        let least = least.min(most);
+        let state = Mutex::new(AheadState { held: 0, limit: least, least, most });
         Arc::new(Ahead { state, changed: Condvar::new() })
     }
 
@@ -147,6 +163,15 @@ impl Ahead {
         self.changed.notify_one();
     }
 
+    /// Fewer than this are never allowed from now on.
+    fn set_least(&self, least: usize) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        state.least = least.min(state.most);
+        state.limit = state.limit.max(state.least);
+        drop(state);
+        self.changed.notify_one();
+    }
+
     /// A block has been sent and so many wait behind it.
     fn adjust(&self, waiting: usize) {
         let mut state = self.state.lock().expect("no panics under the lock");
@@ -156,7 +181,7 @@ impl Ahead {
                 drop(state);
                 self.changed.notify_one();
             }
-            3.. if state.limit > Ahead::LEAST => state.limit -= 1,
+            3.. if state.limit > state.least => state.limit -= 1,
             _ => {}
         }
     }
@@ -167,6 +192,8 @@ impl Source<'_> {
         loop {
             self.take_mail()?;
             self.step()?;
+            self.link.take_arrivals(self.channels, Role::Source)?;
+            self.grow()?;
             let limit = self.budget.pause().unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
@@ -227,7 +254,7 @@ impl Source<'_> {
     }
 
     fn step(&mut self) -> Result<(), SessionError> {
-        while let Some(step) = self.core.next(self.budget.pause().is_none()) {
+        while let Some(step) = self.core.next(self.budget.pause().is_none() && self.link.has_room()) {
             match step {
                 Step::Say(message) => self.link.send(&message)?,
                 Step::Write((block, _), header, credit, notice) => {
@@ -243,7 +270,27 @@ impl Source<'_> {
         Ok(())
     }
 
+    /// Adds data channels when those there are limit the rate.
+    fn grow(&mut self) -> Result<(), SessionError> {
+        let now = Instant::now();
+        if !self.growth.may_be_due(now) || !self.growth.is_due(now, self.link.round_trip()) {
+            return Ok(());
+        }
+        let count = self.growth.look(now, &self.link.paths(), self.sent);
+        if count == 0 {
+            return Ok(());
+        }
+        tracing::debug!(count, "more data channels");
+        match self.channels {
+            Channels::Open { .. } => self.link.more(self.channels, count, Role::Source)?,
+            Channels::Take(_) => self.link.send(&Control::MoreChannels(count))?,
+        }
+        self.ahead.set_least(least_ahead(self.link) + 2 * count as usize);
+        Ok(())
+    }
+
     fn account(&mut self, len: u32) {
+        self.sent += u64::from(len);
         self.ahead.adjust(self.core.waiting());
         self.budget.spend(len.into());
         Progress::add(&self.progress.bytes, len.into());

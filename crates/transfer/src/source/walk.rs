@@ -514,7 +514,7 @@ impl Walker {
 
     fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
         Progress::add(&self.progress.total_bytes, to - from);
-        for (at, len) in cut((from, to), self.terms.block_len) {
+        for (at, len) in cut((from, to), self.terms.block_len, self.terms.long_path) {
             let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
             let block = self.take_block()?;
             let sequence = self.sequence()?;

@@ -40,15 +40,18 @@ pub enum Hello {
     Control {
         /// How the caller will authenticate.
         auth: AuthKind,
+        /// What data connections of the session will show: random, the caller's choice.
+        token: Token,
     },
-    /// A data connection of a session.
+    /// A data connection of a session. It may come before the session has been agreed on.
     Data {
         /// Which.
-        session: u32,
-        /// Proof that the caller was told so over the control connection.
-        token: [u8; 16],
+        token: Token,
     },
 }
+
+/// Joins the connections of a session.
+pub type Token = [u8; 16];
 
 /// Which Noise pattern the control connection speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,8 +191,6 @@ pub struct SessionRequest {
 pub struct SessionReply {
     /// Number of the session, unique at the accepting end.
     pub session: u32,
-    /// Proof for data connections.
-    pub token: [u8; 16],
     /// Push: the name the single source gets instead of its own.
     pub rename: Option<Vec<u8>>,
     /// Push: files must be offered first, because some may be there already.
@@ -347,6 +348,8 @@ pub enum Control {
     Receives,
     /// The source has heard that everything is in place.
     Farewell,
+    /// The source, which cannot open data channels itself, would use so many more.
+    MoreChannels(u32),
 }
 
 const RESPONSE: u16 = 1;
@@ -373,6 +376,7 @@ impl Control {
             Control::Abort(_) => (12, false),
             Control::Receives => (13, false),
             Control::Farewell => (14, false),
+            Control::MoreChannels(_) => (15, false),
         }
     }
 
@@ -383,7 +387,7 @@ impl Control {
             Control::SessionReply(b) => postcard::to_allocvec(b),
             Control::BlockSize(b) => postcard::to_allocvec(b),
             Control::BlockSizeReply { accepted, largest } => postcard::to_allocvec(&(accepted, largest)),
-            Control::Channels(b) | Control::ChannelsReply(b) => postcard::to_allocvec(b),
+            Control::Channels(b) | Control::ChannelsReply(b) | Control::MoreChannels(b) => postcard::to_allocvec(b),
             Control::RegionRequest | Control::Receives | Control::Farewell => Ok(Vec::new()),
             Control::RegionReply(b) => postcard::to_allocvec(b),
             Control::DataSetComplete(b) => postcard::to_allocvec(b),
@@ -459,6 +463,7 @@ impl Control {
             (12, false) => Control::Abort(get(body, "abort")?),
             (13, false) => get::<()>(body, "receives").map(|()| Control::Receives)?,
             (14, false) => get::<()>(body, "farewell").map(|()| Control::Farewell)?,
+            (15, false) => Control::MoreChannels(get(body, "number of channels")?),
             _ => return Err(Malformed("control message type")),
         };
         Ok((message, (flags >> 8) as u8))
@@ -495,7 +500,6 @@ mod tests {
             })),
             Control::SessionReply(SessionReply {
                 session: 9,
-                token: [1; 16],
                 rename: Some(b"n".to_vec()),
                 offers: true,
                 discard: false,
@@ -505,6 +509,7 @@ mod tests {
             Control::BlockSizeReply { accepted: false, largest: 1 << 16 },
             Control::Channels(4),
             Control::ChannelsReply(2),
+            Control::MoreChannels(3),
             Control::RegionRequest,
             Control::RegionReply(vec![Credit { block: 1, addr: u64::MAX, rkey: 5 }]),
             Control::DataSetComplete(77),

@@ -128,7 +128,7 @@ impl SourceEnd {
         let after = self.next_sequence + self.planned.len() as u32 - 1;
         assert!(matches!(self.planned.back(), Some(Load::Pack(_))));
         let missing = subtract(vec![(0, file.content.len() as u64)], have);
-        let pieces: Vec<(u64, u32)> = missing.into_iter().flat_map(|e| cut(e, BLOCK as u32)).collect();
+        let pieces: Vec<(u64, u32)> = missing.into_iter().flat_map(|e| cut(e, BLOCK as u32, false)).collect();
         // Even of no pieces an end is told.
         self.open.insert(number, (pieces.len() as u32, pieces.len() as u32));
         self.planned.extend(pieces.into_iter().map(|(at, len)| Load::Piece { number, file: index, at, len, after }));
@@ -261,7 +261,7 @@ impl SinkEnd {
     pub(super) fn new(disk: &Shared, boot: &Key, blocks: u32, window: usize) -> std::io::Result<SinkEnd> {
         let (journal, earlier) = Journal::over(Box::new(SimulatedJournal::open(disk)?), boot)?;
         Ok(SinkEnd {
-            core: sink::Sink::new(SESSION, false, window),
+            core: sink::Sink::new(SESSION, false, 1, window),
             disk: disk.clone(),
             journal,
             earlier,
@@ -293,7 +293,7 @@ impl SinkEnd {
     pub(super) fn hear(&mut self, octets: &[u8], net: &mut Network) -> Result<(), Failed> {
         let (message, _) = Control::decode(octets).unwrap();
         match self.core.take(message).map_err(|e| Failed(e.to_string()))? {
-            sink::Heard::Nothing => {}
+            sink::Heard::Nothing | sink::Heard::MoreChannels(_) => {}
             sink::Heard::FileEnd { file, blocks, status } => {
                 self.files.end(file, blocks, status).map_err(|e| Failed(e.to_string()))?;
                 self.check_file(file);

@@ -1,0 +1,131 @@
+//! What TCP knows of the path to a peer, and what follows from it.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use rustix::net::sockopt;
+
+/// From this round trip on, a path is a long one: it may lose packets for other reasons than
+/// congestion, and its rate is worth measuring.
+const LONG: Duration = Duration::from_millis(2);
+
+/// Octets a socket on a long path takes beyond what is on its way.
+const UNSENT_MAX: libc::c_int = 256 << 10;
+
+/// What TCP knows of a path, now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Path {
+    /// Smoothed round trip.
+    pub round_trip: Duration,
+    /// How long the connection has had something under way.
+    pub busy: Duration,
+    /// How long of that it could have sent more, had its send buffer or the peer's window been
+    /// larger.
+    pub window_limited: Duration,
+}
+
+/// The beginning of the kernel's `struct tcp_info` (linux/tcp.h), whose fields have kept their
+/// places since Linux 4.10; the C library's copy ends before those wanted here.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TcpInfo {
+    before_rtt: [u32; 17],
+    rtt: u32,
+    before_busy_time: [u64; 12],
+    busy_time: u64,
+    rwnd_limited: u64,
+    sndbuf_limited: u64,
+}
+
+const _: () = assert!(std::mem::offset_of!(TcpInfo, rtt) == 68 && std::mem::offset_of!(TcpInfo, busy_time) == 168);
+
+impl Path {
+    /// What is known of a connection's path; `None` if nothing is.
+    pub fn of(stream: &TcpStream) -> Option<Path> {
+        // SAFETY: an all-zero TcpInfo is valid, being integers throughout.
+        let mut info: TcpInfo = unsafe { std::mem::zeroed() };
+        let mut len = size_of::<TcpInfo>() as libc::socklen_t;
+        // SAFETY: `info` and `len` are valid for writing and describe each other.
+        let rc = unsafe {
+            libc::getsockopt(
+                stream.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                (&raw mut info).cast(),
+                &raw mut len,
+            )
+        };
+        (rc == 0 && info.rtt > 0).then(|| Path {
+            round_trip: Duration::from_micros(info.rtt.into()),
+            busy: Duration::from_micros(info.busy_time),
+            window_limited: Duration::from_micros(info.rwnd_limited + info.sndbuf_limited),
+        })
+    }
+}
+
+/// Fits a new connection to its path.
+///
+/// On a long path the socket takes little beyond what is on its way, so that what it takes is soon
+/// gone, and whoever deals out work to several connections need not decide early. Sets the
+/// congestion control: `wanted`; or, within one host, cubic, because
+/// pacing by a measured rate halves the rate of the loopback device; or, on a long path, BBR,
+/// which losses without congestion do not slow down; or the system's own.
+///
+/// A system that refuses keeps its own: this tunes, it does not decide correctness.
+pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
+    let long = Path::of(stream).is_some_and(|p| p.round_trip >= LONG);
+    if long {
+        // The option exists wherever the rest of this does.
+        let _ = set_unsent_max(stream);
+    }
+    let name = match wanted {
+        Some(name) => name,
+        None if peer.ip().to_canonical().is_loopback() => "cubic",
+        None if long => "bbr",
+        None => return,
+    };
+    if let Err(error) = sockopt::set_tcp_congestion(stream, name) {
+        tracing::debug!(name, error = %io::Error::from(error), "congestion control not available");
+    }
+}
+
+fn set_unsent_max(stream: &TcpStream) -> io::Result<()> {
+    let value: libc::c_int = UNSENT_MAX;
+    // SAFETY: `value` is valid for reading and its length is told.
+    let rc = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NOTSENT_LOWAT,
+            (&raw const value).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_connection_knows_its_path() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, peer) = listener.accept().unwrap();
+        near.write_all(b"there").unwrap();
+        far.read_exact(&mut [0; 5]).unwrap();
+        far.write_all(b"back").unwrap();
+        near.read_exact(&mut [0; 4]).unwrap();
+        let path = Path::of(&near).unwrap();
+        assert!(path.round_trip > Duration::ZERO && path.window_limited <= path.busy);
+        fit(&far, peer, None);
+        assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
+        fit(&far, peer, Some("no such thing"));
+        assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
+    }
+}
