@@ -13,6 +13,7 @@ cargo xtask TASK
   test          install what the tests need and run all of them, as CI does
   check         format, lints, documentation, licences
   unit          unit and integration tests
+  sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] -- CMD  a command in such a guest, over this machine's files
@@ -28,10 +29,12 @@ fn main() -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match args.as_slice() {
         ["test"] => {
-            setup().and_then(|()| check()).and_then(|()| unit()).and_then(|()| vm::test("")).and_then(|()| fuzz("20"))
+            let tests = || unit().and_then(|()| sanitize()).and_then(|()| vm::test("")).and_then(|()| fuzz("20"));
+            setup().and_then(|()| check()).and_then(|()| tests())
         }
         ["check"] => check(),
         ["unit"] => unit(),
+        ["sanitize"] => sanitize(),
         ["setup"] => setup(),
         ["vm", "test"] => setup().and_then(|()| vm::test("")),
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
@@ -123,6 +126,17 @@ fn check() -> Result<(), String> {
 
 fn unit() -> Result<(), String> {
     run("tests", "cargo", &["test", "--workspace", "--quiet"])
+}
+
+fn sanitize() -> Result<(), String> {
+    let known = Command::new("cargo").args(["+nightly", "--version"]).output().is_ok_and(|o| o.status.success());
+    if !known {
+        run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
+    }
+    let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
+                -p thruway-fabric -p thruway-engine -p thruway-transfer";
+    let args: Vec<&str> = args.split_whitespace().collect();
+    run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
 }
 
 fn fuzz(seconds: &str) -> Result<(), String> {

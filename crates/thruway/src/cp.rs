@@ -1,13 +1,12 @@
-//! `thruway cp` and `thruway ls`.
+//! `thruway cp`.
 
 use crate::endpoint::{Endpoint, tidy};
 use crate::output::{Display, ProgressMode};
-use crate::units;
-use crate::{Common, Failed, keys, ssh};
+use crate::remote::{Provider, daemon};
+use crate::{Common, Failed, ssh, units};
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
 use std::ffi::OsString;
-use std::net::ToSocketAddrs;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -15,7 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::stage::StageStats;
-use thruway_fabric::{iwarp, verbs};
+use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
@@ -110,48 +109,6 @@ enum Tri {
     Off,
 }
 
-/// How data is carried.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Provider {
-    /// The best there is
-    Auto,
-    /// RDMA in user space over TCP
-    Iwarp,
-    /// An RDMA device (a daemon started with --provider verbs)
-    Verbs,
-    /// Plain TCP with sendfile and splice
-    Tcp,
-}
-
-impl Provider {
-    fn transport(self) -> Transport {
-        match self {
-            Provider::Tcp => Transport::Tcp,
-            Provider::Auto | Provider::Iwarp | Provider::Verbs => Transport::Rdma,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Provider::Tcp => "tcp",
-            Provider::Verbs => "verbs",
-            Provider::Auto | Provider::Iwarp => "iwarp",
-        }
-    }
-}
-
-/// Arguments of `thruway ls`.
-#[derive(Args)]
-#[command(after_help = "Example:\n  thruway ls tw://store/archive/run7")]
-pub struct LsArgs {
-    /// Key to call a daemon with [default: ~/.config/thruway/id]
-    #[arg(long, value_name = "FILE")]
-    key: Option<PathBuf>,
-    /// What to list
-    #[arg(value_name = "tw://HOST[:PORT]/EXPORT[/PATH]")]
-    url: OsString,
-}
-
 /// Runs `thruway cp`.
 pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
@@ -161,8 +118,8 @@ pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
         Failed
     })?;
     let seconds = start.elapsed().as_secs_f64();
-    report(args, common, &finished, encrypted, seconds);
-    if args.stats {
+    report(args, common, &finished, encrypted, seconds, &stats);
+    if args.stats && !common.json {
         print_stats(&stats);
     }
     if finished.summary.failed > 0 { Err(Failed) } else { Ok(()) }
@@ -234,13 +191,7 @@ impl CpArgs {
     }
 
     fn job(&self, mut remote: Remote, local: Local) -> Result<Job, String> {
-        remote.transport = self.provider.transport();
-        if self.provider == Provider::Verbs {
-            if !matches!(remote.credentials, Credentials::Keys(_)) {
-                return Err("--provider verbs needs a daemon: tw://host/export/path".into());
-            }
-            remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();
-        }
+        self.provider.carry(&mut remote)?;
         let block = self.block_size.unwrap_or(1 << 20);
         let range = thruway_transfer::wire::BLOCK_LEN;
         let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
@@ -322,7 +273,7 @@ fn push(
     let slash = target_text.as_bytes().ends_with(b"/");
     let (remote, export, path) = match target {
         Endpoint::Daemon { host, port, export, path, .. } => {
-            (daemon_remote(host, *port, args.key.as_ref())?, export.clone(), path.clone())
+            (daemon(host, *port, args.key.as_ref())?, export.clone(), path.clone())
         }
         Endpoint::Ssh { host, path } => {
             let (connection, remote) = ssh::Connection::start(host, false)?;
@@ -420,7 +371,7 @@ fn pull(
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     let (remote, export) = match &sources[0].0 {
-        Endpoint::Daemon { host, port, export, .. } => (daemon_remote(host, *port, args.key.as_ref())?, export.clone()),
+        Endpoint::Daemon { host, port, export, .. } => (daemon(host, *port, args.key.as_ref())?, export.clone()),
         Endpoint::Ssh { host, path } => {
             let (connection, remote) = ssh::Connection::start(host, true)?;
             *peer = Some(Peer::Ssh(connection));
@@ -480,24 +431,7 @@ fn local_root(target: &Path, into_directory: bool) -> Result<(OwnedFd, Option<Ve
     Ok((open(parent)?, Some(name.as_bytes().to_vec())))
 }
 
-fn daemon_remote(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote, String> {
-    let label = format!("{host}:{port}");
-    let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
-    let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;
-    // A daemon on this machine may have a new key every time it is started.
-    let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
-    let credentials = Credentials::Keys(keys::identity(key)?);
-    Ok(Remote {
-        addr,
-        label,
-        credentials,
-        known_hosts,
-        fabric: iwarp::Config::default().into(),
-        transport: Transport::Rdma,
-    })
-}
-
-fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64) {
+fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64, stats: &[StageStats]) {
     let summary = &finished.summary;
     let rate = summary.bytes as f64 / seconds.max(1e-9);
     let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
@@ -520,6 +454,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "verify": args.verify.to_string(),
             "dry_run": args.dry_run,
             "cpu_seconds": cpu,
+            "stages": stats.iter().map(stage_row).collect::<Vec<_>>(),
         });
         println!("{out}");
         return;
@@ -554,6 +489,18 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
     println!("{text}");
 }
 
+fn stage_row(stage: &StageStats) -> serde_json::Value {
+    serde_json::json!({
+        "stage": stage.name,
+        "workers": stage.workers,
+        "tasks": stage.tasks,
+        "queue_seconds": stage.queue_delay.as_secs_f64(),
+        "service_seconds": stage.service.as_secs_f64(),
+        "idle_seconds": stage.wait.as_secs_f64(),
+        "longest_queue": stage.longest_queue,
+    })
+}
+
 fn print_stats(stats: &[StageStats]) {
     eprintln!(
         "{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}",
@@ -572,41 +519,4 @@ fn print_stats(stats: &[StageStats]) {
             stage.longest_queue,
         );
     }
-}
-
-/// Runs `thruway ls`.
-pub fn list(args: &LsArgs, common: &Common) -> Result<(), Failed> {
-    let entries = (|| {
-        let Endpoint::Daemon { host, port, export, path, .. } = Endpoint::parse(&args.url)? else {
-            return Err(format!("{}: write tw://host[:port]/export/path", args.url.to_string_lossy()));
-        };
-        let remote = daemon_remote(&host, port, args.key.as_ref())?;
-        client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
-    })()
-    .map_err(|message| {
-        eprintln!("thruway ls: {message}");
-        Failed
-    })?;
-    let kind = |mode: u32| match mode & 0o170_000 {
-        0o040_000 => 'd',
-        0o120_000 => 'l',
-        0o100_000 => '-',
-        _ => '?',
-    };
-    if common.json {
-        let rows: Vec<_> = entries
-            .iter()
-            .map(|e| {
-                let name = String::from_utf8_lossy(&e.name);
-                serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime })
-            })
-            .collect();
-        println!("{}", serde_json::Value::Array(rows));
-        return Ok(());
-    }
-    for entry in entries {
-        let name = String::from_utf8_lossy(&entry.name);
-        println!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
-    }
-    Ok(())
 }

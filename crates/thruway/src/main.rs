@@ -5,7 +5,9 @@ mod cp;
 mod demo;
 mod endpoint;
 mod keys;
+mod ls;
 mod output;
+mod remote;
 mod serve;
 mod ssh;
 mod units;
@@ -42,7 +44,7 @@ enum Command {
     /// Copy files and directory trees between hosts
     Cp(Box<cp::CpArgs>),
     /// List an export or a directory
-    Ls(cp::LsArgs),
+    Ls(ls::LsArgs),
     /// Run the daemon
     Serve(serve::ServeArgs),
     /// Make a key pair for access to daemons
@@ -61,7 +63,7 @@ fn main() -> ExitCode {
     start_logging(cli.common.verbose);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
-        Command::Ls(args) => cp::list(&args, &cli.common),
+        Command::Ls(args) => ls::run(&args, &cli.common),
         Command::Serve(args) => serve::run(&args, &cli.common),
         Command::Keygen(args) => keys::run(&args, &cli.common),
         Command::Demo(args) => demo::run(&args, &cli.common),

@@ -78,7 +78,7 @@ impl Config {
     /// # Errors
     /// [`Error::Io`] if the system has no descriptors left.
     pub fn open(self) -> Result<Device> {
-        Ok(Device::new(Arc::new(Context::open(self)?)))
+        Ok(Device::new(Arc::new(Handle(Context::open(self)?))))
     }
 
     pub(super) fn preferences(&self, params: &ConnectParams) -> Result<Preferences> {
@@ -217,8 +217,13 @@ impl Context {
 
     pub(super) fn forget(&self, id: u32) {
         let gone = self.entities.lock().expect("no panics under the lock").remove(&id);
-        if let Some(Entity::Inbound(_)) = gone {
-            self.pending.fetch_sub(1, Ordering::Relaxed);
+        match gone {
+            Some(Entity::Inbound(_)) => drop(self.pending.fetch_sub(1, Ordering::Relaxed)),
+            // Whoever drives might never do so again, and the queue pair holds this context.
+            Some(Entity::QueuePair(qp)) => {
+                self.driver.lock().expect("no panics under the lock").hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
+            }
+            _ => {}
         }
         self.live_changed();
     }
@@ -435,7 +440,25 @@ impl Driver {
 }
 
 /// The device as the consumer holds it.
-impl DeviceOps for Arc<Context> {
+struct Handle(Arc<Context>);
+
+impl std::ops::Deref for Handle {
+    type Target = Arc<Context>;
+
+    fn deref(&self) -> &Arc<Context> {
+        &self.0
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // Requests that nobody answered hold the context, and are refused when they go.
+        let unheard = std::mem::take(&mut *self.events.lock().expect("no panics under the lock"));
+        drop(unheard);
+    }
+}
+
+impl DeviceOps for Handle {
     fn attributes(&self) -> &DeviceAttributes {
         &self.attributes
     }
@@ -464,7 +487,7 @@ impl DeviceOps for Arc<Context> {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }
         Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing {
-            ctx: Arc::clone(self),
+            ctx: Arc::clone(&self.0),
             capacity,
             reserved: AtomicUsize::new(0),
             queue: Mutex::new(VecDeque::new()),
@@ -489,7 +512,7 @@ impl DeviceOps for Arc<Context> {
         }
         let ring = |cq: &Arc<dyn CompletionQueueOps>| {
             let handle = cq.as_any().downcast_ref::<CompletionQueueHandle>();
-            let ring = handle.map(|h| Arc::clone(&h.0)).filter(|r| Arc::ptr_eq(&r.ctx, self));
+            let ring = handle.map(|h| Arc::clone(&h.0)).filter(|r| Arc::ptr_eq(&r.ctx, &self.0));
             ring.ok_or(Error::Unsupported("a completion queue of another device"))
         };
         let (send_cq, recv_cq) = (ring(send_cq)?, ring(recv_cq)?);
@@ -499,7 +522,7 @@ impl DeviceOps for Arc<Context> {
             return Err(error);
         }
         let id = self.new_id();
-        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(self), send_cq, recv_cq, caps));
+        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(&self.0), send_cq, recv_cq, caps));
         self.insert(id, Entity::QueuePair(Arc::clone(&qp)));
         Ok(qp)
     }
@@ -511,7 +534,7 @@ impl DeviceOps for Arc<Context> {
         let local = socket.socket().local_addr().map_err(failed)?;
         self.watch(socket.socket(), id).map_err(|e| failed(e.into()))?;
         self.insert(id, Entity::Listener(Arc::new(socket)));
-        Ok(Box::new(ListenerHandle { ctx: Arc::clone(self), id, addr: local }))
+        Ok(Box::new(ListenerHandle { ctx: Arc::clone(&self.0), id, addr: local }))
     }
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {

@@ -1,8 +1,9 @@
 //! The measuring end.
 
-use super::link::{self, Link};
+use super::link::{self, Link, Pace};
 use super::report::Row;
-use super::{Op, TEST_VERSION, Test, TestArgs, Wait};
+use super::{Op, Test, TestArgs, Wait};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use thruway_fabric::{CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, Device, Status, WorkCompletion};
@@ -16,19 +17,9 @@ const SAMPLES_MAX: usize = 4 << 20;
 pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size: u32) -> Result<Row, String> {
     let size = if op == Op::Atomic { 8 } else { size };
     let (depth, qps) = if lat { (1, 1) } else { (args.depth, args.qps) };
-    let device = args.config().open().map_err(|e| e.to_string())?;
+    let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
     let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
-    let mut test = Test {
-        v: TEST_VERSION,
-        lat,
-        op,
-        size,
-        depth,
-        wait: args.wait,
-        bidi: args.bidirectional && !lat,
-        addr: 0,
-        rkey: 0,
-    };
+    let mut test = Test { lat, op, size, depth, wait: args.wait, bidi: args.bidirectional && !lat, addr: 0, rkey: 0 };
     let mut links = Vec::new();
     for _ in 0..qps {
         links.push(connect(&device, &cq, addr, &mut test)?);
@@ -52,19 +43,16 @@ fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut T
     let mut link = Link::new(device, cq, test.size, test.depth)?;
     link.describe(test);
     if test.op == Op::Send {
-        // Echoes and, in both directions, the peer's own sends.
-        for id in 0..if test.bidi { test.depth * 2 } else { 1 } {
-            link.recv(id.into(), test.size)?;
-        }
+        // Echoes, or room that comes back and, in both directions, the peer's own sends.
+        if test.lat { link.recv(0, test.size)? } else { link.recv_stream(test.depth, test.size)? }
     }
-    let private_data = serde_json::to_vec(&test).expect("a plain structure");
-    let params = ConnectParams { private_data, ..ConnectParams::default() };
+    let params = ConnectParams { private_data: test.encode(), ..ConnectParams::default() };
     link.qp.connect(addr, &params).map_err(|e| e.to_string())?;
     loop {
         match device.poll_event() {
             Some(ConnectionEvent::Established { private_data, .. }) => {
-                let answer: Test = serde_json::from_slice(&private_data)
-                    .map_err(|_| format!("{addr} accepted, but is not a thruway bench"))?;
+                let answer = Test::decode(&private_data);
+                let answer = answer.ok_or_else(|| format!("{addr} accepted, but is not a thruway bench"))?;
                 link.learn(&answer);
                 return Ok(link);
             }
@@ -72,6 +60,38 @@ fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut T
             _ => device.wait(Some(PATIENCE)).map_err(|e| e.to_string())?,
         }
     }
+}
+
+/// Octets per second of reads of `size` octets with `compute` of computation behind each posting.
+pub(super) fn measure_computing(
+    args: &TestArgs,
+    addr: SocketAddr,
+    size: u32,
+    compute: Duration,
+) -> Result<f64, String> {
+    let depth = args.depth;
+    let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
+    let cq = device.create_cq(Link::completions(depth)).map_err(|e| e.to_string())?;
+    let mut test = Test { lat: false, op: Op::Read, size, depth, wait: Wait::Event, bidi: false, addr: 0, rkey: 0 };
+    let links = vec![connect(&device, &cq, addr, &mut test)?];
+    let (samples, completed) = (Vec::new(), Vec::new());
+    let mut run = Run { device, cq, links, test, duration: args.duration()?, samples, completed };
+    let (start, mut under_way, mut done) = (Instant::now(), 0, 0u64);
+    while start.elapsed() < run.duration {
+        run.links[0].post(0, Op::Read, size)?;
+        under_way += 1;
+        let computing = Instant::now();
+        while computing.elapsed() < compute {
+            std::hint::spin_loop();
+        }
+        while under_way >= depth {
+            run.poll()?;
+            let finished = run.completed.drain(..).count();
+            under_way -= finished as u32;
+            done += finished as u64;
+        }
+    }
+    Ok(done as f64 * f64::from(size) / start.elapsed().as_secs_f64())
 }
 
 struct Run {
@@ -152,34 +172,46 @@ impl Run {
     /// Keeps every queue pair filled to its depth.
     fn stream(&mut self) -> Result<u64, String> {
         let Test { op, size, depth, .. } = self.test;
-        let started: Vec<u32> = self.links.iter().map(|l| l.qp.number()).collect();
+        let number_of: HashMap<u32, usize> = self.links.iter().enumerate().map(|(i, l)| (l.qp.number(), i)).collect();
         let mut posted_at = vec![vec![Instant::now(); depth as usize]; self.links.len()];
+        let mut paces: Vec<Pace> = self.links.iter().map(|_| Pace::new(depth)).collect();
+        let mut idle = vec![(0..u64::from(depth)).collect::<Vec<u64>>(); self.links.len()];
         let start = Instant::now();
-        for (link, times) in self.links.iter().zip(&mut posted_at) {
-            for (slot, time) in times.iter_mut().enumerate() {
-                *time = Instant::now();
-                link.post(slot as u64, op, size)?;
-            }
-        }
-        let mut under_way = depth as u64 * self.links.len() as u64;
-        let mut operations = 0;
+        let (mut under_way, mut operations) = (0u64, 0);
+        let mut to_fill: Vec<usize> = (0..self.links.len()).collect();
         let mut batch = Vec::new();
-        while under_way > 0 {
+        loop {
+            let over = start.elapsed() >= self.duration;
+            for link in to_fill.drain(..) {
+                while !over && !idle[link].is_empty() && (op != Op::Send || paces[link].take()) {
+                    let slot = idle[link].pop().expect("looked at above");
+                    posted_at[link][slot as usize] = Instant::now();
+                    self.links[link].post(slot, op, size)?;
+                    under_way += 1;
+                }
+            }
+            if over && under_way == 0 {
+                break;
+            }
             self.poll()?;
             std::mem::swap(&mut batch, &mut self.completed);
             for wc in batch.drain(..) {
-                let link = started.iter().position(|&n| n == wc.qp_num).expect("our own queue pair");
+                let link = number_of[&wc.qp_num];
                 if wc.op == CompletionOp::Recv {
                     self.links[link].recv(wc.wr_id, size)?;
-                    continue;
-                }
-                self.sample(posted_at[link][wc.wr_id as usize]);
-                operations += 1;
-                if start.elapsed() < self.duration {
-                    posted_at[link][wc.wr_id as usize] = Instant::now();
-                    self.links[link].post(wc.wr_id, op, size)?;
-                } else {
+                    let (due, room) = paces[link].received(wc.len);
+                    if due {
+                        self.links[link].return_room()?;
+                    }
+                    if room {
+                        to_fill.push(link);
+                    }
+                } else if wc.wr_id != link::ROOM {
+                    self.sample(posted_at[link][wc.wr_id as usize]);
+                    operations += 1;
                     under_way -= 1;
+                    idle[link].push(wc.wr_id);
+                    to_fill.push(link);
                 }
             }
         }

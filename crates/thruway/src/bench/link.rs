@@ -8,6 +8,48 @@ use thruway_fabric::{
     SendFlags, SendOp, SendRequest, WorkCompletion,
 };
 
+/// Identifies the sends that return room.
+pub(super) const ROOM: u64 = u64::MAX - 1;
+/// Receives kept, beside those for messages, for messages that return room.
+const ROOM_RECEIVES: u32 = 8;
+
+/// Keeps a stream of sends from outrunning the receives of its other end: a send completes when
+/// the network has taken it, not when somebody has received it. For every half depth of messages
+/// received an empty one goes back.
+pub(super) struct Pace {
+    /// Messages the other end has room for.
+    room: u32,
+    /// Messages received since the last that went back.
+    received: u32,
+    batch: u32,
+}
+
+impl Pace {
+    pub(super) fn new(depth: u32) -> Pace {
+        Pace { room: 2 * depth, received: 0, batch: (depth / 2).max(1) }
+    }
+
+    /// Takes room for one message, if there is any.
+    pub(super) fn take(&mut self) -> bool {
+        self.room.checked_sub(1).map(|left| self.room = left).is_some()
+    }
+
+    /// A message of this length was received and its receive is posted again: whether an empty
+    /// message is due, and whether there is room that there was not.
+    pub(super) fn received(&mut self, len: u32) -> (bool, bool) {
+        if len == 0 {
+            self.room += self.batch;
+            return (false, true);
+        }
+        self.received += 1;
+        let due = self.received == self.batch;
+        if due {
+            self.received = 0;
+        }
+        (due, false)
+    }
+}
+
 /// Both halves of the buffer hold `size` octets: what is sent from, what is received into.
 pub(super) struct Link {
     pub(super) qp: QueuePair,
@@ -22,7 +64,7 @@ impl Link {
     pub(super) fn new(device: &Device, cq: &CompletionQueue, size: u32, depth: u32) -> Result<Link, String> {
         let fail = |e: thruway_fabric::Error| e.to_string();
         let pd = device.alloc_pd();
-        let caps = QueuePairCaps { max_send: depth + 4, max_recv: depth * 2 + 4, max_sge: 1 };
+        let caps = QueuePairCaps { max_send: depth + 16, max_recv: depth * 2 + ROOM_RECEIVES, max_sge: 1 };
         let qp = pd.create_qp(cq, cq, caps).map_err(fail)?;
         let size = size.max(8).next_multiple_of(8);
         let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(fail)?);
@@ -33,7 +75,18 @@ impl Link {
 
     /// Completions that a link of this depth may have waiting.
     pub(super) fn completions(depth: u32) -> usize {
-        depth as usize * 3 + 8
+        depth as usize * 3 + 16 + ROOM_RECEIVES as usize
+    }
+
+    /// Posts the receives that a stream of sends in this direction, or the room returned for one
+    /// in the other, needs.
+    pub(super) fn recv_stream(&self, depth: u32, len: u32) -> Result<(), String> {
+        (0..depth * 2 + ROOM_RECEIVES).try_for_each(|id| self.recv(id.into(), len))
+    }
+
+    /// Returns room to the other end.
+    pub(super) fn return_room(&self) -> Result<(), String> {
+        self.post(ROOM, super::Op::Send, 0)
     }
 
     /// What the peer needs to know of our buffer.

@@ -1,7 +1,7 @@
 //! `thruway bench`: what the fabric can do, between two processes or inside one.
 //!
-//! The two ends speak through connection private data only: the connecting end sends the test as
-//! JSON with its buffer's address and key, the accepting end answers with its own. So a listening
+//! The two ends speak through connection private data only: the connecting end sends the test
+//! with its buffer's address and key, the accepting end answers with its own. So a listening
 //! bench serves any number of tests without options.
 
 mod client;
@@ -10,13 +10,13 @@ mod link;
 mod report;
 mod rping;
 mod server;
+mod suite;
 
 use crate::{Common, Failed};
 use clap::{Args, Subcommand, ValueEnum};
-use serde::{Deserialize, Serialize};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
-use thruway_fabric::iwarp;
+use thruway_fabric::{Provider, iwarp, verbs};
 
 /// Arguments of `thruway bench`.
 #[derive(Args)]
@@ -26,6 +26,7 @@ use thruway_fabric::iwarp;
   thruway bench bw --listen 0.0.0.0:7118          on one host, then on the other:
   thruway bench bw --connect host:7118 --op read --qps 4
   thruway bench devices
+  thruway bench suite --output report
   thruway bench rping --listen 0.0.0.0:7174       and, with RDMA: rping -c -a HOST -C 10")]
 pub struct BenchArgs {
     #[command(subcommand)]
@@ -40,6 +41,8 @@ enum What {
     Bw(TestArgs),
     /// The ping of rdmacm-utils' rping, in either role
     Rping(rping::RpingArgs),
+    /// The figures of the published works, measured again: an HTML page with plots, and JSON
+    Suite(suite::SuiteArgs),
     /// Every provider, device and port, what it can do, and why something is unavailable
     Devices,
 }
@@ -60,8 +63,7 @@ struct Where {
 }
 
 /// Operation under test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Op {
     Send,
     Write,
@@ -80,6 +82,24 @@ impl Op {
     }
 }
 
+/// What carries a test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BenchProvider {
+    /// iWARP in user space
+    Iwarp,
+    /// An RDMA device, by rdma-core
+    Verbs,
+}
+
+impl BenchProvider {
+    fn name(self) -> &'static str {
+        match self {
+            BenchProvider::Iwarp => "iwarp",
+            BenchProvider::Verbs => "verbs",
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum OnOff {
     On,
@@ -87,8 +107,7 @@ enum OnOff {
 }
 
 /// How to wait for completions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Wait {
     /// Ask without pause
     Poll,
@@ -116,7 +135,10 @@ struct TestArgs {
     /// Seconds for each row
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
-    /// CRC32C on every FPDU
+    /// What carries the test; the two ends may differ where both speak iWARP
+    #[arg(long, value_enum, default_value_t = BenchProvider::Iwarp)]
+    provider: BenchProvider,
+    /// CRC32C on every FPDU (iwarp)
     #[arg(long, value_enum, default_value_t = OnOff::On)]
     crc: OnOff,
     /// MPA markers in both directions
@@ -134,12 +156,29 @@ struct TestArgs {
 }
 
 impl TestArgs {
-    fn config(&self) -> iwarp::Config {
-        iwarp::Config {
+    fn iwarp(&self) -> Provider {
+        let config = iwarp::Config {
             crc: self.crc == OnOff::On,
             markers: self.markers == OnOff::On,
             congestion: self.congestion.clone(),
             ..iwarp::Config::default()
+        };
+        config.into()
+    }
+
+    /// The fabric to call `peer` by.
+    fn towards(&self, peer: SocketAddr) -> Result<Provider, String> {
+        match self.provider {
+            BenchProvider::Iwarp => Ok(self.iwarp()),
+            BenchProvider::Verbs => Ok(verbs::Config::towards(peer).map_err(|e| e.to_string())?.into()),
+        }
+    }
+
+    /// The fabric to be called by at `local`.
+    fn at(&self, local: SocketAddr) -> Result<Provider, String> {
+        match self.provider {
+            BenchProvider::Iwarp => Ok(self.iwarp()),
+            BenchProvider::Verbs => Ok(verbs::Config::at(local.ip()).map_err(|e| e.to_string())?.into()),
         }
     }
 
@@ -163,10 +202,8 @@ impl TestArgs {
 }
 
 /// A test, as the connecting end tells it to the accepting one.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Test {
-    /// Version of this structure.
-    v: u32,
     /// One at a time rather than many.
     lat: bool,
     op: Op,
@@ -179,7 +216,36 @@ struct Test {
     rkey: u32,
 }
 
-const TEST_VERSION: u32 = 1;
+/// How a test begins in private data; the digit is the version.
+const MAGIC: [u8; 4] = *b"TWB2";
+/// Octets of a test: InfiniBand's connection request has room for 56.
+const TEST_LEN: usize = 28;
+
+impl Test {
+    fn encode(&self) -> Vec<u8> {
+        let flags = [u8::from(self.lat), self.op as u8, self.wait as u8, u8::from(self.bidi)];
+        let mut out = [MAGIC, flags, self.size.to_be_bytes(), self.depth.to_be_bytes()].concat();
+        out.extend(self.addr.to_be_bytes());
+        out.extend(self.rkey.to_be_bytes());
+        out
+    }
+
+    /// `None` for anything else; what follows is padding of the transport's.
+    fn decode(octets: &[u8]) -> Option<Test> {
+        let rest = octets.get(..TEST_LEN)?.strip_prefix(&MAGIC)?;
+        let u32_at = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("four octets"));
+        Some(Test {
+            lat: rest[0] == 1,
+            op: *[Op::Send, Op::Write, Op::Read, Op::Atomic].get(usize::from(rest[1]))?,
+            wait: *[Wait::Poll, Wait::Event].get(usize::from(rest[2]))?,
+            bidi: rest[3] == 1,
+            size: u32_at(4),
+            depth: u32_at(8),
+            addr: u64::from(u32_at(12)) << 32 | u64::from(u32_at(16)),
+            rkey: u32_at(20),
+        })
+    }
+}
 
 /// Runs the command.
 pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
@@ -187,6 +253,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         What::Lat(test) => measure(test, true, common),
         What::Bw(test) => measure(test, false, common),
         What::Rping(args) => rping::run(args, common),
+        What::Suite(args) => suite::run(args, common),
         What::Devices => {
             devices::run(common);
             Ok(())
@@ -200,7 +267,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
 
 fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {
     if let Some(addr) = args.place.listen {
-        return server::Server::start(addr, args.config())?.announce(common).serve(|| false);
+        return server::Server::start(addr, &args.at(addr)?)?.announce(common).serve(|| false);
     }
     let sizes = args.sizes(if lat { 64 } else { 1 << 20 })?;
     let mut rows = report::Report::new(lat, common);
@@ -209,7 +276,8 @@ fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {
         let addr = match &args.place.connect {
             Some(host) => resolve(host)?,
             None => {
-                let server = server::Server::start(SocketAddr::from(([127, 0, 0, 1], 0)), args.config())?;
+                let local = SocketAddr::from(([127, 0, 0, 1], 0));
+                let server = server::Server::start(local, &args.at(local)?)?;
                 let addr = server.addr();
                 let stop = &stop;
                 scope.spawn(move || {
@@ -244,4 +312,30 @@ fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {
 fn resolve(host: &str) -> Result<SocketAddr, String> {
     let mut found = host.to_socket_addrs().map_err(|e| format!("{host}: {e}"))?;
     found.next().ok_or_else(|| format!("{host}: no address"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_is_told_in_private_data_of_any_device() {
+        let test = Test {
+            lat: true,
+            op: Op::Atomic,
+            size: 8,
+            depth: 4096,
+            wait: Wait::Event,
+            bidi: true,
+            addr: 0x0123_4567_89ab_cdef,
+            rkey: 0xfedc_ba98,
+        };
+        let mut told = test.encode();
+        assert_eq!(told.len(), TEST_LEN);
+        assert_eq!(Test::decode(&told[..TEST_LEN - 1]), None);
+        told.extend([0; 28]);
+        assert_eq!(Test::decode(&told), Some(test));
+        told[5] = 9;
+        assert_eq!(Test::decode(&told), None);
+    }
 }

@@ -30,6 +30,22 @@ pub(super) struct Row {
 }
 
 impl Row {
+    pub(super) fn bytes_per_second(&self) -> f64 {
+        self.bytes_per_second
+    }
+
+    pub(super) fn p50_us(&self) -> f64 {
+        self.lat_us_p50
+    }
+
+    pub(super) fn cpu_seconds(&self) -> f64 {
+        self.cpu_seconds
+    }
+
+    pub(super) fn seconds(&self) -> f64 {
+        self.seconds
+    }
+
     /// `samples` are nanoseconds from posting to completion, or a whole round trip if
     /// `ping_pong`, in which case half of it is the latency.
     #[allow(clippy::too_many_arguments)]
@@ -53,7 +69,7 @@ impl Row {
         let bytes = operations as f64 * f64::from(test.size);
         Row {
             op: test.op.name(),
-            provider: "iwarp",
+            provider: args.provider.name(),
             size: test.size,
             depth: test.depth,
             qps,

@@ -1,15 +1,15 @@
 //! The answering end: echoes what a latency test sends, takes what a bandwidth test sends, and
 //! stands still for reads and atomics, whatever the connecting end asks for.
 
-use super::link::{self, Link};
-use super::{Op, TEST_VERSION, Test, Wait};
+use super::link::{self, Link, Pace};
+use super::{Op, Test, Wait};
 use crate::Common;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 use thruway_fabric::{
     CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener,
-    Status, WorkCompletion, iwarp,
+    Provider, Status, WorkCompletion,
 };
 
 const QUEUE: usize = 1 << 20;
@@ -27,15 +27,40 @@ pub(super) struct Server {
 struct Session {
     link: Link,
     test: Test,
+    pace: Pace,
+    /// Operations of our own, of a test in both directions, that are not under way.
+    idle: u32,
     /// Mark of the last write echoed.
     mark: u8,
 }
 
+impl Session {
+    fn received(&mut self, wc: &WorkCompletion) -> Result<(), String> {
+        self.link.recv(wc.wr_id, self.test.size)?;
+        if self.test.lat {
+            return self.link.post(0, Op::Send, self.test.size);
+        }
+        let (due, room) = self.pace.received(wc.len);
+        if due {
+            self.link.return_room()?;
+        }
+        if room { self.post_idle() } else { Ok(()) }
+    }
+
+    fn post_idle(&mut self) -> Result<(), String> {
+        while self.idle > 0 && (self.test.op != Op::Send || self.pace.take()) {
+            self.idle -= 1;
+            self.link.post(0, self.test.op, self.test.size)?;
+        }
+        Ok(())
+    }
+}
+
 impl Server {
-    pub(super) fn start(addr: SocketAddr, config: iwarp::Config) -> Result<Server, String> {
-        let device = config.open().map_err(|e| e.to_string())?;
+    pub(super) fn start(addr: SocketAddr, fabric: &Provider) -> Result<Server, String> {
+        let device = fabric.open().map_err(|e| e.to_string())?;
         let listener = device.listen(addr, &ListenOptions::default()).map_err(|e| e.to_string())?;
-        let cq = device.create_cq(QUEUE).map_err(|e| e.to_string())?;
+        let cq = device.create_cq(QUEUE.min(device.attributes().max_completions)).map_err(|e| e.to_string())?;
         Ok(Server { device, listener, cq, sessions: HashMap::new() })
     }
 
@@ -87,34 +112,26 @@ impl Server {
     }
 
     fn try_accept(&mut self, request: ConnectionRequest) -> Result<(), String> {
-        let test: Result<Test, _> = serde_json::from_slice(request.private_data());
-        let test = match test {
-            Ok(test) if test.v == TEST_VERSION && test.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&test.depth) => {
-                test
-            }
-            Ok(_) | Err(_) => {
-                request.reject(b"not a test this bench knows");
-                return Err("asked for no test this bench knows".into());
-            }
+        let known = Test::decode(request.private_data());
+        let Some(test) = known.filter(|t| t.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&t.depth)) else {
+            request.reject(b"not a test this bench knows");
+            return Err("asked for no test this bench knows".into());
         };
         let mut link = Link::new(&self.device, &self.cq, test.size, test.depth)?;
         link.learn(&test);
         if test.op == Op::Send {
-            for id in 0..test.depth * 2 {
-                link.recv(id.into(), test.size)?;
-            }
+            link.recv_stream(test.depth, test.size)?;
         }
         let mut answer = test.clone();
         link.describe(&mut answer);
-        let private_data = serde_json::to_vec(&answer).expect("a plain structure");
-        let params = ConnectParams { private_data, ..ConnectParams::default() };
+        let params = ConnectParams { private_data: answer.encode(), ..ConnectParams::default() };
         request.accept(&link.qp, &params).map_err(|e| e.to_string())?;
-        if test.bidi {
-            for id in 0..test.depth {
-                link.post(id.into(), test.op, test.size)?;
-            }
+        let mut session = Session { link, pace: Pace::new(test.depth), idle: 0, test, mark: 0 };
+        if session.test.bidi {
+            session.idle = session.test.depth;
+            session.post_idle()?;
         }
-        self.sessions.insert(link.qp.number(), Session { link, test, mark: 0 });
+        self.sessions.insert(session.link.qp.number(), session);
         Ok(())
     }
 
@@ -123,13 +140,12 @@ impl Server {
         if wc.status != Status::Success {
             return;
         }
-        let Session { link, test, .. } = session;
         let result = match wc.op {
-            CompletionOp::Recv if test.lat => {
-                link.recv(wc.wr_id, test.size).and_then(|()| link.post(0, Op::Send, test.size))
+            CompletionOp::Recv => session.received(wc),
+            _ if session.test.bidi && wc.wr_id != link::ROOM => {
+                session.idle += 1;
+                session.post_idle()
             }
-            CompletionOp::Recv => link.recv(wc.wr_id, test.size),
-            _ if test.bidi => link.post(wc.wr_id, test.op, test.size),
             _ => Ok(()),
         };
         if let Err(message) = result {

@@ -1,0 +1,203 @@
+//! `thruway bench suite`: the figure families of the published works, measured again on this
+//! machine, as one HTML page with plots and one JSON file.
+
+mod families;
+mod lab;
+mod page;
+
+use crate::Common;
+use clap::Args;
+use families::FAMILIES;
+use lab::Lab;
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Arguments of `thruway bench suite`.
+#[derive(Args)]
+pub(super) struct SuiteArgs {
+    /// Directory for report.html and report.json
+    #[arg(long, value_name = "DIR", default_value = "thruway-bench")]
+    output: PathBuf,
+    /// Seconds for each point
+    #[arg(long, default_value_t = 0.5)]
+    seconds: f64,
+    /// Only these families (see --list); may be repeated
+    #[arg(long, value_name = "FAMILY", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Name the families and end
+    #[arg(long)]
+    list: bool,
+}
+
+/// A family of figures.
+struct Family {
+    /// Its name on the command line.
+    id: &'static str,
+    title: &'static str,
+    /// Where it was published.
+    source: &'static str,
+    /// What was reported there.
+    reported: &'static str,
+    /// What must agree on any hardware.
+    expected: &'static str,
+    measure: fn(&Lab) -> Result<Findings, String>,
+}
+
+/// What a measurement found.
+#[derive(Serialize, Default)]
+struct Findings {
+    charts: Vec<Chart>,
+    /// Whether what must agree does; `None` if this machine cannot tell.
+    agrees: Option<bool>,
+    /// In figures, why.
+    because: String,
+}
+
+/// One plot.
+#[derive(Serialize)]
+struct Chart {
+    title: String,
+    x: Axis,
+    y: &'static str,
+    series: Vec<Series>,
+}
+
+#[derive(Serialize, Clone, Copy)]
+struct Axis {
+    label: &'static str,
+    /// Sizes are printed in KiB and MiB.
+    sizes: bool,
+}
+
+#[derive(Serialize, Clone)]
+struct Series {
+    name: String,
+    points: Vec<(f64, f64)>,
+}
+
+impl Series {
+    fn new(name: impl Into<String>) -> Series {
+        Series { name: name.into(), points: Vec::new() }
+    }
+
+    fn at(&self, x: f64) -> f64 {
+        self.points.iter().find(|p| p.0 == x).map_or(f64::NAN, |p| p.1)
+    }
+
+    fn last(&self) -> f64 {
+        self.points.last().map_or(f64::NAN, |p| p.1)
+    }
+
+    fn most(&self) -> f64 {
+        self.points.iter().map(|p| p.1).fold(f64::NAN, f64::max)
+    }
+}
+
+/// Everything, as it is written.
+#[derive(Serialize)]
+struct Report {
+    version: &'static str,
+    machine: Machine,
+    seconds_per_point: f64,
+    families: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    id: &'static str,
+    title: &'static str,
+    source: &'static str,
+    reported: &'static str,
+    expected: &'static str,
+    /// Why there is nothing.
+    error: Option<String>,
+    #[serde(flatten)]
+    findings: Findings,
+}
+
+#[derive(Serialize)]
+struct Machine {
+    kernel: String,
+    processor: String,
+    processors: usize,
+    memory_gib: u64,
+}
+
+impl Machine {
+    fn this() -> Machine {
+        let uname = rustix::system::uname();
+        let field = |path: &str, key: &str| {
+            let text = std::fs::read_to_string(path).unwrap_or_default();
+            let line = text.lines().find(|l| l.starts_with(key)).unwrap_or_default().to_owned();
+            line.split_once(':').map(|(_, v)| v.trim().to_owned()).unwrap_or_default()
+        };
+        let memory = field("/proc/meminfo", "MemTotal");
+        let memory: u64 = memory.trim_end_matches(" kB").parse().unwrap_or(0);
+        Machine {
+            kernel: format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy()),
+            processor: field("/proc/cpuinfo", "model name"),
+            processors: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_gib: memory >> 20,
+        }
+    }
+}
+
+pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
+    if args.list {
+        for family in &FAMILIES {
+            println!("{:<14} {} ({})", family.id, family.title, family.source);
+        }
+        return Ok(());
+    }
+    if let Some(unknown) = args.only.iter().find(|id| FAMILIES.iter().all(|f| f.id != **id)) {
+        return Err(format!("--only {unknown}: no such family; --list names them"));
+    }
+    if !(args.seconds > 0.0 && args.seconds <= 60.0) {
+        return Err(format!("--seconds {}: more than 0 and at most 60 are possible", args.seconds));
+    }
+    std::fs::create_dir_all(&args.output).map_err(|e| format!("{}: {e}", args.output.display()))?;
+    let lab = Lab::new(args.seconds)?;
+    let wanted = |f: &&Family| args.only.is_empty() || args.only.iter().any(|id| id == f.id);
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        machine: Machine::this(),
+        seconds_per_point: args.seconds,
+        families: Vec::new(),
+    };
+    for family in FAMILIES.iter().filter(wanted) {
+        if !common.quiet && !common.json {
+            eprint!("{:<14} {} … ", family.id, family.title);
+        }
+        let (findings, error) = match (family.measure)(&lab) {
+            Ok(findings) => (findings, None),
+            Err(error) => (Findings::default(), Some(error)),
+        };
+        if !common.quiet && !common.json {
+            eprintln!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
+        }
+        let Family { id, title, source, reported, expected, .. } = *family;
+        report.families.push(Entry { id, title, source, reported, expected, error, findings });
+    }
+    let write = |name: &str, text: &str| {
+        let path = args.output.join(name);
+        std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display())).map(|()| path)
+    };
+    let json = serde_json::to_string_pretty(&report).expect("plain structures");
+    write("report.json", &json)?;
+    let path = write("report.html", &page::render(&report)?)?;
+    if common.json {
+        println!("{json}");
+    } else if !common.quiet {
+        println!("{}", path.display());
+    }
+    let failed = report.families.iter().filter(|f| f.error.is_some()).count();
+    if failed > 0 { Err(format!("{failed} families could not be measured; the report says why")) } else { Ok(()) }
+}
+
+fn verdict(agrees: Option<bool>) -> &'static str {
+    match agrees {
+        Some(true) => "agrees",
+        Some(false) => "differs",
+        None => "measured",
+    }
+}

@@ -1,0 +1,63 @@
+//! How a daemon is reached, and by what.
+
+use crate::keys;
+use clap::ValueEnum;
+use std::net::ToSocketAddrs;
+use std::path::PathBuf;
+use thruway_fabric::{iwarp, verbs};
+use thruway_transfer::auth::Credentials;
+use thruway_transfer::client::Remote;
+use thruway_transfer::link::Transport;
+
+/// How data is carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Provider {
+    /// The best there is
+    Auto,
+    /// RDMA in user space over TCP
+    Iwarp,
+    /// An RDMA device (a daemon started with --provider verbs)
+    Verbs,
+    /// Plain TCP with sendfile and splice
+    Tcp,
+}
+
+impl Provider {
+    /// Has this provider carry what goes to the remote.
+    pub fn carry(self, remote: &mut Remote) -> Result<(), String> {
+        remote.transport = if self == Provider::Tcp { Transport::Tcp } else { Transport::Rdma };
+        if self == Provider::Verbs {
+            if !matches!(remote.credentials, Credentials::Keys(_)) {
+                return Err("--provider verbs needs a daemon: tw://host/export/path".into());
+            }
+            remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();
+        }
+        Ok(())
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Provider::Tcp => "tcp",
+            Provider::Verbs => "verbs",
+            Provider::Auto | Provider::Iwarp => "iwarp",
+        }
+    }
+}
+
+/// The daemon at `host:port`, called with the user's key or the one named.
+pub fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote, String> {
+    let label = format!("{host}:{port}");
+    let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
+    let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;
+    // A daemon on this machine may have a new key every time it is started.
+    let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
+    let credentials = Credentials::Keys(keys::identity(key)?);
+    Ok(Remote {
+        addr,
+        label,
+        credentials,
+        known_hosts,
+        fabric: iwarp::Config::default().into(),
+        transport: Transport::Rdma,
+    })
+}
