@@ -64,6 +64,7 @@ pub(super) const ASYNC_QP_EVENTS: std::ops::RangeInclusive<c_int> = 1..=7;
 pub(super) const ASYNC_QP_FATAL: c_int = 1;
 pub(super) const ASYNC_QP_REQ_ERR: c_int = 2;
 pub(super) const ASYNC_QP_ACCESS_ERR: c_int = 3;
+pub(super) const ASYNC_DEVICE_FATAL: c_int = 8;
 
 #[repr(C)]
 pub(super) struct ibv_context {

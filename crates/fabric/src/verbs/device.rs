@@ -11,7 +11,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::CStr;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -49,6 +50,10 @@ pub(super) struct Context {
     pub(super) max_read_sge: usize,
     events: Mutex<VecDeque<Event>>,
     woken: AtomicBool,
+    /// There as long as the hardware is.
+    sysfs: Option<PathBuf>,
+    /// The hardware is gone.
+    lost: AtomicBool,
     /// When the endpoints last looked at the clock.
     ticked: Mutex<Instant>,
 }
@@ -94,7 +99,7 @@ fn contexts(lib: &'static Library) -> Vec<*mut ibv_context> {
     if list.is_null() {
         return Vec::new();
     }
-    // SAFETY: `count` entries were just made. The contexts stay open for the life of the process.
+    // SAFETY: `count` entries were just made. The contexts stay open until their hardware is gone.
     let found = unsafe { std::slice::from_raw_parts(list, count as usize) }.to_vec();
     // SAFETY: as above.
     unsafe { (lib.rdma_free_devices)(list) };
@@ -104,6 +109,13 @@ fn contexts(lib: &'static Library) -> Vec<*mut ibv_context> {
 fn name_of(lib: &Library, verbs: *mut ibv_context) -> String {
     // SAFETY: an open context and its device.
     unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*verbs).device)) }.to_string_lossy().into_owned()
+}
+
+/// Where the kernel shows the device to programs.
+fn sysfs_of(name: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir("/sys/class/infiniband_verbs").ok()?;
+    let is_it = |path: &PathBuf| std::fs::read_to_string(path.join("ibdev")).is_ok_and(|it| it.trim() == name);
+    entries.filter_map(|e| Some(e.ok()?.path())).find(is_it)
 }
 
 /// Name of the device that rdma_cm binds this address to.
@@ -192,7 +204,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         }
         Error::io("watching an RDMA device", e)
     })?;
-    Ok(crate::Device::new(Arc::new(Handle(Arc::new(Context {
+    let context = Arc::new(Context {
         lib,
         verbs,
         cm,
@@ -213,8 +225,15 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         max_read_sge: if iwarp { attr.max_sge_rd.max(1) } else { attr.max_sge.max(1) } as usize,
         events: Mutex::default(),
         woken: AtomicBool::new(false),
+        sysfs: sysfs_of(name),
+        lost: AtomicBool::new(false),
         ticked: Mutex::new(Instant::now()),
-    })))))
+    });
+    let mut known = lock(&CONTEXTS);
+    known.retain(|c| c.strong_count() > 0);
+    known.push(Arc::downgrade(&context));
+    drop(known);
+    Ok(crate::Device::new(Arc::new(Handle(context))))
 }
 
 impl Drop for Context {
@@ -225,6 +244,41 @@ impl Drop for Context {
             (self.lib.ibv_destroy_comp_channel)(self.channel);
             (self.lib.rdma_destroy_event_channel)(self.cm);
         }
+        // Dropped after the lock, since one of them may be the last of its own.
+        let others: Vec<_> = lock(&CONTEXTS).iter().filter_map(Weak::upgrade).collect();
+        if others.iter().all(|other| other.verbs != self.verbs) && self.lost.load(Ordering::SeqCst) {
+            release(self.verbs);
+        }
+    }
+}
+
+/// Lets go of hardware that is gone. librdmacm keeps its context open, closes it only when it meets
+/// another device, and the kernel waits for that: so the context's descriptors are made to mean
+/// nothing, and keep their numbers until librdmacm closes them.
+fn release(verbs: *mut ibv_context) {
+    let Ok(nothing) = std::fs::File::open("/dev/null") else { return };
+    // SAFETY: the context is librdmacm's and open; nothing of ours uses it any more.
+    for fd in unsafe { [(*verbs).cmd_fd, (*verbs).async_fd] } {
+        // SAFETY: both are open descriptors; what the second stood for is closed.
+        if unsafe { libc::dup2(nothing.as_raw_fd(), fd) } < 0 {
+            tracing::warn!(error = %io::Error::last_os_error(), "letting go of an RDMA device");
+        }
+    }
+}
+
+/// The open devices of this process: one hears of what happens to the hardware for all.
+static CONTEXTS: Mutex<Vec<Weak<Context>>> = Mutex::new(Vec::new());
+
+/// Ends what uses this hardware. Its removal waits until nothing is left that holds it.
+fn device_lost(verbs: *mut ibv_context) {
+    let contexts: Vec<_> = lock(&CONTEXTS).iter().filter_map(Weak::upgrade).filter(|c| c.verbs == verbs).collect();
+    for context in contexts {
+        context.lost.store(true, Ordering::SeqCst);
+        let endpoints: Vec<_> = lock(&context.endpoints).values().filter_map(Weak::upgrade).collect();
+        for endpoint in endpoints {
+            endpoint.removed();
+        }
+        context.rouse();
     }
 }
 
@@ -292,6 +346,12 @@ impl Context {
         for endpoint in all {
             endpoint.tick(now);
         }
+        // Drivers that cannot take a device away from its users, rxe's and siw's among them, make
+        // no event of its removal, but wait until they have let go.
+        let gone = self.sysfs.as_ref().is_some_and(|path| !path.exists());
+        if gone && !self.lost.load(Ordering::SeqCst) {
+            device_lost(self.verbs);
+        }
     }
 
     fn drive_connections(self: &Arc<Context>) {
@@ -351,6 +411,7 @@ impl Context {
                     endpoint.fail(&text);
                 }
                 Some(_) => {}
+                None if kind == ASYNC_DEVICE_FATAL => device_lost(self.verbs),
                 None => tracing::info!(device = self.attributes.name, event = %text, "RDMA device event"),
             }
         }
@@ -555,6 +616,10 @@ impl DeviceOps for Handle {
 
     fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         self.0.drive();
+        if self.0.lost.load(Ordering::SeqCst) && lock(&self.0.events).is_empty() {
+            let why = format!("the RDMA device {} was removed", self.0.attributes.name);
+            return Err(Error::io("waiting", io::Error::new(io::ErrorKind::NotConnected, why)));
+        }
         if !self.arm() {
             let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
             return Ok(());

@@ -57,6 +57,8 @@ struct State {
     /// rdma_cm's identifier, with its number.
     id: Option<(*mut rdma_cm_id, u64)>,
     deadline: Option<Instant>,
+    /// Whom to call.
+    target: Option<SocketAddr>,
     params: ConnectParams,
     sent: VecDeque<Posted>,
     received: VecDeque<Posted>,
@@ -136,6 +138,7 @@ impl Endpoint {
             phase: Phase::Idle,
             id: None,
             deadline: None,
+            target: None,
             params: ConnectParams::default(),
             sent: VecDeque::new(),
             received: VecDeque::new(),
@@ -238,6 +241,22 @@ impl Endpoint {
         }
     }
 
+    /// The hardware is gone.
+    pub(super) fn removed(&self) {
+        self.end(&mut self.lock(), ConnectionError::Lost("the RDMA device was removed".into()));
+    }
+
+    /// Looks for a way to the target. The kernel may miss that a neighbour has answered, and then
+    /// asks itself again only when the time it was given is over; so it is given little at a time.
+    fn resolve(&self, state: &State) -> io::Result<()> {
+        let (Some((id, _)), Some(target)) = (state.id, state.target) else { return Ok(()) };
+        let to = socket_address(target);
+        let limit = timeout_of(state).min(RESOLVE_STEP_MS);
+        // SAFETY: a live identifier and address.
+        let rc = unsafe { (self.context.lib.rdma_resolve_addr)(id, std::ptr::null(), (&raw const to).cast(), limit) };
+        if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// Something happened to the connection.
     pub(super) fn connection_event(&self, kind: i32, status: i32, data: Vec<u8>, conn: &rdma_conn_param) {
         let mut state = self.lock();
@@ -295,6 +314,13 @@ impl Endpoint {
                 self.end(&mut state, ConnectionError::Lost("connection refused".into()));
             }
             EVENT_REJECTED => self.end(&mut state, ConnectionError::Rejected { private_data: data }),
+            EVENT_ADDR_ERROR
+                if status.abs() == libc::ETIMEDOUT && state.deadline.is_some_and(|d| d > Instant::now()) =>
+            {
+                if let Err(error) = self.resolve(&state) {
+                    self.end(&mut state, ConnectionError::Lost(format!("finding a way: {error}")));
+                }
+            }
             EVENT_ADDR_ERROR | EVENT_ROUTE_ERROR | EVENT_UNREACHABLE | EVENT_CONNECT_ERROR => {
                 let cause = match status.abs() {
                     libc::ETIMEDOUT => ConnectionError::TimedOut,
@@ -310,7 +336,10 @@ impl Endpoint {
                 };
                 self.end(&mut state, cause);
             }
-            EVENT_DEVICE_REMOVAL => self.end(&mut state, ConnectionError::Lost("the RDMA device was removed".into())),
+            EVENT_DEVICE_REMOVAL => {
+                drop(state);
+                self.removed();
+            }
             _ => {}
         }
     }
@@ -477,6 +506,9 @@ fn posting_error(rc: i32) -> Option<io::Error> {
     }
 }
 
+/// Milliseconds that one look for a way to a peer may take; as many looks as there is time for.
+const RESOLVE_STEP_MS: i32 = 300;
+
 /// Milliseconds until the deadline.
 fn timeout_of(state: &State) -> i32 {
     let left = state.deadline.map_or(Duration::from_secs(15), |d| d.saturating_duration_since(Instant::now()));
@@ -562,15 +594,11 @@ impl QueuePairOps for Endpoint {
         state.deadline = Some(Instant::now() + params.timeout);
         let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
         self.context.adopt(token, &me);
-        let to = socket_address(addr);
-        // SAFETY: a live identifier and address.
-        let rc = unsafe { (lib.rdma_resolve_addr)(id, std::ptr::null(), (&raw const to).cast(), timeout_of(&state)) };
-        if rc != 0 {
-            let source = io::Error::last_os_error();
+        state.target = Some(addr);
+        self.resolve(&state).map_err(|source| {
             state.phase = Phase::Over;
-            return Err(Error::Io { op: "finding a way to", peer: Some(addr), source });
-        }
-        Ok(())
+            Error::Io { op: "finding a way to", peer: Some(addr), source }
+        })
     }
 
     fn disconnect(&self) {

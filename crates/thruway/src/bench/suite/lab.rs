@@ -19,9 +19,21 @@ pub(super) struct Point {
     pub(super) gbit: f64,
     pub(super) p50_us: f64,
     /// Share of one processor that the measuring end used, in percent.
-    pub(super) near_cpu: f64,
+    near_cpu: f64,
     /// The same of the other end.
-    pub(super) far_cpu: f64,
+    far_cpu: f64,
+}
+
+impl Point {
+    /// Processor time of the measuring end, in nanoseconds per octet.
+    pub(super) fn near_cost(&self) -> f64 {
+        self.near_cpu / 100.0 / (self.gbit / 8.0)
+    }
+
+    /// The same of the other end.
+    pub(super) fn far_cost(&self) -> f64 {
+        self.far_cpu / 100.0 / (self.gbit / 8.0)
+    }
 }
 
 /// A test; the rest is as `bench bw` has it.

@@ -22,7 +22,7 @@ header { display: flex; gap: 1rem; justify-content: space-between; align-items: 
 dl { display: grid; grid-template-columns: 8rem 1fr; gap: .35rem 1rem; margin: .9rem 0; font-size: .95rem; }
 dd { margin: 0; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
-figure { margin: 0; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+figure { margin: 0; max-width: 640px; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
 svg { width: 100%; height: auto; display: block; }
 .mark { font-size: .85rem; padding: .1rem .6rem; border-radius: 1rem; border: 1px solid currentColor; }
 .agrees { color: #1a7f37; } .differs { color: #cf222e; } .measured { color: var(--soft); }
@@ -158,6 +158,12 @@ fn plot(chart: &Chart) -> Result<String, String> {
     let least = values().filter(|v| *v > 0.0).fold(f64::INFINITY, f64::min);
     // Times over sizes span decades; rates do not.
     let decades = chart.x.sizes && top / least > 100.0 && chart.y != "Gbit/s";
+    // Where the lines begin low there is room above their beginnings.
+    let mean = |end: fn(&super::Series) -> Option<&(f64, f64)>| {
+        chart.series.iter().filter_map(|s| end(s).map(|p| p.1)).sum::<f64>() / chart.series.len().max(1) as f64
+    };
+    let rising = mean(|s| s.points.first()) <= mean(|s| s.points.last());
+    let corner = if rising { SeriesLabelPosition::UpperLeft } else { SeriesLabelPosition::UpperRight };
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (640, 380)).into_drawing_area();
@@ -196,7 +202,7 @@ fn plot(chart: &Chart) -> Result<String, String> {
                     plot.draw_series(dots).map_err(|e| fail(&e))?;
                 }
                 plot.configure_series_labels()
-                    .position(SeriesLabelPosition::UpperLeft)
+                    .position(corner.clone())
                     .background_style(WHITE.mix(0.85))
                     .border_style(RGBColor(0xd0, 0xd7, 0xde))
                     .label_font(("sans-serif", 13))
@@ -205,9 +211,9 @@ fn plot(chart: &Chart) -> Result<String, String> {
             }};
         }
         if decades {
-            draw!((least / 2.0..top * 2.0).log_scale());
+            draw!((least / 2.0..top * 3.0).log_scale());
         } else {
-            draw!(0.0..top * 1.25);
+            draw!(0.0..top * 1.4);
         }
         area.present().map_err(|e| fail(&e))?;
     }
