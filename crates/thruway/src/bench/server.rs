@@ -89,7 +89,7 @@ impl Server {
             let spinning = self.sessions.values().any(|s| s.test.wait == Wait::Poll);
             let wait = if spinning { Wait::Poll } else { Wait::Event };
             // Events are looked at now and then even while completions come thick and fast.
-            for _ in 0..64 {
+            for _ in 0..4096 {
                 let n = link::poll(&self.device, &self.cq, &mut completed, wait, Duration::from_millis(100))?;
                 for wc in completed.drain(..) {
                     self.complete(&wc);
