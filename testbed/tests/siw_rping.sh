@@ -1,5 +1,4 @@
 # title: our iWARP, in user space, serves and calls Linux's siw: rping's protocol, every byte checked by both ends
-# kernel: uml
 # limit: 120
 hosts ours
 kernel_end siw

@@ -10,21 +10,25 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 15] = [
+pub const PACKAGES: [&str; 19] = [
     "bc",
     "bison",
     "build-essential",
     "busybox-static",
+    "cpio",
     "flex",
     "ibverbs-providers",
     "ibverbs-utils",
     "iproute2",
+    "kmod",
     "libelf-dev",
     "libibverbs-dev",
     "librdmacm-dev",
     "perftest",
+    "qemu-system-x86",
     "rdma-core",
     "rdmacm-utils",
+    "seabios",
     "xz-utils",
 ];
 
@@ -37,6 +41,45 @@ struct Test {
     path: PathBuf,
     title: String,
     limit: u32,
+    guest: Guest,
+}
+
+/// What a guest is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Backend {
+    /// User Mode Linux: an ordinary process, near full speed, one memory node.
+    Uml,
+    /// Debian's own kernel in qemu, which may emulate the processor: any number of memory nodes.
+    Qemu,
+}
+
+/// What a test, or a command, asks of its guest.
+#[derive(Clone, Copy)]
+struct Guest {
+    backend: Backend,
+    nodes: u32,
+}
+
+impl Guest {
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match (key, value) {
+            ("backend", "uml") => self.backend = Backend::Uml,
+            ("backend", "qemu") => self.backend = Backend::Qemu,
+            ("nodes", n) => {
+                self.nodes =
+                    n.parse().ok().filter(|n| (1..=8).contains(n)).ok_or("1 to 8 memory nodes are possible")?;
+                self.backend = Backend::Qemu;
+            }
+            _ => return Err(format!("'{key}: {value}': backend is uml or qemu")),
+        }
+        Ok(())
+    }
+}
+
+impl Default for Guest {
+    fn default() -> Guest {
+        Guest { backend: Backend::Uml, nodes: 1 }
+    }
 }
 
 /// Where built kernels are kept from one run to the next.
@@ -47,26 +90,38 @@ fn cache() -> PathBuf {
         .unwrap_or_else(|| top().join("target/testbed"))
 }
 
-/// The user-mode kernel, built if it is not there yet.
-fn kernel() -> Result<PathBuf, String> {
-    let script = top().join("testbed/uml/build");
+/// The kernel of a back end, built or fetched if it is not there yet.
+fn kernel(backend: Backend) -> Result<PathBuf, String> {
+    let script = backend.script("build");
     let out = Command::new(&script)
         .arg(cache())
         .stderr(Stdio::inherit())
         .output()
         .map_err(|e| format!("{}: {e}", script.display()))?;
     if !out.status.success() {
-        return Err(format!("building the guest's kernel failed; its log is in {}", cache().display()));
+        return Err(format!("making the guest's kernel failed; its log is in {}", cache().display()));
     }
     Ok(PathBuf::from(String::from_utf8_lossy(&out.stdout).trim()))
 }
 
+impl Backend {
+    fn script(self, name: &str) -> PathBuf {
+        top()
+            .join(match self {
+                Backend::Uml => "testbed/uml",
+                Backend::Qemu => "testbed/qemu",
+            })
+            .join(name)
+    }
+}
+
 /// Runs a command in a guest; its output and status are ours.
 pub fn guest(args: &[&str]) -> Result<(), String> {
-    let (mut limit, mut rest) = (LIMIT.to_string(), args);
+    let (mut limit, mut guest, mut rest) = (LIMIT.to_string(), Guest::default(), args);
     while let [option, value, more @ ..] = rest {
         match *option {
             "--limit" => limit = (*value).to_string(),
+            "--backend" | "--nodes" => guest.set(&option[2..], value)?,
             _ => break,
         }
         rest = more;
@@ -75,14 +130,18 @@ pub fn guest(args: &[&str]) -> Result<(), String> {
     if rest.is_empty() {
         return Err("vm run: say which command, behind --".into());
     }
-    let status = start(&kernel()?, &limit, &rest.join(" ")).status().map_err(|e| e.to_string())?;
+    let status = start(guest, &kernel(guest.backend)?, &limit, &rest.join(" ")).status().map_err(|e| e.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("the command in the guest ended with {status}")) }
 }
 
-fn start(kernel: &Path, limit: &str, command: &str) -> Command {
-    let mut guest = Command::new(top().join("testbed/uml/run"));
-    guest.arg(kernel).args(["-t", limit, command]);
-    guest
+fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
+    let mut run = Command::new(guest.backend.script("run"));
+    run.arg(kernel).args(["-t", limit]);
+    if guest.backend == Backend::Qemu {
+        run.args(["-n", &guest.nodes.to_string()]);
+    }
+    run.arg(command);
+    run
 }
 
 /// Runs the guest tests whose names contain `filter`.
@@ -93,10 +152,8 @@ pub fn test(filter: &str) -> Result<(), String> {
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
     }
-    let kernel = kernel()?;
     let mut failed = Vec::new();
     for test in &tests {
-        let begun = Instant::now();
         let command = format!(
             "set -euo pipefail; export THRUWAY='{}' VERBS_TESTS='{}'; . '{}'; . '{}'",
             top().join("target/release/thruway").display(),
@@ -104,7 +161,9 @@ pub fn test(filter: &str) -> Result<(), String> {
             top().join("testbed/lib.sh").display(),
             test.path.display()
         );
-        let out = start(&kernel, &test.limit.to_string(), &command).output().map_err(|e| e.to_string())?;
+        let kernel = kernel(test.guest.backend)?;
+        let begun = Instant::now();
+        let out = start(test.guest, &kernel, &test.limit.to_string(), &command).output().map_err(|e| e.to_string())?;
         let seconds = begun.elapsed().as_secs_f64();
         if out.status.success() {
             eprintln!("    ok     {:<28} {seconds:>5.1} s  {}", test.name, test.title);
@@ -152,7 +211,13 @@ fn tests(filter: &str) -> Result<Vec<Test>, String> {
             None => LIMIT,
             Some(text) => text.parse().map_err(|_| format!("{}: '# limit:' wants seconds", path.display()))?,
         };
-        found.push(Test { name, path, title, limit });
+        let mut guest = Guest::default();
+        for key in ["backend", "nodes"] {
+            if let Some(value) = said(key) {
+                guest.set(key, &value).map_err(|e| format!("{}: {e}", path.display()))?;
+            }
+        }
+        found.push(Test { name, path, title, limit, guest });
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)

@@ -144,6 +144,9 @@ struct TestArgs {
     /// MPA markers in both directions
     #[arg(long, value_enum, default_value_t = OnOff::Off)]
     markers: OnOff,
+    /// MPA revision to ask for, and the highest to accept (iwarp)
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
+    revision: u8,
     /// How this end (and the other, if it is a bench) waits
     #[arg(long, value_enum, default_value_t = Wait::Poll)]
     wait: Wait,
@@ -160,6 +163,7 @@ impl TestArgs {
         let config = iwarp::Config {
             crc: self.crc == OnOff::On,
             markers: self.markers == OnOff::On,
+            revision: self.revision,
             congestion: self.congestion.clone(),
             ..iwarp::Config::default()
         };

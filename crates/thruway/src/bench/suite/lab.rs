@@ -84,6 +84,7 @@ impl Lab {
             provider: BenchProvider::Iwarp,
             crc: on(shape.crc),
             markers: on(shape.markers),
+            revision: 2,
             wait: shape.wait,
             bidirectional: shape.bidirectional,
             congestion: None,

@@ -1,0 +1,19 @@
+# title: hundreds of connections between our iWARP, in user space, and Linux's siw, both ways, all of them at work
+# limit: 150
+hosts ours
+kernel_end siw
+"$THRUWAY" bench bw --provider verbs --quiet --listen 10.0.0.254:7118 & siw=$!
+on ours "$THRUWAY" bench bw --quiet --listen 10.0.0.1:7118 & user=$!
+until_listening ours 7118
+until_listening - 7118
+for op in send write read; do
+    on ours "$THRUWAY" bench bw --wait event --connect 10.0.0.254:7118 --op $op --size 4K --qps 300 --depth 2 --seconds 2
+    # One process makes some fifty queue pairs on siw, and no more.
+    clients=()
+    for ((n = 0; n < 8; n++)); do
+        "$THRUWAY" bench bw --wait event --provider verbs --connect 10.0.0.1:7118 --op $op --size 4K --qps 40 --depth 2 --seconds 3 &
+        clients+=($!)
+    done
+    for client in "${clients[@]}"; do wait $client; done
+done
+kill $siw $user
