@@ -54,3 +54,14 @@ until_written() {
 
 # same A B: two files or trees are alike.
 same() { diff -r --no-dereference "$1" "$2" >/dev/null || { echo "$1 and $2 differ" >&2; return 1; }; }
+
+# until_there FILE: waits for a file, of another guest's for example.
+until_there() {
+    local i
+    for ((i = 0; i < 3000; i++)); do
+        [[ -e $1 ]] && return
+        read -rt 0.02 <> <(:) || true
+    done
+    echo "$1 does not appear" >&2
+    return 1
+}

@@ -16,7 +16,7 @@ cargo xtask TASK
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
-  vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] -- CMD
+  vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD
                                  a command in such a guest, over this machine's files
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)

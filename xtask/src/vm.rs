@@ -58,6 +58,8 @@ enum Backend {
 struct Guest {
     backend: Backend,
     nodes: u32,
+    /// How many, on one Ethernet segment.
+    guests: u32,
 }
 
 impl Guest {
@@ -65,9 +67,10 @@ impl Guest {
         match (key, value) {
             ("backend", "uml") => self.backend = Backend::Uml,
             ("backend", "qemu") => self.backend = Backend::Qemu,
-            ("nodes", n) => {
-                self.nodes =
-                    n.parse().ok().filter(|n| (1..=8).contains(n)).ok_or("1 to 8 memory nodes are possible")?;
+            ("nodes" | "guests", n) => {
+                let n = n.parse().ok().filter(|n| (1..=8).contains(n));
+                let n = n.ok_or_else(|| format!("1 to 8 {key} are possible"))?;
+                *(if key == "nodes" { &mut self.nodes } else { &mut self.guests }) = n;
                 self.backend = Backend::Qemu;
             }
             _ => return Err(format!("'{key}: {value}': backend is uml or qemu")),
@@ -78,7 +81,7 @@ impl Guest {
 
 impl Default for Guest {
     fn default() -> Guest {
-        Guest { backend: Backend::Uml, nodes: 1 }
+        Guest { backend: Backend::Uml, nodes: 1, guests: 1 }
     }
 }
 
@@ -121,7 +124,7 @@ pub fn guest(args: &[&str]) -> Result<(), String> {
     while let [option, value, more @ ..] = rest {
         match *option {
             "--limit" => limit = (*value).to_string(),
-            "--backend" | "--nodes" => guest.set(&option[2..], value)?,
+            "--backend" | "--nodes" | "--guests" => guest.set(&option[2..], value)?,
             _ => break,
         }
         rest = more;
@@ -138,7 +141,7 @@ fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
     let mut run = Command::new(guest.backend.script("run"));
     run.arg(kernel).args(["-t", limit]);
     if guest.backend == Backend::Qemu {
-        run.args(["-n", &guest.nodes.to_string()]);
+        run.args(["-n", &guest.nodes.to_string(), "-g", &guest.guests.to_string()]);
     }
     run.arg(command);
     run
@@ -212,7 +215,7 @@ fn tests(filter: &str) -> Result<Vec<Test>, String> {
             Some(text) => text.parse().map_err(|_| format!("{}: '# limit:' wants seconds", path.display()))?,
         };
         let mut guest = Guest::default();
-        for key in ["backend", "nodes"] {
+        for key in ["backend", "nodes", "guests"] {
             if let Some(value) = said(key) {
                 guest.set(key, &value).map_err(|e| format!("{}: {e}", path.display()))?;
             }
