@@ -1,11 +1,14 @@
 //! Devices, memory and completion queues of the verbs provider.
 
 use super::abi::*;
+use super::address::socket_address;
+use super::completion::{Queue, QueueHandle};
 use super::endpoint::{Endpoint, Request, VerbsListener};
 use super::library::{Library, library};
+use super::memory::{Region, RegionHandle};
 use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
-use crate::{CompletionOp, DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge, Status, WorkCompletion};
+use crate::{DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::CStr;
@@ -19,8 +22,6 @@ use std::time::{Duration, Instant};
 
 /// Octets of a request's own copy of small payloads.
 const MAX_INLINE: u32 = 64;
-/// Polls that find nothing between looks at what needs system calls.
-const POLLS_PER_DRIVE: u32 = 512;
 /// How often endpoints look at the clock.
 const TICK: Duration = Duration::from_millis(10);
 /// Longest wait between looks at the connection deadlines.
@@ -40,20 +41,20 @@ pub(super) struct Context {
     pub(super) siw: bool,
     pds: Mutex<HashMap<u32, Arc<ProtectionDomain>>>,
     next_pd: AtomicU32,
-    cqs: Mutex<Vec<Weak<Queue>>>,
+    pub(super) cqs: Mutex<Vec<Weak<Queue>>>,
     endpoints: Mutex<HashMap<u64, Weak<Endpoint>>>,
     by_number: Mutex<HashMap<u32, Weak<Endpoint>>>,
     listeners: Mutex<HashSet<u64>>,
     /// By remote key.
-    regions: Mutex<HashMap<u32, Weak<Region>>>,
+    pub(super) regions: Mutex<HashMap<u32, Weak<Region>>>,
     /// By local key.
-    local: Mutex<HashMap<u32, Weak<Region>>>,
+    pub(super) local: Mutex<HashMap<u32, Weak<Region>>>,
     /// Most elements of a read.
     pub(super) max_read_sge: usize,
     events: Mutex<VecDeque<Event>>,
     woken: AtomicBool,
     /// Polls that found nothing.
-    polls: AtomicU32,
+    pub(super) polls: AtomicU32,
     /// There as long as the hardware is.
     sysfs: Option<PathBuf>,
     /// The hardware is gone.
@@ -287,7 +288,7 @@ fn device_lost(verbs: *mut ibv_context) {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().expect("no panics under the lock")
 }
 
@@ -327,7 +328,7 @@ impl Context {
         lock(&self.endpoints).get(&token)?.upgrade()
     }
 
-    fn numbered(&self, number: u32) -> Option<Arc<Endpoint>> {
+    pub(super) fn numbered(&self, number: u32) -> Option<Arc<Endpoint>> {
         lock(&self.by_number).get(&number)?.upgrade()
     }
 
@@ -336,7 +337,7 @@ impl Context {
     }
 
     /// Takes what has happened; never waits.
-    fn drive(self: &Arc<Context>) {
+    pub(super) fn drive(self: &Arc<Context>) {
         self.drive_connections();
         self.drive_async();
         let now = Instant::now();
@@ -423,7 +424,7 @@ impl Context {
     }
 
     /// Acknowledges completion channel events; what they announce is polled.
-    fn drain_channel(&self) {
+    pub(super) fn drain_channel(&self) {
         loop {
             let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: the channel is ours; a queue that an event names is not destroyed before
@@ -645,341 +646,5 @@ impl DeviceOps for Handle {
 
     fn wake(&self) {
         self.0.rouse();
-    }
-}
-
-/// Registered memory.
-struct Region {
-    context: Arc<Context>,
-    pd: Arc<ProtectionDomain>,
-    raw: Mutex<Option<*mut ibv_mr>>,
-    lkey: u32,
-    rkey: u32,
-    ptr: *mut u8,
-    base: u64,
-    len: usize,
-    writable: bool,
-    valid: AtomicBool,
-    owner: Owner,
-}
-
-// SAFETY: as for `Context`; `ptr` is only arithmetic.
-unsafe impl Send for Region {}
-// SAFETY: as above.
-unsafe impl Sync for Region {}
-
-impl Region {
-    /// # Safety
-    /// `ptr..ptr+len` must stay mapped while `owner` lives.
-    unsafe fn register(
-        context: &Arc<Context>,
-        pd: &Arc<ProtectionDomain>,
-        ptr: *mut u8,
-        len: usize,
-        base: u64,
-        access: Access,
-        owner: Owner,
-    ) -> Result<Arc<Region>> {
-        let mut flags = 0;
-        for (right, flag) in [
-            (Access::LOCAL_WRITE, ACCESS_LOCAL_WRITE),
-            (Access::REMOTE_WRITE, ACCESS_REMOTE_WRITE | ACCESS_LOCAL_WRITE),
-            (Access::REMOTE_READ, ACCESS_REMOTE_READ),
-        ] {
-            if access.contains(right) {
-                flags |= flag;
-            }
-        }
-        if access.contains(Access::REMOTE_ATOMIC) && context.attributes.atomics {
-            flags |= ACCESS_REMOTE_ATOMIC | ACCESS_LOCAL_WRITE;
-        }
-        // iWARP cards place read results as they place a peer's writes; siw does not need it.
-        if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.siw {
-            flags |= ACCESS_REMOTE_WRITE;
-        }
-        // siw goes by the memory's own addresses whatever it is told.
-        if base != ptr as u64 && context.siw {
-            return Err(Error::Unsupported("regions that begin at another address than their memory, on siw"));
-        }
-        // SAFETY: the caller's promise; the region holds `owner` and `pd`.
-        let raw = unsafe { (context.lib.ibv_reg_mr_iova2)(pd.raw, ptr.cast(), len, base, flags) };
-        if raw.is_null() {
-            let error = io::Error::last_os_error();
-            let hint = if error.kind() == io::ErrorKind::OutOfMemory { " (is `ulimit -l` large enough?)" } else { "" };
-            return Err(Error::io("registering memory", io::Error::new(error.kind(), format!("{error}{hint}"))));
-        }
-        // SAFETY: just made.
-        let (lkey, rkey) = unsafe { ((*raw).lkey, (*raw).rkey) };
-        let region = Arc::new(Region {
-            context: Arc::clone(context),
-            pd: Arc::clone(pd),
-            raw: Mutex::new(Some(raw)),
-            lkey,
-            rkey,
-            ptr,
-            base,
-            len,
-            writable: access.contains(Access::LOCAL_WRITE),
-            valid: AtomicBool::new(true),
-            owner,
-        });
-        lock(&context.regions).insert(rkey, Arc::downgrade(&region));
-        lock(&context.local).insert(lkey, Arc::downgrade(&region));
-        Ok(region)
-    }
-
-    fn deregister(&self) {
-        let Some(raw) = lock(&self.raw).take() else { return };
-        self.valid.store(false, Ordering::SeqCst);
-        lock(&self.context.regions).remove(&self.rkey);
-        lock(&self.context.local).remove(&self.lkey);
-        // SAFETY: registered by us and deregistered once. When this returns, the device is done
-        // with the memory.
-        let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
-        if rc != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(rc), "deregistering memory");
-        }
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        self.deregister();
-    }
-}
-
-struct RegionHandle(Arc<Region>);
-
-impl RegionOps for RegionHandle {
-    fn key(&self) -> u32 {
-        self.0.lkey
-    }
-
-    fn remote_key(&self) -> u32 {
-        self.0.rkey
-    }
-
-    fn base(&self) -> u64 {
-        self.0.base
-    }
-
-    fn len(&self) -> usize {
-        self.0.len
-    }
-
-    fn is_valid(&self) -> bool {
-        self.0.valid.load(Ordering::SeqCst)
-    }
-
-    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
-        let region = &self.0;
-        if offset > region.len || len > region.len - offset {
-            let (addr, lkey) = (region.base.wrapping_add(offset as u64), region.lkey);
-            return Err(Error::LocalProtection { addr, len: len as u64, lkey, why: "outside the region" });
-        }
-        let (ptr, base, owner) =
-            (region.ptr.wrapping_add(offset), region.base + offset as u64, Arc::clone(&region.owner));
-        // SAFETY: a part of a region whose owner keeps it mapped.
-        let window = unsafe { Region::register(&region.context, &region.pd, ptr, len, base, access, owner) }?;
-        Ok(Arc::new(RegionHandle(window)))
-    }
-
-    fn deregister(&self) {
-        self.0.deregister();
-    }
-}
-
-/// A completion queue.
-pub(super) struct Queue {
-    pub(super) context: Arc<Context>,
-    pub(super) raw: *mut ibv_cq,
-    capacity: usize,
-    reserved: AtomicUsize,
-    ready: Mutex<VecDeque<WorkCompletion>>,
-}
-
-// SAFETY: as for `Context`.
-unsafe impl Send for Queue {}
-// SAFETY: as for `Context`.
-unsafe impl Sync for Queue {}
-
-impl Drop for Queue {
-    fn drop(&mut self) {
-        // Events of this queue must be acknowledged before it can go.
-        self.context.drain_channel();
-        // SAFETY: queue pairs hold the queue, so none uses it.
-        unsafe { (self.context.lib.ibv_destroy_cq)(self.raw) };
-    }
-}
-
-const NO_COMPLETION: ibv_wc = ibv_wc {
-    wr_id: 0,
-    status: 0,
-    opcode: 0,
-    vendor_err: 0,
-    byte_len: 0,
-    imm_or_rkey: 0,
-    qp_num: 0,
-    src_qp: 0,
-    wc_flags: 0,
-    pkey_index: 0,
-    slid: 0,
-    sl: 0,
-    dlid_path_bits: 0,
-};
-
-impl Queue {
-    fn reserve(&self, n: usize) -> Result<()> {
-        let took = self
-            .reserved
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
-        took.map(|_| ()).map_err(|r| Error::Limit {
-            what: "completion queue entries reserved by queue pairs",
-            got: (r + n) as u64,
-            limit: self.capacity as u64,
-        })
-    }
-
-    pub(super) fn release(&self, n: usize) {
-        self.reserved.fetch_sub(n, Ordering::SeqCst);
-    }
-
-    /// Adds completions that the device owes.
-    pub(super) fn push(&self, completions: impl IntoIterator<Item = WorkCompletion>) {
-        lock(&self.ready).extend(completions);
-    }
-
-    /// Moves what the device has finished to `ready`.
-    pub(super) fn fetch(&self, context: &Arc<Context>) {
-        let mut found = [NO_COMPLETION; 32];
-        loop {
-            // One at a time from the device to the queue, or completions could overtake each other.
-            let mut ready = lock(&self.ready);
-            // SAFETY: a live queue, and room for as many.
-            let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
-            for wc in &found[..n.max(0) as usize] {
-                ready.extend(self.translate(context, wc));
-            }
-            if (n as usize) < found.len() || n < 0 {
-                return;
-            }
-        }
-    }
-
-    fn translate(&self, context: &Context, wc: &ibv_wc) -> Option<WorkCompletion> {
-        let endpoint = context.numbered(wc.qp_num)?;
-        let status = match wc.status {
-            WC_SUCCESS => Status::Success,
-            WC_LOC_LEN_ERR => Status::LocalLength,
-            WC_WR_FLUSH_ERR => Status::Flushed,
-            WC_REM_ACCESS_ERR => Status::RemoteAccess,
-            WC_REM_INV_REQ_ERR | WC_REM_OP_ERR => Status::RemoteOperation,
-            WC_RNR_RETRY_EXC_ERR => Status::RemoteNoReceive,
-            _ => Status::ConnectionLost,
-        };
-        if !matches!(status, Status::Success | Status::Flushed) {
-            // SAFETY: a constant string for every number.
-            let text = unsafe { CStr::from_ptr((context.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
-            endpoint.fail(&text);
-        }
-        let sent = endpoint.finish(wc.wr_id, status == Status::Success)?;
-        let mut out = WorkCompletion {
-            wr_id: sent.wr_id,
-            status,
-            op: sent.op,
-            len: sent.len,
-            qp_num: wc.qp_num,
-            immediate: None,
-            invalidated: None,
-            solicited: false,
-        };
-        if sent.op == CompletionOp::Recv {
-            out.len = wc.byte_len;
-            if status == Status::Success && wc.opcode == WC_RECV_RDMA_WITH_IMM {
-                out.op = CompletionOp::RecvWriteImmediate;
-            }
-            if wc.wc_flags & WC_WITH_IMM != 0 {
-                out.immediate = Some(u32::from_be(wc.imm_or_rkey));
-            }
-            if wc.wc_flags & WC_WITH_INV != 0 {
-                out.invalidated = Some(wc.imm_or_rkey);
-                if let Some(region) = lock(&context.regions).get(&wc.imm_or_rkey).and_then(Weak::upgrade) {
-                    region.valid.store(false, Ordering::SeqCst);
-                }
-            }
-        }
-        sent.signaled.then_some(out)
-    }
-}
-
-pub(super) struct QueueHandle(Arc<Queue>);
-
-impl CompletionQueueOps for QueueHandle {
-    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        let queue = &self.0;
-        if lock(&queue.ready).is_empty() {
-            queue.fetch(&queue.context);
-        }
-        let mut ready = lock(&queue.ready);
-        let n = ready.len().min(max);
-        out.extend(ready.drain(..n));
-        drop(ready);
-        // Connections are asked about by system calls, completions are not: who polls for the next
-        // completion gets it sooner if the others wait.
-        if n == 0 && queue.context.polls.fetch_add(1, Ordering::Relaxed).is_multiple_of(POLLS_PER_DRIVE) {
-            queue.context.drive();
-        }
-        n
-    }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
-}
-
-/// An address as the C library wants it.
-pub(super) fn socket_address(addr: SocketAddr) -> libc::sockaddr_storage {
-    // SAFETY: zeroed is a valid value.
-    let mut out: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-    match addr {
-        SocketAddr::V4(v4) => {
-            let sin = libc::sockaddr_in {
-                sin_family: libc::AF_INET as u16,
-                sin_port: v4.port().to_be(),
-                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
-                sin_zero: [0; 8],
-            };
-            // SAFETY: a sockaddr_storage holds any socket address.
-            unsafe { (&raw mut out).cast::<libc::sockaddr_in>().write(sin) };
-        }
-        SocketAddr::V6(v6) => {
-            let sin6 = libc::sockaddr_in6 {
-                sin6_family: libc::AF_INET6 as u16,
-                sin6_port: v6.port().to_be(),
-                sin6_flowinfo: v6.flowinfo(),
-                sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
-                sin6_scope_id: v6.scope_id(),
-            };
-            // SAFETY: as above.
-            unsafe { (&raw mut out).cast::<libc::sockaddr_in6>().write(sin6) };
-        }
-    }
-    out
-}
-
-/// The other way round; 0.0.0.0:0 for families that are not IP.
-pub(super) fn from_socket_address(addr: &libc::sockaddr_storage) -> SocketAddr {
-    match i32::from(addr.ss_family) {
-        libc::AF_INET => {
-            // SAFETY: the family says that this is what it is.
-            let sin = unsafe { (&raw const *addr).cast::<libc::sockaddr_in>().read() };
-            SocketAddr::new(IpAddr::from(sin.sin_addr.s_addr.to_ne_bytes()), u16::from_be(sin.sin_port))
-        }
-        libc::AF_INET6 => {
-            // SAFETY: as above.
-            let sin6 = unsafe { (&raw const *addr).cast::<libc::sockaddr_in6>().read() };
-            SocketAddr::new(IpAddr::from(sin6.sin6_addr.s6_addr), u16::from_be(sin6.sin6_port))
-        }
-        _ => SocketAddr::new(IpAddr::from([0; 4]), 0),
     }
 }

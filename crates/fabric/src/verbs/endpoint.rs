@@ -1,7 +1,9 @@
 //! Queue pairs of the verbs provider, and their connections by rdma_cm.
 
 use super::abi::*;
-use super::device::{Context, ProtectionDomain, Queue, failed, from_socket_address, next_token, socket_address};
+use super::address::{from_socket_address, socket_address};
+use super::completion::Queue;
+use super::device::{Context, ProtectionDomain, failed, next_token};
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, ListenOptions, Payload, QueuePairCaps,

@@ -8,7 +8,10 @@
 //! |---|---|
 //! | `abi` | layouts and constants of rdma-core |
 //! | `library` | its functions, loaded at run time |
-//! | `device` | contexts, memory, completion queues, waiting |
+//! | `device` | contexts, events, waiting |
+//! | `memory` | registered memory |
+//! | `completion` | completion queues |
+//! | `address` | socket addresses |
 //! | `endpoint` | queue pairs and their connections |
 //!
 //! What differs between devices: on InfiniBand and RoCE a consumer's private data arrives padded
@@ -18,9 +21,12 @@
 //! its own. [`crate::DeviceAttributes::remote_invalidate`] tells whether peers may revoke keys.
 
 mod abi;
+mod address;
+mod completion;
 mod device;
 mod endpoint;
 mod library;
+mod memory;
 
 use crate::{Device, Error, Result};
 use std::net::{IpAddr, SocketAddr};

@@ -4,6 +4,7 @@
 //! sending (credit in hand) → waiting (write posted) → free. The walker runs ahead until the pool
 //! is empty; that, and the sink's credits, are all the flow control there is.
 
+mod budget;
 mod large;
 mod walk;
 
@@ -13,6 +14,7 @@ use crate::link::{Channels, Growth, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Control, Direct, FileStatus, OfferEntry, Report, Summary};
+use budget::Budget;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -90,8 +92,10 @@ pub fn run(
     if let Err(error) = &result {
         error.tell(source.link);
     }
+    let ahead = Arc::clone(&source.ahead);
     drop(source);
     cancel.store(true, Ordering::SeqCst);
+    ahead.close();
     link.close();
     let walked = thread.join();
     if walked.is_err() {
@@ -125,6 +129,8 @@ pub(crate) struct Ahead {
 }
 
 struct AheadState {
+    /// Nobody enters any more.
+    closed: bool,
     held: usize,
     limit: usize,
     least: usize,
@@ -141,20 +147,26 @@ impl Ahead {
 
     fn new(most: usize, least: usize) -> Arc<Ahead> {
         let least = least.min(most);
-        let state = Mutex::new(AheadState { held: 0, limit: least, least, most });
+        let state = Mutex::new(AheadState { closed: false, held: 0, limit: least, least, most });
         Arc::new(Ahead { state, changed: Condvar::new() })
     }
 
-    /// Waits for leave to take a block; false after `limit`.
+    /// Waits for leave to take a block; false after `limit`, and once it is closed.
     pub(crate) fn enter(&self, limit: Duration) -> bool {
         let state = self.state.lock().expect("no panics under the lock");
-        let waited = self.changed.wait_timeout_while(state, limit, |s| s.held >= s.limit);
-        let (mut state, timeout) = waited.expect("no panics under the lock");
-        if timeout.timed_out() && state.held >= state.limit {
+        let waited = self.changed.wait_timeout_while(state, limit, |s| !s.closed && s.held >= s.limit);
+        let (mut state, _) = waited.expect("no panics under the lock");
+        if state.closed || state.held >= state.limit {
             return false;
         }
         state.held += 1;
         true
+    }
+
+    /// The session is over: who waits need not.
+    fn close(&self) {
+        self.state.lock().expect("no panics under the lock").closed = true;
+        self.changed.notify_all();
     }
 
     /// A block is back in the pool.
@@ -194,7 +206,7 @@ impl Source<'_> {
             self.step()?;
             self.link.take_arrivals(self.channels, Role::Source)?;
             self.grow()?;
-            let limit = self.budget.pause().unwrap_or(Duration::from_secs(5));
+            let limit = self.budget.pause(Instant::now()).unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
                     LinkEvent::Written(block) => {
@@ -254,7 +266,7 @@ impl Source<'_> {
     }
 
     fn step(&mut self) -> Result<(), SessionError> {
-        while let Some(step) = self.core.next(self.budget.pause().is_none() && self.link.has_room()) {
+        while let Some(step) = self.core.next(self.budget.is_open() && self.link.has_room()) {
             match step {
                 Step::Say(message) => self.link.send(&message)?,
                 Step::Write((block, _), header, credit, notice) => {
@@ -292,31 +304,7 @@ impl Source<'_> {
     fn account(&mut self, len: u32) {
         self.sent += u64::from(len);
         self.ahead.adjust(self.core.waiting());
-        self.budget.spend(len.into());
+        self.budget.spend(len.into(), Instant::now());
         Progress::add(&self.progress.bytes, len.into());
-    }
-}
-
-/// Keeps to a rate, allowing bursts of a tenth of a second.
-struct Budget {
-    rate: Option<f64>,
-    spent: f64,
-    since: Instant,
-}
-
-impl Budget {
-    fn new(rate: Option<u64>) -> Budget {
-        Budget { rate: rate.map(|r| r.max(1) as f64), spent: 0.0, since: Instant::now() }
-    }
-
-    fn spend(&mut self, octets: u64) {
-        self.spent += octets as f64;
-    }
-
-    /// How long to hold still.
-    fn pause(&self) -> Option<Duration> {
-        const BURST: f64 = 0.1;
-        let due = self.spent / self.rate? - self.since.elapsed().as_secs_f64() - BURST;
-        (due > 0.0).then(|| Duration::from_secs_f64(due.min(1.0)))
     }
 }

@@ -1,0 +1,161 @@
+//! Completion queues.
+
+use super::abi::*;
+use super::device::{Context, lock};
+use crate::provider::CompletionQueueOps;
+use crate::{CompletionOp, Error, Result, Status, WorkCompletion};
+use std::collections::VecDeque;
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+/// Polls that find nothing between looks at what needs system calls.
+const POLLS_PER_DRIVE: u32 = 512;
+
+/// A completion queue.
+pub(super) struct Queue {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: *mut ibv_cq,
+    pub(super) capacity: usize,
+    pub(super) reserved: AtomicUsize,
+    pub(super) ready: Mutex<VecDeque<WorkCompletion>>,
+}
+
+// SAFETY: as for `Context`.
+unsafe impl Send for Queue {}
+// SAFETY: as for `Context`.
+unsafe impl Sync for Queue {}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Events of this queue must be acknowledged before it can go.
+        self.context.drain_channel();
+        // SAFETY: queue pairs hold the queue, so none uses it.
+        unsafe { (self.context.lib.ibv_destroy_cq)(self.raw) };
+    }
+}
+
+const NO_COMPLETION: ibv_wc = ibv_wc {
+    wr_id: 0,
+    status: 0,
+    opcode: 0,
+    vendor_err: 0,
+    byte_len: 0,
+    imm_or_rkey: 0,
+    qp_num: 0,
+    src_qp: 0,
+    wc_flags: 0,
+    pkey_index: 0,
+    slid: 0,
+    sl: 0,
+    dlid_path_bits: 0,
+};
+
+impl Queue {
+    pub(super) fn reserve(&self, n: usize) -> Result<()> {
+        let took = self
+            .reserved
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
+        took.map(|_| ()).map_err(|r| Error::Limit {
+            what: "completion queue entries reserved by queue pairs",
+            got: (r + n) as u64,
+            limit: self.capacity as u64,
+        })
+    }
+
+    pub(super) fn release(&self, n: usize) {
+        self.reserved.fetch_sub(n, Ordering::SeqCst);
+    }
+
+    /// Adds completions that the device owes.
+    pub(super) fn push(&self, completions: impl IntoIterator<Item = WorkCompletion>) {
+        lock(&self.ready).extend(completions);
+    }
+
+    /// Moves what the device has finished to `ready`.
+    pub(super) fn fetch(&self, context: &Arc<Context>) {
+        let mut found = [NO_COMPLETION; 32];
+        loop {
+            // One at a time from the device to the queue, or completions could overtake each other.
+            let mut ready = lock(&self.ready);
+            // SAFETY: a live queue, and room for as many.
+            let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
+            for wc in &found[..n.max(0) as usize] {
+                ready.extend(self.translate(context, wc));
+            }
+            if (n as usize) < found.len() || n < 0 {
+                return;
+            }
+        }
+    }
+
+    fn translate(&self, context: &Context, wc: &ibv_wc) -> Option<WorkCompletion> {
+        let endpoint = context.numbered(wc.qp_num)?;
+        let status = match wc.status {
+            WC_SUCCESS => Status::Success,
+            WC_LOC_LEN_ERR => Status::LocalLength,
+            WC_WR_FLUSH_ERR => Status::Flushed,
+            WC_REM_ACCESS_ERR => Status::RemoteAccess,
+            WC_REM_INV_REQ_ERR | WC_REM_OP_ERR => Status::RemoteOperation,
+            WC_RNR_RETRY_EXC_ERR => Status::RemoteNoReceive,
+            _ => Status::ConnectionLost,
+        };
+        if !matches!(status, Status::Success | Status::Flushed) {
+            // SAFETY: a constant string for every number.
+            let text = unsafe { CStr::from_ptr((context.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
+            endpoint.fail(&text);
+        }
+        let sent = endpoint.finish(wc.wr_id, status == Status::Success)?;
+        let mut out = WorkCompletion {
+            wr_id: sent.wr_id,
+            status,
+            op: sent.op,
+            len: sent.len,
+            qp_num: wc.qp_num,
+            immediate: None,
+            invalidated: None,
+            solicited: false,
+        };
+        if sent.op == CompletionOp::Recv {
+            out.len = wc.byte_len;
+            if status == Status::Success && wc.opcode == WC_RECV_RDMA_WITH_IMM {
+                out.op = CompletionOp::RecvWriteImmediate;
+            }
+            if wc.wc_flags & WC_WITH_IMM != 0 {
+                out.immediate = Some(u32::from_be(wc.imm_or_rkey));
+            }
+            if wc.wc_flags & WC_WITH_INV != 0 {
+                out.invalidated = Some(wc.imm_or_rkey);
+                if let Some(region) = lock(&context.regions).get(&wc.imm_or_rkey).and_then(Weak::upgrade) {
+                    region.valid.store(false, Ordering::SeqCst);
+                }
+            }
+        }
+        sent.signaled.then_some(out)
+    }
+}
+
+pub(super) struct QueueHandle(pub(super) Arc<Queue>);
+
+impl CompletionQueueOps for QueueHandle {
+    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        let queue = &self.0;
+        if lock(&queue.ready).is_empty() {
+            queue.fetch(&queue.context);
+        }
+        let mut ready = lock(&queue.ready);
+        let n = ready.len().min(max);
+        out.extend(ready.drain(..n));
+        drop(ready);
+        // Connections are asked about by system calls, completions are not: who polls for the next
+        // completion gets it sooner if the others wait.
+        if n == 0 && queue.context.polls.fetch_add(1, Ordering::Relaxed).is_multiple_of(POLLS_PER_DRIVE) {
+            queue.context.drive();
+        }
+        n
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
