@@ -8,8 +8,9 @@ const ENTRIES: usize = 64;
 const OCTETS: usize = 7500;
 /// What an offered file takes beside its path, at most.
 const ENTRY: usize = 32;
-/// Offers under way.
-pub(crate) const AHEAD: usize = 4;
+/// Offers under way: on a long path so many batches are answered in one round trip. Fewer than the
+/// receives that a control connection has for them.
+pub(crate) const AHEAD: usize = 10;
 
 /// Offered files, in batches; `C` is what the source knows of a file.
 pub(crate) struct Offers<C> {
