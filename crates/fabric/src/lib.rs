@@ -26,6 +26,7 @@ pub mod iwarp;
 pub mod memory;
 pub mod path;
 mod provider;
+mod reservation;
 pub mod types;
 pub mod verbs;
 

@@ -7,6 +7,7 @@ use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
 use crate::memory::{Access, Owner, Region, RegionTable};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use crate::reservation::Reservation;
 use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result, WorkCompletion};
 use crate::{Device, ListenOptions};
 use rustix::event::{EventfdFlags, epoll};
@@ -488,8 +489,7 @@ impl DeviceOps for Handle {
         }
         Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing {
             ctx: Arc::clone(&self.0),
-            capacity,
-            reserved: AtomicUsize::new(0),
+            room: Reservation::new(capacity),
             queue: Mutex::new(VecDeque::new()),
         }))))
     }
@@ -516,11 +516,7 @@ impl DeviceOps for Handle {
             ring.ok_or(Error::Unsupported("a completion queue of another device"))
         };
         let (send_cq, recv_cq) = (ring(send_cq)?, ring(recv_cq)?);
-        send_cq.reserve(caps.max_send as usize)?;
-        if let Err(error) = recv_cq.reserve(caps.max_recv as usize) {
-            send_cq.release(caps.max_send as usize);
-            return Err(error);
-        }
+        Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
         let id = self.new_id();
         let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(&self.0), send_cq, recv_cq, caps));
         self.insert(id, Entity::QueuePair(Arc::clone(&qp)));
@@ -657,8 +653,7 @@ impl RegionOps for RegionHandle {
 /// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
 pub(super) struct CompletionRing {
     ctx: Arc<Context>,
-    capacity: usize,
-    reserved: AtomicUsize,
+    pub(super) room: Reservation,
     queue: Mutex<VecDeque<WorkCompletion>>,
 }
 
@@ -666,21 +661,6 @@ impl CompletionRing {
     pub(super) fn push(&self, completion: WorkCompletion) {
         self.queue.lock().expect("no panics under the lock").push_back(completion);
         self.ctx.count_unpolled();
-    }
-
-    fn reserve(&self, n: usize) -> Result<()> {
-        let took = self
-            .reserved
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
-        took.map(|_| ()).map_err(|r| Error::Limit {
-            what: "completion queue entries reserved by queue pairs",
-            got: (r + n) as u64,
-            limit: self.capacity as u64,
-        })
-    }
-
-    pub(super) fn release(&self, n: usize) {
-        self.reserved.fetch_sub(n, Ordering::SeqCst);
     }
 
     fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {

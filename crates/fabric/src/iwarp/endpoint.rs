@@ -587,8 +587,8 @@ impl QueuePairOps for Endpoint {
         guard.phase = Phase::Over;
         guard.posted.clear();
         drop(guard);
-        self.send_cq.release(self.caps.max_send as usize);
-        self.recv_cq.release(self.caps.max_recv as usize);
+        self.send_cq.room.give_back(self.caps.max_send);
+        self.recv_cq.room.give_back(self.caps.max_recv);
         self.ctx.forget(self.number);
     }
 

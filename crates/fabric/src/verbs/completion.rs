@@ -3,10 +3,11 @@
 use super::abi::*;
 use super::device::{Context, lock};
 use crate::provider::CompletionQueueOps;
-use crate::{CompletionOp, Error, Result, Status, WorkCompletion};
+use crate::reservation::Reservation;
+use crate::{CompletionOp, Status, WorkCompletion};
 use std::collections::VecDeque;
 use std::ffi::CStr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
 /// Polls that find nothing between looks at what needs system calls.
@@ -16,8 +17,7 @@ const POLLS_PER_DRIVE: u32 = 512;
 pub(super) struct Queue {
     pub(super) context: Arc<Context>,
     pub(super) raw: *mut ibv_cq,
-    pub(super) capacity: usize,
-    pub(super) reserved: AtomicUsize,
+    pub(super) room: Reservation,
     pub(super) ready: Mutex<VecDeque<WorkCompletion>>,
 }
 
@@ -52,21 +52,6 @@ const NO_COMPLETION: ibv_wc = ibv_wc {
 };
 
 impl Queue {
-    pub(super) fn reserve(&self, n: usize) -> Result<()> {
-        let took = self
-            .reserved
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |r| (r + n <= self.capacity).then_some(r + n));
-        took.map(|_| ()).map_err(|r| Error::Limit {
-            what: "completion queue entries reserved by queue pairs",
-            got: (r + n) as u64,
-            limit: self.capacity as u64,
-        })
-    }
-
-    pub(super) fn release(&self, n: usize) {
-        self.reserved.fetch_sub(n, Ordering::SeqCst);
-    }
-
     /// Adds completions that the device owes.
     pub(super) fn push(&self, completions: impl IntoIterator<Item = WorkCompletion>) {
         lock(&self.ready).extend(completions);

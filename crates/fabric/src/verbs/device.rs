@@ -8,6 +8,7 @@ use super::library::{Library, library};
 use super::memory::{Region, RegionHandle};
 use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use crate::reservation::Reservation;
 use crate::{DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -16,7 +17,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -536,8 +537,7 @@ impl DeviceOps for Handle {
         let queue = Arc::new(Queue {
             context: Arc::clone(context),
             raw,
-            capacity,
-            reserved: AtomicUsize::new(0),
+            room: Reservation::new(capacity),
             ready: Mutex::default(),
         });
         lock(&context.cqs).push(Arc::downgrade(&queue));
@@ -567,19 +567,12 @@ impl DeviceOps for Handle {
             queue.ok_or(Error::Unsupported("a completion queue of another device"))
         };
         let (pd, send_cq, recv_cq) = (self.0.pd(pd)?, queue(send_cq)?, queue(recv_cq)?);
-        send_cq.reserve(caps.max_send as usize)?;
-        if let Err(error) = recv_cq.reserve(caps.max_recv as usize) {
-            send_cq.release(caps.max_send as usize);
-            return Err(error);
-        }
-        let endpoint = match Endpoint::new(&self.0, pd, (Arc::clone(&send_cq), Arc::clone(&recv_cq)), caps) {
-            Ok(endpoint) => endpoint,
-            Err(error) => {
-                send_cq.release(caps.max_send as usize);
-                recv_cq.release(caps.max_recv as usize);
-                return Err(error);
-            }
-        };
+        Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
+        let made = Endpoint::new(&self.0, pd, (Arc::clone(&send_cq), Arc::clone(&recv_cq)), caps);
+        let endpoint = made.inspect_err(|_| {
+            send_cq.room.give_back(caps.max_send);
+            recv_cq.room.give_back(caps.max_recv);
+        })?;
         lock(&self.0.by_number).insert(endpoint.number(), Arc::downgrade(&endpoint));
         Ok(endpoint)
     }

@@ -655,8 +655,8 @@ impl Drop for Endpoint {
         QUEUE_PAIRS.lock().expect("no panics under the lock").remove(&(self.raw as usize));
         // SAFETY: ours, and its identifier is gone.
         unsafe { (self.context.lib.ibv_destroy_qp)(self.raw) };
-        self.send_cq.release(self.caps.max_send as usize);
-        self.recv_cq.release(self.caps.max_recv as usize);
+        self.send_cq.room.give_back(self.caps.max_send);
+        self.recv_cq.room.give_back(self.caps.max_recv);
     }
 }
 
