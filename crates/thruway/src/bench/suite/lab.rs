@@ -4,6 +4,7 @@
 use super::super::{BenchProvider, OnOff, Op, TestArgs, Wait, Where, client};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use thruway_fabric::Buffer;
@@ -163,12 +164,22 @@ impl Peer {
 
     /// Processor time so far.
     pub(super) fn cpu_seconds(&self) -> f64 {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
-        let fields: Vec<&str> = stat.rsplit_once(')').map_or(Vec::new(), |(_, rest)| rest.split_whitespace().collect());
-        // utime and stime (proc(5)), in ticks of a hundredth of a second on every Linux.
-        let ticks = |at: usize| fields.get(at).and_then(|t| t.parse::<f64>().ok()).unwrap_or(0.0);
-        (ticks(11) + ticks(12)) / 100.0
+        processor_seconds(self.child.id(), OWN)
     }
+}
+
+/// A process's own processor time among the numbers of its stat file: user's and kernel's.
+pub(super) const OWN: Range<usize> = 11..13;
+/// That of the children it has waited for.
+pub(super) const CHILDREN: Range<usize> = 13..15;
+
+/// Processor time of a process, by number or `self`: the sum of these numbers behind the name in
+/// its stat file (proc(5)), which are ticks of a hundredth of a second on every Linux.
+pub(super) fn processor_seconds(process: impl std::fmt::Display, numbers: Range<usize>) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    let behind = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let ticks = behind.split_whitespace().skip(numbers.start).take(numbers.len());
+    ticks.filter_map(|t| t.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
 impl Drop for Peer {
