@@ -6,6 +6,8 @@
 //! - [`stage`]: queues and the parallel workers behind them (CPU work and blocking file calls),
 //!   with the monitor that moves workers to where the queue is.
 //! - [`storage`]: the event-driven storage stage, one thread over io_uring.
+//! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
+//!   small requests run on; [`segment`]: the parts of blocks that their requests carry.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
 //! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
 //!
@@ -14,11 +16,15 @@
 pub mod integrity;
 pub mod limits;
 pub mod pool;
+pub mod reactor;
 pub mod security;
+pub mod segment;
 pub mod stage;
 pub mod storage;
 pub mod topology;
 
 pub use pool::{Block, BlockPool};
+pub use reactor::{Reactors, Ring};
+pub use segment::{Segment, Segments};
 pub use stage::{StageId, StageStats, Workers};
 pub use storage::{Storage, StorageOp};

@@ -1,5 +1,8 @@
 //! `thruway serve`: the daemon.
 
+mod block;
+
+use self::block::{BlockArgs, BlockService};
 use crate::endpoint::DEFAULT_PORT;
 use crate::{Common, Failed, keys};
 use clap::{Args, ValueEnum};
@@ -17,10 +20,18 @@ use thruway_transfer::daemon::{Config, Daemon, Export};
   thruway serve --export data=/srv/data
   thruway serve --listen 0.0.0.0:7117 --export data=/srv/data:ro \\
       --key /etc/thruway/host --authorized-keys /etc/thruway/authorized_keys
+  thruway serve --block disk=/srv/disk.img --nbd 127.0.0.1:10809
+  thruway serve --block scratch=mem:1G --nbd unix:/run/scratch.sock
 
 A daemon that listens beyond this machine serves only keys it knows, unless
 --anonymous is given. On loopback it serves anybody. The export 'dev' is always
-there: tw://host/dev/null swallows what is sent, tw://host/dev/zero is endless.")]
+there: tw://host/dev/null swallows what is sent, tw://host/dev/zero is endless.
+
+Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
+cache; reads through it; both through it, the default); chunk=SIZE. Layers, each on
+what stands to its left: overlay[=DIR], rate=SIZE, delay=TIME[/TIME],
+fault=[read:|write:|flush:]PROBABILITY, log=FILE.
+A daemon that is given disks but neither --listen nor --export serves only disks.")]
 pub struct ServeArgs {
     /// Address to listen at; may be repeated (port 0: any; the address is printed)
     #[arg(long, value_name = "ADDR:PORT")]
@@ -50,6 +61,8 @@ pub struct ServeArgs {
     /// Stop after one session
     #[arg(long)]
     once: bool,
+    #[command(flatten)]
+    block: BlockArgs,
     /// Read a shared secret from standard input, answer with the address on standard output
     #[arg(long, hide = true)]
     secret_from_stdin: bool,
@@ -98,6 +111,34 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     thruway_engine::limits::raise_open_files();
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
+    let blocks = BlockService::start(&args.block, args.anonymous)?;
+    if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
+        announce(None, blocks.as_ref(), args, common);
+        signals.forever().next();
+        return Ok(());
+    }
+    let (daemon, credentials) = transfer(args)?;
+    let stopper = daemon.stopper();
+    std::thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            stopper.stop();
+        }
+    });
+    if args.secret_from_stdin {
+        // Whoever started us through ssh holds the other end of the pipe.
+        let stopper = daemon.stopper();
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            stopper.stop();
+        });
+    }
+    announce(Some((&daemon, &credentials)), blocks.as_ref(), args, common);
+    daemon.run()
+}
+
+/// Starts the transfer service.
+fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
     let mut listen = args.listen.clone();
     if listen.is_empty() {
         listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
@@ -139,39 +180,34 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         once: args.once,
         fabric,
     })?;
-    let stopper = daemon.stopper();
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
-    std::thread::spawn(move || {
-        if signals.forever().next().is_some() {
-            stopper.stop();
-        }
-    });
-    if args.secret_from_stdin {
-        // Whoever started us through ssh holds the other end of the pipe.
-        let stopper = daemon.stopper();
-        std::thread::spawn(move || {
-            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-            stopper.stop();
-        });
-    }
-    announce(&daemon, &credentials, args, common);
-    daemon.run()
+    Ok((daemon, credentials))
 }
 
-fn announce(daemon: &Daemon, credentials: &Credentials, args: &ServeArgs, common: &Common) {
-    let addrs = daemon.addrs();
+fn announce(
+    transfer: Option<(&Daemon, &Credentials)>,
+    blocks: Option<&BlockService>,
+    args: &ServeArgs,
+    common: &Common,
+) {
+    let addrs = transfer.map(|(daemon, _)| daemon.addrs()).unwrap_or_default();
     if args.secret_from_stdin {
         // The one line that the ssh client waits for.
         println!("THRUWAY 1 {}", addrs[0].port());
         let _ = std::io::stdout().flush();
         return;
     }
-    let key = match credentials {
-        Credentials::Keys(pair) => pair.public().to_string(),
-        Credentials::Secret(_) => String::new(),
+    let key = match transfer {
+        Some((_, Credentials::Keys(pair))) => pair.public().to_string(),
+        _ => String::new(),
     };
     if common.json {
-        println!("{}", serde_json::json!({ "listening": addrs, "public_key": key }));
+        let mut object = serde_json::Map::new();
+        object.insert("listening".into(), serde_json::json!(addrs));
+        object.insert("public_key".into(), key.into());
+        if let Some(blocks) = blocks {
+            blocks.announce(&mut object);
+        }
+        println!("{}", serde_json::Value::Object(object));
         let _ = std::io::stdout().flush();
     } else if !common.quiet {
         for addr in addrs {
@@ -181,7 +217,12 @@ fn announce(daemon: &Daemon, credentials: &Credentials, args: &ServeArgs, common
             let mode = if export.read_only { "read-only" } else { "read and write" };
             eprintln!("export {} = {} ({mode})", export.name, export.dir.display());
         }
-        eprintln!("public key {key}");
+        for line in blocks.map(BlockService::lines).unwrap_or_default() {
+            eprintln!("{line}");
+        }
+        if transfer.is_some() {
+            eprintln!("public key {key}");
+        }
     }
 }
 

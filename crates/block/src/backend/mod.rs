@@ -1,0 +1,159 @@
+//! Disks: the interface that protocols and layers work with, and its ends.
+
+mod file;
+mod memory;
+
+pub use file::{FileBackend, Mode};
+pub use memory::MemoryBackend;
+
+use bitflags::bitflags;
+use std::any::Any;
+use std::fs::File;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use thruway_engine::Segment;
+
+/// An operation under way on a reactor.
+pub type Op<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
+
+/// What clients are told about a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Octets.
+    pub size: u64,
+    /// The smallest request that is served without reading around it; a power of two.
+    pub block: u32,
+    /// The length at whose multiples requests are best cut; a power of two.
+    pub preferred: u32,
+    /// Nothing can be changed.
+    pub read_only: bool,
+    /// Discarding gives storage back.
+    pub discard: bool,
+    /// Zeroes can be written without sending them to the storage.
+    pub fast_zero: bool,
+    /// What one client has flushed, every client's later reads see, and writes of several
+    /// connections may be made durable through any one of them.
+    pub shared: bool,
+}
+
+bitflags! {
+    /// How zeroes are to be written.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct Zero: u8 {
+        /// The range may lose its storage.
+        const MAY_DISCARD = 1;
+        /// Fail with `EOPNOTSUPP` rather than take as long as writing them would.
+        const FAST_ONLY = 2;
+        /// Be durable when done.
+        const DURABLE = 4;
+    }
+}
+
+/// A stretch of a disk in one state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// Octets.
+    pub len: u64,
+    /// No storage is behind it.
+    pub hole: bool,
+    /// It reads as zeroes.
+    pub zero: bool,
+}
+
+/// A backend's own memory or file, from which data can be sent without a copy.
+pub enum Lent {
+    /// Octets in memory that others may be writing to.
+    Memory(Memory),
+    /// A range of a file whose pages are cached.
+    File {
+        /// The file.
+        file: Arc<File>,
+        /// First octet.
+        offset: u64,
+        /// Octets.
+        len: usize,
+    },
+}
+
+/// Octets in a backend's memory.
+pub struct Memory {
+    ptr: *const u8,
+    len: usize,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Memory {
+    /// The first octet. Valid while this lives; there is no slice because others may be writing.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// Octets.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// A disk.
+///
+/// Ranges have been checked against [`Geometry::size`] by the caller, and so have changes against
+/// [`Geometry::read_only`]; a disk that shrinks fails what is beyond its end. Operations run on any
+/// reactor, any number at one time, in any order: whoever needs an order waits for one operation before
+/// starting the next.
+pub trait Backend: Send + Sync {
+    /// What the disk is like now; its size may change.
+    fn geometry(&self) -> Geometry;
+
+    /// Fills the segment from `at`.
+    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment>;
+
+    /// Writes the segment at `at`; if `durable`, it survives a loss of power when this is done.
+    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()>;
+
+    /// When this is done, every write that was done before it was started survives a loss of power.
+    fn flush(&self) -> Op<'_, ()>;
+
+    /// Makes a range read as zeroes.
+    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()>;
+
+    /// Says that nobody needs a range any more; what it reads as afterwards is not defined.
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
+
+    /// The states of a range, from its first octet on; at least one, covering all of the range or the
+    /// beginning of it.
+    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
+
+    /// The range without a copy, if that is to be had at once and worth while.
+    fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
+        None
+    }
+
+    /// Bring a range nearer, because it will be read soon.
+    fn prefetch(&self, _at: u64, _len: u64) -> Op<'_, ()> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// Extents with equal neighbours made one, the last cut at `len`.
+pub(crate) fn merge(extents: impl IntoIterator<Item = Extent>, len: u64) -> Vec<Extent> {
+    let mut merged: Vec<Extent> = Vec::new();
+    let mut left = len;
+    for mut extent in extents {
+        extent.len = extent.len.min(left);
+        left -= extent.len;
+        match merged.last_mut() {
+            _ if extent.len == 0 => {}
+            Some(last) if (last.hole, last.zero) == (extent.hole, extent.zero) => last.len += extent.len,
+            _ => merged.push(extent),
+        }
+    }
+    merged
+}
+
+/// `EOPNOTSUPP`.
+pub(crate) fn unsupported() -> io::Error {
+    io::Error::from_raw_os_error(libc::EOPNOTSUPP)
+}

@@ -1,0 +1,332 @@
+//! Exports: disks under their names, and the words that describe them.
+//!
+//! `NAME=PATH[,OPTION…]`. The path is a file, a block device, `mem:SIZE`, or `stripe:CHUNK:PATH:PATH…`; options
+//! are set on the disk or put a layer on what stands to the left of them.
+
+use crate::backend::{Backend, FileBackend, Geometry, MemoryBackend, Mode};
+use crate::layer::{Delay, Fault, Kind, Log, Overlay, Rate, Stripe};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A disk under a name.
+pub struct Export {
+    /// What clients call it.
+    pub name: String,
+    /// For people.
+    pub description: String,
+    /// The disk, with its layers.
+    pub backend: Arc<dyn Backend>,
+    /// Nobody may change it.
+    pub read_only: bool,
+    /// Requests are cut into pieces of this length, which go to storage and network on their own.
+    pub chunk: u32,
+}
+
+/// What the text of an export says, before anything is opened.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// What clients call it.
+    pub name: String,
+    /// Where the data is.
+    pub source: Source,
+    /// Nobody may change it.
+    pub read_only: bool,
+    /// Way to the storage.
+    pub mode: Mode,
+    /// Length of pieces.
+    pub chunk: u32,
+    /// From the lowest to the highest.
+    pub layers: Vec<Layer>,
+}
+
+/// Where an export's data is.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Source {
+    /// A file or a block device.
+    Path(PathBuf),
+    /// Memory, in octets.
+    Memory(u64),
+    /// Several, chunk by chunk.
+    Stripe {
+        /// Octets.
+        chunk: u64,
+        /// Two or more.
+        members: Vec<Source>,
+    },
+}
+
+/// A layer of an export.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Layer {
+    /// Changes go to a temporary file in this directory.
+    Overlay(PathBuf),
+    /// Octets per second.
+    Rate(u64),
+    /// Before reads, before changes.
+    Delay(Duration, Duration),
+    /// Which operations fail, and how likely.
+    Fault(Kind, f64),
+    /// To this file.
+    Log(PathBuf),
+}
+
+/// The default length of pieces.
+pub const CHUNK: u32 = 256 << 10;
+
+impl Spec {
+    /// Reads `NAME=PATH[,OPTION…]`.
+    ///
+    /// # Errors
+    /// A sentence that names what is wrong and what would be right.
+    pub fn parse(text: &str) -> Result<Spec, String> {
+        let (name, rest) = text.split_once('=').ok_or("write NAME=PATH[,OPTION...]")?;
+        if name.is_empty() || name.len() > 200 {
+            return Err("an export's name has 1 to 200 octets".into());
+        }
+        let mut words = rest.split(',');
+        let source = parse_source(words.next().unwrap_or(""))?;
+        let mut spec = Spec {
+            name: name.into(),
+            source,
+            read_only: false,
+            mode: Mode::Writeback,
+            chunk: CHUNK,
+            layers: Vec::new(),
+        };
+        for word in words {
+            spec.option(word)?;
+        }
+        Ok(spec)
+    }
+
+    fn option(&mut self, word: &str) -> Result<(), String> {
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        let layer = match (key, value) {
+            ("ro", "") => {
+                self.read_only = true;
+                return Ok(());
+            }
+            ("mode", value) => {
+                self.mode = parse_mode(value)?;
+                return Ok(());
+            }
+            ("chunk", value) => {
+                self.chunk = parse_chunk(value)?;
+                return Ok(());
+            }
+            ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
+            ("overlay", dir) => Layer::Overlay(dir.into()),
+            ("rate", value) => Layer::Rate(parse_size(value)?),
+            ("delay", value) => {
+                let (read, write) = value.split_once('/').unwrap_or((value, value));
+                Layer::Delay(parse_duration(read)?, parse_duration(write)?)
+            }
+            ("fault", value) => parse_fault(value)?,
+            ("log", file) if !file.is_empty() => Layer::Log(file.into()),
+            _ => {
+                return Err(format!(
+                    "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
+                     overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
+                ));
+            }
+        };
+        self.layers.push(layer);
+        Ok(())
+    }
+
+    /// Opens the disk and puts the layers on it.
+    ///
+    /// # Errors
+    /// A sentence that names the file and what is wrong with it.
+    pub fn open(&self) -> Result<Export, String> {
+        // Under an overlay nothing is changed.
+        let overlaid = self.layers.iter().any(|l| matches!(l, Layer::Overlay(_)));
+        let mut backend = open_source(&self.source, self.mode, self.read_only || overlaid)?;
+        for layer in &self.layers {
+            backend = put_on(layer, backend)?;
+        }
+        let read_only = self.read_only || backend.geometry().read_only;
+        let description = describe(&self.source);
+        Ok(Export { name: self.name.clone(), description, backend, read_only, chunk: self.chunk })
+    }
+}
+
+impl Export {
+    /// What clients are told.
+    pub fn geometry(&self) -> Geometry {
+        let geometry = self.backend.geometry();
+        Geometry { read_only: geometry.read_only || self.read_only, ..geometry }
+    }
+}
+
+fn describe(source: &Source) -> String {
+    match source {
+        Source::Path(path) => path.display().to_string(),
+        Source::Memory(size) => format!("{size} octets of memory"),
+        Source::Stripe { members, .. } => format!("a stripe over {} members", members.len()),
+    }
+}
+
+fn open_source(source: &Source, mode: Mode, read_only: bool) -> Result<Arc<dyn Backend>, String> {
+    Ok(match source {
+        Source::Path(path) => {
+            Arc::new(FileBackend::open(path, mode, read_only).map_err(|e| format!("{}: {e}", path.display()))?)
+        }
+        Source::Memory(size) => Arc::new(MemoryBackend::new(*size).map_err(|e| format!("mem:{size}: {e}"))?),
+        Source::Stripe { chunk, members } => {
+            let members: Result<_, _> = members.iter().map(|m| open_source(m, mode, read_only)).collect();
+            Arc::new(Stripe::new(members?, *chunk).map_err(|e| format!("stripe: {e}"))?)
+        }
+    })
+}
+
+fn put_on(layer: &Layer, below: Arc<dyn Backend>) -> Result<Arc<dyn Backend>, String> {
+    Ok(match layer {
+        Layer::Overlay(dir) => {
+            let fail = |e: std::io::Error| format!("overlay in {}: {e}", dir.display());
+            let changes = temporary(dir, below.geometry().size).map_err(fail)?;
+            Arc::new(Overlay::new(below, changes).map_err(fail)?)
+        }
+        Layer::Rate(rate) => Arc::new(Rate::new(below, *rate)),
+        Layer::Delay(read, write) => Arc::new(Delay::new(below, *read, *write)),
+        Layer::Fault(kind, probability) => Arc::new(Fault::new(below, *kind, *probability, 1)),
+        Layer::Log(file) => Arc::new(Log::new(below, file).map_err(|e| format!("{}: {e}", file.display()))?),
+    })
+}
+
+/// A file without a name, gone with the last who has it open.
+fn temporary(dir: &Path, size: u64) -> std::io::Result<Arc<dyn Backend>> {
+    use rustix::fs::{Mode as Permissions, OFlags};
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = std::fs::File::from(rustix::fs::open(dir, flags, Permissions::RUSR | Permissions::WUSR)?);
+    file.set_len(size)?;
+    Ok(Arc::new(FileBackend::of(file)?))
+}
+
+fn parse_source(text: &str) -> Result<Source, String> {
+    if let Some(size) = text.strip_prefix("mem:") {
+        return Ok(Source::Memory(parse_size(size)?));
+    }
+    if let Some(rest) = text.strip_prefix("stripe:") {
+        let mut words = rest.split(':').peekable();
+        let chunk = parse_size(words.next().unwrap_or(""))?;
+        let mut members = Vec::new();
+        while let Some(word) = words.next() {
+            members.push(match word {
+                "mem" => parse_source(&format!("mem:{}", words.next().unwrap_or("")))?,
+                path => parse_source(path)?,
+            });
+        }
+        if members.len() < 2 {
+            return Err("write stripe:CHUNK:PATH:PATH[:PATH...]".into());
+        }
+        return Ok(Source::Stripe { chunk, members });
+    }
+    match text {
+        "" => Err("the path is missing; write NAME=PATH or NAME=mem:SIZE".into()),
+        path => Ok(Source::Path(path.into())),
+    }
+}
+
+fn parse_mode(text: &str) -> Result<Mode, String> {
+    match text {
+        "direct" => Ok(Mode::Direct),
+        "cached" => Ok(Mode::Cached),
+        "writeback" => Ok(Mode::Writeback),
+        other => Err(format!("'{other}' is no mode; there are direct, cached and writeback")),
+    }
+}
+
+fn parse_chunk(text: &str) -> Result<u32, String> {
+    let size = parse_size(text)?;
+    if (16 << 10..=u64::from(CHUNK)).contains(&size) && size.is_power_of_two() {
+        return Ok(size as u32);
+    }
+    Err(format!("a chunk is a power of two from 16 KiB to {} KiB", CHUNK >> 10))
+}
+
+/// A number of octets, with K, M, G or T for powers of 1024.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is no size; write a number, with K, M, G or T for powers of 1024");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().trim_end_matches("ib") {
+        "" | "b" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(1 << shift).ok_or_else(wrong)
+}
+
+fn parse_duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("'{text}' is no time; write a number with us, ms or s");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    match &text[digits.len()..] {
+        "us" => Ok(Duration::from_micros(number)),
+        "ms" => Ok(Duration::from_millis(number)),
+        "s" => Ok(Duration::from_secs(number)),
+        _ => Err(wrong()),
+    }
+}
+
+fn parse_fault(text: &str) -> Result<Layer, String> {
+    let (kind, probability) = text.split_once(':').unwrap_or(("all", text));
+    let kind = match kind {
+        "read" => Kind::Read,
+        "write" => Kind::Write,
+        "flush" => Kind::Flush,
+        "all" => Kind::All,
+        other => return Err(format!("'{other}' is nothing that can fail; there are read, write and flush")),
+    };
+    match probability.parse() {
+        Ok(probability) if (0.0..=1.0).contains(&probability) => Ok(Layer::Fault(kind, probability)),
+        _ => Err(format!("'{probability}' is no probability; write a number from 0 to 1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_of_an_export_are_read() {
+        let spec =
+            Spec::parse("disk=/srv/a.img,ro,mode=direct,rate=10M,delay=1ms/2ms,fault=read:0.5,log=/tmp/l").unwrap();
+        assert_eq!((spec.name.as_str(), spec.read_only, spec.mode), ("disk", true, Mode::Direct));
+        assert_eq!(spec.source, Source::Path("/srv/a.img".into()));
+        let delay = Layer::Delay(Duration::from_millis(1), Duration::from_millis(2));
+        let layers = [Layer::Rate(10 << 20), delay, Layer::Fault(Kind::Read, 0.5), Layer::Log("/tmp/l".into())];
+        assert_eq!(spec.layers, layers);
+        assert_eq!(Spec::parse("m=mem:1G").unwrap().source, Source::Memory(1 << 30));
+        let Source::Stripe { chunk, members } = Spec::parse("s=stripe:64K:mem:1M:/b").unwrap().source else {
+            panic!("a stripe")
+        };
+        assert_eq!((chunk, members), (65536, vec![Source::Memory(1 << 20), Source::Path("/b".into())]));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, named) in [
+            ("disk", "NAME=PATH"),
+            ("=x", "name"),
+            ("a=", "path is missing"),
+            ("a=mem:12Q", "'12Q'"),
+            ("a=x,mode=fast", "'fast'"),
+            ("a=x,turbo", "'turbo'"),
+            ("a=x,fault=2", "'2'"),
+            ("a=x,fault=trim:1", "'trim'"),
+            ("a=x,delay=5", "'5'"),
+            ("a=x,chunk=3K", "chunk"),
+            ("a=stripe:64K:/one", "stripe:"),
+            ("a=mem:99999999999T", "size"),
+        ] {
+            let message = Spec::parse(text).unwrap_err();
+            assert!(message.contains(named), "{text}: {message}");
+        }
+    }
+}

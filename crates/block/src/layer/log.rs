@@ -1,0 +1,74 @@
+//! Writes a line for every operation.
+
+use crate::backend::{Backend, Op, Zero};
+use std::fs::File;
+use std::io::{self, LineWriter, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+use thruway_engine::Segment;
+
+/// A log of operations: seconds since the start, operation, offset, length, seconds taken, result.
+pub struct Log {
+    below: Arc<dyn Backend>,
+    start: Instant,
+    out: Mutex<LineWriter<File>>,
+}
+
+impl Log {
+    /// Appends to a file.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn new(below: Arc<dyn Backend>, path: &Path) -> io::Result<Log> {
+        let file = File::options().create(true).append(true).open(path)?;
+        Ok(Log { below, start: Instant::now(), out: Mutex::new(LineWriter::new(file)) })
+    }
+
+    fn logged<'a, T: 'a>(&'a self, what: &'static str, at: u64, len: u64, op: Op<'a, T>) -> Op<'a, T> {
+        Box::pin(async move {
+            let begun = Instant::now();
+            let result = op.await;
+            let how = match &result {
+                Ok(_) => "ok".into(),
+                Err(error) => error.to_string(),
+            };
+            let since = (begun - self.start).as_secs_f64();
+            let line = format!("{since:.6} {what} {at} {len} {:.6} {how}", begun.elapsed().as_secs_f64());
+            let mut out = self.out.lock().expect("no panics under the lock");
+            if let Err(error) = writeln!(out, "{line}") {
+                tracing::warn!(%error, "the log of a block export cannot be written");
+            }
+            result
+        })
+    }
+}
+
+impl Backend for Log {
+    super::pass!(geometry, prefetch);
+
+    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+        self.logged("read", at, segment.len() as u64, self.below.read(at, segment))
+    }
+
+    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        let what = if durable { "write-fua" } else { "write" };
+        self.logged(what, at, segment.len() as u64, self.below.write(at, segment, durable))
+    }
+
+    fn flush(&self) -> Op<'_, ()> {
+        self.logged("flush", 0, 0, self.below.flush())
+    }
+
+    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+        self.logged("zero", at, len, self.below.zero(at, len, how))
+    }
+
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.logged("discard", at, len, self.below.discard(at, len))
+    }
+
+    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<crate::backend::Extent>> {
+        self.logged("extents", at, len, self.below.extents(at, len))
+    }
+}

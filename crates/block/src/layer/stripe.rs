@@ -1,0 +1,134 @@
+//! One disk of several: chunks go round the members, and the parts of a request go to all of them at once.
+
+use crate::backend::{Backend, Extent, Geometry, Op, Zero, merge};
+use futures_util::future::try_join_all;
+use std::io;
+use std::sync::Arc;
+use thruway_engine::Segment;
+
+/// A stripe over several disks.
+pub struct Stripe {
+    members: Vec<Arc<dyn Backend>>,
+    chunk: u64,
+}
+
+/// A part of a request that lies in one chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    member: usize,
+    at: u64,
+    len: u64,
+}
+
+impl Stripe {
+    /// Chunks of `chunk` octets, a power of two of at least 4096, over the members.
+    ///
+    /// # Errors
+    /// If the chunk is none, or there are fewer than two members.
+    pub fn new(members: Vec<Arc<dyn Backend>>, chunk: u64) -> io::Result<Stripe> {
+        let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        if !chunk.is_power_of_two() || chunk < 4096 {
+            return wrong("a stripe's chunk is a power of two of at least 4096");
+        }
+        if members.len() < 2 {
+            return wrong("a stripe has at least two members");
+        }
+        Ok(Stripe { members, chunk })
+    }
+
+    fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = Part> + '_ {
+        let (mut position, end) = (at, at + len);
+        std::iter::from_fn(move || {
+            if position >= end {
+                return None;
+            }
+            let (chunk, within) = (position / self.chunk, position % self.chunk);
+            let count = self.members.len() as u64;
+            let len = (self.chunk - within).min(end - position);
+            position += len;
+            Some(Part { member: (chunk % count) as usize, at: chunk / count * self.chunk + within, len })
+        })
+    }
+
+    fn each<'a>(&'a self, at: u64, len: u64, op: impl Fn(&'a dyn Backend, Part) -> Op<'a, ()> + 'a) -> Op<'a, ()> {
+        Box::pin(async move {
+            let parts = self.parts(at, len).map(|part| op(&*self.members[part.member], part));
+            try_join_all(parts).await.map(drop)
+        })
+    }
+}
+
+impl Backend for Stripe {
+    fn geometry(&self) -> Geometry {
+        let all: Vec<Geometry> = self.members.iter().map(|m| m.geometry()).collect();
+        let smallest = all.iter().map(|g| g.size / self.chunk).min().unwrap_or(0);
+        Geometry {
+            size: smallest * self.chunk * all.len() as u64,
+            block: all.iter().map(|g| g.block).max().unwrap_or(1),
+            preferred: all.iter().map(|g| g.preferred).max().unwrap_or(4096),
+            read_only: all.iter().any(|g| g.read_only),
+            discard: all.iter().all(|g| g.discard),
+            fast_zero: all.iter().all(|g| g.fast_zero),
+            shared: all.iter().all(|g| g.shared),
+        }
+    }
+
+    fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {
+        Box::pin(async move {
+            let mut reads = Vec::new();
+            for part in self.parts(at, segment.len() as u64) {
+                let rest = segment.split_off(part.len as usize);
+                reads.push(self.members[part.member].read(part.at, std::mem::replace(&mut segment, rest)));
+            }
+            let joined = try_join_all(reads).await?.into_iter().reduce(|mut all, next| {
+                all.join(next);
+                all
+            });
+            Ok(joined.unwrap_or(segment))
+        })
+    }
+
+    fn write(&self, at: u64, mut segment: Segment, durable: bool) -> Op<'_, ()> {
+        Box::pin(async move {
+            let mut writes = Vec::new();
+            for part in self.parts(at, segment.len() as u64) {
+                let rest = segment.split_off(part.len as usize);
+                writes.push(self.members[part.member].write(part.at, std::mem::replace(&mut segment, rest), durable));
+            }
+            try_join_all(writes).await.map(drop)
+        })
+    }
+
+    fn flush(&self) -> Op<'_, ()> {
+        Box::pin(async move { try_join_all(self.members.iter().map(|m| m.flush())).await.map(drop) })
+    }
+
+    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+        self.each(at, len, move |member, part| member.zero(part.at, part.len, how))
+    }
+
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.each(at, len, |member, part| member.discard(part.at, part.len))
+    }
+
+    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+        /// Chunks looked at for one answer.
+        const PARTS_MAX: usize = 256;
+        Box::pin(async move {
+            let mut extents = Vec::new();
+            for part in self.parts(at, len).take(PARTS_MAX) {
+                let found = self.members[part.member].extents(part.at, part.len).await?;
+                let covered: u64 = found.iter().map(|e| e.len).sum();
+                extents.extend(found);
+                if covered < part.len {
+                    break;
+                }
+            }
+            Ok(merge(extents, len))
+        })
+    }
+
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.each(at, len, |member, part| member.prefetch(part.at, part.len))
+    }
+}

@@ -1,0 +1,21 @@
+//! The block service: disks for Linux, qemu and every NBD or iSCSI client.
+//!
+//! - [`backend`]: what a disk is, and the disks there are: files, block devices, memory.
+//! - [`layer`]: what is put on top of any of them: overlay, stripe, rate limit, delay, faults, log.
+//! - [`export`]: a disk under a name, as the protocols see it; from the command line's words.
+//! - [`nbd`]: the NBD protocol.
+//! - [`net`], [`tls`]: connections.
+//!
+//! Data goes from storage into the registered blocks that the network sends from; nothing copies it in
+//! between, unless a layer keeps data of its own.
+
+pub mod backend;
+pub mod export;
+pub mod layer;
+pub mod nbd;
+pub mod net;
+mod supply;
+pub mod tls;
+
+pub use backend::{Backend, Geometry};
+pub use export::Export;

@@ -1,0 +1,179 @@
+//! NBD connections, from their acceptance to their end.
+
+use super::handshake::{Agreement, Handshake, Next, OPTION_LEN_MAX, Tls, greeting};
+use super::transmission;
+use crate::export::Export;
+use crate::net::{Address, Listener, Plain, Socket, Stream};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use thruway_engine::Reactors;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+
+/// A client that has not come to the point by then is sent away.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How to serve.
+pub struct Config {
+    /// Where to listen.
+    pub listen: Vec<Address>,
+    /// What to serve.
+    pub exports: Arc<[Arc<Export>]>,
+    /// TLS, which is then required.
+    pub tls: Option<Arc<ServerConfig>>,
+    /// Connections at one time; more are closed at once.
+    pub connections_max: usize,
+}
+
+/// A running NBD server. It ends with its reactors.
+pub struct Server {
+    addresses: Vec<Address>,
+}
+
+struct Shared {
+    exports: Arc<[Arc<Export>]>,
+    tls: Option<TlsAcceptor>,
+    connections: AtomicUsize,
+    connections_max: usize,
+}
+
+impl Server {
+    /// Starts to serve on these reactors.
+    ///
+    /// # Errors
+    /// A sentence that names the address that cannot be listened at.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
+        let shared = Arc::new(Shared {
+            exports: config.exports,
+            tls: config.tls.map(TlsAcceptor::from),
+            connections: AtomicUsize::new(0),
+            connections_max: config.connections_max,
+        });
+        let mut addresses = Vec::new();
+        for address in &config.listen {
+            let listener = Listener::bind(address)?;
+            addresses.push(listener.address());
+            let (shared, handles) = (Arc::clone(&shared), reactors.spreader());
+            reactors.handles()[0].spawn(move || async move {
+                let accepted = listener.accept(|socket| shared.spread(socket, &handles)).await;
+                tracing::error!(?accepted, "no NBD connections are accepted any more");
+            });
+        }
+        Ok(Server { addresses })
+    }
+
+    /// Where it listens, with the ports that the system chose.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+}
+
+impl Shared {
+    /// Gives a new connection to the reactor that has the fewest.
+    fn spread(self: &Arc<Self>, socket: Socket, reactors: &thruway_engine::reactor::Spreader) {
+        if self.connections.fetch_add(1, Ordering::Relaxed) >= self.connections_max {
+            self.connections.fetch_sub(1, Ordering::Relaxed);
+            tracing::warn!(
+                peer = socket.peer(),
+                limit = self.connections_max,
+                "too many NBD connections; one is closed"
+            );
+            return;
+        }
+        let Some(reactor) = reactors.least_loaded() else { return };
+        let (shared, load) = (Arc::clone(self), reactor.load());
+        reactor.spawn(move || async move {
+            let peer = socket.peer();
+            match shared.serve(socket).await {
+                Ok(()) => tracing::info!(peer, "an NBD client has left"),
+                Err(error) => tracing::info!(peer, %error, "an NBD connection has ended"),
+            }
+            shared.connections.fetch_sub(1, Ordering::Relaxed);
+            drop(load);
+        });
+    }
+
+    async fn serve(&self, socket: Socket) -> io::Result<()> {
+        let peer = socket.peer();
+        let stream = socket.open()?;
+        let negotiated = tokio::time::timeout(HANDSHAKE_LIMIT, self.negotiate(stream)).await;
+        let Some((stream, agreement)) = negotiated.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else {
+            return Ok(());
+        };
+        let name = &agreement.export.name;
+        tracing::info!(peer, export = name, form = ?agreement.form, "an NBD client is served");
+        let (reader, writer) = stream.split();
+        transmission::serve(agreement, reader, writer).await
+    }
+
+    /// Negotiates; `None` if the client leaves in order.
+    async fn negotiate(&self, stream: Plain) -> io::Result<Option<(Stream, Agreement)>> {
+        let mut stream = Stream::Plain(stream);
+        stream.write_all(&greeting()).await?;
+        let mut flags = [0; 4];
+        if stream.read_exact(&mut flags).await.is_err() {
+            return Ok(None);
+        }
+        let tls = if self.tls.is_some() { Tls::Required } else { Tls::Off };
+        let mut handshake = Handshake::new(Arc::clone(&self.exports), tls, flags)
+            .ok_or_else(|| invalid("client flags that are not known"))?;
+        loop {
+            let mut header = [0; 16];
+            match stream.read_exact(&mut header).await {
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+                other => other?,
+            }
+            let (number, len) =
+                Handshake::header(&header).ok_or_else(|| invalid("an option without its magic number"))?;
+            let next = if len > OPTION_LEN_MAX {
+                discard(&mut stream, len).await?;
+                Handshake::too_long(number)
+            } else {
+                let mut data = vec![0; len as usize];
+                stream.read_exact(&mut data).await?;
+                handshake.option(number, &data)
+            };
+            match next {
+                Next::Reply(reply) => stream.write_all(&reply).await?,
+                Next::Serve(reply, agreement) => {
+                    stream.write_all(&reply).await?;
+                    return Ok(Some((stream, *agreement)));
+                }
+                Next::Close(reply) => {
+                    stream.write_all(&reply).await?;
+                    return Ok(None);
+                }
+                Next::StartTls(reply) => {
+                    stream.write_all(&reply).await?;
+                    let (Some(acceptor), Stream::Plain(plain)) = (&self.tls, stream) else {
+                        return Err(invalid("TLS within TLS"));
+                    };
+                    stream = Stream::Tls(Box::new(acceptor.accept(plain).await?));
+                    handshake.encrypted();
+                }
+            }
+        }
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// Reads over the data of an option that is too long, within reason.
+async fn discard(stream: &mut Stream, len: u32) -> io::Result<()> {
+    const REASON: u32 = 16 << 20;
+    if len > REASON {
+        return Err(invalid("an option longer than any"));
+    }
+    let mut left = len as usize;
+    let mut buffer = [0; 4096];
+    while left > 0 {
+        let part = left.min(buffer.len());
+        stream.read_exact(&mut buffer[..part]).await?;
+        left -= part;
+    }
+    Ok(())
+}

@@ -1,0 +1,199 @@
+//! Reactors: event loops, one per core, for services with many connections and small requests.
+//!
+//! A reactor is a thread with a single-threaded runtime and an io_uring of its own ([`Ring`]). What is
+//! started on it stays on it, so its tasks share state without locks; reactors share nothing. There is no
+//! central thread: whoever accepts a connection gives it to the reactor with the fewest.
+
+mod ring;
+
+pub use ring::{Ring, ring};
+
+use crate::topology::{self, Node};
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
+use tokio::task::LocalSet;
+
+type Start = Box<dyn FnOnce() + Send>;
+
+/// A set of reactors.
+pub struct Reactors {
+    reactors: Vec<Handle>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// A reactor, seen from other threads.
+#[derive(Clone)]
+pub struct Handle {
+    start: UnboundedSender<Start>,
+    load: Arc<AtomicUsize>,
+    node: u32,
+}
+
+/// Finds the reactor for new work.
+pub struct Spreader(Vec<WeakHandle>);
+
+/// As a handle, but does not keep its reactor running.
+struct WeakHandle(WeakUnboundedSender<Start>, Arc<AtomicUsize>, u32);
+
+impl Spreader {
+    /// The reactor with the least load; `None` when they have been told to stop.
+    pub fn least_loaded(&self) -> Option<Handle> {
+        let WeakHandle(start, load, node) = self.0.iter().min_by_key(|r| r.1.load(Ordering::Relaxed))?;
+        Some(Handle { start: start.upgrade()?, load: Arc::clone(load), node: *node })
+    }
+}
+
+/// Counts as load of its reactor while it lives.
+pub struct Load(Arc<AtomicUsize>);
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Handle {
+    /// Runs `make` on the reactor's thread and then, as a task, the future that it returns.
+    pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
+        let start = move || drop(tokio::task::spawn_local(make()));
+        // A reactor that has stopped starts nothing any more.
+        let _ = self.start.send(Box::new(start));
+    }
+
+    /// Adds to the reactor's load.
+    pub fn load(&self) -> Load {
+        self.load.fetch_add(1, Ordering::Relaxed);
+        Load(Arc::clone(&self.load))
+    }
+
+    /// The memory node of the reactor's core.
+    pub fn node(&self) -> u32 {
+        self.node
+    }
+}
+
+impl Reactors {
+    /// Starts one reactor for each core that this process may use, `count` in all if given.
+    ///
+    /// # Errors
+    /// If the kernel offers no io_uring, or no thread can be started.
+    pub fn start(count: Option<usize>) -> io::Result<Reactors> {
+        let nodes = topology::usable_nodes();
+        let cores: Vec<(u32, u32)> = interleave(&nodes);
+        let mut set = Reactors { reactors: Vec::new(), threads: Vec::new() };
+        for index in 0..count.unwrap_or(cores.len()).max(1) {
+            let (node, cpu) = cores[index % cores.len()];
+            set.add(index, node, (nodes.len() > 1).then_some(cpu))?;
+        }
+        Ok(set)
+    }
+
+    fn add(&mut self, index: usize, node: u32, cpu: Option<u32>) -> io::Result<()> {
+        let ring = Ring::build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let (start, started) = unbounded_channel();
+        let thread = std::thread::Builder::new().name(format!("reactor {index}")).spawn(move || {
+            topology::bind_thread(cpu.as_slice());
+            LocalSet::new().block_on(&runtime, run(ring, started));
+        })?;
+        self.threads.push(thread);
+        self.reactors.push(Handle { start, load: Arc::default(), node });
+        Ok(())
+    }
+
+    /// The reactors.
+    pub fn handles(&self) -> &[Handle] {
+        &self.reactors
+    }
+
+    /// Finds reactors for new work, also after these have been dropped.
+    pub fn spreader(&self) -> Spreader {
+        Spreader(self.reactors.iter().map(|r| WeakHandle(r.start.downgrade(), Arc::clone(&r.load), r.node)).collect())
+    }
+}
+
+impl Drop for Reactors {
+    /// Ends every task at its next point of waiting, and the threads.
+    fn drop(&mut self) {
+        self.reactors.clear();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Cores, one of each node in turn.
+fn interleave(nodes: &[Node]) -> Vec<(u32, u32)> {
+    let longest = nodes.iter().map(|n| n.cpus.len()).max().unwrap_or(0);
+    let at = |i: usize| nodes.iter().filter_map(move |n| n.cpus.get(i).map(|cpu| (n.number, *cpu)));
+    (0..longest).flat_map(at).collect()
+}
+
+async fn run(ring: Ring, mut started: UnboundedReceiver<Start>) {
+    let driver = ring.install();
+    let driver = tokio::task::spawn_local(driver);
+    while let Some(start) = started.recv().await {
+        start();
+    }
+    driver.abort();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::segment::Segments;
+    use std::fs::File;
+    use std::sync::mpsc;
+
+    #[test]
+    fn reads_and_writes_complete_wherever_they_were_started() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let reactors = Reactors::start(Some(2)).unwrap();
+        let (tx, rx) = mpsc::channel();
+        for (i, reactor) in reactors.handles().iter().enumerate() {
+            let (file, tx) = (Arc::clone(&file), tx.clone());
+            reactor.spawn(move || async move {
+                tx.send(round_trip(file, i as u64 * 8192, i as u8 + 1).await).unwrap();
+            });
+        }
+        for _ in 0..2 {
+            rx.recv().unwrap().unwrap();
+        }
+    }
+
+    async fn round_trip(file: Arc<File>, at: u64, value: u8) -> io::Result<()> {
+        let supply = Segments::new(1, 8192).unwrap();
+        let mut segment = supply.reserve(1).await.segment(8192);
+        segment.as_mut_slice().fill(value);
+        let (result, mut segment) = ring().write(&file, at, segment, false).await;
+        result?;
+        segment.as_mut_slice().fill(0);
+        let (result, segment) = ring().read(&file, at, segment).await;
+        result?;
+        assert!(segment.as_slice().iter().all(|octet| *octet == value));
+        Ok(())
+    }
+
+    #[test]
+    fn a_read_past_the_end_says_so() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (tx, rx) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(4096);
+            tx.send(ring().read(&file, 0, segment).await.0).unwrap();
+        });
+        assert_eq!(rx.recv().unwrap().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn cores_of_all_nodes_take_turns() {
+        let node = |number, cpus: &[u32]| Node { number, cpus: cpus.to_vec() };
+        let cores = interleave(&[node(0, &[0, 1, 2]), node(1, &[3])]);
+        assert_eq!(cores, [(0, 0), (1, 3), (0, 1), (0, 2)]);
+    }
+}

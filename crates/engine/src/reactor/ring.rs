@@ -1,0 +1,335 @@
+//! The io_uring of a reactor.
+//!
+//! Requests made in one turn of the event loop are handed to the kernel together, in one system call, by a
+//! task that runs after those that made them; what completes at once (cached pages) is collected by the same
+//! call. Everything else announces itself through an eventfd, so an idle reactor sleeps.
+
+use crate::segment::Segment;
+use io_uring::{IoUring, opcode, squeue, types};
+use rustix::event::EventfdFlags;
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use tokio::io::unix::AsyncFd;
+
+/// Entries of the submission queue; more requests wait in memory.
+const ENTRIES: u32 = 256;
+/// Requests under way at once: as many completions fit.
+const UNDER_WAY_MAX: usize = 512;
+
+/// A ring that is not at work yet.
+pub struct Ring {
+    ring: IoUring,
+    event: OwnedFd,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Requests>> = const { RefCell::new(None) };
+}
+
+/// The ring of the reactor that runs this task.
+///
+/// # Panics
+/// Outside a reactor.
+pub fn ring() -> Requests {
+    CURRENT.with_borrow(|current| current.clone().expect("a task of a reactor"))
+}
+
+/// Where tasks of a reactor start requests.
+#[derive(Clone)]
+pub struct Requests(Rc<RefCell<State>>);
+
+struct State {
+    ring: IoUring,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    /// Requests not handed to the submission queue yet.
+    waiting: VecDeque<squeue::Entry>,
+    under_way: usize,
+    driver: Option<Waker>,
+}
+
+enum Slot {
+    Free,
+    /// The kernel has it; what it needs stays here even if nobody waits any more.
+    UnderWay {
+        waker: Option<Waker>,
+        _file: Arc<File>,
+        segment: Option<Segment>,
+    },
+    Done {
+        result: i32,
+        segment: Option<Segment>,
+    },
+    /// As under way, but the task that asked is gone.
+    Abandoned {
+        _file: Arc<File>,
+        _segment: Option<Segment>,
+    },
+}
+
+impl Ring {
+    /// Makes a ring.
+    ///
+    /// # Errors
+    /// If the kernel offers no io_uring, or forbids it.
+    pub fn build() -> io::Result<Ring> {
+        let ring = IoUring::builder().setup_cqsize(2 * UNDER_WAY_MAX as u32).build(ENTRIES).map_err(|e| {
+            io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
+        })?;
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        ring.submitter().register_eventfd_async(event.as_raw_fd())?;
+        Ok(Ring { ring, event })
+    }
+
+    /// Makes this the ring of the calling thread. The returned task does its work.
+    pub(super) fn install(self) -> impl Future<Output = ()> {
+        let state = State {
+            ring: self.ring,
+            slots: Vec::new(),
+            free: Vec::new(),
+            waiting: VecDeque::new(),
+            under_way: 0,
+            driver: None,
+        };
+        let requests = Requests(Rc::new(RefCell::new(state)));
+        CURRENT.set(Some(requests.clone()));
+        drive(requests, self.event)
+    }
+}
+
+async fn drive(requests: Requests, event: OwnedFd) {
+    // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
+    let event = unsafe { AsyncFd::register(event) }.expect("an eventfd can be watched");
+    let mut count = [0u8; 8];
+    poll_fn::<(), _>(|cx| {
+        loop {
+            let idle = requests.0.borrow_mut().turn(cx);
+            if !idle {
+                continue;
+            }
+            match event.poll_read_ready(cx) {
+                Poll::Ready(Ok(mut ready)) => {
+                    let _ = rustix::io::read(event.get_ref(), &mut count[..]);
+                    ready.clear_ready();
+                }
+                _ => return Poll::Pending,
+            }
+        }
+    })
+    .await;
+}
+
+impl State {
+    /// Submits what waits and collects what is done. True when there is nothing to do but to wait.
+    fn turn(&mut self, cx: &Context<'_>) -> bool {
+        if !self.driver.as_ref().is_some_and(|w| w.will_wake(cx.waker())) {
+            self.driver = Some(cx.waker().clone());
+        }
+        while self.under_way < UNDER_WAY_MAX
+            && let Some(entry) = self.waiting.front()
+        {
+            // SAFETY: the entry's slot keeps the file and the memory until its completion.
+            if unsafe { self.ring.submission().push(entry) }.is_err() {
+                break;
+            }
+            self.waiting.pop_front();
+            self.under_way += 1;
+        }
+        if !self.ring.submission().is_empty()
+            && let Err(error) = self.ring.submit()
+            && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
+        {
+            tracing::error!(%error, "io_uring refuses requests");
+        }
+        let mut completed = 0;
+        while let Some(entry) = { self.ring.completion().next() } {
+            self.complete(entry.user_data() as usize, entry.result());
+            completed += 1;
+        }
+        self.under_way -= completed;
+        completed == 0 && (self.waiting.is_empty() || self.under_way == UNDER_WAY_MAX)
+    }
+
+    fn complete(&mut self, index: usize, result: i32) {
+        match std::mem::replace(&mut self.slots[index], Slot::Free) {
+            Slot::UnderWay { waker, segment, .. } => {
+                self.slots[index] = Slot::Done { result, segment };
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+            Slot::Abandoned { .. } => self.free.push(index),
+            Slot::Free | Slot::Done { .. } => unreachable!("a request completes once"),
+        }
+    }
+}
+
+/// A request under way.
+struct Under {
+    requests: Requests,
+    index: usize,
+    taken: bool,
+}
+
+impl Future for Under {
+    type Output = (i32, Option<Segment>);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let index = self.index;
+        let mut state = self.requests.0.borrow_mut();
+        match &mut state.slots[index] {
+            Slot::UnderWay { waker, .. } => {
+                *waker = Some(cx.waker().clone());
+                Poll::Pending
+            }
+            Slot::Done { result, segment } => {
+                let outcome = (*result, segment.take());
+                state.slots[index] = Slot::Free;
+                state.free.push(index);
+                drop(state);
+                self.taken = true;
+                Poll::Ready(outcome)
+            }
+            _ => unreachable!("the slot is this request's"),
+        }
+    }
+}
+
+impl Drop for Under {
+    fn drop(&mut self) {
+        if self.taken {
+            return;
+        }
+        let mut state = self.requests.0.borrow_mut();
+        match std::mem::replace(&mut state.slots[self.index], Slot::Free) {
+            Slot::UnderWay { _file, segment, .. } => {
+                state.slots[self.index] = Slot::Abandoned { _file, _segment: segment };
+            }
+            _ => state.free.push(self.index),
+        }
+    }
+}
+
+impl Requests {
+    fn start(&self, file: &Arc<File>, segment: Option<Segment>, entry: squeue::Entry) -> Under {
+        let mut state = self.0.borrow_mut();
+        let slot = Slot::UnderWay { waker: None, _file: Arc::clone(file), segment };
+        let index = match state.free.pop() {
+            Some(index) => {
+                state.slots[index] = slot;
+                index
+            }
+            None => {
+                state.slots.push(slot);
+                state.slots.len() - 1
+            }
+        };
+        state.waiting.push_back(entry.user_data(index as u64));
+        if let Some(driver) = &state.driver {
+            driver.wake_by_ref();
+        }
+        drop(state);
+        Under { requests: self.clone(), index, taken: false }
+    }
+
+    /// Fills the segment from `offset` of the file.
+    ///
+    /// The result is an error of kind [`io::ErrorKind::UnexpectedEof`] if the file ends before.
+    pub async fn read(&self, file: &Arc<File>, offset: u64, segment: Segment) -> (io::Result<()>, Segment) {
+        self.transfer(file, offset, segment, |fd, ptr, len, at| opcode::Read::new(fd, ptr, len).offset(at).build())
+            .await
+    }
+
+    /// Writes the segment at `offset` of the file; with `sync`, down to the storage.
+    pub async fn write(
+        &self,
+        file: &Arc<File>,
+        offset: u64,
+        segment: Segment,
+        sync: bool,
+    ) -> (io::Result<()>, Segment) {
+        let flags = if sync { libc::RWF_DSYNC } else { 0 };
+        let entry = move |fd, ptr: *mut u8, len, at| {
+            opcode::Write::new(fd, ptr.cast_const(), len).offset(at).rw_flags(flags).build()
+        };
+        self.transfer(file, offset, segment, entry).await
+    }
+
+    async fn transfer(
+        &self,
+        file: &Arc<File>,
+        offset: u64,
+        mut segment: Segment,
+        entry: impl Fn(types::Fd, *mut u8, u32, u64) -> squeue::Entry,
+    ) -> (io::Result<()>, Segment) {
+        let mut done = 0;
+        while done < segment.len() {
+            let left = (segment.len() - done) as u32;
+            let at = segment.as_ptr().wrapping_add(done);
+            let entry = entry(types::Fd(file.as_raw_fd()), at, left, offset + done as u64);
+            let (result, back) = self.start(file, Some(segment), entry).await;
+            segment = back.expect("the slot kept the segment");
+            match result {
+                0 => return (Err(io::ErrorKind::UnexpectedEof.into()), segment),
+                n if n > 0 => done += n as usize,
+                e if matches!(-e, libc::EINTR | libc::EAGAIN) => {}
+                e => return (Err(io::Error::from_raw_os_error(-e)), segment),
+            }
+        }
+        (Ok(()), segment)
+    }
+
+    /// Makes everything written to the file durable, with what is needed to read it.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
+        let fd = types::Fd(file.as_raw_fd());
+        let entry = || opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build();
+        self.plain(file, entry).await
+    }
+
+    /// `fallocate(2)`.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn allocate(&self, file: &Arc<File>, mode: i32, offset: u64, len: u64) -> io::Result<()> {
+        let fd = types::Fd(file.as_raw_fd());
+        self.plain(file, || opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()).await
+    }
+
+    async fn plain(&self, file: &Arc<File>, entry: impl Fn() -> squeue::Entry) -> io::Result<()> {
+        loop {
+            match self.start(file, None, entry()).await.0 {
+                e if e >= 0 => return Ok(()),
+                e if matches!(-e, libc::EINTR | libc::EAGAIN) => {}
+                e => return Err(io::Error::from_raw_os_error(-e)),
+            }
+        }
+    }
+}
+
+impl Drop for State {
+    /// Waits for what the kernel still has, whose memory would otherwise go from under it.
+    fn drop(&mut self) {
+        while self.under_way > 0 {
+            if self.ring.submit_and_wait(1).is_err() {
+                // The memory of what is under way must not go.
+                std::mem::forget(std::mem::take(&mut self.slots));
+                return;
+            }
+            while let Some(entry) = { self.ring.completion().next() } {
+                self.under_way -= 1;
+                self.complete(entry.user_data() as usize, entry.result());
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Segments: parts of blocks, owned.
+//!
+//! A request of a service moves through a backend as a segment. A segment can be cut in two, whose
+//! ranges do not overlap, and only neighbours that came from one block can be joined again; so each
+//! is its holder's alone, and nothing else in the program refers to its octets.
+
+use crate::pool::{Block, BlockPool};
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// A range of a block that is its holder's alone.
+pub struct Segment {
+    source: Arc<Source>,
+    start: usize,
+    len: usize,
+}
+
+struct Source {
+    block: Block,
+    /// Given back after the block, so that a permit is always good for a block.
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Segment {
+    /// The first `len` octets of a block.
+    ///
+    /// # Panics
+    /// If the block is shorter.
+    pub fn new(block: Block, len: usize) -> Segment {
+        Segment::with_permit(block, len, None)
+    }
+
+    fn with_permit(block: Block, len: usize, permit: Option<OwnedSemaphorePermit>) -> Segment {
+        assert!(len <= block.pool().payload_len(), "a segment lies inside its block");
+        Segment { source: Arc::new(Source { block, _permit: permit }), start: 0, len }
+    }
+
+    /// Octets.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first octet, for devices. Valid while the segment lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.source.block.payload_ptr().wrapping_add(self.start)
+    }
+
+    /// Offset of the first octet in the buffer of the block's pool.
+    pub fn offset_in_pool(&self) -> usize {
+        self.source.block.payload_offset() + self.start
+    }
+
+    /// The pool that the block belongs to.
+    pub fn pool(&self) -> &Arc<BlockPool> {
+        self.source.block.pool()
+    }
+
+    /// The octets.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the range is inside the block, which `source` keeps; ranges of segments do not
+        // overlap, so it can only be changed through `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
+    }
+
+    /// The octets, to change.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_slice`, and `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.len) }
+    }
+
+    /// Cuts the segment: what is returned begins at octet `at` of this one, which keeps the rest.
+    ///
+    /// # Panics
+    /// If `at` is outside.
+    pub fn split_off(&mut self, at: usize) -> Segment {
+        assert!(at <= self.len, "a segment is cut inside");
+        let rest = Segment { source: Arc::clone(&self.source), start: self.start + at, len: self.len - at };
+        self.len = at;
+        rest
+    }
+
+    /// Joins a segment that was cut off the end of this one.
+    ///
+    /// # Panics
+    /// If it was not.
+    pub fn join(&mut self, next: Segment) {
+        assert!(
+            Arc::ptr_eq(&self.source, &next.source) && self.start + self.len == next.start,
+            "only neighbours can be joined"
+        );
+        self.len += next.len;
+    }
+}
+
+/// A supply of segments: a pool whose blocks are waited for in turn.
+pub struct Segments {
+    pool: Arc<BlockPool>,
+    free: Arc<Semaphore>,
+}
+
+/// The right to so many blocks of a supply.
+pub struct Reservation {
+    pool: Arc<BlockPool>,
+    permits: OwnedSemaphorePermit,
+}
+
+impl Segments {
+    /// A supply of `count` blocks of `len` octets.
+    ///
+    /// # Errors
+    /// If the memory cannot be mapped.
+    pub fn new(count: usize, len: usize) -> thruway_fabric::Result<Segments> {
+        Ok(Segments { pool: BlockPool::new(count, len)?, free: Arc::new(Semaphore::new(count)) })
+    }
+
+    /// The pool underneath.
+    pub fn pool(&self) -> &Arc<BlockPool> {
+        &self.pool
+    }
+
+    /// Waits until `count` blocks are this caller's to take. Who waits first is served first.
+    ///
+    /// # Panics
+    /// If there never are so many.
+    pub async fn reserve(&self, count: usize) -> Reservation {
+        assert!(count <= self.pool.count(), "more blocks are reserved than there are");
+        let permits =
+            Arc::clone(&self.free).acquire_many_owned(count as u32).await.expect("the semaphore is never closed");
+        Reservation { pool: Arc::clone(&self.pool), permits }
+    }
+
+    /// As [`Segments::reserve`], if it need not wait.
+    pub fn try_reserve(&self, count: usize) -> Option<Reservation> {
+        let permits = Arc::clone(&self.free).try_acquire_many_owned(count as u32).ok()?;
+        Some(Reservation { pool: Arc::clone(&self.pool), permits })
+    }
+}
+
+impl Reservation {
+    /// Blocks still to be taken.
+    pub fn left(&self) -> usize {
+        self.permits.num_permits()
+    }
+
+    /// Takes a block and makes it a segment of `len` octets.
+    ///
+    /// # Panics
+    /// If all have been taken, or blocks are shorter.
+    pub fn segment(&mut self, len: usize) -> Segment {
+        let permit = self.permits.split(1).expect("no more segments than were reserved");
+        let block = self.pool.try_take().expect("a permit is good for a block");
+        Segment::with_permit(block, len, Some(permit))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_apart_and_go_back_together() {
+        let supply = Segments::new(1, 4096).unwrap();
+        let mut reservation = supply.try_reserve(1).unwrap();
+        let mut a = reservation.segment(100);
+        let mut b = a.split_off(40);
+        a.as_mut_slice().fill(1);
+        b.as_mut_slice().fill(2);
+        assert_eq!((a.len(), b.len()), (40, 60));
+        assert!(supply.try_reserve(1).is_none());
+        a.join(b);
+        assert_eq!(a.as_slice()[39..41], [1, 2]);
+        drop(a);
+        assert!(supply.try_reserve(1).is_some());
+    }
+
+    #[test]
+    #[should_panic(expected = "neighbours")]
+    fn strangers_are_not_joined() {
+        let supply = Segments::new(2, 4096).unwrap();
+        let mut reservation = supply.try_reserve(2).unwrap();
+        let mut a = reservation.segment(10);
+        let b = reservation.segment(10);
+        a.join(b);
+    }
+}
