@@ -15,12 +15,18 @@ pub struct Export {
     pub name: String,
     /// For people.
     pub description: String,
+    /// The same whenever this disk is served: initiators know it again by this.
+    pub identity: String,
     /// The disk, with its layers.
     pub backend: Arc<dyn Backend>,
     /// Nobody may change it.
     pub read_only: bool,
     /// Requests are cut into pieces of this length, which go to storage and network on their own.
     pub chunk: u32,
+    /// The iSCSI target that it is a unit of; by default one of its own name.
+    pub target: Option<String>,
+    /// Octets of a SCSI logical block.
+    pub sector: u32,
 }
 
 /// What the text of an export says, before anything is opened.
@@ -36,6 +42,10 @@ pub struct Spec {
     pub mode: Mode,
     /// Length of pieces.
     pub chunk: u32,
+    /// The iSCSI target.
+    pub target: Option<String>,
+    /// Octets of a SCSI logical block.
+    pub sector: u32,
     /// From the lowest to the highest.
     pub layers: Vec<Layer>,
 }
@@ -92,6 +102,8 @@ impl Spec {
             read_only: false,
             mode: Mode::Writeback,
             chunk: CHUNK,
+            target: None,
+            sector: 512,
             layers: Vec::new(),
         };
         for word in words {
@@ -115,6 +127,14 @@ impl Spec {
                 self.chunk = parse_chunk(value)?;
                 return Ok(());
             }
+            ("target", value) if !value.is_empty() => {
+                self.target = Some(value.into());
+                return Ok(());
+            }
+            ("sector", "512") | ("sector", "4096") => {
+                self.sector = if value == "512" { 512 } else { 4096 };
+                return Ok(());
+            }
             ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
             ("overlay", dir) => Layer::Overlay(dir.into()),
             ("rate", value) => Layer::Rate(parse_size(value)?),
@@ -127,7 +147,7 @@ impl Spec {
             _ => {
                 return Err(format!(
                     "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
-                     overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
+                     target=NAME, sector=512|4096, overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
                 ));
             }
         };
@@ -148,7 +168,17 @@ impl Spec {
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
-        Ok(Export { name: self.name.clone(), description, backend, read_only, chunk: self.chunk })
+        let identity = format!("{}={description}", self.name);
+        Ok(Export {
+            name: self.name.clone(),
+            description,
+            identity,
+            backend,
+            read_only,
+            chunk: self.chunk,
+            target: self.target.clone(),
+            sector: self.sector,
+        })
     }
 }
 

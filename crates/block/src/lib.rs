@@ -4,6 +4,7 @@
 //! - [`layer`]: what is put on top of any of them: overlay, stripe, rate limit, delay, faults, log.
 //! - [`export`]: a disk under a name, as the protocols see it; from the command line's words.
 //! - [`nbd`]: the NBD protocol.
+//! - [`scsi`], [`iscsi`]: SCSI disks, and the protocol that carries their commands.
 //! - [`net`], [`tls`]: connections.
 //!
 //! Data goes from storage into the registered blocks that the network sends from; nothing copies it in
@@ -11,10 +12,14 @@
 
 pub mod backend;
 pub mod export;
+pub mod iscsi;
 pub mod layer;
 pub mod nbd;
 pub mod net;
-mod supply;
+mod outbox;
+mod pieces;
+pub mod scsi;
+pub mod supply;
 pub mod tls;
 
 pub use backend::{Backend, Geometry};

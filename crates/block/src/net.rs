@@ -159,6 +159,14 @@ impl Socket {
         }
     }
 
+    /// The address that the peer connected to; empty for sockets in the file system.
+    pub fn local(&self) -> String {
+        match self {
+            Socket::Tcp(stream, _) => stream.local_addr().map(|a| a.to_string()).unwrap_or_default(),
+            Socket::Unix(_) => String::new(),
+        }
+    }
+
     /// Makes it this reactor's.
     ///
     /// # Errors
@@ -421,8 +429,59 @@ impl Body {
         matches!(self, Body::Lent(Lent::File { .. }))
     }
 
+    /// Octets.
+    pub fn len(&self) -> usize {
+        match self {
+            Body::Empty => 0,
+            Body::Segments(segments) => segments.iter().map(Segment::len).sum(),
+            Body::Octets(octets) => octets.len(),
+            Body::Lent(lent) => lent.len(),
+        }
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Cuts it: what is returned begins at octet `at`.
+    ///
+    /// # Panics
+    /// If `at` is outside.
+    pub fn split_off(&mut self, at: usize) -> Body {
+        match self {
+            _ if at == self.len() => Body::Empty,
+            Body::Empty => panic!("a body is cut inside"),
+            Body::Octets(octets) => Body::Octets(octets.split_off(at)),
+            Body::Lent(lent) => Body::Lent(lent.split_off(at)),
+            Body::Segments(segments) => {
+                let (mut rest, mut seen) = (SmallVec::new(), 0);
+                let mut kept = SmallVec::new();
+                for mut segment in segments.drain(..) {
+                    let len = segment.len();
+                    if seen < at && seen + len > at {
+                        rest.push(segment.split_off(at - seen));
+                    }
+                    if seen < at { kept.push(segment) } else { rest.push(segment) }
+                    seen += len;
+                }
+                *segments = kept;
+                Body::Segments(rest)
+            }
+        }
+    }
+
+    /// Calls `each` with the octets, for a digest. Nothing of what is lent is among them.
+    pub(crate) fn octets(&self, mut each: impl FnMut(&[u8])) {
+        match self {
+            Body::Empty | Body::Lent(_) => {}
+            Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_slice())),
+            Body::Octets(octets) => each(octets),
+        }
+    }
+
     /// Calls `each` with every piece of memory.
-    fn pieces(&self, mut each: impl FnMut(*const u8, usize)) {
+    pub(crate) fn pieces(&self, mut each: impl FnMut(*const u8, usize)) {
         match self {
             Body::Empty | Body::Lent(Lent::File { .. }) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_ptr(), s.len())),

@@ -1,16 +1,17 @@
 //! A connection's own blocks, in two sizes, so that no connection waits for another's.
 
 use std::cell::OnceCell;
+use thruway_engine::Segment;
 use thruway_engine::segment::{Reservation, Segments};
 
 /// Octets of a small block.
-pub(crate) const SMALL: usize = 16 << 10;
+pub const SMALL: usize = 16 << 10;
 const SMALL_COUNT: usize = 128;
 /// Octets of large blocks together.
 const LARGE_TOTAL: usize = 8 << 20;
 
 /// Blocks for one direction of a connection. Memory that is not used is not touched.
-pub(crate) struct Supply {
+pub struct Supply {
     chunk: usize,
     small: OnceCell<Segments>,
     large: OnceCell<Segments>,
@@ -18,7 +19,7 @@ pub(crate) struct Supply {
 
 impl Supply {
     /// Small blocks, and blocks of `chunk` octets.
-    pub(crate) fn new(chunk: usize) -> Supply {
+    pub fn new(chunk: usize) -> Supply {
         Supply { chunk, small: OnceCell::new(), large: OnceCell::new() }
     }
 
@@ -36,12 +37,19 @@ impl Supply {
     }
 
     /// Waits for the blocks of one piece of at most a chunk.
-    pub(crate) async fn piece(&self, len: usize) -> std::io::Result<thruway_engine::Segment> {
+    pub async fn piece(&self, len: usize) -> std::io::Result<Segment> {
         Ok(self.class(len)?.reserve(1).await.segment(len))
     }
 
+    /// Waits for the blocks of a burst: pieces of these lengths, of one size.
+    pub async fn burst(&self, lens: &[usize]) -> std::io::Result<Vec<Segment>> {
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        let mut reservation = self.class(longest)?.reserve(lens.len()).await;
+        Ok(lens.iter().map(|len| reservation.segment(*len)).collect())
+    }
+
     /// Waits for the blocks of `count` pieces at once, which may be more than this supply has.
-    pub(crate) async fn whole(&self, count: usize) -> std::io::Result<Reservation> {
+    pub async fn whole(&self, count: usize) -> std::io::Result<Reservation> {
         let class = self.class(SMALL + 1)?;
         if count <= class.pool().count() / 2 {
             return Ok(class.reserve(count).await);

@@ -164,6 +164,6 @@ impl Backend for MemoryBackend {
     }
 
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        Some(Lent::Memory(Memory { ptr: self.at(at, len), len, _owner: Arc::clone(&self.mapping) as _ }))
+        Some(Lent::Memory(Memory { ptr: self.at(at, len), len, owner: Arc::clone(&self.mapping) as _ }))
     }
 }

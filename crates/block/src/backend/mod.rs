@@ -77,11 +77,41 @@ pub enum Lent {
     },
 }
 
+impl Lent {
+    /// Octets.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        match self {
+            Lent::Memory(memory) => memory.len,
+            Lent::File { len, .. } => *len,
+        }
+    }
+
+    /// Cuts it: what is returned begins at octet `at`.
+    ///
+    /// # Panics
+    /// If `at` is outside.
+    pub fn split_off(&mut self, at: usize) -> Lent {
+        let rest = self.len().checked_sub(at).expect("what is lent is cut inside");
+        match self {
+            Lent::Memory(memory) => {
+                memory.len = at;
+                let ptr = memory.ptr.wrapping_add(at);
+                Lent::Memory(Memory { ptr, len: rest, owner: Arc::clone(&memory.owner) })
+            }
+            Lent::File { file, offset, len } => {
+                *len = at;
+                Lent::File { file: Arc::clone(file), offset: *offset + at as u64, len: rest }
+            }
+        }
+    }
+}
+
 /// Octets in a backend's memory.
 pub struct Memory {
     ptr: *const u8,
     len: usize,
-    _owner: Arc<dyn Any + Send + Sync>,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl Memory {

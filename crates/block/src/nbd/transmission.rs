@@ -9,22 +9,21 @@ use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
 use crate::backend::{Backend, Extent, Zero};
 use crate::net::{Body, Message, Reader, Writer};
+use crate::outbox::Outbox;
+use crate::pieces::pieces;
 use crate::supply::{SMALL, Supply};
 use smallvec::SmallVec;
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 use thruway_engine::Segment;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Requests of a connection under way at one time; then it is not read from.
 const REQUESTS_MAX: usize = 512;
 /// Reads that need more blocks than a connection has, under way at one time.
 const LONG_MAX: usize = 1;
-/// A peer that takes nothing for so long is gone.
-const SEND_LIMIT: Duration = Duration::from_secs(120);
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
 
@@ -32,10 +31,7 @@ const SPARSE_MIN: u64 = 64 << 10;
 struct Connection {
     agreement: Agreement,
     can_lend: bool,
-    replies: RefCell<Vec<Message>>,
-    ready: Notify,
-    /// No more replies will come, or can be sent.
-    done: Cell<bool>,
+    replies: Outbox,
     reads: Supply,
     writes: Supply,
     long: Arc<Semaphore>,
@@ -49,24 +45,22 @@ pub(super) async fn serve(agreement: Agreement, mut reader: Reader, writer: Writ
     let chunk = agreement.export.chunk as usize;
     let connection = Rc::new(Connection {
         can_lend: writer.can_lend(),
-        replies: RefCell::default(),
-        ready: Notify::new(),
-        done: Cell::new(false),
+        replies: Outbox::default(),
         reads: Supply::new(chunk),
         writes: Supply::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
         agreement,
     });
-    let sender = tokio::task::spawn_local(Rc::clone(&connection).send(writer));
+    let sender = Rc::clone(&connection);
+    let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
     let under_way = Arc::new(Semaphore::new(REQUESTS_MAX));
     let result = tokio::select! {
         result = connection.receive(&mut reader, &under_way) => result,
-        () = connection.closed() => Err(io::ErrorKind::BrokenPipe.into()),
+        () = connection.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
     };
     // What has been asked for is still done and answered.
     let _ = under_way.acquire_many(REQUESTS_MAX as u32).await;
-    connection.done.set(true);
-    connection.ready.notify_one();
+    connection.replies.close();
     let _ = sender.await;
     result
 }
@@ -74,13 +68,6 @@ pub(super) async fn serve(agreement: Agreement, mut reader: Reader, writer: Writ
 impl Connection {
     fn backend(&self) -> &dyn Backend {
         &*self.agreement.export.backend
-    }
-
-    /// Resolves when nothing can be sent any more.
-    async fn closed(&self) {
-        while !self.done.get() {
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
     }
 
     async fn receive(self: &Rc<Self>, reader: &mut Reader, under_way: &Arc<Semaphore>) -> io::Result<()> {
@@ -217,8 +204,7 @@ impl Connection {
     }
 
     fn reply(&self, header: wire::Header, body: Body) {
-        self.replies.borrow_mut().push(Message { header, body, trailer: SmallVec::new() });
-        self.ready.notify_one();
+        self.replies.push(Message { header, body, trailer: SmallVec::new() });
     }
 
     /// Reads a piece of the disk.
@@ -410,34 +396,6 @@ impl Connection {
         };
         self.reply(wire::chunk(form, kind, true, &request, body.len() as u64), Body::Octets(body));
     }
-
-    async fn send(self: Rc<Self>, mut writer: Writer) {
-        let mut batch = Vec::new();
-        loop {
-            std::mem::swap(&mut batch, &mut *self.replies.borrow_mut());
-            if batch.is_empty() {
-                if self.done.get() {
-                    break;
-                }
-                self.ready.notified().await;
-                continue;
-            }
-            match tokio::time::timeout(SEND_LIMIT, writer.send(&mut batch)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => {
-                    tracing::debug!(%error, "sending NBD replies");
-                    self.done.set(true);
-                    break;
-                }
-                Err(_) => {
-                    tracing::warn!("an NBD client takes no replies; its connection is closed");
-                    self.done.set(true);
-                    break;
-                }
-            }
-        }
-        writer.close().await;
-    }
 }
 
 /// A write whose pieces are under way; answered when the last is done.
@@ -471,16 +429,6 @@ impl Drop for Write {
             drop(turn);
         });
     }
-}
-
-/// A range cut at multiples of the chunk.
-fn pieces(at: u64, len: u64, chunk: u32) -> impl Iterator<Item = (u64, usize)> {
-    let (mut position, end, chunk) = (at, at + len, u64::from(chunk));
-    std::iter::from_fn(move || {
-        let start = position;
-        position = ((start / chunk + 1) * chunk).min(end);
-        (start < end).then(|| (start, (position - start) as usize))
-    })
 }
 
 fn data_chunk(form: Form, request: &Request, at: u64, len: usize, done: bool) -> wire::Header {
@@ -521,13 +469,6 @@ fn limit_extents(found: Vec<Extent>, form: Form, len: u64) -> Vec<Extent> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pieces_end_at_multiples_of_the_chunk() {
-        let cut: Vec<_> = pieces(1000, 10_000, 4096).collect();
-        assert_eq!(cut, [(1000, 3096), (4096, 4096), (8192, 2808)]);
-        assert_eq!(pieces(0, 4096, 4096).collect::<Vec<_>>(), [(0, 4096)]);
-    }
 
     #[test]
     fn extents_fit_their_reply() {

@@ -4,9 +4,13 @@ use clap::Args;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use thruway_block::export::Spec;
 use thruway_block::net::Address;
-use thruway_block::{Export, nbd, tls};
+use thruway_block::iscsi::chap::Secrets;
+use thruway_block::iscsi::target::{Target, Targets};
+use thruway_block::scsi::Unit;
+use thruway_block::{Export, iscsi, nbd, tls};
 use thruway_engine::Reactors;
 
 /// Arguments of the block service.
@@ -28,6 +32,19 @@ pub struct BlockArgs {
     /// Serve only clients with a certificate signed by one of these (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_ca: Option<PathBuf>,
+    /// Serve the disks by iSCSI at this address, each as a target of its own
+    #[arg(long, value_name = "ADDR:PORT", requires = "block")]
+    pub iscsi: Vec<SocketAddr>,
+    /// What the names of targets begin with; ':NAME' follows
+    #[arg(long, value_name = "IQN", default_value = "iqn.2026-11.org.thruway", value_parser = parse_iqn)]
+    iqn: String,
+    /// Let in iSCSI initiators that know a secret of this file: lines 'initiator NAME SECRET', and
+    /// 'target NAME SECRET' to prove who we are
+    #[arg(long, value_name = "FILE")]
+    chap: Option<PathBuf>,
+    /// Let in only iSCSI initiators of this name; may be repeated
+    #[arg(long, value_name = "IQN")]
+    initiator: Vec<String>,
     /// Connections of the block service at one time
     #[arg(long, default_value_t = 1024)]
     max_connections: usize,
@@ -36,9 +53,81 @@ pub struct BlockArgs {
     reactors: Option<usize>,
 }
 
+fn parse_iqn(text: &str) -> Result<String, String> {
+    let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '.' | '-' | ':');
+    if text.starts_with("iqn.") && text.len() <= 150 && text.chars().all(legal) {
+        return Ok(text.into());
+    }
+    Err("write a name like iqn.2026-11.org.example, in small letters (RFC 3722)".into())
+}
+
+impl BlockArgs {
+    /// NBD, if it is asked for or nothing else is.
+    fn nbd(
+        &self,
+        exports: &[Arc<Export>],
+        anonymous: bool,
+        reactors: &Reactors,
+    ) -> Result<Option<nbd::Server>, String> {
+        let mut listen = self.nbd.clone();
+        if listen.is_empty() {
+            if !self.iscsi.is_empty() {
+                return Ok(None);
+            }
+            listen.push(Address::Tcp(SocketAddr::from(([127, 0, 0, 1], 10809))));
+        }
+        if let Some(open) = listen.iter().find(|a| !a.is_local())
+            && self.tls_ca.is_none()
+            && !anonymous
+        {
+            return Err(format!(
+                "NBD at {open} could be used by anybody: give --tls-cert, --tls-key and --tls-ca, or --anonymous"
+            ));
+        }
+        let tls = match (&self.tls_cert, &self.tls_key) {
+            (Some(cert), Some(key)) => Some(tls::server(cert, key, self.tls_ca.as_deref().map(Path::new))?),
+            _ => None,
+        };
+        let config = nbd::Config { listen, exports: exports.into(), tls, connections_max: self.max_connections };
+        nbd::Server::start(config, reactors).map(Some)
+    }
+
+    fn iscsi(
+        &self,
+        exports: &[Arc<Export>],
+        anonymous: bool,
+        reactors: &Reactors,
+    ) -> Result<Option<iscsi::Server>, String> {
+        if self.iscsi.is_empty() {
+            return Ok(None);
+        }
+        let secrets = self.chap.as_deref().map(Secrets::load).transpose()?;
+        if let Some(open) = self.iscsi.iter().find(|a| !a.ip().to_canonical().is_loopback())
+            && secrets.is_none()
+            && !anonymous
+        {
+            return Err(format!("iSCSI at {open} could be used by anybody: give --chap FILE, or --anonymous"));
+        }
+        let mut targets: Vec<Target> = Vec::new();
+        for export in exports {
+            let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
+            let unit = Arc::new(Unit::new(Arc::clone(export), export.sector));
+            match targets.iter_mut().find(|t| t.name == name) {
+                Some(target) => target.units.push(unit),
+                None => targets.push(Target { name, units: vec![unit] }),
+            }
+        }
+        let targets = Arc::new(Targets::new(targets, secrets, self.initiator.clone()));
+        let config =
+            iscsi::Config { listen: self.iscsi.clone(), targets, connections_max: self.max_connections };
+        iscsi::Server::start(config, reactors).map(Some)
+    }
+}
+
 /// The running block service.
 pub struct BlockService {
-    nbd: nbd::Server,
+    nbd: Option<nbd::Server>,
+    iscsi: Option<iscsi::Server>,
     exports: Vec<Arc<Export>>,
     /// Last, so that the servers' tasks end with it.
     _reactors: Reactors,
@@ -57,38 +146,39 @@ impl BlockService {
             }
             exports.push(Arc::new(spec.open().map_err(|e| format!("block export '{}': {e}", spec.name))?));
         }
-        let mut listen = args.nbd.clone();
-        if listen.is_empty() {
-            listen.push(Address::Tcp(SocketAddr::from(([127, 0, 0, 1], 10809))));
-        }
-        if let Some(open) = listen.iter().find(|a| !a.is_local())
-            && args.tls_ca.is_none()
-            && !anonymous
-        {
-            return Err(format!(
-                "NBD at {open} could be used by anybody: give --tls-cert, --tls-key and --tls-ca, or --anonymous"
-            ));
-        }
-        let tls = match (&args.tls_cert, &args.tls_key) {
-            (Some(cert), Some(key)) => Some(tls::server(cert, key, args.tls_ca.as_deref().map(Path::new))?),
-            _ => None,
-        };
         let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
-        let config =
-            nbd::Config { listen, exports: exports.clone().into(), tls, connections_max: args.max_connections };
-        let nbd = nbd::Server::start(config, &reactors)?;
-        Ok(Some(BlockService { nbd, exports, _reactors: reactors }))
+        let nbd = args.nbd(&exports, anonymous, &reactors)?;
+        let iscsi = args.iscsi(&exports, anonymous, &reactors)?;
+        Ok(Some(BlockService { nbd, iscsi, exports, _reactors: reactors }))
+    }
+
+    /// Lets clients that can be told leave in order.
+    pub fn shut_down(&self) {
+        if let Some(iscsi) = &self.iscsi {
+            iscsi.shut_down(Duration::from_secs(6));
+        }
     }
 
     /// Where the service listens.
     pub fn announce(&self, json: &mut serde_json::Map<String, serde_json::Value>) {
-        let nbd: Vec<String> = self.nbd.addresses().iter().map(Address::to_string).collect();
-        json.insert("nbd".into(), nbd.into());
+        for (name, addresses) in self.portals() {
+            let addresses: Vec<String> = addresses.iter().map(Address::to_string).collect();
+            json.insert(name.to_lowercase(), addresses.into());
+        }
+    }
+
+    fn portals(&self) -> Vec<(&'static str, &[Address])> {
+        let nbd = self.nbd.as_ref().map(|s| ("NBD", s.addresses()));
+        let iscsi = self.iscsi.as_ref().map(|s| ("iSCSI", s.addresses()));
+        nbd.into_iter().chain(iscsi).collect()
     }
 
     /// The same for people, a line each.
     pub fn lines(&self) -> Vec<String> {
-        let mut lines: Vec<String> = self.nbd.addresses().iter().map(|a| format!("NBD at {a}")).collect();
+        let mut lines = Vec::new();
+        for (name, addresses) in self.portals() {
+            lines.extend(addresses.iter().map(|address| format!("{name} at {address}")));
+        }
         for export in &self.exports {
             let geometry = export.geometry();
             let mode = if geometry.read_only { "read-only" } else { "read and write" };

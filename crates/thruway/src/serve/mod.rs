@@ -21,6 +21,7 @@ use thruway_transfer::daemon::{Config, Daemon, Export};
   thruway serve --listen 0.0.0.0:7117 --export data=/srv/data:ro \\
       --key /etc/thruway/host --authorized-keys /etc/thruway/authorized_keys
   thruway serve --block disk=/srv/disk.img --nbd 127.0.0.1:10809
+  thruway serve --block disk=/srv/disk.img --iscsi 192.0.2.1:3260 --chap /etc/thruway/chap
   thruway serve --block scratch=mem:1G --nbd unix:/run/scratch.sock
 
 A daemon that listens beyond this machine serves only keys it knows, unless
@@ -28,7 +29,8 @@ A daemon that listens beyond this machine serves only keys it knows, unless
 there: tw://host/dev/null swallows what is sent, tw://host/dev/zero is endless.
 
 Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
-cache; reads through it; both through it, the default); chunk=SIZE. Layers, each on
+cache; reads through it; both through it, the default); chunk=SIZE; for iSCSI,
+target=NAME to put several disks under one target, sector=512|4096. Layers, each on
 what stands to its left: overlay[=DIR], rate=SIZE, delay=TIME[/TIME],
 fault=[read:|write:|flush:]PROBABILITY, log=FILE.
 A daemon that is given disks but neither --listen nor --export serves only disks.")]
@@ -116,6 +118,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
         announce(None, blocks.as_ref(), args, common);
         signals.forever().next();
+        blocks.iter().for_each(BlockService::shut_down);
         return Ok(());
     }
     let (daemon, credentials) = transfer(args)?;
@@ -134,7 +137,9 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         });
     }
     announce(Some((&daemon, &credentials)), blocks.as_ref(), args, common);
-    daemon.run()
+    let result = daemon.run();
+    blocks.iter().for_each(BlockService::shut_down);
+    result
 }
 
 /// Starts the transfer service.

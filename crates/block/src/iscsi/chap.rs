@@ -1,0 +1,226 @@
+//! CHAP (RFC 7143 12.1.3, RFC 1994), one way and mutual.
+
+use super::text::{Keys, binary, hex, number};
+use md5::{Digest as _, Md5};
+use ring::digest as sha;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// Algorithms, the better first: SHA-256, SHA-1, MD5.
+const ALGORITHMS: [u8; 3] = [7, 6, 5];
+/// Octets of a challenge of ours.
+const CHALLENGE: usize = 32;
+/// The longest challenge that is answered.
+const CHALLENGE_MAX: usize = 1024;
+
+/// Who may log in, and who we say we are.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Secrets {
+    /// Secrets of initiators by their CHAP names.
+    pub initiators: HashMap<String, String>,
+    /// Our own name and secret, for initiators that want to know.
+    pub target: Option<(String, String)>,
+}
+
+impl Secrets {
+    /// Reads a file: lines `initiator NAME SECRET` and at most one `target NAME SECRET`; `#` begins a comment.
+    ///
+    /// # Errors
+    /// A sentence that names the file and the line.
+    pub fn load(path: &Path) -> Result<Secrets, String> {
+        let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        Secrets::parse(&text).map_err(|(line, what)| format!("{}:{line}: {what}", path.display()))
+    }
+
+    fn parse(text: &str) -> Result<Secrets, (usize, &'static str)> {
+        let mut secrets = Secrets::default();
+        for (index, line) in text.lines().enumerate() {
+            let wrong = |what| Err((index + 1, what));
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let [role, name, secret] = words[..] else {
+                return wrong("write 'initiator NAME SECRET' or 'target NAME SECRET'");
+            };
+            // RFC 7143 9.2.1: shorter ones can be guessed from one exchange.
+            if secret.len() < 12 {
+                return wrong("a CHAP secret has at least 12 octets");
+            }
+            match role {
+                "initiator" => drop(secrets.initiators.insert(name.into(), secret.into())),
+                "target" => secrets.target = Some((name.into(), secret.into())),
+                _ => return wrong("write 'initiator NAME SECRET' or 'target NAME SECRET'"),
+            }
+        }
+        if let Some((_, own)) = &secrets.target
+            && secrets.initiators.values().any(|secret| secret == own)
+        {
+            return Err((0, "the target's secret must not be one of an initiator's"));
+        }
+        if secrets.initiators.is_empty() {
+            return Err((0, "no initiator could log in; add a line 'initiator NAME SECRET'"));
+        }
+        Ok(secrets)
+    }
+}
+
+/// An authentication under way.
+#[derive(Debug, Default)]
+pub enum Chap {
+    /// Nothing has been said.
+    #[default]
+    Start,
+    /// Our challenge is out.
+    Challenged {
+        /// The algorithm agreed on.
+        algorithm: u8,
+        /// Identifier.
+        identifier: u8,
+        /// Challenge.
+        challenge: Vec<u8>,
+    },
+    /// The initiator is who it says it is.
+    Done,
+}
+
+/// Why an initiator is refused.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// What it says makes no sense.
+    Malformed,
+    /// It does not know the secret.
+    Failed,
+}
+
+impl Chap {
+    /// The next step: what the initiator says, and our answer.
+    ///
+    /// # Errors
+    /// If the initiator must be refused.
+    pub fn step(&mut self, secrets: &Secrets, keys: &Keys, answer: &mut Keys) -> Result<(), Refused> {
+        match std::mem::take(self) {
+            Chap::Start => {
+                let Some(offered) = keys.get("CHAP_A") else { return Err(Refused::Malformed) };
+                let offered: Vec<u64> = offered.split(',').filter_map(number).collect();
+                let known = ALGORITHMS.into_iter().find(|a| offered.contains(&u64::from(*a)));
+                let Some(algorithm) = known else { return Err(Refused::Failed) };
+                let random = random::<{ CHALLENGE + 1 }>();
+                let (identifier, challenge) = (random[0], random[1..].to_vec());
+                answer.push("CHAP_A", algorithm);
+                answer.push("CHAP_I", identifier);
+                answer.push("CHAP_C", hex(&challenge));
+                *self = Chap::Challenged { algorithm, identifier, challenge };
+                Ok(())
+            }
+            Chap::Challenged { algorithm, identifier, challenge } => {
+                let (Some(name), Some(response)) = (keys.get("CHAP_N"), keys.get("CHAP_R").and_then(binary)) else {
+                    return Err(Refused::Malformed);
+                };
+                let secret = secrets.initiators.get(name).ok_or(Refused::Failed)?;
+                let right = respond(algorithm, identifier, secret, &challenge);
+                if !equal(&right, &response) {
+                    return Err(Refused::Failed);
+                }
+                if let Some(theirs) = keys.get("CHAP_C") {
+                    let theirs = binary(theirs).filter(|c| !c.is_empty() && c.len() <= CHALLENGE_MAX);
+                    let id = keys.get("CHAP_I").and_then(number).and_then(|n| u8::try_from(n).ok());
+                    let (Some(theirs), Some(id)) = (theirs, id) else { return Err(Refused::Malformed) };
+                    // A challenge of ours, sent back, would let us answer ourselves.
+                    if theirs == challenge {
+                        return Err(Refused::Failed);
+                    }
+                    let (name, secret) = secrets.target.as_ref().ok_or(Refused::Failed)?;
+                    answer.push("CHAP_N", name);
+                    answer.push("CHAP_R", hex(&respond(algorithm, id, secret, &theirs)));
+                }
+                *self = Chap::Done;
+                Ok(())
+            }
+            Chap::Done => Err(Refused::Malformed),
+        }
+    }
+}
+
+fn respond(algorithm: u8, identifier: u8, secret: &str, challenge: &[u8]) -> Vec<u8> {
+    let text = [&[identifier], secret.as_bytes(), challenge].concat();
+    match algorithm {
+        7 => sha::digest(&sha::SHA256, &text).as_ref().to_vec(),
+        6 => sha::digest(&sha::SHA1_FOR_LEGACY_USE_ONLY, &text).as_ref().to_vec(),
+        _ => Md5::digest(&text).to_vec(),
+    }
+}
+
+/// Compares without telling by its time where the difference is.
+fn equal(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
+}
+
+fn random<const N: usize>() -> [u8; N] {
+    use ring::rand::SecureRandom;
+    let mut out = [0; N];
+    ring::rand::SystemRandom::new().fill(&mut out).expect("the system gives random octets");
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secrets() -> Secrets {
+        Secrets::parse("# who\ninitiator alice wonderland-12\ntarget server looking-glass\n").unwrap()
+    }
+
+    /// Runs the exchange with an initiator that answers by this secret.
+    fn run(secret: &str, algorithms: &str) -> Result<(), Refused> {
+        let (mut chap, mut answer) = (Chap::default(), Keys::default());
+        let mut hello = Keys::default();
+        hello.push("CHAP_A", algorithms);
+        chap.step(&secrets(), &hello, &mut answer)?;
+        let get = |key| answer.get(key).unwrap().to_owned();
+        let algorithm = number(&get("CHAP_A")).unwrap() as u8;
+        let response = respond(algorithm, get("CHAP_I").parse().unwrap(), secret, &binary(&get("CHAP_C")).unwrap());
+        let (mut reply, mut last) = (Keys::default(), Keys::default());
+        reply.push("CHAP_N", "alice");
+        reply.push("CHAP_R", hex(&response));
+        reply.push("CHAP_I", 9);
+        reply.push("CHAP_C", "0x0102030405");
+        chap.step(&secrets(), &reply, &mut last)?;
+        let ours = respond(algorithm, 9, "looking-glass", &[1, 2, 3, 4, 5]);
+        assert_eq!(binary(last.get("CHAP_R").unwrap()), Some(ours));
+        Ok(())
+    }
+
+    #[test]
+    fn both_sides_prove_that_they_know_the_secret() {
+        for algorithm in ["5", "6,5", "7,5"] {
+            assert_eq!(run("wonderland-12", algorithm), Ok(()));
+        }
+        assert_eq!(run("wonderland-13", "7"), Err(Refused::Failed));
+        assert_eq!(run("wonderland-12", "99"), Err(Refused::Failed));
+    }
+
+    #[test]
+    fn our_own_challenge_is_not_answered() {
+        let (mut chap, mut answer) = (Chap::default(), Keys::default());
+        let mut hello = Keys::default();
+        hello.push("CHAP_A", "7");
+        chap.step(&secrets(), &hello, &mut answer).unwrap();
+        let challenge = binary(answer.get("CHAP_C").unwrap()).unwrap();
+        let id: u8 = answer.get("CHAP_I").unwrap().parse().unwrap();
+        let mut reply = Keys::default();
+        reply.push("CHAP_N", "alice");
+        reply.push("CHAP_R", hex(&respond(7, id, "wonderland-12", &challenge)));
+        reply.push("CHAP_I", id);
+        reply.push("CHAP_C", hex(&challenge));
+        assert_eq!(chap.step(&secrets(), &reply, &mut Keys::default()), Err(Refused::Failed));
+    }
+
+    #[test]
+    fn mistakes_in_the_file_are_named() {
+        for (text, line) in [("initiator a short\n", 1), ("\nwhat\n", 2), ("", 0), ("target t longenough-123\n", 0)] {
+            assert_eq!(Secrets::parse(text).unwrap_err().0, line, "{text:?}");
+        }
+    }
+}

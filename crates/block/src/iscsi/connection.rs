@@ -1,0 +1,650 @@
+//! Full feature phase of one connection.
+//!
+//! One task reads PDUs and starts each command as a task of its own; they finish in any order. Data-Out goes from
+//! the socket straight into the blocks it will be written from. Error recovery level 0: what cannot be made sense
+//! of ends the connection, after a Reject that says why.
+
+use super::login::{Params, RECEIVE_MAX};
+use super::pdu::{BHS, Header, NO_TAG, digest, op, padding, reject};
+use super::target::{Session, Targets};
+use super::task::Task;
+use super::text::Keys;
+use crate::net::{Body, Message, Reader, Writer};
+use crate::outbox::Outbox;
+use crate::pieces::pieces;
+use crate::scsi::{Outcome, Sense, Unit, absent, be32};
+use crate::supply::Supply;
+use smallvec::SmallVec;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+
+/// Commands of a session under way at one time: what the command window is opened for.
+const DEPTH: u32 = 128;
+/// Commands of a session under way at one time, those beside the numbered ones with them; an initiator that sends
+/// more is cut off.
+const TASKS_MAX: usize = 2 * DEPTH as usize;
+/// An initiator that has said nothing for so long is asked whether it is there, and must answer within as long.
+const PING: Duration = Duration::from_secs(30);
+/// What an initiator has to log out in, when it has been asked to.
+const LOGOUT_LIMIT: Duration = Duration::from_secs(5);
+
+/// A connection in full feature phase.
+pub(super) struct Connection {
+    session: Arc<Session>,
+    targets: Arc<Targets>,
+    pub params: Params,
+    portal: String,
+    pub chunk: u32,
+    /// Memory, files.
+    pub can_lend: (bool, bool),
+    outbox: Outbox,
+    tasks: RefCell<HashMap<u32, Rc<Task>>>,
+    /// Told when a command is over.
+    task_done: Notify,
+    /// Numbered commands under way.
+    numbered: Cell<u32>,
+    expected_cmd_sn: Cell<u32>,
+    stat_sn: Cell<u32>,
+    last_transfer_tag: Cell<u32>,
+    /// The rest of a text response, and the tag to ask for it by.
+    text: RefCell<(u32, Vec<u8>)>,
+    /// Something has arrived since the last look.
+    heard: Cell<bool>,
+    pub reads: Supply,
+    pub writes: Supply,
+    unasked: Supply,
+}
+
+/// Serial numbers as the login left them.
+pub(super) struct Serials {
+    pub stat_sn: u32,
+    pub expected_cmd_sn: u32,
+}
+
+/// What to do when a PDU has been dealt with.
+enum Flow {
+    Go,
+    Stop,
+}
+
+/// Why a connection ends.
+fn broken(what: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// Serves until the initiator logs out.
+///
+/// # Errors
+/// If the connection is lost or the initiator breaks the protocol.
+pub(super) async fn serve(
+    session: Arc<Session>,
+    targets: Arc<Targets>,
+    (params, serials, portal): (Params, Serials, String),
+    (mut reader, writer): (Reader, Writer),
+    mut closing: watch::Receiver<bool>,
+) -> io::Result<()> {
+    let units = session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
+    let chunk = units.iter().map(|u| u.export.chunk).min().unwrap_or(64 << 10);
+    let lend = writer.can_lend() && !params.data_digest;
+    let connection = Rc::new(Connection {
+        chunk,
+        can_lend: (lend, lend),
+        outbox: Outbox::default(),
+        tasks: RefCell::default(),
+        task_done: Notify::new(),
+        numbered: Cell::new(0),
+        expected_cmd_sn: Cell::new(serials.expected_cmd_sn),
+        stat_sn: Cell::new(serials.stat_sn),
+        last_transfer_tag: Cell::new(0),
+        text: RefCell::new((NO_TAG, Vec::new())),
+        heard: Cell::new(true),
+        reads: Supply::new(chunk as usize),
+        writes: Supply::new(chunk as usize),
+        unasked: Supply::new(chunk as usize),
+        session: Arc::clone(&session),
+        targets,
+        params,
+        portal,
+    });
+    let sender = Rc::clone(&connection);
+    let sender = tokio::task::spawn_local(async move { sender.outbox.run(writer).await });
+    let result = tokio::select! {
+        result = connection.receive(&mut reader) => result,
+        () = connection.outbox.broken() => Err(io::ErrorKind::BrokenPipe.into()),
+        () = session.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
+        () = connection.ask_if_there() => Err(io::ErrorKind::TimedOut.into()),
+        () = connection.ask_to_leave(&mut closing) => Ok(()),
+    };
+    connection.tasks.borrow().values().for_each(|task| task.abort());
+    connection.outbox.close();
+    let _ = sender.await;
+    connection.until(|tasks| tasks.is_empty()).await;
+    result
+}
+
+impl Connection {
+    /// Waits until the commands under way are as wished for.
+    async fn until(&self, done: impl Fn(&HashMap<u32, Rc<Task>>) -> bool) {
+        loop {
+            let told = self.task_done.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if done(&self.tasks.borrow()) {
+                return;
+            }
+            told.await;
+        }
+    }
+
+    /// A tag for something that the initiator will refer to.
+    pub(super) fn transfer_tag(&self) -> u32 {
+        let next = self.last_transfer_tag.get().wrapping_add(1) % NO_TAG;
+        self.last_transfer_tag.set(next);
+        next
+    }
+
+    /// Sends a PDU that carries the number of the next status, but none itself.
+    pub(super) fn send_unnumbered(&self, mut header: Header, body: Body) {
+        // Data-In without status leaves the field out.
+        if header.op() != op::DATA_IN {
+            header.set32(24, self.stat_sn.get());
+        }
+        self.push(header, body);
+    }
+
+    /// Sends a PDU with a status number of its own.
+    pub(super) fn send_status(&self, mut header: Header, body: Body) {
+        let number = self.stat_sn.get();
+        self.stat_sn.set(number.wrapping_add(1));
+        header.set32(24, number);
+        self.push(header, body);
+    }
+
+    fn push(&self, mut header: Header, body: Body) {
+        let expected = self.expected_cmd_sn.get();
+        header.set32(28, expected);
+        header.set32(32, expected.wrapping_add(DEPTH - 1 - self.numbered.get().min(DEPTH)));
+        self.outbox.push(message(header, body, &self.params));
+    }
+
+    fn reject(&self, reason: u8, header: &Header) {
+        tracing::debug!(reason, ?header, "an iSCSI PDU is rejected");
+        let mut answer = Header::new(op::REJECT);
+        answer.0[2] = reason;
+        answer.set_tag(NO_TAG);
+        self.send_status(answer, Body::Octets(header.0.to_vec()));
+    }
+
+    async fn receive(self: &Rc<Self>, reader: &mut Reader) -> io::Result<()> {
+        loop {
+            let Some(octets) = reader.peek(BHS).await? else { return Ok(()) };
+            let header = Header(octets.try_into().expect("as long as asked for"));
+            let ahs = header.ahs_len();
+            let digest_len = if self.params.header_digest { 4 } else { 0 };
+            let all = BHS + ahs + digest_len;
+            let octets = reader.peek(all).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            if self.params.header_digest && digest(&[&octets[..BHS + ahs]]) != octets[BHS + ahs..] {
+                return Err(broken("a header whose digest is wrong"));
+            }
+            reader.consume(all);
+            self.heard.set(true);
+            if header.data_len() > RECEIVE_MAX as usize {
+                self.reject(reject::PROTOCOL_ERROR, &header);
+                return Err(broken("a data segment longer than agreed on"));
+            }
+            match self.pdu(header, reader).await? {
+                Flow::Go => {}
+                Flow::Stop => return Ok(()),
+            }
+        }
+    }
+
+    /// Whether a PDU is next in line; one that is not is as if it had not come.
+    fn in_turn(&self, header: &Header) -> bool {
+        let (number, expected) = (header.cmd_sn(), self.expected_cmd_sn.get());
+        if header.immediate() {
+            // Those beside the line have the number of the one that comes next in it.
+            return true;
+        }
+        if number != expected || self.numbered.get() >= DEPTH {
+            return false;
+        }
+        self.expected_cmd_sn.set(expected.wrapping_add(1));
+        true
+    }
+
+    async fn pdu(self: &Rc<Self>, header: Header, reader: &mut Reader) -> io::Result<Flow> {
+        if header.op() == op::DATA_OUT {
+            self.data_out(&header, reader).await?;
+            return Ok(Flow::Go);
+        }
+        if !self.in_turn(&header) {
+            tracing::debug!(?header, "an iSCSI PDU out of turn");
+            self.skip(&header, reader).await?;
+            return Ok(Flow::Go);
+        }
+        match header.op() {
+            op::COMMAND => self.command(header, reader).await?,
+            op::NOP_OUT => {
+                let data = self.data(&header, reader).await?;
+                self.nop(&header, data);
+            }
+            op::TASK_MANAGEMENT => {
+                self.skip(&header, reader).await?;
+                let connection = Rc::clone(self);
+                tokio::task::spawn_local(async move { connection.manage(header).await });
+            }
+            op::TEXT => {
+                let data = self.data(&header, reader).await?;
+                self.text(&header, &data);
+            }
+            op::LOGOUT => {
+                self.skip(&header, reader).await?;
+                return self.logout(&header).await;
+            }
+            op::SNACK => {
+                self.skip(&header, reader).await?;
+                self.reject(reject::SNACK, &header);
+            }
+            _ => {
+                self.skip(&header, reader).await?;
+                self.reject(reject::NOT_SUPPORTED, &header);
+            }
+        }
+        Ok(Flow::Go)
+    }
+
+    fn tail_len(&self, len: usize) -> usize {
+        let digest = if self.params.data_digest && len > 0 { 4 } else { 0 };
+        padding(len) + digest
+    }
+
+    async fn skip(&self, header: &Header, reader: &mut Reader) -> io::Result<()> {
+        let len = header.data_len();
+        reader.skip((len + self.tail_len(len)) as u64).await
+    }
+
+    /// Padding and digest behind data.
+    async fn tail(&self, header: &Header, data: &[&[u8]], reader: &mut Reader) -> io::Result<()> {
+        let len = header.data_len();
+        let tail_len = self.tail_len(len);
+        if tail_len == 0 {
+            return Ok(());
+        }
+        let tail = reader.peek(tail_len).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let pad = padding(len);
+        let right = !self.params.data_digest || digest(&[data, &[&tail[..pad]]].concat()) == tail[pad..];
+        reader.consume(tail_len);
+        if right {
+            return Ok(());
+        }
+        self.reject(reject::DATA_DIGEST, header);
+        Err(broken("data whose digest is wrong"))
+    }
+
+    /// The data of a PDU that is none of the long ones.
+    async fn data(&self, header: &Header, reader: &mut Reader) -> io::Result<Vec<u8>> {
+        let mut data = vec![0; header.data_len()];
+        reader.read_exact(&mut data).await?;
+        self.tail(header, &[&data], reader).await?;
+        Ok(data)
+    }
+
+    async fn command(self: &Rc<Self>, header: Header, reader: &mut Reader) -> io::Result<()> {
+        let Some(target) = self.session.target.clone() else {
+            self.skip(&header, reader).await?;
+            self.reject(reject::PROTOCOL_ERROR, &header);
+            return Ok(());
+        };
+        if self.tasks.borrow().len() >= TASKS_MAX {
+            return Err(broken("more commands at one time than the window allows"));
+        }
+        let task = Rc::new(Task::new(self, &header));
+        match self.tasks.borrow_mut().entry(header.tag()) {
+            Entry::Occupied(_) => return Err(broken("a task tag that is in use")),
+            Entry::Vacant(place) => place.insert(Rc::clone(&task)),
+        };
+        let numbered = !header.immediate();
+        if numbered {
+            self.numbered.set(self.numbered.get() + 1);
+        }
+        let over = Over { connection: Rc::clone(self), tag: header.tag(), numbered };
+        if header.data_len() > 0 {
+            if !self.params.immediate_data {
+                return Err(broken("immediate data, which was not agreed on"));
+            }
+            self.unasked_data(&task, &header, reader).await?;
+        }
+        // A command that is to send more unasked must have the right to.
+        if task.unasked_at().is_some() && self.params.initial_r2t {
+            return Err(broken("unsolicited data, which was not agreed on"));
+        }
+        let mut cdb = [0; 16];
+        cdb.copy_from_slice(&header.0[32..48]);
+        let unit = target.unit(task.lun_number).cloned();
+        tokio::task::spawn_local(async move {
+            let connection = &over.connection;
+            let epoch = unit.as_ref().map(|u| u.epoch());
+            let outcome = match &unit {
+                _ if cdb[0] == 0xa0 => report_luns(&cdb, target.report_luns()),
+                Some(unit) => unit.execute(&connection.session.nexus, &cdb, &*task).await,
+                None => no_unit(&cdb),
+            };
+            // The window is open again before the answer says how far.
+            over.end();
+            let cleared = unit.as_ref().map(|u| u.epoch()) != epoch;
+            if !task.is_aborted() && !cleared {
+                task.finish(outcome);
+            }
+        });
+        Ok(())
+    }
+
+    /// Data that comes with a command or behind it, without being asked for.
+    async fn unasked_data(&self, task: &Task, header: &Header, reader: &mut Reader) -> io::Result<()> {
+        let mut segments = Vec::new();
+        for (_, len) in pieces(0, header.data_len() as u64, self.chunk) {
+            let mut segment = self.unasked.piece(len).await?;
+            reader.read_exact(segment.as_mut_slice()).await?;
+            segments.push(segment);
+        }
+        let slices: Vec<&[u8]> = segments.iter().map(|s| s.as_slice()).collect();
+        self.tail(header, &slices, reader).await?;
+        for segment in segments {
+            if !task.unasked(segment) {
+                return Err(broken("more unsolicited data than agreed on"));
+            }
+        }
+        Ok(())
+    }
+
+    async fn data_out(&self, header: &Header, reader: &mut Reader) -> io::Result<()> {
+        let task = self.tasks.borrow().get(&header.tag()).cloned();
+        // Data of commands that have been aborted, or failed, is on its way still.
+        let Some(task) = task else { return self.skip(header, reader).await };
+        let (transfer_tag, offset, len) = (header.get32(20), u64::from(header.get32(40)), header.data_len());
+        if transfer_tag == NO_TAG {
+            if task.unasked_at() != Some(offset) {
+                return Err(broken("unsolicited data out of order"));
+            }
+            self.unasked_data(&task, header, reader).await?;
+            if header.is_final() {
+                task.unasked_end();
+            }
+            return Ok(());
+        }
+        let Some(place) = task.place(transfer_tag, offset, len) else {
+            return Err(broken("data that nobody asked for"));
+        };
+        let mut crc = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        let mut left = len;
+        while left > 0 {
+            let Some((mut segment, filled)) = place.take() else { return Err(broken("data that nobody asked for")) };
+            let part = (segment.len() - filled).min(left);
+            let target = &mut segment.as_mut_slice()[filled..filled + part];
+            reader.read_exact(target).await?;
+            if self.params.data_digest {
+                crc.update(target);
+            }
+            left -= part;
+            // The last of it is only handed on when its digest has been found right.
+            if left == 0 && self.params.data_digest {
+                self.check_tail(header, crc, reader).await?;
+                place.put(segment, part);
+                break;
+            }
+            place.put(segment, part);
+        }
+        if !self.params.data_digest {
+            self.tail(header, &[], reader).await?;
+        }
+        if header.is_final() {
+            task.burst_end(transfer_tag);
+        }
+        Ok(())
+    }
+
+    /// As [`Connection::tail`], for data whose digest has been begun.
+    async fn check_tail(&self, header: &Header, mut crc: crc_fast::Digest, reader: &mut Reader) -> io::Result<()> {
+        let pad = padding(header.data_len());
+        let tail = reader.peek(pad + 4).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        crc.update(&tail[..pad]);
+        let right = (crc.finalize() as u32).to_le_bytes() == tail[pad..];
+        reader.consume(pad + 4);
+        if right {
+            return Ok(());
+        }
+        self.reject(reject::DATA_DIGEST, header);
+        Err(broken("data whose digest is wrong"))
+    }
+
+    fn nop(&self, header: &Header, mut data: Vec<u8>) {
+        if header.tag() == NO_TAG {
+            return; // the answer to a question of ours
+        }
+        data.truncate(self.params.send_max as usize);
+        let mut answer = Header::new(op::NOP_IN);
+        answer.0[8..16].copy_from_slice(&header.0[8..16]);
+        answer.set_tag(header.tag());
+        answer.set32(20, NO_TAG);
+        self.send_status(answer, Body::Octets(data));
+    }
+
+    fn text(&self, header: &Header, data: &[u8]) {
+        let mut kept = self.text.borrow_mut();
+        if header.get32(20) == NO_TAG {
+            let Some(keys) = Keys::decode(data).filter(|_| header.is_final()) else {
+                return self.reject(reject::PROTOCOL_ERROR, header);
+            };
+            let mut answer = Vec::new();
+            for (key, value) in &keys.0 {
+                match key.as_str() {
+                    "SendTargets" => match self.targets.send_targets(value, &self.session, &self.portal) {
+                        Some(list) => answer.extend(list.into_bytes()),
+                        None => answer.extend(b"SendTargets=Reject\0"),
+                    },
+                    other => answer.extend(format!("{other}=NotUnderstood\0").into_bytes()),
+                }
+            }
+            *kept = (NO_TAG, answer);
+        } else if header.get32(20) != kept.0 {
+            return self.reject(reject::INVALID_FIELD, header);
+        }
+        let part: Vec<u8> = {
+            let len = kept.1.len().min(self.params.send_max as usize);
+            kept.1.drain(..len).collect()
+        };
+        kept.0 = if kept.1.is_empty() { NO_TAG } else { self.transfer_tag() };
+        let mut answer = Header::new(op::TEXT_RESPONSE);
+        // F, or C: more is to be had.
+        answer.0[1] = if kept.0 == NO_TAG { 0x80 } else { 0x40 };
+        answer.0[8..16].copy_from_slice(&header.0[8..16]);
+        answer.set_tag(header.tag());
+        answer.set32(20, kept.0);
+        self.send_status(answer, Body::Octets(part));
+    }
+
+    async fn logout(&self, header: &Header) -> io::Result<Flow> {
+        let reason = header.0[1] & 0x7f;
+        let mut answer = Header::new(op::LOGOUT_RESPONSE);
+        // Connections are not recovered; there is one only.
+        answer.0[2] = match reason {
+            0 => 0,
+            1 if header.get16(20) == self.session.cid() => 0,
+            1 => 1,
+            _ => 2,
+        };
+        answer.set_tag(header.tag());
+        answer.set16(40, 2);
+        answer.set16(42, self.params.time2retain);
+        let leaves = answer.0[2] == 0;
+        if leaves {
+            // What is under way is finished before the goodbye.
+            self.until(|tasks| tasks.is_empty()).await;
+        }
+        self.send_status(answer, Body::Empty);
+        Ok(if leaves { Flow::Stop } else { Flow::Go })
+    }
+
+    /// Task management (RFC 7143 11.5 and 11.6).
+    async fn manage(self: Rc<Self>, header: Header) {
+        let function = header.0[1] & 0x7f;
+        let response = match &self.session.target {
+            None => 255,
+            Some(target) => {
+                let unit = target.unit(header.lun());
+                match (function, unit) {
+                    (1, _) => self.abort_one(header.get32(20)).await,
+                    (2..=5, None) => 2,
+                    (2, Some(_)) => self.abort_all(header.lun()).await,
+                    // There is no ACA to clear.
+                    (3, Some(_)) => 5,
+                    (4, Some(unit)) => {
+                        unit.cleared(&self.session.nexus);
+                        self.abort_all(header.lun()).await
+                    }
+                    (5, Some(unit)) => self.reset(&[Arc::clone(unit)], header.lun()).await,
+                    (6 | 7, _) => {
+                        if function == 7 {
+                            self.targets.close_others(&self.session);
+                        }
+                        self.reset(&target.units, None).await
+                    }
+                    (8, _) => 4,
+                    _ => 5,
+                }
+            }
+        };
+        let mut answer = Header::new(op::TASK_MANAGEMENT_RESPONSE);
+        answer.0[2] = response;
+        answer.set_tag(header.tag());
+        self.send_status(answer, Body::Empty);
+        if function == 7 && response == 0 {
+            self.session.replaced.notify_one();
+        }
+    }
+
+    async fn abort_one(&self, tag: u32) -> u8 {
+        let task = self.tasks.borrow().get(&tag).cloned();
+        let Some(task) = task else { return 1 };
+        task.abort();
+        self.until(|tasks| !tasks.get(&tag).is_some_and(|t| Rc::ptr_eq(t, &task))).await;
+        0
+    }
+
+    /// Aborts the commands of a unit, or of all.
+    async fn abort_all(&self, lun: Option<u16>) -> u8 {
+        let of_unit = |task: &Task| lun.is_none() || task.lun_number == lun;
+        self.tasks.borrow().values().filter(|t| of_unit(t)).for_each(|task| task.abort());
+        self.until(|tasks| !tasks.values().any(|t| of_unit(t) && t.is_aborted())).await;
+        0
+    }
+
+    async fn reset(&self, units: &[Arc<Unit>], lun: Option<u16>) -> u8 {
+        units.iter().for_each(|unit| unit.reset(&self.session.nexus));
+        self.abort_all(lun).await
+    }
+
+    /// Resolves when the initiator has gone without a word.
+    async fn ask_if_there(&self) {
+        let mut asked = false;
+        loop {
+            tokio::time::sleep(PING).await;
+            if self.heard.replace(false) {
+                asked = false;
+            } else if asked {
+                return;
+            } else {
+                asked = true;
+                let mut ping = Header::new(op::NOP_IN);
+                ping.set_tag(NO_TAG);
+                ping.set32(20, self.transfer_tag());
+                self.send_unnumbered(ping, Body::Empty);
+            }
+        }
+    }
+
+    /// Asks the initiator to log out when the daemon is about to stop, and gives it time to (RFC 7143 11.9).
+    async fn ask_to_leave(&self, closing: &mut watch::Receiver<bool>) {
+        if closing.wait_for(|closing| *closing).await.is_err() {
+            return;
+        }
+        let mut ask = Header::new(op::ASYNC);
+        ask.set_tag(NO_TAG);
+        ask.0[36] = 1;
+        ask.set16(42, LOGOUT_LIMIT.as_secs() as u16);
+        self.send_status(ask, Body::Empty);
+        tokio::time::sleep(LOGOUT_LIMIT).await;
+    }
+}
+
+/// A command's place among those under way.
+struct Over {
+    connection: Rc<Connection>,
+    tag: u32,
+    numbered: bool,
+}
+
+impl Over {
+    fn end(&self) {
+        if self.connection.tasks.borrow_mut().remove(&self.tag).is_some() {
+            if self.numbered {
+                self.connection.numbered.set(self.connection.numbered.get() - 1);
+            }
+            self.connection.task_done.notify_waiters();
+        }
+    }
+}
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A PDU with its digests and padding.
+pub(super) fn message(mut header: Header, body: Body, params: &Params) -> Message {
+    let len = body.len();
+    header.set_data_len(len);
+    let mut octets: SmallVec<[u8; 64]> = SmallVec::from_slice(&header.0);
+    if params.header_digest {
+        octets.extend_from_slice(&digest(&[&header.0]));
+    }
+    let pad = padding(len);
+    let mut trailer: SmallVec<[u8; 8]> = SmallVec::from_elem(0, pad);
+    if params.data_digest && len > 0 {
+        let mut crc = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        body.octets(|part| crc.update(part));
+        crc.update(&trailer);
+        trailer.extend_from_slice(&(crc.finalize() as u32).to_le_bytes());
+    }
+    Message { header: octets, body, trailer }
+}
+
+fn report_luns(cdb: &[u8; 16], data: Vec<u8>) -> Outcome {
+    let allocated = be32(cdb, 6) as usize;
+    if cdb[2] > 2 {
+        return Sense::invalid_field(2).into();
+    }
+    if allocated < 16 {
+        return Sense::invalid_field(6).into();
+    }
+    // The well-known units: there are none.
+    let data = if cdb[2] == 1 { vec![0; 8] } else { data };
+    Outcome::data(data, allocated)
+}
+
+/// Commands to a LUN that is not there (SPC-4 6.6.1, 6.39).
+fn no_unit(cdb: &[u8; 16]) -> Outcome {
+    match cdb[0] {
+        0x12 if cdb[1] & 1 == 0 => absent(cdb),
+        0x03 => Outcome::data(Sense::NO_UNIT.encode().to_vec(), cdb[4].into()),
+        _ => Sense::NO_UNIT.into(),
+    }
+}

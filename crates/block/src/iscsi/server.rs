@@ -1,0 +1,179 @@
+//! iSCSI connections over TCP, from their acceptance to the end of their login.
+
+use super::connection::{self, Serials};
+use super::login::{Identity, Login, Next, Params, Transport, refusal};
+use super::pdu::{BHS, Header, before, padding};
+use super::target::Targets;
+use crate::net::{Address, Listener, Socket, Stream};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use thruway_engine::Reactors;
+use thruway_engine::reactor::Spreader;
+use tokio::sync::watch;
+
+/// An initiator that has not logged in by then is sent away.
+const LOGIN_LIMIT: Duration = Duration::from_secs(30);
+/// Octets of text in one login PDU (RFC 7143 13.12: before anything is declared).
+const LOGIN_DATA_MAX: usize = 8192;
+
+/// How to serve.
+pub struct Config {
+    /// Where to listen.
+    pub listen: Vec<SocketAddr>,
+    /// What to serve.
+    pub targets: Arc<Targets>,
+    /// Connections at one time; more are closed at once.
+    pub connections_max: usize,
+}
+
+/// A running iSCSI server. It ends with its reactors.
+pub struct Server {
+    addresses: Vec<Address>,
+    shared: Arc<Shared>,
+    closing: watch::Sender<bool>,
+}
+
+struct Shared {
+    targets: Arc<Targets>,
+    connections: AtomicUsize,
+    connections_max: usize,
+    closing: watch::Receiver<bool>,
+}
+
+impl Server {
+    /// Starts to serve on these reactors.
+    ///
+    /// # Errors
+    /// A sentence that names the address that cannot be listened at.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
+        let (closing, closed) = watch::channel(false);
+        let shared = Arc::new(Shared {
+            targets: config.targets,
+            connections: AtomicUsize::new(0),
+            connections_max: config.connections_max,
+            closing: closed,
+        });
+        let mut addresses = Vec::new();
+        for address in config.listen {
+            let listener = Listener::bind(&Address::Tcp(address))?;
+            addresses.push(listener.address());
+            let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
+            reactors.handles()[0].spawn(move || async move {
+                let accepted = listener.accept(|socket| shared.spread(socket, &spreader)).await;
+                tracing::error!(?accepted, "no iSCSI connections are accepted any more");
+            });
+        }
+        Ok(Server { addresses, shared, closing })
+    }
+
+    /// Where it listens, with the ports that the system chose.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Asks every initiator to log out and waits for that, or for `limit`.
+    pub fn shut_down(&self, limit: Duration) {
+        self.closing.send_replace(true);
+        let end = Instant::now() + limit;
+        while self.shared.connections.load(Ordering::Acquire) > 0 && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Shared {
+    fn spread(self: &Arc<Self>, socket: Socket, reactors: &Spreader) {
+        if self.connections.fetch_add(1, Ordering::AcqRel) >= self.connections_max {
+            self.connections.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!(peer = socket.peer(), limit = self.connections_max, "too many iSCSI connections; one is closed");
+            return;
+        }
+        let Some(reactor) = reactors.least_loaded() else { return };
+        let (shared, load) = (Arc::clone(self), reactor.load());
+        reactor.spawn(move || async move {
+            let peer = socket.peer();
+            match shared.serve(socket).await {
+                Ok(()) => tracing::info!(peer, "an iSCSI initiator has left"),
+                Err(error) => tracing::info!(peer, %error, "an iSCSI connection has ended"),
+            }
+            shared.connections.fetch_sub(1, Ordering::AcqRel);
+            drop(load);
+        });
+    }
+
+    async fn serve(&self, socket: Socket) -> io::Result<()> {
+        let (peer, portal) = (socket.peer(), socket.local());
+        let mut stream = Stream::Plain(socket.open()?);
+        let login = tokio::time::timeout(LOGIN_LIMIT, self.log_in(&mut stream)).await;
+        let Some((session, params, serials)) = login.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else {
+            return Ok(());
+        };
+        let target = session.target.as_ref().map_or("discovery", |t| &t.name);
+        tracing::info!(peer, initiator = session.initiator(), target, ?params, "an iSCSI initiator is served");
+        let halves = stream.split();
+        let agreed = (params, serials, portal);
+        let targets = Arc::clone(&self.targets);
+        let result =
+            connection::serve(Arc::clone(&session), targets, agreed, halves, self.closing.clone()).await;
+        self.targets.close(&session);
+        result
+    }
+
+    /// Logs in; `None` if the initiator leaves, or is refused.
+    async fn log_in(
+        &self,
+        stream: &mut Stream,
+    ) -> io::Result<Option<(Arc<super::target::Session>, Params, Serials)>> {
+        let mut login = Login::new(Transport::Tcp);
+        let mut stat_sn = 0;
+        loop {
+            let mut header = [0; BHS];
+            match stream.read_exact(&mut header).await {
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+                other => other?,
+            }
+            let header = Header(header);
+            if header.data_len() > LOGIN_DATA_MAX {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a login longer than any"));
+            }
+            let mut rest = vec![0; header.ahs_len() + header.data_len() + padding(header.data_len())];
+            stream.read_exact(&mut rest).await?;
+            let data = &rest[header.ahs_len()..][..header.data_len()];
+            let cmd_sn = header.cmd_sn();
+            let (mut answer, text, opened) = match login.request(&header, data, &*self.targets) {
+                Next::Continue(text, answer) => (answer, text, None),
+                Next::Refuse(answer) => (answer, Vec::new(), None),
+                Next::Done(text, answer, agreed) => match self.open(*agreed) {
+                    Ok(opened) => (answer, text, Some(opened)),
+                    Err(status) => (refusal(&header, status), Vec::new(), None),
+                },
+            };
+            let refused = answer.get16(36) != 0;
+            if let Some((session, _)) = &opened {
+                answer.set16(14, session.handle);
+            }
+            answer.set32(24, stat_sn);
+            stat_sn = u32::wrapping_add(stat_sn, 1);
+            answer.set32(28, cmd_sn);
+            answer.set32(32, cmd_sn.wrapping_add(if opened.is_some() { 127 } else { 0 }));
+            debug_assert!(!before(answer.get32(32), answer.get32(28)));
+            answer.set_data_len(text.len());
+            let pad = [0; 3];
+            stream.write_all(&[&answer.0[..], &text, &pad[..padding(text.len())]].concat()).await?;
+            if refused {
+                tracing::info!(status = answer.get16(36), "an iSCSI login is refused");
+                return Ok(None);
+            }
+            if let Some((session, params)) = opened {
+                return Ok(Some((session, params, Serials { stat_sn, expected_cmd_sn: cmd_sn })));
+            }
+        }
+    }
+
+    fn open(&self, (identity, params): (Identity, Params)) -> Result<(Arc<super::target::Session>, Params), u16> {
+        self.targets.open(identity).map(|session| (session, params))
+    }
+}

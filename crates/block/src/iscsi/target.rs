@@ -1,0 +1,207 @@
+//! Targets, their units, their sessions.
+
+use super::chap::Secrets;
+use super::login::{Directory, Identity, status};
+use super::pdu::encode_lun;
+use crate::scsi::{Nexus, Unit};
+use std::collections::HashMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use tokio::sync::Notify;
+
+/// Sessions at one time.
+const SESSIONS_MAX: usize = 4096;
+
+/// A target: units under numbers.
+pub struct Target {
+    /// Its iSCSI name.
+    pub name: String,
+    /// Units, by LUN.
+    pub units: Vec<Arc<Unit>>,
+}
+
+impl Target {
+    /// The unit of a LUN.
+    pub fn unit(&self, lun: Option<u16>) -> Option<&Arc<Unit>> {
+        self.units.get(usize::from(lun?))
+    }
+
+    /// The data of REPORT LUNS (SPC-4 6.33).
+    pub fn report_luns(&self) -> Vec<u8> {
+        let mut data = ((self.units.len() * 8) as u32).to_be_bytes().to_vec();
+        data.extend_from_slice(&[0; 4]);
+        (0..self.units.len() as u16).for_each(|lun| data.extend_from_slice(&encode_lun(lun)));
+        data
+    }
+}
+
+/// All targets of a daemon, and who may use them.
+pub struct Targets {
+    targets: Vec<Arc<Target>>,
+    secrets: Option<Secrets>,
+    /// Names of initiators; empty if any may come.
+    allowed: Vec<String>,
+    sessions: Mutex<Sessions>,
+    next_nexus: AtomicU64,
+}
+
+#[derive(Default)]
+struct Sessions {
+    by_handle: HashMap<u16, Arc<Session>>,
+    last: u16,
+}
+
+/// A session in full feature phase.
+pub struct Session {
+    /// Target session identifying handle.
+    pub handle: u16,
+    /// Who, and with what; `None` for discovery.
+    pub target: Option<Arc<Target>>,
+    /// The initiator as its units know it.
+    pub nexus: Nexus,
+    identity: Identity,
+    /// Told when the session must end, because the initiator has come again.
+    pub replaced: Notify,
+}
+
+impl Targets {
+    /// Targets, for initiators that know a secret (if there are any) and have one of these names (if any are
+    /// given).
+    pub fn new(targets: Vec<Target>, secrets: Option<Secrets>, allowed: Vec<String>) -> Targets {
+        Targets {
+            targets: targets.into_iter().map(Arc::new).collect(),
+            secrets,
+            allowed,
+            sessions: Mutex::default(),
+            next_nexus: AtomicU64::new(1),
+        }
+    }
+
+    /// The targets.
+    pub fn all(&self) -> &[Arc<Target>] {
+        &self.targets
+    }
+
+    /// The data of a SendTargets response (RFC 7143 appendix C) for a portal.
+    pub fn send_targets(&self, which: &str, session: &Session, portal: &str) -> Option<String> {
+        let own = session.target.as_ref().map(|t| t.name.as_str());
+        let wanted = |target: &&Arc<Target>| match which {
+            "All" => own.is_none(),
+            "" => own == Some(&target.name),
+            name => target.name == name.to_ascii_lowercase() && own.is_none_or(|own| own == target.name),
+        };
+        if which == "All" && own.is_some() {
+            return None;
+        }
+        let mut text = String::new();
+        for target in self.targets.iter().filter(wanted) {
+            let _ = write!(text, "TargetName={}\0TargetAddress={portal},1\0", target.name);
+        }
+        Some(text)
+    }
+
+    /// Makes a session of a login, in place of one that the same initiator port had.
+    ///
+    /// # Errors
+    /// The status to refuse with.
+    pub fn open(&self, identity: Identity) -> Result<Arc<Session>, u16> {
+        let target = match &identity.target {
+            None => None,
+            Some(name) => Some(self.find(name).ok_or(status::NOT_FOUND)?),
+        };
+        let mut sessions = self.sessions.lock().expect("no panics under the lock");
+        if identity.tsih != 0 {
+            // A second connection of a session, or an old one of it in a new guise: there is one only.
+            let known = sessions.by_handle.contains_key(&identity.tsih);
+            return Err(if known { status::TOO_MANY_CONNECTIONS } else { status::NO_SESSION });
+        }
+        if sessions.by_handle.len() >= SESSIONS_MAX {
+            return Err(status::OUT_OF_RESOURCES);
+        }
+        let same = |s: &Arc<Session>| {
+            let old = &s.identity;
+            target.is_some() && (&old.initiator, &old.isid, &old.target) == (&identity.initiator, &identity.isid, &identity.target)
+        };
+        let old: Vec<u16> = sessions.by_handle.values().filter(|s| same(s)).map(|s| s.handle).collect();
+        for handle in old {
+            if let Some(old) = sessions.by_handle.remove(&handle) {
+                old.end();
+            }
+        }
+        let handle = loop {
+            sessions.last = sessions.last.wrapping_add(1).max(1);
+            if !sessions.by_handle.contains_key(&sessions.last) {
+                break sessions.last;
+            }
+        };
+        let isid: String = identity.isid.iter().map(|octet| format!("{octet:02x}")).collect();
+        let port = format!("{},i,0x{isid}", identity.initiator);
+        let nexus = Nexus { id: self.next_nexus.fetch_add(1, Ordering::Relaxed), port: port.into() };
+        let session = Arc::new(Session { handle, target, nexus, identity, replaced: Notify::new() });
+        if let Some(target) = &session.target {
+            target.units.iter().for_each(|unit| unit.attach(&session.nexus));
+        }
+        sessions.by_handle.insert(handle, Arc::clone(&session));
+        Ok(session)
+    }
+
+    /// A session has ended.
+    pub fn close(&self, session: &Arc<Session>) {
+        let mut sessions = self.sessions.lock().expect("no panics under the lock");
+        if sessions.by_handle.get(&session.handle).is_some_and(|s| Arc::ptr_eq(s, session)) {
+            sessions.by_handle.remove(&session.handle);
+            session.end();
+        }
+    }
+
+    /// Ends the sessions of a target but for one (TARGET COLD RESET).
+    pub fn close_others(&self, session: &Arc<Session>) {
+        let sessions = self.sessions.lock().expect("no panics under the lock");
+        for other in sessions.by_handle.values() {
+            let same = other.identity.target == session.identity.target;
+            if same && !Arc::ptr_eq(other, session) {
+                other.replaced.notify_one();
+            }
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<Arc<Target>> {
+        self.targets.iter().find(|t| t.name == name).cloned()
+    }
+}
+
+impl Session {
+    fn end(&self) {
+        if let Some(target) = &self.target {
+            target.units.iter().for_each(|unit| unit.detach(&self.nexus));
+        }
+        self.replaced.notify_one();
+    }
+
+    /// The initiator's name.
+    pub fn initiator(&self) -> &str {
+        &self.identity.initiator
+    }
+
+    /// Initiator session identifier, as the login had it.
+    pub fn cid(&self) -> u16 {
+        self.identity.cid
+    }
+}
+
+impl Directory for Targets {
+    fn secrets(&self, _target: Option<&str>) -> Option<&Secrets> {
+        self.secrets.as_ref()
+    }
+
+    fn admit(&self, initiator: &str, target: Option<&str>) -> Result<(), u16> {
+        if !self.allowed.is_empty() && !self.allowed.iter().any(|a| a.eq_ignore_ascii_case(initiator)) {
+            return Err(status::AUTHORIZATION);
+        }
+        match target {
+            Some(name) if self.find(name).is_none() => Err(status::NOT_FOUND),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! One command under way: its data in both directions (RFC 7143 4.2.5 and 11.7).
+
+use super::connection::Connection;
+use super::pdu::{Header, NO_TAG, op};
+use crate::net::Body;
+use crate::pieces::pieces;
+use crate::scsi::{Outcome, Status, Step, Transfer};
+use crate::supply::Supply;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
+use std::rc::Rc;
+use thruway_engine::Segment;
+use tokio::sync::Notify;
+
+/// A command under way.
+pub(super) struct Task {
+    connection: Rc<Connection>,
+    pub tag: u32,
+    lun: [u8; 8],
+    expected: u64,
+    writes: bool,
+    outgoing: RefCell<Outgoing>,
+    incoming: RefCell<Incoming>,
+    arrived: Notify,
+    aborted: Cell<bool>,
+    pub lun_number: Option<u16>,
+}
+
+/// Data-In.
+#[derive(Default)]
+struct Outgoing {
+    /// Octets sent.
+    next: u64,
+    /// Pieces that came before their turn.
+    waiting: BTreeMap<u64, Body>,
+    data_sn: u32,
+    /// The last PDU so far: if none follows, it ends the sequence and carries the status.
+    held: Option<(Header, Body)>,
+}
+
+/// Data-Out.
+#[derive(Default)]
+struct Incoming {
+    arrived: VecDeque<(u64, Segment)>,
+    /// Everything before has been sent unasked or been asked for.
+    asked: u64,
+    /// More is coming unasked.
+    unsolicited: bool,
+    bursts: HashMap<u32, Burst>,
+    r2t_sn: u32,
+    failed: bool,
+}
+
+/// A solicited range.
+struct Burst {
+    next: u64,
+    end: u64,
+    segments: VecDeque<Segment>,
+    /// Octets of the first segment that are there.
+    filled: usize,
+}
+
+impl Task {
+    pub(super) fn new(connection: &Rc<Connection>, header: &Header) -> Task {
+        let mut lun = [0; 8];
+        lun.copy_from_slice(&header.0[8..16]);
+        let writes = header.0[1] & 0x20 != 0;
+        let incoming = Incoming { unsolicited: writes && !header.is_final(), ..Incoming::default() };
+        Task {
+            connection: Rc::clone(connection),
+            tag: header.tag(),
+            lun,
+            expected: header.get32(20).into(),
+            writes,
+            outgoing: RefCell::default(),
+            incoming: RefCell::new(incoming),
+            arrived: Notify::new(),
+            aborted: Cell::new(false),
+            lun_number: header.lun(),
+        }
+    }
+
+    /// Nothing more is sent for it, and nothing asked for.
+    pub(super) fn abort(&self) {
+        self.aborted.set(true);
+        self.arrived.notify_one();
+    }
+
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.get()
+    }
+
+    /// Data that came unasked, with the command or behind it, in order. False if there was no right to it.
+    pub(super) fn unasked(&self, segment: Segment) -> bool {
+        let mut incoming = self.incoming.borrow_mut();
+        let (at, end) = (incoming.asked, incoming.asked + segment.len() as u64);
+        if !self.writes || end > self.expected || end > self.connection.params.first_burst.into() {
+            return false;
+        }
+        incoming.asked = end;
+        incoming.arrived.push_back((at, segment));
+        self.arrived.notify_one();
+        true
+    }
+
+    /// Where the next octets that come unasked belong; `None` if none may come.
+    pub(super) fn unasked_at(&self) -> Option<u64> {
+        let incoming = self.incoming.borrow();
+        incoming.unsolicited.then_some(incoming.asked)
+    }
+
+    /// The last of the unasked data has come.
+    pub(super) fn unasked_end(&self) {
+        self.incoming.borrow_mut().unsolicited = false;
+        self.arrived.notify_one();
+    }
+
+    /// The place for solicited octets: the part of the segment they go to first. `None` if nobody asked for
+    /// them.
+    pub(super) fn place(&self, transfer_tag: u32, offset: u64, len: usize) -> Option<Place<'_>> {
+        let incoming = self.incoming.borrow();
+        let burst = incoming.bursts.get(&transfer_tag)?;
+        (burst.next == offset && len as u64 <= burst.end - burst.next).then_some(Place { task: self, transfer_tag })
+    }
+
+    /// The initiator says that a burst has come to its end.
+    pub(super) fn burst_end(&self, transfer_tag: u32) {
+        let mut incoming = self.incoming.borrow_mut();
+        if let Some(burst) = incoming.bursts.remove(&transfer_tag) {
+            incoming.failed |= burst.next != burst.end;
+        }
+        self.arrived.notify_one();
+    }
+
+    /// Asks for the next burst.
+    async fn solicit(&self) -> io::Result<()> {
+        let at = self.incoming.borrow().asked;
+        let params = &self.connection.params;
+        let len = (self.expected - at).min(params.max_burst.into());
+        let lens: Vec<usize> = pieces(at, len, self.connection.chunk).map(|(_, len)| len).collect();
+        let segments = self.connection.writes.burst(&lens).await?;
+        let transfer_tag = self.connection.transfer_tag();
+        let mut header = Header::new(op::R2T);
+        header.0[8..16].copy_from_slice(&self.lun);
+        header.set_tag(self.tag);
+        header.set32(20, transfer_tag);
+        {
+            let mut incoming = self.incoming.borrow_mut();
+            header.set32(36, incoming.r2t_sn);
+            incoming.r2t_sn += 1;
+            incoming.asked = at + len;
+            let burst = Burst { next: at, end: at + len, segments: segments.into(), filled: 0 };
+            incoming.bursts.insert(transfer_tag, burst);
+        }
+        header.set32(40, at as u32);
+        header.set32(44, len as u32);
+        self.connection.send_unnumbered(header, Body::Empty);
+        Ok(())
+    }
+
+    /// Sends a body in PDUs; the last is held until it is known what follows it.
+    fn emit(&self, outgoing: &mut Outgoing, mut body: Body) {
+        let params = &self.connection.params;
+        while !body.is_empty() {
+            let in_burst = outgoing.next % u64::from(params.max_burst);
+            let room = u64::from(params.max_burst) - in_burst;
+            let len = body.len().min(params.send_max as usize).min(room as usize);
+            let rest = body.split_off(len);
+            let now = std::mem::replace(&mut body, rest);
+            let mut header = Header::new(op::DATA_IN);
+            header.0[8..16].copy_from_slice(&self.lun);
+            header.set_tag(self.tag);
+            header.set32(20, NO_TAG);
+            header.set32(36, outgoing.data_sn);
+            header.set32(40, outgoing.next as u32);
+            outgoing.data_sn += 1;
+            outgoing.next += len as u64;
+            let burst_ends = outgoing.next.is_multiple_of(params.max_burst.into());
+            header.0[1] = if burst_ends { 0x80 } else { 0 };
+            if let Some((header, body)) = outgoing.held.replace((header, now)) {
+                self.connection.send_unnumbered(header, body);
+            }
+        }
+    }
+
+    /// Answers the command, with its last data if that is all there is to say.
+    pub(super) fn finish(&self, outcome: Outcome) {
+        if !outcome.data.is_empty() {
+            let mut data = outcome.data;
+            data.truncate(self.expected as usize);
+            self.emit(&mut self.outgoing.borrow_mut(), Body::Octets(data));
+        }
+        let (flags, residual) = match outcome.moved {
+            moved if moved > self.expected => (0x04, moved - self.expected),
+            moved if moved < self.expected => (0x02, self.expected - moved),
+            _ => (0, 0),
+        };
+        let held = self.outgoing.borrow_mut().held.take();
+        if let Some((mut header, body)) = held {
+            header.0[1] |= 0x80;
+            if outcome.status == Status::Good {
+                header.0[1] |= 0x01 | flags;
+                header.0[3] = outcome.status as u8;
+                header.set32(44, residual as u32);
+                return self.connection.send_status(header, body);
+            }
+            self.connection.send_unnumbered(header, body);
+        }
+        let mut header = Header::new(op::RESPONSE);
+        header.0[1] = 0x80 | flags;
+        header.0[3] = outcome.status as u8;
+        header.set_tag(self.tag);
+        header.set32(36, self.outgoing.borrow().data_sn);
+        header.set32(44, residual as u32);
+        let body = match outcome.sense {
+            None => Body::Empty,
+            Some(sense) => {
+                let sense = sense.encode();
+                Body::Octets([&(sense.len() as u16).to_be_bytes()[..], &sense].concat())
+            }
+        };
+        self.connection.send_status(header, body);
+    }
+}
+
+/// Where solicited octets go.
+pub(super) struct Place<'a> {
+    task: &'a Task,
+    transfer_tag: u32,
+}
+
+impl Place<'_> {
+    /// Takes the first segment out, to be filled from octet `.1` on.
+    pub(super) fn take(&self) -> Option<(Segment, usize)> {
+        let mut incoming = self.task.incoming.borrow_mut();
+        let burst = incoming.bursts.get_mut(&self.transfer_tag)?;
+        Some((burst.segments.pop_front()?, burst.filled))
+    }
+
+    /// Puts it back with `filled` octets more.
+    pub(super) fn put(&self, segment: Segment, filled: usize) {
+        let mut incoming = self.task.incoming.borrow_mut();
+        let Some(burst) = incoming.bursts.get_mut(&self.transfer_tag) else { return };
+        burst.filled += filled;
+        burst.next += filled as u64;
+        if burst.filled < segment.len() {
+            burst.segments.push_front(segment);
+            return;
+        }
+        let at = burst.next - segment.len() as u64;
+        burst.filled = 0;
+        incoming.arrived.push_back((at, segment));
+        self.task.arrived.notify_one();
+    }
+}
+
+impl Transfer for Task {
+    fn expected(&self) -> u64 {
+        self.expected
+    }
+
+    fn send(&self, offset: u64, mut body: Body) -> Step<'_, io::Result<()>> {
+        if offset >= self.expected || self.aborted.get() {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        let room = (self.expected - offset).min(body.len() as u64) as usize;
+        drop(body.split_off(room));
+        let mut outgoing = self.outgoing.borrow_mut();
+        outgoing.waiting.insert(offset, body);
+        let mut turn = outgoing.next;
+        while let Some(body) = outgoing.waiting.remove(&turn) {
+            turn += body.len() as u64;
+            self.emit(&mut outgoing, body);
+        }
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn receive(&self) -> Step<'_, Option<io::Result<(u64, Segment)>>> {
+        Box::pin(async move {
+            loop {
+                let ask = {
+                    let mut incoming = self.incoming.borrow_mut();
+                    if self.aborted.get() || incoming.failed {
+                        return Some(Err(io::ErrorKind::ConnectionAborted.into()));
+                    }
+                    if let Some(arrived) = incoming.arrived.pop_front() {
+                        return Some(Ok(arrived));
+                    }
+                    let wanted = if self.writes { self.expected } else { 0 };
+                    let all_asked = incoming.asked >= wanted;
+                    if !incoming.unsolicited && all_asked && incoming.bursts.is_empty() {
+                        return None;
+                    }
+                    let room = incoming.bursts.len() < self.connection.params.max_r2t as usize;
+                    !incoming.unsolicited && !all_asked && room
+                };
+                if ask {
+                    if let Err(e) = self.solicit().await {
+                        return Some(Err(e));
+                    }
+                } else {
+                    self.arrived.notified().await;
+                }
+            }
+        })
+    }
+
+    fn supply(&self) -> &Supply {
+        &self.connection.reads
+    }
+
+    fn can_lend(&self) -> (bool, bool) {
+        self.connection.can_lend
+    }
+}

@@ -1,0 +1,107 @@
+//! Text keys (RFC 7143 section 6): `key=value`, each ended by a zero octet.
+
+/// Keys and values in their order.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Keys(pub Vec<(String, String)>);
+
+/// Keys in one negotiation.
+const KEYS_MAX: usize = 128;
+
+impl Keys {
+    /// Reads keys; `None` if they are not as they should be.
+    pub fn decode(data: &[u8]) -> Option<Keys> {
+        let mut keys = Vec::new();
+        for part in data.split(|octet| *octet == 0).filter(|part| !part.is_empty()) {
+            let text = std::str::from_utf8(part).ok()?;
+            let (key, value) = text.split_once('=')?;
+            if key.is_empty() || key.len() > 63 || keys.len() == KEYS_MAX {
+                return None;
+            }
+            keys.push((key.to_owned(), value.to_owned()));
+        }
+        Some(Keys(keys))
+    }
+
+    /// The octets.
+    pub fn encode(&self) -> Vec<u8> {
+        self.0.iter().flat_map(|(key, value)| format!("{key}={value}\0").into_bytes()).collect()
+    }
+
+    /// The value of a key.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
+    }
+
+    /// Adds a key.
+    pub fn push(&mut self, key: &str, value: impl ToString) {
+        self.0.push((key.to_owned(), value.to_string()));
+    }
+}
+
+/// A number, decimal or hexadecimal (RFC 7143 6.1).
+pub fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// Octets in hexadecimal or base 64 (RFC 7143 6.1).
+pub fn binary(text: &str) -> Option<Vec<u8>> {
+    if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        if !hex.is_ascii() {
+            return None;
+        }
+        let padded = if hex.len() % 2 == 1 { format!("0{hex}") } else { hex.to_owned() };
+        return (0..padded.len()).step_by(2).map(|i| u8::from_str_radix(&padded[i..i + 2], 16).ok()).collect();
+    }
+    let text = text.strip_prefix("0b").or_else(|| text.strip_prefix("0B"))?;
+    let (mut out, mut bits, mut held) = (Vec::new(), 0u32, 0);
+    for octet in text.trim_end_matches('=').bytes() {
+        let value = match octet {
+            b'A'..=b'Z' => octet - b'A',
+            b'a'..=b'z' => octet - b'a' + 26,
+            b'0'..=b'9' => octet - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        bits = bits << 6 | u32::from(value);
+        held += 6;
+        if held >= 8 {
+            held -= 8;
+            out.push((bits >> held) as u8);
+        }
+    }
+    Some(out)
+}
+
+/// Octets in hexadecimal.
+pub fn hex(octets: &[u8]) -> String {
+    let digits: String = octets.iter().map(|octet| format!("{octet:02x}")).collect();
+    format!("0x{digits}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_read_and_written() {
+        let octets = b"A=1\0B=two,three\0\0C=\0";
+        let keys = Keys::decode(octets).unwrap();
+        assert_eq!((keys.get("B"), keys.get("C"), keys.get("D")), (Some("two,three"), Some(""), None));
+        assert_eq!(keys.encode(), b"A=1\0B=two,three\0C=\0");
+        assert!(Keys::decode(b"novalue\0").is_none() && Keys::decode(b"=x\0").is_none());
+    }
+
+    #[test]
+    fn octets_are_read_in_both_forms() {
+        assert_eq!(binary("0x0aff"), Some(vec![0x0a, 0xff]));
+        assert_eq!(binary("0xaff"), Some(vec![0x0a, 0xff]));
+        assert_eq!(binary("0bCv8="), Some(vec![0x0a, 0xff]));
+        assert_eq!(binary("0b*"), None);
+        assert_eq!(binary("0xé"), None);
+        assert_eq!(hex(&[0x0a, 0xff]), "0x0aff");
+    }
+}

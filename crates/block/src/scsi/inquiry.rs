@@ -1,0 +1,129 @@
+//! INQUIRY and vital product data (SPC-4 6.6 and 7.8, SBC-3 6.6).
+
+use super::{Outcome, Sense, Unit, be16};
+
+/// Blocks of one COMPARE AND WRITE.
+pub(super) const COMPARE_MAX: u8 = 255;
+/// Blocks of one UNMAP.
+pub(super) const UNMAP_MAX: u32 = 1 << 26;
+/// Ranges of one UNMAP.
+pub(super) const UNMAP_RANGES_MAX: u32 = 256;
+/// Blocks of one WRITE SAME.
+pub(super) const WRITE_SAME_MAX: u64 = 1 << 26;
+/// Octets moved by one command.
+pub(super) const TRANSFER_MAX: u64 = 32 << 20;
+
+pub(super) fn inquiry(unit: &Unit, cdb: &[u8; 16]) -> Outcome {
+    let allocated = be16(cdb, 3).into();
+    if cdb[1] & 1 == 0 {
+        if cdb[2] != 0 {
+            return Sense::invalid_field(2).into();
+        }
+        return Outcome::data(standard(&unit.export.name), allocated);
+    }
+    let page = match cdb[2] {
+        0x00 => vec![0x00, 0x80, 0x83, 0xb0, 0xb1, 0xb2],
+        0x80 => serial(unit).into_bytes(),
+        0x83 => identification(unit),
+        0xb0 => block_limits(unit),
+        0xb1 => characteristics(),
+        0xb2 => provisioning(unit),
+        _ => return Sense::invalid_field(2).into(),
+    };
+    let mut data = vec![0, cdb[2]];
+    data.extend_from_slice(&(page.len() as u16).to_be_bytes());
+    data.extend(page);
+    Outcome::data(data, allocated)
+}
+
+/// The standard data of a LUN that is not there.
+pub fn absent(cdb: &[u8; 16]) -> Outcome {
+    let mut data = standard("");
+    data[0] = 0x7f;
+    Outcome::data(data, be16(cdb, 3).into())
+}
+
+fn standard(name: &str) -> Vec<u8> {
+    let mut data = vec![0; 96];
+    data[2] = 6; // SPC-4
+    data[3] = 0x12; // HISUP, response data format 2
+    data[4] = 91;
+    data[5] = 0x08; // 3PC is not offered; TPGS is not
+    data[5] = 0;
+    data[7] = 0x02; // CMDQUE
+    data[8..16].copy_from_slice(b"THRUWAY ");
+    data[16..32].copy_from_slice(&padded::<16>(name));
+    data[32..36].copy_from_slice(b"0001");
+    // SAM-5, iSCSI, SPC-4, SBC-3
+    for (i, version) in [0x00a0u16, 0x0960, 0x0460, 0x04c0].into_iter().enumerate() {
+        data[58 + 2 * i..60 + 2 * i].copy_from_slice(&version.to_be_bytes());
+    }
+    data
+}
+
+fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut out = [b' '; N];
+    let printable = text.bytes().map(|b| if (0x20..0x7f).contains(&b) { b } else { b'_' });
+    for (place, octet) in out.iter_mut().zip(printable) {
+        *place = octet;
+    }
+    out
+}
+
+/// Of the name, so that a unit is known again wherever and whenever it is served.
+fn digest(unit: &Unit) -> u64 {
+    // FNV-1a
+    let seed = 0xcbf2_9ce4_8422_2325u64;
+    unit.export.identity.bytes().fold(seed, |hash, octet| (hash ^ u64::from(octet)).wrapping_mul(0x0100_0000_01b3))
+}
+
+fn serial(unit: &Unit) -> String {
+    format!("{:016x}", digest(unit))
+}
+
+fn identification(unit: &Unit) -> Vec<u8> {
+    let mut page = Vec::new();
+    // NAA, locally assigned: associated with the logical unit.
+    page.extend_from_slice(&[0x01, 0x03, 0, 8]);
+    page.extend_from_slice(&(digest(unit) >> 4 | 3 << 60).to_be_bytes());
+    // T10 vendor identification.
+    let text = format!("THRUWAY {}", serial(unit));
+    page.extend_from_slice(&[0x02, 0x01, 0, text.len() as u8]);
+    page.extend_from_slice(text.as_bytes());
+    // Relative target port, and its group.
+    page.extend_from_slice(&[0x51, 0x94, 0, 4, 0, 0, 0, 1]);
+    page.extend_from_slice(&[0x51, 0x95, 0, 4, 0, 0, 0, 1]);
+    page
+}
+
+fn block_limits(unit: &Unit) -> Vec<u8> {
+    let mut page = vec![0; 60];
+    let geometry = unit.export.geometry();
+    let block = u64::from(unit.block_len);
+    page[0] = 0; // WSNZ
+    page[1] = COMPARE_MAX;
+    let preferred = u64::from(geometry.preferred.max(unit.block_len));
+    page[2..4].copy_from_slice(&((preferred / block) as u16).to_be_bytes());
+    page[4..8].copy_from_slice(&((TRANSFER_MAX / block) as u32).to_be_bytes());
+    page[8..12].copy_from_slice(&((u64::from(unit.export.chunk) * 4 / block) as u32).to_be_bytes());
+    if geometry.discard {
+        page[16..20].copy_from_slice(&UNMAP_MAX.to_be_bytes());
+        page[20..24].copy_from_slice(&UNMAP_RANGES_MAX.to_be_bytes());
+        page[24..28].copy_from_slice(&((preferred / block) as u32).to_be_bytes());
+        page[28] = 0x80; // UGAVALID, aligned at 0
+    }
+    page[32..40].copy_from_slice(&WRITE_SAME_MAX.to_be_bytes());
+    page
+}
+
+fn characteristics() -> Vec<u8> {
+    let mut page = vec![0; 60];
+    page[1] = 1; // not rotating
+    page
+}
+
+fn provisioning(unit: &Unit) -> Vec<u8> {
+    let discard = unit.export.geometry().discard;
+    // LBPU, LBPWS, LBPWS10, LBPRZ; thin provisioned.
+    if discard { vec![0, 0xe4, 2, 0] } else { vec![0, 0, 0, 0] }
+}

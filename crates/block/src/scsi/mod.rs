@@ -1,0 +1,102 @@
+//! SCSI block devices: SPC-4 and SBC-3, whatever carries the commands.
+//!
+//! - [`Unit`]: a logical unit over an export, with reservations and unit attentions.
+//! - [`Transfer`]: how a carrier moves a command's data; [`Unit::execute`] does the rest.
+//! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`: what the
+//!   unit says of itself; `reservation`: who may use it.
+
+mod cdb;
+pub mod fuzzing;
+mod inquiry;
+mod media;
+mod mode;
+mod opcodes;
+mod reservation;
+mod sense;
+mod unit;
+
+pub use sense::{Sense, Status};
+pub use inquiry::absent;
+pub use unit::{Attention, Nexus, Unit};
+
+use crate::net::Body;
+use crate::supply::Supply;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use thruway_engine::Segment;
+
+/// A step of a transfer.
+pub type Step<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// Moves the data of one command.
+pub trait Transfer {
+    /// Octets that the initiator wants to receive or to send.
+    fn expected(&self) -> u64;
+
+    /// Sends octets that belong at `offset` of the initiator's buffer. What lies beyond it is left out.
+    fn send(&self, offset: u64, body: Body) -> Step<'_, io::Result<()>>;
+
+    /// The next octets that the initiator sent, with their offset; `None` after the last.
+    fn receive(&self) -> Step<'_, Option<io::Result<(u64, Segment)>>>;
+
+    /// Where blocks for data to send come from.
+    fn supply(&self) -> &Supply;
+
+    /// What backends lend can be sent as it is: memory, and files.
+    fn can_lend(&self) -> (bool, bool);
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The status.
+    pub status: Status,
+    /// What there is to say about a check condition.
+    pub sense: Option<Sense>,
+    /// Data to send with the status, cut to what was allocated.
+    pub data: Vec<u8>,
+    /// Octets that the command moves, or would have, had the initiator wanted them all.
+    pub moved: u64,
+}
+
+impl Outcome {
+    /// Done, without data.
+    pub fn good() -> Outcome {
+        Outcome { status: Status::Good, sense: None, data: Vec::new(), moved: 0 }
+    }
+
+    /// Done, with data, of which `allocated` octets at most are sent.
+    pub fn data(mut data: Vec<u8>, allocated: usize) -> Outcome {
+        data.truncate(allocated);
+        Outcome { moved: data.len() as u64, data, ..Outcome::good() }
+    }
+
+    /// Done, and so many octets were moved.
+    pub fn moved(moved: u64) -> Outcome {
+        Outcome { moved, ..Outcome::good() }
+    }
+
+    /// A status without more to say.
+    pub fn status(status: Status) -> Outcome {
+        Outcome { status, ..Outcome::good() }
+    }
+}
+
+impl From<Sense> for Outcome {
+    fn from(sense: Sense) -> Outcome {
+        Outcome { status: Status::CheckCondition, sense: Some(sense), ..Outcome::good() }
+    }
+}
+
+pub(crate) fn be16(octets: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([octets[at], octets[at + 1]])
+}
+
+pub(crate) fn be32(octets: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(octets[at..at + 4].try_into().expect("four octets"))
+}
+
+pub(crate) fn be64(octets: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(octets[at..at + 8].try_into().expect("eight octets"))
+}

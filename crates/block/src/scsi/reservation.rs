@@ -1,0 +1,339 @@
+//! Who may use a unit: RESERVE(6) (SPC-2) and persistent reservations (SPC-4 5.12, 6.13 to 6.16).
+//!
+//! Registrations belong to initiator ports and outlive their sessions. They do not outlive the daemon.
+
+use super::unit::{Attention, State};
+use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};
+use std::sync::Arc;
+
+/// Registrations of a unit; more are refused.
+const REGISTRATIONS_MAX: usize = 256;
+
+/// Whether a command may be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    Granted,
+    Conflict,
+}
+
+/// Types of persistent reservations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Type(u8);
+
+impl Type {
+    fn of(number: u8) -> Option<Type> {
+        matches!(number, 1 | 3 | 5 | 6 | 7 | 8).then_some(Type(number))
+    }
+
+    fn excludes_readers(self) -> bool {
+        matches!(self.0, 3 | 6 | 8)
+    }
+
+    fn admits_registrants(self) -> bool {
+        matches!(self.0, 5..=8)
+    }
+
+    fn held_by_all(self) -> bool {
+        matches!(self.0, 7 | 8)
+    }
+}
+
+struct Registration {
+    port: Arc<str>,
+    key: u64,
+}
+
+#[derive(Clone)]
+struct Holder {
+    port: Arc<str>,
+    kind: Type,
+}
+
+/// The reservations of a unit.
+#[derive(Default)]
+pub(super) struct Reservations {
+    /// RESERVE(6): the session that has the unit.
+    unit: Option<u64>,
+    registrations: Vec<Registration>,
+    holder: Option<Holder>,
+    generation: u32,
+}
+
+impl Reservations {
+    pub fn is_empty(&self) -> bool {
+        self.unit.is_none() && self.registrations.is_empty()
+    }
+
+    /// RESERVE(6).
+    pub fn reserve_unit(&mut self, nexus: u64) -> bool {
+        if self.unit.is_some_and(|holder| holder != nexus) {
+            return false;
+        }
+        self.unit = Some(nexus);
+        true
+    }
+
+    /// RELEASE(6), or the session ends.
+    pub fn release_unit(&mut self, nexus: u64) {
+        self.unit.take_if(|holder| *holder == nexus);
+    }
+
+    /// A reset.
+    pub fn release_all_units(&mut self) {
+        self.unit = None;
+    }
+
+    fn key_of(&self, port: &str) -> Option<u64> {
+        self.registrations.iter().find(|r| &*r.port == port).map(|r| r.key)
+    }
+
+    fn holds(&self, port: &str) -> bool {
+        self.holder.as_ref().is_some_and(|h| {
+            if h.kind.held_by_all() { self.key_of(port).is_some() } else { &*h.port == port }
+        })
+    }
+
+    /// Whether a command of this initiator may be done.
+    pub fn admits(&self, nexus: &Nexus, cdb: &[u8; 16]) -> Access {
+        let use_of = classify(cdb);
+        let granted = |yes| if yes { Access::Granted } else { Access::Conflict };
+        if let Some(holder) = self.unit {
+            let exempt = matches!(cdb[0], 0x03 | 0x12 | 0x17 | 0x57 | 0xa0);
+            return granted(holder == nexus.id || exempt);
+        }
+        // The older kind does not mix with the newer.
+        if matches!(cdb[0], 0x16 | 0x17 | 0x56 | 0x57) {
+            return granted(self.registrations.is_empty());
+        }
+        let Some(holder) = &self.holder else { return Access::Granted };
+        if self.holds(&nexus.port) || (holder.kind.admits_registrants() && self.key_of(&nexus.port).is_some()) {
+            return Access::Granted;
+        }
+        granted(match use_of {
+            Use::Always => true,
+            Use::Reads => !holder.kind.excludes_readers(),
+            Use::Changes => false,
+        })
+    }
+
+    fn remove(&mut self, port: &str) {
+        self.registrations.retain(|r| &*r.port != port);
+    }
+}
+
+/// What a command does to the medium, as reservations see it (SPC-4 table 66, SBC-3 table 13).
+enum Use {
+    Always,
+    Reads,
+    Changes,
+}
+
+fn classify(cdb: &[u8; 16]) -> Use {
+    match cdb[0] {
+        // TEST UNIT READY, REQUEST SENSE, INQUIRY, READ CAPACITY, LOG SENSE, PERSISTENT RESERVE, REPORT LUNS.
+        0x00 | 0x03 | 0x12 | 0x25 | 0x4d | 0x5e | 0x5f | 0xa0 => Use::Always,
+        0x9e if cdb[1] & 0x1f == 0x10 => Use::Always,
+        0xa3 => Use::Always,
+        // START STOP UNIT, if it starts; PREVENT ALLOW, if it allows.
+        0x1b if cdb[4] & 0xf1 == 1 => Use::Always,
+        0x1e if cdb[4] & 1 == 0 => Use::Always,
+        0x08 | 0x28 | 0xa8 | 0x88 | 0x2f | 0xaf | 0x8f | 0x34 | 0x90 | 0x37 | 0xb7 | 0x9e | 0x1a | 0x5a => Use::Reads,
+        _ => Use::Changes,
+    }
+}
+
+/// PERSISTENT RESERVE IN.
+pub(super) fn read(state: &mut State, cdb: &[u8; 16]) -> Outcome {
+    let all = &state.reservations;
+    let mut data = all.generation.to_be_bytes().to_vec();
+    let mut list = Vec::new();
+    match cdb[1] & 0x1f {
+        0 => all.registrations.iter().for_each(|r| list.extend_from_slice(&r.key.to_be_bytes())),
+        1 => {
+            if let Some(holder) = &all.holder {
+                let key = if holder.kind.held_by_all() { 0 } else { all.key_of(&holder.port).unwrap_or(0) };
+                list.extend_from_slice(&key.to_be_bytes());
+                list.extend_from_slice(&[0, 0, 0, 0, 0, holder.kind.0, 0, 0]);
+            }
+        }
+        2 => {
+            // Eight octets in all, of which this command counts itself.
+            data = vec![0, 8, 0x0c, 0x80, 0xea, 0x01, 0, 0];
+            data[2] = 0x04; // ATP_C is not; SIP_C is not: SPEC_I_PT is refused
+            return Outcome::data(data, be16(cdb, 7).into());
+        }
+        3 => {
+            for r in &all.registrations {
+                list.extend_from_slice(&r.key.to_be_bytes());
+                let holds = all.holds(&r.port);
+                let kind = if holds { all.holder.as_ref().map_or(0, |h| h.kind.0) } else { 0 };
+                list.extend_from_slice(&[0, 0, 0, 0, u8::from(holds), kind, 0, 0, 0, 0, 0, 1]);
+                let id = transport_id(&r.port);
+                list.extend_from_slice(&(id.len() as u32).to_be_bytes());
+                list.extend(id);
+            }
+        }
+        _ => return Sense::invalid_field(1).into(),
+    }
+    data.extend_from_slice(&(list.len() as u32).to_be_bytes());
+    data.extend(list);
+    Outcome::data(data, be16(cdb, 7).into())
+}
+
+/// TransportID of an iSCSI initiator port (SPC-4 7.6.4.6): its name and session identifier.
+fn transport_id(port: &str) -> Vec<u8> {
+    let mut name = port.as_bytes().to_vec();
+    name.push(0);
+    name.resize(name.len().next_multiple_of(4).max(20), 0);
+    let mut id = vec![0x45, 0, (name.len() >> 8) as u8, name.len() as u8];
+    id.extend(name);
+    id
+}
+
+/// PERSISTENT RESERVE OUT.
+pub(super) fn out(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8]) -> Outcome {
+    let action = cdb[1] & 0x1f;
+    if action > 6 {
+        return Sense::invalid_field(1).into();
+    }
+    if be32(cdb, 5) != 24 || list.len() != 24 {
+        return Sense::PARAMETER_LENGTH.into();
+    }
+    let (key, new_key, flags) = (be64(list, 0), be64(list, 8), list[20]);
+    // SPEC_I_PT, and APTPL: registrations do not outlive us.
+    if flags & 0x09 != 0 {
+        return Sense::invalid_parameter(20).into();
+    }
+    let port = &nexus.port;
+    let registered = state.reservations.key_of(port);
+    if action == 0 || action == 6 {
+        if action == 0 && registered.unwrap_or(0) != key {
+            return Outcome::status(Status::ReservationConflict);
+        }
+        return register(state, nexus, new_key);
+    }
+    if registered != Some(key) {
+        return Outcome::status(Status::ReservationConflict);
+    }
+    let kind = Type::of(cdb[2] & 0x0f).filter(|_| cdb[2] >> 4 == 0);
+    match action {
+        1 => reserve(state, port, kind),
+        2 => release(state, nexus, kind),
+        3 => clear(state, nexus),
+        _ => preempt(state, nexus, kind, new_key),
+    }
+}
+
+fn register(state: &mut State, nexus: &Nexus, key: u64) -> Outcome {
+    let all = &mut state.reservations;
+    let full = all.registrations.len() >= REGISTRATIONS_MAX;
+    match all.registrations.iter_mut().find(|r| r.port == nexus.port) {
+        Some(_) if key == 0 => {
+            unregister(state, nexus);
+        }
+        Some(registration) => registration.key = key,
+        None if key == 0 => {}
+        None if full => return Sense::NO_REGISTRATIONS.into(),
+        None => all.registrations.push(Registration { port: Arc::clone(&nexus.port), key }),
+    }
+    state.reservations.generation = state.reservations.generation.wrapping_add(1);
+    Outcome::good()
+}
+
+/// A registration ends; a reservation that its port held alone ends with it.
+fn unregister(state: &mut State, nexus: &Nexus) {
+    let all = &mut state.reservations;
+    all.remove(&nexus.port);
+    let Some(holder) = all.holder.clone() else { return };
+    let last = holder.kind.held_by_all() && all.registrations.is_empty();
+    if last || (!holder.kind.held_by_all() && holder.port == nexus.port) {
+        all.holder = None;
+        if holder.kind.admits_registrants() {
+            tell_registrants(state, nexus, Attention::Released);
+        }
+    }
+}
+
+fn tell_registrants(state: &mut State, except: &Nexus, what: Attention) {
+    let ports: Vec<Arc<str>> = state.reservations.registrations.iter().map(|r| Arc::clone(&r.port)).collect();
+    for port in ports {
+        if port != except.port {
+            state.tell_port(&port, except.id, what);
+        }
+    }
+}
+
+fn reserve(state: &mut State, port: &Arc<str>, kind: Option<Type>) -> Outcome {
+    let Some(kind) = kind else { return Sense::invalid_field(2).into() };
+    let all = &mut state.reservations;
+    match &all.holder {
+        None => all.holder = Some(Holder { port: Arc::clone(port), kind }),
+        Some(holder) if holder.kind == kind && all.holds(port) => {}
+        Some(_) => return Outcome::status(Status::ReservationConflict),
+    }
+    Outcome::good()
+}
+
+fn release(state: &mut State, nexus: &Nexus, kind: Option<Type>) -> Outcome {
+    let all = &mut state.reservations;
+    let Some(holder) = all.holder.clone() else { return Outcome::good() };
+    if !all.holds(&nexus.port) {
+        return Outcome::good();
+    }
+    if kind != Some(holder.kind) {
+        return Sense::INVALID_RELEASE.into();
+    }
+    all.holder = None;
+    if holder.kind.admits_registrants() {
+        tell_registrants(state, nexus, Attention::Released);
+    }
+    Outcome::good()
+}
+
+fn clear(state: &mut State, nexus: &Nexus) -> Outcome {
+    tell_registrants(state, nexus, Attention::Preempted);
+    let all = &mut state.reservations;
+    all.registrations.clear();
+    all.holder = None;
+    all.generation = all.generation.wrapping_add(1);
+    Outcome::good()
+}
+
+fn preempt(state: &mut State, nexus: &Nexus, kind: Option<Type>, key: u64) -> Outcome {
+    let all = &mut state.reservations;
+    let holder = all.holder.clone();
+    let takes = match &holder {
+        Some(h) if h.kind.held_by_all() => key == 0,
+        Some(h) => all.key_of(&h.port) == Some(key),
+        None => false,
+    };
+    if takes && kind.is_none() {
+        return Sense::invalid_field(2).into();
+    }
+    if key == 0 && !takes {
+        return Sense::invalid_parameter(8).into();
+    }
+    let removed: Vec<Arc<str>> = all
+        .registrations
+        .iter()
+        .filter(|r| r.port != nexus.port && (r.key == key || (takes && key == 0)))
+        .map(|r| Arc::clone(&r.port))
+        .collect();
+    if removed.is_empty() && !takes {
+        return Outcome::status(Status::ReservationConflict);
+    }
+    for port in &removed {
+        all.remove(port);
+    }
+    all.generation = all.generation.wrapping_add(1);
+    if takes && let (Some(kind), Some(old)) = (kind, holder) {
+        all.holder = Some(Holder { port: Arc::clone(&nexus.port), kind });
+        if old.kind != kind && old.kind.admits_registrants() {
+            tell_registrants(state, nexus, Attention::Released);
+        }
+    }
+    for port in removed {
+        state.tell_port(&port, nexus.id, Attention::RegistrationsPreempted);
+    }
+    Outcome::good()
+}
