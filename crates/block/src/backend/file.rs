@@ -218,6 +218,8 @@ impl Backend for FileBackend {
             size: self.size.load(Ordering::Relaxed),
             block: 1,
             preferred: self.alignment.max(4096) as u32,
+            // The page cache and file systems work in pages.
+            physical: self.alignment.max(4096) as u32,
             read_only: self.read_only,
             discard: self.punches.load(Ordering::Relaxed) && !self.read_only,
             fast_zero: self.zeroes.load(Ordering::Relaxed) && !self.read_only,

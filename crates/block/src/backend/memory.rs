@@ -114,6 +114,7 @@ impl Backend for MemoryBackend {
             size: self.size,
             block: 1,
             preferred: PAGE as u32,
+            physical: 1,
             read_only: false,
             discard: true,
             fast_zero: true,

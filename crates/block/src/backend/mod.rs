@@ -27,6 +27,8 @@ pub struct Geometry {
     pub block: u32,
     /// The length at whose multiples requests are best cut; a power of two.
     pub preferred: u32,
+    /// What the storage writes as one; a smaller write costs it a read. A power of two.
+    pub physical: u32,
     /// Nothing can be changed.
     pub read_only: bool,
     /// Discarding gives storage back.

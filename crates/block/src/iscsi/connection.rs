@@ -322,7 +322,7 @@ impl Connection {
             self.unasked_data(&task, &header, reader).await?;
         }
         // A command that is to send more unasked must have the right to.
-        if task.unasked_at().is_some() && self.params.initial_r2t {
+        if task.awaits_unasked() && self.params.initial_r2t {
             return Err(broken("unsolicited data, which was not agreed on"));
         }
         let mut cdb = [0; 16];
@@ -370,8 +370,9 @@ impl Connection {
         let Some(task) = task else { return self.skip(header, reader).await };
         let (transfer_tag, offset, len) = (header.get32(20), u64::from(header.get32(40)), header.data_len());
         if transfer_tag == NO_TAG {
-            if task.unasked_at() != Some(offset) {
-                return Err(broken("unsolicited data out of order"));
+            if !task.unasked_turn(header.get32(36), offset) {
+                task.fail();
+                return self.skip(header, reader).await;
             }
             self.unasked_data(&task, header, reader).await?;
             if header.is_final() {
@@ -379,8 +380,9 @@ impl Connection {
             }
             return Ok(());
         }
-        let Some(place) = task.place(transfer_tag, offset, len) else {
-            return Err(broken("data that nobody asked for"));
+        let Some(place) = task.place(transfer_tag, header.get32(36), offset, len) else {
+            task.fail();
+            return self.skip(header, reader).await;
         };
         let mut crc = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
         let mut left = len;

@@ -47,6 +47,8 @@ struct Incoming {
     asked: u64,
     /// More is coming unasked.
     unsolicited: bool,
+    /// DataSN of the next PDU of it.
+    unsolicited_sn: u32,
     bursts: HashMap<u32, Burst>,
     r2t_sn: u32,
     failed: bool,
@@ -59,6 +61,8 @@ struct Burst {
     segments: VecDeque<Segment>,
     /// Octets of the first segment that are there.
     filled: usize,
+    /// DataSN of the next PDU.
+    data_sn: u32,
 }
 
 impl Task {
@@ -104,10 +108,17 @@ impl Task {
         true
     }
 
-    /// Where the next octets that come unasked belong; `None` if none may come.
-    pub(super) fn unasked_at(&self) -> Option<u64> {
-        let incoming = self.incoming.borrow();
-        incoming.unsolicited.then_some(incoming.asked)
+    /// More will come unasked.
+    pub(super) fn awaits_unasked(&self) -> bool {
+        self.incoming.borrow().unsolicited
+    }
+
+    /// Whether a PDU with these is the next of those that come unasked.
+    pub(super) fn unasked_turn(&self, data_sn: u32, offset: u64) -> bool {
+        let mut incoming = self.incoming.borrow_mut();
+        let right = incoming.unsolicited && incoming.asked == offset && incoming.unsolicited_sn == data_sn;
+        incoming.unsolicited_sn += 1;
+        right
     }
 
     /// The last of the unasked data has come.
@@ -118,10 +129,20 @@ impl Task {
 
     /// The place for solicited octets: the part of the segment they go to first. `None` if nobody asked for
     /// them.
-    pub(super) fn place(&self, transfer_tag: u32, offset: u64, len: usize) -> Option<Place<'_>> {
-        let incoming = self.incoming.borrow();
-        let burst = incoming.bursts.get(&transfer_tag)?;
-        (burst.next == offset && len as u64 <= burst.end - burst.next).then_some(Place { task: self, transfer_tag })
+    pub(super) fn place(&self, transfer_tag: u32, data_sn: u32, offset: u64, len: usize) -> Option<Place<'_>> {
+        let mut incoming = self.incoming.borrow_mut();
+        let burst = incoming.bursts.get_mut(&transfer_tag)?;
+        let next = burst.next == offset && burst.data_sn == data_sn && len as u64 <= burst.end - burst.next;
+        burst.data_sn += 1;
+        next.then_some(Place { task: self, transfer_tag })
+    }
+
+    /// What came is not what was to come: the command fails, with what it had asked for (RFC 7143 7.9).
+    pub(super) fn fail(&self) {
+        let mut incoming = self.incoming.borrow_mut();
+        incoming.failed = true;
+        incoming.bursts.clear();
+        self.arrived.notify_one();
     }
 
     /// The initiator says that a burst has come to its end.
@@ -150,7 +171,7 @@ impl Task {
             header.set32(36, incoming.r2t_sn);
             incoming.r2t_sn += 1;
             incoming.asked = at + len;
-            let burst = Burst { next: at, end: at + len, segments: segments.into(), filled: 0 };
+            let burst = Burst { next: at, end: at + len, segments: segments.into(), filled: 0, data_sn: 0 };
             incoming.bursts.insert(transfer_tag, burst);
         }
         header.set32(40, at as u32);

@@ -66,6 +66,7 @@ impl Backend for Stripe {
             size: smallest * self.chunk * all.len() as u64,
             block: all.iter().map(|g| g.block).max().unwrap_or(1),
             preferred: all.iter().map(|g| g.preferred).max().unwrap_or(4096),
+            physical: all.iter().map(|g| g.physical).max().unwrap_or(1),
             read_only: all.iter().any(|g| g.read_only),
             discard: all.iter().all(|g| g.discard),
             fast_zero: all.iter().all(|g| g.fast_zero),

@@ -5,7 +5,7 @@ use super::{Outcome, Sense, Unit, be16};
 /// Blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_MAX: u8 = 255;
 /// Blocks of one UNMAP.
-pub(super) const UNMAP_MAX: u32 = 1 << 26;
+pub(super) const UNMAP_MAX: u32 = 1 << 20;
 /// Ranges of one UNMAP.
 pub(super) const UNMAP_RANGES_MAX: u32 = 256;
 /// Blocks of one WRITE SAME.
@@ -48,8 +48,6 @@ fn standard(name: &str) -> Vec<u8> {
     data[2] = 6; // SPC-4
     data[3] = 0x12; // HISUP, response data format 2
     data[4] = 91;
-    data[5] = 0x08; // 3PC is not offered; TPGS is not
-    data[5] = 0;
     data[7] = 0x02; // CMDQUE
     data[8..16].copy_from_slice(b"THRUWAY ");
     data[16..32].copy_from_slice(&padded::<16>(name));

@@ -200,8 +200,12 @@ async fn gather(len: usize, transfer: &dyn Transfer) -> Result<Vec<u8>, Sense> {
         data[start..start + part].copy_from_slice(&segment.as_slice()[..part]);
         seen += part;
     }
-    data.truncate(seen);
-    Ok(data)
+    if seen < len { Err(Sense::PARAMETER_LENGTH) } else { Ok(data) }
+}
+
+/// Where half of the data would mean something else than all of it, the initiator must mean what it says.
+fn exactly(len: u64, transfer: &dyn Transfer) -> Result<(), Sense> {
+    if transfer.expected() == len { Ok(()) } else { Err(Sense::INVALID_FIELD) }
 }
 
 /// A parameter list of `len` octets.
@@ -212,14 +216,12 @@ pub(super) async fn parameters(transfer: &dyn Transfer, len: usize) -> Result<Ve
     if len == 0 {
         return Ok(Vec::new());
     }
-    gather(len.min(transfer.expected() as usize), transfer).await
+    gather(len, transfer).await
 }
 
 async fn verify_same(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<Outcome, Sense> {
+    exactly(unit.block_len.into(), transfer)?;
     let block = gather(unit.block_len as usize, transfer).await?;
-    if block.len() < unit.block_len as usize {
-        return Err(Sense::PARAMETER_LENGTH);
-    }
     for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
         let there = load(unit, piece_at, piece, transfer).await?;
         for (i, found) in there.as_slice().chunks(block.len()).enumerate() {
@@ -236,11 +238,9 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
     if blocks > WRITE_SAME_MAX {
         return Err(Sense::invalid_field(10));
     }
-    let block = if command.no_data { Vec::new() } else { gather(unit.block_len as usize, transfer).await? };
     let moved = if command.no_data { 0 } else { block_len };
-    if (block.len() as u64) < moved {
-        return Err(Sense::PARAMETER_LENGTH);
-    }
+    exactly(moved, transfer)?;
+    let block = gather(moved as usize, transfer).await?;
     let _together = unit.atomic.read().await;
     let (at, len) = (command.lba * block_len, blocks * block_len);
     let backend = &*unit.export.backend;
@@ -261,15 +261,13 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     if command.blocks > COMPARE_MAX.into() {
         return Err(Sense::invalid_field(13));
     }
-    if command.blocks == 0 {
+    let len = command.blocks as usize * unit.block_len as usize;
+    exactly(2 * len as u64, transfer)?;
+    if len == 0 {
         return Ok(Outcome::good());
     }
-    let len = command.blocks as usize * unit.block_len as usize;
     let at = command.lba * u64::from(unit.block_len);
     let data = gather(2 * len, transfer).await?;
-    if data.len() < 2 * len {
-        return Err(Sense::invalid_field(13));
-    }
     let (expected, new) = data.split_at(len);
     let _alone = unit.atomic.write().await;
     for (piece_at, piece) in pieces(at, len as u64, unit.export.chunk) {

@@ -333,7 +333,7 @@ impl Unit {
     }
 
     pub(super) fn physical_exponent(&self) -> u8 {
-        let physical = self.export.geometry().preferred.max(self.block_len);
+        let physical = self.export.geometry().physical.max(self.block_len);
         (physical / self.block_len).trailing_zeros() as u8
     }
 }
