@@ -4,6 +4,7 @@
 //! the socket straight into the blocks it will be written from. Error recovery level 0: what cannot be made sense
 //! of ends the connection, after a Reject that says why.
 
+use super::iser;
 use super::login::{Params, RECEIVE_MAX};
 use super::pdu::{BHS, Header, NO_TAG, digest, op, padding, reject};
 use super::target::{Session, Targets};
@@ -22,10 +23,11 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
+use thruway_fabric::RemoteAddr;
 use tokio::sync::{Notify, watch};
 
 /// Commands of a session under way at one time: what the command window is opened for.
-const DEPTH: u32 = 128;
+pub(super) const DEPTH: u32 = 128;
 /// Commands of a session under way at one time, those beside the numbered ones with them; an initiator that sends
 /// more is cut off.
 const TASKS_MAX: usize = 2 * DEPTH as usize;
@@ -43,7 +45,7 @@ pub(super) struct Connection {
     pub chunk: u32,
     /// Memory, files.
     pub can_lend: (bool, bool),
-    outbox: Outbox,
+    pub carrier: Carrier,
     tasks: RefCell<HashMap<u32, Rc<Task>>>,
     /// Told when a command is over.
     task_done: Notify,
@@ -61,6 +63,43 @@ pub(super) struct Connection {
     unasked: Supply,
 }
 
+/// What PDUs travel on.
+pub(super) enum Carrier {
+    Tcp(Outbox),
+    Iser(Rc<iser::Queue>),
+}
+
+/// Buffers of the initiator that a command advertises (RFC 7145 7.3.4), with their keys.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Advertised {
+    /// What is to be written to the disk, from behind the immediate data on.
+    pub write: Option<RemoteAddr>,
+    /// Where what is read from the disk belongs.
+    pub read: Option<RemoteAddr>,
+}
+
+/// Where the data of a PDU is.
+pub(super) enum Input<'a> {
+    /// Next on the connection.
+    Stream(&'a mut Reader),
+    /// Here.
+    Message(&'a [u8]),
+}
+
+impl Input<'_> {
+    async fn read_exact(&mut self, out: &mut [u8]) -> io::Result<()> {
+        match self {
+            Input::Stream(reader) => reader.read_exact(out).await,
+            Input::Message(data) => {
+                let (now, later) = data.split_at_checked(out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+                out.copy_from_slice(now);
+                *data = later;
+                Ok(())
+            }
+        }
+    }
+}
+
 /// Serial numbers as the login left them.
 pub(super) struct Serials {
     pub stat_sn: u32,
@@ -68,7 +107,7 @@ pub(super) struct Serials {
 }
 
 /// What to do when a PDU has been dealt with.
-enum Flow {
+pub(super) enum Flow {
     Go,
     Stop,
 }
@@ -78,57 +117,95 @@ fn broken(what: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// Serves until the initiator logs out.
+/// What a connection is made of.
+pub(super) struct Parts {
+    pub session: Arc<Session>,
+    pub targets: Arc<Targets>,
+    pub params: Params,
+    pub serials: Serials,
+    /// Where the initiator connected to, as targets are told of.
+    pub portal: String,
+    pub closing: watch::Receiver<bool>,
+}
+
+/// Serves over TCP until the initiator logs out.
 ///
 /// # Errors
 /// If the connection is lost or the initiator breaks the protocol.
-pub(super) async fn serve(
-    session: Arc<Session>,
-    targets: Arc<Targets>,
-    (params, serials, portal): (Params, Serials, String),
-    (mut reader, writer): (Reader, Writer),
-    mut closing: watch::Receiver<bool>,
-) -> io::Result<()> {
-    let units = session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
-    let chunk = units.iter().map(|u| u.export.chunk).min().unwrap_or(64 << 10);
-    let lend = writer.can_lend() && !params.data_digest;
-    let connection = Rc::new(Connection {
-        chunk,
-        can_lend: (lend, lend),
-        outbox: Outbox::default(),
-        tasks: RefCell::default(),
-        task_done: Notify::new(),
-        numbered: Cell::new(0),
-        expected_cmd_sn: Cell::new(serials.expected_cmd_sn),
-        stat_sn: Cell::new(serials.stat_sn),
-        last_transfer_tag: Cell::new(0),
-        text: RefCell::new((NO_TAG, Vec::new())),
-        heard: Cell::new(true),
-        reads: Supply::new(chunk as usize),
-        writes: Supply::new(chunk as usize),
-        unasked: Supply::new(chunk as usize),
-        session: Arc::clone(&session),
-        targets,
-        params,
-        portal,
+pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) -> io::Result<()> {
+    let lend = writer.can_lend() && !parts.params.data_digest;
+    let closing = parts.closing.clone();
+    let connection = Connection::new(parts, Carrier::Tcp(Outbox::default()), lend);
+    let sending = Rc::clone(&connection);
+    let sender = tokio::task::spawn_local(async move {
+        if let Carrier::Tcp(outbox) = &sending.carrier {
+            outbox.run(writer).await;
+        }
     });
-    let sender = Rc::clone(&connection);
-    let sender = tokio::task::spawn_local(async move { sender.outbox.run(writer).await });
-    let result = tokio::select! {
-        result = connection.receive(&mut reader) => result,
-        () = connection.outbox.broken() => Err(io::ErrorKind::BrokenPipe.into()),
-        () = session.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
-        () = connection.ask_if_there() => Err(io::ErrorKind::TimedOut.into()),
-        () = connection.ask_to_leave(&mut closing) => Ok(()),
-    };
-    connection.tasks.borrow().values().for_each(|task| task.abort());
-    connection.outbox.close();
+    let result = connection.until_over(connection.receive(&mut reader), closing).await;
+    connection.end().await;
+    if let Carrier::Tcp(outbox) = &connection.carrier {
+        outbox.close();
+    }
     let _ = sender.await;
-    connection.until(|tasks| tasks.is_empty()).await;
     result
 }
 
 impl Connection {
+    /// A connection in full feature phase.
+    pub(super) fn new(parts: Parts, carrier: Carrier, lend: bool) -> Rc<Connection> {
+        let units = parts.session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
+        let chunk = units.iter().map(|u| u.export.chunk).min().unwrap_or(64 << 10);
+        Rc::new(Connection {
+            chunk,
+            can_lend: (lend, lend),
+            carrier,
+            tasks: RefCell::default(),
+            task_done: Notify::new(),
+            numbered: Cell::new(0),
+            expected_cmd_sn: Cell::new(parts.serials.expected_cmd_sn),
+            stat_sn: Cell::new(parts.serials.stat_sn),
+            last_transfer_tag: Cell::new(0),
+            text: RefCell::new((NO_TAG, Vec::new())),
+            heard: Cell::new(true),
+            reads: Supply::new(chunk as usize),
+            writes: Supply::new(chunk as usize),
+            unasked: Supply::new(chunk as usize),
+            session: parts.session,
+            targets: parts.targets,
+            params: parts.params,
+            portal: parts.portal,
+        })
+    }
+
+    /// Runs the receiving side until it ends, or something else ends the connection.
+    pub(super) async fn until_over(
+        &self,
+        receiving: impl Future<Output = io::Result<()>>,
+        mut closing: watch::Receiver<bool>,
+    ) -> io::Result<()> {
+        tokio::select! {
+            result = receiving => result,
+            () = self.carrier_broken() => Err(io::ErrorKind::BrokenPipe.into()),
+            () = self.session.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
+            () = self.ask_if_there() => Err(io::ErrorKind::TimedOut.into()),
+            () = self.ask_to_leave(&mut closing) => Ok(()),
+        }
+    }
+
+    async fn carrier_broken(&self) {
+        match &self.carrier {
+            Carrier::Tcp(outbox) => outbox.broken().await,
+            Carrier::Iser(queue) => queue.broken().await,
+        }
+    }
+
+    /// Ends what is under way.
+    pub(super) async fn end(&self) {
+        self.tasks.borrow().values().for_each(|task| task.abort());
+        self.until(|tasks| tasks.is_empty()).await;
+    }
+
     /// Waits until the commands under way are as wished for.
     async fn until(&self, done: impl Fn(&HashMap<u32, Rc<Task>>) -> bool) {
         loop {
@@ -167,10 +244,28 @@ impl Connection {
     }
 
     fn push(&self, mut header: Header, body: Body) {
+        self.number(&mut header);
+        match &self.carrier {
+            Carrier::Tcp(outbox) => outbox.push(message(header, body, &self.params)),
+            Carrier::Iser(queue) => queue.send(header, &body, None),
+        }
+    }
+
+    /// Answers a command over iSER and, with that, revokes a key that it advertised.
+    pub(super) fn send_response(&self, mut header: Header, body: &Body, invalidate: Option<u32>) {
+        let Carrier::Iser(queue) = &self.carrier else { return };
+        let number = self.stat_sn.get();
+        self.stat_sn.set(number.wrapping_add(1));
+        header.set32(24, number);
+        self.number(&mut header);
+        queue.send(header, body, invalidate);
+    }
+
+    /// The command window.
+    fn number(&self, header: &mut Header) {
         let expected = self.expected_cmd_sn.get();
         header.set32(28, expected);
         header.set32(32, expected.wrapping_add(DEPTH - 1 - self.numbered.get().min(DEPTH)));
-        self.outbox.push(message(header, body, &self.params));
     }
 
     fn reject(&self, reason: u8, header: &Header) {
@@ -193,12 +288,11 @@ impl Connection {
                 return Err(broken("a header whose digest is wrong"));
             }
             reader.consume(all);
-            self.heard.set(true);
             if header.data_len() > RECEIVE_MAX as usize {
                 self.reject(reject::PROTOCOL_ERROR, &header);
                 return Err(broken("a data segment longer than agreed on"));
             }
-            match self.pdu(header, reader).await? {
+            match self.pdu(header, Advertised::default(), &mut Input::Stream(reader)).await? {
                 Flow::Go => {}
                 Flow::Stop => return Ok(()),
             }
@@ -219,7 +313,14 @@ impl Connection {
         true
     }
 
-    async fn pdu(self: &Rc<Self>, header: Header, reader: &mut Reader) -> io::Result<Flow> {
+    /// Deals with a PDU.
+    pub(super) async fn pdu(
+        self: &Rc<Self>,
+        header: Header,
+        advertised: Advertised,
+        reader: &mut Input<'_>,
+    ) -> io::Result<Flow> {
+        self.heard.set(true);
         if header.op() == op::DATA_OUT {
             self.data_out(&header, reader).await?;
             return Ok(Flow::Go);
@@ -230,7 +331,7 @@ impl Connection {
             return Ok(Flow::Go);
         }
         match header.op() {
-            op::COMMAND => self.command(header, reader).await?,
+            op::COMMAND => self.command(header, advertised, reader).await?,
             op::NOP_OUT => {
                 let data = self.data(&header, reader).await?;
                 self.nop(&header, data);
@@ -265,15 +366,19 @@ impl Connection {
         padding(len) + digest
     }
 
-    async fn skip(&self, header: &Header, reader: &mut Reader) -> io::Result<()> {
+    async fn skip(&self, header: &Header, reader: &mut Input<'_>) -> io::Result<()> {
         let len = header.data_len();
-        reader.skip((len + self.tail_len(len)) as u64).await
+        match reader {
+            Input::Stream(reader) => reader.skip((len + self.tail_len(len)) as u64).await,
+            Input::Message(_) => Ok(()),
+        }
     }
 
     /// Padding and digest behind data.
-    async fn tail(&self, header: &Header, data: &[&[u8]], reader: &mut Reader) -> io::Result<()> {
+    async fn tail(&self, header: &Header, data: &[&[u8]], reader: &mut Input<'_>) -> io::Result<()> {
         let len = header.data_len();
         let tail_len = self.tail_len(len);
+        let Input::Stream(reader) = reader else { return Ok(()) };
         if tail_len == 0 {
             return Ok(());
         }
@@ -289,14 +394,19 @@ impl Connection {
     }
 
     /// The data of a PDU that is none of the long ones.
-    async fn data(&self, header: &Header, reader: &mut Reader) -> io::Result<Vec<u8>> {
+    async fn data(&self, header: &Header, reader: &mut Input<'_>) -> io::Result<Vec<u8>> {
         let mut data = vec![0; header.data_len()];
         reader.read_exact(&mut data).await?;
         self.tail(header, &[&data], reader).await?;
         Ok(data)
     }
 
-    async fn command(self: &Rc<Self>, header: Header, reader: &mut Reader) -> io::Result<()> {
+    async fn command(
+        self: &Rc<Self>,
+        header: Header,
+        advertised: Advertised,
+        reader: &mut Input<'_>,
+    ) -> io::Result<()> {
         let Some(target) = self.session.target.clone() else {
             self.skip(&header, reader).await?;
             self.reject(reject::PROTOCOL_ERROR, &header);
@@ -305,7 +415,7 @@ impl Connection {
         if self.tasks.borrow().len() >= TASKS_MAX {
             return Err(broken("more commands at one time than the window allows"));
         }
-        let task = Rc::new(Task::new(self, &header));
+        let task = Rc::new(Task::new(self, &header, advertised));
         match self.tasks.borrow_mut().entry(header.tag()) {
             Entry::Occupied(_) => return Err(broken("a task tag that is in use")),
             Entry::Vacant(place) => place.insert(Rc::clone(&task)),
@@ -333,21 +443,21 @@ impl Connection {
             let epoch = unit.as_ref().map(|u| u.epoch());
             let outcome = match &unit {
                 _ if cdb[0] == 0xa0 => report_luns(&cdb, target.report_luns()),
-                Some(unit) => unit.execute(&connection.session.nexus, &cdb, &*task).await,
+                Some(unit) => unit.execute(&connection.session.nexus, &cdb, &task).await,
                 None => no_unit(&cdb),
             };
             // The window is open again before the answer says how far.
             over.end();
             let cleared = unit.as_ref().map(|u| u.epoch()) != epoch;
             if !task.is_aborted() && !cleared {
-                task.finish(outcome);
+                task.finish(outcome).await;
             }
         });
         Ok(())
     }
 
     /// Data that comes with a command or behind it, without being asked for.
-    async fn unasked_data(&self, task: &Task, header: &Header, reader: &mut Reader) -> io::Result<()> {
+    async fn unasked_data(&self, task: &Task, header: &Header, reader: &mut Input<'_>) -> io::Result<()> {
         let mut segments = Vec::new();
         for (_, len) in pieces(0, header.data_len() as u64, self.chunk) {
             let mut segment = self.unasked.piece(len).await?;
@@ -364,7 +474,7 @@ impl Connection {
         Ok(())
     }
 
-    async fn data_out(&self, header: &Header, reader: &mut Reader) -> io::Result<()> {
+    async fn data_out(&self, header: &Header, reader: &mut Input<'_>) -> io::Result<()> {
         let task = self.tasks.borrow().get(&header.tag()).cloned();
         // Data of commands that have been aborted, or failed, is on its way still.
         let Some(task) = task else { return self.skip(header, reader).await };
@@ -413,7 +523,8 @@ impl Connection {
     }
 
     /// As [`Connection::tail`], for data whose digest has been begun.
-    async fn check_tail(&self, header: &Header, mut crc: crc_fast::Digest, reader: &mut Reader) -> io::Result<()> {
+    async fn check_tail(&self, header: &Header, mut crc: crc_fast::Digest, reader: &mut Input<'_>) -> io::Result<()> {
+        let Input::Stream(reader) = reader else { return Ok(()) };
         let pad = padding(header.data_len());
         let tail = reader.peek(pad + 4).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         crc.update(&tail[..pad]);

@@ -10,6 +10,8 @@ const TEXT_MAX: usize = 64 << 10;
 const PDUS_MAX: u32 = 64;
 /// Largest data segment that is received.
 pub const RECEIVE_MAX: u32 = 256 << 10;
+/// Largest data segment of a control message of iSER, both ways: what its buffers are made for.
+pub const ISER_DATA_MAX: u32 = 8192;
 /// Largest burst that is solicited.
 const BURST_MAX: u32 = 1 << 20;
 /// Most unsolicited data of a command.
@@ -232,7 +234,8 @@ impl Login {
             return Err(status::INITIATOR_ERROR);
         }
         if stage == OPERATIONAL && !self.declared && !self.discovery {
-            answer.push(self.receive_key(), RECEIVE_MAX);
+            let max = if self.transport == Transport::Iser { ISER_DATA_MAX } else { RECEIVE_MAX };
+            answer.push(self.receive_key(), max);
             self.declared = true;
         }
         if transit {
@@ -337,6 +340,7 @@ impl Login {
         let flag = || yes.ok_or(wrong);
         let spell = |yes| if yes { "Yes" } else { "No" };
         let said = |value: u32| Ok(Answer::Value(value.to_string()));
+        let send_max = if self.transport == Transport::Iser { ISER_DATA_MAX } else { 0xff_ffff };
         let p = &mut self.params;
         match key {
             "InitiatorName" | "InitiatorAlias" | "TargetName" | "SessionType" | "TargetAlias" => Ok(Answer::None),
@@ -351,7 +355,8 @@ impl Login {
             }
             "MaxConnections" => within(1, 65535).and_then(|_| said(1)),
             "InitialR2T" => {
-                p.initial_r2t = flag()?;
+                // Unsolicited data beyond what comes with the command saves iSER nothing.
+                p.initial_r2t = flag()? || self.transport == Transport::Iser;
                 Ok(Answer::Value(spell(p.initial_r2t).into()))
             }
             "ImmediateData" => {
@@ -359,16 +364,16 @@ impl Login {
                 Ok(Answer::Value(spell(p.immediate_data).into()))
             }
             "MaxRecvDataSegmentLength" => {
-                p.send_max = within(512, 0xff_ffff)?;
+                p.send_max = within(512, 0xff_ffff)?.min(send_max);
                 Ok(Answer::None)
             }
             "InitiatorRecvDataSegmentLength" => {
-                p.send_max = within(512, 0xff_ffff)?;
+                p.send_max = within(512, 0xff_ffff)?.min(send_max);
                 said(p.send_max)
             }
             "TargetRecvDataSegmentLength" => {
                 self.declared = true;
-                said(within(512, 0xff_ffff)?.min(RECEIVE_MAX))
+                said(within(512, 0xff_ffff)?.min(ISER_DATA_MAX))
             }
             "MaxBurstLength" => {
                 p.max_burst = within(512, 0xff_ffff)?.min(BURST_MAX);

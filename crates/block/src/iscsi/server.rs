@@ -1,9 +1,9 @@
 //! iSCSI connections over TCP, from their acceptance to the end of their login.
 
-use super::connection::{self, Serials};
-use super::login::{Identity, Login, Next, Params, Transport, refusal};
-use super::pdu::{BHS, Header, before, padding};
-use super::target::Targets;
+use super::connection::{self, DEPTH, Parts, Serials};
+use super::login::{Login, Next, Params, Transport, refusal};
+use super::pdu::{BHS, Header, padding};
+use super::target::{Session, Targets};
 use crate::net::{Address, Listener, Socket, Stream};
 use std::io;
 use std::net::SocketAddr;
@@ -108,27 +108,29 @@ impl Shared {
         let (peer, portal) = (socket.peer(), socket.local());
         let mut stream = Stream::Plain(socket.open()?);
         let login = tokio::time::timeout(LOGIN_LIMIT, self.log_in(&mut stream)).await;
-        let Some((session, params, serials)) = login.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else {
+        let Some(LoggedIn { session, params, serials }) =
+            login.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??
+        else {
             return Ok(());
         };
         let target = session.target.as_ref().map_or("discovery", |t| &t.name);
         tracing::info!(peer, initiator = session.initiator(), target, ?params, "an iSCSI initiator is served");
-        let halves = stream.split();
-        let agreed = (params, serials, portal);
-        let targets = Arc::clone(&self.targets);
-        let result =
-            connection::serve(Arc::clone(&session), targets, agreed, halves, self.closing.clone()).await;
+        let parts = Parts {
+            session: Arc::clone(&session),
+            targets: Arc::clone(&self.targets),
+            params,
+            serials,
+            portal,
+            closing: self.closing.clone(),
+        };
+        let result = connection::serve(parts, stream.split()).await;
         self.targets.close(&session);
         result
     }
 
     /// Logs in; `None` if the initiator leaves, or is refused.
-    async fn log_in(
-        &self,
-        stream: &mut Stream,
-    ) -> io::Result<Option<(Arc<super::target::Session>, Params, Serials)>> {
-        let mut login = Login::new(Transport::Tcp);
-        let mut stat_sn = 0;
+    async fn log_in(&self, stream: &mut Stream) -> io::Result<Option<LoggedIn>> {
+        let mut dialogue = Dialogue::new(Transport::Tcp);
         loop {
             let mut header = [0; BHS];
             match stream.read_exact(&mut header).await {
@@ -142,38 +144,71 @@ impl Shared {
             let mut rest = vec![0; header.ahs_len() + header.data_len() + padding(header.data_len())];
             stream.read_exact(&mut rest).await?;
             let data = &rest[header.ahs_len()..][..header.data_len()];
-            let cmd_sn = header.cmd_sn();
-            let (mut answer, text, opened) = match login.request(&header, data, &*self.targets) {
-                Next::Continue(text, answer) => (answer, text, None),
-                Next::Refuse(answer) => (answer, Vec::new(), None),
-                Next::Done(text, answer, agreed) => match self.open(*agreed) {
-                    Ok(opened) => (answer, text, Some(opened)),
-                    Err(status) => (refusal(&header, status), Vec::new(), None),
-                },
-            };
-            let refused = answer.get16(36) != 0;
-            if let Some((session, _)) = &opened {
-                answer.set16(14, session.handle);
-            }
-            answer.set32(24, stat_sn);
-            stat_sn = u32::wrapping_add(stat_sn, 1);
-            answer.set32(28, cmd_sn);
-            answer.set32(32, cmd_sn.wrapping_add(if opened.is_some() { 127 } else { 0 }));
-            debug_assert!(!before(answer.get32(32), answer.get32(28)));
-            answer.set_data_len(text.len());
+            let (answer, text, next) = dialogue.request(&header, data, &self.targets);
             let pad = [0; 3];
             stream.write_all(&[&answer.0[..], &text, &pad[..padding(text.len())]].concat()).await?;
-            if refused {
-                tracing::info!(status = answer.get16(36), "an iSCSI login is refused");
-                return Ok(None);
-            }
-            if let Some((session, params)) = opened {
-                return Ok(Some((session, params, Serials { stat_sn, expected_cmd_sn: cmd_sn })));
+            match next {
+                Step::More => {}
+                Step::Refused => return Ok(None),
+                Step::Done(logged_in) => return Ok(Some(logged_in)),
             }
         }
     }
+}
 
-    fn open(&self, (identity, params): (Identity, Params)) -> Result<(Arc<super::target::Session>, Params), u16> {
-        self.targets.open(identity).map(|session| (session, params))
+/// What a login leads to.
+pub(super) struct LoggedIn {
+    pub session: Arc<Session>,
+    pub params: Params,
+    pub serials: Serials,
+}
+
+/// What follows an answer.
+pub(super) enum Step {
+    More,
+    Refused,
+    Done(LoggedIn),
+}
+
+/// A login, with its serial numbers and the session that it leads to.
+pub(super) struct Dialogue {
+    login: Login,
+    stat_sn: u32,
+}
+
+impl Dialogue {
+    pub(super) fn new(transport: Transport) -> Dialogue {
+        Dialogue { login: Login::new(transport), stat_sn: 0 }
+    }
+
+    /// A request; the answer, its text, and what follows.
+    pub(super) fn request(&mut self, header: &Header, data: &[u8], targets: &Targets) -> (Header, Vec<u8>, Step) {
+        let cmd_sn = header.cmd_sn();
+        let (mut answer, text, opened) = match self.login.request(header, data, targets) {
+            Next::Continue(text, answer) => (answer, text, None),
+            Next::Refuse(answer) => (answer, Vec::new(), None),
+            Next::Done(text, answer, agreed) => match targets.open(agreed.0) {
+                Ok(session) => (answer, text, Some((session, agreed.1))),
+                Err(status) => (refusal(header, status), Vec::new(), None),
+            },
+        };
+        answer.set32(24, self.stat_sn);
+        self.stat_sn = self.stat_sn.wrapping_add(1);
+        answer.set32(28, cmd_sn);
+        answer.set32(32, cmd_sn.wrapping_add(if opened.is_some() { DEPTH - 1 } else { 0 }));
+        answer.set_data_len(text.len());
+        let status = answer.get16(36);
+        let step = match opened {
+            Some((session, params)) => {
+                answer.set16(14, session.handle);
+                Step::Done(LoggedIn { session, params, serials: Serials { stat_sn: self.stat_sn, expected_cmd_sn: cmd_sn } })
+            }
+            None if status != 0 => {
+                tracing::info!(status = format!("{status:#06x}"), "an iSCSI login is refused");
+                Step::Refused
+            }
+            None => Step::More,
+        };
+        (answer, text, step)
     }
 }

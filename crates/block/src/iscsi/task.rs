@@ -1,7 +1,8 @@
 //! One command under way: its data in both directions (RFC 7143 4.2.5 and 11.7).
 
-use super::connection::Connection;
+use super::connection::{Advertised, Carrier, Connection};
 use super::pdu::{Header, NO_TAG, op};
+use super::iser;
 use crate::net::Body;
 use crate::pieces::pieces;
 use crate::scsi::{Outcome, Status, Step, Transfer};
@@ -9,8 +10,10 @@ use crate::supply::Supply;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
+use smallvec::SmallVec;
 use std::rc::Rc;
 use thruway_engine::Segment;
+use thruway_fabric::RemoteAddr;
 use tokio::sync::Notify;
 
 /// A command under way.
@@ -25,6 +28,11 @@ pub(super) struct Task {
     arrived: Notify,
     aborted: Cell<bool>,
     pub lun_number: Option<u16>,
+    advertised: Advertised,
+    /// Octets that came unasked: advertised buffers begin behind them.
+    unasked_len: Cell<u64>,
+    /// RDMA Reads under way.
+    fetching: Cell<usize>,
 }
 
 /// Data-In.
@@ -66,7 +74,7 @@ struct Burst {
 }
 
 impl Task {
-    pub(super) fn new(connection: &Rc<Connection>, header: &Header) -> Task {
+    pub(super) fn new(connection: &Rc<Connection>, header: &Header, advertised: Advertised) -> Task {
         let mut lun = [0; 8];
         lun.copy_from_slice(&header.0[8..16]);
         let writes = header.0[1] & 0x20 != 0;
@@ -82,6 +90,9 @@ impl Task {
             arrived: Notify::new(),
             aborted: Cell::new(false),
             lun_number: header.lun(),
+            advertised,
+            unasked_len: Cell::new(0),
+            fetching: Cell::new(0),
         }
     }
 
@@ -103,6 +114,7 @@ impl Task {
             return false;
         }
         incoming.asked = end;
+        self.unasked_len.set(end);
         incoming.arrived.push_back((at, segment));
         self.arrived.notify_one();
         true
@@ -206,11 +218,21 @@ impl Task {
     }
 
     /// Answers the command, with its last data if that is all there is to say.
-    pub(super) fn finish(&self, outcome: Outcome) {
+    pub(super) async fn finish(&self, outcome: Outcome) {
         if !outcome.data.is_empty() {
             let mut data = outcome.data;
             data.truncate(self.expected as usize);
-            self.emit(&mut self.outgoing.borrow_mut(), Body::Octets(data));
+            match &self.connection.carrier {
+                Carrier::Tcp(_) => self.emit(&mut self.outgoing.borrow_mut(), Body::Octets(data)),
+                Carrier::Iser(queue) => {
+                    for (index, part) in data.chunks(self.connection.chunk as usize).enumerate() {
+                        let Ok(mut segment) = self.connection.reads.piece(part.len()).await else { return };
+                        segment.as_mut_slice().copy_from_slice(part);
+                        let offset = index as u64 * u64::from(self.connection.chunk);
+                        self.write_out(queue, offset, Body::Segments(SmallVec::from_iter([segment])));
+                    }
+                }
+            }
         }
         let (flags, residual) = match outcome.moved {
             moved if moved > self.expected => (0x04, moved - self.expected),
@@ -241,7 +263,51 @@ impl Task {
                 Body::Octets([&(sense.len() as u16).to_be_bytes()[..], &sense].concat())
             }
         };
-        self.connection.send_status(header, body);
+        match &self.connection.carrier {
+            Carrier::Tcp(_) => self.connection.send_status(header, body),
+            Carrier::Iser(_) => {
+                let key = self.advertised.read.or(self.advertised.write).map(|remote| remote.rkey);
+                self.connection.send_response(header, &body, key);
+            }
+        }
+    }
+
+    /// Sends a piece by RDMA Write (RFC 7145 7.3.5): into the initiator's buffer, with no PDU around it.
+    fn write_out(&self, queue: &iser::Queue, offset: u64, body: Body) {
+        let (Some(remote), Body::Segments(segments)) = (self.advertised.read, body) else { return };
+        let mut at = remote.addr.wrapping_add(offset);
+        for segment in segments {
+            let len = segment.len() as u64;
+            queue.write(segment, RemoteAddr { addr: at, ..remote });
+            at = at.wrapping_add(len);
+        }
+    }
+
+    /// Fetches what the initiator has not sent by RDMA Reads (RFC 7145 7.3.6), several at one time.
+    async fn fetch(self: &Rc<Self>) -> io::Result<()> {
+        let Some(remote) = self.advertised.write else { return Err(io::ErrorKind::InvalidData.into()) };
+        let at = self.incoming.borrow().asked;
+        let chunk = u64::from(self.connection.chunk);
+        let len = (self.expected - at).min(chunk - at % chunk);
+        let segment = self.connection.writes.piece(len as usize).await?;
+        self.incoming.borrow_mut().asked = at + len;
+        self.fetching.set(self.fetching.get() + 1);
+        let task = Rc::clone(self);
+        let source = RemoteAddr { addr: remote.addr.wrapping_add(at - self.unasked_len.get()), ..remote };
+        tokio::task::spawn_local(async move {
+            let fetched = match &task.connection.carrier {
+                Carrier::Iser(queue) => queue.read(segment, source).await,
+                Carrier::Tcp(_) => None,
+            };
+            let mut incoming = task.incoming.borrow_mut();
+            match fetched {
+                Some(segment) => incoming.arrived.push_back((at, segment)),
+                None => incoming.failed = true,
+            }
+            task.fetching.set(task.fetching.get() - 1);
+            task.arrived.notify_one();
+        });
+        Ok(())
     }
 }
 
@@ -276,7 +342,10 @@ impl Place<'_> {
     }
 }
 
-impl Transfer for Task {
+/// RDMA Reads of one command under way.
+const FETCHES_MAX: usize = 4;
+
+impl Transfer for Rc<Task> {
     fn expected(&self) -> u64 {
         self.expected
     }
@@ -287,6 +356,10 @@ impl Transfer for Task {
         }
         let room = (self.expected - offset).min(body.len() as u64) as usize;
         drop(body.split_off(room));
+        if let Carrier::Iser(queue) = &self.connection.carrier {
+            self.write_out(queue, offset, body);
+            return Box::pin(std::future::ready(Ok(())));
+        }
         let mut outgoing = self.outgoing.borrow_mut();
         outgoing.waiting.insert(offset, body);
         let mut turn = outgoing.next;
@@ -310,14 +383,21 @@ impl Transfer for Task {
                     }
                     let wanted = if self.writes { self.expected } else { 0 };
                     let all_asked = incoming.asked >= wanted;
-                    if !incoming.unsolicited && all_asked && incoming.bursts.is_empty() {
+                    if !incoming.unsolicited && all_asked && incoming.bursts.is_empty() && self.fetching.get() == 0 {
                         return None;
                     }
-                    let room = incoming.bursts.len() < self.connection.params.max_r2t as usize;
+                    let room = match self.connection.carrier {
+                        Carrier::Tcp(_) => incoming.bursts.len() < self.connection.params.max_r2t as usize,
+                        Carrier::Iser(_) => self.fetching.get() < FETCHES_MAX,
+                    };
                     !incoming.unsolicited && !all_asked && room
                 };
                 if ask {
-                    if let Err(e) = self.solicit().await {
+                    let asked = match self.connection.carrier {
+                        Carrier::Tcp(_) => self.solicit().await,
+                        Carrier::Iser(_) => self.fetch().await,
+                    };
+                    if let Err(e) = asked {
                         return Some(Err(e));
                     }
                 } else {

@@ -8,10 +8,12 @@ use std::time::Duration;
 use thruway_block::export::Spec;
 use thruway_block::net::Address;
 use thruway_block::iscsi::chap::Secrets;
+use thruway_block::iscsi::iser;
 use thruway_block::iscsi::target::{Target, Targets};
 use thruway_block::scsi::Unit;
 use thruway_block::{Export, iscsi, nbd, tls};
 use thruway_engine::Reactors;
+use thruway_fabric::Provider;
 
 /// Arguments of the block service.
 #[derive(Args)]
@@ -35,6 +37,10 @@ pub struct BlockArgs {
     /// Serve the disks by iSCSI at this address, each as a target of its own
     #[arg(long, value_name = "ADDR:PORT", requires = "block")]
     pub iscsi: Vec<SocketAddr>,
+    /// Serve the disks by iSER (iSCSI over RDMA) at this address: in user space, or with --provider verbs by
+    /// the RDMA device there
+    #[arg(long, value_name = "ADDR:PORT", requires = "block")]
+    pub iser: Vec<SocketAddr>,
     /// What the names of targets begin with; ':NAME' follows
     #[arg(long, value_name = "IQN", default_value = "iqn.2026-11.org.thruway", value_parser = parse_iqn)]
     iqn: String,
@@ -71,7 +77,7 @@ impl BlockArgs {
     ) -> Result<Option<nbd::Server>, String> {
         let mut listen = self.nbd.clone();
         if listen.is_empty() {
-            if !self.iscsi.is_empty() {
+            if !self.iscsi.is_empty() || !self.iser.is_empty() {
                 return Ok(None);
             }
             listen.push(Address::Tcp(SocketAddr::from(([127, 0, 0, 1], 10809))));
@@ -92,17 +98,10 @@ impl BlockArgs {
         nbd::Server::start(config, reactors).map(Some)
     }
 
-    fn iscsi(
-        &self,
-        exports: &[Arc<Export>],
-        anonymous: bool,
-        reactors: &Reactors,
-    ) -> Result<Option<iscsi::Server>, String> {
-        if self.iscsi.is_empty() {
-            return Ok(None);
-        }
+    /// The disks as iSCSI targets, and who may use them.
+    fn targets(&self, exports: &[Arc<Export>], anonymous: bool) -> Result<Arc<Targets>, String> {
         let secrets = self.chap.as_deref().map(Secrets::load).transpose()?;
-        if let Some(open) = self.iscsi.iter().find(|a| !a.ip().to_canonical().is_loopback())
+        if let Some(open) = self.iscsi.iter().chain(&self.iser).find(|a| !a.ip().to_canonical().is_loopback())
             && secrets.is_none()
             && !anonymous
         {
@@ -117,10 +116,34 @@ impl BlockArgs {
                 None => targets.push(Target { name, units: vec![unit] }),
             }
         }
-        let targets = Arc::new(Targets::new(targets, secrets, self.initiator.clone()));
-        let config =
-            iscsi::Config { listen: self.iscsi.clone(), targets, connections_max: self.max_connections };
+        Ok(Arc::new(Targets::new(targets, secrets, self.initiator.clone())))
+    }
+
+    fn iscsi(&self, targets: &Arc<Targets>, reactors: &Reactors) -> Result<Option<iscsi::Server>, String> {
+        if self.iscsi.is_empty() {
+            return Ok(None);
+        }
+        let (listen, targets) = (self.iscsi.clone(), Arc::clone(targets));
+        let config = iscsi::Config { listen, targets, connections_max: self.max_connections };
         iscsi::Server::start(config, reactors).map(Some)
+    }
+
+    fn iser(
+        &self,
+        targets: &Arc<Targets>,
+        fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
+        reactors: &Reactors,
+    ) -> Result<Option<iser::Server>, String> {
+        if self.iser.is_empty() {
+            return Ok(None);
+        }
+        let config = iser::Config {
+            listen: self.iser.clone(),
+            provider: fabric(&self.iser)?,
+            targets: Arc::clone(targets),
+            connections_max: self.max_connections,
+        };
+        iser::Server::start(config, reactors).map(Some)
     }
 }
 
@@ -128,6 +151,7 @@ impl BlockArgs {
 pub struct BlockService {
     nbd: Option<nbd::Server>,
     iscsi: Option<iscsi::Server>,
+    iser: Option<iser::Server>,
     exports: Vec<Arc<Export>>,
     /// Last, so that the servers' tasks end with it.
     _reactors: Reactors,
@@ -135,7 +159,11 @@ pub struct BlockService {
 
 impl BlockService {
     /// Starts what the arguments ask for; `None` if that is nothing.
-    pub fn start(args: &BlockArgs, anonymous: bool) -> Result<Option<BlockService>, String> {
+    pub fn start(
+        args: &BlockArgs,
+        anonymous: bool,
+        fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
+    ) -> Result<Option<BlockService>, String> {
         if args.block.is_empty() {
             return Ok(None);
         }
@@ -148,14 +176,19 @@ impl BlockService {
         }
         let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
-        let iscsi = args.iscsi(&exports, anonymous, &reactors)?;
-        Ok(Some(BlockService { nbd, iscsi, exports, _reactors: reactors }))
+        let targets = args.targets(&exports, anonymous)?;
+        let iscsi = args.iscsi(&targets, &reactors)?;
+        let iser = args.iser(&targets, fabric, &reactors)?;
+        Ok(Some(BlockService { nbd, iscsi, iser, exports, _reactors: reactors }))
     }
 
     /// Lets clients that can be told leave in order.
     pub fn shut_down(&self) {
         if let Some(iscsi) = &self.iscsi {
             iscsi.shut_down(Duration::from_secs(6));
+        }
+        if let Some(iser) = &self.iser {
+            iser.shut_down(Duration::from_secs(6));
         }
     }
 
@@ -170,7 +203,8 @@ impl BlockService {
     fn portals(&self) -> Vec<(&'static str, &[Address])> {
         let nbd = self.nbd.as_ref().map(|s| ("NBD", s.addresses()));
         let iscsi = self.iscsi.as_ref().map(|s| ("iSCSI", s.addresses()));
-        nbd.into_iter().chain(iscsi).collect()
+        let iser = self.iser.as_ref().map(|s| ("iSER", s.addresses()));
+        nbd.into_iter().chain(iscsi).chain(iser).collect()
     }
 
     /// The same for people, a line each.

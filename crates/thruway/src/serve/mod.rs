@@ -10,7 +10,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use std::io::{BufRead, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use thruway_fabric::{iwarp, verbs};
+use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, Export};
 
@@ -79,6 +79,15 @@ enum ServeProvider {
     Verbs,
 }
 
+/// What serves these addresses.
+fn fabric(provider: ServeProvider, listen: &[SocketAddr]) -> Result<Provider, String> {
+    Ok(match provider {
+        // A client that wants MPA's CRC asks for it.
+        ServeProvider::Iwarp => iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
+        ServeProvider::Verbs => rdma_device(listen)?.into(),
+    })
+}
+
 /// The device that serves all these addresses.
 fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
     let at = |addr: &SocketAddr| verbs::Config::at(addr.ip()).map_err(|e| e.to_string());
@@ -114,7 +123,7 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     thruway_engine::limits::raise_open_files();
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
-    let blocks = BlockService::start(&args.block, args.anonymous)?;
+    let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
     if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
         announce(None, blocks.as_ref(), args, common);
         signals.forever().next();
@@ -168,11 +177,7 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
             "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
         );
     }
-    let fabric = match args.provider {
-        // A client that wants MPA's CRC asks for it.
-        ServeProvider::Iwarp => iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
-        ServeProvider::Verbs => rdma_device(&listen)?.into(),
-    };
+    let fabric = fabric(args.provider, &listen)?;
     let daemon = Daemon::start(Config {
         listen,
         exports: args.export.clone(),
