@@ -65,3 +65,63 @@ until_there() {
     echo "$1 does not appear" >&2
     return 1
 }
+
+# The target that tests of Linux's iSCSI initiator use.
+iqn=iqn.2026-11.org.thruway:t
+
+# initiator_start: the initiator's daemon, ready when this returns.
+initiator_start() {
+    mkdir -p /run/lock/iscsi /etc/iscsi
+    echo "InitiatorName=iqn.2026-11.org.example:guest" >/etc/iscsi/initiatorname.iscsi
+    sed -i 's/^node.startup.*/node.startup = manual/' /etc/iscsi/iscsid.conf
+    iscsid -f >/tmp/iscsid.log 2>&1 &
+    local i status
+    for ((i = 0; i < 200; i++)); do
+        status=0
+        iscsiadm -m session >/dev/null 2>&1 || status=$?
+        # No sessions: it answers.
+        [[ $status == 21 ]] && return
+        read -rt 0.05 <> <(:) || true
+    done
+    echo "iscsid does not answer" >&2
+    return 1
+}
+
+# disk LUN: the block device of a unit of the only session, when it is there.
+disk() {
+    local i d
+    for ((i = 0; i < 400; i++)); do
+        d=$(ls -d /sys/class/iscsi_session/session*/device/target*/*:"$1"/block/* 2>/dev/null | head -n 1)
+        if [[ -n $d ]]; then
+            d=${d##*/}
+            [[ -b /dev/$d ]] || mknod "/dev/$d" b $(tr : ' ' <"/sys/block/$d/dev")
+            echo "/dev/$d"
+            return
+        fi
+        read -rt 0.05 <> <(:) || true
+    done
+    echo "no disk with LUN $1 appears" >&2
+    return 1
+}
+
+# file_systems ADDRESS: uses both disks through file systems, and compares what comes back from the storage.
+file_systems() {
+    local a m
+    a=$(disk 0)
+    m=$(disk 1)
+    mkfs.ext4 -qF "$a"
+    mkfs.xfs -qf "$m" 2>/dev/null
+    mkdir -p /mnt/a /mnt/m
+    [[ -e /tmp/random ]] || head -c 100M /dev/urandom >/tmp/random
+    for pair in "$a a" "$m m"; do
+        set -- $pair
+        mount "$1" "/mnt/$2"
+        cp /tmp/random "/mnt/$2/random"
+        cp -r /usr/share/zoneinfo "/mnt/$2/" 2>/dev/null || true
+        umount "/mnt/$2"
+        mount "$1" "/mnt/$2"
+        same /tmp/random "/mnt/$2/random"
+        fstrim "/mnt/$2"
+        umount "/mnt/$2"
+    done
+}

@@ -10,10 +10,11 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 19] = [
+pub const PACKAGES: [&str; 23] = [
     "bc",
     "bison",
     "build-essential",
+    "btrfs-progs",
     "busybox-static",
     "cpio",
     "flex",
@@ -24,11 +25,14 @@ pub const PACKAGES: [&str; 19] = [
     "libelf-dev",
     "libibverbs-dev",
     "librdmacm-dev",
+    "nbd-client",
+    "open-iscsi",
     "perftest",
     "qemu-system-x86",
     "rdma-core",
     "rdmacm-utils",
     "seabios",
+    "xfsprogs",
     "xz-utils",
 ];
 

@@ -462,7 +462,11 @@ impl Body {
                     if seen < at && seen + len > at {
                         rest.push(segment.split_off(at - seen));
                     }
-                    if seen < at { kept.push(segment) } else { rest.push(segment) }
+                    if seen < at {
+                        kept.push(segment)
+                    } else {
+                        rest.push(segment)
+                    }
                     seen += len;
                 }
                 *segments = kept;

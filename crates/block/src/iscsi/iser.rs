@@ -225,8 +225,7 @@ impl End {
         let read_depth = READ_DEPTH.min(attributes.max_read_depth);
         // The initiator's first octet says what it can do; ours answers.
         let flags = request.private_data().first().copied().unwrap_or(0);
-        let end =
-            End { qp, cq, posted: HashMap::new(), next_id: 0, regions: Vec::new(), slots_region, pd, device };
+        let end = End { qp, cq, posted: HashMap::new(), next_id: 0, regions: Vec::new(), slots_region, pd, device };
         for slot in 0..RECEIVES {
             end.post_receive(slot)?;
         }
@@ -482,9 +481,10 @@ impl Shared {
         let mut driver = {
             let (queue, used, closing) = (Rc::clone(&login), Rc::clone(&used), Rc::clone(&closing));
             tokio::task::spawn_local(async move {
-                let result = drive(end, &queue, arrived, used, &closing).await;
+                if let Err(error) = drive(end, &queue, arrived, used, &closing).await {
+                    tracing::info!(%peer, %error, "an iSER connection is lost");
+                }
                 queue.fail();
-                result
             })
         };
         let result = self.session(&login, &slots, &mut messages, &used, (peer, portal)).await;

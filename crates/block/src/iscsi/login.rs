@@ -184,12 +184,7 @@ impl Login {
         }
     }
 
-    fn step(
-        &mut self,
-        header: &Header,
-        data: &[u8],
-        directory: &dyn Directory,
-    ) -> Result<(Keys, bool, u8, u8), u16> {
+    fn step(&mut self, header: &Header, data: &[u8], directory: &dyn Directory) -> Result<(Keys, bool, u8, u8), u16> {
         let (transit, more) = (header.is_final(), header.0[1] & 0x40 != 0);
         let (stage, next) = (header.0[1] >> 2 & 3, header.0[1] & 3);
         self.pdus += 1;
@@ -275,13 +270,8 @@ impl Login {
         directory.admit(name, target.as_deref())?;
         let mut isid = [0; 6];
         isid.copy_from_slice(&header.0[8..14]);
-        self.identity = Some(Identity {
-            initiator: name.to_owned(),
-            isid,
-            tsih: header.get16(14),
-            cid: header.get16(20),
-            target,
-        });
+        self.identity =
+            Some(Identity { initiator: name.to_owned(), isid, tsih: header.get16(14), cid: header.get16(20), target });
         Ok(())
     }
 
@@ -350,7 +340,11 @@ impl Login {
                 // The initiator's order counts; iSER has no digests (RFC 7145 6.1).
                 let choice = value.split(',').find(|v| *v == "None" || (*v == "CRC32C" && !iser)).ok_or(wrong)?;
                 let on = choice == "CRC32C";
-                if key == "HeaderDigest" { p.header_digest = on } else { p.data_digest = on }
+                if key == "HeaderDigest" {
+                    p.header_digest = on
+                } else {
+                    p.data_digest = on
+                }
                 Ok(Answer::Value(choice.into()))
             }
             "MaxConnections" => within(1, 65535).and_then(|_| said(1)),
@@ -476,12 +470,11 @@ mod tests {
 
     #[test]
     fn refusals_say_why() {
-        let refused = |stage, next, data: &[u8]| {
-            match Login::new(Transport::Tcp).request(&header(stage, next), data, &Open) {
+        let refused =
+            |stage, next, data: &[u8]| match Login::new(Transport::Tcp).request(&header(stage, next), data, &Open) {
                 Next::Refuse(answer) => answer.get16(36),
                 other => panic!("{other:?}"),
-            }
-        };
+            };
         assert_eq!(refused(1, Some(3), &text(&[])), status::MISSING_PARAMETER);
         assert_eq!(refused(1, Some(3), &text(&NAMES[..1])), status::MISSING_PARAMETER);
         let other = [NAMES[0], ("TargetName", "iqn.x:u")];

@@ -88,7 +88,11 @@ impl Shared {
     fn spread(self: &Arc<Self>, socket: Socket, reactors: &Spreader) {
         if self.connections.fetch_add(1, Ordering::AcqRel) >= self.connections_max {
             self.connections.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!(peer = socket.peer(), limit = self.connections_max, "too many iSCSI connections; one is closed");
+            tracing::warn!(
+                peer = socket.peer(),
+                limit = self.connections_max,
+                "too many iSCSI connections; one is closed"
+            );
             return;
         }
         let Some(reactor) = reactors.least_loaded() else { return };
@@ -201,7 +205,11 @@ impl Dialogue {
         let step = match opened {
             Some((session, params)) => {
                 answer.set16(14, session.handle);
-                Step::Done(LoggedIn { session, params, serials: Serials { stat_sn: self.stat_sn, expected_cmd_sn: cmd_sn } })
+                Step::Done(LoggedIn {
+                    session,
+                    params,
+                    serials: Serials { stat_sn: self.stat_sn, expected_cmd_sn: cmd_sn },
+                })
             }
             None if status != 0 => {
                 tracing::info!(status = format!("{status:#06x}"), "an iSCSI login is refused");

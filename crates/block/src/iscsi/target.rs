@@ -121,7 +121,8 @@ impl Targets {
         }
         let same = |s: &Arc<Session>| {
             let old = &s.identity;
-            target.is_some() && (&old.initiator, &old.isid, &old.target) == (&identity.initiator, &identity.isid, &identity.target)
+            target.is_some()
+                && (&old.initiator, &old.isid, &old.target) == (&identity.initiator, &identity.isid, &identity.target)
         };
         let old: Vec<u16> = sessions.by_handle.values().filter(|s| same(s)).map(|s| s.handle).collect();
         for handle in old {

@@ -1,16 +1,16 @@
 //! One command under way: its data in both directions (RFC 7143 4.2.5 and 11.7).
 
 use super::connection::{Advertised, Carrier, Connection};
-use super::pdu::{Header, NO_TAG, op};
 use super::iser;
+use super::pdu::{Header, NO_TAG, op};
 use crate::net::Body;
 use crate::pieces::pieces;
 use crate::scsi::{Outcome, Status, Step, Transfer};
 use crate::supply::Supply;
+use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
-use smallvec::SmallVec;
 use std::rc::Rc;
 use thruway_engine::Segment;
 use thruway_fabric::RemoteAddr;

@@ -150,11 +150,7 @@ async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result
 }
 
 /// Does something with every piece that the initiator sends of `len` octets, while more arrive.
-async fn each_piece<F>(
-    len: u64,
-    transfer: &dyn Transfer,
-    work: impl Fn(Segment, u64) -> F,
-) -> Result<Outcome, Sense>
+async fn each_piece<F>(len: u64, transfer: &dyn Transfer, work: impl Fn(Segment, u64) -> F) -> Result<Outcome, Sense>
 where
     F: Future<Output = Result<(), Sense>>,
 {

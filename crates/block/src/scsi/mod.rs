@@ -15,8 +15,8 @@ mod reservation;
 mod sense;
 mod unit;
 
-pub use sense::{Sense, Status};
 pub use inquiry::absent;
+pub use sense::{Sense, Status};
 pub use unit::{Attention, Nexus, Unit};
 
 use crate::net::Body;

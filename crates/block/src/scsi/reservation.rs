@@ -88,9 +88,9 @@ impl Reservations {
     }
 
     fn holds(&self, port: &str) -> bool {
-        self.holder.as_ref().is_some_and(|h| {
-            if h.kind.held_by_all() { self.key_of(port).is_some() } else { &*h.port == port }
-        })
+        self.holder
+            .as_ref()
+            .is_some_and(|h| if h.kind.held_by_all() { self.key_of(port).is_some() } else { &*h.port == port })
     }
 
     /// Whether a command of this initiator may be done.

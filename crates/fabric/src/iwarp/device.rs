@@ -396,6 +396,11 @@ impl Context {
                 driver.hot.iter().for_each(|qp| qp.set_watched(false));
             }
         }
+        self.ask_epoll();
+    }
+
+    /// Deals with what the epoll set tells of. By whoever holds the driver.
+    fn ask_epoll(self: &Arc<Context>) {
         let mut events = [std::mem::MaybeUninit::uninit(); EVENTS_PER_TURN];
         let none = Timespec { tv_sec: 0, tv_nsec: 0 };
         let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&none)) else { return };
@@ -556,7 +561,12 @@ impl DeviceOps for Handle {
 
     fn arm(&self) -> bool {
         self.armed.store(true, Ordering::SeqCst);
-        self.driver.lock().expect("no panics under the lock").attach();
+        let mut driver = self.driver.lock().expect("no panics under the lock");
+        driver.attach();
+        // Polling a queue pair does not ask whether it has become writable, and an edge that was told of is not told
+        // of again: nothing may be left behind when the caller goes to sleep.
+        self.ask_epoll();
+        drop(driver);
         if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
             self.armed.store(false, Ordering::SeqCst);
             return false;
