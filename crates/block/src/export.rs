@@ -4,10 +4,12 @@
 //! are set on the disk or put a layer on what stands to the left of them.
 
 use crate::backend::{Backend, FileBackend, Geometry, MemoryBackend, Mode};
+use crate::cache::{self, Cache};
 use crate::layer::{Delay, Fault, Kind, Log, Overlay, Rate, Stripe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use thruway_engine::Reactors;
 
 /// A disk under a name.
 pub struct Export {
@@ -38,8 +40,8 @@ pub struct Spec {
     pub source: Source,
     /// Nobody may change it.
     pub read_only: bool,
-    /// Way to the storage.
-    pub mode: Mode,
+    /// Way to the storage; if nothing is said, past the page cache under a cache of our own, else through it.
+    pub mode: Option<Mode>,
     /// Length of pieces.
     pub chunk: u32,
     /// The iSCSI target.
@@ -69,6 +71,8 @@ pub enum Source {
 /// A layer of an export.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Layer {
+    /// Blocks in memory.
+    Cache(cache::Config),
     /// Changes go to a temporary file in this directory.
     Overlay(PathBuf),
     /// Octets per second.
@@ -100,7 +104,7 @@ impl Spec {
             name: name.into(),
             source,
             read_only: false,
-            mode: Mode::Writeback,
+            mode: None,
             chunk: CHUNK,
             target: None,
             sector: 512,
@@ -120,7 +124,7 @@ impl Spec {
                 return Ok(());
             }
             ("mode", value) => {
-                self.mode = parse_mode(value)?;
+                self.mode = Some(parse_mode(value)?);
                 return Ok(());
             }
             ("chunk", value) => {
@@ -137,6 +141,7 @@ impl Spec {
             }
             ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
             ("overlay", dir) => Layer::Overlay(dir.into()),
+            ("cache", value) => Layer::Cache(parse_cache(value)?),
             ("rate", value) => Layer::Rate(parse_size(value)?),
             ("delay", value) => {
                 let (read, write) = value.split_once('/').unwrap_or((value, value));
@@ -147,7 +152,8 @@ impl Spec {
             _ => {
                 return Err(format!(
                     "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
-                     target=NAME, sector=512|4096, overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
+                     target=NAME, sector=512|4096, cache=SIZE[:writeback][:BLOCK], \
+                     overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
                 ));
             }
         };
@@ -155,16 +161,18 @@ impl Spec {
         Ok(())
     }
 
-    /// Opens the disk and puts the layers on it.
+    /// Opens the disk and puts the layers on it; a cache is spread over the nodes of the reactors.
     ///
     /// # Errors
     /// A sentence that names the file and what is wrong with it.
-    pub fn open(&self) -> Result<Export, String> {
+    pub fn open(&self, reactors: Option<&Reactors>) -> Result<Export, String> {
         // Under an overlay nothing is changed.
         let overlaid = self.layers.iter().any(|l| matches!(l, Layer::Overlay(_)));
-        let mut backend = open_source(&self.source, self.mode, self.read_only || overlaid)?;
+        let cached = self.layers.iter().any(|l| matches!(l, Layer::Cache(_)));
+        let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
+        let mut backend = open_source(&self.source, mode, self.read_only || overlaid)?;
         for layer in &self.layers {
-            backend = put_on(layer, backend)?;
+            backend = put_on(layer, backend, reactors)?;
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
@@ -211,8 +219,13 @@ fn open_source(source: &Source, mode: Mode, read_only: bool) -> Result<Arc<dyn B
     })
 }
 
-fn put_on(layer: &Layer, below: Arc<dyn Backend>) -> Result<Arc<dyn Backend>, String> {
+fn put_on(layer: &Layer, below: Arc<dyn Backend>, reactors: Option<&Reactors>) -> Result<Arc<dyn Backend>, String> {
     Ok(match layer {
+        Layer::Cache(config) => {
+            let nodes = reactors.map_or(vec![0], Reactors::nodes);
+            let cache = Cache::new(below, config.clone(), &nodes, reactors.map(Reactors::spreader));
+            Arc::new(cache.map_err(|e| format!("cache: {e}"))?)
+        }
         Layer::Overlay(dir) => {
             let fail = |e: std::io::Error| format!("overlay in {}: {e}", dir.display());
             let changes = temporary(dir, below.geometry().size).map_err(fail)?;
@@ -257,6 +270,18 @@ fn parse_source(text: &str) -> Result<Source, String> {
         "" => Err("the path is missing; write NAME=PATH or NAME=mem:SIZE".into()),
         path => Ok(Source::Path(path.into())),
     }
+}
+
+fn parse_cache(text: &str) -> Result<cache::Config, String> {
+    let mut words = text.split(':');
+    let mut config = cache::Config::new(parse_size(words.next().unwrap_or(""))?);
+    for word in words {
+        match word {
+            "writeback" => config.write_back = true,
+            size => config.block = u32::try_from(parse_size(size)?).map_err(|_| format!("'{size}' is too large"))?,
+        }
+    }
+    Ok(config)
 }
 
 fn parse_mode(text: &str) -> Result<Mode, String> {
@@ -327,7 +352,7 @@ mod tests {
     fn the_words_of_an_export_are_read() {
         let spec =
             Spec::parse("disk=/srv/a.img,ro,mode=direct,rate=10M,delay=1ms/2ms,fault=read:0.5,log=/tmp/l").unwrap();
-        assert_eq!((spec.name.as_str(), spec.read_only, spec.mode), ("disk", true, Mode::Direct));
+        assert_eq!((spec.name.as_str(), spec.read_only, spec.mode), ("disk", true, Some(Mode::Direct)));
         assert_eq!(spec.source, Source::Path("/srv/a.img".into()));
         let delay = Layer::Delay(Duration::from_millis(1), Duration::from_millis(2));
         let layers = [Layer::Rate(10 << 20), delay, Layer::Fault(Kind::Read, 0.5), Layer::Log("/tmp/l".into())];
@@ -351,6 +376,7 @@ mod tests {
             ("a=x,fault=2", "'2'"),
             ("a=x,fault=trim:1", "'trim'"),
             ("a=x,delay=5", "'5'"),
+            ("a=x,cache=much", "'much'"),
             ("a=x,chunk=3K", "chunk"),
             ("a=stripe:64K:/one", "stripe:"),
             ("a=mem:99999999999T", "size"),

@@ -2,6 +2,7 @@
 //!
 //! - [`backend`]: what a disk is, and the disks there are: files, block devices, memory.
 //! - [`layer`]: what is put on top of any of them: overlay, stripe, rate limit, delay, faults, log.
+//! - [`cache`]: the NUMA-aware cache, a layer with blocks of its own.
 //! - [`export`]: a disk under a name, as the protocols see it; from the command line's words.
 //! - [`nbd`]: the NBD protocol.
 //! - [`scsi`], [`iscsi`]: SCSI disks, and the protocol that carries their commands.
@@ -11,6 +12,7 @@
 //! between, unless a layer keeps data of its own.
 
 pub mod backend;
+pub mod cache;
 pub mod export;
 pub mod iscsi;
 pub mod layer;

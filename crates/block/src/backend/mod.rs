@@ -134,7 +134,7 @@ impl Memory {
 /// Ranges have been checked against [`Geometry::size`] by the caller, and so have changes against
 /// [`Geometry::read_only`]; a disk that shrinks fails what is beyond its end. Operations run on any
 /// reactor, any number at one time, in any order: whoever needs an order waits for one operation before
-/// starting the next.
+/// starting the next. An operation may begin when its function is called, before it is waited for.
 pub trait Backend: Send + Sync {
     /// What the disk is like now; its size may change.
     fn geometry(&self) -> Geometry;
@@ -160,6 +160,11 @@ pub trait Backend: Send + Sync {
 
     /// The range without a copy, if that is to be had at once and worth while.
     fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
+        None
+    }
+
+    /// What there is to say of it when it has been used, for people.
+    fn report(&self) -> Option<String> {
         None
     }
 

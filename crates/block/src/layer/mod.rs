@@ -22,6 +22,11 @@ macro_rules! pass {
             self.below.geometry()
         }
     };
+    (@ report) => {
+        fn report(&self) -> Option<String> {
+            self.below.report()
+        }
+    };
     (@ flush) => {
         fn flush(&self) -> crate::backend::Op<'_, ()> {
             self.below.flush()

@@ -97,6 +97,8 @@ impl Overlay {
 }
 
 impl Backend for Overlay {
+    super::pass!(report);
+
     fn geometry(&self) -> Geometry {
         let below = self.below.geometry();
         let size = below.size.min(self.changed.len() as u64 * 64 * GRAIN);

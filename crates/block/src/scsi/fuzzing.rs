@@ -48,7 +48,7 @@ impl Transfer for Given<'_> {
 
 /// Commands of a hostile initiator with their data, one after the other, on a disk in memory.
 pub fn initiator(mut input: &[u8]) {
-    let export = Spec::parse("fuzz=mem:64K").and_then(|spec| spec.open()).expect("memory");
+    let export = Spec::parse("fuzz=mem:64K").and_then(|spec| spec.open(None)).expect("memory");
     let unit = Unit::new(Arc::new(export), 512);
     let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into() };
     unit.attach(&nexus);

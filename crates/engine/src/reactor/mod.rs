@@ -47,6 +47,24 @@ impl Spreader {
     }
 }
 
+impl Spreader {
+    /// The reactor of a memory node with the least load.
+    pub fn on_node(&self, node: u32) -> Option<Handle> {
+        let of_node = self.0.iter().filter(|r| r.2 == node);
+        let WeakHandle(start, load, node) = of_node.min_by_key(|r| r.1.load(Ordering::Relaxed))?;
+        Some(Handle { start: start.upgrade()?, load: Arc::clone(load), node: *node })
+    }
+}
+
+thread_local! {
+    static NODE: std::cell::Cell<Option<u32>> = const { std::cell::Cell::new(None) };
+}
+
+/// The memory node of the reactor that runs this task; `None` outside reactors.
+pub fn node() -> Option<u32> {
+    NODE.get()
+}
+
 /// Counts as load of its reactor while it lives.
 pub struct Load(Arc<AtomicUsize>);
 
@@ -82,8 +100,15 @@ impl Reactors {
     /// # Errors
     /// If the kernel offers no io_uring, or no thread can be started.
     pub fn start(count: Option<usize>) -> io::Result<Reactors> {
-        let nodes = topology::usable_nodes();
-        let cores: Vec<(u32, u32)> = interleave(&nodes);
+        Reactors::over(&topology::usable_nodes(), count)
+    }
+
+    /// As [`Reactors::start`], on the cores of these nodes; threads are bound if there are several.
+    ///
+    /// # Errors
+    /// As [`Reactors::start`].
+    pub fn over(nodes: &[Node], count: Option<usize>) -> io::Result<Reactors> {
+        let cores: Vec<(u32, u32)> = interleave(nodes);
         let mut set = Reactors { reactors: Vec::new(), threads: Vec::new() };
         for index in 0..count.unwrap_or(cores.len()).max(1) {
             let (node, cpu) = cores[index % cores.len()];
@@ -92,12 +117,21 @@ impl Reactors {
         Ok(set)
     }
 
+    /// The memory nodes that there are reactors on.
+    pub fn nodes(&self) -> Vec<u32> {
+        let mut nodes: Vec<u32> = self.reactors.iter().map(Handle::node).collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        nodes
+    }
+
     fn add(&mut self, index: usize, node: u32, cpu: Option<u32>) -> io::Result<()> {
         let ring = Ring::build()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let (start, started) = unbounded_channel();
         let thread = std::thread::Builder::new().name(format!("reactor {index}")).spawn(move || {
             topology::bind_thread(cpu.as_slice());
+            NODE.set(Some(node));
             LocalSet::new().block_on(&runtime, run(ring, started));
         })?;
         self.threads.push(thread);

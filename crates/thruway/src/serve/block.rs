@@ -154,7 +154,7 @@ pub struct BlockService {
     iser: Option<iser::Server>,
     exports: Vec<Arc<Export>>,
     /// Last, so that the servers' tasks end with it.
-    _reactors: Reactors,
+    reactors: Reactors,
 }
 
 impl BlockService {
@@ -167,19 +167,19 @@ impl BlockService {
         if args.block.is_empty() {
             return Ok(None);
         }
+        let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
         let mut exports: Vec<Arc<Export>> = Vec::new();
         for spec in &args.block {
             if exports.iter().any(|e| e.name == spec.name) {
                 return Err(format!("two block exports are named '{}'", spec.name));
             }
-            exports.push(Arc::new(spec.open().map_err(|e| format!("block export '{}': {e}", spec.name))?));
+            exports.push(Arc::new(spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name))?));
         }
-        let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let targets = args.targets(&exports, anonymous)?;
         let iscsi = args.iscsi(&targets, &reactors)?;
         let iser = args.iser(&targets, fabric, &reactors)?;
-        Ok(Some(BlockService { nbd, iscsi, iser, exports, _reactors: reactors }))
+        Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))
     }
 
     /// Lets clients that can be told leave in order.
@@ -189,6 +189,17 @@ impl BlockService {
         }
         if let Some(iser) = &self.iser {
             iser.shut_down(Duration::from_secs(6));
+        }
+        for export in &self.exports {
+            let (tell, told) = std::sync::mpsc::channel();
+            let disk = Arc::clone(export);
+            self.reactors.handles()[0].spawn(move || async move { drop(tell.send(disk.backend.flush().await)) });
+            if let Ok(Err(error)) = told.recv() {
+                eprintln!("thruway serve: block export '{}' could not be flushed: {error}", export.name);
+            }
+            if let Some(report) = export.backend.report() {
+                tracing::info!(export = export.name, "{report}");
+            }
         }
     }
 

@@ -1,0 +1,628 @@
+//! The NUMA-aware cache (Ren 2015, section 5.2): blocks of a disk, near the cores that use them.
+//!
+//! Every memory node has as many partitions as asked for, each with a lock, a table and an order of eviction of its
+//! own; neighbouring blocks are in one partition. A request is cut at the borders of blocks. One that is long enough
+//! is handed to a core of the node that holds most of it, once, by the core that received it. The disk below is
+//! used through blocks of our own, which direct I/O goes straight to.
+//!
+//! A block is absent, being loaded, or there; and there it is clean or dirty. What is being loaded is waited for.
+//! Dirty blocks are written out as copies, so that they can be read and changed meanwhile; a version tells whether
+//! they were. Their share is bounded: who would exceed it waits for the writing. [`Backend::flush`] writes out
+//! everything that was dirty before it and then flushes the disk. Where writes go through to the disk, the block
+//! is held until they have, so that nobody loads what is about to change.
+
+mod partition;
+pub mod policy;
+
+use crate::backend::{Backend, Extent, Geometry, Op, Zero};
+use futures_util::future::try_join_all;
+use partition::{Found, Partition, Partitions};
+use std::collections::VecDeque;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+use thruway_engine::reactor::Spreader;
+use thruway_engine::{Segment, Segments};
+use tokio::sync::{Notify, RwLock, oneshot};
+
+/// How a cache is made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Octets of all blocks together.
+    pub size: u64,
+    /// Octets of a block; a power of two of at least 4096.
+    pub block: u32,
+    /// Neighbouring blocks in one partition.
+    pub neighbours: u64,
+    /// Partitions of each node.
+    pub partitions: usize,
+    /// Writes are done when they are in the cache; the disk gets them later, at the latest with a flush.
+    pub write_back: bool,
+    /// Octets that are read ahead of a sequential reader.
+    pub read_ahead: u64,
+}
+
+impl Config {
+    /// A cache of this size, as it serves most.
+    pub fn new(size: u64) -> Config {
+        Config { size, block: 64 << 10, neighbours: 4, partitions: 16, write_back: false, read_ahead: 1 << 20 }
+    }
+}
+
+/// Requests from here on are handed to the node that holds most of them.
+const FORWARD_MIN: usize = 64 << 10;
+/// Sequential readers that are remembered.
+const STREAMS: usize = 8;
+/// Copies that are written out at one time.
+const WRITE_OUT: usize = 16;
+/// How long a block may be dirty before it is written out without need.
+const AGE: Duration = Duration::from_secs(5);
+
+/// What a cache has done.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Blocks found.
+    pub hits: AtomicU64,
+    /// Blocks loaded.
+    pub misses: AtomicU64,
+    /// Blocks that gave way to others.
+    pub evictions: AtomicU64,
+    /// Blocks loaded before they were asked for.
+    pub read_ahead: AtomicU64,
+    /// Blocks written out.
+    pub written_out: AtomicU64,
+    /// Octets copied by a core of the node that holds them.
+    pub local: AtomicU64,
+    /// Octets copied by another.
+    pub remote: AtomicU64,
+    /// Requests handed to another node.
+    pub forwarded: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+impl fmt::Display for Counters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (hits, misses) = (of(&self.hits), of(&self.misses));
+        write!(
+            f,
+            "{hits} hits, {misses} misses ({:.1} %), {} evictions, {} read ahead, {} written out; \
+             {} octets local, {} remote, {} requests forwarded",
+            100.0 * hits as f64 / (hits + misses).max(1) as f64,
+            of(&self.evictions),
+            of(&self.read_ahead),
+            of(&self.written_out),
+            of(&self.local),
+            of(&self.remote),
+            of(&self.forwarded),
+        )
+    }
+}
+
+/// A cache on a disk.
+pub struct Cache {
+    inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    below: Arc<dyn Backend>,
+    config: Config,
+    partitions: Partitions,
+    /// Reactors, to find one of another node; none if there is one node only.
+    reactors: Option<Spreader>,
+    counters: Counters,
+    /// Held alone while ranges are zeroed, which nothing else may see half done.
+    whole: RwLock<()>,
+    dirty: AtomicU64,
+    dirty_max: u64,
+    /// Told when a block has become clean.
+    cleaned: Notify,
+    copies: Segments,
+    writer_runs: AtomicBool,
+    streams: Mutex<VecDeque<u64>>,
+    this: Weak<Inner>,
+}
+
+/// A part of a request that lies in one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Part {
+    block: u64,
+    within: usize,
+    len: usize,
+}
+
+impl Cache {
+    /// A cache of a disk, spread over these memory nodes.
+    ///
+    /// # Errors
+    /// If a number makes no sense, or the memory is not to be had.
+    pub fn new(
+        below: Arc<dyn Backend>,
+        config: Config,
+        nodes: &[u32],
+        reactors: Option<Spreader>,
+    ) -> io::Result<Cache> {
+        let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        if !config.block.is_power_of_two() || !(4096..=1 << 20).contains(&config.block) {
+            return wrong("a cache's block is a power of two from 4 KiB to 1 MiB");
+        }
+        let blocks = config.size / u64::from(config.block);
+        let partitions = nodes.len() * config.partitions;
+        if config.partitions == 0 || config.neighbours == 0 || blocks < 4 * partitions as u64 {
+            return wrong("a cache has at least four blocks for each of its partitions");
+        }
+        let partitions = Partitions::new(nodes, &config, (blocks / partitions as u64) as usize)?;
+        let copies = Segments::new(WRITE_OUT, config.block as usize).map_err(io::Error::other)?;
+        let inner = Arc::new_cyclic(|this| Inner {
+            below,
+            dirty_max: config.size / 4,
+            config,
+            partitions,
+            reactors,
+            counters: Counters::default(),
+            whole: RwLock::new(()),
+            dirty: AtomicU64::new(0),
+            cleaned: Notify::new(),
+            copies,
+            writer_runs: AtomicBool::new(false),
+            streams: Mutex::default(),
+            this: Weak::clone(this),
+        });
+        Ok(Cache { inner })
+    }
+
+    /// What it has done.
+    pub fn counters(&self) -> &Counters {
+        &self.inner.counters
+    }
+}
+
+impl Inner {
+    fn block_len(&self) -> u64 {
+        self.config.block.into()
+    }
+
+    fn parts(&self, at: u64, len: usize) -> impl Iterator<Item = Part> + use<> {
+        let block_len = self.block_len();
+        let (mut position, end) = (at, at + len as u64);
+        std::iter::from_fn(move || {
+            (position < end).then(|| {
+                let within = position % block_len;
+                let len = (block_len - within).min(end - position);
+                let part = Part { block: position / block_len, within: within as usize, len: len as usize };
+                position += len;
+                part
+            })
+        })
+    }
+
+    /// Octets of a block: fewer than others' if the disk ends in it.
+    fn len_of(&self, block: u64) -> usize {
+        let size = self.below.geometry().size;
+        size.saturating_sub(block * self.block_len()).min(self.block_len()) as usize
+    }
+
+    /// The node that holds most of a range.
+    fn affinity(&self, at: u64, len: usize) -> u32 {
+        let nodes = self.partitions.nodes();
+        let mut octets = vec![0; nodes.len()];
+        for part in self.parts(at, len) {
+            octets[self.partitions.node_index(part.block)] += part.len;
+        }
+        let most = octets.iter().enumerate().max_by_key(|(_, n)| **n).map_or(0, |(index, _)| index);
+        nodes[most]
+    }
+
+    /// A reactor of the node that holds most of a range, if that is another than this one's.
+    fn elsewhere(&self, at: u64, len: usize) -> Option<thruway_engine::reactor::Handle> {
+        let reactors = self.reactors.as_ref()?;
+        if len < FORWARD_MIN || self.partitions.nodes().len() < 2 {
+            return None;
+        }
+        let node = self.affinity(at, len);
+        if thruway_engine::reactor::node() == Some(node) {
+            return None;
+        }
+        reactors.on_node(node)
+    }
+
+    /// Where octets are copied counts as near or far.
+    fn copied(&self, partition: &Partition, len: usize) {
+        let near = thruway_engine::reactor::node().is_none_or(|node| node == partition.node);
+        count(if near { &self.counters.local } else { &self.counters.remote }, len as u64);
+    }
+
+    async fn read(&self, at: u64, mut segment: Segment) -> io::Result<Segment> {
+        let _together = self.whole.read().await;
+        self.look_ahead(at, segment.len());
+        let mut rest = &mut *segment.as_mut_slice();
+        let mut missing = Vec::new();
+        for part in self.parts(at, rest.len()) {
+            let (here, later) = std::mem::take(&mut rest).split_at_mut(part.len);
+            rest = later;
+            let partition = self.partitions.of(part.block);
+            let hit = partition.lock().with(part.block, |data| here.copy_from_slice(&data[part.within..][..part.len]));
+            if hit.is_some() {
+                count(&self.counters.hits, 1);
+                self.copied(partition, part.len);
+            } else {
+                missing.push((part, here));
+            }
+        }
+        // What is not there is loaded all at one time.
+        try_join_all(missing.into_iter().map(|(part, here)| async move {
+            let partition = self.partitions.of(part.block);
+            loop {
+                self.present(part.block, true).await?;
+                let copy = |data: &mut [u8]| here.copy_from_slice(&data[part.within..][..part.len]);
+                if partition.lock().with(part.block, copy).is_some() {
+                    self.copied(partition, part.len);
+                    return Ok::<(), io::Error>(());
+                }
+            }
+        }))
+        .await?;
+        Ok(segment)
+    }
+
+    /// Makes sure that a block was there a moment ago, loading it if need be.
+    async fn present(&self, block: u64, counted: bool) -> io::Result<()> {
+        let partition = self.partitions.of(block);
+        loop {
+            let told = partition.changed.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            let found = partition.lock().claim(block);
+            match found {
+                Found::There => {
+                    if counted {
+                        count(&self.counters.hits, 1);
+                    }
+                    return Ok(());
+                }
+                Found::Busy => told.await,
+                Found::Full => self.make_room(partition).await?,
+                Found::Claimed(claim) => {
+                    if counted {
+                        count(&self.counters.misses, 1);
+                    }
+                    count(&self.counters.evictions, u64::from(claim.evicted));
+                    let mut claim = partition.guard(block, claim);
+                    let len = self.len_of(block);
+                    let (mut segment, spare) = claim.take(len);
+                    if len > 0 {
+                        segment = self.below.read(block * self.block_len(), segment).await?;
+                    }
+                    claim.fill(segment, spare);
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// All slots of a partition are dirty or in use: waits until one is not.
+    async fn make_room(&self, partition: &Partition) -> io::Result<()> {
+        let told = self.cleaned.notified();
+        tokio::pin!(told);
+        told.as_mut().enable();
+        let dirty = partition.lock().oldest_dirty(1);
+        match dirty.first() {
+            Some(block) => self.write_out(*block).await,
+            None => {
+                tokio::select! {
+                    () = &mut told => {}
+                    () = partition.changed.notified() => {}
+                }
+                Ok(())
+            }
+        }
+    }
+
+    async fn write(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        // Before anything is held: the writer that is waited for must get at everything.
+        while self.config.write_back && self.dirty.load(Ordering::Relaxed) > self.dirty_max {
+            self.wait_for_writer().await;
+        }
+        let together = self.whole.read().await;
+        if self.config.write_back {
+            self.write_in(at, &segment).await?;
+            if durable {
+                let (first, last) = (at / self.block_len(), (at + segment.len() as u64).div_ceil(self.block_len()));
+                try_join_all((first..last).map(|block| self.write_out(block))).await?;
+                drop(together);
+                return self.below.flush().await;
+            }
+            return Ok(());
+        }
+        self.write_through(at, segment, durable).await
+    }
+
+    /// Into the cache.
+    async fn write_in(&self, at: u64, segment: &Segment) -> io::Result<()> {
+        let mut offset = 0;
+        for part in self.parts(at, segment.len()) {
+            let data = &segment.as_slice()[offset..offset + part.len];
+            offset += part.len;
+            let partition = self.partitions.of(part.block);
+            let all = part.within == 0 && part.len == self.len_of(part.block);
+            loop {
+                let told = partition.changed.notified();
+                tokio::pin!(told);
+                told.as_mut().enable();
+                let change = |there: &mut [u8]| there[part.within..][..part.len].copy_from_slice(data);
+                let changed = partition.lock().change(part.block, all, change);
+                match changed {
+                    Found::There => break,
+                    Found::Busy => told.await,
+                    Found::Full => self.make_room(partition).await?,
+                    // Only a part is written: the rest must be there first.
+                    Found::Claimed(claim) => {
+                        drop(partition.guard(part.block, claim));
+                        self.present(part.block, false).await?;
+                    }
+                }
+            }
+            self.copied(partition, part.len);
+        }
+        self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
+        self.start_writer();
+        Ok(())
+    }
+
+    /// Through to the disk: the blocks are nobody else's until they are written.
+    async fn write_through(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        let data = segment.as_slice().to_vec();
+        let mut held = Vec::new();
+        for part in self.parts(at, data.len()) {
+            held.push(self.partitions.hold(part.block).await);
+        }
+        let written = self.below.write(at, segment, durable).await;
+        let mut offset = 0;
+        for (part, mut hold) in self.parts(at, data.len()).zip(held) {
+            match &written {
+                Ok(()) => hold.update(|there| there[part.within..][..part.len].copy_from_slice(&data[offset..][..part.len])),
+                // What is on the disk now is not known.
+                Err(_) => hold.forget(),
+            }
+            offset += part.len;
+        }
+        written
+    }
+
+    /// Writes a block out, if it is dirty, and waits for it if it is being written already.
+    async fn write_out(&self, block: u64) -> io::Result<()> {
+        let partition = self.partitions.of(block);
+        loop {
+            let mut copy = self.copies.reserve(1).await.segment(self.config.block as usize);
+            let told = partition.changed.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            let begun = partition.lock().begin_write_out(block, copy.as_mut_slice());
+            match begun {
+                None => return Ok(()),
+                Some(None) => {
+                    drop(copy);
+                    told.await;
+                }
+                Some(Some(version)) => {
+                    drop(copy.split_off(self.len_of(block)));
+                    let end = partition::WriteOut::new(partition, block, version);
+                    self.below.write(block * self.block_len(), copy, false).await?;
+                    end.done();
+                    count(&self.counters.written_out, 1);
+                    self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
+                    self.cleaned.notify_waiters();
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    async fn wait_for_writer(&self) {
+        let told = self.cleaned.notified();
+        tokio::pin!(told);
+        told.as_mut().enable();
+        if self.dirty.load(Ordering::Relaxed) > self.dirty_max {
+            self.start_writer();
+            // The writer may just have ended; it is looked after again before long.
+            let _ = tokio::time::timeout(Duration::from_millis(100), told).await;
+        }
+    }
+
+    /// Starts the task that writes out what has been dirty for long, or is too much.
+    fn start_writer(&self) {
+        if self.writer_runs.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let Some(this) = self.this.upgrade() else { return };
+        tokio::task::spawn_local(async move {
+            let _end = WriterEnd(Arc::clone(&this));
+            this.write_behind().await;
+        });
+    }
+
+    async fn write_behind(&self) {
+        loop {
+            let dirty = self.partitions.dirty() * self.block_len();
+            if dirty == 0 {
+                return;
+            }
+            let much = dirty > self.dirty_max / 2;
+            let age = if much { Duration::ZERO } else { AGE };
+            let blocks = self.partitions.dirty_since(age, 4 * WRITE_OUT);
+            if blocks.is_empty() {
+                tokio::time::sleep(AGE / 5).await;
+                continue;
+            }
+            let _together = self.whole.read().await;
+            if let Err(error) = try_join_all(blocks.into_iter().map(|block| self.write_out(block))).await {
+                // The blocks stay dirty: nothing is lost, and the next flush says that it fails.
+                tracing::warn!(%error, "writing out of the block cache");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        {
+            let _together = self.whole.read().await;
+            let blocks = self.partitions.dirty_since(Duration::ZERO, usize::MAX);
+            // A bounded number at a time: copies are taken for all that are started.
+            for some in blocks.chunks(WRITE_OUT) {
+                try_join_all(some.iter().map(|block| self.write_out(*block))).await?;
+            }
+        }
+        self.below.flush().await
+    }
+
+    /// Has a range zeroed below, or discarded, and then here.
+    async fn zero<'a>(&'a self, at: u64, len: u64, below: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
+        // Nothing is loaded or written out meanwhile.
+        let _alone = self.whole.write().await;
+        below().await?;
+        // What is there in part stays, what is there whole goes.
+        let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
+        self.partitions.each_in(first..last, |block, data| {
+            let start = block * self.block_len();
+            let (from, to) = (at.max(start), (at + len).min(start + self.block_len()));
+            data[(from - start) as usize..(to - start) as usize].fill(0);
+            to - from < self.block_len()
+        });
+        self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Loads what a sequential reader will ask for next.
+    fn look_ahead(&self, at: u64, len: usize) {
+        if self.config.read_ahead == 0 {
+            return;
+        }
+        let end = at + len as u64;
+        {
+            let mut streams = self.streams.lock().expect("no panics under the lock");
+            let Some(index) = streams.iter().position(|next| *next == at) else {
+                streams.truncate(STREAMS - 1);
+                streams.push_front(end);
+                return;
+            };
+            streams.remove(index);
+            streams.push_front(end);
+        }
+        let block_len = self.block_len();
+        let ahead = (end + self.config.read_ahead).min(self.below.geometry().size);
+        let blocks = end.div_ceil(block_len)..ahead / block_len;
+        let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
+        // A little at a time would be as many requests as there are readers' requests.
+        if (absent.len() as u64) * block_len * 2 < self.config.read_ahead {
+            return;
+        }
+        let Some(this) = self.this.upgrade() else { return };
+        tokio::task::spawn_local(async move {
+            let _together = this.whole.read().await;
+            count(&this.counters.read_ahead, absent.len() as u64);
+            let _ = try_join_all(absent.into_iter().map(|block| this.present(block, false))).await;
+        });
+    }
+}
+
+struct WriterEnd(Arc<Inner>);
+
+impl Drop for WriterEnd {
+    fn drop(&mut self) {
+        self.0.writer_runs.store(false, Ordering::Release);
+    }
+}
+
+/// Does something on another reactor and waits for it.
+async fn forward<T, F>(to: thruway_engine::reactor::Handle, make: impl FnOnce() -> F + Send + 'static) -> io::Result<T>
+where
+    T: Send + 'static,
+    F: Future<Output = io::Result<T>> + 'static,
+{
+    let (tell, told) = oneshot::channel();
+    to.spawn(move || {
+        let work = make();
+        async move { drop(tell.send(work.await)) }
+    });
+    told.await.map_err(|_| io::Error::other("the reactor has stopped"))?
+}
+
+impl Backend for Cache {
+    fn geometry(&self) -> Geometry {
+        self.inner.below.geometry()
+    }
+
+    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+        Box::pin(async move {
+            if let Some(to) = self.inner.elsewhere(at, segment.len()) {
+                count(&self.inner.counters.forwarded, 1);
+                let inner = Arc::clone(&self.inner);
+                return forward(to, move || async move { inner.read(at, segment).await }).await;
+            }
+            self.inner.read(at, segment).await
+        })
+    }
+
+    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        Box::pin(async move {
+            if let Some(to) = self.inner.elsewhere(at, segment.len()) {
+                count(&self.inner.counters.forwarded, 1);
+                let inner = Arc::clone(&self.inner);
+                return forward(to, move || async move { inner.write(at, segment, durable).await }).await;
+            }
+            self.inner.write(at, segment, durable).await
+        })
+    }
+
+    fn flush(&self) -> Op<'_, ()> {
+        Box::pin(self.inner.flush())
+    }
+
+    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+        Box::pin(self.inner.zero(at, len, move || self.inner.below.zero(at, len, how)))
+    }
+
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+        // What is left of a block that is only discarded in part would have to be kept, or read again: it is kept.
+        let block = self.inner.block_len();
+        let (from, to) = (at.next_multiple_of(block), (at + len) / block * block);
+        if from >= to {
+            return Box::pin(std::future::ready(Ok(())));
+        }
+        Box::pin(self.inner.zero(from, to - from, move || self.inner.below.discard(from, to - from)))
+    }
+
+    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+        Box::pin(async move {
+            // What is dirty may be where the disk still has a hole.
+            let inner = &self.inner;
+            if inner.partitions.dirty() > 0 {
+                let _together = inner.whole.read().await;
+                let blocks = at / inner.block_len()..(at + len).div_ceil(inner.block_len());
+                let dirty = inner.partitions.dirty_since(Duration::ZERO, usize::MAX);
+                for block in dirty.into_iter().filter(|block| blocks.contains(block)) {
+                    inner.write_out(block).await?;
+                }
+            }
+            inner.below.extents(at, len).await
+        })
+    }
+
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        Box::pin(async move {
+            let inner = &self.inner;
+            let _together = inner.whole.read().await;
+            let len = len.min(inner.config.size / 4) as usize;
+            try_join_all(inner.parts(at, len).map(|part| inner.present(part.block, false))).await.map(drop)
+        })
+    }
+
+    fn report(&self) -> Option<String> {
+        Some(format!("cache: {}", self.inner.counters))
+    }
+}

@@ -1,0 +1,455 @@
+//! Partitions: each a table of blocks, with their memory, under a lock of its own.
+
+use super::Config;
+use super::policy::Policy;
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use thruway_engine::pool::BlockPool;
+use thruway_engine::Segment;
+use tokio::sync::Notify;
+
+/// All partitions of a cache.
+pub(super) struct Partitions {
+    nodes: Vec<u32>,
+    partitions: Vec<Partition>,
+    per_node: usize,
+    neighbours: u64,
+}
+
+/// A partition.
+pub(super) struct Partition {
+    /// Where its memory is.
+    pub node: u32,
+    table: Mutex<Table>,
+    /// Told when a block is not busy any more.
+    pub changed: Notify,
+}
+
+/// What is behind the lock.
+pub(super) struct Table {
+    blocks: HashMap<u64, u32>,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    policy: Policy,
+    dirty: usize,
+    pool: Arc<BlockPool>,
+}
+
+struct Slot {
+    block: u64,
+    /// The memory; with whoever loads it while it is being loaded.
+    segment: Option<Segment>,
+    state: State,
+    /// Goes up with every change.
+    version: u64,
+    /// Since when it has been dirty.
+    dirty: Option<Instant>,
+    writing: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Free,
+    /// Somebody's alone: being loaded, or written through.
+    Busy,
+    There,
+}
+
+/// What a look into the table found.
+pub(super) enum Found {
+    There,
+    /// Somebody else's for now.
+    Busy,
+    /// It is not there, and there is no room.
+    Full,
+    /// It was not there; the slot is the caller's to fill.
+    Claimed(Claim),
+}
+
+/// A slot that is to be filled.
+pub(super) struct Claim {
+    slot: u32,
+    pub evicted: bool,
+}
+
+impl Partitions {
+    pub(super) fn new(nodes: &[u32], config: &Config, slots: usize) -> io::Result<Partitions> {
+        let mut partitions = Vec::new();
+        for node in nodes {
+            for _ in 0..config.partitions {
+                partitions.push(Partition::new(*node, config.block as usize, slots)?);
+            }
+        }
+        Ok(Partitions {
+            nodes: nodes.to_vec(),
+            partitions,
+            per_node: config.partitions,
+            neighbours: config.neighbours,
+        })
+    }
+
+    pub(super) fn nodes(&self) -> &[u32] {
+        &self.nodes
+    }
+
+    fn index(&self, block: u64) -> usize {
+        // Groups of neighbours go round the nodes first, so that large ranges are spread evenly.
+        let group = block / self.neighbours;
+        let nodes = self.nodes.len() as u64;
+        let (node, within) = (group % nodes, group / nodes % self.per_node as u64);
+        node as usize * self.per_node + within as usize
+    }
+
+    /// Which of the nodes holds a block.
+    pub(super) fn node_index(&self, block: u64) -> usize {
+        self.index(block) / self.per_node
+    }
+
+    pub(super) fn of(&self, block: u64) -> &Partition {
+        &self.partitions[self.index(block)]
+    }
+
+    /// Dirty blocks.
+    pub(super) fn dirty(&self) -> u64 {
+        self.partitions.iter().map(|p| p.lock().dirty as u64).sum()
+    }
+
+    /// Blocks that have been dirty for so long, at most so many.
+    pub(super) fn dirty_since(&self, age: Duration, max: usize) -> Vec<u64> {
+        let now = Instant::now();
+        let mut found = Vec::new();
+        for partition in &self.partitions {
+            let table = partition.lock();
+            let old = |slot: &&Slot| slot.dirty.is_some_and(|since| now.duration_since(since) >= age);
+            found.extend(table.slots.iter().filter(old).map(|slot| slot.block));
+            if found.len() >= max {
+                break;
+            }
+        }
+        found.truncate(max);
+        found.sort_unstable();
+        found
+    }
+
+    /// Shows every block of a range that is there to `keep`, which may change it; those it does not keep go.
+    pub(super) fn each_in(&self, range: std::ops::Range<u64>, mut keep: impl FnMut(u64, &mut [u8]) -> bool) {
+        for partition in &self.partitions {
+            let mut table = partition.lock();
+            let some: Vec<(u64, u32)> =
+                table.blocks.iter().filter(|(b, slot)| range.contains(*b) && **slot != HELD).map(|(b, s)| (*b, *s)).collect();
+            for (block, index) in some {
+                let slot = &mut table.slots[index as usize];
+                slot.version += 1;
+                let kept = slot.segment.as_mut().is_some_and(|segment| keep(block, segment.as_mut_slice()));
+                if !kept {
+                    table.release(index);
+                }
+            }
+        }
+    }
+
+    /// Waits until a block is nobody's and makes it the caller's, whether it is there or not.
+    pub(super) async fn hold(&self, block: u64) -> Hold<'_> {
+        let partition = self.of(block);
+        loop {
+            let told = partition.changed.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if let Some(hold) = partition.try_hold(block) {
+                return hold;
+            }
+            told.await;
+        }
+    }
+}
+
+impl Partition {
+    fn new(node: u32, block: usize, slots: usize) -> io::Result<Partition> {
+        let pool = BlockPool::new(slots, block).map_err(io::Error::other)?;
+        pool.bind(node);
+        let slots: Vec<Slot> = std::iter::from_fn(|| pool.try_take())
+            .map(|memory| Slot {
+                block: 0,
+                segment: Some(Segment::new(memory, block)),
+                state: State::Free,
+                version: 0,
+                dirty: None,
+                writing: false,
+            })
+            .collect();
+        let table = Table {
+            blocks: HashMap::with_capacity(slots.len()),
+            free: (0..slots.len() as u32).rev().collect(),
+            policy: Policy::new(slots.len()),
+            slots,
+            dirty: 0,
+            pool,
+        };
+        Ok(Partition { node, table: Mutex::new(table), changed: Notify::new() })
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().expect("no panics under the lock")
+    }
+
+    /// Frees the slot of a claim that comes to nothing.
+    pub(super) fn guard(&self, block: u64, claim: Claim) -> Guard<'_> {
+        Guard { partition: self, block, slot: claim.slot, done: false }
+    }
+
+    fn try_hold(&self, block: u64) -> Option<Hold<'_>> {
+        let mut table = self.lock();
+        match table.blocks.get(&block).copied() {
+            Some(HELD) => None,
+            Some(index) => {
+                let slot = &mut table.slots[index as usize];
+                if slot.state == State::Busy || slot.writing {
+                    return None;
+                }
+                slot.state = State::Busy;
+                Some(Hold { partition: self, block, slot: Some(index) })
+            }
+            // A block that is not there is held by a number that stands for no slot.
+            None => {
+                table.blocks.insert(block, HELD);
+                Some(Hold { partition: self, block, slot: None })
+            }
+        }
+    }
+}
+
+/// Stands in the table for a block that is not there and must not be loaded now.
+const HELD: u32 = u32::MAX;
+
+impl Table {
+    /// Uses a block's octets, if they are there. (A block that is being written through counts as not.)
+    pub(super) fn with(&mut self, block: u64, useit: impl FnOnce(&mut [u8])) -> Option<()> {
+        let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
+        let slot = &mut self.slots[index as usize];
+        if slot.state != State::There {
+            return None;
+        }
+        useit(slot.segment.as_mut()?.as_mut_slice());
+        self.policy.touch(index);
+        Some(())
+    }
+
+    pub(super) fn knows(&self, block: u64) -> bool {
+        self.blocks.contains_key(&block)
+    }
+
+    /// Finds a block, or a slot for it.
+    pub(super) fn claim(&mut self, block: u64) -> Found {
+        match self.blocks.get(&block) {
+            Some(&HELD) => Found::Busy,
+            Some(index) if self.slots[*index as usize].state == State::There => Found::There,
+            Some(_) => Found::Busy,
+            None => {
+                let Some((slot, evicted)) = self.room() else { return Found::Full };
+                let state = &mut self.slots[slot as usize];
+                (state.block, state.state) = (block, State::Busy);
+                state.version += 1;
+                self.blocks.insert(block, slot);
+                self.policy.insert(slot, block);
+                Found::Claimed(Claim { slot, evicted })
+            }
+        }
+    }
+
+    fn room(&mut self) -> Option<(u32, bool)> {
+        if let Some(index) = self.free.pop() {
+            // The memory of a load that failed goes back to the pool, at the latest when the kernel is done with it.
+            let slot = &mut self.slots[index as usize];
+            if slot.segment.is_none() {
+                let len = self.pool.payload_len();
+                slot.segment = self.pool.try_take().map(|memory| Segment::new(memory, len));
+            }
+            if slot.segment.is_some() {
+                return Some((index, false));
+            }
+            self.free.insert(0, index);
+        }
+        let slots = &self.slots;
+        let pinned = |slot: u32| {
+            let slot = &slots[slot as usize];
+            slot.state != State::There || slot.dirty.is_some() || slot.writing
+        };
+        let slot = self.policy.evict(pinned)?;
+        self.blocks.remove(&self.slots[slot as usize].block);
+        Some((slot, true))
+    }
+
+    /// Changes a block and makes it dirty; if `all` of it changes, it need not have been there.
+    pub(super) fn change(&mut self, block: u64, all: bool, change: impl FnOnce(&mut [u8])) -> Found {
+        let found = self.claim(block);
+        let slot = match (&found, self.blocks.get(&block)) {
+            (Found::There, Some(index)) => *index,
+            (Found::Claimed(claim), _) if all => claim.slot,
+            _ => return found,
+        };
+        let state = &mut self.slots[slot as usize];
+        state.state = State::There;
+        state.version += 1;
+        if state.dirty.is_none() {
+            state.dirty = Some(Instant::now());
+            self.dirty += 1;
+        }
+        change(state.segment.as_mut().expect("a block that is there has memory").as_mut_slice());
+        self.policy.touch(slot);
+        Found::There
+    }
+
+    /// The blocks that have been dirty longest.
+    pub(super) fn oldest_dirty(&self, max: usize) -> Vec<u64> {
+        let mut dirty: Vec<(Instant, u64)> =
+            self.slots.iter().filter(|s| !s.writing).filter_map(|s| Some((s.dirty?, s.block))).collect();
+        dirty.sort_unstable();
+        dirty.into_iter().take(max).map(|(_, block)| block).collect()
+    }
+
+    /// Copies a dirty block out. `None` if it is not dirty, `Some(None)` if it is being written already.
+    pub(super) fn begin_write_out(&mut self, block: u64, copy: &mut [u8]) -> Option<Option<u64>> {
+        let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
+        let slot = &mut self.slots[index as usize];
+        if slot.writing {
+            return Some(None);
+        }
+        slot.dirty?;
+        copy.copy_from_slice(slot.segment.as_ref()?.as_slice());
+        slot.writing = true;
+        Some(Some(slot.version))
+    }
+
+    /// Makes a slot free.
+    fn release(&mut self, index: u32) {
+        let slot = &mut self.slots[index as usize];
+        self.blocks.remove(&slot.block);
+        slot.state = State::Free;
+        if slot.dirty.take().is_some() {
+            self.dirty -= 1;
+        }
+        self.policy.remove(index);
+        self.free.push(index);
+    }
+}
+
+/// A slot being filled. If it is not, it becomes free again.
+pub(super) struct Guard<'a> {
+    partition: &'a Partition,
+    block: u64,
+    slot: u32,
+    done: bool,
+}
+
+impl Guard<'_> {
+    /// The slot's memory, cut at `len` octets, and what is behind the cut.
+    pub(super) fn take(&mut self, len: usize) -> (Segment, Segment) {
+        let taken = self.partition.lock().slots[self.slot as usize].segment.take();
+        let mut segment = taken.expect("a claimed slot has memory");
+        let mut spare = segment.split_off(len);
+        spare.as_mut_slice().fill(0);
+        (segment, spare)
+    }
+
+    /// The block is there.
+    pub(super) fn fill(mut self, mut segment: Segment, spare: Segment) {
+        segment.join(spare);
+        let mut table = self.partition.lock();
+        let slot = &mut table.slots[self.slot as usize];
+        slot.segment = Some(segment);
+        slot.state = State::There;
+        drop(table);
+        self.done = true;
+        self.partition.changed.notify_waiters();
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        if self.done {
+            return;
+        }
+        let mut table = self.partition.lock();
+        debug_assert_eq!(table.slots[self.slot as usize].block, self.block);
+        table.release(self.slot);
+        drop(table);
+        self.partition.changed.notify_waiters();
+    }
+}
+
+/// A block held while it is written through.
+pub(super) struct Hold<'a> {
+    partition: &'a Partition,
+    block: u64,
+    slot: Option<u32>,
+}
+
+impl Hold<'_> {
+    /// Changes the block's octets, if it is there.
+    pub(super) fn update(&mut self, change: impl FnOnce(&mut [u8])) {
+        let mut table = self.partition.lock();
+        if let Some(index) = self.slot
+            && let Some(segment) = &mut table.slots[index as usize].segment
+        {
+            change(segment.as_mut_slice());
+            table.slots[index as usize].version += 1;
+        }
+    }
+
+    /// The block is not there any more.
+    pub(super) fn forget(&mut self) {
+        if let Some(index) = self.slot.take() {
+            let mut table = self.partition.lock();
+            table.release(index);
+            table.blocks.insert(self.block, HELD);
+        }
+    }
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        let mut table = self.partition.lock();
+        match self.slot {
+            Some(index) => table.slots[index as usize].state = State::There,
+            None => drop(table.blocks.remove(&self.block)),
+        }
+        drop(table);
+        self.partition.changed.notify_waiters();
+    }
+}
+
+/// A block being written out. If it comes to nothing, the block stays dirty.
+pub(super) struct WriteOut<'a> {
+    partition: &'a Partition,
+    block: u64,
+    version: u64,
+    done: bool,
+}
+
+impl<'a> WriteOut<'a> {
+    pub(super) fn new(partition: &'a Partition, block: u64, version: u64) -> WriteOut<'a> {
+        WriteOut { partition, block, version, done: false }
+    }
+
+    /// It is on the disk.
+    pub(super) fn done(mut self) {
+        self.done = true;
+    }
+}
+
+impl Drop for WriteOut<'_> {
+    fn drop(&mut self) {
+        let mut table = self.partition.lock();
+        if let Some(index) = table.blocks.get(&self.block).copied().filter(|index| *index != HELD) {
+            let slot = &mut table.slots[index as usize];
+            slot.writing = false;
+            if self.done && slot.version == self.version && slot.dirty.take().is_some() {
+                table.dirty -= 1;
+            }
+        }
+        drop(table);
+        self.partition.changed.notify_waiters();
+    }
+}

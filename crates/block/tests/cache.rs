@@ -1,0 +1,355 @@
+//! The cache under a seeded simulation: many clients, a disk that answers late and out of order and forgets what was
+//! not flushed, evictions all the time, failures, crashes. Time is simulated; the same seed gives the same run.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::io;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use thruway_block::backend::{Backend, Extent, Geometry, Op, Zero};
+use thruway_block::cache::{Cache, Config};
+use thruway_engine::{Segment, Segments};
+
+const SECTOR: usize = 512;
+const SECTORS: u64 = 1024;
+const CLIENTS: u64 = 6;
+
+#[derive(Clone)]
+struct Random(Rc<Cell<u64>>);
+
+impl Random {
+    fn new(seed: u64) -> Random {
+        Random(Rc::new(Cell::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)))
+    }
+
+    fn below(&self, n: u64) -> u64 {
+        let mut x = self.0.get();
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        self.0.set(x);
+        (x >> 11) % n
+    }
+}
+
+/// A disk with a cache of its own, which it may lose.
+struct Disk {
+    state: Mutex<State>,
+}
+
+struct State {
+    durable: Vec<u8>,
+    /// What reads see.
+    current: Vec<u8>,
+    /// Writes that were done but not flushed, in order.
+    pending: Vec<(usize, Vec<u8>)>,
+    random: u64,
+    /// One write of so many fails.
+    failing: u64,
+}
+
+impl State {
+    fn draw(&mut self, n: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 11) % n
+    }
+
+    fn put(&mut self, at: u64, data: Vec<u8>) {
+        let at = at as usize;
+        self.current[at..at + data.len()].copy_from_slice(&data);
+        self.pending.push((at, data));
+    }
+}
+
+impl Disk {
+    fn new(seed: u64, failing: u64) -> Disk {
+        let durable = vec![0; SECTORS as usize * SECTOR];
+        let current = durable.clone();
+        Disk { state: Mutex::new(State { durable, current, pending: Vec::new(), random: seed | 1, failing }) }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    async fn dawdle(&self) {
+        let (turns, sleep) = {
+            let mut state = self.lock();
+            (state.draw(4), state.draw(3) == 0)
+        };
+        for _ in 0..turns {
+            tokio::task::yield_now().await;
+        }
+        if sleep {
+            let time = self.lock().draw(5);
+            tokio::time::sleep(Duration::from_millis(time)).await;
+        }
+    }
+
+    fn fails(&self) -> bool {
+        let mut state = self.lock();
+        let failing = state.failing;
+        failing > 0 && state.draw(failing) == 0
+    }
+
+    /// What is there after a loss of power: all that was flushed, and any part of the rest.
+    fn crash(&self) -> Vec<u8> {
+        let mut state = self.lock();
+        let mut all = state.durable.clone();
+        let pending = std::mem::take(&mut state.pending);
+        for (at, data) in pending {
+            for (i, sector) in data.chunks(SECTOR).enumerate() {
+                if state.draw(2) == 0 {
+                    let start = at + i * SECTOR;
+                    all[start..start + sector.len()].copy_from_slice(sector);
+                }
+            }
+        }
+        all
+    }
+}
+
+impl Backend for Disk {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: SECTORS * SECTOR as u64,
+            block: 1,
+            preferred: 4096,
+            physical: 512,
+            read_only: false,
+            discard: true,
+            fast_zero: true,
+            shared: true,
+        }
+    }
+
+    fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {
+        Box::pin(async move {
+            self.dawdle().await;
+            if self.fails() {
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            let len = segment.len();
+            segment.as_mut_slice().copy_from_slice(&self.lock().current[at as usize..at as usize + len]);
+            self.dawdle().await;
+            Ok(segment)
+        })
+    }
+
+    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        Box::pin(async move {
+            self.dawdle().await;
+            if self.fails() {
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            self.lock().put(at, segment.as_slice().to_vec());
+            self.dawdle().await;
+            if durable { self.flush().await } else { Ok(()) }
+        })
+    }
+
+    fn flush(&self) -> Op<'_, ()> {
+        Box::pin(async move {
+            self.dawdle().await;
+            let mut state = self.lock();
+            let state = &mut *state;
+            for (at, data) in state.pending.drain(..) {
+                state.durable[at..at + data.len()].copy_from_slice(&data);
+            }
+            Ok(())
+        })
+    }
+
+    fn zero(&self, at: u64, len: u64, _how: Zero) -> Op<'_, ()> {
+        Box::pin(async move {
+            self.dawdle().await;
+            self.lock().put(at, vec![0; len as usize]);
+            self.dawdle().await;
+            Ok(())
+        })
+    }
+
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.zero(at, len, Zero::empty())
+    }
+
+    fn extents(&self, _at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+        Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])))
+    }
+}
+
+fn fill(sector: &mut [u8], number: u64, version: u64) {
+    let mark = if version == 0 { 0 } else { version << 16 | number };
+    sector.chunks_mut(8).for_each(|word| word.copy_from_slice(&mark.to_le_bytes()));
+}
+
+/// The version in a sector; panics if it is torn or another sector's.
+fn version(sector: &[u8], number: u64) -> u64 {
+    let mark = u64::from_le_bytes(sector[..8].try_into().unwrap());
+    assert!(sector.chunks(8).all(|word| word == mark.to_le_bytes()), "sector {number} is torn");
+    assert!(mark == 0 || mark & 0xffff == number, "sector {number} holds another's octets: {mark:x}");
+    mark >> 16
+}
+
+/// What a client knows of a sector of its own.
+#[derive(Clone, Copy, Default, Debug)]
+struct Known {
+    /// The latest write that may have happened.
+    tried: u64,
+    /// What a read must show, unless the last write failed.
+    shown: u64,
+    unsure: bool,
+    /// What survives a crash.
+    safe: u64,
+}
+
+struct Client {
+    id: u64,
+    cache: Arc<Cache>,
+    random: Random,
+    known: Rc<std::cell::RefCell<HashMap<u64, Known>>>,
+    supply: Rc<Segments>,
+    next: u64,
+}
+
+impl Client {
+    fn own(&self) -> u64 {
+        self.random.below(SECTORS / CLIENTS) * CLIENTS + self.id
+    }
+
+    async fn step(&mut self) {
+        let sector = self.own();
+        let at = sector * SECTOR as u64;
+        match self.random.below(20) {
+            0..=8 => {
+                self.next += 1;
+                let wanted = self.next;
+                self.known.borrow_mut().entry(sector).or_default().tried = wanted;
+                let mut segment = self.supply.reserve(1).await.segment(SECTOR);
+                fill(segment.as_mut_slice(), sector, wanted);
+                let durable = self.random.below(8) == 0;
+                let result = self.cache.write(at, segment, durable).await;
+                self.settle(sector, wanted, durable, result);
+            }
+            9 => {
+                self.known.borrow_mut().entry(sector).or_default().unsure = true;
+                if self.cache.zero(at, SECTOR as u64, Zero::MAY_DISCARD).await.is_ok() {
+                    let mut known = self.known.borrow_mut();
+                    let known = known.entry(sector).or_default();
+                    // A zeroed sector shows version 0, and may again after a crash.
+                    *known = Known { shown: 0, unsure: false, safe: 0, ..*known };
+                }
+            }
+            10 => {
+                let before: Vec<(u64, Known)> = self.known.borrow().iter().map(|(s, k)| (*s, *k)).collect();
+                if self.cache.flush().await.is_ok() {
+                    let mut known = self.known.borrow_mut();
+                    for (sector, then) in before.into_iter().filter(|(s, k)| s % CLIENTS == self.id && !k.unsure) {
+                        known.get_mut(&sector).unwrap().safe = then.shown;
+                    }
+                }
+            }
+            _ => {
+                // A long read, of which only the own sectors are looked at.
+                let count = 1 + self.random.below(64).min(SECTORS - sector - 1);
+                let segment = self.supply.reserve(1).await.segment(count as usize * SECTOR);
+                let Ok(segment) = self.cache.read(at, segment).await else { return };
+                for (i, octets) in segment.as_slice().chunks(SECTOR).enumerate() {
+                    let number = sector + i as u64;
+                    let found = version(octets, number);
+                    if number % CLIENTS == self.id {
+                        let known = self.known.borrow().get(&number).copied().unwrap_or_default();
+                        assert!(known.unsure || found == known.shown, "sector {number}: {found}, {known:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    fn settle(&self, sector: u64, wanted: u64, durable: bool, result: io::Result<()>) {
+        let mut known = self.known.borrow_mut();
+        let known = known.entry(sector).or_default();
+        match result {
+            Ok(()) => {
+                (known.shown, known.unsure) = (wanted, false);
+                if durable {
+                    known.safe = wanted;
+                }
+            }
+            Err(_) => known.unsure = true,
+        }
+    }
+}
+
+fn simulate(seed: u64, write_back: bool, failing: u64) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async move {
+        let random = Random::new(seed);
+        let disk = Arc::new(Disk::new(seed, failing));
+        // Far fewer blocks than the disk has.
+        let config = Config {
+            size: 128 << 10,
+            block: 4096,
+            neighbours: 1 + random.below(3),
+            partitions: 1 + random.below(3) as usize,
+            write_back,
+            read_ahead: [0, 16 << 10][random.below(2) as usize],
+        };
+        let nodes = &[0, 1][..1 + random.below(2) as usize];
+        let cache = Arc::new(Cache::new(Arc::clone(&disk) as _, config, nodes, None).unwrap());
+        let known = Rc::default();
+        let supply = Rc::new(Segments::new(CLIENTS as usize, 64 * SECTOR).unwrap());
+        let steps = 150 + random.below(150);
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|id| {
+                let mut client = Client {
+                    id,
+                    cache: Arc::clone(&cache),
+                    random: Random::new(seed ^ (id + 1) << 32),
+                    known: Rc::clone(&known),
+                    supply: Rc::clone(&supply),
+                    next: 0,
+                };
+                tokio::task::spawn_local(async move {
+                    for _ in 0..steps {
+                        client.step().await;
+                    }
+                })
+            })
+            .collect();
+        // The power goes at some time, perhaps in the middle of everything.
+        let end = Duration::from_millis(random.below(3000));
+        let all = futures_util::future::join_all(clients);
+        match tokio::time::timeout(end, all).await {
+            Ok(done) => done.into_iter().for_each(|client| client.unwrap()),
+            Err(_) => {}
+        }
+        let known: Rc<std::cell::RefCell<HashMap<u64, Known>>> = known;
+        let left = disk.crash();
+        for (sector, known) in &*known.borrow() {
+            let at = *sector as usize * SECTOR;
+            let found = version(&left[at..at + SECTOR], *sector);
+            assert!(found >= known.safe || known.unsure, "sector {sector} lost: {found}, {known:?}, seed {seed}");
+            assert!(found <= known.tried, "sector {sector} is from the future");
+        }
+    });
+}
+
+#[test]
+fn nothing_is_lost_or_stale_in_a_write_back_cache() {
+    (1..200).for_each(|seed| simulate(seed, true, 0));
+}
+
+#[test]
+fn nothing_is_lost_or_stale_in_a_write_through_cache() {
+    (1..200).for_each(|seed| simulate(seed, false, 0));
+}
+
+#[test]
+fn failures_of_the_disk_are_told_and_lose_nothing_else() {
+    (1..150).for_each(|seed| simulate(seed, seed % 2 == 0, 12));
+}
