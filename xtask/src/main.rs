@@ -23,7 +23,8 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 3] = ["attr", "procps", "util-linux"];
+const PACKAGES: [&str; 9] =
+    ["attr", "fio", "libiscsi-bin", "libnbd-bin", "openssl", "procps", "python3-libnbd", "qemu-utils", "util-linux"];
 
 fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();

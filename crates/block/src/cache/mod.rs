@@ -385,7 +385,9 @@ impl Inner {
         let mut offset = 0;
         for (part, mut hold) in self.parts(at, data.len()).zip(held) {
             match &written {
-                Ok(()) => hold.update(|there| there[part.within..][..part.len].copy_from_slice(&data[offset..][..part.len])),
+                Ok(()) => {
+                    hold.update(|there| there[part.within..][..part.len].copy_from_slice(&data[offset..][..part.len]))
+                }
                 // What is on the disk now is not known.
                 Err(_) => hold.forget(),
             }

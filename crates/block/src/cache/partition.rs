@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use thruway_engine::pool::BlockPool;
 use thruway_engine::Segment;
+use thruway_engine::pool::BlockPool;
 use tokio::sync::Notify;
 
 /// All partitions of a cache.
@@ -82,12 +82,7 @@ impl Partitions {
                 partitions.push(Partition::new(*node, config.block as usize, slots)?);
             }
         }
-        Ok(Partitions {
-            nodes: nodes.to_vec(),
-            partitions,
-            per_node: config.partitions,
-            neighbours: config.neighbours,
-        })
+        Ok(Partitions { nodes: nodes.to_vec(), partitions, per_node: config.partitions, neighbours: config.neighbours })
     }
 
     pub(super) fn nodes(&self) -> &[u32] {
@@ -137,8 +132,12 @@ impl Partitions {
     pub(super) fn each_in(&self, range: std::ops::Range<u64>, mut keep: impl FnMut(u64, &mut [u8]) -> bool) {
         for partition in &self.partitions {
             let mut table = partition.lock();
-            let some: Vec<(u64, u32)> =
-                table.blocks.iter().filter(|(b, slot)| range.contains(*b) && **slot != HELD).map(|(b, s)| (*b, *s)).collect();
+            let some: Vec<(u64, u32)> = table
+                .blocks
+                .iter()
+                .filter(|(b, slot)| range.contains(*b) && **slot != HELD)
+                .map(|(b, s)| (*b, *s))
+                .collect();
             for (block, index) in some {
                 let slot = &mut table.slots[index as usize];
                 slot.version += 1;

@@ -2,21 +2,21 @@
 //!
 //! Requests made in one turn of the event loop are handed to the kernel together, in one system call, by a
 //! task that runs after those that made them; what completes at once (cached pages) is collected by the same
-//! call. Everything else announces itself through an eventfd, so an idle reactor sleeps.
+//! call. For everything else the event loop watches the ring's own descriptor, so an idle reactor sleeps.
 
 use crate::segment::Segment;
 use io_uring::{IoUring, opcode, squeue, types};
-use rustix::event::EventfdFlags;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::future::{Future, poll_fn};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// Entries of the submission queue; more requests wait in memory.
@@ -27,7 +27,6 @@ const UNDER_WAY_MAX: usize = 512;
 /// A ring that is not at work yet.
 pub struct Ring {
     ring: IoUring,
-    event: OwnedFd,
 }
 
 thread_local! {
@@ -84,9 +83,7 @@ impl Ring {
         let ring = IoUring::builder().setup_cqsize(2 * UNDER_WAY_MAX as u32).build(ENTRIES).map_err(|e| {
             io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
         })?;
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        ring.submitter().register_eventfd_async(event.as_raw_fd())?;
-        Ok(Ring { ring, event })
+        Ok(Ring { ring })
     }
 
     /// Makes this the ring of the calling thread. The returned task does its work.
@@ -101,30 +98,37 @@ impl Ring {
         };
         let requests = Requests(Rc::new(RefCell::new(state)));
         CURRENT.set(Some(requests.clone()));
-        drive(requests, self.event)
+        drive(requests)
     }
 }
 
-async fn drive(requests: Requests, event: OwnedFd) {
-    // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
-    let event = unsafe { AsyncFd::register(event) }.expect("an eventfd can be watched");
-    let mut count = [0u8; 8];
+async fn drive(requests: Requests) {
+    let fd = Watched(requests.0.borrow().ring.as_raw_fd(), requests.clone());
+    // SAFETY: `Watched` keeps the ring, and so the descriptor open and the same, until it is dropped with the
+    // registration.
+    let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.expect("a ring can be watched");
     poll_fn::<(), _>(|cx| {
         loop {
             let idle = requests.0.borrow_mut().turn(cx);
             if !idle {
                 continue;
             }
-            match event.poll_read_ready(cx) {
-                Poll::Ready(Ok(mut ready)) => {
-                    let _ = rustix::io::read(event.get_ref(), &mut count[..]);
-                    ready.clear_ready();
-                }
+            match fd.poll_read_ready(cx) {
+                Poll::Ready(Ok(mut ready)) => ready.clear_ready(),
                 _ => return Poll::Pending,
             }
         }
     })
     .await;
+}
+
+/// The ring's descriptor, which tells of completions.
+struct Watched(RawFd, #[expect(dead_code, reason = "keeps the ring")] Requests);
+
+impl AsRawFd for Watched {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0
+    }
 }
 
 impl State {

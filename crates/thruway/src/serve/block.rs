@@ -173,7 +173,8 @@ impl BlockService {
             if exports.iter().any(|e| e.name == spec.name) {
                 return Err(format!("two block exports are named '{}'", spec.name));
             }
-            exports.push(Arc::new(spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name))?));
+            exports
+                .push(Arc::new(spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name))?));
         }
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let targets = args.targets(&exports, anonymous)?;
