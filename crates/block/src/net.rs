@@ -312,6 +312,13 @@ impl ReadHalf {
                         either!(&**stream, s => s.readable().await)?;
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Ok(n) if 0 < n && n < out.len() => {
+                        // That was all there is. Saying so here saves asking for more in vain; what comes from now on
+                        // is a new edge.
+                        let dry = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
+                        let _ = either!(&**stream, s => s.try_io(Interest::READABLE, dry));
+                        return Ok(n);
+                    }
                     other => return other,
                 }
             },

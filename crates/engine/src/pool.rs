@@ -24,6 +24,8 @@ pub struct BlockPool {
 
 struct State {
     free: Vec<u32>,
+    /// Threads that wait for a block; telling nobody would still be a system call.
+    waiting: usize,
     /// Told, first come first served, that a block was returned.
     wakers: VecDeque<Box<dyn FnOnce() + Send>>,
 }
@@ -45,7 +47,7 @@ impl BlockPool {
             buffer,
             payload_len,
             count,
-            state: Mutex::new(State { free, wakers: VecDeque::new() }),
+            state: Mutex::new(State { free, waiting: 0, wakers: VecDeque::new() }),
             returned: Condvar::new(),
         }))
     }
@@ -94,7 +96,9 @@ impl BlockPool {
                 return Some(Block { pool: Arc::clone(self), index });
             }
             let left = deadline.checked_duration_since(Instant::now())?;
+            state.waiting += 1;
             state = self.returned.wait_timeout(state, left).expect("no panics under the lock").0;
+            state.waiting -= 1;
         }
     }
 
@@ -114,8 +118,11 @@ impl BlockPool {
         debug_assert!(!state.free.contains(&index), "a block was returned twice");
         state.free.push(index);
         let waker = state.wakers.pop_front();
+        let waited_for = state.waiting > 0;
         drop(state);
-        self.returned.notify_one();
+        if waited_for {
+            self.returned.notify_one();
+        }
         if let Some(wake) = waker {
             wake();
         }

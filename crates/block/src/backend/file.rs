@@ -6,6 +6,7 @@
 
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
 use rustix::fs::{FileType, OFlags, SeekFrom};
+use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -38,6 +39,57 @@ pub struct FileBackend {
     size: AtomicU64,
     punches: AtomicBool,
     zeroes: AtomicBool,
+    /// How what need not wait is done at once, without the ring.
+    at_once: AtOnce,
+}
+
+/// Which flag keeps a read or write through the page cache from waiting.
+struct AtOnce {
+    reads: AtomicBool,
+    writes: AtomicBool,
+    /// The file is in memory: nothing ever waits.
+    memory: bool,
+}
+
+impl AtOnce {
+    fn of(file: &File) -> AtOnce {
+        const TMPFS_MAGIC: i64 = 0x0102_1994;
+        let memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type as i64 == TMPFS_MAGIC);
+        AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(true), memory }
+    }
+
+    /// Tries to read all of the segment from cached pages. True if that is done.
+    fn read(&self, file: &File, at: u64, segment: &mut Segment) -> bool {
+        let len = segment.len();
+        let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice())];
+        self.done(&self.reads, len, |flags| rustix::io::preadv2(file, buffers, at, flags))
+    }
+
+    /// Tries to write all of the segment to cached pages. True if that is done.
+    fn write(&self, file: &File, at: u64, segment: &Segment) -> bool {
+        let buffers = &[io::IoSlice::new(segment.as_slice())];
+        self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
+    }
+
+    fn done(
+        &self,
+        offered: &AtomicBool,
+        len: usize,
+        mut call: impl FnMut(ReadWriteFlags) -> rustix::io::Result<usize>,
+    ) -> bool {
+        if !offered.load(Ordering::Relaxed) {
+            return false;
+        }
+        match call(if self.memory { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT }) {
+            Ok(done) => done == len,
+            Err(Errno::OPNOTSUPP) => {
+                offered.store(false, Ordering::Relaxed);
+                false
+            }
+            // It would have to wait, or fails: the ring finds out again.
+            Err(_) => false,
+        }
+    }
 }
 
 /// Below this, sending from the page cache costs more than a read into a block.
@@ -70,7 +122,8 @@ impl FileBackend {
         let is_device = kind == FileType::BlockDevice;
         let size = AtomicU64::new(size_of(&cached)?);
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-        Ok(FileBackend { cached, direct, mode, alignment, is_device, read_only, size, punches, zeroes })
+        let at_once = AtOnce::of(&cached);
+        Ok(FileBackend { cached, direct, mode, alignment, is_device, read_only, size, punches, zeroes, at_once })
     }
 
     /// An open file, through the page cache.
@@ -80,7 +133,6 @@ impl FileBackend {
     pub fn of(file: File) -> io::Result<FileBackend> {
         Ok(FileBackend {
             size: AtomicU64::new(size_of(&file)?),
-            cached: Arc::new(file),
             direct: None,
             mode: Mode::Writeback,
             alignment: 1,
@@ -88,6 +140,8 @@ impl FileBackend {
             read_only: false,
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
+            at_once: AtOnce::of(&file),
+            cached: Arc::new(file),
         })
     }
 
@@ -227,7 +281,10 @@ impl Backend for FileBackend {
         }
     }
 
-    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+    fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {
+        if self.mode != Mode::Direct && self.at_once.read(&self.cached, at, &mut segment) {
+            return Box::pin(std::future::ready(Ok(segment)));
+        }
         Box::pin(async move {
             let file = self.file(self.mode == Mode::Direct, at, &segment);
             let (result, mut segment) = reactor::ring().read(file, at, segment).await;
@@ -249,6 +306,9 @@ impl Backend for FileBackend {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        if self.mode == Mode::Writeback && !durable && self.at_once.write(&self.cached, at, &segment) {
+            return Box::pin(std::future::ready(Ok(())));
+        }
         Box::pin(async move {
             let file = self.file(self.mode != Mode::Writeback, at, &segment);
             // Past the page cache, or through it: written through is written down.

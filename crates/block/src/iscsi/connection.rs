@@ -23,6 +23,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
+use thruway_engine::reactor;
 use thruway_fabric::RemoteAddr;
 use tokio::sync::{Notify, watch};
 
@@ -438,7 +439,7 @@ impl Connection {
         let mut cdb = [0; 16];
         cdb.copy_from_slice(&header.0[32..48]);
         let unit = target.unit(task.lun_number).cloned();
-        tokio::task::spawn_local(async move {
+        reactor::start(async move {
             let connection = &over.connection;
             let epoch = unit.as_ref().map(|u| u.epoch());
             let outcome = match &unit {

@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use thruway_engine::Segment;
+use thruway_engine::{Segment, reactor};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Requests of a connection under way at one time; then it is not read from.
@@ -90,7 +90,7 @@ impl Connection {
             // No other request has a payload that is understood.
             reader.skip(payload).await?;
             let connection = Rc::clone(self);
-            tokio::task::spawn_local(async move {
+            reactor::start(async move {
                 match connection.check(&request, extended) {
                     Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "no payload belongs here"),
                     Ok(()) => connection.execute(request).await,
@@ -357,7 +357,7 @@ impl Connection {
             let mut segment = self.writes.piece(len).await?;
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
-            tokio::task::spawn_local(async move {
+            reactor::start(async move {
                 let result = write.connection.backend().write(at, segment, durable && single).await;
                 if let Err(e) = result {
                     write.failed.set(Some(e));

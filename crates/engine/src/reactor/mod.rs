@@ -160,6 +160,17 @@ impl Drop for Reactors {
     }
 }
 
+/// Runs a task as far as it goes without waiting, and the rest of it on its own. Most requests of a service have no
+/// rest, and cost no task.
+pub fn start(task: impl Future<Output = ()> + 'static) {
+    let mut task = Box::pin(task);
+    // Whatever it waits for learns of the task that it becomes when that polls it for the first time.
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    if task.as_mut().poll(&mut cx).is_pending() {
+        tokio::task::spawn_local(task);
+    }
+}
+
 /// Cores, one of each node in turn.
 fn interleave(nodes: &[Node]) -> Vec<(u32, u32)> {
     let longest = nodes.iter().map(|n| n.cpus.len()).max().unwrap_or(0);
