@@ -10,7 +10,8 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::rc::Rc;
-use thruway_engine::Segment;
+use std::time::{Duration, Instant};
+use thruway_engine::{Segment, reactor};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_rustls::server::TlsStream;
@@ -122,7 +123,7 @@ impl Listener {
 /// A failed accept is the peer's doing, or a shortage that passes.
 async fn pause(error: &io::Error) {
     tracing::warn!(%error, "accepting a connection");
-    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
 }
 
 /// Removes a socket that nobody listens at any more.
@@ -178,7 +179,7 @@ impl Socket {
                 stream.set_nodelay(true)?;
                 // A peer that has gone without a word is found out, in the end.
                 sockopt::set_socket_keepalive(&stream, true)?;
-                sockopt::set_tcp_keepidle(&stream, std::time::Duration::from_secs(60))?;
+                sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60))?;
                 Ok(Plain::Tcp(TcpStream::from_std(stream)?))
             }
             Socket::Unix(stream) => {
@@ -276,7 +277,10 @@ impl Stream {
         match self {
             Stream::Plain(stream) => {
                 let stream = Rc::new(stream);
-                (Reader::new(ReadHalf::Plain(Rc::clone(&stream))), Writer(WriteHalf::Plain(stream)))
+                (
+                    Reader::new(ReadHalf::Plain(Rc::clone(&stream), Patience::default())),
+                    Writer(WriteHalf::Plain(stream)),
+                )
             }
             Stream::Tls(stream) => {
                 let (read, write) = tokio::io::split(*stream);
@@ -295,8 +299,47 @@ pub struct Reader {
 }
 
 enum ReadHalf {
-    Plain(Rc<Plain>),
+    Plain(Rc<Plain>, Patience),
     Tls(tokio::io::ReadHalf<TlsStream<Plain>>),
+}
+
+/// How long to spin for what comes next before sleeping: longer while that pays, not at all while it does not.
+#[derive(Default)]
+struct Patience(Duration);
+
+/// The longest that is spun.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+
+impl Patience {
+    /// Spins, if it has paid lately and nobody else wants the thread. `None` if nothing came.
+    async fn spin(&mut self, stream: &Plain, out: &mut [u8]) -> Option<io::Result<usize>> {
+        if self.0.is_zero() || !reactor::is_alone() {
+            return None;
+        }
+        // What there is to send goes first.
+        tokio::task::yield_now().await;
+        let start = Instant::now();
+        while start.elapsed() < self.0 {
+            let flags = rustix::net::RecvFlags::DONTWAIT;
+            match either!(stream, s => rustix::net::recv(s, &mut *out, flags)) {
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => std::hint::spin_loop(),
+                Ok((n, _)) => return Some(Ok(n)),
+                Err(e) => return Some(Err(e.into())),
+            }
+        }
+        self.0 /= 2;
+        if self.0 < Duration::from_micros(2) {
+            self.0 = Duration::ZERO;
+        }
+        None
+    }
+
+    /// Slept so long until something came.
+    fn slept(&mut self, time: Duration) {
+        if time < SPIN_MAX {
+            self.0 = (self.0 + SPIN_MAX / 4).min(SPIN_MAX);
+        }
+    }
 }
 
 /// Octets read ahead.
@@ -305,11 +348,16 @@ const READ_AHEAD: usize = 64 << 10;
 impl ReadHalf {
     async fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         match self {
-            ReadHalf::Plain(stream) => loop {
+            ReadHalf::Plain(stream, patience) => loop {
                 let result = either!(&**stream, s => s.try_read(out));
                 match result {
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                        if let Some(result) = patience.spin(stream, out).await {
+                            return result;
+                        }
+                        let start = Instant::now();
                         either!(&**stream, s => s.readable().await)?;
+                        patience.slept(start.elapsed());
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     Ok(n) if 0 < n && n < out.len() => {

@@ -58,6 +58,12 @@ impl Spreader {
 
 thread_local! {
     static NODE: std::cell::Cell<Option<u32>> = const { std::cell::Cell::new(None) };
+    static OWN_LOAD: std::cell::RefCell<Option<Arc<AtomicUsize>>> = const { std::cell::RefCell::new(None) };
+}
+
+/// The reactor that runs this task has a load of one: whoever asks may spin, because nobody waits for the thread.
+pub fn is_alone() -> bool {
+    OWN_LOAD.with_borrow(|load| load.as_ref().is_some_and(|load| load.load(Ordering::Relaxed) == 1))
 }
 
 /// The memory node of the reactor that runs this task; `None` outside reactors.
@@ -129,13 +135,16 @@ impl Reactors {
         let ring = Ring::build()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let (start, started) = unbounded_channel();
+        let load: Arc<AtomicUsize> = Arc::default();
+        let own = Arc::clone(&load);
         let thread = std::thread::Builder::new().name(format!("reactor {index}")).spawn(move || {
             topology::bind_thread(cpu.as_slice());
             NODE.set(Some(node));
+            OWN_LOAD.set(Some(own));
             LocalSet::new().block_on(&runtime, run(ring, started));
         })?;
         self.threads.push(thread);
-        self.reactors.push(Handle { start, load: Arc::default(), node });
+        self.reactors.push(Handle { start, load, node });
         Ok(())
     }
 
