@@ -136,7 +136,7 @@ fn sanitize() -> Result<(), String> {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
     let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
-                -p thruway-fabric -p thruway-engine -p thruway-transfer";
+                -p thruway-fabric -p thruway-engine -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
 }

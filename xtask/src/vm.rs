@@ -10,13 +10,14 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 23] = [
+pub const PACKAGES: [&str; 25] = [
     "bc",
     "bison",
     "build-essential",
     "btrfs-progs",
     "busybox-static",
     "cpio",
+    "dmsetup",
     "flex",
     "ibverbs-providers",
     "ibverbs-utils",
@@ -32,6 +33,7 @@ pub const PACKAGES: [&str; 23] = [
     "rdma-core",
     "rdmacm-utils",
     "seabios",
+    "sg3-utils",
     "xfsprogs",
     "xz-utils",
 ];

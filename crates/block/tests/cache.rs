@@ -324,9 +324,8 @@ fn simulate(seed: u64, write_back: bool, failing: u64) {
         // The power goes at some time, perhaps in the middle of everything.
         let end = Duration::from_millis(random.below(3000));
         let all = futures_util::future::join_all(clients);
-        match tokio::time::timeout(end, all).await {
-            Ok(done) => done.into_iter().for_each(|client| client.unwrap()),
-            Err(_) => {}
+        if let Ok(done) = tokio::time::timeout(end, all).await {
+            done.into_iter().for_each(|client| client.unwrap());
         }
         let known: Rc<std::cell::RefCell<HashMap<u64, Known>>> = known;
         let left = disk.crash();

@@ -3,7 +3,10 @@
 mod conformance;
 
 use conformance::Lab;
+use std::sync::Arc;
+use std::time::Duration;
 use thruway_fabric::iwarp::{Config, ReadyToReceive};
+use thruway_fabric::{Access, Buffer};
 
 fn lab(a: Config, b: Config) -> Lab {
     Lab::new(a.open().unwrap(), b.open().unwrap())
@@ -79,4 +82,41 @@ fn silence_and_nonsense_in_set_up_harm_nobody() {
 #[test]
 fn a_thousand_connections_work_and_one_that_stalls_blocks_none() {
     conformance::many_connections(&lab(Config::default(), Config::default()), 1000);
+}
+
+/// An event loop of somebody else's, which watches the device by edges, polls while there is something and sleeps when
+/// arming says that it may, misses nothing: not even that a full socket has room again.
+#[test]
+fn a_loop_that_watches_by_edges_misses_nothing() {
+    use rustix::event::{Timespec, epoll};
+    let lab = lab(Config::default(), Config::default());
+    let (a, b) = lab.pair();
+    let len = 64 << 20;
+    let (source, sink) = (Arc::new(Buffer::new(len).unwrap()), Arc::new(Buffer::new(len).unwrap()));
+    let from = a.pd.register(&source, Access::empty()).unwrap();
+    let to = b.pd.register(&sink, Access::LOCAL_WRITE | Access::REMOTE_WRITE).unwrap();
+    b.recv(7, 0, 1);
+    a.post(1, conformance::write(to.remote(0)), &[from.sge(0, len as u32)]).unwrap();
+    a.post(2, conformance::send(), &[a.mr.sge(0, 1)]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut done = Vec::new();
+            while b.cq.poll(&mut done, 1) == 0 {
+                b.device.wait(Some(Duration::from_secs(30))).unwrap();
+            }
+        });
+        let watch = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let edges = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&watch, a.device.wait_fd(), epoll::EventData::new_u64(0), edges).unwrap();
+        let mut done = Vec::new();
+        while done.len() < 2 {
+            if a.cq.poll(&mut done, 8) > 0 || !a.device.arm() {
+                continue;
+            }
+            let mut events = [std::mem::MaybeUninit::uninit(); 1];
+            let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
+            let (told, _) = epoll::wait(&watch, &mut events, Some(&limit)).unwrap();
+            assert!(!told.is_empty(), "it slept through something");
+        }
+    });
 }

@@ -46,7 +46,7 @@ enum Command {
     /// List an export or a directory
     Ls(ls::LsArgs),
     /// Run the daemon
-    Serve(serve::ServeArgs),
+    Serve(Box<serve::ServeArgs>),
     /// Make a key pair for access to daemons
     Keygen(keys::KeygenArgs),
     /// The main job end to end on this machine, with a report

@@ -54,7 +54,7 @@ struct AtOnce {
 impl AtOnce {
     fn of(file: &File) -> AtOnce {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
-        let memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type as i64 == TMPFS_MAGIC);
+        let memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == TMPFS_MAGIC);
         AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(true), memory }
     }
 

@@ -19,6 +19,7 @@ pub fn login(data: &[u8]) {
             let _ = targets.open(agreed.0);
         }
     }
+    let _ = super::iser::decode(data);
     if let Some(keys) = Keys::decode(data) {
         for (_, value) in &keys.0 {
             let _ = (binary(value), number(value));

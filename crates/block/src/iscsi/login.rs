@@ -395,7 +395,7 @@ impl Login {
                 Ok(Answer::Value(spell(p.rdma).into()))
             }
             "MaxOutstandingUnexpectedPDUs" => within(0, u64::from(u32::MAX)).and_then(said),
-            "MaxAHSLength" => within(0, 65535).and_then(|n| said(n.min(0))),
+            "MaxAHSLength" => within(0, 65535).and_then(|_| said(0)),
             "iSERHelloRequired" => Ok(Answer::Value("No".into())),
             "TaskReporting" => Ok(Answer::Value("RFC3720".into())),
             "iSCSIProtocolLevel" => within(0, 31).and_then(|n| said(n.min(1))),

@@ -1,0 +1,14 @@
+//! Connections: TCP, Unix sockets, TLS over either; replies gathered from many pieces of memory, or sent
+//! from the page cache.
+
+mod listener;
+mod message;
+mod reader;
+mod stream;
+mod writer;
+
+pub use listener::{Address, Listener, Socket};
+pub use message::{Body, Message};
+pub use reader::Reader;
+pub use stream::{Plain, Stream};
+pub use writer::Writer;

@@ -1,0 +1,178 @@
+//! Receiving, with what follows read ahead.
+
+use super::Plain;
+use super::stream::either;
+use std::io;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+use thruway_engine::reactor;
+use tokio::io::{AsyncReadExt, Interest};
+use tokio_rustls::server::TlsStream;
+
+/// The receiving half of a connection. What arrives with what was asked for is kept for the next call.
+pub struct Reader {
+    half: ReadHalf,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+pub(super) enum ReadHalf {
+    Plain(Rc<Plain>, Patience),
+    Tls(tokio::io::ReadHalf<TlsStream<Plain>>),
+}
+
+/// How long to spin for what comes next before sleeping: longer while that pays, not at all while it does not.
+#[derive(Default)]
+pub(super) struct Patience(Duration);
+
+/// The longest that is spun.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+
+impl Patience {
+    /// Spins, if it has paid lately and nobody else wants the thread. `None` if nothing came.
+    async fn spin(&mut self, stream: &Plain, out: &mut [u8]) -> Option<io::Result<usize>> {
+        if self.0.is_zero() || !reactor::is_alone() {
+            return None;
+        }
+        // What there is to send goes first.
+        tokio::task::yield_now().await;
+        let start = Instant::now();
+        while start.elapsed() < self.0 {
+            let flags = rustix::net::RecvFlags::DONTWAIT;
+            match either!(stream, s => rustix::net::recv(s, &mut *out, flags)) {
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => std::hint::spin_loop(),
+                Ok((n, _)) => return Some(Ok(n)),
+                Err(e) => return Some(Err(e.into())),
+            }
+        }
+        self.0 /= 2;
+        if self.0 < Duration::from_micros(2) {
+            self.0 = Duration::ZERO;
+        }
+        None
+    }
+
+    /// Slept so long until something came.
+    fn slept(&mut self, time: Duration) {
+        if time < SPIN_MAX {
+            self.0 = (self.0 + SPIN_MAX / 4).min(SPIN_MAX);
+        }
+    }
+}
+
+/// Octets read ahead.
+const READ_AHEAD: usize = 64 << 10;
+
+impl ReadHalf {
+    pub(super) fn plain(stream: Rc<Plain>) -> ReadHalf {
+        ReadHalf::Plain(stream, Patience::default())
+    }
+
+    async fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        match self {
+            ReadHalf::Plain(stream, patience) => loop {
+                let result = either!(&**stream, s => s.try_read(out));
+                match result {
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                        if let Some(result) = patience.spin(stream, out).await {
+                            return result;
+                        }
+                        let start = Instant::now();
+                        either!(&**stream, s => s.readable().await)?;
+                        patience.slept(start.elapsed());
+                    }
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Ok(n) if 0 < n && n < out.len() => {
+                        // That was all there is. Saying so here saves asking for more in vain; what comes from now on
+                        // is a new edge.
+                        let dry = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
+                        let _ = either!(&**stream, s => s.try_io(Interest::READABLE, dry));
+                        return Ok(n);
+                    }
+                    other => return other,
+                }
+            },
+            ReadHalf::Tls(stream) => stream.read(out).await,
+        }
+    }
+}
+
+impl Reader {
+    pub(super) fn new(half: ReadHalf) -> Reader {
+        Reader { half, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
+    }
+
+    /// Waits until the next `len` octets are there and returns them, without consuming them. `None` if
+    /// the peer closed before the first.
+    ///
+    /// # Errors
+    /// The system's; of kind `UnexpectedEof` if the peer closed in between.
+    ///
+    /// # Panics
+    /// If more is asked for than is ever read ahead (64 KiB).
+    pub async fn peek(&mut self, len: usize) -> io::Result<Option<&[u8]>> {
+        assert!(len <= self.buffer.len(), "headers are short");
+        if self.buffer.len() - self.start < len {
+            self.buffer.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        while self.end - self.start < len {
+            if self.start == self.end {
+                (self.start, self.end) = (0, 0);
+            }
+            match self.half.read(&mut self.buffer[self.end..]).await? {
+                0 if self.start == self.end => return Ok(None),
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => self.end += n,
+            }
+        }
+        Ok(Some(&self.buffer[self.start..self.start + len]))
+    }
+
+    /// Forgets octets that were peeked at.
+    pub fn consume(&mut self, len: usize) {
+        self.start += len;
+        debug_assert!(self.start <= self.end);
+    }
+
+    /// Fills `out`, from the connection straight into place as far as nothing was read ahead.
+    ///
+    /// # Errors
+    /// The system's; of kind `UnexpectedEof` if the peer closes before.
+    pub async fn read_exact(&mut self, out: &mut [u8]) -> io::Result<()> {
+        let mut done = (self.end - self.start).min(out.len());
+        out[..done].copy_from_slice(&self.buffer[self.start..self.start + done]);
+        self.start += done;
+        while done < out.len() {
+            // A short rest is read together with what follows it.
+            if out.len() - done < READ_AHEAD / 4 {
+                let rest = out.len() - done;
+                let data = self.peek(rest).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+                out[done..].copy_from_slice(data);
+                self.consume(rest);
+                return Ok(());
+            }
+            match self.half.read(&mut out[done..]).await? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => done += n,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads and forgets so much.
+    ///
+    /// # Errors
+    /// As [`Reader::read_exact`].
+    pub async fn skip(&mut self, mut len: u64) -> io::Result<()> {
+        while len > 0 {
+            let part = len.min(READ_AHEAD as u64) as usize;
+            self.peek(part).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            self.consume(part);
+            len -= part as u64;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,110 @@
+//! Connections, plain and by TLS, before they are split.
+
+use super::reader::ReadHalf;
+use super::writer::WriteHalf;
+use super::{Reader, Writer};
+use std::io;
+use std::rc::Rc;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::server::TlsStream;
+
+/// A connection without TLS.
+pub enum Plain {
+    /// TCP.
+    Tcp(TcpStream),
+    /// A Unix socket.
+    Unix(UnixStream),
+}
+
+/// Does the same with either kind of stream.
+macro_rules! either {
+    ($plain:expr, $stream:ident => $body:expr) => {
+        match $plain {
+            $crate::net::Plain::Tcp($stream) => $body,
+            $crate::net::Plain::Unix($stream) => $body,
+        }
+    };
+}
+
+pub(super) use either;
+
+impl tokio::io::AsyncRead for Plain {
+    fn poll_read(
+        self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        buf: &mut tokio::io::ReadBuf<'_>,
+    ) -> std::task::Poll<io::Result<()>> {
+        either!(self.get_mut(), stream => std::pin::Pin::new(stream).poll_read(cx, buf))
+    }
+}
+
+impl tokio::io::AsyncWrite for Plain {
+    fn poll_write(
+        self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        buf: &[u8],
+    ) -> std::task::Poll<io::Result<usize>> {
+        either!(self.get_mut(), stream => std::pin::Pin::new(stream).poll_write(cx, buf))
+    }
+
+    fn poll_flush(self: std::pin::Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<io::Result<()>> {
+        either!(self.get_mut(), stream => std::pin::Pin::new(stream).poll_flush(cx))
+    }
+
+    fn poll_shutdown(
+        self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<io::Result<()>> {
+        either!(self.get_mut(), stream => std::pin::Pin::new(stream).poll_shutdown(cx))
+    }
+}
+
+/// A connection, before it is split for the two directions.
+pub enum Stream {
+    /// As it is.
+    Plain(Plain),
+    /// Encrypted.
+    Tls(Box<TlsStream<Plain>>),
+}
+
+impl Stream {
+    /// Reads exactly so much.
+    ///
+    /// # Errors
+    /// The system's; of kind `UnexpectedEof` if the peer is gone.
+    pub async fn read_exact(&mut self, out: &mut [u8]) -> io::Result<()> {
+        match self {
+            Stream::Plain(stream) => stream.read_exact(out).await.map(drop),
+            Stream::Tls(stream) => stream.read_exact(out).await.map(drop),
+        }
+    }
+
+    /// Writes all of it.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn write_all(&mut self, data: &[u8]) -> io::Result<()> {
+        match self {
+            Stream::Plain(stream) => stream.write_all(data).await,
+            Stream::Tls(stream) => {
+                stream.write_all(data).await?;
+                stream.flush().await
+            }
+        }
+    }
+
+    /// One half for each direction.
+    pub fn split(self) -> (Reader, Writer) {
+        match self {
+            Stream::Plain(stream) => {
+                let stream = Rc::new(stream);
+                (Reader::new(ReadHalf::plain(Rc::clone(&stream))), Writer::new(WriteHalf::Plain(stream)))
+            }
+            Stream::Tls(stream) => {
+                let (read, write) = tokio::io::split(*stream);
+                (Reader::new(ReadHalf::Tls(read)), Writer::new(WriteHalf::Tls(write)))
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+# title: two of Linux's iSCSI initiators on one disk: persistent reservations, and both paths as one by multipath
+# limit: 120
+"$THRUWAY" serve --json --block a=mem:64M,target=t --iscsi 127.0.0.1:3260 >/tmp/serve.json &
+until_written /tmp/serve.json
+initiator_start
+for name in one two; do
+    iscsiadm -m iface -o new -I $name >/dev/null
+    iscsiadm -m iface -o update -I $name -n iface.transport_name -v tcp >/dev/null
+    iscsiadm -m iface -o update -I $name -n iface.initiatorname -v iqn.2026-11.org.example:$name >/dev/null
+    iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I $name -o new >/dev/null
+    iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I $name --login
+done
+for ((i = 0; i < 400; i++)); do
+    disks=($(ls -d /sys/class/iscsi_session/session*/device/target*/*:0/block/* 2>/dev/null))
+    ((${#disks[@]} == 2)) && break
+    read -rt 0.05 <> <(:) || true
+done
+one=/dev/${disks[0]##*/} two=/dev/${disks[1]##*/}
+for d in $one $two; do [[ -b $d ]] || mknod "$d" b $(tr : ' ' <"/sys/block/${d##*/}/dev"); done
+
+write() { dd if=/dev/urandom of="$1" bs=4096 count=1 oflag=direct status=none 2>/dev/null; }
+write $one
+write $two
+# Write exclusive, registrants only: who is not registered reads, but does not write.
+sg_persist --out --register --param-sark=0x1 $one >/dev/null
+sg_persist --out --reserve --param-rk=0x1 --prout-type=5 $one >/dev/null
+sg_persist --in --read-reservation $two | grep -q 'Key=0x1'
+write $one
+! write $two
+dd if=$two of=/dev/null bs=4096 count=1 iflag=direct status=none
+sg_persist --out --register --param-sark=0x2 $two >/dev/null
+write $two
+# The second takes it over from the first.
+sg_persist --out --preempt --param-rk=0x2 --param-sark=0x1 --prout-type=5 $two >/dev/null
+write $two
+! write $one
+sg_persist --out --clear --param-rk=0x2 $two >/dev/null
+write $one
+
+# Both are one disk: they say the same name, and are joined by it.
+same_id() { [[ $(sg_inq --page=0x83 "$1" | grep -m1 -A1 'NAA') == $(sg_inq --page=0x83 "$2" | grep -m1 -A1 'NAA') ]]; }
+same_id $one $two
+size=$(blockdev --getsz $one)
+dmsetup create both --table "0 $size multipath 0 0 1 1 round-robin 0 2 1 $(tr -d ' ' <"/sys/block/${one##*/}/dev") 1 $(tr -d ' ' <"/sys/block/${two##*/}/dev") 1"
+dmsetup mknodes
+mkfs.ext4 -qF /dev/mapper/both
+mkdir -p /mnt/both
+mount /dev/mapper/both /mnt/both
+head -c 8M /dev/urandom >/tmp/random
+cp /tmp/random /mnt/both/first
+# One of the paths goes while it is written to.
+cp /tmp/random /mnt/both/second &
+copy=$!
+iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I one --logout
+wait $copy
+sync
+same /tmp/random /mnt/both/first
+same /tmp/random /mnt/both/second
+umount /mnt/both
+dmsetup remove both
