@@ -11,7 +11,7 @@ for name in one two; do
     iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I $name --login
 done
 for ((i = 0; i < 400; i++)); do
-    disks=($(ls -d /sys/class/iscsi_session/session*/device/target*/*:0/block/* 2>/dev/null))
+    disks=($(ls -d /sys/class/iscsi_session/session*/device/target*/*:0/block/* 2>/dev/null || true))
     ((${#disks[@]} == 2)) && break
     read -rt 0.05 <> <(:) || true
 done
