@@ -175,6 +175,91 @@ fn wrong_requests_get_an_answer_that_says_so() {
     );
 }
 
+/// A connection that has agreed on extended headers; Debian's libnbd does not know them yet.
+struct Extended(TcpStream);
+
+impl Extended {
+    fn connect(disks: &Disks, export: &str) -> Extended {
+        let mut stream = TcpStream::connect(disks.at("nbd")).unwrap();
+        stream.read_exact(&mut [0; 18]).unwrap();
+        stream.write_all(&3u32.to_be_bytes()).unwrap();
+        let mut nbd = Extended(stream);
+        nbd.option(11, b"");
+        let name = [&(export.len() as u32).to_be_bytes()[..], export.as_bytes()].concat();
+        let query = [&1u32.to_be_bytes()[..], &15u32.to_be_bytes(), b"base:allocation"].concat();
+        nbd.option(10, &[&name[..], &query].concat());
+        nbd.option(7, &[&name[..], &[0, 0]].concat());
+        nbd
+    }
+
+    /// Sends an option and reads its replies, the last of which must be an acknowledgement.
+    fn option(&mut self, number: u32, data: &[u8]) {
+        let header = [b"IHAVEOPT", &number.to_be_bytes()[..], &(data.len() as u32).to_be_bytes()].concat();
+        self.0.write_all(&[&header, data].concat()).unwrap();
+        loop {
+            let header = self.take(20);
+            let kind = u32::from_be_bytes(header[12..16].try_into().unwrap());
+            self.take(u32::from_be_bytes(header[16..20].try_into().unwrap()) as usize);
+            assert!(kind < 1 << 31, "option {number} is refused: {kind:#x}");
+            if kind == 1 {
+                return;
+            }
+        }
+    }
+
+    fn take(&mut self, len: usize) -> Vec<u8> {
+        let mut octets = vec![0; len];
+        self.0.read_exact(&mut octets).unwrap();
+        octets
+    }
+
+    fn request(&mut self, flags: u16, command: u16, offset: u64, len: u64, payload: &[u8]) {
+        let mut header = 0x21e4_1c71u32.to_be_bytes().to_vec();
+        header.extend([flags.to_be_bytes(), command.to_be_bytes()].concat());
+        header.extend([77u64.to_be_bytes(), offset.to_be_bytes(), len.to_be_bytes()].concat());
+        self.0.write_all(&[&header, payload].concat()).unwrap();
+    }
+
+    /// The next chunk: done, type, data.
+    fn chunk(&mut self) -> (bool, u16, Vec<u8>) {
+        let header = self.take(32);
+        assert_eq!(header[..4], 0x6e8a_278cu32.to_be_bytes());
+        assert_eq!(header[8..16], 77u64.to_be_bytes());
+        let len = u64::from_be_bytes(header[24..32].try_into().unwrap());
+        let data = self.take(len as usize);
+        (header[5] & 1 != 0, u16::from_be_bytes([header[6], header[7]]), data)
+    }
+}
+
+#[test]
+fn extended_headers_carry_lengths_of_64_bits() {
+    let disks = Disks::serve(&["--block", "m=mem:8G", "--nbd", "127.0.0.1:0"]);
+    let mut nbd = Extended::connect(&disks, "m");
+    const PAYLOAD_LEN: u16 = 1 << 5;
+    nbd.request(PAYLOAD_LEN, 1, 4 << 30, 4096, &[9; 4096]);
+    assert_eq!(nbd.chunk(), (true, 0, vec![]));
+    nbd.request(0, 0, (4 << 30) - 8, 16, b"");
+    let (done, kind, data) = nbd.chunk();
+    assert_eq!((done, kind, &data[8..]), (true, 1, &[[0; 8], [9; 8]].concat()[..]));
+    // Six gigabytes of zeroes in one request, and their state in another.
+    nbd.request(0, 6, 0, 6 << 30, b"");
+    assert_eq!(nbd.chunk(), (true, 0, vec![]));
+    nbd.request(1 << 3, 7, 0, 6 << 30, b"");
+    let (done, kind, data) = nbd.chunk();
+    assert_eq!((done, kind, data.len()), (true, 6, 24));
+    assert_eq!(data[..8], [0, 0, 0, 1, 0, 0, 0, 1], "context and count");
+    assert_eq!(data[16..], 3u64.to_be_bytes(), "a hole of zeroes");
+    // A write without its length of payload has none, and the connection goes on.
+    nbd.request(0, 1, 0, 4096, b"");
+    let (done, kind, data) = nbd.chunk();
+    assert_eq!((done, kind, u32::from_be_bytes(data[..4].try_into().unwrap())), (true, (1 << 15) + 1, 22));
+    // A payload that nobody asked for is read over.
+    nbd.request(PAYLOAD_LEN, 3, 0, 5, b"extra");
+    assert_eq!(nbd.chunk().1, (1 << 15) + 1);
+    nbd.request(0, 3, 0, 0, b"");
+    assert_eq!(nbd.chunk(), (true, 0, vec![]));
+}
+
 #[test]
 fn a_client_that_speaks_nonsense_is_sent_away_and_others_stay() {
     let disks = Disks::serve(&["--block", "m=mem:1M", "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0"]);

@@ -122,6 +122,8 @@ pub(crate) struct Inner {
     dirty_max: u64,
     /// Told when a block has become clean.
     cleaned: Notify,
+    /// Told when so much has become dirty that the writer must not sleep.
+    pressed: Notify,
     copies: Segments,
     writer_runs: AtomicBool,
     streams: Mutex<VecDeque<u64>>,
@@ -168,6 +170,7 @@ impl Cache {
             whole: RwLock::new(()),
             dirty: AtomicU64::new(0),
             cleaned: Notify::new(),
+            pressed: Notify::new(),
             copies,
             writer_runs: AtomicBool::new(false),
             streams: Mutex::default(),
@@ -369,8 +372,12 @@ impl Inner {
             }
             self.copied(partition, part.len);
         }
-        self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
+        let dirty = self.partitions.dirty() * self.block_len();
+        self.dirty.store(dirty, Ordering::Relaxed);
         self.start_writer();
+        if dirty > self.dirty_max / 2 {
+            self.pressed.notify_one();
+        }
         Ok(())
     }
 
@@ -458,7 +465,10 @@ impl Inner {
             let age = if much { Duration::ZERO } else { AGE };
             let blocks = self.partitions.dirty_since(age, 4 * WRITE_OUT);
             if blocks.is_empty() {
-                tokio::time::sleep(AGE / 5).await;
+                tokio::select! {
+                    () = tokio::time::sleep(AGE / 5) => {}
+                    () = self.pressed.notified() => {}
+                }
                 continue;
             }
             let _together = self.whole.read().await;

@@ -138,7 +138,7 @@ impl Unit {
 
     /// Nothing can be changed.
     pub(super) fn read_only(&self) -> bool {
-        self.export.geometry().read_only || self.state.lock().expect("no panics under the lock").swp
+        self.export.read_only || self.state.lock().expect("no panics under the lock").swp
     }
 
     /// Changes the state.
