@@ -93,6 +93,9 @@ impl Connection {
             reactor::start(async move {
                 match connection.check(&request, extended) {
                     Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "no payload belongs here"),
+                    Ok(()) if request.command == Command::Write => {
+                        connection.fail(&request, error::EINVAL, "a write without its payload");
+                    }
                     Ok(()) => connection.execute(request).await,
                     Err((code, why)) => connection.fail(&request, code, why),
                 }
