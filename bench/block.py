@@ -82,7 +82,12 @@ class Server:
             os.kill(self.pid, signal.SIGTERM)
             return
         self.process.terminate()
-        self.process.wait(20)
+        try:
+            self.process.wait(3)
+        except subprocess.TimeoutExpired:
+            # tgtd keeps on as long as it has targets.
+            self.process.kill()
+            self.process.wait()
 
 
 def fio(uri, pattern, size, depth, jobs):
@@ -151,7 +156,7 @@ def main():
         nbd = lambda line: f"nbd://{announced('nbd')(line)}/d"
         servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk}", "--nbd", "127.0.0.1:0"], None, nbd))
         servers.append(Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk], "nbd://127.0.0.1:10951/"))
-        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "64", "--cache=writeback", disk], "nbd://127.0.0.1:10952/"))
+        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "128", "--cache=writeback", disk], "nbd://127.0.0.1:10952/"))
         config = os.path.join(folder, "nbd.conf")
         pathlib.Path(config).write_text(f"[generic]\nport = 10953\nuser = root\ngroup = root\n[d]\nexportname = {disk}\n")
         pid_file = os.path.join(folder, "nbd.pid")
