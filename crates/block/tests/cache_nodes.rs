@@ -16,7 +16,7 @@ const CLIENTS: u64 = 4;
 /// Every client has ranges of its own, which lie between the others'.
 async fn client(cache: Arc<Cache>, number: u64) -> std::io::Result<()> {
     let supply = Segments::new(1, RANGE).map_err(std::io::Error::other)?;
-    let mark = |round: u64, i: usize| (number.wrapping_mul(59) ^ round.wrapping_mul(31) ^ i as u64 / 8) as u8;
+    let mark = |round: u64, i: usize| (number.wrapping_mul(59) ^ round.wrapping_mul(31) ^ (i as u64 / 8)) as u8;
     for round in 0..ROUNDS {
         for slot in 0..4u64 {
             // Not at the borders of blocks.
