@@ -14,6 +14,7 @@
 pub mod backend;
 pub mod cache;
 pub mod export;
+mod gate;
 pub mod iscsi;
 pub mod layer;
 pub mod nbd;

@@ -13,6 +13,7 @@ use super::login::{ISER_DATA_MAX, Transport};
 use super::pdu::{BHS, Header};
 use super::server::{Dialogue, LoggedIn, Step};
 use super::target::Targets;
+use crate::gate::Gate;
 use crate::net::{Address, Body};
 use crate::scsi::{be32, be64};
 use std::cell::{Cell, RefCell};
@@ -21,8 +22,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thruway_engine::pool::BlockPool;
 use thruway_engine::reactor::Spreader;
 use thruway_engine::{Reactors, Segment};
@@ -383,8 +383,7 @@ pub struct Server {
 struct Shared {
     targets: Arc<Targets>,
     provider: Provider,
-    connections: AtomicUsize,
-    connections_max: usize,
+    gate: Arc<Gate>,
     closing: watch::Receiver<bool>,
 }
 
@@ -398,8 +397,7 @@ impl Server {
         let shared = Arc::new(Shared {
             targets: config.targets,
             provider: config.provider,
-            connections: AtomicUsize::new(0),
-            connections_max: config.connections_max,
+            gate: Gate::new("iSER", config.connections_max),
             closing: closed,
         });
         let mut addresses = Vec::new();
@@ -426,10 +424,7 @@ impl Server {
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub fn shut_down(&self, limit: Duration) {
         self.closing.send_replace(true);
-        let end = Instant::now() + limit;
-        while self.shared.connections.load(Ordering::Acquire) > 0 && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.shared.gate.wait_until_empty(limit);
     }
 }
 
@@ -451,11 +446,7 @@ async fn accept(device: &Device, shared: &Arc<Shared>, reactors: &Spreader) -> i
 
 impl Shared {
     fn spread(self: &Arc<Self>, request: ConnectionRequest, reactors: &Spreader) {
-        if self.connections.fetch_add(1, Ordering::AcqRel) >= self.connections_max {
-            self.connections.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!(limit = self.connections_max, "too many iSER connections; one is refused");
-            return request.reject(&[]);
-        }
+        let Some(place) = self.gate.enter(&request.peer().to_string()) else { return request.reject(&[]) };
         let Some(reactor) = reactors.least_loaded() else { return };
         let (shared, load) = (Arc::clone(self), reactor.load());
         reactor.spawn(move || async move {
@@ -464,8 +455,7 @@ impl Shared {
                 Ok(()) => tracing::info!(%peer, "an iSER initiator has left"),
                 Err(error) => tracing::info!(%peer, %error, "an iSER connection has ended"),
             }
-            shared.connections.fetch_sub(1, Ordering::AcqRel);
-            drop(load);
+            drop((load, place));
         });
     }
 

@@ -4,12 +4,12 @@ use super::connection::{self, DEPTH, Parts, Serials};
 use super::login::{Login, Next, Params, Transport, refusal};
 use super::pdu::{BHS, Header, padding};
 use super::target::{Session, Targets};
+use crate::gate::Gate;
 use crate::net::{Address, Listener, Socket, Stream};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_engine::reactor::Spreader;
 use tokio::sync::watch;
@@ -38,8 +38,7 @@ pub struct Server {
 
 struct Shared {
     targets: Arc<Targets>,
-    connections: AtomicUsize,
-    connections_max: usize,
+    gate: Arc<Gate>,
     closing: watch::Receiver<bool>,
 }
 
@@ -52,8 +51,7 @@ impl Server {
         let (closing, closed) = watch::channel(false);
         let shared = Arc::new(Shared {
             targets: config.targets,
-            connections: AtomicUsize::new(0),
-            connections_max: config.connections_max,
+            gate: Gate::new("iSCSI", config.connections_max),
             closing: closed,
         });
         let mut addresses = Vec::new();
@@ -77,24 +75,13 @@ impl Server {
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub fn shut_down(&self, limit: Duration) {
         self.closing.send_replace(true);
-        let end = Instant::now() + limit;
-        while self.shared.connections.load(Ordering::Acquire) > 0 && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.shared.gate.wait_until_empty(limit);
     }
 }
 
 impl Shared {
     fn spread(self: &Arc<Self>, socket: Socket, reactors: &Spreader) {
-        if self.connections.fetch_add(1, Ordering::AcqRel) >= self.connections_max {
-            self.connections.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!(
-                peer = socket.peer(),
-                limit = self.connections_max,
-                "too many iSCSI connections; one is closed"
-            );
-            return;
-        }
+        let Some(place) = self.gate.enter(&socket.peer()) else { return };
         let Some(reactor) = reactors.least_loaded() else { return };
         let (shared, load) = (Arc::clone(self), reactor.load());
         reactor.spawn(move || async move {
@@ -103,8 +90,7 @@ impl Shared {
                 Ok(()) => tracing::info!(peer, "an iSCSI initiator has left"),
                 Err(error) => tracing::info!(peer, %error, "an iSCSI connection has ended"),
             }
-            shared.connections.fetch_sub(1, Ordering::AcqRel);
-            drop(load);
+            drop((load, place));
         });
     }
 

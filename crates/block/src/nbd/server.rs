@@ -3,10 +3,10 @@
 use super::handshake::{Agreement, Handshake, Next, OPTION_LEN_MAX, Tls, greeting};
 use super::transmission;
 use crate::export::Export;
+use crate::gate::Gate;
 use crate::net::{Address, Listener, Plain, Socket, Stream};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use thruway_engine::Reactors;
 use tokio_rustls::TlsAcceptor;
@@ -35,8 +35,7 @@ pub struct Server {
 struct Shared {
     exports: Arc<[Arc<Export>]>,
     tls: Option<TlsAcceptor>,
-    connections: AtomicUsize,
-    connections_max: usize,
+    gate: Arc<Gate>,
 }
 
 impl Server {
@@ -48,8 +47,7 @@ impl Server {
         let shared = Arc::new(Shared {
             exports: config.exports,
             tls: config.tls.map(TlsAcceptor::from),
-            connections: AtomicUsize::new(0),
-            connections_max: config.connections_max,
+            gate: Gate::new("NBD", config.connections_max),
         });
         let mut addresses = Vec::new();
         for address in &config.listen {
@@ -73,15 +71,7 @@ impl Server {
 impl Shared {
     /// Gives a new connection to the reactor that has the fewest.
     fn spread(self: &Arc<Self>, socket: Socket, reactors: &thruway_engine::reactor::Spreader) {
-        if self.connections.fetch_add(1, Ordering::Relaxed) >= self.connections_max {
-            self.connections.fetch_sub(1, Ordering::Relaxed);
-            tracing::warn!(
-                peer = socket.peer(),
-                limit = self.connections_max,
-                "too many NBD connections; one is closed"
-            );
-            return;
-        }
+        let Some(place) = self.gate.enter(&socket.peer()) else { return };
         let Some(reactor) = reactors.least_loaded() else { return };
         let (shared, load) = (Arc::clone(self), reactor.load());
         reactor.spawn(move || async move {
@@ -90,8 +80,7 @@ impl Shared {
                 Ok(()) => tracing::info!(peer, "an NBD client has left"),
                 Err(error) => tracing::info!(peer, %error, "an NBD connection has ended"),
             }
-            shared.connections.fetch_sub(1, Ordering::Relaxed);
-            drop(load);
+            drop((load, place));
         });
     }
 
