@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_engine::units::parse_size;
 
 /// A disk under a name.
 pub struct Export {
@@ -299,22 +300,6 @@ fn parse_chunk(text: &str) -> Result<u32, String> {
         return Ok(size as u32);
     }
     Err(format!("a chunk is a power of two from 16 KiB to {} KiB", CHUNK >> 10))
-}
-
-/// A number of octets, with K, M, G or T for powers of 1024.
-pub fn parse_size(text: &str) -> Result<u64, String> {
-    let wrong = || format!("'{text}' is no size; write a number, with K, M, G or T for powers of 1024");
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_lowercase().trim_end_matches("ib") {
-        "" | "b" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
-        "t" => 40,
-        _ => return Err(wrong()),
-    };
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    number.checked_mul(1 << shift).ok_or_else(wrong)
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {

@@ -19,6 +19,7 @@ pub mod iscsi;
 pub mod layer;
 pub mod nbd;
 pub mod net;
+mod octets;
 mod outbox;
 mod pieces;
 pub mod scsi;

@@ -9,12 +9,14 @@
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
 //!   small requests run on; [`segment`]: the parts of blocks that their requests carry.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
+//! - [`page_cache`]: what reading would cost. [`units`]: sizes as people write them.
 //! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
 pub mod integrity;
 pub mod limits;
+pub mod page_cache;
 pub mod pool;
 pub mod reactor;
 pub mod security;
@@ -22,6 +24,7 @@ pub mod segment;
 pub mod stage;
 pub mod storage;
 pub mod topology;
+pub mod units;
 
 pub use pool::{Block, BlockPool};
 pub use reactor::{Reactors, Ring};

@@ -49,6 +49,14 @@ impl Sealer {
     }
 }
 
+/// Fresh random octets.
+pub fn random<const N: usize>() -> [u8; N] {
+    use ring::rand::SecureRandom;
+    let mut out = [0; N];
+    ring::rand::SystemRandom::new().fill(&mut out).expect("the system's randomness");
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

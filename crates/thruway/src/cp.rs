@@ -326,7 +326,7 @@ fn push_to(
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::{auth, daemon};
-    let credentials = Credentials::Secret(auth::random());
+    let credentials = Credentials::Secret(thruway_engine::security::random());
     let exports = match export {
         daemon::DEV_EXPORT => Vec::new(),
         name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false }],

@@ -327,14 +327,6 @@ impl Secured {
     }
 }
 
-/// Fresh random octets.
-pub fn random<const N: usize>() -> [u8; N] {
-    let mut out = [0; N];
-    use ring::rand::SecureRandom;
-    ring::rand::SystemRandom::new().fill(&mut out).expect("the system's randomness");
-    out
-}
-
 fn builder(pattern: &str) -> snow::Builder<'_> {
     snow::Builder::new(pattern.parse().expect("a fixed pattern"))
 }

@@ -1,6 +1,6 @@
 //! The connecting end: negotiates a session, runs its source or sink, tries again after a loss.
 
-use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey, random};
+use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
 use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
+use thruway_engine::security::random;
 use thruway_fabric::Provider;
 
 /// Blocks of a pool where neither the user nor the path asks for more.

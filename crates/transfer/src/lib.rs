@@ -10,7 +10,6 @@
 //! - [`client`], [`daemon`]: who connects and who is connected to.
 
 pub mod auth;
-mod cached;
 pub mod client;
 pub mod daemon;
 pub mod filter;

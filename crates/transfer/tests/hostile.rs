@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
+use thruway_engine::security::random;
 use thruway_fabric::iwarp;
-use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, random};
+use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair};
 use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
 use thruway_transfer::link::{Call, Channels, Link, LinkError, LinkEvent, Role, Transport};
 use thruway_transfer::wire::*;

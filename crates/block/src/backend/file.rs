@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use thruway_engine::{Segment, Segments, reactor};
+use thruway_engine::{Segment, Segments, page_cache, reactor};
 
 /// Which way data goes to the storage and back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -217,29 +217,6 @@ impl FileBackend {
         }
         Ok(merge(extents, len))
     }
-
-    /// All of the range is in the page cache.
-    fn is_cached(&self, at: u64, len: usize) -> bool {
-        #[repr(C)]
-        struct Range {
-            off: u64,
-            len: u64,
-        }
-        #[repr(C)]
-        #[derive(Default)]
-        struct Counts {
-            cached: u64,
-            dirty: u64,
-            writeback: u64,
-            evicted: u64,
-            recently_evicted: u64,
-        }
-        const SYS_CACHESTAT: libc::c_long = 451;
-        let (range, mut counts) = (Range { off: at, len: len as u64 }, Counts::default());
-        // SAFETY: both structures are as cachestat(2) has them and outlive the call.
-        let rc = unsafe { libc::syscall(SYS_CACHESTAT, self.cached.as_raw_fd(), &raw const range, &raw mut counts, 0) };
-        rc == 0 && counts.cached * 4096 >= len as u64
-    }
 }
 
 /// Octets of a file or device.
@@ -354,7 +331,10 @@ impl Backend for FileBackend {
     }
 
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        if self.mode == Mode::Direct || len < LEND_MIN || !self.is_cached(at, len) {
+        if self.mode == Mode::Direct
+            || len < LEND_MIN
+            || page_cache::cached(&self.cached, at, len as u64).is_none_or(|cached| cached < len as u64)
+        {
             return None;
         }
         Some(Lent::File { file: Arc::clone(&self.cached), offset: at, len })

@@ -5,6 +5,7 @@ use md5::{Digest as _, Md5};
 use ring::digest as sha;
 use std::collections::HashMap;
 use std::path::Path;
+use thruway_engine::security::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
 const ALGORITHMS: [u8; 3] = [7, 6, 5];
@@ -155,13 +156,6 @@ fn respond(algorithm: u8, identifier: u8, secret: &str, challenge: &[u8]) -> Vec
 /// Compares without telling by its time where the difference is.
 fn equal(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
-}
-
-fn random<const N: usize>() -> [u8; N] {
-    use ring::rand::SecureRandom;
-    let mut out = [0; N];
-    ring::rand::SystemRandom::new().fill(&mut out).expect("the system gives random octets");
-    out
 }
 
 #[cfg(test)]

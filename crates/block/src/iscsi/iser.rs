@@ -15,7 +15,7 @@ use super::server::{Dialogue, LoggedIn, Step};
 use super::target::Targets;
 use crate::gate::Gate;
 use crate::net::{Address, Body};
-use crate::scsi::{be32, be64};
+use crate::octets::{be32, be64};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::io;

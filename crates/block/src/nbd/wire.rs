@@ -1,5 +1,6 @@
 //! Octets of the NBD protocol. Names and numbers are those of the specification; everything is big-endian.
 
+use crate::octets::{be16, be32, be64};
 use bitflags::bitflags;
 use smallvec::SmallVec;
 
@@ -201,15 +202,15 @@ impl Request {
     /// If the header is shorter.
     pub fn decode(header: &[u8], extended: bool) -> Option<Request> {
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
-        if u32_at(header, 0) != magic {
+        if be32(header, 0) != magic {
             return None;
         }
         Some(Request {
-            flags: CommandFlags::from_bits_retain(u16_at(header, 4)),
-            command: Command::of(u16_at(header, 6)),
-            cookie: u64_at(header, 8),
-            offset: u64_at(header, 16),
-            len: if extended { u64_at(header, 24) } else { u32_at(header, 24).into() },
+            flags: CommandFlags::from_bits_retain(be16(header, 4)),
+            command: Command::of(be16(header, 6)),
+            cookie: be64(header, 8),
+            offset: be64(header, 16),
+            len: if extended { be64(header, 24) } else { be32(header, 24).into() },
         })
     }
 
@@ -219,18 +220,6 @@ impl Request {
             if extended { self.flags.contains(CommandFlags::PAYLOAD_LEN) } else { self.command == Command::Write };
         if has { self.len } else { 0 }
     }
-}
-
-fn u16_at(octets: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes(octets[at..at + 2].try_into().expect("two octets"))
-}
-
-fn u32_at(octets: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(octets[at..at + 4].try_into().expect("four octets"))
-}
-
-fn u64_at(octets: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(octets[at..at + 8].try_into().expect("eight octets"))
 }
 
 /// Which form replies have.
@@ -323,12 +312,12 @@ impl<'a> Fields<'a> {
 
     /// The next two octets.
     pub fn u16(&mut self) -> Option<u16> {
-        self.take(2).map(|octets| u16_at(octets, 0))
+        self.take(2).map(|octets| be16(octets, 0))
     }
 
     /// The next four octets.
     pub fn u32(&mut self) -> Option<u32> {
-        self.take(4).map(|octets| u32_at(octets, 0))
+        self.take(4).map(|octets| be32(octets, 0))
     }
 
     /// A string with its length before it.

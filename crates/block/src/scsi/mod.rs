@@ -20,6 +20,7 @@ pub use sense::{Sense, Status};
 pub use unit::{Attention, Nexus, Unit};
 
 use crate::net::Body;
+use crate::octets::{be16, be32, be64};
 use crate::supply::Supply;
 use std::future::Future;
 use std::io;
@@ -87,16 +88,4 @@ impl From<Sense> for Outcome {
     fn from(sense: Sense) -> Outcome {
         Outcome { status: Status::CheckCondition, sense: Some(sense), ..Outcome::good() }
     }
-}
-
-pub(crate) fn be16(octets: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([octets[at], octets[at + 1]])
-}
-
-pub(crate) fn be32(octets: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(octets[at..at + 4].try_into().expect("four octets"))
-}
-
-pub(crate) fn be64(octets: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(octets[at..at + 8].try_into().expect("eight octets"))
 }

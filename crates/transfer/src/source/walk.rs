@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
-use thruway_engine::{Block, StorageOp};
+use thruway_engine::{Block, StorageOp, page_cache};
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
@@ -508,7 +508,10 @@ impl Walker {
         match self.terms.options.direct {
             Direct::Off => false,
             Direct::On => true,
-            Direct::Auto => size >= DIRECT_FROM && !crate::cached::mostly(file, size),
+            // Where the kernel cannot say how much is cached, the page cache is the safe choice.
+            Direct::Auto => {
+                size >= DIRECT_FROM && page_cache::cached(file, 0, size).is_some_and(|cached| cached * 2 < size)
+            }
         }
     }
 

@@ -1,4 +1,4 @@
-//! Whether a file is in the page cache.
+//! How much of a file is in the page cache.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -19,16 +19,15 @@ struct Stat {
     recently_evicted: u64,
 }
 
-/// True if at least half of the file's pages are cached, or the kernel (before 6.5) cannot say:
-/// the page cache is the safe choice.
-pub(crate) fn mostly(file: &File, size: u64) -> bool {
+/// Octets of a range whose pages are cached, whole pages counted; `None` if the kernel (before 6.5) cannot say.
+pub fn cached(file: &File, offset: u64, len: u64) -> Option<u64> {
     const SYS_CACHESTAT: libc::c_long = 451;
     const PAGE: u64 = 4096;
-    let range = Range { offset: 0, len: size };
+    let range = Range { offset, len };
     let mut stat = Stat::default();
     // SAFETY: both structures have the kernel's layout and outlive the call.
     let rc = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0) };
-    rc != 0 || stat.cached * PAGE * 2 >= size
+    (rc == 0).then_some(stat.cached * PAGE)
 }
 
 #[cfg(test)]
@@ -40,6 +39,6 @@ mod tests {
         use std::os::unix::fs::FileExt;
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[1; 65536], 0).unwrap();
-        assert!(mostly(&file, 65536));
+        assert!(cached(&file, 0, 65536).is_none_or(|octets| octets == 65536));
     }
 }
