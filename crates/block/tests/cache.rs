@@ -352,3 +352,30 @@ fn nothing_is_lost_or_stale_in_a_write_through_cache() {
 fn failures_of_the_disk_are_told_and_lose_nothing_else() {
     (1..150).for_each(|seed| simulate(seed, seed % 2 == 0, 12));
 }
+
+#[test]
+fn a_disk_that_takes_nothing_any_more_fails_writes_and_holds_nobody() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        // Every operation fails.
+        let disk = Arc::new(Disk::new(1, 1));
+        let config = Config { block: 4096, partitions: 1, write_back: true, ..Config::new(128 << 10) };
+        let cache = Arc::new(Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap());
+        let supply = Segments::new(1, 4096).unwrap();
+        let mut failed = 0;
+        for block in 0..64 {
+            let segment = supply.reserve(1).await.segment(4096);
+            let written =
+                tokio::time::timeout(Duration::from_secs(10), cache.write(block * 4096, segment, false)).await;
+            failed += u64::from(written.expect("a write ends").is_err());
+        }
+        // What went in is what the cache may hold dirty; nothing of it is given up.
+        assert!((48..=56).contains(&failed), "{failed} of 64 failed");
+        assert!(cache.flush().await.is_err());
+        // Well again, it takes everything.
+        disk.lock().failing = 0;
+        cache.flush().await.unwrap();
+        let segment = supply.reserve(1).await.segment(4096);
+        cache.write(63 * 4096, segment, true).await.unwrap();
+    });
+}

@@ -15,6 +15,7 @@ mod partition;
 pub mod policy;
 
 use crate::backend::{Backend, Extent, Geometry, Op, Zero};
+use crate::pieces::pieces;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
 use std::collections::VecDeque;
@@ -57,6 +58,8 @@ const FORWARD_MIN: usize = 64 << 10;
 const STREAMS: usize = 8;
 /// Copies that are written out at one time.
 const WRITE_OUT: usize = 16;
+/// When a write has waited so long for the writer, it sees for itself.
+const WRITER_LATE: Duration = Duration::from_millis(500);
 /// How long a block may be dirty before it is written out without need.
 const AGE: Duration = Duration::from_secs(5);
 
@@ -118,7 +121,6 @@ pub(crate) struct Inner {
     counters: Counters,
     /// Held alone while ranges are zeroed, which nothing else may see half done.
     whole: RwLock<()>,
-    dirty: AtomicU64,
     dirty_max: u64,
     /// Told when a block has become clean.
     cleaned: Notify,
@@ -168,7 +170,6 @@ impl Cache {
             reactors,
             counters: Counters::default(),
             whole: RwLock::new(()),
-            dirty: AtomicU64::new(0),
             cleaned: Notify::new(),
             pressed: Notify::new(),
             copies,
@@ -192,16 +193,8 @@ impl Inner {
 
     fn parts(&self, at: u64, len: usize) -> impl Iterator<Item = Part> + use<> {
         let block_len = self.block_len();
-        let (mut position, end) = (at, at + len as u64);
-        std::iter::from_fn(move || {
-            (position < end).then(|| {
-                let within = position % block_len;
-                let len = (block_len - within).min(end - position);
-                let part = Part { block: position / block_len, within: within as usize, len: len as usize };
-                position += len;
-                part
-            })
-        })
+        let part = move |(at, len)| Part { block: at / block_len, within: (at % block_len) as usize, len };
+        pieces(at, len as u64, self.config.block).map(part)
     }
 
     /// Octets of a block: fewer than others' if the disk ends in it.
@@ -328,8 +321,8 @@ impl Inner {
 
     async fn write(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         // Before anything is held: the writer that is waited for must get at everything.
-        while self.config.write_back && self.dirty.load(Ordering::Relaxed) > self.dirty_max {
-            self.wait_for_writer().await;
+        while self.config.write_back && self.dirty() > self.dirty_max {
+            self.wait_for_writer().await?;
         }
         let together = self.whole.read().await;
         if self.config.write_back {
@@ -372,10 +365,8 @@ impl Inner {
             }
             self.copied(partition, part.len);
         }
-        let dirty = self.partitions.dirty() * self.block_len();
-        self.dirty.store(dirty, Ordering::Relaxed);
         self.start_writer();
-        if dirty > self.dirty_max / 2 {
+        if self.dirty() > self.dirty_max / 2 {
             self.pressed.notify_one();
         }
         Ok(())
@@ -424,7 +415,6 @@ impl Inner {
                     self.below.write(block * self.block_len(), copy, false).await?;
                     end.done();
                     count(&self.counters.written_out, 1);
-                    self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
                     self.cleaned.notify_waiters();
                     return Ok(());
                 }
@@ -432,14 +422,28 @@ impl Inner {
         }
     }
 
-    async fn wait_for_writer(&self) {
+    /// Octets that are dirty.
+    fn dirty(&self) -> u64 {
+        self.partitions.dirty() * self.block_len()
+    }
+
+    /// Too much is dirty: waits until some of it has been written out, and fails if it cannot be.
+    async fn wait_for_writer(&self) -> io::Result<()> {
         let told = self.cleaned.notified();
         tokio::pin!(told);
         told.as_mut().enable();
-        if self.dirty.load(Ordering::Relaxed) > self.dirty_max {
-            self.start_writer();
-            // The writer may just have ended; it is looked after again before long.
-            let _ = tokio::time::timeout(Duration::from_millis(100), told).await;
+        if self.dirty() <= self.dirty_max {
+            return Ok(());
+        }
+        self.start_writer();
+        if tokio::time::timeout(WRITER_LATE, told).await.is_ok() {
+            return Ok(());
+        }
+        // The writer gets nowhere. Whether the disk is only slow or takes nothing any more, a block tells.
+        let _together = self.whole.read().await;
+        match self.partitions.dirty_since(Duration::ZERO, 1).first() {
+            Some(block) => self.write_out(*block).await,
+            None => Ok(()),
         }
     }
 
@@ -457,7 +461,7 @@ impl Inner {
 
     async fn write_behind(&self) {
         loop {
-            let dirty = self.partitions.dirty() * self.block_len();
+            let dirty = self.dirty();
             if dirty == 0 {
                 return;
             }
@@ -505,7 +509,6 @@ impl Inner {
             data[(from - start) as usize..(to - start) as usize].fill(0);
             to - from < self.block_len()
         });
-        self.dirty.store(self.partitions.dirty() * self.block_len(), Ordering::Relaxed);
         Ok(())
     }
 

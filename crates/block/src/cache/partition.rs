@@ -4,6 +4,7 @@ use super::Config;
 use super::policy::Policy;
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_engine::Segment;
@@ -16,6 +17,7 @@ pub(super) struct Partitions {
     partitions: Vec<Partition>,
     per_node: usize,
     neighbours: u64,
+    dirty: Arc<AtomicU64>,
 }
 
 /// A partition.
@@ -33,7 +35,8 @@ pub(super) struct Table {
     slots: Vec<Slot>,
     free: Vec<u32>,
     policy: Policy,
-    dirty: usize,
+    /// Dirty blocks of all partitions.
+    dirty: Arc<AtomicU64>,
     pool: Arc<BlockPool>,
 }
 
@@ -76,13 +79,15 @@ pub(super) struct Claim {
 
 impl Partitions {
     pub(super) fn new(nodes: &[u32], config: &Config, slots: usize) -> io::Result<Partitions> {
+        let dirty = Arc::new(AtomicU64::new(0));
         let mut partitions = Vec::new();
         for node in nodes {
             for _ in 0..config.partitions {
-                partitions.push(Partition::new(*node, config.block as usize, slots)?);
+                partitions.push(Partition::new(*node, config.block as usize, slots, Arc::clone(&dirty))?);
             }
         }
-        Ok(Partitions { nodes: nodes.to_vec(), partitions, per_node: config.partitions, neighbours: config.neighbours })
+        let (per_node, neighbours) = (config.partitions, config.neighbours);
+        Ok(Partitions { nodes: nodes.to_vec(), partitions, per_node, neighbours, dirty })
     }
 
     pub(super) fn nodes(&self) -> &[u32] {
@@ -108,7 +113,7 @@ impl Partitions {
 
     /// Dirty blocks.
     pub(super) fn dirty(&self) -> u64 {
-        self.partitions.iter().map(|p| p.lock().dirty as u64).sum()
+        self.dirty.load(Ordering::Relaxed)
     }
 
     /// Blocks that have been dirty for so long, at most so many.
@@ -165,7 +170,7 @@ impl Partitions {
 }
 
 impl Partition {
-    fn new(node: u32, block: usize, slots: usize) -> io::Result<Partition> {
+    fn new(node: u32, block: usize, slots: usize, dirty: Arc<AtomicU64>) -> io::Result<Partition> {
         let pool = BlockPool::new(slots, block).map_err(io::Error::other)?;
         pool.bind(node);
         let slots: Vec<Slot> = std::iter::from_fn(|| pool.try_take())
@@ -183,7 +188,7 @@ impl Partition {
             free: (0..slots.len() as u32).rev().collect(),
             policy: Policy::new(slots.len()),
             slots,
-            dirty: 0,
+            dirty,
             pool,
         };
         Ok(Partition { node, table: Mutex::new(table), changed: Notify::new() })
@@ -293,7 +298,7 @@ impl Table {
         state.version += 1;
         if state.dirty.is_none() {
             state.dirty = Some(Instant::now());
-            self.dirty += 1;
+            self.dirty.fetch_add(1, Ordering::Relaxed);
         }
         change(state.segment.as_mut().expect("a block that is there has memory").as_mut_slice());
         self.policy.touch(slot);
@@ -327,7 +332,7 @@ impl Table {
         self.blocks.remove(&slot.block);
         slot.state = State::Free;
         if slot.dirty.take().is_some() {
-            self.dirty -= 1;
+            self.dirty.fetch_sub(1, Ordering::Relaxed);
         }
         self.policy.remove(index);
         self.free.push(index);
@@ -445,7 +450,7 @@ impl Drop for WriteOut<'_> {
             let slot = &mut table.slots[index as usize];
             slot.writing = false;
             if self.done && slot.version == self.version && slot.dirty.take().is_some() {
-                table.dirty -= 1;
+                table.dirty.fetch_sub(1, Ordering::Relaxed);
             }
         }
         drop(table);

@@ -1,6 +1,7 @@
 //! One disk of several: chunks go round the members, and the parts of a request go to all of them at once.
 
 use crate::backend::{Backend, Extent, Geometry, Op, Zero, merge};
+use crate::pieces::pieces;
 use futures_util::future::try_join_all;
 use std::io;
 use std::sync::Arc;
@@ -37,16 +38,10 @@ impl Stripe {
     }
 
     fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = Part> + '_ {
-        let (mut position, end) = (at, at + len);
-        std::iter::from_fn(move || {
-            if position >= end {
-                return None;
-            }
-            let (chunk, within) = (position / self.chunk, position % self.chunk);
-            let count = self.members.len() as u64;
-            let len = (self.chunk - within).min(end - position);
-            position += len;
-            Some(Part { member: (chunk % count) as usize, at: chunk / count * self.chunk + within, len })
+        let (size, count) = (self.chunk, self.members.len() as u64);
+        pieces(at, len, self.chunk).map(move |(at, len)| {
+            let (chunk, within) = (at / size, at % size);
+            Part { member: (chunk % count) as usize, at: chunk / count * size + within, len: len as u64 }
         })
     }
 
