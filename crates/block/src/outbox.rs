@@ -3,17 +3,19 @@
 use crate::net::{Message, Writer};
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::time::Duration;
 use tokio::sync::Notify;
 
-/// A peer that takes nothing for so long is gone.
-const SEND_LIMIT: Duration = Duration::from_secs(120);
+/// Octets of messages' own memory that wait to be sent; then nothing is begun that would add to them.
+const WAITING_MAX: usize = 1 << 20;
 
 /// Messages of one connection.
 #[derive(Default)]
 pub(crate) struct Outbox {
     messages: RefCell<Vec<Message>>,
+    /// Octets of memory of messages that have not been sent.
+    waiting: Cell<usize>,
     ready: Notify,
+    sent: Notify,
     closing: Cell<bool>,
     broken: Cell<bool>,
     broke: Notify,
@@ -22,8 +24,23 @@ pub(crate) struct Outbox {
 impl Outbox {
     /// Adds a message.
     pub(crate) fn push(&self, message: Message) {
+        self.waiting.set(self.waiting.get() + message.memory());
         self.messages.borrow_mut().push(message);
         self.ready.notify_one();
+    }
+
+    /// Waits until not too much waits to be sent. A peer that does not take its answers is to be asked this before
+    /// anything more is done for it.
+    pub(crate) async fn room(&self) {
+        loop {
+            let told = self.sent.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if self.waiting.get() < WAITING_MAX || self.broken.get() {
+                return;
+            }
+            told.await;
+        }
     }
 
     /// Nothing will be added any more; what is there is still sent.
@@ -46,6 +63,7 @@ impl Outbox {
             self.messages.borrow_mut().clear();
             self.broken.set(true);
             self.broke.notify_one();
+            self.sent.notify_waiters();
         }
         writer.close().await;
     }
@@ -61,7 +79,10 @@ impl Outbox {
                 self.ready.notified().await;
                 continue;
             }
-            tokio::time::timeout(SEND_LIMIT, writer.send(&mut batch)).await.map_err(|_| io::ErrorKind::TimedOut)??;
+            let memory: usize = batch.iter().map(Message::memory).sum();
+            writer.send(&mut batch).await?;
+            self.waiting.set(self.waiting.get() - memory);
+            self.sent.notify_waiters();
         }
     }
 }

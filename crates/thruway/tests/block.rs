@@ -284,6 +284,57 @@ fn a_client_that_speaks_nonsense_is_sent_away_and_others_stay() {
     ok("iscsi-ls", &[&format!("iscsi://{}/", disks.at("iscsi"))]);
 }
 
+/// Sends a request again and again, without reading an answer, until the daemon takes no more; how many it took.
+fn flood(stream: &mut TcpStream, request: &[u8]) -> usize {
+    const MUCH: usize = 256 << 20;
+    let batch = request.repeat((64 << 10) / request.len());
+    stream.set_write_timeout(Some(std::time::Duration::from_millis(500))).unwrap();
+    let mut sent = 0;
+    while let Ok(n) = stream.write(&batch[sent % batch.len()..]) {
+        sent += n;
+        assert!(sent < MUCH, "the daemon takes requests whose answers nobody reads");
+    }
+    sent / request.len()
+}
+
+#[test]
+fn who_does_not_read_answers_gets_no_more_of_them() {
+    const MIB: u64 = 1 << 20;
+    let disks = Disks::serve(&["--block", "m=mem:1M", "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0"]);
+    let memory = || -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", disks.child.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+    };
+    let before = memory();
+    let mut nbd = Extended::connect(&disks, "m");
+    // A flush with an offset is refused with a sentence, at once.
+    let wrong = [&0x21e4_1c71u32.to_be_bytes()[..], &[0, 0, 0, 3], &77u64.to_be_bytes(), &[1; 16]].concat();
+    let asked = flood(&mut nbd.0, &wrong);
+    // A login, then echoes of 8 KiB.
+    let mut initiator = TcpStream::connect(disks.at("iscsi")).unwrap();
+    let keys = b"InitiatorName=iqn.2026-11.org.example:flood\0SessionType=Normal\0MaxRecvDataSegmentLength=8192\0\
+        TargetName=iqn.2026-11.org.thruway:m\0";
+    let mut login = [&[0x43, 0x87, 0, 0, 0, 0, 0, keys.len() as u8][..], &[0; 40]].concat();
+    login.extend(keys);
+    login.resize(login.len().next_multiple_of(4), 0);
+    initiator.write_all(&login).unwrap();
+    let mut answer = [0; 48];
+    initiator.read_exact(&mut answer).unwrap();
+    assert_eq!((answer[0], answer[1] & 3, &answer[36..38]), (0x23, 3, &[0, 0][..]), "{answer:?}");
+    let mut echo = vec![0x40, 0x80, 0, 0, 0, 0, 0x20, 0];
+    echo.extend([[0; 8], [0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff], [0; 8], [0; 8], [0; 8]].concat());
+    echo.extend([7; 8192]);
+    assert!(flood(&mut initiator, &echo) > 0);
+    let after = memory();
+    assert!(after < before + 64 * MIB, "{} MiB more", (after - before) / MIB);
+    // Who reads them after all gets every one; and others are served meanwhile.
+    libnbd(&disks.nbd("m"), "h.connect_uri(uri)\nassert h.pread(512, 0) == b'\\0' * 512\n");
+    for _ in 0..asked {
+        assert_eq!(nbd.chunk().1, (1 << 15) + 1);
+    }
+}
+
 #[test]
 fn fio_finds_every_octet_that_it_wrote() {
     let lab = Lab::new();

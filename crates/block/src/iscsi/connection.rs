@@ -6,7 +6,7 @@
 
 use super::iser;
 use super::login::{Params, RECEIVE_MAX};
-use super::pdu::{BHS, Header, NO_TAG, digest, op, padding, reject};
+use super::pdu::{BHS, Header, NO_TAG, Sum, digest, op, padding, reject};
 use super::target::{Session, Targets};
 use super::task::Task;
 use super::text::Keys;
@@ -33,6 +33,8 @@ pub(super) const DEPTH: u32 = 128;
 /// Commands of a session under way at one time, those beside the numbered ones with them; an initiator that sends
 /// more is cut off.
 const TASKS_MAX: usize = 2 * DEPTH as usize;
+/// Task management functions of a session under way at one time; more are refused.
+const FUNCTIONS_MAX: usize = 64;
 /// An initiator that has said nothing for so long is asked whether it is there, and must answer within as long.
 const PING: Duration = Duration::from_secs(30);
 /// What an initiator has to log out in, when it has been asked to.
@@ -45,14 +47,15 @@ pub(super) struct Connection {
     pub params: Params,
     portal: String,
     pub chunk: u32,
-    /// Memory, files.
-    pub can_lend: (bool, bool),
+    pub can_lend: bool,
     pub carrier: Carrier,
     tasks: RefCell<HashMap<u32, Rc<Task>>>,
     /// Told when a command is over.
     task_done: Notify,
     /// Numbered commands under way.
     numbered: Cell<u32>,
+    /// Task management functions under way.
+    functions: Cell<usize>,
     expected_cmd_sn: Cell<u32>,
     stat_sn: Cell<u32>,
     last_transfer_tag: Cell<u32>,
@@ -160,11 +163,12 @@ impl Connection {
         let chunk = units.iter().map(|u| u.export.chunk).min().unwrap_or(64 << 10);
         Rc::new(Connection {
             chunk,
-            can_lend: (lend, lend),
+            can_lend: lend,
             carrier,
             tasks: RefCell::default(),
             task_done: Notify::new(),
             numbered: Cell::new(0),
+            functions: Cell::new(0),
             expected_cmd_sn: Cell::new(parts.serials.expected_cmd_sn),
             stat_sn: Cell::new(parts.serials.stat_sn),
             last_transfer_tag: Cell::new(0),
@@ -234,33 +238,36 @@ impl Connection {
         if header.op() != op::DATA_IN {
             header.set32(24, self.stat_sn.get());
         }
-        self.push(header, body);
+        self.push(header, body, None);
     }
 
     /// Sends a PDU with a status number of its own.
-    pub(super) fn send_status(&self, mut header: Header, body: Body) {
+    pub(super) fn send_status(&self, header: Header, body: Body) {
+        self.send_response(header, body, None);
+    }
+
+    /// As [`Connection::send_status`]; over iSER, it revokes a key that the command advertised.
+    pub(super) fn send_response(&self, mut header: Header, body: Body, invalidate: Option<u32>) {
         let number = self.stat_sn.get();
         self.stat_sn.set(number.wrapping_add(1));
         header.set32(24, number);
-        self.push(header, body);
+        self.push(header, body, invalidate);
     }
 
-    fn push(&self, mut header: Header, body: Body) {
+    fn push(&self, mut header: Header, body: Body, invalidate: Option<u32>) {
         self.number(&mut header);
         match &self.carrier {
             Carrier::Tcp(outbox) => outbox.push(message(header, body, &self.params)),
-            Carrier::Iser(queue) => queue.send(header, &body, None),
+            Carrier::Iser(queue) => queue.send(header, &body, invalidate),
         }
     }
 
-    /// Answers a command over iSER and, with that, revokes a key that it advertised.
-    pub(super) fn send_response(&self, mut header: Header, body: &Body, invalidate: Option<u32>) {
-        let Carrier::Iser(queue) = &self.carrier else { return };
-        let number = self.stat_sn.get();
-        self.stat_sn.set(number.wrapping_add(1));
-        header.set32(24, number);
-        self.number(&mut header);
-        queue.send(header, body, invalidate);
+    /// Waits until not too much waits to be sent: an initiator that does not take its answers gets no more.
+    pub(super) async fn room(&self) {
+        match &self.carrier {
+            Carrier::Tcp(outbox) => outbox.room().await,
+            Carrier::Iser(queue) => queue.room().await,
+        }
     }
 
     /// The command window.
@@ -280,13 +287,14 @@ impl Connection {
 
     async fn receive(self: &Rc<Self>, reader: &mut Reader) -> io::Result<()> {
         loop {
+            self.room().await;
             let Some(octets) = reader.peek(BHS).await? else { return Ok(()) };
             let header = Header(octets.try_into().expect("as long as asked for"));
             let ahs = header.ahs_len();
             let digest_len = if self.params.header_digest { 4 } else { 0 };
             let all = BHS + ahs + digest_len;
             let octets = reader.peek(all).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-            if self.params.header_digest && digest(&[&octets[..BHS + ahs]]) != octets[BHS + ahs..] {
+            if self.params.header_digest && digest(&octets[..BHS + ahs]) != octets[BHS + ahs..] {
                 return Err(broken("a header whose digest is wrong"));
             }
             reader.consume(all);
@@ -340,8 +348,16 @@ impl Connection {
             }
             op::TASK_MANAGEMENT => {
                 self.skip(&header, reader).await?;
+                if self.functions.get() >= FUNCTIONS_MAX {
+                    self.managed(&header, 255);
+                    return Ok(Flow::Go);
+                }
+                self.functions.set(self.functions.get() + 1);
                 let connection = Rc::clone(self);
-                tokio::task::spawn_local(async move { connection.manage(header).await });
+                tokio::task::spawn_local(async move {
+                    connection.manage(header).await;
+                    connection.functions.set(connection.functions.get() - 1);
+                });
             }
             op::TEXT => {
                 let data = self.data(&header, reader).await?;
@@ -376,8 +392,13 @@ impl Connection {
         }
     }
 
+    /// The digest of data that is about to come, if there will be one.
+    fn data_sum(&self) -> Option<Sum> {
+        self.params.data_digest.then(Sum::new)
+    }
+
     /// Padding and digest behind data.
-    async fn tail(&self, header: &Header, data: &[&[u8]], reader: &mut Input<'_>) -> io::Result<()> {
+    async fn tail(&self, header: &Header, sum: Option<Sum>, reader: &mut Input<'_>) -> io::Result<()> {
         let len = header.data_len();
         let tail_len = self.tail_len(len);
         let Input::Stream(reader) = reader else { return Ok(()) };
@@ -385,8 +406,11 @@ impl Connection {
             return Ok(());
         }
         let tail = reader.peek(tail_len).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        let pad = padding(len);
-        let right = !self.params.data_digest || digest(&[data, &[&tail[..pad]]].concat()) == tail[pad..];
+        let (pad, there) = tail.split_at(padding(len));
+        let right = sum.is_none_or(|mut sum| {
+            sum.update(pad);
+            sum.finish() == there
+        });
         reader.consume(tail_len);
         if right {
             return Ok(());
@@ -399,7 +423,9 @@ impl Connection {
     async fn data(&self, header: &Header, reader: &mut Input<'_>) -> io::Result<Vec<u8>> {
         let mut data = vec![0; header.data_len()];
         reader.read_exact(&mut data).await?;
-        self.tail(header, &[&data], reader).await?;
+        let mut sum = self.data_sum();
+        sum.iter_mut().for_each(|sum| sum.update(&data));
+        self.tail(header, sum, reader).await?;
         Ok(data)
     }
 
@@ -461,13 +487,14 @@ impl Connection {
     /// Data that comes with a command or behind it, without being asked for.
     async fn unasked_data(&self, task: &Task, header: &Header, reader: &mut Input<'_>) -> io::Result<()> {
         let mut segments = Vec::new();
+        let mut sum = self.data_sum();
         for (_, len) in pieces(0, header.data_len() as u64, self.chunk) {
             let mut segment = self.unasked.piece(len).await?;
             reader.read_exact(segment.as_mut_slice()).await?;
+            sum.iter_mut().for_each(|sum| sum.update(segment.as_slice()));
             segments.push(segment);
         }
-        let slices: Vec<&[u8]> = segments.iter().map(|s| s.as_slice()).collect();
-        self.tail(header, &slices, reader).await?;
+        self.tail(header, sum, reader).await?;
         for segment in segments {
             if !task.unasked(segment) {
                 return Err(broken("more unsolicited data than agreed on"));
@@ -496,47 +523,25 @@ impl Connection {
             task.fail();
             return self.skip(header, reader).await;
         };
-        let mut crc = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        let mut sum = self.data_sum();
         let mut left = len;
         while left > 0 {
             let Some((mut segment, filled)) = place.take() else { return Err(broken("data that nobody asked for")) };
             let part = (segment.len() - filled).min(left);
             let target = &mut segment.as_mut_slice()[filled..filled + part];
             reader.read_exact(target).await?;
-            if self.params.data_digest {
-                crc.update(target);
-            }
+            sum.iter_mut().for_each(|sum| sum.update(target));
             left -= part;
             // The last of it is only handed on when its digest has been found right.
-            if left == 0 && self.params.data_digest {
-                self.check_tail(header, crc, reader).await?;
-                place.put(segment, part);
-                break;
+            if left == 0 {
+                self.tail(header, sum.take(), reader).await?;
             }
             place.put(segment, part);
-        }
-        if !self.params.data_digest {
-            self.tail(header, &[], reader).await?;
         }
         if header.is_final() {
             task.burst_end(transfer_tag);
         }
         Ok(())
-    }
-
-    /// As [`Connection::tail`], for data whose digest has been begun.
-    async fn check_tail(&self, header: &Header, mut crc: crc_fast::Digest, reader: &mut Input<'_>) -> io::Result<()> {
-        let Input::Stream(reader) = reader else { return Ok(()) };
-        let pad = padding(header.data_len());
-        let tail = reader.peek(pad + 4).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-        crc.update(&tail[..pad]);
-        let right = (crc.finalize() as u32).to_le_bytes() == tail[pad..];
-        reader.consume(pad + 4);
-        if right {
-            return Ok(());
-        }
-        self.reject(reject::DATA_DIGEST, header);
-        Err(broken("data whose digest is wrong"))
     }
 
     fn nop(&self, header: &Header, mut data: Vec<u8>) {
@@ -608,7 +613,7 @@ impl Connection {
     }
 
     /// Task management (RFC 7143 11.5 and 11.6).
-    async fn manage(self: Rc<Self>, header: Header) {
+    async fn manage(&self, header: Header) {
         let function = header.0[1] & 0x7f;
         let response = match &self.session.target {
             None => 255,
@@ -636,13 +641,18 @@ impl Connection {
                 }
             }
         };
+        self.managed(&header, response);
+        if function == 7 && response == 0 {
+            self.session.replaced.notify_one();
+        }
+    }
+
+    /// What has come of a task management function.
+    fn managed(&self, header: &Header, response: u8) {
         let mut answer = Header::new(op::TASK_MANAGEMENT_RESPONSE);
         answer.0[2] = response;
         answer.set_tag(header.tag());
         self.send_status(answer, Body::Empty);
-        if function == 7 && response == 0 {
-            self.session.replaced.notify_one();
-        }
     }
 
     async fn abort_one(&self, tag: u32) -> u8 {
@@ -729,15 +739,15 @@ pub(super) fn message(mut header: Header, body: Body, params: &Params) -> Messag
     header.set_data_len(len);
     let mut octets: SmallVec<[u8; 64]> = SmallVec::from_slice(&header.0);
     if params.header_digest {
-        octets.extend_from_slice(&digest(&[&header.0]));
+        octets.extend_from_slice(&digest(&header.0));
     }
     let pad = padding(len);
     let mut trailer: SmallVec<[u8; 8]> = SmallVec::from_elem(0, pad);
     if params.data_digest && len > 0 {
-        let mut crc = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-        body.octets(|part| crc.update(part));
-        crc.update(&trailer);
-        trailer.extend_from_slice(&(crc.finalize() as u32).to_le_bytes());
+        let mut sum = Sum::new();
+        body.octets(|part| sum.update(part));
+        sum.update(&trailer);
+        trailer.extend_from_slice(&sum.finish());
     }
     Message { header: octets, body, trailer }
 }

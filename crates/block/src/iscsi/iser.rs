@@ -43,6 +43,8 @@ const SLOT: usize = HEADER + BHS + ISER_DATA_MAX as usize;
 const RECEIVES: usize = 256;
 /// Control messages that leave at one time.
 const SENDS: usize = 256;
+/// Control messages beside them that wait for their turn; then nothing is begun that would add to them.
+const OVERFLOW_MAX: usize = 256;
 /// Requests of the send queue.
 const SEND_DEPTH: usize = 512;
 /// RDMA Reads outstanding, each way.
@@ -114,6 +116,8 @@ pub(super) struct Queue {
     overflow: RefCell<VecDeque<(Vec<u8>, Option<u32>)>>,
     revocable: bool,
     work: Notify,
+    /// Told when some of the overflow has found slots.
+    sent: Notify,
     broken: Cell<bool>,
     broke: Notify,
 }
@@ -127,6 +131,7 @@ impl Queue {
             overflow: RefCell::default(),
             revocable,
             work: Notify::new(),
+            sent: Notify::new(),
             broken: Cell::new(false),
             broke: Notify::new(),
         }
@@ -151,6 +156,19 @@ impl Queue {
             let (Some((message, invalidate)), Some(slot)) = (overflow.pop_front(), free.pop()) else { return };
             self.slots.write((RECEIVES + slot) * SLOT, &message);
             self.waiting.borrow_mut().push_back(Request::Send { slot, len: message.len(), invalidate });
+        }
+    }
+
+    /// Waits until not too much waits to be sent.
+    pub(super) async fn room(&self) {
+        loop {
+            let told = self.sent.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if self.overflow.borrow().len() < OVERFLOW_MAX || self.broken.get() {
+                return;
+            }
+            told.await;
         }
     }
 
@@ -180,6 +198,7 @@ impl Queue {
         self.waiting.borrow_mut().clear();
         self.overflow.borrow_mut().clear();
         self.broke.notify_one();
+        self.sent.notify_waiters();
     }
 
     /// Resolves when the connection is lost.
@@ -195,6 +214,8 @@ struct End {
     qp: QueuePair,
     cq: CompletionQueue,
     posted: HashMap<u64, Posted>,
+    /// Of the send queue.
+    depth: usize,
     next_id: u64,
     /// Registrations of the pools that segments come from.
     regions: Vec<(Arc<BlockPool>, MemoryRegion)>,
@@ -225,7 +246,17 @@ impl End {
         let read_depth = READ_DEPTH.min(attributes.max_read_depth);
         // The initiator's first octet says what it can do; ours answers.
         let flags = request.private_data().first().copied().unwrap_or(0);
-        let end = End { qp, cq, posted: HashMap::new(), next_id: 0, regions: Vec::new(), slots_region, pd, device };
+        let end = End {
+            qp,
+            cq,
+            posted: HashMap::new(),
+            depth: sends,
+            next_id: 0,
+            regions: Vec::new(),
+            slots_region,
+            pd,
+            device,
+        };
         for slot in 0..RECEIVES {
             end.post_receive(slot)?;
         }
@@ -257,7 +288,7 @@ impl End {
 
     /// Posts what waits, as far as there is room.
     fn post(&mut self, queue: &Queue) -> thruway_fabric::Result<()> {
-        while self.posted.len() < SEND_DEPTH {
+        while self.posted.len() < self.depth {
             let Some(request) = queue.waiting.borrow_mut().pop_front() else { return Ok(()) };
             let wr_id = self.next_id;
             self.next_id = (self.next_id + 1) & !RECEIVE;
@@ -300,6 +331,7 @@ impl End {
                 Some(Posted::Send { slot }) => {
                     queue.free_slots.borrow_mut().push(slot);
                     queue.fill_slots();
+                    queue.sent.notify_waiters();
                 }
                 Some(Posted::Read { segment, done }) => drop(done.send(segment)),
                 Some(Posted::Write { .. }) | None => {}
@@ -344,7 +376,8 @@ async fn drive(
             end.qp.disconnect();
             return Ok(());
         }
-        if !queue.is_empty() && end.posted.len() < SEND_DEPTH || !end.device.arm() {
+        if !end.device.arm() {
+            tokio::task::yield_now().await;
             continue;
         }
         tokio::select! {
@@ -560,15 +593,17 @@ async fn receive(
     messages: &mut mpsc::UnboundedReceiver<(usize, usize)>,
     used: &Used,
 ) -> io::Result<()> {
-    while let Some((slot, len)) = messages.recv().await {
+    loop {
+        // What has arrived keeps its slot meanwhile, so that no more of it than that arrives.
+        connection.room().await;
+        let Some((slot, len)) = messages.recv().await else { return Ok(()) };
         let octets = message(slots, slot, len);
         release(queue, used, slot);
         let (buffers, header, data) = decode(&octets).ok_or_else(malformed)?;
         if let Flow::Stop = connection.pdu(header, buffers.into(), &mut Input::Message(data)).await? {
-            break;
+            return Ok(());
         }
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -146,11 +146,32 @@ pub fn encode_lun(lun: u16) -> [u8; 8] {
     (u64::from(first) << 48).to_be_bytes()
 }
 
-/// CRC32C as digests have it: the least significant octet first.
-pub fn digest(parts: &[&[u8]]) -> [u8; 4] {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    parts.iter().for_each(|part| digest.update(part));
-    (digest.finalize() as u32).to_le_bytes()
+/// The digest of a header.
+pub fn digest(header: &[u8]) -> [u8; 4] {
+    let mut sum = Sum::new();
+    sum.update(header);
+    sum.finish()
+}
+
+/// A digest being made: CRC32C, the least significant octet first.
+pub struct Sum(crc_fast::Digest);
+
+impl Sum {
+    /// Of nothing yet.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Sum {
+        Sum(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
+    }
+
+    /// Of this too.
+    pub fn update(&mut self, data: &[u8]) {
+        self.0.update(data);
+    }
+
+    /// The digest.
+    pub fn finish(self) -> [u8; 4] {
+        (self.0.finalize() as u32).to_le_bytes()
+    }
 }
 
 /// Octets that fill data up to a multiple of four.
@@ -170,8 +191,8 @@ mod tests {
     #[test]
     fn digests_are_those_of_the_standard() {
         // RFC 7143 appendix A.4
-        assert_eq!(digest(&[&[0; 32]]), [0xaa, 0x36, 0x91, 0x8a]);
-        assert_eq!(digest(&[&[0xff; 32]]), [0x43, 0xab, 0xa8, 0x62]);
+        assert_eq!(digest(&[0; 32]), [0xaa, 0x36, 0x91, 0x8a]);
+        assert_eq!(digest(&[0xff; 32]), [0x43, 0xab, 0xa8, 0x62]);
     }
 
     #[test]

@@ -263,13 +263,8 @@ impl Task {
                 Body::Octets([&(sense.len() as u16).to_be_bytes()[..], &sense].concat())
             }
         };
-        match &self.connection.carrier {
-            Carrier::Tcp(_) => self.connection.send_status(header, body),
-            Carrier::Iser(_) => {
-                let key = self.advertised.read.or(self.advertised.write).map(|remote| remote.rkey);
-                self.connection.send_response(header, &body, key);
-            }
-        }
+        let key = self.advertised.read.or(self.advertised.write).map(|remote| remote.rkey);
+        self.connection.send_response(header, body, key);
     }
 
     /// Sends a piece by RDMA Write (RFC 7145 7.3.5): into the initiator's buffer, with no PDU around it.
@@ -360,14 +355,17 @@ impl Transfer for Rc<Task> {
             self.write_out(queue, offset, body);
             return Box::pin(std::future::ready(Ok(())));
         }
-        let mut outgoing = self.outgoing.borrow_mut();
-        outgoing.waiting.insert(offset, body);
-        let mut turn = outgoing.next;
-        while let Some(body) = outgoing.waiting.remove(&turn) {
-            turn += body.len() as u64;
-            self.emit(&mut outgoing, body);
-        }
-        Box::pin(std::future::ready(Ok(())))
+        Box::pin(async move {
+            self.connection.room().await;
+            let mut outgoing = self.outgoing.borrow_mut();
+            outgoing.waiting.insert(offset, body);
+            let mut turn = outgoing.next;
+            while let Some(body) = outgoing.waiting.remove(&turn) {
+                turn += body.len() as u64;
+                self.emit(&mut outgoing, body);
+            }
+            Ok(())
+        })
     }
 
     fn receive(&self) -> Step<'_, Option<io::Result<(u64, Segment)>>> {
@@ -411,7 +409,7 @@ impl Transfer for Rc<Task> {
         &self.connection.reads
     }
 
-    fn can_lend(&self) -> (bool, bool) {
+    fn can_lend(&self) -> bool {
         self.connection.can_lend
     }
 }

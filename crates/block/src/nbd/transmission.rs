@@ -12,6 +12,7 @@ use crate::net::{Body, Message, Reader, Writer};
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
 use crate::supply::{SMALL, Supply};
+use futures_util::stream::{self, StreamExt};
 use smallvec::SmallVec;
 use std::cell::Cell;
 use std::io;
@@ -24,6 +25,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 const REQUESTS_MAX: usize = 512;
 /// Reads that need more blocks than a connection has, under way at one time.
 const LONG_MAX: usize = 1;
+/// Pieces of a read under way at one time.
+const PIECES_MAX: usize = 32;
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
 
@@ -74,6 +77,7 @@ impl Connection {
         let extended = self.agreement.form == Form::Extended;
         let header_len = Request::header_len(extended);
         loop {
+            self.replies.room().await;
             let Some(header) = reader.peek(header_len).await? else { return Ok(()) };
             let request = Request::decode(header, extended)
                 .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a request without its magic number"))?;
@@ -291,6 +295,7 @@ impl Connection {
             let (left, failed) = (&left, &failed);
             async move {
                 let segment = if hole {
+                    self.replies.room().await;
                     None
                 } else {
                     let segment = self.reads.piece(len as usize).await?;
@@ -309,7 +314,8 @@ impl Connection {
                 Ok(())
             }
         });
-        let results: Vec<io::Result<()>> = futures_util::future::join_all(loads).await;
+        // All of them, whether or not one fails: nothing follows the reply that says so.
+        let results: Vec<io::Result<()>> = stream::iter(loads).buffer_unordered(PIECES_MAX).collect().await;
         results.into_iter().collect()
     }
 

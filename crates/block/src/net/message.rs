@@ -15,6 +15,14 @@ pub struct Message {
     pub trailer: SmallVec<[u8; 8]>,
 }
 
+impl Message {
+    /// Octets of memory that it takes beside segments and what is lent.
+    pub(crate) fn memory(&self) -> usize {
+        let own = if let Body::Octets(octets) = &self.body { octets.len() } else { 0 };
+        size_of::<Message>() + own
+    }
+}
+
 /// The long part of a message.
 #[derive(Default)]
 pub enum Body {

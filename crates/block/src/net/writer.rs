@@ -6,6 +6,7 @@ use crate::backend::Lent;
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::rc::Rc;
+use std::time::Duration;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio_rustls::server::TlsStream;
 
@@ -15,6 +16,14 @@ pub struct Writer(WriteHalf);
 pub(super) enum WriteHalf {
     Plain(Rc<Plain>),
     Tls(tokio::io::WriteHalf<TlsStream<Plain>>),
+}
+
+/// A peer that takes nothing for so long is gone.
+const SEND_LIMIT: Duration = Duration::from_secs(120);
+
+/// Waits for a step of sending, as long as a peer is waited for.
+async fn patiently<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::time::timeout(SEND_LIMIT, step).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
 
 /// Pieces of memory in one system call.
@@ -74,18 +83,18 @@ impl Writer {
                     let more = more || left.len() > now;
                     either!(&**stream, s => loop {
                         match s.try_io(Interest::WRITABLE, || send_pieces(s, &left[..now], more)) {
-                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => s.writable().await?,
+                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => patiently(s.writable()).await?,
                             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                             other => break other?,
                         }
                     })
                 }
-                WriteHalf::Tls(stream) => stream.write_vectored(&left[..now]).await?,
+                WriteHalf::Tls(stream) => patiently(stream.write_vectored(&left[..now])).await?,
             };
             IoSlice::advance_slices(&mut left, sent);
         }
         if let WriteHalf::Tls(stream) = &mut self.0 {
-            stream.flush().await?;
+            patiently(stream.flush()).await?;
         }
         Ok(())
     }
@@ -100,7 +109,7 @@ impl Writer {
             let sent = either!(&**stream, s => loop {
                 let send = || Ok(rustix::fs::sendfile(s, file, Some(&mut at), left)?);
                 match s.try_io(Interest::WRITABLE, send) {
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => s.writable().await?,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => patiently(s.writable()).await?,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     other => break other?,
                 }
@@ -121,7 +130,7 @@ impl Writer {
                 });
             }
             WriteHalf::Tls(stream) => {
-                let _ = stream.shutdown().await;
+                let _ = patiently(stream.shutdown()).await;
             }
         }
     }

@@ -41,8 +41,8 @@ impl Transfer for Given<'_> {
         &self.supply
     }
 
-    fn can_lend(&self) -> (bool, bool) {
-        (self.expected.is_multiple_of(2), false)
+    fn can_lend(&self) -> bool {
+        self.expected.is_multiple_of(2)
     }
 }
 

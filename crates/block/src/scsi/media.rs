@@ -3,7 +3,7 @@
 use super::cdb::{BlockCommand, Verb};
 use super::inquiry::{COMPARE_MAX, TRANSFER_MAX, UNMAP_MAX, UNMAP_RANGES_MAX, WRITE_SAME_MAX};
 use super::{Outcome, Sense, Transfer, Unit, be16, be32, be64};
-use crate::backend::{Backend, Lent, Zero};
+use crate::backend::{Backend, Zero};
 use crate::net::Body;
 use crate::pieces::pieces;
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -137,8 +137,9 @@ async fn compare(unit: &Unit, at: u64, offset: u64, sent: Segment, transfer: &dy
 /// Sends a range, each piece as soon as the storage has delivered it.
 async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<(), Sense> {
     let backend = &*unit.export.backend;
-    let (memory, files) = transfer.can_lend();
-    if memory && let Some(lent) = backend.lend(at, len as usize).filter(|l| files || matches!(l, Lent::Memory(_))) {
+    if transfer.can_lend()
+        && let Some(lent) = backend.lend(at, len as usize)
+    {
         return transfer.send(0, Body::Lent(lent)).await.map_err(|_| Sense::DATA_PHASE);
     }
     let parts = pieces(at, len, unit.export.chunk).map(|(piece_at, piece)| async move {
@@ -167,7 +168,11 @@ where
             }
             arrived = transfer.receive(), if more => match arrived {
                 None => more = false,
-                Some(Err(_)) => return Err(Sense::DATA_PHASE),
+                // What has been begun is finished first: it must not reach the disk after the answer.
+                Some(Err(_)) => {
+                    failed = Some(Sense::DATA_PHASE);
+                    more = false;
+                }
                 Some(Ok((offset, mut segment))) => {
                     // What was sent without being asked for may be more than the command takes.
                     let room = len.saturating_sub(offset).min(segment.len() as u64) as usize;

@@ -44,8 +44,8 @@ pub trait Transfer {
     /// Where blocks for data to send come from.
     fn supply(&self) -> &Supply;
 
-    /// What backends lend can be sent as it is: memory, and files.
-    fn can_lend(&self) -> (bool, bool);
+    /// What backends lend can be sent as it is.
+    fn can_lend(&self) -> bool;
 }
 
 /// How a command ended.

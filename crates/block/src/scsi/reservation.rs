@@ -157,9 +157,9 @@ pub(super) fn read(state: &mut State, cdb: &[u8; 16]) -> Outcome {
             }
         }
         2 => {
-            // Eight octets in all, of which this command counts itself.
-            data = vec![0, 8, 0x0c, 0x80, 0xea, 0x01, 0, 0];
-            data[2] = 0x04; // ATP_C is not; SIP_C is not: SPEC_I_PT is refused
+            // ATP_C: a registration holds for all target ports, of which there is one. Not SIP_C, CRH, PTPL_C. The
+            // mask says which types there are: all of them.
+            data = vec![0, 8, 0x04, 0x80, 0xea, 0x01, 0, 0];
             return Outcome::data(data, be16(cdb, 7).into());
         }
         3 => {

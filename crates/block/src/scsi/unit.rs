@@ -75,9 +75,8 @@ pub(super) struct State {
     pub reservations: Reservations,
     attentions: HashMap<u64, Vec<Attention>>,
     nexuses: HashMap<u64, Nexus>,
-    /// Nexuses that prevent removal, and whether the unit has been stopped.
+    /// Nexuses that prevent removal.
     pub prevented: Vec<u64>,
-    pub stopped: bool,
     pub swp: bool,
 }
 
@@ -145,7 +144,7 @@ impl Unit {
     pub(super) fn with_state<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock().expect("no panics under the lock");
         let result = change(&mut state);
-        let guarded = !state.reservations.is_empty() || !state.attentions.is_empty() || state.stopped;
+        let guarded = !state.reservations.is_empty() || !state.attentions.is_empty();
         self.guarded.store(guarded, Ordering::Release);
         result
     }
@@ -174,7 +173,6 @@ impl Unit {
         self.with_state(|state| {
             state.reservations.release_all_units();
             state.prevented.clear();
-            state.stopped = false;
             state.swp = false;
             state.tell_others(by.id, Attention::Reset);
             state.tell(by.id, Attention::Reset);
@@ -275,9 +273,6 @@ impl Unit {
                 Access::Granted => {}
                 Access::Conflict => return Err(Outcome::status(Status::ReservationConflict)),
             }
-            if state.stopped && needs_medium(cdb) {
-                return Err(Sense::NO_MEDIUM.into());
-            }
             Ok(())
         })
     }
@@ -336,11 +331,6 @@ impl Unit {
         let physical = self.export.geometry().physical.max(self.block_len);
         (physical / self.block_len).trailing_zeros() as u8
     }
-}
-
-/// Commands that fail while the unit is stopped.
-fn needs_medium(cdb: &[u8; 16]) -> bool {
-    cdb::decode(cdb).is_some() || matches!(cdb[0], 0x00 | 0x25 | 0x42 | 0x9e | 0x1e)
 }
 
 fn request_sense(cdb: &[u8; 16]) -> Outcome {
