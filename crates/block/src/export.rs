@@ -86,6 +86,10 @@ pub enum Layer {
     Log(PathBuf),
 }
 
+/// The layers that there are, as they are written.
+pub const LAYERS: &str = "cache=SIZE[:writeback][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME], \
+                          fault=[read:|write:|flush:]PROBABILITY, log=FILE";
+
 /// The default length of pieces.
 pub const CHUNK: u32 = 256 << 10;
 
@@ -96,50 +100,65 @@ impl Spec {
     /// A sentence that names what is wrong and what would be right.
     pub fn parse(text: &str) -> Result<Spec, String> {
         let (name, rest) = text.split_once('=').ok_or("write NAME=PATH[,OPTION...]")?;
+        let mut words = rest.split(',');
+        let mut spec = Spec::new(name, words.next().unwrap_or(""))?;
+        for word in words {
+            let (key, value) = word.split_once('=').unwrap_or((word, ""));
+            if !spec.option(key, value)? && !spec.layer(key, value)? {
+                return Err(format!(
+                    "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
+                     target=NAME, sector=512|4096 and {LAYERS}"
+                ));
+            }
+        }
+        Ok(spec)
+    }
+
+    /// An export without options: a name, and what is after it in the text of an export.
+    ///
+    /// # Errors
+    /// As [`Spec::parse`].
+    pub fn new(name: &str, source: &str) -> Result<Spec, String> {
         if name.is_empty() || name.len() > 200 {
             return Err("an export's name has 1 to 200 octets".into());
         }
-        let mut words = rest.split(',');
-        let source = parse_source(words.next().unwrap_or(""))?;
-        let mut spec = Spec {
+        Ok(Spec {
             name: name.into(),
-            source,
+            source: parse_source(source)?,
             read_only: false,
             mode: None,
             chunk: CHUNK,
             target: None,
             sector: 512,
             layers: Vec::new(),
-        };
-        for word in words {
-            spec.option(word)?;
-        }
-        Ok(spec)
+        })
     }
 
-    fn option(&mut self, word: &str) -> Result<(), String> {
-        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+    /// Sets an option. False if there is none of this name.
+    ///
+    /// # Errors
+    /// As [`Spec::parse`].
+    pub fn option(&mut self, key: &str, value: &str) -> Result<bool, String> {
+        match (key, value) {
+            ("ro", "") => self.read_only = true,
+            ("mode", value) => self.mode = Some(parse_mode(value)?),
+            ("chunk", value) => self.chunk = parse_chunk(value)?,
+            ("target", "") => return Err("a target has a name".into()),
+            ("target", value) => self.target = Some(value.into()),
+            ("sector", "512") => self.sector = 512,
+            ("sector", "4096") => self.sector = 4096,
+            ("sector", other) => return Err(format!("'{other}' is no length of a sector; there are 512 and 4096")),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Puts a layer on what there is. False if there is none of this name.
+    ///
+    /// # Errors
+    /// As [`Spec::parse`].
+    pub fn layer(&mut self, key: &str, value: &str) -> Result<bool, String> {
         let layer = match (key, value) {
-            ("ro", "") => {
-                self.read_only = true;
-                return Ok(());
-            }
-            ("mode", value) => {
-                self.mode = Some(parse_mode(value)?);
-                return Ok(());
-            }
-            ("chunk", value) => {
-                self.chunk = parse_chunk(value)?;
-                return Ok(());
-            }
-            ("target", value) if !value.is_empty() => {
-                self.target = Some(value.into());
-                return Ok(());
-            }
-            ("sector", "512") | ("sector", "4096") => {
-                self.sector = if value == "512" { 512 } else { 4096 };
-                return Ok(());
-            }
             ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
             ("overlay", dir) => Layer::Overlay(dir.into()),
             ("cache", value) => Layer::Cache(parse_cache(value)?),
@@ -149,17 +168,12 @@ impl Spec {
                 Layer::Delay(parse_duration(read)?, parse_duration(write)?)
             }
             ("fault", value) => parse_fault(value)?,
-            ("log", file) if !file.is_empty() => Layer::Log(file.into()),
-            _ => {
-                return Err(format!(
-                    "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
-                     target=NAME, sector=512|4096, cache=SIZE[:writeback][:BLOCK], \
-                     overlay[=DIR], rate=SIZE, delay=TIME[/TIME], fault=[read:|write:|flush:]PROBABILITY, log=FILE"
-                ));
-            }
+            ("log", "") => return Err("log=FILE wants a file".into()),
+            ("log", file) => Layer::Log(file.into()),
+            _ => return Ok(false),
         };
         self.layers.push(layer);
-        Ok(())
+        Ok(true)
     }
 
     /// Opens the disk and puts the layers on it; a cache is spread over the nodes of the reactors.

@@ -1,8 +1,10 @@
 //! How many connections a server has at one time.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use thruway_engine::reactor::Spreader;
 
 /// Lets in so many connections at one time.
 pub(crate) struct Gate {
@@ -12,7 +14,10 @@ pub(crate) struct Gate {
 }
 
 /// A connection's place, given back when it is dropped, whatever the connection came to.
-pub(crate) struct Place(Arc<Gate>);
+pub(crate) struct Place {
+    gate: Arc<Gate>,
+    peer: String,
+}
 
 impl Gate {
     pub(crate) fn new(protocol: &'static str, max: usize) -> Arc<Gate> {
@@ -20,12 +25,12 @@ impl Gate {
     }
 
     /// A place, if there is one.
-    pub(crate) fn enter(self: &Arc<Gate>, peer: &str) -> Option<Place> {
-        let place = Place(Arc::clone(self));
+    pub(crate) fn enter(self: &Arc<Gate>, peer: impl ToString) -> Option<Place> {
+        let place = Place { gate: Arc::clone(self), peer: peer.to_string() };
         if self.inside.fetch_add(1, Ordering::AcqRel) < self.max {
             return Some(place);
         }
-        tracing::warn!(peer, protocol = self.protocol, limit = self.max, "too many connections; one is closed");
+        tracing::warn!(place.peer, protocol = self.protocol, limit = self.max, "too many connections; one is closed");
         None
     }
 
@@ -38,9 +43,28 @@ impl Gate {
     }
 }
 
+impl Place {
+    /// Serves the connection on the reactor that has the fewest.
+    pub(crate) fn serve<F>(self, reactors: &Spreader, serve: impl FnOnce() -> F + Send + 'static)
+    where
+        F: Future<Output = io::Result<()>> + 'static,
+    {
+        let Some(reactor) = reactors.least_loaded() else { return };
+        let load = reactor.load();
+        reactor.spawn(move || async move {
+            let (peer, protocol) = (&self.peer, self.gate.protocol);
+            match serve().await {
+                Ok(()) => tracing::info!(peer, protocol, "a client has left"),
+                Err(error) => tracing::info!(peer, protocol, %error, "a connection has ended"),
+            }
+            drop((load, self));
+        });
+    }
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.inside.fetch_sub(1, Ordering::AcqRel);
+        self.gate.inside.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

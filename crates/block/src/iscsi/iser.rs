@@ -8,12 +8,11 @@
 //! A connection has a device, a completion queue and buffers of its own; one task drives it, one deals with what
 //! has arrived.
 
-use super::connection::{Advertised, Carrier, Connection, Flow, Input, Parts};
+use super::connection::{Advertised, Carrier, Connection, Flow, Input};
 use super::login::{ISER_DATA_MAX, Transport};
 use super::pdu::{BHS, Header};
-use super::server::{Dialogue, LoggedIn, Step};
+use super::server::{Dialogue, LoggedIn, Shared, Step};
 use super::target::Targets;
-use crate::gate::Gate;
 use crate::net::{Address, Body};
 use crate::octets::{be32, be64};
 use std::cell::{Cell, RefCell};
@@ -33,7 +32,7 @@ use thruway_fabric::{
 };
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot};
 
 /// Octets of the header in front of a PDU (RFC 7145 9.2; Linux's form of it, with virtual addresses).
 const HEADER: usize = 28;
@@ -49,8 +48,6 @@ const OVERFLOW_MAX: usize = 256;
 const SEND_DEPTH: usize = 512;
 /// RDMA Reads outstanding, each way.
 const READ_DEPTH: u16 = 16;
-/// An initiator that has not logged in by then is sent away.
-const LOGIN_LIMIT: Duration = Duration::from_secs(30);
 
 /// First octet of a header: an iSCSI control PDU.
 const CONTROL: u8 = 0x10;
@@ -409,15 +406,12 @@ pub struct Config {
 /// A running iSER server. It ends with its reactors.
 pub struct Server {
     addresses: Vec<Address>,
-    shared: Arc<Shared>,
-    closing: watch::Sender<bool>,
+    service: Arc<Service>,
 }
 
-struct Shared {
-    targets: Arc<Targets>,
+struct Service {
     provider: Provider,
-    gate: Arc<Gate>,
-    closing: watch::Receiver<bool>,
+    shared: Shared,
 }
 
 impl Server {
@@ -426,27 +420,24 @@ impl Server {
     /// # Errors
     /// A sentence that names the address that cannot be listened at, or says why there is no device.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
-        let (closing, closed) = watch::channel(false);
-        let shared = Arc::new(Shared {
-            targets: config.targets,
+        let service = Arc::new(Service {
             provider: config.provider,
-            gate: Gate::new("iSER", config.connections_max),
-            closing: closed,
+            shared: Shared::new("iSER", config.targets, config.connections_max),
         });
         let mut addresses = Vec::new();
         for address in config.listen {
             let fail = |e| format!("listening for iSER at {address}: {e}");
-            let device = shared.provider.open().map_err(fail)?;
+            let device = service.provider.open().map_err(fail)?;
             let listener = device.listen(address, &ListenOptions::default()).map_err(fail)?;
             addresses.push(Address::Tcp(listener.local_addr()));
-            let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
+            let (service, spreader) = (Arc::clone(&service), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
-                let ended = accept(&device, &shared, &spreader).await;
+                let ended = accept(&device, &service, &spreader).await;
                 drop(listener);
                 tracing::error!(?ended, "no iSER connections are accepted any more");
             });
         }
-        Ok(Server { addresses, shared, closing })
+        Ok(Server { addresses, service })
     }
 
     /// Where it listens, with the ports that the system chose.
@@ -456,19 +447,23 @@ impl Server {
 
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub fn shut_down(&self, limit: Duration) {
-        self.closing.send_replace(true);
-        self.shared.gate.wait_until_empty(limit);
+        self.service.shared.shut_down(limit);
     }
 }
 
-async fn accept(device: &Device, shared: &Arc<Shared>, reactors: &Spreader) -> io::Result<()> {
+async fn accept(device: &Device, service: &Arc<Service>, reactors: &Spreader) -> io::Result<()> {
     let fd = device.wait_fd().try_clone_to_owned()?;
     // SAFETY: as in `drive`.
     let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
     loop {
         while let Some(event) = device.poll_event() {
             if let ConnectionEvent::Request(request) = event {
-                shared.spread(request, reactors);
+                let Some(place) = service.shared.gate.enter(request.peer()) else {
+                    request.reject(&[]);
+                    continue;
+                };
+                let service = Arc::clone(service);
+                place.serve(reactors, move || async move { service.serve(request).await });
             }
         }
         if device.arm() {
@@ -477,21 +472,7 @@ async fn accept(device: &Device, shared: &Arc<Shared>, reactors: &Spreader) -> i
     }
 }
 
-impl Shared {
-    fn spread(self: &Arc<Self>, request: ConnectionRequest, reactors: &Spreader) {
-        let Some(place) = self.gate.enter(&request.peer().to_string()) else { return request.reject(&[]) };
-        let Some(reactor) = reactors.least_loaded() else { return };
-        let (shared, load) = (Arc::clone(self), reactor.load());
-        reactor.spawn(move || async move {
-            let peer = request.peer();
-            match shared.serve(request).await {
-                Ok(()) => tracing::info!(%peer, "an iSER initiator has left"),
-                Err(error) => tracing::info!(%peer, %error, "an iSER connection has ended"),
-            }
-            drop((load, place));
-        });
-    }
-
+impl Service {
     async fn serve(&self, request: ConnectionRequest) -> io::Result<()> {
         let (peer, portal) = (request.peer(), request.local().to_string());
         let (end, slots, peer_revokes) = End::accept(&self.provider, request).map_err(other)?;
@@ -528,27 +509,18 @@ impl Shared {
         used: &Used,
         (peer, portal): (SocketAddr, String),
     ) -> io::Result<()> {
-        let login = tokio::time::timeout(LOGIN_LIMIT, self.log_in(queue, slots, messages, used)).await;
-        let Some(LoggedIn { session, params, serials }) =
-            login.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??
-        else {
+        let shared = &self.shared;
+        let Some(logged_in) = shared.in_time(self.log_in(queue, slots, messages, used)).await? else {
             return Ok(());
         };
-        let target = session.target.as_ref().map_or("discovery", |t| &t.name);
-        tracing::info!(%peer, initiator = session.initiator(), target, ?params, "an iSER initiator is served");
-        let parts = Parts {
-            session: Arc::clone(&session),
-            targets: Arc::clone(&self.targets),
-            params,
-            serials,
-            portal,
-            closing: self.closing.clone(),
-        };
+        let session = Arc::clone(&logged_in.session);
+        let parts = shared.parts(&peer.to_string(), portal, logged_in);
+        let closing = parts.closing.clone();
         let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), false);
         let receiving = receive(&connection, queue, slots, messages, used);
-        let result = connection.until_over(receiving, self.closing.clone()).await;
+        let result = connection.until_over(receiving, closing).await;
         connection.end().await;
-        self.targets.close(&session);
+        shared.targets.close(&session);
         result
     }
 
@@ -564,7 +536,7 @@ impl Shared {
             let octets = message(slots, slot, len);
             release(queue, used, slot);
             let (_, header, data) = decode(&octets).ok_or_else(malformed)?;
-            let (answer, text, next) = dialogue.request(&header, data, &self.targets);
+            let (answer, text, next) = dialogue.request(&header, data, &self.shared.targets);
             queue.send(answer, &Body::Octets(text), None);
             match next {
                 Step::More => {}

@@ -11,7 +11,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use thruway_engine::reactor::Spreader;
 use tokio::sync::watch;
 
 /// An initiator that has not logged in by then is sent away.
@@ -33,13 +32,45 @@ pub struct Config {
 pub struct Server {
     addresses: Vec<Address>,
     shared: Arc<Shared>,
-    closing: watch::Sender<bool>,
 }
 
-struct Shared {
-    targets: Arc<Targets>,
-    gate: Arc<Gate>,
-    closing: watch::Receiver<bool>,
+/// What the connections of a server have in common, on whatever they travel.
+pub(super) struct Shared {
+    pub targets: Arc<Targets>,
+    pub gate: Arc<Gate>,
+    pub closing: watch::Sender<bool>,
+}
+
+impl Shared {
+    pub(super) fn new(protocol: &'static str, targets: Arc<Targets>, connections_max: usize) -> Shared {
+        Shared { targets, gate: Gate::new(protocol, connections_max), closing: watch::Sender::new(false) }
+    }
+
+    /// Asks every initiator to log out and waits for that, or for `limit`.
+    pub(super) fn shut_down(&self, limit: Duration) {
+        self.closing.send_replace(true);
+        self.gate.wait_until_empty(limit);
+    }
+
+    /// The time that a login may take.
+    pub(super) async fn in_time<T>(&self, login: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        tokio::time::timeout(LOGIN_LIMIT, login).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+    }
+
+    /// What the connection of a session is made of.
+    pub(super) fn parts(&self, peer: &str, portal: String, logged_in: LoggedIn) -> Parts {
+        let LoggedIn { session, params, serials } = logged_in;
+        let target = session.target.as_ref().map_or("discovery", |t| &t.name);
+        tracing::info!(peer, initiator = session.initiator(), target, ?params, "an initiator is served");
+        Parts {
+            session,
+            targets: Arc::clone(&self.targets),
+            params,
+            serials,
+            portal,
+            closing: self.closing.subscribe(),
+        }
+    }
 }
 
 impl Server {
@@ -48,23 +79,23 @@ impl Server {
     /// # Errors
     /// A sentence that names the address that cannot be listened at.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
-        let (closing, closed) = watch::channel(false);
-        let shared = Arc::new(Shared {
-            targets: config.targets,
-            gate: Gate::new("iSCSI", config.connections_max),
-            closing: closed,
-        });
+        let shared = Arc::new(Shared::new("iSCSI", config.targets, config.connections_max));
         let mut addresses = Vec::new();
         for address in config.listen {
             let listener = Listener::bind(&Address::Tcp(address))?;
             addresses.push(listener.address());
             let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
-                let accepted = listener.accept(|socket| shared.spread(socket, &spreader)).await;
+                let serve = |socket: Socket| {
+                    let Some(place) = shared.gate.enter(socket.peer()) else { return };
+                    let shared = Arc::clone(&shared);
+                    place.serve(&spreader, move || async move { shared.serve(socket).await });
+                };
+                let accepted = listener.accept(serve).await;
                 tracing::error!(?accepted, "no iSCSI connections are accepted any more");
             });
         }
-        Ok(Server { addresses, shared, closing })
+        Ok(Server { addresses, shared })
     }
 
     /// Where it listens, with the ports that the system chose.
@@ -74,45 +105,17 @@ impl Server {
 
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub fn shut_down(&self, limit: Duration) {
-        self.closing.send_replace(true);
-        self.shared.gate.wait_until_empty(limit);
+        self.shared.shut_down(limit);
     }
 }
 
 impl Shared {
-    fn spread(self: &Arc<Self>, socket: Socket, reactors: &Spreader) {
-        let Some(place) = self.gate.enter(&socket.peer()) else { return };
-        let Some(reactor) = reactors.least_loaded() else { return };
-        let (shared, load) = (Arc::clone(self), reactor.load());
-        reactor.spawn(move || async move {
-            let peer = socket.peer();
-            match shared.serve(socket).await {
-                Ok(()) => tracing::info!(peer, "an iSCSI initiator has left"),
-                Err(error) => tracing::info!(peer, %error, "an iSCSI connection has ended"),
-            }
-            drop((load, place));
-        });
-    }
-
     async fn serve(&self, socket: Socket) -> io::Result<()> {
         let (peer, portal) = (socket.peer(), socket.local());
         let mut stream = Stream::Plain(socket.open()?);
-        let login = tokio::time::timeout(LOGIN_LIMIT, self.log_in(&mut stream)).await;
-        let Some(LoggedIn { session, params, serials }) =
-            login.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??
-        else {
-            return Ok(());
-        };
-        let target = session.target.as_ref().map_or("discovery", |t| &t.name);
-        tracing::info!(peer, initiator = session.initiator(), target, ?params, "an iSCSI initiator is served");
-        let parts = Parts {
-            session: Arc::clone(&session),
-            targets: Arc::clone(&self.targets),
-            params,
-            serials,
-            portal,
-            closing: self.closing.clone(),
-        };
+        let Some(logged_in) = self.in_time(self.log_in(&mut stream)).await? else { return Ok(()) };
+        let session = Arc::clone(&logged_in.session);
+        let parts = self.parts(&peer, portal, logged_in);
         let result = connection::serve(parts, stream.split()).await;
         self.targets.close(&session);
         result

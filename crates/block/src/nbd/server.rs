@@ -53,9 +53,14 @@ impl Server {
         for address in &config.listen {
             let listener = Listener::bind(address)?;
             addresses.push(listener.address());
-            let (shared, handles) = (Arc::clone(&shared), reactors.spreader());
+            let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
-                let accepted = listener.accept(|socket| shared.spread(socket, &handles)).await;
+                let serve = |socket: Socket| {
+                    let Some(place) = shared.gate.enter(socket.peer()) else { return };
+                    let shared = Arc::clone(&shared);
+                    place.serve(&spreader, move || async move { shared.serve(socket).await });
+                };
+                let accepted = listener.accept(serve).await;
                 tracing::error!(?accepted, "no NBD connections are accepted any more");
             });
         }
@@ -69,21 +74,6 @@ impl Server {
 }
 
 impl Shared {
-    /// Gives a new connection to the reactor that has the fewest.
-    fn spread(self: &Arc<Self>, socket: Socket, reactors: &thruway_engine::reactor::Spreader) {
-        let Some(place) = self.gate.enter(&socket.peer()) else { return };
-        let Some(reactor) = reactors.least_loaded() else { return };
-        let (shared, load) = (Arc::clone(self), reactor.load());
-        reactor.spawn(move || async move {
-            let peer = socket.peer();
-            match shared.serve(socket).await {
-                Ok(()) => tracing::info!(peer, "an NBD client has left"),
-                Err(error) => tracing::info!(peer, %error, "an NBD connection has ended"),
-            }
-            drop((load, place));
-        });
-    }
-
     async fn serve(&self, socket: Socket) -> io::Result<()> {
         let peer = socket.peer();
         let stream = socket.open()?;

@@ -37,22 +37,28 @@ pub struct Handle {
 pub struct Spreader(Vec<WeakHandle>);
 
 /// As a handle, but does not keep its reactor running.
-struct WeakHandle(WeakUnboundedSender<Start>, Arc<AtomicUsize>, u32);
+struct WeakHandle {
+    start: WeakUnboundedSender<Start>,
+    load: Arc<AtomicUsize>,
+    node: u32,
+}
 
 impl Spreader {
     /// The reactor with the least load; `None` when they have been told to stop.
     pub fn least_loaded(&self) -> Option<Handle> {
-        let WeakHandle(start, load, node) = self.0.iter().min_by_key(|r| r.1.load(Ordering::Relaxed))?;
-        Some(Handle { start: start.upgrade()?, load: Arc::clone(load), node: *node })
+        WeakHandle::least_loaded(self.0.iter())
+    }
+
+    /// The reactor of a memory node with the least load.
+    pub fn on_node(&self, node: u32) -> Option<Handle> {
+        WeakHandle::least_loaded(self.0.iter().filter(|reactor| reactor.node == node))
     }
 }
 
-impl Spreader {
-    /// The reactor of a memory node with the least load.
-    pub fn on_node(&self, node: u32) -> Option<Handle> {
-        let of_node = self.0.iter().filter(|r| r.2 == node);
-        let WeakHandle(start, load, node) = of_node.min_by_key(|r| r.1.load(Ordering::Relaxed))?;
-        Some(Handle { start: start.upgrade()?, load: Arc::clone(load), node: *node })
+impl WeakHandle {
+    fn least_loaded<'a>(some: impl Iterator<Item = &'a WeakHandle>) -> Option<Handle> {
+        let found = some.min_by_key(|reactor| reactor.load.load(Ordering::Relaxed))?;
+        Some(Handle { start: found.start.upgrade()?, load: Arc::clone(&found.load), node: found.node })
     }
 }
 
@@ -155,7 +161,8 @@ impl Reactors {
 
     /// Finds reactors for new work, also after these have been dropped.
     pub fn spreader(&self) -> Spreader {
-        Spreader(self.reactors.iter().map(|r| WeakHandle(r.start.downgrade(), Arc::clone(&r.load), r.node)).collect())
+        let weak = |r: &Handle| WeakHandle { start: r.start.downgrade(), load: Arc::clone(&r.load), node: r.node };
+        Spreader(self.reactors.iter().map(weak).collect())
     }
 }
 

@@ -15,18 +15,21 @@ use thruway_block::{Export, iscsi, nbd, tls};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
 
+/// Above these options in the help.
+pub const HEADING: &str = "Block service";
+
 /// Arguments of the block service.
 #[derive(Args)]
-#[command(next_help_heading = "Block service")]
+#[command(next_help_heading = HEADING)]
 pub struct BlockArgs {
     /// Disk to serve: a file, a block device, mem:SIZE or stripe:CHUNK:PATH:PATH...; may be repeated
     #[arg(long, value_name = "NAME=PATH[,ro][,mode=direct|cached|writeback]...", value_parser = Spec::parse)]
     pub block: Vec<Spec>,
     /// Serve the disks by NBD at this address, or at unix:PATH [default: 127.0.0.1:10809 if no protocol is named]
-    #[arg(long, value_name = "ADDR:PORT", requires = "block")]
+    #[arg(long, value_name = "ADDR:PORT")]
     pub nbd: Vec<Address>,
     /// Certificate chain for NBD over TLS (PEM); without it there is no TLS, with it nothing else
-    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "block"])]
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// Secret key of the certificate (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
@@ -35,11 +38,11 @@ pub struct BlockArgs {
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_ca: Option<PathBuf>,
     /// Serve the disks by iSCSI at this address, each as a target of its own
-    #[arg(long, value_name = "ADDR:PORT", requires = "block")]
+    #[arg(long, value_name = "ADDR:PORT")]
     pub iscsi: Vec<SocketAddr>,
     /// Serve the disks by iSER (iSCSI over RDMA) at this address: in user space, or with --provider verbs by
     /// the RDMA device there
-    #[arg(long, value_name = "ADDR:PORT", requires = "block")]
+    #[arg(long, value_name = "ADDR:PORT")]
     pub iser: Vec<SocketAddr>,
     /// What the names of targets begin with; ':NAME' follows
     #[arg(long, value_name = "IQN", default_value = "iqn.2026-11.org.thruway", value_parser = parse_iqn)]
@@ -51,11 +54,11 @@ pub struct BlockArgs {
     /// Let in only iSCSI initiators of this name; may be repeated
     #[arg(long, value_name = "IQN")]
     initiator: Vec<String>,
-    /// Connections of the block service at one time
-    #[arg(long, default_value_t = 1024)]
+    /// Connections of each protocol of the block service at one time
+    #[arg(long, value_name = "N", default_value_t = 1024)]
     max_connections: usize,
     /// Threads of the block service [default: one for each core]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     reactors: Option<usize>,
 }
 
@@ -68,6 +71,33 @@ fn parse_iqn(text: &str) -> Result<String, String> {
 }
 
 impl BlockArgs {
+    /// Refuses what would be without effect.
+    pub fn check(&self) -> Result<(), String> {
+        let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
+        let nbd = !self.nbd.is_empty() || !iscsi;
+        let given = [
+            ("--nbd", !self.nbd.is_empty(), true, ""),
+            ("--iscsi", !self.iscsi.is_empty(), true, ""),
+            ("--iser", !self.iser.is_empty(), true, ""),
+            ("--tls-cert", self.tls_cert.is_some(), nbd, "NBD: give --nbd ADDR:PORT"),
+            ("--chap", self.chap.is_some(), iscsi, "iSCSI: give --iscsi or --iser ADDR:PORT"),
+            ("--initiator", !self.initiator.is_empty(), iscsi, "iSCSI: give --iscsi or --iser ADDR:PORT"),
+        ];
+        for (option, is_given, has_use, wanted) in given {
+            if is_given && self.block.is_empty() {
+                return Err(format!("{option} is about disks, and there is none: give --block NAME=PATH"));
+            }
+            if is_given && !has_use {
+                return Err(format!("{option} is about {wanted}"));
+            }
+        }
+        let mut names = std::collections::HashSet::new();
+        match self.block.iter().find(|spec| !names.insert(&spec.name)) {
+            Some(spec) => Err(format!("two block exports are named '{}'", spec.name)),
+            None => Ok(()),
+        }
+    }
+
     /// NBD, if it is asked for or nothing else is.
     fn nbd(
         &self,
@@ -170,11 +200,8 @@ impl BlockService {
         let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
         let mut exports: Vec<Arc<Export>> = Vec::new();
         for spec in &args.block {
-            if exports.iter().any(|e| e.name == spec.name) {
-                return Err(format!("two block exports are named '{}'", spec.name));
-            }
-            exports
-                .push(Arc::new(spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name))?));
+            let opened = spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name));
+            exports.push(Arc::new(opened?));
         }
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let targets = args.targets(&exports, anonymous)?;

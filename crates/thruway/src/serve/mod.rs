@@ -1,28 +1,33 @@
 //! `thruway serve`: the daemon.
 
 mod block;
+mod config;
 
 use self::block::{BlockArgs, BlockService};
 use crate::endpoint::DEFAULT_PORT;
-use crate::{Common, Failed, keys};
-use clap::{Args, ValueEnum};
+use crate::{Cli, Command, Common, Failed, keys};
+use clap::{Args, Parser, ValueEnum};
 use signal_hook::consts::{SIGINT, SIGTERM};
+use std::ffi::OsString;
 use std::io::{BufRead, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, Export};
 
 /// Arguments of `thruway serve`.
 #[derive(Args)]
-#[command(after_help = "Examples:
+#[command(
+    args_override_self = true,
+    after_help = "Examples:
   thruway serve --export data=/srv/data
   thruway serve --listen 0.0.0.0:7117 --export data=/srv/data:ro \\
       --key /etc/thruway/host --authorized-keys /etc/thruway/authorized_keys
   thruway serve --block disk=/srv/disk.img --nbd 127.0.0.1:10809
   thruway serve --block disk=/srv/disk.img --iscsi 192.0.2.1:3260 --chap /etc/thruway/chap
   thruway serve --block scratch=mem:1G --nbd unix:/run/scratch.sock
+  thruway serve --config /etc/thruway/thruway.toml
 
 A daemon that listens beyond this machine serves only keys it knows, unless
 --anonymous is given. On loopback it serves anybody. The export 'dev' is always
@@ -33,8 +38,18 @@ cache; reads through it; both through it, the default); chunk=SIZE; for iSCSI,
 target=NAME to put several disks under one target, sector=512|4096. Layers, each on
 what stands to its left: cache=SIZE[:writeback][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME],
 fault=[read:|write:|flush:]PROBABILITY, log=FILE.
-A daemon that is given disks but neither --listen nor --export serves only disks.")]
+A daemon that is given disks but neither --listen nor --export serves only disks."
+)]
 pub struct ServeArgs {
+    /// Read options and exports from a TOML file; those given here are added, or take their place
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Say what is wrong with the options and the configuration file, and stop
+    #[arg(long)]
+    check: bool,
+    /// Print the page of the book about the configuration file
+    #[arg(long, hide = true)]
+    config_reference: bool,
     /// Address to listen at; may be repeated (port 0: any; the address is printed)
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Vec<SocketAddr>,
@@ -55,10 +70,10 @@ pub struct ServeArgs {
     #[arg(long)]
     anonymous: bool,
     /// Sessions at one time
-    #[arg(long, default_value_t = 2048)]
+    #[arg(long, value_name = "N", default_value_t = 2048)]
     max_sessions: usize,
     /// Blocks of each session's pool; a long path gets more
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: u32,
     /// Stop after one session
     #[arg(long)]
@@ -120,7 +135,41 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     })
 }
 
+/// The arguments with what the configuration file says. Does not return if the file has mistakes.
+fn with_config(path: &Path) -> ServeArgs {
+    let file = config::load(path).unwrap_or_else(|mistakes| {
+        eprintln!("{mistakes}");
+        std::process::exit(2);
+    });
+    // What the file says stands before what the command line says, which so has the last word.
+    let mut args: Vec<OsString> = std::env::args_os().collect();
+    let verb = args.iter().position(|arg| arg == "serve").expect("the command that is running");
+    args.splice(verb + 1..verb + 1, file.options);
+    let Ok(Command::Serve(mut merged)) = Cli::try_parse_from(args).map(|cli| cli.command).map_err(|e| e.exit()) else {
+        unreachable!("the command that is running")
+    };
+    merged.export.splice(0..0, file.exports);
+    merged.block.block.splice(0..0, file.disks);
+    *merged
+}
+
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
+    if args.config_reference {
+        print!("{}", config::reference());
+        return Ok(());
+    }
+    let merged;
+    let args = match &args.config {
+        Some(path) => {
+            merged = with_config(path);
+            &merged
+        }
+        None => args,
+    };
+    args.block.check()?;
+    if args.check {
+        return Ok(());
+    }
     thruway_engine::limits::raise_open_files();
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
     let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;

@@ -1,0 +1,519 @@
+//! The daemon's configuration file.
+//!
+//! A TOML file with a table for each service. Its keys are the options of the command line, by the same names; each
+//! value goes through the parser of its option, and the reference is made of the options' own help. So there is one
+//! definition of every setting. Exports have tables of their own, for their paths may hold what separates words on
+//! the command line. The file is checked whole: every mistake is told, with its line.
+
+use super::ServeArgs;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, ArgAction, Args};
+use std::ffi::OsString;
+use std::fmt::Write;
+use std::ops::Range;
+use std::path::Path;
+use thruway_block::export::{self, Spec};
+use thruway_transfer::daemon::Export;
+use toml::Spanned;
+use toml::de::{DeArray, DeTable, DeValue};
+
+/// What a file says.
+#[derive(Default)]
+pub struct File {
+    /// Options, as on the command line.
+    pub options: Vec<OsString>,
+    /// Directories.
+    pub exports: Vec<Export>,
+    /// Disks.
+    pub disks: Vec<Spec>,
+}
+
+/// Something wrong, and where.
+struct Mistake {
+    span: Range<usize>,
+    what: String,
+}
+
+/// A key of a table that is no option of the command line.
+struct Key {
+    name: &'static str,
+    kind: Kind,
+    required: bool,
+    default: &'static str,
+    help: &'static str,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Flag,
+    List,
+}
+
+impl Key {
+    const fn new(name: &'static str, kind: Kind, default: &'static str, help: &'static str) -> Key {
+        Key { name, kind, required: false, default, help }
+    }
+
+    const fn required(name: &'static str, help: &'static str) -> Key {
+        Key { name, kind: Kind::Text, required: true, default: "", help }
+    }
+}
+
+/// The keys of `[[transfer.export]]`.
+const DIRECTORY: &[Key] = &[
+    Key::required("name", "What clients call it"),
+    Key::required("dir", "The directory to serve"),
+    Key::new("read-only", Kind::Flag, "false", "Nobody may change it"),
+];
+
+/// The keys of `[[block.export]]`.
+const DISK: &[Key] = &[
+    Key::required("name", "What clients call it"),
+    Key::required("path", "A file, a block device, `mem:SIZE` or `stripe:CHUNK:PATH:PATH...`"),
+    Key::new("read-only", Kind::Flag, "false", "Nobody may change it"),
+    Key::new(
+        "mode",
+        Kind::Text,
+        "",
+        "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. If nothing is said: \
+         direct under a cache layer, else writeback",
+    ),
+    Key::new("chunk", Kind::Text, "256K", "Length of the pieces that requests are cut into"),
+    Key::new(
+        "target",
+        Kind::Text,
+        "",
+        "Target for iSCSI; several disks may have the same. If nothing is said, one of the disk's name",
+    ),
+    Key::new("sector", Kind::Text, "512", "Octets of a SCSI block: 512 or 4096"),
+    Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "),
+];
+
+/// A table of the file.
+struct Table {
+    /// Empty: the top.
+    name: &'static str,
+    about: &'static str,
+    export: Option<&'static [Key]>,
+}
+
+const TABLES: &[Table] = &[
+    Table { name: "", about: "Before the first table, for all services.", export: None },
+    Table {
+        name: "transfer",
+        about: "Directories for `thruway cp`. Served if there is a `listen` or an export, or no disk.",
+        export: Some(DIRECTORY),
+    },
+    Table { name: "block", about: "Disks. Served if there is an export.", export: Some(DISK) },
+];
+
+/// The table that an option is set in.
+fn table_of(arg: &Arg) -> Option<&'static str> {
+    match arg.get_id().as_str() {
+        "config" | "check" | "once" | "block" | "export" => None,
+        "provider" | "anonymous" => Some(""),
+        _ if arg.is_hide_set() || arg.get_long().is_none() => None,
+        _ if arg.get_help_heading() == Some(super::block::HEADING) => Some("block"),
+        _ => Some("transfer"),
+    }
+}
+
+fn command() -> clap::Command {
+    ServeArgs::augment_args(clap::Command::new("serve")).no_binary_name(true)
+}
+
+/// Reads a file.
+///
+/// # Errors
+/// All that is wrong with it, a line each.
+pub fn load(path: &Path) -> Result<File, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    parse(&text).map_err(|mistakes| {
+        let lines = mistakes.iter().map(|mistake| {
+            let before = &text.as_bytes()[..mistake.span.start.min(text.len())];
+            let line = 1 + before.iter().filter(|octet| **octet == b'\n').count();
+            format!("{}:{line}: {}", path.display(), mistake.what)
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    })
+}
+
+fn parse(text: &str) -> Result<File, Vec<Mistake>> {
+    let (top, errors) = DeTable::parse_recoverable(text);
+    let command = command();
+    let mut reader = Reader { command: &command, file: File::default(), mistakes: Vec::new() };
+    for error in errors {
+        reader.mistake(error.span().unwrap_or_default(), error.message());
+    }
+    reader.table(&TABLES[0], top.get_ref());
+    let Reader { file, mut mistakes, .. } = reader;
+    if mistakes.is_empty() {
+        return Ok(file);
+    }
+    mistakes.sort_by_key(|mistake| mistake.span.start);
+    Err(mistakes)
+}
+
+/// What a key of a table is called in messages.
+fn full(table: &str, key: &str) -> String {
+    if table.is_empty() { key.into() } else { format!("{table}.{key}") }
+}
+
+struct Reader<'a> {
+    command: &'a clap::Command,
+    file: File,
+    mistakes: Vec<Mistake>,
+}
+
+impl Reader<'_> {
+    fn mistake(&mut self, span: Range<usize>, what: impl Into<String>) {
+        self.mistakes.push(Mistake { span, what: what.into() });
+    }
+
+    fn table(&mut self, table: &Table, content: &DeTable<'_>) {
+        for (key, value) in content {
+            let name = key.get_ref().as_ref();
+            if table.name.is_empty()
+                && let Some(inner) = TABLES.iter().find(|t| !t.name.is_empty() && t.name == name)
+            {
+                match value.get_ref() {
+                    DeValue::Table(content) => self.table(inner, content),
+                    _ => self.mistake(value.span(), format!("'{name}' is a table: write [{name}]")),
+                }
+                continue;
+            }
+            if let Some(keys) = table.export
+                && name == "export"
+            {
+                match value.get_ref() {
+                    DeValue::Array(exports) => exports.iter().for_each(|export| self.export(table, keys, export)),
+                    _ => self.mistake(value.span(), format!("write [[{}.export]], with two brackets", table.name)),
+                }
+                continue;
+            }
+            let of_table = |arg: &&Arg| table_of(arg) == Some(table.name) && arg.get_long() == Some(name);
+            match self.command.get_arguments().find(of_table) {
+                Some(arg) => self.option(table, arg, value),
+                None => {
+                    let known = keys_of(self.command, table);
+                    self.mistake(key.span(), format!("{}; there are {known}", unknown(table, name)));
+                }
+            }
+        }
+    }
+
+    fn option(&mut self, table: &Table, arg: &Arg, value: &Spanned<DeValue<'_>>) {
+        let name = arg.get_long().expect("options of tables have names");
+        let full = full(table.name, name);
+        match (arg.get_action(), value.get_ref()) {
+            (ArgAction::SetTrue, DeValue::Boolean(set)) => {
+                if *set {
+                    self.file.options.push(format!("--{name}").into());
+                }
+            }
+            (ArgAction::SetTrue, _) => self.mistake(value.span(), format!("{full} is true or false")),
+            (ArgAction::Append, DeValue::Array(values)) => {
+                for value in values.iter() {
+                    self.value(&full, name, value);
+                }
+            }
+            (_, DeValue::Array(_)) => self.mistake(value.span(), format!("{full} has one value, not a list")),
+            _ => self.value(&full, name, value),
+        }
+    }
+
+    /// A value, which the option's own parser judges.
+    fn value(&mut self, full: &str, name: &str, value: &Spanned<DeValue<'_>>) {
+        let Some(text) = scalar(value.get_ref()) else {
+            return self.mistake(value.span(), format!("{full} is a text or a number"));
+        };
+        let option = format!("--{name}={text}");
+        // Other errors are about what else would have to be given; that is seen when everything is there.
+        if let Err(error) = self.command.clone().try_get_matches_from([&option])
+            && let Some(why) = judgement(&error)
+        {
+            return self.mistake(value.span(), format!("{full}: '{text}': {why}"));
+        }
+        self.file.options.push(option.into());
+    }
+
+    fn export(&mut self, table: &Table, keys: &'static [Key], export: &Spanned<DeValue<'_>>) {
+        let DeValue::Table(content) = export.get_ref() else {
+            return self.mistake(export.span(), format!("write [[{}.export]], with two brackets", table.name));
+        };
+        let before = self.mistakes.len();
+        for (key, value) in content {
+            let name = key.get_ref().as_ref();
+            let wanted = match keys.iter().find(|k| k.name == name).map(|k| k.kind) {
+                Some(Kind::Text) if scalar(value.get_ref()).is_some() => continue,
+                Some(Kind::Flag) if value.get_ref().is_bool() => continue,
+                Some(Kind::List) if value.get_ref().is_array() => continue,
+                Some(Kind::Text) => "is a text or a number",
+                Some(Kind::Flag) => "is true or false",
+                Some(Kind::List) => "is a list",
+                None => {
+                    let known: Vec<&str> = keys.iter().map(|k| k.name).collect();
+                    let what = format!("'{name}' is no key of an export; there are {}", known.join(", "));
+                    self.mistake(key.span(), what);
+                    continue;
+                }
+            };
+            self.mistake(value.span(), format!("{name} {wanted}"));
+        }
+        for key in keys.iter().filter(|k| k.required && !content.contains_key(k.name)) {
+            self.mistake(export.span(), format!("the export's {} is missing", key.name));
+        }
+        if self.mistakes.len() > before {
+            return;
+        }
+        let get = |name: &str| content.get(name);
+        let text = |name: &str| get(name).and_then(|value| scalar(value.get_ref()));
+        let flag = |name: &str| get(name).is_some_and(|value| value.get_ref().as_bool() == Some(true));
+        let (name, read_only) = (text("name").unwrap_or_default(), flag("read-only"));
+        if table.name == "transfer" {
+            let dir = text("dir").unwrap_or_default();
+            if dir.is_empty() {
+                return self.mistake(export.span(), "the export's dir is empty");
+            }
+            return self.file.exports.push(Export { name, dir: dir.into(), read_only });
+        }
+        let mut spec = match Spec::new(&name, &text("path").unwrap_or_default()) {
+            Ok(spec) => spec,
+            Err(what) => return self.mistake(export.span(), what),
+        };
+        spec.read_only = read_only;
+        for name in ["mode", "chunk", "target", "sector"] {
+            if let (Some(value), Some(text)) = (get(name), text(name))
+                && let Err(what) = spec.option(name, &text)
+            {
+                self.mistake(value.span(), what);
+            }
+        }
+        let none = DeArray::new();
+        for layer in get("layers").and_then(|value| value.get_ref().as_array()).unwrap_or(&none).iter() {
+            let word = layer.get_ref().as_str().unwrap_or_default();
+            let (key, value) = word.split_once('=').unwrap_or((word, ""));
+            match spec.layer(key, value) {
+                Ok(true) => {}
+                Ok(false) => self.mistake(layer.span(), format!("'{word}' is no layer; there are {}", export::LAYERS)),
+                Err(what) => self.mistake(layer.span(), what),
+            }
+        }
+        self.file.disks.push(spec);
+    }
+}
+
+fn unknown(table: &Table, name: &str) -> String {
+    if table.name.is_empty() {
+        return format!("there is no table or key '{name}' at the top");
+    }
+    format!("there is no key '{name}' in [{}]", table.name)
+}
+
+/// The keys of a table, for messages.
+fn keys_of(command: &clap::Command, table: &Table) -> String {
+    let options = command.get_arguments().filter(|arg| table_of(arg) == Some(table.name));
+    let mut names: Vec<String> = options.filter_map(Arg::get_long).map(String::from).collect();
+    names.sort();
+    if table.export.is_some() {
+        names.push(format!("[[{}.export]]", table.name));
+    }
+    if table.name.is_empty() {
+        names.extend(TABLES[1..].iter().map(|t| format!("[{}]", t.name)));
+    }
+    names.join(", ")
+}
+
+/// A text or a number, as it would be on the command line.
+fn scalar(value: &DeValue<'_>) -> Option<String> {
+    match value {
+        DeValue::String(text) => Some(text.to_string()),
+        DeValue::Integer(number) => {
+            i128::from_str_radix(number.as_str(), number.radix()).ok().map(|number| number.to_string())
+        }
+        DeValue::Float(number) => Some(number.as_str().into()),
+        _ => None,
+    }
+}
+
+/// What an option's parser says against a value; `None` if the error is about something else.
+fn judgement(error: &clap::Error) -> Option<String> {
+    match error.kind() {
+        ErrorKind::ValueValidation => Some(std::error::Error::source(error)?.to_string()),
+        ErrorKind::InvalidValue => match error.get(ContextKind::ValidValue) {
+            Some(ContextValue::Strings(valid)) if !valid.is_empty() => Some(format!("there are {}", valid.join(", "))),
+            _ => Some("a value is missing".into()),
+        },
+        _ => None,
+    }
+}
+
+/// The reference, for the book.
+pub fn reference() -> String {
+    let command = command();
+    let mut page = String::from(INTRODUCTION);
+    for table in TABLES {
+        let title = if table.name.is_empty() { "Top".into() } else { format!("`[{}]`", table.name) };
+        let _ = write!(page, "\n## {title}\n\n{}\n\n{HEAD}", table.about);
+        for arg in command.get_arguments().filter(|arg| table_of(arg) == Some(table.name)) {
+            let name = arg.get_long().expect("options of tables have names");
+            let names: Vec<&str> = arg.get_value_names().unwrap_or_default().iter().map(|n| n.as_str()).collect();
+            let possible: Vec<String> =
+                arg.get_possible_values().iter().map(|v| format!("`\"{}\"`", v.get_name())).collect();
+            let value = match arg.get_action() {
+                ArgAction::SetTrue => "`true` or `false`".into(),
+                ArgAction::Append => format!("list of {}", names.join(" ")),
+                _ if possible.is_empty() => names.join(" "),
+                _ => possible.join(" or "),
+            };
+            let defaults: Vec<String> =
+                arg.get_default_values().iter().map(|v| format!("`{}`", v.to_string_lossy())).collect();
+            let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+            row(&mut page, name, &value, &defaults.join(" "), &help);
+        }
+        let Some(keys) = table.export else { continue };
+        let _ = write!(page, "\n### `[[{}.export]]`\n\n{HEAD}", table.name);
+        for key in keys {
+            let value = match key.kind {
+                Kind::Text if key.required => "text, required",
+                Kind::Text => "text",
+                Kind::Flag => "`true` or `false`",
+                Kind::List => "list of texts",
+            };
+            let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
+            let layers = if key.kind == Kind::List { format!("`{}`", export::LAYERS) } else { String::new() };
+            row(&mut page, key.name, value, &default, &format!("{}{layers}", key.help));
+        }
+    }
+    page
+}
+
+const HEAD: &str = "| key | value | default | meaning |\n|---|---|---|---|\n";
+
+fn row(page: &mut String, name: &str, value: &str, default: &str, help: &str) {
+    let cell = |text: &str| text.replace('\n', " ").replace('|', "\\|");
+    let _ = writeln!(page, "| `{name}` | {} | {} | {} |", cell(value), cell(default), cell(help));
+}
+
+const INTRODUCTION: &str = r#"# The configuration file
+
+`thruway serve --config FILE` reads a TOML file with a table for each service. Its keys are the options of
+`thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
+the place of single values. The file is checked whole before anything is started, and every mistake is told with its
+line; `thruway serve --config FILE --check` does no more than that.
+
+```toml
+provider = "iwarp"
+
+[transfer]
+listen = ["0.0.0.0:7117"]
+key = "/etc/thruway/host"
+authorized-keys = "/etc/thruway/authorized_keys"
+
+[[transfer.export]]
+name = "data"
+dir = "/srv/data"
+read-only = true
+
+[block]
+nbd = ["127.0.0.1:10809", "unix:/run/thruway/nbd.sock"]
+iscsi = ["0.0.0.0:3260"]
+chap = "/etc/thruway/chap"
+
+[[block.export]]
+name = "disk"
+path = "/srv/disk.img"
+mode = "direct"
+layers = ["cache=1G:writeback", "rate=500M"]
+```
+
+This page is made of the program's own definitions (`thruway serve --config-reference`).
+"#;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> &'static str {
+        INTRODUCTION.split("```toml\n").nth(1).unwrap().split("```").next().unwrap()
+    }
+
+    #[test]
+    fn the_example_is_right() {
+        let Ok(file) = parse(example()) else { panic!("the example has mistakes") };
+        let wanted = Spec::parse("disk=/srv/disk.img,mode=direct,cache=1G:writeback,rate=500M").unwrap();
+        assert_eq!(file.disks, [wanted]);
+        assert_eq!(file.exports[0].name, "data");
+        assert!(file.exports[0].read_only);
+        assert!(file.options.contains(&"--nbd=unix:/run/thruway/nbd.sock".into()), "{:?}", file.options);
+        assert!(file.options.contains(&"--provider=iwarp".into()));
+    }
+
+    #[test]
+    fn every_mistake_is_told_with_its_line() {
+        let text = r#"provider = "pigeon"
+speed = 9
+
+[transfer]
+listen = ["127.0.0.1:7117", "nowhere"]
+max-sessions = "many"
+anonymous = true
+depth = [64]
+
+[[transfer.export]]
+name = "data"
+
+[block]
+nbd = 10809
+iscsi = "[::1]:3260"
+chap = { file = "x" }
+
+[[block.export]]
+name = "disk"
+path = "mem:1Q"
+
+[[block.export]]
+name = "disk2"
+path = "mem:1M"
+read-only = "yes"
+turbo = true
+
+[[block.export]]
+name = "disk3"
+path = "mem:1M"
+mode = "fast"
+layers = ["cache=1M", "magic"]
+"#;
+        let mistakes = parse(text).err().unwrap();
+        let told: Vec<(usize, String)> =
+            mistakes.into_iter().map(|m| (1 + text[..m.span.start].matches('\n').count(), m.what)).collect();
+        let wanted = [
+            (1, "there are iwarp, verbs"),
+            (2, "'speed'"),
+            (5, "'nowhere'"),
+            (6, "'many'"),
+            (7, "'anonymous' in [transfer]"),
+            (8, "not a list"),
+            (10, "dir is missing"),
+            (14, "'10809'"),
+            (16, "block.chap"),
+            (18, "'1Q'"),
+            (25, "true or false"),
+            (26, "'turbo'"),
+            (31, "'fast'"),
+            (32, "'magic'"),
+        ];
+        assert_eq!(told.len(), wanted.len(), "{told:#?}");
+        for ((line, what), (wanted_line, wanted)) in told.iter().zip(wanted) {
+            assert_eq!(*line, wanted_line, "{told:#?}");
+            assert!(what.contains(wanted), "{what}: {wanted}");
+        }
+    }
+
+    #[test]
+    fn broken_toml_is_a_mistake_too() {
+        let mistakes = parse("[transfer]\nlisten = [\n[block\n").err().unwrap();
+        assert!(!mistakes.is_empty());
+    }
+}

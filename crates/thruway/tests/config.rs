@@ -1,0 +1,110 @@
+//! The daemon's configuration file.
+
+mod support;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use support::{Lab, THRUWAY};
+
+#[test]
+fn a_file_configures_all_services_and_the_command_line_has_the_last_word() {
+    let lab = Lab::new();
+    let served = lab.mkdir("with:ro,commas=and=all");
+    let file = lab.path("thruway.toml");
+    let text = format!(
+        r#"
+[transfer]
+listen = ["127.0.0.1:0"]
+max-sessions = 7
+
+[[transfer.export]]
+name = "data"
+dir = "{}"
+read-only = true
+
+[block]
+nbd = ["127.0.0.1:0"]
+iqn = "iqn.2026-11.org.example"
+
+[[block.export]]
+name = "one"
+path = "mem:1M"
+layers = ["cache=8M"]
+"#,
+        served.display()
+    );
+    fs::write(&file, text).unwrap();
+    let mut child = Command::new(THRUWAY)
+        .args(["--json", "serve", "--iscsi", "127.0.0.1:0", "--block", "two=mem:2M", "--iqn", "iqn.2026-11.org.last"])
+        .args(["--nbd", "127.0.0.1:0", "--config"])
+        .arg(&file)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let said: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let count = |what: &str| said[what].as_array().unwrap().len();
+    assert_eq!((count("listening"), count("nbd"), count("iscsi")), (1, 2, 1), "{said}");
+    let url = format!("tw://{}/data/", said["listening"][0].as_str().unwrap());
+    assert!(Command::new(THRUWAY).args(["ls", &url]).stdout(Stdio::null()).status().unwrap().success());
+    let targets = Command::new("iscsi-ls")
+        .arg(format!("iscsi://{}/", said["iscsi"][0].as_str().unwrap()))
+        .output()
+        .expect("iscsi-ls is installed");
+    let targets = String::from_utf8_lossy(&targets.stdout).into_owned();
+    assert!(targets.contains("iqn.2026-11.org.last:one") && targets.contains("iqn.2026-11.org.last:two"), "{targets}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn mistakes_are_told_before_anything_starts() {
+    let lab = Lab::new();
+    let file = lab.path("wrong.toml");
+    fs::write(&file, "[transfer]\nlistem = []\n\n[block]\niscsi = [\"x\"]\n").unwrap();
+    for more in [&[][..], &["--check"]] {
+        let output = Command::new(THRUWAY).args(["serve", "--config"]).arg(&file).args(more).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines.len(), 2, "{said}");
+        assert!(lines[0].contains("wrong.toml:2: ") && lines[0].contains("listem"), "{said}");
+        assert!(lines[1].contains("wrong.toml:5: ") && lines[1].contains("'x'"), "{said}");
+    }
+    let missing = Command::new(THRUWAY).args(["serve", "--config", "/no/such/file"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&missing.stderr).contains("/no/such/file"));
+    fs::write(&file, "[block]\nnbd = [\"127.0.0.1:0\"]\n").unwrap();
+    let useless = Command::new(THRUWAY).args(["serve", "--check", "--config"]).arg(&file).output().unwrap();
+    assert_eq!(useless.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&useless.stderr).contains("--nbd is about disks"));
+}
+
+#[test]
+fn options_without_effect_are_refused() {
+    for (args, named) in [
+        (&["--chap", "x"][..], "--chap"),
+        (&["--block", "m=mem:1M", "--chap", "x"], "--chap"),
+        (&["--block", "m=mem:1M", "--initiator", "iqn.x"], "--initiator"),
+        (&["--block", "m=mem:1M", "--iscsi", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "x"], "--tls-cert"),
+        (&["--block", "m=mem:1M", "--block", "m=mem:2M"], "two block exports"),
+    ] {
+        let output = Command::new(THRUWAY).arg("serve").args(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(named), "{args:?}: {output:?}");
+    }
+}
+
+/// The page of the book is made by the program; `THRUWAY_WRITE_DOCS=1` has this test write it.
+#[test]
+fn the_reference_in_the_book_is_true() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/configuration.md");
+    let output = Command::new(THRUWAY).args(["serve", "--config-reference"]).output().unwrap();
+    let made = String::from_utf8(output.stdout).unwrap();
+    if std::env::var_os("THRUWAY_WRITE_DOCS").is_some() {
+        fs::write(page, &made).unwrap();
+    }
+    let there = fs::read_to_string(page).unwrap_or_default();
+    assert!(there == made, "write it anew: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test config");
+}
