@@ -7,21 +7,12 @@ kernel's accounts.
 import json
 import os
 import pathlib
-import re
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
-SECONDS = float(os.environ.get("THRUWAY_BENCH_SECONDS", "2"))
-ONLY = os.environ.get("THRUWAY_BENCH_ONLY", "")
-SIZE = 1 << 30
-TICK = os.sysconf("SC_CLK_TCK")
+from servers import ONLY, SIZE, THRUWAY, TOP, Server, compare, fio, iscsi_perf, version
 
 # Name, pattern, octets, depth, connections.
 WORKLOADS = [
@@ -46,89 +37,6 @@ ISCSI = [
 ]
 
 
-class Server:
-    """A server process; `address` is an NBD URI or an iSCSI URL."""
-
-    def __init__(self, name, command, address, ready=None, pid_file=None):
-        self.name, self.address = name, address
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE if ready else subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.pid = self.process.pid
-        if ready:
-            self.address = ready(self.process.stdout.readline().decode())
-        if pid_file:
-            # It goes into the background by itself.
-            self.process.wait()
-            while not os.path.exists(pid_file) or not pathlib.Path(pid_file).read_text().strip():
-                time.sleep(0.05)
-            self.pid = int(pathlib.Path(pid_file).read_text())
-
-    def cpu(self):
-        """Seconds of the process and its children so far."""
-        total = 0
-        for status in pathlib.Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = status.read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(status.parent.name) == self.pid:
-                # With the children that have ended.
-                total += sum(map(int, fields[11:15])) / TICK
-            elif int(fields[1]) == self.pid:
-                total += (int(fields[11]) + int(fields[12])) / TICK
-        return total
-
-    def stop(self):
-        if self.pid != self.process.pid:
-            os.kill(self.pid, signal.SIGTERM)
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(3)
-        except subprocess.TimeoutExpired:
-            # tgtd keeps on as long as it has targets.
-            self.process.kill()
-            self.process.wait()
-
-
-def fio(uri, pattern, size, depth, jobs):
-    command = ["fio", "--name=b", "--ioengine=nbd", f"--uri={uri}", f"--rw={pattern}", f"--bs={size}", f"--iodepth={depth}",
-               f"--numjobs={jobs}", f"--size={SIZE}", f"--runtime={SECONDS}", "--time_based", "--group_reporting", "--output-format=json",
-               "--rwmixread=70", "--norandommap", "--randrepeat=0"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    job = json.loads(out[out.index("{"):])["jobs"][0]
-    return job["read"]["iops"] + job["write"]["iops"]
-
-
-def iscsi_perf(url, options, connections):
-    command = ["iscsi-perf", *options, "-t", str(max(2, int(SECONDS))), url]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(connections)]
-    averages = [re.findall(r"iops average (\d+)", process.communicate()[0])[-1] for process in started]
-    return sum(map(int, averages))
-
-
-def compare(title, servers, measure):
-    """Runs of all servers in turn; medians, ratios to the first."""
-    samples = {server.name: [] for server in servers}
-    for run in range(RUNS):
-        # Whoever goes first is not always the same.
-        for server in servers[run % len(servers):] + servers[:run % len(servers)]:
-            before = server.cpu()
-            rate = measure(server)
-            samples[server.name].append((rate, server.cpu() - before))
-    rows = []
-    ours = None
-    for server in servers:
-        rate = statistics.median(r for r, _ in samples[server.name])
-        cpu = statistics.median(c for _, c in samples[server.name])
-        ours = ours or rate
-        rows.append({"workload": title, "server": server.name, "per_second": rate, "cpu_us_per_request": 1e6 * cpu / max(1, rate * SECONDS),
-                     "ratio": ours / rate})
-        # nbd-server does not wait for its children, so their time is in nobody's account.
-        cost = f"{rows[-1]['cpu_us_per_request']:.1f}" if cpu > 0.05 else "-"
-        print(f"| {title} | {server.name} | {rate:,.0f} | {cost} | {ours / rate:.2f} |", flush=True)
-    return rows
-
-
 def idle(server, clients):
     """Share of a core used with so many connections that do nothing."""
     script = f"import nbd,time\nh=[nbd.NBD() for _ in range({clients})]\n[x.connect_uri('{server.address}') for x in h]\nprint(1,flush=True)\ntime.sleep(4)"
@@ -137,11 +45,6 @@ def idle(server, clients):
     before = server.cpu()
     client.wait()
     return (server.cpu() - before) / 4
-
-
-def version(command):
-    out = subprocess.run(command, capture_output=True, text=True)
-    return (out.stdout + out.stderr).strip().splitlines()[0]
 
 
 def main():

@@ -92,6 +92,8 @@ pub const LAYERS: &str = "cache=SIZE[:writeback][:BLOCK], overlay[=DIR], rate=SI
 
 /// The default length of pieces.
 pub const CHUNK: u32 = 256 << 10;
+/// The longest pieces: requests up to here can be had in one.
+const CHUNK_MAX: u64 = 4 << 20;
 
 impl Spec {
     /// Reads `NAME=PATH[,OPTION…]`.
@@ -310,10 +312,10 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 
 fn parse_chunk(text: &str) -> Result<u32, String> {
     let size = parse_size(text)?;
-    if (16 << 10..=u64::from(CHUNK)).contains(&size) && size.is_power_of_two() {
+    if (16 << 10..=CHUNK_MAX).contains(&size) && size.is_power_of_two() {
         return Ok(size as u32);
     }
-    Err(format!("a chunk is a power of two from 16 KiB to {} KiB", CHUNK >> 10))
+    Err(format!("a chunk is a power of two from 16 KiB to {} MiB", CHUNK_MAX >> 20))
 }
 
 fn parse_duration(text: &str) -> Result<Duration, String> {

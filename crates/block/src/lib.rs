@@ -23,7 +23,8 @@ mod octets;
 mod outbox;
 mod pieces;
 pub mod scsi;
-pub mod supply;
+pub mod streams;
+mod supply;
 pub mod tls;
 
 pub use backend::{Backend, Geometry};

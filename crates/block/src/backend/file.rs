@@ -5,6 +5,7 @@
 //! of the same device.
 
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
+use crate::streams::Streams;
 use rustix::fs::{FileType, OFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::{File, OpenOptions};
@@ -41,6 +42,9 @@ pub struct FileBackend {
     zeroes: AtomicBool,
     /// How what need not wait is done at once, without the ring.
     at_once: AtOnce,
+    /// Who reads on through the page cache. The kernel looks after them too, but loses its way where several read, or one
+    /// reads in pieces that overtake each other.
+    streams: Streams,
 }
 
 /// Which flag keeps a read or write through the page cache from waiting.
@@ -71,6 +75,12 @@ impl AtOnce {
         self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
     }
 
+    /// Whether the page of this octet is not only in the page cache but has been read.
+    fn is_there(&self, file: &File, at: u64) -> bool {
+        let mut octet = [0];
+        self.done(&self.reads, 1, |flags| rustix::io::preadv2(file, &mut [io::IoSliceMut::new(&mut octet)], at, flags))
+    }
+
     fn done(
         &self,
         offered: &AtomicBool,
@@ -91,6 +101,9 @@ impl AtOnce {
         }
     }
 }
+
+/// What is fetched ahead of a sequential reader.
+const AHEAD: u64 = 4 << 20;
 
 /// Below this, sending from the page cache costs more than a read into a block.
 const LEND_MIN: usize = 64 << 10;
@@ -123,7 +136,20 @@ impl FileBackend {
         let size = AtomicU64::new(size_of(&cached)?);
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
         let at_once = AtOnce::of(&cached);
-        Ok(FileBackend { cached, direct, mode, alignment, is_device, read_only, size, punches, zeroes, at_once })
+        let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
+        Ok(FileBackend {
+            cached,
+            direct,
+            mode,
+            alignment,
+            is_device,
+            read_only,
+            size,
+            punches,
+            zeroes,
+            at_once,
+            streams,
+        })
     }
 
     /// An open file, through the page cache.
@@ -141,6 +167,7 @@ impl FileBackend {
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
             at_once: AtOnce::of(&file),
+            streams: Streams::new(0),
             cached: Arc::new(file),
         })
     }
@@ -330,21 +357,32 @@ impl Backend for FileBackend {
         Box::pin(std::future::ready(self.seek_extents(at, len)))
     }
 
+    fn announce(&self, at: u64, len: u64) {
+        let Some(ahead) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
+        let file = Arc::clone(&self.cached);
+        // Only advice: what comes of it shows when it is read.
+        tokio::task::spawn_local(async move {
+            let _ = reactor::ring().prefetch(&file, ahead.start, ahead.end - ahead.start).await;
+        });
+    }
+
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        if self.mode == Mode::Direct
-            || len < LEND_MIN
-            || page_cache::cached(&self.cached, at, len as u64).is_none_or(|cached| cached < len as u64)
-        {
+        if self.mode == Mode::Direct || len < LEND_MIN {
+            return None;
+        }
+        let there = page_cache::cached(&self.cached, at, len as u64).is_some_and(|cached| cached >= len as u64);
+        if !there || !self.at_once.is_there(&self.cached, at + len as u64 - 1) {
             return None;
         }
         Some(Lent::File { file: Arc::clone(&self.cached), offset: at, len })
     }
 
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
-        if self.mode != Mode::Direct {
-            let _ =
-                rustix::fs::fadvise(&*self.cached, at, std::num::NonZeroU64::new(len), rustix::fs::Advice::WillNeed);
-        }
-        Box::pin(std::future::ready(Ok(())))
+        Box::pin(async move {
+            if self.mode == Mode::Direct {
+                return Ok(());
+            }
+            reactor::ring().prefetch(&self.cached, at, len).await
+        })
     }
 }

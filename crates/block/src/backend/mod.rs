@@ -158,6 +158,9 @@ pub trait Backend: Send + Sync {
     /// beginning of it.
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
 
+    /// A long read of this range is about to begin, perhaps in pieces: time to begin to fetch what may follow it.
+    fn announce(&self, _at: u64, _len: u64) {}
+
     /// The range without a copy, if that is to be had at once and worth while.
     fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
         None
@@ -193,4 +196,8 @@ pub(crate) fn merge(extents: impl IntoIterator<Item = Extent>, len: u64) -> Vec<
 /// `EOPNOTSUPP`.
 pub(crate) fn unsupported() -> io::Error {
     io::Error::from_raw_os_error(libc::EOPNOTSUPP)
+}
+/// Waits for all of them, also when one fails: what is dropped half way may still reach the disk, after what follows.
+pub(crate) async fn all(changes: impl IntoIterator<Item = impl Future<Output = io::Result<()>>>) -> io::Result<()> {
+    futures_util::future::join_all(changes).await.into_iter().collect()
 }

@@ -6,23 +6,24 @@
 //! used through blocks of our own, which direct I/O goes straight to.
 //!
 //! A block is absent, being loaded, or there; and there it is clean or dirty. What is being loaded is waited for.
-//! Dirty blocks are written out as copies, so that they can be read and changed meanwhile; a version tells whether
-//! they were. Their share is bounded: who would exceed it waits for the writing. [`Backend::flush`] writes out
+//! Dirty blocks are written out as copies, so that they can be read and changed meanwhile. What of a block is dirty is
+//! known by grains, so that little is written out where little was changed. Their share is bounded: who would exceed it waits for the writing. [`Backend::flush`] writes out
 //! everything that was dirty before it and then flushes the disk. Where writes go through to the disk, the block
 //! is held until they have, so that nobody loads what is about to change.
 
+mod grains;
 mod partition;
 pub mod policy;
 
-use crate::backend::{Backend, Extent, Geometry, Op, Zero};
+use crate::backend::{Backend, Extent, Geometry, Op, Zero, all};
 use crate::pieces::pieces;
+use crate::streams::Streams;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
-use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor::Spreader;
 use thruway_engine::{Segment, Segments};
@@ -54,8 +55,6 @@ impl Config {
 
 /// Requests from here on are handed to the node that holds most of them.
 const FORWARD_MIN: usize = 64 << 10;
-/// Sequential readers that are remembered.
-const STREAMS: usize = 8;
 /// Copies that are written out at one time.
 const WRITE_OUT: usize = 16;
 /// When a write has waited so long for the writer, it sees for itself.
@@ -128,7 +127,7 @@ pub(crate) struct Inner {
     pressed: Notify,
     copies: Segments,
     writer_runs: AtomicBool,
-    streams: Mutex<VecDeque<u64>>,
+    streams: Streams,
     this: Weak<Inner>,
 }
 
@@ -165,6 +164,7 @@ impl Cache {
         let inner = Arc::new_cyclic(|this| Inner {
             below,
             dirty_max: config.size / 4,
+            streams: Streams::new(config.read_ahead),
             config,
             partitions,
             reactors,
@@ -174,7 +174,6 @@ impl Cache {
             pressed: Notify::new(),
             copies,
             writer_runs: AtomicBool::new(false),
-            streams: Mutex::default(),
             this: Weak::clone(this),
         });
         Ok(Cache { inner })
@@ -329,7 +328,7 @@ impl Inner {
             self.write_in(at, &segment).await?;
             if durable {
                 let (first, last) = (at / self.block_len(), (at + segment.len() as u64).div_ceil(self.block_len()));
-                try_join_all((first..last).map(|block| self.write_out(block))).await?;
+                all((first..last).map(|block| self.write_out(block))).await?;
                 drop(together);
                 return self.below.flush().await;
             }
@@ -345,13 +344,12 @@ impl Inner {
             let data = &segment.as_slice()[offset..offset + part.len];
             offset += part.len;
             let partition = self.partitions.of(part.block);
-            let all = part.within == 0 && part.len == self.len_of(part.block);
+            let whole = part.within == 0 && part.len == self.len_of(part.block);
             loop {
                 let told = partition.changed.notified();
                 tokio::pin!(told);
                 told.as_mut().enable();
-                let change = |there: &mut [u8]| there[part.within..][..part.len].copy_from_slice(data);
-                let changed = partition.lock().change(part.block, all, change);
+                let changed = partition.lock().change(part.block, part.within, data, whole);
                 match changed {
                     Found::There => break,
                     Found::Busy => told.await,
@@ -409,10 +407,12 @@ impl Inner {
                     drop(copy);
                     told.await;
                 }
-                Some(Some(version)) => {
+                Some(Some(grains)) => {
                     drop(copy.split_off(self.len_of(block)));
-                    let end = partition::WriteOut::new(partition, block, version);
-                    self.below.write(block * self.block_len(), copy, false).await?;
+                    let end = partition::WriteOut::new(partition, block, grains);
+                    let start = block * self.block_len();
+                    let parts = grains.cut(copy).into_iter();
+                    all(parts.map(|(within, part)| self.below.write(start + within, part, false))).await?;
                     end.done();
                     count(&self.counters.written_out, 1);
                     self.cleaned.notify_waiters();
@@ -476,7 +476,7 @@ impl Inner {
                 continue;
             }
             let _together = self.whole.read().await;
-            if let Err(error) = try_join_all(blocks.into_iter().map(|block| self.write_out(block))).await {
+            if let Err(error) = all(blocks.into_iter().map(|block| self.write_out(block))).await {
                 // The blocks stay dirty: nothing is lost, and the next flush says that it fails.
                 tracing::warn!(%error, "writing out of the block cache");
                 tokio::time::sleep(Duration::from_secs(1)).await;
@@ -490,7 +490,7 @@ impl Inner {
             let blocks = self.partitions.dirty_since(Duration::ZERO, usize::MAX);
             // A bounded number at a time: copies are taken for all that are started.
             for some in blocks.chunks(WRITE_OUT) {
-                try_join_all(some.iter().map(|block| self.write_out(*block))).await?;
+                all(some.iter().map(|block| self.write_out(*block))).await?;
             }
         }
         self.below.flush().await
@@ -514,26 +514,10 @@ impl Inner {
 
     /// Loads what a sequential reader will ask for next.
     fn look_ahead(&self, at: u64, len: usize) {
-        if self.config.read_ahead == 0 {
-            return;
-        }
-        let end = at + len as u64;
-        {
-            let mut streams = self.streams.lock().expect("no panics under the lock");
-            let Some(index) = streams.iter().position(|next| *next == at) else {
-                streams.truncate(STREAMS - 1);
-                streams.push_front(end);
-                return;
-            };
-            streams.remove(index);
-            streams.push_front(end);
-        }
-        let block_len = self.block_len();
-        let ahead = (end + self.config.read_ahead).min(self.below.geometry().size);
-        let blocks = end.div_ceil(block_len)..ahead / block_len;
+        let Some(fetch) = self.streams.read(at, len as u64, self.below.geometry().size) else { return };
+        let blocks = fetch.start / self.block_len()..fetch.end.div_ceil(self.block_len());
         let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
-        // A little at a time would be as many requests as there are readers' requests.
-        if (absent.len() as u64) * block_len * 2 < self.config.read_ahead {
+        if absent.is_empty() {
             return;
         }
         let Some(this) = self.this.upgrade() else { return };

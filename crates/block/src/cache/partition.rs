@@ -1,6 +1,7 @@
 //! Partitions: each a table of blocks, with their memory, under a lock of its own.
 
 use super::Config;
+use super::grains::Grains;
 use super::policy::Policy;
 use std::collections::HashMap;
 use std::io;
@@ -45,10 +46,10 @@ struct Slot {
     /// The memory; with whoever loads it while it is being loaded.
     segment: Option<Segment>,
     state: State,
-    /// Goes up with every change.
-    version: u64,
     /// Since when it has been dirty.
     dirty: Option<Instant>,
+    /// What of it is dirty and is not being written out.
+    grains: Grains,
     writing: bool,
 }
 
@@ -145,7 +146,6 @@ impl Partitions {
                 .collect();
             for (block, index) in some {
                 let slot = &mut table.slots[index as usize];
-                slot.version += 1;
                 let kept = slot.segment.as_mut().is_some_and(|segment| keep(block, segment.as_mut_slice()));
                 if !kept {
                     table.release(index);
@@ -178,8 +178,8 @@ impl Partition {
                 block: 0,
                 segment: Some(Segment::new(memory, block)),
                 state: State::Free,
-                version: 0,
                 dirty: None,
+                grains: Grains::none(block),
                 writing: false,
             })
             .collect();
@@ -254,7 +254,6 @@ impl Table {
                 let Some((slot, evicted)) = self.room() else { return Found::Full };
                 let state = &mut self.slots[slot as usize];
                 (state.block, state.state) = (block, State::Busy);
-                state.version += 1;
                 self.blocks.insert(block, slot);
                 self.policy.insert(slot, block);
                 Found::Claimed(Claim { slot, evicted })
@@ -285,22 +284,23 @@ impl Table {
         Some((slot, true))
     }
 
-    /// Changes a block and makes it dirty; if `all` of it changes, it need not have been there.
-    pub(super) fn change(&mut self, block: u64, all: bool, change: impl FnOnce(&mut [u8])) -> Found {
+    /// Puts octets into a block and makes them dirty; if they are the `whole` block, it need not have been there.
+    pub(super) fn change(&mut self, block: u64, within: usize, data: &[u8], whole: bool) -> Found {
         let found = self.claim(block);
         let slot = match (&found, self.blocks.get(&block)) {
             (Found::There, Some(index)) => *index,
-            (Found::Claimed(claim), _) if all => claim.slot,
+            (Found::Claimed(claim), _) if whole => claim.slot,
             _ => return found,
         };
         let state = &mut self.slots[slot as usize];
         state.state = State::There;
-        state.version += 1;
         if state.dirty.is_none() {
             state.dirty = Some(Instant::now());
             self.dirty.fetch_add(1, Ordering::Relaxed);
         }
-        change(state.segment.as_mut().expect("a block that is there has memory").as_mut_slice());
+        state.grains.add(within, data.len());
+        let there = state.segment.as_mut().expect("a block that is there has memory").as_mut_slice();
+        there[within..][..data.len()].copy_from_slice(data);
         self.policy.touch(slot);
         Found::There
     }
@@ -313,17 +313,18 @@ impl Table {
         dirty.into_iter().take(max).map(|(_, block)| block).collect()
     }
 
-    /// Copies a dirty block out. `None` if it is not dirty, `Some(None)` if it is being written already.
-    pub(super) fn begin_write_out(&mut self, block: u64, copy: &mut [u8]) -> Option<Option<u64>> {
+    /// Copies what is dirty of a block. `None` if nothing is, `Some(None)` if it is being written already.
+    pub(super) fn begin_write_out(&mut self, block: u64, copy: &mut [u8]) -> Option<Option<Grains>> {
         let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
         let slot = &mut self.slots[index as usize];
         if slot.writing {
             return Some(None);
         }
         slot.dirty?;
-        copy.copy_from_slice(slot.segment.as_ref()?.as_slice());
+        let there = slot.segment.as_ref()?.as_slice();
+        slot.grains.runs().for_each(|run| copy[run.clone()].copy_from_slice(&there[run]));
         slot.writing = true;
-        Some(Some(slot.version))
+        Some(Some(slot.grains.take()))
     }
 
     /// Makes a slot free.
@@ -331,6 +332,7 @@ impl Table {
         let slot = &mut self.slots[index as usize];
         self.blocks.remove(&slot.block);
         slot.state = State::Free;
+        slot.grains.take();
         if slot.dirty.take().is_some() {
             self.dirty.fetch_sub(1, Ordering::Relaxed);
         }
@@ -398,7 +400,6 @@ impl Hold<'_> {
             && let Some(segment) = &mut table.slots[index as usize].segment
         {
             change(segment.as_mut_slice());
-            table.slots[index as usize].version += 1;
         }
     }
 
@@ -424,17 +425,17 @@ impl Drop for Hold<'_> {
     }
 }
 
-/// A block being written out. If it comes to nothing, the block stays dirty.
+/// What of a block is being written out. If it comes to nothing, it stays dirty.
 pub(super) struct WriteOut<'a> {
     partition: &'a Partition,
     block: u64,
-    version: u64,
+    grains: Grains,
     done: bool,
 }
 
 impl<'a> WriteOut<'a> {
-    pub(super) fn new(partition: &'a Partition, block: u64, version: u64) -> WriteOut<'a> {
-        WriteOut { partition, block, version, done: false }
+    pub(super) fn new(partition: &'a Partition, block: u64, grains: Grains) -> WriteOut<'a> {
+        WriteOut { partition, block, grains, done: false }
     }
 
     /// It is on the disk.
@@ -449,7 +450,11 @@ impl Drop for WriteOut<'_> {
         if let Some(index) = table.blocks.get(&self.block).copied().filter(|index| *index != HELD) {
             let slot = &mut table.slots[index as usize];
             slot.writing = false;
-            if self.done && slot.version == self.version && slot.dirty.take().is_some() {
+            if !self.done {
+                slot.grains.join(self.grains);
+            }
+            // What has been changed meanwhile is dirty again.
+            if slot.grains.is_empty() && slot.dirty.take().is_some() {
                 table.dirty.fetch_sub(1, Ordering::Relaxed);
             }
         }

@@ -1,6 +1,6 @@
 //! One disk of several: chunks go round the members, and the parts of a request go to all of them at once.
 
-use crate::backend::{Backend, Extent, Geometry, Op, Zero, merge};
+use crate::backend::{Backend, Extent, Geometry, Op, Zero, all, merge};
 use crate::pieces::pieces;
 use futures_util::future::try_join_all;
 use std::io;
@@ -45,10 +45,21 @@ impl Stripe {
         })
     }
 
-    fn each<'a>(&'a self, at: u64, len: u64, op: impl Fn(&'a dyn Backend, Part) -> Op<'a, ()> + 'a) -> Op<'a, ()> {
+    /// Octets of a member that belong to what is before an offset.
+    fn before(&self, member: usize, at: u64) -> u64 {
+        let row = self.chunk * self.members.len() as u64;
+        let within = (at % row).saturating_sub(member as u64 * self.chunk).min(self.chunk);
+        at / row * self.chunk + within
+    }
+
+    /// Does something with the part of each member in a range, which is one range of the member.
+    fn each<'a>(&'a self, at: u64, len: u64, op: impl Fn(&'a dyn Backend, u64, u64) -> Op<'a, ()> + 'a) -> Op<'a, ()> {
         Box::pin(async move {
-            let parts = self.parts(at, len).map(|part| op(&*self.members[part.member], part));
-            try_join_all(parts).await.map(drop)
+            let ranges = self.members.iter().enumerate().map(|(number, member)| {
+                let (from, to) = (self.before(number, at), self.before(number, at + len));
+                (member, from, to - from)
+            });
+            all(ranges.filter(|(_, _, len)| *len > 0).map(|(member, at, len)| op(&**member, at, len))).await
         })
     }
 }
@@ -91,20 +102,20 @@ impl Backend for Stripe {
                 let rest = segment.split_off(part.len as usize);
                 writes.push(self.members[part.member].write(part.at, std::mem::replace(&mut segment, rest), durable));
             }
-            try_join_all(writes).await.map(drop)
+            all(writes).await
         })
     }
 
     fn flush(&self) -> Op<'_, ()> {
-        Box::pin(async move { try_join_all(self.members.iter().map(|m| m.flush())).await.map(drop) })
+        Box::pin(all(self.members.iter().map(|m| m.flush())))
     }
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.each(at, len, move |member, part| member.zero(part.at, part.len, how))
+        self.each(at, len, move |member, at, len| member.zero(at, len, how))
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.each(at, len, |member, part| member.discard(part.at, part.len))
+        self.each(at, len, |member, at, len| member.discard(at, len))
     }
 
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
@@ -125,6 +136,6 @@ impl Backend for Stripe {
     }
 
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.each(at, len, |member, part| member.prefetch(part.at, part.len))
+        self.each(at, len, |member, at, len| member.prefetch(at, len))
     }
 }

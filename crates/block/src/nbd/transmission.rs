@@ -221,6 +221,9 @@ impl Connection {
 
     async fn read(self: Rc<Self>, request: Request) {
         let len = request.len as usize;
+        if len > SMALL {
+            self.backend().announce(request.offset, request.len);
+        }
         if self.can_lend
             && let Some(lent) = self.backend().lend(request.offset, len)
         {

@@ -6,6 +6,7 @@ use super::{Outcome, Sense, Transfer, Unit, be16, be32, be64};
 use crate::backend::{Backend, Zero};
 use crate::net::Body;
 use crate::pieces::pieces;
+use crate::supply::SMALL;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use smallvec::SmallVec;
 use std::io;
@@ -137,6 +138,9 @@ async fn compare(unit: &Unit, at: u64, offset: u64, sent: Segment, transfer: &dy
 /// Sends a range, each piece as soon as the storage has delivered it.
 async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<(), Sense> {
     let backend = &*unit.export.backend;
+    if len > SMALL as u64 {
+        backend.announce(at, len);
+    }
     if transfer.can_lend()
         && let Some(lent) = backend.lend(at, len as usize)
     {

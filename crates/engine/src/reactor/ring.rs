@@ -301,6 +301,15 @@ impl Requests {
         self.plain(file, entry).await
     }
 
+    /// Has a range read into the page cache (`posix_fadvise`, WILLNEED).
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub async fn prefetch(&self, file: &Arc<File>, offset: u64, len: u64) -> io::Result<()> {
+        let (fd, advice) = (types::Fd(file.as_raw_fd()), libc::POSIX_FADV_WILLNEED);
+        self.plain(file, || opcode::Fadvise::new(fd, len as libc::off_t, advice).offset(offset).build()).await
+    }
+
     /// `fallocate(2)`.
     ///
     /// # Errors

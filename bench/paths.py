@@ -1,0 +1,155 @@
+"""The ways from a disk to the network, and what they cost the rest of the machine: past the page cache and through it,
+requests in pieces and whole, our cache and the page cache, each beside nbdkit (Koukis 2010, figures 3.8 to 3.11 and
+chapter 4; Ren 2015, figures 5-9 to 5-11).
+
+The disk is a file on a real one (`THRUWAY_BENCH_DISK`, default /var/tmp); nothing of it is in the page cache at the
+beginning of a run, except where that is what is measured.
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import servers
+from servers import ONLY, RUNS, SECONDS, THRUWAY, TOP, Server, compare, fio, version
+
+SIZE = 4 << 30
+HOT = 1 << 30
+SIZES = [("4 KiB", 4 << 10), ("16 KiB", 16 << 10), ("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20)]
+LONG = [("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)]
+# What the paced reader asks for in the interference test, in octets a second.
+PACE = 400 << 20
+
+
+def thruway(name, disk, options):
+    address = lambda line: f"nbd://{json.loads(line)['nbd'][0]}/d"
+    return Server(f"thruway, {name}", [THRUWAY, "serve", "--json", "--block", f"d={disk}{options}", "--nbd", "127.0.0.1:0"], None, address)
+
+
+def nbdkit(disk):
+    server = Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk], "nbd://127.0.0.1:10951/")
+    time.sleep(1)
+    return server
+
+
+def forget(disk):
+    """Nothing of it is in the page cache."""
+    fd = os.open(disk, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def cold(disk, pattern, size, depth, *more):
+    def measure(server):
+        forget(disk)
+        return fio(server.address, pattern, size, depth, 1, f"--size={SIZE}", *more)
+
+    return measure
+
+
+def warm(group):
+    """All of the disk is in the caches."""
+    for server in group:
+        subprocess.run(["nbdcopy", server.address, "null:"], check=True, timeout=120)
+
+
+def memory_program():
+    """A program that is bound by memory, on every core; its rate when it ends."""
+    command = ["stress-ng", "--stream", str(os.cpu_count()), "--timeout", str(max(2, int(SECONDS))), "--metrics-brief"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def memory_rate(process):
+    # Octets a second are said per instance; operations by the clock are the last but one of the brief line.
+    line = [line for line in process.communicate()[0].splitlines() if re.search(r"\] stream +\d", line)][-1]
+    return float(line.split()[8])
+
+
+def interference(disk, group):
+    """What a memory-bound program loses to a server, and the server to it."""
+    results = []
+    alone, with_server, paced, pressed = [], {s.name: [] for s in group}, {s.name: [] for s in group}, {s.name: [] for s in group}
+    for run in range(RUNS):
+        alone.append(memory_rate(memory_program()))
+        for server in group[run % len(group):] + group[:run % len(group)]:
+            program = memory_program()
+            before = server.cpu()
+            paced[server.name].append(cold(disk, "read", 1 << 20, 4, f"--rate={PACE}")(server))
+            with_server[server.name].append((memory_rate(program), server.cpu() - before))
+            program = memory_program()
+            pressed[server.name].append(cold(disk, "read", 1 << 20, 4)(server))
+            memory_rate(program)
+    base = statistics.median(alone)
+    print(f"\n| beside a memory-bound program ({base:,.0f} operations/s alone) | it keeps, reads paced to {PACE >> 20} MiB/s | paced reads | "
+          "server s of processor | unpaced reads beside it |\n|---|---|---|---|---|")
+    for server in group:
+        keeps = statistics.median(r for r, _ in with_server[server.name]) / base
+        cpu = statistics.median(c for _, c in with_server[server.name])
+        steady, free = statistics.median(paced[server.name]), statistics.median(pressed[server.name])
+        results.append({"workload": "interference", "server": server.name, "program_keeps": keeps, "paced_per_second": steady,
+                        "server_cpu_seconds": cpu, "unpaced_per_second": free})
+        print(f"| {server.name} | {100 * keeps:.0f} % | {steady:,.0f} MiB/s | {cpu:.2f} | {free:,.0f} MiB/s |", flush=True)
+    return results
+
+
+def main():
+    folder = tempfile.mkdtemp(prefix="thruway-bench-", dir=os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp"))
+    disk, hot = os.path.join(folder, "disk.img"), os.path.join(folder, "hot.img")
+    running, results = [], []
+    head = "| workload | server | requests/s | server µs/request | first ÷ server |\n|---|---|---|---|---|"
+    try:
+        for path, size in [(disk, SIZE), (hot, HOT)]:
+            with open(path, "wb") as file:
+                for _ in range(size >> 20):
+                    file.write(os.urandom(1 << 20))
+        print(f"thruway {version([THRUWAY, '--version'])}; {version(['nbdkit', '--version'])}; {version(['fio', '--version'])}\n")
+        running = [thruway("direct", disk, ",mode=direct"), thruway("page cache", disk, ",mode=writeback"), nbdkit(disk)]
+        if ONLY in "path":
+            print(head, flush=True)
+            for name, size, depth in [("4 KiB random", 4096, 32), ("64 KiB random", 64 << 10, 8), ("1 MiB", 1 << 20, 4)]:
+                pattern = "randread" if "random" in name else "read"
+                results += compare(f"path: {name} read, not cached, depth {depth}", running, cold(disk, pattern, size, depth))
+        if ONLY in "interference":
+            results += interference(disk, running)
+        for server in running:
+            server.stop()
+        running = [thruway("in pieces of 64 KiB", disk, ",mode=direct,chunk=64K"), thruway("in pieces of 256 KiB", disk, ",mode=direct"),
+                   thruway("whole", disk, ",mode=direct,chunk=4M")]
+        if ONLY in "overlap":
+            print("\n" + head, flush=True)
+            for name, size in LONG:
+                results += compare(f"overlap: {name} read, not cached, depth 1", running, cold(disk, "read", size, 1))
+        for server in running:
+            server.stop()
+        running = [thruway("own cache", hot, ",cache=1200M"), thruway("page cache", hot, ",mode=writeback"), nbdkit(hot)]
+        if ONLY in "cache":
+            print("\n" + head, flush=True)
+            servers.SIZE = HOT
+            warm(running)
+            for name, size in SIZES:
+                results += compare(f"cache: {name} random read, all cached, depth 32", running, lambda s: fio(s.address, "randread", size, 32, 1))
+        for server in running:
+            server.stop()
+        running = [thruway("own cache", hot, ",cache=1200M:writeback"), thruway("page cache", hot, ",mode=writeback"), nbdkit(hot)]
+        if ONLY in "cache":
+            warm(running)
+            for name, size in SIZES:
+                results += compare(f"cache: {name} random write, depth 32", running, lambda s: fio(s.address, "randwrite", size, 32, 1))
+    finally:
+        for server in running:
+            server.stop()
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+    out = TOP / "bench/results"
+    out.mkdir(exist_ok=True)
+    (out / "paths.json").write_text(json.dumps(results, indent=1))
+
+
+sys.exit(main())

@@ -1,0 +1,125 @@
+//! What of a block is dirty.
+
+use std::ops::Range;
+use thruway_engine::Segment;
+
+/// Octets of the smallest grain: what a disk writes at least.
+const GRAIN_MIN: u32 = 4096;
+/// Clean octets between dirty ones that are written with them, rather than that there be two writes.
+const GAP_MAX: u32 = 16 << 10;
+
+/// A set of grains of a block, of which there are at most 64.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Grains {
+    set: u64,
+    grain: u32,
+}
+
+impl Grains {
+    /// No grain of a block of this length, a power of two of 4 KiB to 1 MiB.
+    pub(super) fn none(block: usize) -> Grains {
+        Grains { set: 0, grain: (block as u32 / 64).max(GRAIN_MIN) }
+    }
+
+    /// The grains that these octets touch are in it.
+    pub(super) fn add(&mut self, within: usize, len: usize) {
+        if len == 0 {
+            return;
+        }
+        let (first, last) = (within as u32 / self.grain, (within + len - 1) as u32 / self.grain);
+        self.set |= (u64::MAX >> (63 - (last - first))) << first;
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.set == 0
+    }
+
+    pub(super) fn join(&mut self, other: Grains) {
+        self.set |= other.set;
+    }
+
+    /// What is in it; then nothing is.
+    pub(super) fn take(&mut self) -> Grains {
+        Grains { set: std::mem::take(&mut self.set), grain: self.grain }
+    }
+
+    /// The octets to write, in order: what is near each other is one run.
+    pub(super) fn runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (mut left, grain) = (self.set, self.grain);
+        let gap = GAP_MAX / grain;
+        std::iter::from_fn(move || {
+            if left == 0 {
+                return None;
+            }
+            let first = left.trailing_zeros();
+            let mut end = first;
+            loop {
+                let ones = (left >> end).trailing_ones();
+                end += ones;
+                // All of a set of 64.
+                left = if end >= 64 { 0 } else { left >> end << end };
+                if left == 0 || left.trailing_zeros() - end > gap {
+                    return Some((first * grain) as usize..(end * grain) as usize);
+                }
+                end = left.trailing_zeros();
+            }
+        })
+    }
+
+    /// Cuts what is in it out of a copy of the block, which may end early.
+    pub(super) fn cut(&self, mut block: Segment) -> Vec<(u64, Segment)> {
+        let (mut cut, mut start) = (Vec::new(), 0);
+        for run in self.runs() {
+            if run.start >= start + block.len() {
+                break;
+            }
+            let mut part = block.split_off(run.start - start);
+            let len = part.len();
+            block = part.split_off((run.end - run.start).min(len));
+            start = run.start + part.len();
+            cut.push((run.start as u64, part));
+        }
+        cut
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runs(block: usize, changes: &[(usize, usize)]) -> Vec<Range<usize>> {
+        let mut grains = Grains::none(block);
+        changes.iter().for_each(|(within, len)| grains.add(*within, *len));
+        grains.runs().collect()
+    }
+
+    #[test]
+    fn changes_are_written_by_grains() {
+        assert_eq!(runs(65536, &[]), []);
+        assert_eq!(runs(65536, &[(5000, 1)]), [4096..8192]);
+        assert_eq!(runs(65536, &[(4095, 2)]), [0..8192]);
+        assert_eq!(runs(65536, &[(0, 65536)]), [0..65536]);
+        assert_eq!(runs(1 << 20, &[(0, 1 << 20)]), [0..1 << 20], "64 grains");
+        assert_eq!(runs(1 << 20, &[((1 << 20) - 1, 1)]), [(1 << 20) - 16384..1 << 20]);
+        assert_eq!(runs(4096, &[(17, 5)]), [0..4096]);
+    }
+
+    #[test]
+    fn small_gaps_are_written_too() {
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 5, 1)]), [0..4096 * 6]);
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 6, 1)]), [0..4096, 4096 * 6..4096 * 7]);
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 2, 1), (4096 * 15, 1)]), [0..4096 * 3, 4096 * 15..65536]);
+    }
+
+    #[test]
+    fn a_block_that_ends_early_is_cut_there() {
+        let segments = thruway_engine::Segments::new(1, 65536).unwrap();
+        let mut reservation = futures_util::FutureExt::now_or_never(segments.reserve(1)).unwrap();
+        let mut block = reservation.segment(65536);
+        drop(block.split_off(10_000));
+        let mut grains = Grains::none(65536);
+        [(0, 1), (8192 * 4, 100), (65535, 1)].iter().for_each(|(within, len)| grains.add(*within, *len));
+        let cut: Vec<(u64, usize)> = grains.cut(block).iter().map(|(at, part)| (*at, part.len())).collect();
+        assert_eq!(cut, [(0, 4096)]);
+    }
+}
