@@ -80,10 +80,10 @@ def interference(disk, group):
         for server in group[run % len(group):] + group[:run % len(group)]:
             program = memory_program()
             before = server.cpu()
-            paced[server.name].append(cold(disk, "read", 1 << 20, 4, f"--rate={PACE}")(server))
+            paced[server.name].append(cold(disk, "read", 1 << 20, 4, f"--rate={PACE}")(server)[0])
             with_server[server.name].append((memory_rate(program), server.cpu() - before))
             program = memory_program()
-            pressed[server.name].append(cold(disk, "read", 1 << 20, 4)(server))
+            pressed[server.name].append(cold(disk, "read", 1 << 20, 4)(server)[0])
             memory_rate(program)
     base = statistics.median(alone)
     print(f"\n| beside a memory-bound program ({base:,.0f} operations/s alone) | it keeps, reads paced to {PACE >> 20} MiB/s | paced reads | "

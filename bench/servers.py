@@ -63,7 +63,12 @@ class Server:
 
 
 def fio(uri, pattern, size, depth, jobs, *more):
-    """Requests a second; nothing if the server does not finish."""
+    """Requests a second, and how many there were; nothing if the server does not finish.
+
+    Of several clients all requests count, by the clock on the wall: fio adds up the rates of its jobs, each over its own
+    time, and where a server lets some clients begin late these times are not the same.
+    """
+    start = time.monotonic()
     command = ["fio", "--name=b", "--ioengine=nbd", f"--uri={uri}", f"--rw={pattern}", f"--bs={size}", f"--iodepth={depth}",
                f"--numjobs={jobs}", f"--size={SIZE}", f"--runtime={SECONDS}", "--time_based", "--group_reporting", "--output-format=json",
                "--rwmixread=70", "--norandommap", "--randrepeat=0", *more]
@@ -78,14 +83,18 @@ def fio(uri, pattern, size, depth, jobs, *more):
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit {process.returncode}")
     job = json.loads(out[out.index("{"):])["jobs"][0]
-    return job["read"]["iops"] + job["write"]["iops"]
+    count = job["read"]["total_ios"] + job["write"]["total_ios"]
+    if jobs > 1:
+        return count / (time.monotonic() - start), count
+    return job["read"]["iops"] + job["write"]["iops"], count
 
 
 def iscsi_perf(url, options, connections):
     command = ["iscsi-perf", *options, "-t", str(max(2, int(SECONDS))), url]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(connections)]
     averages = [re.findall(r"iops average (\d+)", process.communicate()[0])[-1] for process in started]
-    return sum(map(int, averages))
+    rate = sum(map(int, averages))
+    return rate, rate * max(2, int(SECONDS))
 
 
 def compare(title, servers, measure):
@@ -95,19 +104,20 @@ def compare(title, servers, measure):
         # Whoever goes first is not always the same.
         for server in servers[run % len(servers):] + servers[:run % len(servers)]:
             before = server.cpu()
-            rate = measure(server)
-            samples[server.name].append((rate, server.cpu() - before))
-            if rate is None:
+            measured = measure(server)
+            if measured:
+                samples[server.name].append((*measured, server.cpu() - before))
+            else:
                 print(f"| {title} | {server.name} | does not finish | | |", flush=True)
                 servers = [s for s in servers if s is not server]
     rows = []
     ours = None
     for server in servers:
-        rate = statistics.median(r for r, _ in samples[server.name])
-        cpu = statistics.median(c for _, c in samples[server.name])
+        rate = statistics.median(rate for rate, _, _ in samples[server.name])
+        cost = statistics.median(cpu / max(1, count) for _, count, cpu in samples[server.name])
+        cpu = statistics.median(cpu for _, _, cpu in samples[server.name])
         ours = ours or rate
-        rows.append({"workload": title, "server": server.name, "per_second": rate, "cpu_us_per_request": 1e6 * cpu / max(1, rate * SECONDS),
-                     "ratio": ours / rate})
+        rows.append({"workload": title, "server": server.name, "per_second": rate, "cpu_us_per_request": 1e6 * cost, "ratio": ours / rate})
         # nbd-server does not wait for its children, so their time is in nobody's account.
         cost = f"{rows[-1]['cpu_us_per_request']:.1f}" if cpu > 0.05 else "-"
         print(f"| {title} | {server.name} | {rate:,.0f} | {cost} | {ours / rate:.2f} |", flush=True)
