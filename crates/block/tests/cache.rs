@@ -7,13 +7,20 @@ use std::io;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use thruway_block::backend::{Backend, Extent, Geometry, Op, Zero};
+use thruway_block::backend::{Backend, Extent, Geometry, Lent, Op, Zero};
 use thruway_block::cache::{Cache, Config};
 use thruway_engine::{Segment, Segments};
 
 const SECTOR: usize = 512;
 const SECTORS: u64 = 1024;
 const CLIENTS: u64 = 6;
+/// Sectors of the longest read.
+const READ_MAX: u64 = 80;
+
+thread_local! {
+    /// Reads that were lent.
+    static LENT: Cell<u64> = const { Cell::new(0) };
+}
 
 #[derive(Clone)]
 struct Random(Rc<Cell<u64>>);
@@ -253,18 +260,37 @@ impl Client {
                 }
             }
             _ => {
-                // A long read, of which only the own sectors are looked at.
-                let count = 1 + self.random.below(64).min(SECTORS - sector - 1);
-                let segment = self.supply.reserve(1).await.segment(count as usize * SECTOR);
-                let Ok(segment) = self.cache.read(at, segment).await else { return };
-                for (i, octets) in segment.as_slice().chunks(SECTOR).enumerate() {
-                    let number = sector + i as u64;
-                    let found = version(octets, number);
-                    if number % CLIENTS == self.id {
-                        let known = self.known.borrow().get(&number).copied().unwrap_or_default();
-                        assert!(known.unsure || found == known.shown, "sector {number}: {found}, {known:?}");
+                let longest = (SECTORS - sector).min(READ_MAX);
+                let count = if self.random.below(3) == 0 { longest } else { 1 + self.random.below(longest) };
+                let len = count as usize * SECTOR;
+                self.cache.announce(at, len as u64);
+                if let Some(Lent::Memory(pieces)) = self.cache.lend(at, len) {
+                    // It is sent at leisure.
+                    tokio::time::sleep(Duration::from_millis(self.random.below(20))).await;
+                    LENT.with(|lent| lent.set(lent.get() + 1));
+                    let mut octets = Vec::new();
+                    for piece in &pieces {
+                        // SAFETY: the piece lives, and nobody else runs meanwhile.
+                        octets.extend_from_slice(unsafe { std::slice::from_raw_parts(piece.as_ptr(), piece.len()) });
                     }
+                    assert_eq!(octets.len(), len);
+                    return self.judge(sector, &octets);
                 }
+                let segment = self.supply.reserve(1).await.segment(len);
+                let Ok(segment) = self.cache.read(at, segment).await else { return };
+                self.judge(sector, segment.as_slice());
+            }
+        }
+    }
+
+    /// Of a long read only the own sectors are looked at.
+    fn judge(&self, first: u64, octets: &[u8]) {
+        for (i, octets) in octets.chunks(SECTOR).enumerate() {
+            let number = first + i as u64;
+            let found = version(octets, number);
+            if number % CLIENTS == self.id {
+                let known = self.known.borrow().get(&number).copied().unwrap_or_default();
+                assert!(known.unsure || found == known.shown, "sector {number}: {found}, {known:?}");
             }
         }
     }
@@ -292,7 +318,7 @@ fn simulate(seed: u64, write_back: bool, failing: u64) {
         let disk = Arc::new(Disk::new(seed, failing));
         // Far fewer blocks than the disk has.
         let config = Config {
-            size: 128 << 10,
+            size: [128 << 10, 256 << 10][random.below(2) as usize],
             block: 4096,
             neighbours: 1 + random.below(3),
             partitions: 1 + random.below(3) as usize,
@@ -302,7 +328,7 @@ fn simulate(seed: u64, write_back: bool, failing: u64) {
         let nodes = &[0, 1][..1 + random.below(2) as usize];
         let cache = Arc::new(Cache::new(Arc::clone(&disk) as _, config, nodes, None).unwrap());
         let known = Rc::default();
-        let supply = Rc::new(Segments::new(CLIENTS as usize, 64 * SECTOR).unwrap());
+        let supply = Rc::new(Segments::new(CLIENTS as usize, READ_MAX as usize * SECTOR).unwrap());
         let steps = 150 + random.below(150);
         let clients: Vec<_> = (0..CLIENTS)
             .map(|id| {
@@ -341,11 +367,13 @@ fn simulate(seed: u64, write_back: bool, failing: u64) {
 #[test]
 fn nothing_is_lost_or_stale_in_a_write_back_cache() {
     (1..200).for_each(|seed| simulate(seed, true, 0));
+    assert!(LENT.get() > 100, "{} reads were lent", LENT.get());
 }
 
 #[test]
 fn nothing_is_lost_or_stale_in_a_write_through_cache() {
     (1..200).for_each(|seed| simulate(seed, false, 0));
+    assert!(LENT.get() > 100, "{} reads were lent", LENT.get());
 }
 
 #[test]

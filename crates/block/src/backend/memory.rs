@@ -2,6 +2,7 @@
 
 use super::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, merge};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use smallvec::smallvec;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -165,6 +166,6 @@ impl Backend for MemoryBackend {
     }
 
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        Some(Lent::Memory(Memory { ptr: self.at(at, len), len, owner: Arc::clone(&self.mapping) as _ }))
+        Some(Lent::Memory(smallvec![Memory::new(self.at(at, len), len, Arc::clone(&self.mapping) as _)]))
     }
 }

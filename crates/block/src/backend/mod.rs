@@ -7,6 +7,7 @@ pub use file::{FileBackend, Mode};
 pub use memory::MemoryBackend;
 
 use bitflags::bitflags;
+use smallvec::SmallVec;
 use std::any::Any;
 use std::fs::File;
 use std::future::Future;
@@ -66,8 +67,8 @@ pub struct Extent {
 
 /// A backend's own memory or file, from which data can be sent without a copy.
 pub enum Lent {
-    /// Octets in memory that others may be writing to.
-    Memory(Memory),
+    /// Octets in memory that others may be writing to, in pieces.
+    Memory(SmallVec<[Memory; 1]>),
     /// A range of a file whose pages are cached.
     File {
         /// The file.
@@ -84,7 +85,7 @@ impl Lent {
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         match self {
-            Lent::Memory(memory) => memory.len,
+            Lent::Memory(pieces) => pieces.iter().map(Memory::len).sum(),
             Lent::File { len, .. } => *len,
         }
     }
@@ -96,10 +97,19 @@ impl Lent {
     pub fn split_off(&mut self, at: usize) -> Lent {
         let rest = self.len().checked_sub(at).expect("what is lent is cut inside");
         match self {
-            Lent::Memory(memory) => {
-                memory.len = at;
-                let ptr = memory.ptr.wrapping_add(at);
-                Lent::Memory(Memory { ptr, len: rest, owner: Arc::clone(&memory.owner) })
+            Lent::Memory(pieces) => {
+                let (mut kept, mut later, mut left) = (SmallVec::new(), SmallVec::new(), at);
+                for mut piece in pieces.drain(..) {
+                    if left < piece.len {
+                        later.push(piece.split_off(left));
+                    }
+                    left -= piece.len.min(left);
+                    if piece.len > 0 {
+                        kept.push(piece);
+                    }
+                }
+                *pieces = kept;
+                Lent::Memory(later)
             }
             Lent::File { file, offset, len } => {
                 *len = at;
@@ -117,6 +127,18 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// Octets that `owner` keeps valid, whoever else writes to them.
+    pub(crate) fn new(ptr: *const u8, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Memory {
+        Memory { ptr, len, owner }
+    }
+
+    /// Cuts it: what is returned begins at octet `at`, which is inside.
+    fn split_off(&mut self, at: usize) -> Memory {
+        let rest = Memory { ptr: self.ptr.wrapping_add(at), len: self.len - at, owner: Arc::clone(&self.owner) };
+        self.len = at;
+        rest
+    }
+
     /// The first octet. Valid while this lives; there is no slice because others may be writing.
     pub fn as_ptr(&self) -> *const u8 {
         self.ptr

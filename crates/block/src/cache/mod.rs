@@ -15,11 +15,13 @@ mod grains;
 mod partition;
 pub mod policy;
 
-use crate::backend::{Backend, Extent, Geometry, Op, Zero, all};
+use crate::backend::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, all};
 use crate::pieces::pieces;
 use crate::streams::Streams;
+use crate::supply::SMALL;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
+use smallvec::SmallVec;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -53,6 +55,8 @@ impl Config {
     }
 }
 
+/// Reads from here on are sent out of the cache; shorter ones cost less to copy than to look after.
+const LEND_MIN: usize = 32 << 10;
 /// Requests from here on are handed to the node that holds most of them.
 const FORWARD_MIN: usize = 64 << 10;
 /// Copies that are written out at one time.
@@ -234,7 +238,10 @@ impl Inner {
 
     async fn read(&self, at: u64, mut segment: Segment) -> io::Result<Segment> {
         let _together = self.whole.read().await;
-        self.look_ahead(at, segment.len());
+        // Longer ones have been announced.
+        if segment.len() <= SMALL {
+            self.look_ahead(at, segment.len() as u64);
+        }
         let mut rest = &mut *segment.as_mut_slice();
         let mut missing = Vec::new();
         for part in self.parts(at, rest.len()) {
@@ -263,6 +270,26 @@ impl Inner {
         }))
         .await?;
         Ok(segment)
+    }
+
+    /// Lends all of a range, if all of it is there and near.
+    fn lend(&self, at: u64, len: usize) -> Option<Lent> {
+        if len < LEND_MIN || self.elsewhere(at, len).is_some() {
+            return None;
+        }
+        let _together = self.whole.try_read().ok()?;
+        let mut pieces = SmallVec::new();
+        for part in self.parts(at, len) {
+            let partition = self.partitions.of(part.block);
+            let (slot, ptr) = partition.lock().lend(part.block)?;
+            let pin = Pin { inner: self.this.upgrade()?, block: part.block, slot };
+            pieces.push(Memory::new(ptr.wrapping_add(part.within), part.len, Arc::new(pin)));
+        }
+        for part in self.parts(at, len) {
+            count(&self.counters.hits, 1);
+            self.copied(self.partitions.of(part.block), part.len);
+        }
+        Some(Lent::Memory(pieces))
     }
 
     /// Makes sure that a block was there a moment ago, loading it if need be.
@@ -513,8 +540,8 @@ impl Inner {
     }
 
     /// Loads what a sequential reader will ask for next.
-    fn look_ahead(&self, at: u64, len: usize) {
-        let Some(fetch) = self.streams.read(at, len as u64, self.below.geometry().size) else { return };
+    fn look_ahead(&self, at: u64, len: u64) {
+        let Some(fetch) = self.streams.read(at, len, self.below.geometry().size) else { return };
         let blocks = fetch.start / self.block_len()..fetch.end.div_ceil(self.block_len());
         let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
         if absent.is_empty() {
@@ -526,6 +553,19 @@ impl Inner {
             count(&this.counters.read_ahead, absent.len() as u64);
             let _ = try_join_all(absent.into_iter().map(|block| this.present(block, false))).await;
         });
+    }
+}
+
+/// Keeps a block's memory what it is while it is being sent.
+struct Pin {
+    inner: Arc<Inner>,
+    block: u64,
+    slot: u32,
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        self.inner.partitions.of(self.block).give_back(self.slot);
     }
 }
 
@@ -610,6 +650,14 @@ impl Backend for Cache {
             }
             inner.below.extents(at, len).await
         })
+    }
+
+    fn announce(&self, at: u64, len: u64) {
+        self.inner.look_ahead(at, len);
+    }
+
+    fn lend(&self, at: u64, len: usize) -> Option<Lent> {
+        self.inner.lend(at, len)
     }
 
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {

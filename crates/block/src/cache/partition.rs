@@ -39,6 +39,9 @@ pub(super) struct Table {
     /// Dirty blocks of all partitions.
     dirty: Arc<AtomicU64>,
     pool: Arc<BlockPool>,
+    /// Slots that are lent, and how many may be.
+    lent: usize,
+    lent_max: usize,
 }
 
 struct Slot {
@@ -51,6 +54,8 @@ struct Slot {
     /// What of it is dirty and is not being written out.
     grains: Grains,
     writing: bool,
+    /// So many are sending it from here.
+    lent: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -181,12 +186,15 @@ impl Partition {
                 dirty: None,
                 grains: Grains::none(block),
                 writing: false,
+                lent: 0,
             })
             .collect();
         let table = Table {
             blocks: HashMap::with_capacity(slots.len()),
             free: (0..slots.len() as u32).rev().collect(),
             policy: Policy::new(slots.len()),
+            lent: 0,
+            lent_max: slots.len() / 4,
             slots,
             dirty,
             pool,
@@ -196,6 +204,23 @@ impl Partition {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().expect("no panics under the lock")
+    }
+
+    /// A slot that was lent is given back.
+    pub(super) fn give_back(&self, index: u32) {
+        let mut table = self.lock();
+        let slot = &mut table.slots[index as usize];
+        slot.lent -= 1;
+        if slot.lent > 0 {
+            return;
+        }
+        let free = slot.state == State::Free;
+        table.lent -= 1;
+        if free {
+            table.free.push(index);
+        }
+        drop(table);
+        self.changed.notify_waiters();
     }
 
     /// Frees the slot of a claim that comes to nothing.
@@ -277,7 +302,7 @@ impl Table {
         let slots = &self.slots;
         let pinned = |slot: u32| {
             let slot = &slots[slot as usize];
-            slot.state != State::There || slot.dirty.is_some() || slot.writing
+            slot.state != State::There || slot.dirty.is_some() || slot.writing || slot.lent > 0
         };
         let slot = self.policy.evict(pinned)?;
         self.blocks.remove(&self.slots[slot as usize].block);
@@ -337,7 +362,25 @@ impl Table {
             self.dirty.fetch_sub(1, Ordering::Relaxed);
         }
         self.policy.remove(index);
-        self.free.push(index);
+        // What is being sent is nobody else's until it has been.
+        if self.slots[index as usize].lent == 0 {
+            self.free.push(index);
+        }
+    }
+
+    /// Lends a block that is there: its slot, whose memory stays what it is until it is given back, and the octets.
+    /// `None` as well if so much is lent that there might be no room for others' blocks.
+    pub(super) fn lend(&mut self, block: u64) -> Option<(u32, *const u8)> {
+        let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
+        let slot = &mut self.slots[index as usize];
+        if slot.state != State::There || (slot.lent == 0 && self.lent >= self.lent_max) {
+            return None;
+        }
+        let ptr = slot.segment.as_ref()?.as_ptr();
+        self.lent += usize::from(slot.lent == 0);
+        slot.lent += 1;
+        self.policy.touch(index);
+        Some((index, ptr.cast_const()))
     }
 }
 

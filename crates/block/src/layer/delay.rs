@@ -27,7 +27,7 @@ impl Delay {
 }
 
 impl Backend for Delay {
-    super::pass!(report, geometry, extents, prefetch);
+    super::pass!(report, geometry, extents, prefetch, announce);
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.after(self.read, move || self.below.read(at, segment))

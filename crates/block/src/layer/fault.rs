@@ -55,7 +55,7 @@ impl Fault {
 }
 
 impl Backend for Fault {
-    super::pass!(report, geometry, extents, prefetch);
+    super::pass!(report, geometry, extents, prefetch, announce);
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.unless(Kind::Read, || self.below.read(at, segment))

@@ -45,7 +45,7 @@ impl Log {
 }
 
 impl Backend for Log {
-    super::pass!(report, geometry, prefetch);
+    super::pass!(report, geometry, prefetch, announce);
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.logged("read", at, segment.len() as u64, self.below.read(at, segment))

@@ -42,6 +42,11 @@ macro_rules! pass {
             self.below.lend(at, len)
         }
     };
+    (@ announce) => {
+        fn announce(&self, at: u64, len: u64) {
+            self.below.announce(at, len);
+        }
+    };
     (@ prefetch) => {
         fn prefetch(&self, at: u64, len: u64) -> crate::backend::Op<'_, ()> {
             self.below.prefetch(at, len)

@@ -97,7 +97,7 @@ impl Overlay {
 }
 
 impl Backend for Overlay {
-    super::pass!(report);
+    super::pass!(report, announce);
 
     fn geometry(&self) -> Geometry {
         let below = self.below.geometry();

@@ -40,7 +40,7 @@ impl Rate {
 }
 
 impl Backend for Rate {
-    super::pass!(report, geometry, flush, extents);
+    super::pass!(report, geometry, flush, extents, announce);
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         Box::pin(async move {

@@ -135,6 +135,15 @@ impl Backend for Stripe {
         })
     }
 
+    fn announce(&self, at: u64, len: u64) {
+        for (number, member) in self.members.iter().enumerate() {
+            let (from, to) = (self.before(number, at), self.before(number, at + len));
+            if to > from {
+                member.announce(from, to - from);
+            }
+        }
+    }
+
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
         self.each(at, len, |member, at, len| member.prefetch(at, len))
     }

@@ -103,7 +103,7 @@ impl Body {
             Body::Empty | Body::Lent(Lent::File { .. }) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_ptr(), s.len())),
             Body::Octets(octets) => each(octets.as_ptr(), octets.len()),
-            Body::Lent(Lent::Memory(memory)) => each(memory.as_ptr(), memory.len()),
+            Body::Lent(Lent::Memory(memory)) => memory.iter().for_each(|m| each(m.as_ptr(), m.len())),
         }
     }
 }
