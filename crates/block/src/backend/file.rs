@@ -4,6 +4,7 @@
 //! for it goes through the page cache, which the kernel keeps coherent with it, as it does for other users
 //! of the same device.
 
+use super::dirty;
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
 use crate::streams::Streams;
 use rustix::fs::{FileType, OFlags, SeekFrom};
@@ -53,13 +54,17 @@ struct AtOnce {
     writes: AtomicBool,
     /// The file is in memory: nothing ever waits.
     memory: bool,
+    /// Writes through the page cache cannot be asked not to wait, but only wait while too much is dirty.
+    patient: bool,
 }
 
 impl AtOnce {
     fn of(file: &File) -> AtOnce {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
-        let memory = rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == TMPFS_MAGIC);
-        AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(true), memory }
+        const EXT4_MAGIC: i64 = 0xef53;
+        let kind = rustix::fs::fstatfs(file).map_or(0, |fs| fs.f_type);
+        let (memory, patient) = (kind == TMPFS_MAGIC, kind == EXT4_MAGIC);
+        AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(!patient), memory, patient }
     }
 
     /// Tries to read all of the segment from cached pages. True if that is done.
@@ -72,6 +77,10 @@ impl AtOnce {
     /// Tries to write all of the segment to cached pages. True if that is done.
     fn write(&self, file: &File, at: u64, segment: &Segment) -> bool {
         let buffers = &[io::IoSlice::new(segment.as_slice())];
+        // Whole pages, so that nothing has to be read first.
+        if self.patient && (at | segment.len() as u64).is_multiple_of(4096) && dirty::has_room(segment.len()) {
+            return rustix::io::pwritev2(file, buffers, at, ReadWriteFlags::empty()) == Ok(segment.len());
+        }
         self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
     }
 

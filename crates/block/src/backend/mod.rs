@@ -1,5 +1,6 @@
 //! Disks: the interface that protocols and layers work with, and its ends.
 
+mod dirty;
 mod file;
 mod memory;
 

@@ -87,28 +87,28 @@ impl Grains {
 mod tests {
     use super::*;
 
-    fn runs(block: usize, changes: &[(usize, usize)]) -> Vec<Range<usize>> {
+    fn runs(block: usize, changes: &[(usize, usize)]) -> Vec<(usize, usize)> {
         let mut grains = Grains::none(block);
         changes.iter().for_each(|(within, len)| grains.add(*within, *len));
-        grains.runs().collect()
+        grains.runs().map(|run| (run.start, run.end)).collect()
     }
 
     #[test]
     fn changes_are_written_by_grains() {
         assert_eq!(runs(65536, &[]), []);
-        assert_eq!(runs(65536, &[(5000, 1)]), [4096..8192]);
-        assert_eq!(runs(65536, &[(4095, 2)]), [0..8192]);
-        assert_eq!(runs(65536, &[(0, 65536)]), [0..65536]);
-        assert_eq!(runs(1 << 20, &[(0, 1 << 20)]), [0..1 << 20], "64 grains");
-        assert_eq!(runs(1 << 20, &[((1 << 20) - 1, 1)]), [(1 << 20) - 16384..1 << 20]);
-        assert_eq!(runs(4096, &[(17, 5)]), [0..4096]);
+        assert_eq!(runs(65536, &[(5000, 1)]), [(4096, 8192)]);
+        assert_eq!(runs(65536, &[(4095, 2)]), [(0, 8192)]);
+        assert_eq!(runs(65536, &[(0, 65536)]), [(0, 65536)]);
+        assert_eq!(runs(1 << 20, &[(0, 1 << 20)]), [(0, 1 << 20)], "64 grains");
+        assert_eq!(runs(1 << 20, &[((1 << 20) - 1, 1)]), [((1 << 20) - 16384, 1 << 20)]);
+        assert_eq!(runs(4096, &[(17, 5)]), [(0, 4096)]);
     }
 
     #[test]
     fn small_gaps_are_written_too() {
-        assert_eq!(runs(65536, &[(0, 1), (4096 * 5, 1)]), [0..4096 * 6]);
-        assert_eq!(runs(65536, &[(0, 1), (4096 * 6, 1)]), [0..4096, 4096 * 6..4096 * 7]);
-        assert_eq!(runs(65536, &[(0, 1), (4096 * 2, 1), (4096 * 15, 1)]), [0..4096 * 3, 4096 * 15..65536]);
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 5, 1)]), [(0, 4096 * 6)]);
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 6, 1)]), [(0, 4096), (4096 * 6, 4096 * 7)]);
+        assert_eq!(runs(65536, &[(0, 1), (4096 * 2, 1), (4096 * 15, 1)]), [(0, 4096 * 3), (4096 * 15, 65536)]);
     }
 
     #[test]
