@@ -378,7 +378,7 @@ fn nothing_promised_is_lost_and_nothing_wrong_comes_back() {
         id,
         life,
         nbd: None,
-        random: Random((id + 1) * 0x9e37_79b9 ^ export as *const str as *const u8 as u64 | 1),
+        random: Random((id + 1) * 0x9e37_79b9 + export.bytes().map(u64::from).sum::<u64>()),
         known,
         last: 0,
         counts: Counts::default(),
