@@ -14,7 +14,7 @@ use crate::net::{Body, Message, Reader, Writer};
 use crate::octets::be32;
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
-use crate::scsi::{Outcome, Sense, Unit, absent};
+use crate::scsi::{Nexus, Outcome, Sense, UnderWay, Unit, absent};
 use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -209,6 +209,7 @@ impl Connection {
     /// Ends what is under way.
     pub(super) async fn end(&self) {
         self.tasks.borrow().values().for_each(|task| task.abort());
+        futures_util::future::join_all(self.session.units.iter().map(|attached| attached.clear())).await;
         self.until(|tasks| tasks.is_empty()).await;
     }
 
@@ -223,6 +224,11 @@ impl Connection {
             }
             told.await;
         }
+    }
+
+    /// The session, as its units know it.
+    pub(super) fn nexus(&self) -> &Nexus {
+        &self.session.nexus
     }
 
     /// A tag for something that the initiator will refer to.
@@ -466,18 +472,18 @@ impl Connection {
         let mut cdb = [0; 16];
         cdb.copy_from_slice(&header.0[32..48]);
         let unit = target.unit(task.lun_number).cloned();
+        let attached = task.lun_number.and_then(|lun| self.session.units.get(usize::from(lun)));
+        let under_way = attached.map(|attached| attached.begin());
         reactor::start(async move {
-            let connection = &over.connection;
-            let epoch = unit.as_ref().map(|u| u.epoch());
-            let outcome = match &unit {
-                _ if cdb[0] == 0xa0 => report_luns(&cdb, target.report_luns()),
-                Some(unit) => unit.execute(&connection.session.nexus, &cdb, &task).await,
-                None => no_unit(&cdb),
+            let outcome = match (&unit, &under_way) {
+                _ if cdb[0] == 0xa0 => Some(report_luns(&cdb, target.report_luns())),
+                (Some(unit), Some(under_way)) => execute(unit, &cdb, &task, under_way).await,
+                _ => Some(no_unit(&cdb)),
             };
             // The window is open again before the answer says how far.
             over.end();
-            let cleared = unit.as_ref().map(|u| u.epoch()) != epoch;
-            if !task.is_aborted() && !cleared {
+            let cleared = under_way.as_ref().is_some_and(UnderWay::is_cleared);
+            if let Some(outcome) = outcome.filter(|_| !task.is_aborted() && !cleared) {
                 task.finish(outcome).await;
             }
         });
@@ -626,15 +632,15 @@ impl Connection {
                     // There is no ACA to clear.
                     (3, Some(_)) => 5,
                     (4, Some(unit)) => {
-                        unit.cleared(&self.session.nexus);
-                        self.abort_all(header.lun()).await
+                        unit.clear_all(&self.session.nexus).await;
+                        0
                     }
-                    (5, Some(unit)) => self.reset(&[Arc::clone(unit)], header.lun()).await,
+                    (5, Some(unit)) => self.reset(&[Arc::clone(unit)]).await,
                     (6 | 7, _) => {
                         if function == 7 {
                             self.targets.close_others(&self.session);
                         }
-                        self.reset(&target.units, None).await
+                        self.reset(&target.units).await
                     }
                     (8, _) => 4,
                     _ => 5,
@@ -663,17 +669,17 @@ impl Connection {
         0
     }
 
-    /// Aborts the commands of a unit, or of all.
+    /// Aborts this session's commands of a unit.
     async fn abort_all(&self, lun: Option<u16>) -> u8 {
-        let of_unit = |task: &Task| lun.is_none() || task.lun_number == lun;
-        self.tasks.borrow().values().filter(|t| of_unit(t)).for_each(|task| task.abort());
-        self.until(|tasks| !tasks.values().any(|t| of_unit(t) && t.is_aborted())).await;
+        if let Some(attached) = lun.and_then(|lun| self.session.units.get(usize::from(lun))) {
+            attached.clear().await;
+        }
         0
     }
 
-    async fn reset(&self, units: &[Arc<Unit>], lun: Option<u16>) -> u8 {
-        units.iter().for_each(|unit| unit.reset(&self.session.nexus));
-        self.abort_all(lun).await
+    async fn reset(&self, units: &[Arc<Unit>]) -> u8 {
+        futures_util::future::join_all(units.iter().map(|unit| unit.reset(&self.session.nexus))).await;
+        0
     }
 
     /// Resolves when the initiator has gone without a word.
@@ -750,6 +756,22 @@ pub(super) fn message(mut header: Header, body: Body, params: &Params) -> Messag
         trailer.extend_from_slice(&sum.finish());
     }
     Message { header: octets, body, trailer }
+}
+
+/// Does a command to its end, or, if it is cleared meanwhile, until nothing of it can reach the disk any more.
+async fn execute(unit: &Unit, cdb: &[u8; 16], task: &Rc<Task>, under_way: &UnderWay) -> Option<Outcome> {
+    let work = unit.execute(task.nexus(), cdb, task);
+    tokio::pin!(work);
+    tokio::select! {
+        biased;
+        outcome = &mut work => return Some(outcome),
+        () = under_way.cleared() => task.abort(),
+    }
+    // What only reads may be dropped where it stands.
+    if task.writes {
+        work.await;
+    }
+    None
 }
 
 fn report_luns(cdb: &[u8; 16], data: Vec<u8>) -> Outcome {

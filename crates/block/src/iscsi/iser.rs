@@ -516,6 +516,7 @@ impl Service {
         let session = Arc::clone(&logged_in.session);
         let parts = shared.parts(&peer.to_string(), portal, logged_in);
         let closing = parts.closing.clone();
+        session.settled().await;
         let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), false);
         let receiving = receive(&connection, queue, slots, messages, used);
         let result = connection.until_over(receiving, closing).await;

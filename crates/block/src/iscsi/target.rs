@@ -3,7 +3,7 @@
 use super::chap::Secrets;
 use super::login::{Directory, Identity, status};
 use super::pdu::encode_lun;
-use crate::scsi::{Nexus, Unit};
+use crate::scsi::{Attached, Nexus, Unit};
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,6 +60,10 @@ pub struct Session {
     pub target: Option<Arc<Target>>,
     /// The initiator as its units know it.
     pub nexus: Nexus,
+    /// What it does with each unit, by LUN.
+    pub units: Vec<Arc<Attached>>,
+    /// The same of sessions that this one has taken the place of.
+    replaces: Vec<Arc<Attached>>,
     identity: Identity,
     /// Told when the session must end, because the initiator has come again.
     pub replaced: Notify,
@@ -125,9 +129,11 @@ impl Targets {
                 && (&old.initiator, &old.isid, &old.target) == (&identity.initiator, &identity.isid, &identity.target)
         };
         let old: Vec<u16> = sessions.by_handle.values().filter(|s| same(s)).map(|s| s.handle).collect();
+        let mut replaces = Vec::new();
         for handle in old {
             if let Some(old) = sessions.by_handle.remove(&handle) {
                 old.end();
+                replaces.extend(old.units.iter().chain(&old.replaces).cloned());
             }
         }
         let handle = loop {
@@ -139,10 +145,10 @@ impl Targets {
         let isid: String = identity.isid.iter().map(|octet| format!("{octet:02x}")).collect();
         let port = format!("{},i,0x{isid}", identity.initiator);
         let nexus = Nexus { id: self.next_nexus.fetch_add(1, Ordering::Relaxed), port: port.into() };
-        let session = Arc::new(Session { handle, target, nexus, identity, replaced: Notify::new() });
-        if let Some(target) = &session.target {
-            target.units.iter().for_each(|unit| unit.attach(&session.nexus));
-        }
+        let all = target.iter().flat_map(|target| &target.units);
+        let units = all.map(|unit| unit.attach(&nexus)).collect();
+        let replaced = Notify::new();
+        let session = Arc::new(Session { handle, target, nexus, units, replaces, identity, replaced });
         sessions.by_handle.insert(handle, Arc::clone(&session));
         Ok(session)
     }
@@ -180,6 +186,12 @@ impl Session {
         self.replaced.notify_one();
     }
 
+    /// Waits for the end of what sessions have begun that this one has taken the place of: what they wrote must not
+    /// reach the disk after what this one writes.
+    pub async fn settled(&self) {
+        futures_util::future::join_all(self.replaces.iter().map(|attached| attached.clear())).await;
+    }
+
     /// The initiator's name.
     pub fn initiator(&self) -> &str {
         &self.identity.initiator
@@ -204,5 +216,39 @@ impl Directory for Targets {
             Some(name) if self.find(name).is_none() => Err(status::NOT_FOUND),
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::export::Spec;
+    use futures_util::FutureExt;
+
+    #[test]
+    fn who_comes_again_waits_for_what_it_had_begun() {
+        let export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
+        let unit = Arc::new(Unit::new(Arc::new(export), 512));
+        let targets = Targets::new(vec![Target { name: "iqn.t".into(), units: vec![unit] }], None, Vec::new());
+        let identity = || Identity {
+            initiator: "iqn.i".into(),
+            isid: [1, 2, 3, 4, 5, 6],
+            target: Some("iqn.t".into()),
+            tsih: 0,
+            cid: 0,
+        };
+        let first = targets.open(identity()).unwrap();
+        let under_way = first.units[0].begin();
+        let second = targets.open(identity()).unwrap();
+        let mut settled = Box::pin(second.settled());
+        assert!((&mut settled).now_or_never().is_none());
+        assert!(under_way.is_cleared());
+        // And one that comes in the place of that one, before it has settled.
+        let third = targets.open(identity()).unwrap();
+        drop(settled);
+        let mut settled = Box::pin(third.settled());
+        assert!((&mut settled).now_or_never().is_none());
+        drop(under_way);
+        assert!((&mut settled).now_or_never().is_some());
     }
 }

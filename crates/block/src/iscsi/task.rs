@@ -5,7 +5,7 @@ use super::iser;
 use super::pdu::{Header, NO_TAG, op};
 use crate::net::Body;
 use crate::pieces::pieces;
-use crate::scsi::{Outcome, Status, Step, Transfer};
+use crate::scsi::{Nexus, Outcome, Status, Step, Transfer};
 use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -22,7 +22,7 @@ pub(super) struct Task {
     pub tag: u32,
     lun: [u8; 8],
     expected: u64,
-    writes: bool,
+    pub writes: bool,
     outgoing: RefCell<Outgoing>,
     incoming: RefCell<Incoming>,
     arrived: Notify,
@@ -100,6 +100,18 @@ impl Task {
     pub(super) fn abort(&self) {
         self.aborted.set(true);
         self.arrived.notify_one();
+    }
+
+    /// Whose it is.
+    pub(super) fn nexus(&self) -> &Nexus {
+        self.connection.nexus()
+    }
+
+    /// Resolves when it has been aborted.
+    async fn until_aborted(&self) {
+        while !self.aborted.get() {
+            self.arrived.notified().await;
+        }
     }
 
     pub(super) fn is_aborted(&self) -> bool {
@@ -391,12 +403,19 @@ impl Transfer for Rc<Task> {
                     !incoming.unsolicited && !all_asked && room
                 };
                 if ask {
-                    let asked = match self.connection.carrier {
-                        Carrier::Tcp(_) => self.solicit().await,
-                        Carrier::Iser(_) => self.fetch().await,
+                    let ask = async {
+                        match self.connection.carrier {
+                            Carrier::Tcp(_) => self.solicit().await,
+                            Carrier::Iser(_) => self.fetch().await,
+                        }
                     };
-                    if let Err(e) = asked {
-                        return Some(Err(e));
+                    // The memory for it may be long in coming.
+                    tokio::select! {
+                        biased;
+                        asked = ask => if let Err(e) = asked {
+                            return Some(Err(e));
+                        },
+                        () = self.until_aborted() => {}
                     }
                 } else {
                     self.arrived.notified().await;

@@ -9,11 +9,18 @@ use std::io;
 use std::sync::Arc;
 use thruway_engine::Segment;
 
-struct Given<'a> {
+/// A command's data, all there from the first; what is sent to the initiator is forgotten.
+pub(super) struct Given<'a> {
     data: &'a [u8],
     expected: u64,
     supply: Supply,
     taken: Cell<bool>,
+}
+
+impl Given<'_> {
+    pub(super) fn new(data: &[u8], expected: u64) -> Given<'_> {
+        Given { data, expected, supply: Supply::new(64 << 10), taken: Cell::new(false) }
+    }
 }
 
 impl Transfer for Given<'_> {
@@ -51,13 +58,13 @@ pub fn initiator(mut input: &[u8]) {
     let export = Spec::parse("fuzz=mem:64K").and_then(|spec| spec.open(None)).expect("memory");
     let unit = Unit::new(Arc::new(export), 512);
     let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into() };
-    unit.attach(&nexus);
+    let _attached = unit.attach(&nexus);
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     while let Some((cdb, rest)) = input.split_first_chunk::<16>() {
         let (expected, rest) = rest.split_first().map_or((0, rest), |(n, rest)| (u64::from(*n) * 16, rest));
         let (data, rest) = rest.split_at((expected as usize).min(rest.len()));
         input = rest;
-        let given = Given { data, expected, supply: Supply::new(64 << 10), taken: Cell::new(false) };
+        let given = Given::new(data, expected);
         let _: Outcome = runtime.block_on(unit.execute(&nexus, cdb, &given));
     }
 }

@@ -5,6 +5,7 @@
 //! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`: what the
 //!   unit says of itself; `reservation`: who may use it.
 
+mod attached;
 mod cdb;
 pub mod fuzzing;
 mod inquiry;
@@ -15,6 +16,7 @@ mod reservation;
 mod sense;
 mod unit;
 
+pub use attached::{Attached, UnderWay};
 pub use inquiry::absent;
 pub use sense::{Sense, Status};
 pub use unit::{Attention, Nexus, Unit};

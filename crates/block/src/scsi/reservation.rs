@@ -190,8 +190,18 @@ fn transport_id(port: &str) -> Vec<u8> {
     id
 }
 
-/// PERSISTENT RESERVE OUT.
-pub(super) fn out(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8]) -> Outcome {
+/// PERSISTENT RESERVE OUT. With the outcome, the ports whose commands are to be aborted before it is told.
+pub(super) fn out(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8]) -> (Outcome, Vec<Arc<str>>) {
+    const PREEMPT_AND_ABORT: u8 = 5;
+    let mut preempted = Vec::new();
+    let outcome = change(state, nexus, cdb, list, &mut preempted);
+    if cdb[1] & 0x1f != PREEMPT_AND_ABORT {
+        preempted.clear();
+    }
+    (outcome, preempted)
+}
+
+fn change(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8], preempted: &mut Vec<Arc<str>>) -> Outcome {
     let action = cdb[1] & 0x1f;
     if action > 6 {
         return Sense::invalid_field(1).into();
@@ -220,7 +230,7 @@ pub(super) fn out(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8])
         1 => reserve(state, port, kind),
         2 => release(state, nexus, kind),
         3 => clear(state, nexus),
-        _ => preempt(state, nexus, kind, new_key),
+        _ => preempt(state, nexus, kind, new_key, preempted),
     }
 }
 
@@ -299,7 +309,7 @@ fn clear(state: &mut State, nexus: &Nexus) -> Outcome {
     Outcome::good()
 }
 
-fn preempt(state: &mut State, nexus: &Nexus, kind: Option<Type>, key: u64) -> Outcome {
+fn preempt(state: &mut State, nexus: &Nexus, kind: Option<Type>, key: u64, preempted: &mut Vec<Arc<str>>) -> Outcome {
     let all = &mut state.reservations;
     let holder = all.holder.clone();
     let takes = match &holder {
@@ -332,8 +342,9 @@ fn preempt(state: &mut State, nexus: &Nexus, kind: Option<Type>, key: u64) -> Ou
             tell_registrants(state, nexus, Attention::Released);
         }
     }
-    for port in removed {
-        state.tell_port(&port, nexus.id, Attention::RegistrationsPreempted);
+    for port in &removed {
+        state.tell_port(port, nexus.id, Attention::RegistrationsPreempted);
     }
+    *preempted = removed;
     Outcome::good()
 }

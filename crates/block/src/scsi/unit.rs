@@ -1,5 +1,6 @@
 //! Logical units.
 
+use super::attached::Attached;
 use super::reservation::{Access, Reservations};
 use super::{Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes};
 use crate::export::Export;
@@ -62,8 +63,6 @@ pub struct Unit {
     pub(super) state: Mutex<State>,
     /// There is something in the state that a command must look at first.
     guarded: AtomicBool,
-    /// Goes up when the commands of every initiator are cleared.
-    epoch: AtomicU64,
     /// Size that initiators know of.
     size: AtomicU64,
     /// Held alone by COMPARE AND WRITE and ORWRITE, which are single steps to every other change.
@@ -74,7 +73,9 @@ pub struct Unit {
 pub(super) struct State {
     pub reservations: Reservations,
     attentions: HashMap<u64, Vec<Attention>>,
-    nexuses: HashMap<u64, Nexus>,
+    nexuses: HashMap<u64, Arc<Attached>>,
+    /// Of sessions that have ended, as long as commands of theirs are under way.
+    ending: Vec<Arc<Attached>>,
     /// Nexuses that prevent removal.
     pub prevented: Vec<u64>,
     pub swp: bool,
@@ -91,8 +92,13 @@ impl State {
 
     /// Tells the sessions of a port, but for one.
     pub fn tell_port(&mut self, port: &str, except: u64, what: Attention) {
-        let ids: Vec<u64> =
-            self.nexuses.values().filter(|n| &*n.port == port && n.id != except).map(|n| n.id).collect();
+        let ids: Vec<u64> = self
+            .nexuses
+            .values()
+            .map(|a| &a.nexus)
+            .filter(|n| &*n.port == port && n.id != except)
+            .map(|n| n.id)
+            .collect();
         for id in ids {
             self.tell(id, what);
         }
@@ -115,7 +121,6 @@ impl Unit {
             block_len,
             state: Mutex::default(),
             guarded: AtomicBool::new(false),
-            epoch: AtomicU64::new(0),
             size,
             atomic: tokio::sync::RwLock::new(()),
         }
@@ -150,26 +155,30 @@ impl Unit {
     }
 
     /// A session begins.
-    pub fn attach(&self, nexus: &Nexus) {
+    pub fn attach(&self, nexus: &Nexus) -> Arc<Attached> {
+        let attached = Arc::new(Attached::new(nexus.clone()));
         self.with_state(|state| {
-            state.nexuses.insert(nexus.id, nexus.clone());
+            state.nexuses.insert(nexus.id, Arc::clone(&attached));
             state.attentions.insert(nexus.id, vec![Attention::Reset]);
         });
+        attached
     }
 
     /// A session ends.
     pub fn detach(&self, nexus: &Nexus) {
         self.with_state(|state| {
-            state.nexuses.remove(&nexus.id);
+            state.ending.retain(|attached| !attached.is_idle());
+            let attached = state.nexuses.remove(&nexus.id);
+            state.ending.extend(attached.filter(|attached| !attached.is_idle()));
             state.attentions.remove(&nexus.id);
             state.prevented.retain(|id| *id != nexus.id);
             state.reservations.release_unit(nexus.id);
         });
     }
 
-    /// Back as after power on: LOGICAL UNIT RESET and the resets of a whole target.
-    pub fn reset(&self, by: &Nexus) {
-        self.epoch.fetch_add(1, Ordering::AcqRel);
+    /// Back as after power on: LOGICAL UNIT RESET and the resets of a whole target. No command begun before does
+    /// anything when it is done.
+    pub async fn reset(&self, by: &Nexus) {
         self.with_state(|state| {
             state.reservations.release_all_units();
             state.prevented.clear();
@@ -177,17 +186,22 @@ impl Unit {
             state.tell_others(by.id, Attention::Reset);
             state.tell(by.id, Attention::Reset);
         });
+        self.clear(|_| true).await;
     }
 
-    /// Tells the other initiators whose commands were cleared (CLEAR TASK SET).
-    pub fn cleared(&self, by: &Nexus) {
-        self.epoch.fetch_add(1, Ordering::AcqRel);
+    /// Clears the commands of all initiators, and tells the others (CLEAR TASK SET).
+    pub async fn clear_all(&self, by: &Nexus) {
         self.with_state(|state| state.tell_others(by.id, Attention::Cleared));
+        self.clear(|_| true).await;
     }
 
-    /// Changes when the commands of every initiator are cleared: those begun before are not answered.
-    pub fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
+    /// Clears the commands of these, and waits until nothing of them reaches the disk any more.
+    async fn clear(&self, whose: impl Fn(&Nexus) -> bool) {
+        let cleared: Vec<Arc<Attached>> = self.with_state(|state| {
+            let all = state.nexuses.values().chain(&state.ending);
+            all.filter(|attached| whose(&attached.nexus)).cloned().collect()
+        });
+        futures_util::future::join_all(cleared.iter().map(|attached| attached.clear())).await;
     }
 
     /// Does a command. A CDB shorter than 16 octets is padded by zeroes.
@@ -211,7 +225,14 @@ impl Unit {
                 Err(sense) => sense.into(),
             },
             0x5f => match media::parameters(transfer, be32(cdb, 5) as usize).await {
-                Ok(list) => self.with_state(|state| super::reservation::out(state, nexus, cdb, &list)),
+                Ok(list) => {
+                    let (outcome, aborted) = self.with_state(|state| super::reservation::out(state, nexus, cdb, &list));
+                    if !aborted.is_empty() {
+                        // Who was shut out must not be heard of again.
+                        self.clear(|other| other.id != nexus.id && aborted.contains(&other.port)).await;
+                    }
+                    outcome
+                }
                 Err(sense) => sense.into(),
             },
             _ => self.answer(nexus, cdb),
@@ -345,4 +366,92 @@ fn defect_data(cdb: &[u8; 16]) -> Outcome {
         return Outcome::data(vec![0, cdb[2] & 0x1f, 0, 0], be16(cdb, 7).into());
     }
     Outcome::data(vec![0, cdb[1] & 0x1f, 0, 0, 0, 0, 0, 0], be32(cdb, 6) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fuzzing::Given;
+    use super::*;
+    use crate::export::Spec;
+    use futures_util::FutureExt;
+    use std::time::Duration;
+
+    const ABORT: u8 = 5;
+
+    fn reserve_out(action: u8) -> [u8; 16] {
+        let mut cdb = [0; 16];
+        // Write exclusive, registrants only.
+        (cdb[0], cdb[1], cdb[2], cdb[8]) = (0x5f, action, 5, 24);
+        cdb
+    }
+
+    fn keys(own: u64, other: u64) -> [u8; 24] {
+        let mut list = [0; 24];
+        list[..8].copy_from_slice(&own.to_be_bytes());
+        list[8..16].copy_from_slice(&other.to_be_bytes());
+        list
+    }
+
+    async fn done(unit: &Unit, nexus: &Nexus, cdb: &[u8; 16], data: &[u8]) {
+        let outcome = unit.execute(nexus, cdb, &Given::new(data, data.len() as u64)).await;
+        assert_eq!(outcome.status, Status::Good, "{cdb:?}: {:?}", outcome.sense);
+    }
+
+    /// A cluster that shuts a member out relies on this: what the member has begun is over.
+    #[test]
+    fn who_preempts_and_aborts_waits_for_writes_under_way() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            let spec = Spec::parse("d=mem:1M,delay=0s/10s").unwrap();
+            let unit = Unit::new(Arc::new(spec.open(None).unwrap()), 512);
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "a"), nexus(2, "b"));
+            let (attached, _) = (unit.attach(&a), unit.attach(&b));
+            for nexus in [&a, &b] {
+                let unready = unit.execute(nexus, &[0; 16], &Given::new(&[], 0)).await;
+                assert_eq!(unready.status, Status::CheckCondition, "the attention of every new session");
+                done(&unit, nexus, &reserve_out(0), &keys(0, nexus.id)).await;
+            }
+            done(&unit, &b, &reserve_out(1), &keys(2, 0)).await;
+
+            let under_way = attached.begin();
+            let mut write = [0; 16];
+            (write[0], write[8]) = (0x2a, 1);
+            let data = [7; 512];
+            let given = Given::new(&data, 512);
+            let mut writing = Box::pin(unit.execute(&a, &write, &given));
+            assert!((&mut writing).now_or_never().is_none(), "the disk is slow");
+            let list = keys(2, 1);
+            let (cdb, given) = (reserve_out(ABORT), Given::new(&list, 24));
+            let mut preempting = Box::pin(unit.execute(&b, &cdb, &given));
+            let soon = tokio::time::timeout(Duration::from_secs(9), &mut preempting).await;
+            assert!(soon.is_err(), "the write may still reach the disk");
+            assert!(under_way.is_cleared());
+            writing.await;
+            drop(under_way);
+            assert_eq!(preempting.await.status, Status::Good);
+            // Nothing more is let in.
+            let told = unit.execute(&a, &write, &Given::new(&data, 512)).await;
+            assert_eq!(told.sense.map(|sense| sense.code), Some(0x2a05));
+            let refused = unit.execute(&a, &write, &Given::new(&data, 512)).await;
+            assert_eq!(refused.status, Status::ReservationConflict);
+        });
+    }
+
+    #[test]
+    fn a_reset_waits_for_what_sessions_have_left_behind() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "a"), nexus(2, "b"));
+            let (attached, _) = (unit.attach(&a), unit.attach(&b));
+            let under_way = attached.begin();
+            unit.detach(&a);
+            let mut reset = Box::pin(unit.reset(&b));
+            assert!((&mut reset).now_or_never().is_none());
+            drop(under_way);
+            assert!((&mut reset).now_or_never().is_some());
+        });
+    }
 }
