@@ -43,8 +43,8 @@ pub struct Spec {
     pub read_only: bool,
     /// Way to the storage; if nothing is said, past the page cache under a cache of our own, else through it.
     pub mode: Option<Mode>,
-    /// Length of pieces.
-    pub chunk: u32,
+    /// Length of pieces; if nothing is said, what the storage has on one of its members, or [`CHUNK`].
+    pub chunk: Option<u32>,
     /// The iSCSI target.
     pub target: Option<String>,
     /// Octets of a SCSI logical block.
@@ -92,6 +92,8 @@ pub const LAYERS: &str = "cache=SIZE[:writeback][:BLOCK], overlay[=DIR], rate=SI
 
 /// The default length of pieces.
 pub const CHUNK: u32 = 256 << 10;
+/// The shortest pieces.
+const CHUNK_MIN: u64 = 16 << 10;
 /// The longest pieces: requests up to here can be had in one.
 const CHUNK_MAX: u64 = 4 << 20;
 
@@ -129,7 +131,7 @@ impl Spec {
             source: parse_source(source)?,
             read_only: false,
             mode: None,
-            chunk: CHUNK,
+            chunk: None,
             target: None,
             sector: 512,
             layers: Vec::new(),
@@ -144,7 +146,7 @@ impl Spec {
         match (key, value) {
             ("ro", "") => self.read_only = true,
             ("mode", value) => self.mode = Some(parse_mode(value)?),
-            ("chunk", value) => self.chunk = parse_chunk(value)?,
+            ("chunk", value) => self.chunk = Some(parse_chunk(value)?),
             ("target", "") => return Err("a target has a name".into()),
             ("target", value) => self.target = Some(value.into()),
             ("sector", "512") => self.sector = 512,
@@ -188,6 +190,7 @@ impl Spec {
         let cached = self.layers.iter().any(|l| matches!(l, Layer::Cache(_)));
         let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
         let mut backend = open_source(&self.source, mode, self.read_only || overlaid)?;
+        let chunk = self.chunk.unwrap_or_else(|| hinted(backend.geometry().preferred));
         for layer in &self.layers {
             backend = put_on(layer, backend, reactors)?;
         }
@@ -200,7 +203,7 @@ impl Spec {
             identity,
             backend,
             read_only,
-            chunk: self.chunk,
+            chunk,
             target: self.target.clone(),
             sector: self.sector,
         })
@@ -213,6 +216,12 @@ impl Export {
         let geometry = self.backend.geometry();
         Geometry { read_only: geometry.read_only || self.read_only, ..geometry }
     }
+}
+
+/// Pieces that lie on one member of the storage each, so that members deliver them independently.
+fn hinted(preferred: u32) -> u32 {
+    let is_one = (CHUNK_MIN..=CHUNK_MAX).contains(&u64::from(preferred)) && preferred.is_power_of_two();
+    if is_one { preferred } else { CHUNK }
 }
 
 fn describe(source: &Source) -> String {
@@ -312,7 +321,7 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 
 fn parse_chunk(text: &str) -> Result<u32, String> {
     let size = parse_size(text)?;
-    if (16 << 10..=CHUNK_MAX).contains(&size) && size.is_power_of_two() {
+    if (CHUNK_MIN..=CHUNK_MAX).contains(&size) && size.is_power_of_two() {
         return Ok(size as u32);
     }
     Err(format!("a chunk is a power of two from 16 KiB to {} MiB", CHUNK_MAX >> 20))
@@ -363,6 +372,16 @@ mod tests {
             panic!("a stripe")
         };
         assert_eq!((chunk, members), (65536, vec![Source::Memory(1 << 20), Source::Path("/b".into())]));
+    }
+
+    #[test]
+    fn pieces_lie_on_one_member_unless_something_else_is_said() {
+        let chunk = |text: &str| Spec::parse(text).unwrap().open(None).unwrap().chunk;
+        assert_eq!(chunk("m=mem:1M"), CHUNK);
+        assert_eq!(chunk("s=stripe:32K:mem:1M:mem:1M"), 32 << 10);
+        assert_eq!(chunk("s=stripe:32K:mem:1M:mem:1M,rate=1G"), 32 << 10);
+        assert_eq!(chunk("s=stripe:4K:mem:1M:mem:1M"), CHUNK, "too little for a piece");
+        assert_eq!(chunk("s=stripe:32K:mem:1M:mem:1M,chunk=64K"), 64 << 10);
     }
 
     #[test]

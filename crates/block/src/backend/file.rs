@@ -37,6 +37,8 @@ pub struct FileBackend {
     /// What offsets, lengths and addresses of direct I/O must be multiples of.
     alignment: u64,
     is_device: bool,
+    /// The length at whose multiples requests are best cut.
+    preferred: u32,
     read_only: bool,
     size: AtomicU64,
     punches: AtomicBool,
@@ -147,6 +149,7 @@ impl FileBackend {
         let at_once = AtOnce::of(&cached);
         let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
         Ok(FileBackend {
+            preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             cached,
             direct,
             mode,
@@ -172,6 +175,7 @@ impl FileBackend {
             mode: Mode::Writeback,
             alignment: 1,
             is_device: false,
+            preferred: 0,
             read_only: false,
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
@@ -264,6 +268,17 @@ fn size_of(file: &File) -> io::Result<u64> {
     Ok(stat.st_size as u64)
 }
 
+/// What a device has on one of its members (the chunk of an array), or writes at least.
+fn member_len(device: &File) -> Option<u32> {
+    let number = rustix::fs::fstat(device).ok()?.st_rdev;
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    // A partition's queue is its disk's.
+    ["", "../"].iter().find_map(|of| {
+        let path = format!("/sys/dev/block/{major}:{minor}/{of}queue/minimum_io_size");
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
+    })
+}
+
 /// What direct I/O must be aligned to: what `statx` says, or else a page.
 fn direct_alignment(file: &File) -> u64 {
     // SAFETY: an all-zero structure is a valid one.
@@ -284,7 +299,7 @@ impl Backend for FileBackend {
         Geometry {
             size: self.size.load(Ordering::Relaxed),
             block: 1,
-            preferred: self.alignment.max(4096) as u32,
+            preferred: self.preferred.max(self.alignment as u32).max(4096),
             // The page cache and file systems work in pages.
             physical: self.alignment.max(4096) as u32,
             read_only: self.read_only,

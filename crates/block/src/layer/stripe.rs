@@ -71,7 +71,7 @@ impl Backend for Stripe {
         Geometry {
             size: smallest * self.chunk * all.len() as u64,
             block: all.iter().map(|g| g.block).max().unwrap_or(1),
-            preferred: all.iter().map(|g| g.preferred).max().unwrap_or(4096),
+            preferred: u32::try_from(self.chunk).unwrap_or(4096),
             physical: all.iter().map(|g| g.physical).max().unwrap_or(1),
             read_only: all.iter().any(|g| g.read_only),
             discard: all.iter().all(|g| g.discard),

@@ -79,7 +79,12 @@ const DISK: &[Key] = &[
         "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. If nothing is said: \
          direct under a cache layer, else writeback",
     ),
-    Key::new("chunk", Kind::Text, "256K", "Length of the pieces that requests are cut into"),
+    Key::new(
+        "chunk",
+        Kind::Text,
+        "",
+        "Length of the pieces that requests are cut into, 16K to 4M. If nothing is said: what a stripe or an array has on one member, or 256K",
+    ),
     Key::new(
         "target",
         Kind::Text,
