@@ -90,7 +90,7 @@ def main():
         for command in ["target --op new --tid 1 -T iqn.t:d", f"logicalunit --op new --tid 1 --lun 1 -b {disk}", "target --op bind --tid 1 -I ALL"]:
             subprocess.run(["tgtadm", "-C", "7", "--lld", "iscsi", "--mode", *command.split()], check=True)
         for title, options, connections in ISCSI:
-            if ONLY in title:
+            if ONLY in f"iSCSI: {title}":
                 results += compare(f"iSCSI: {title}", servers, lambda s: iscsi_perf(s.address, options, connections))
     finally:
         for server in servers:

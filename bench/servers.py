@@ -51,7 +51,10 @@ class Server:
 
     def stop(self):
         if self.pid != self.process.pid:
-            os.kill(self.pid, signal.SIGTERM)
+            try:
+                os.kill(self.pid, signal.SIGTERM)
+            except ProcessLookupError:
+                pass  # nbd-server does not survive 64 clients
             return
         self.process.terminate()
         try:
@@ -72,12 +75,14 @@ def fio(uri, pattern, size, depth, jobs, *more):
     command = ["fio", "--name=b", "--ioengine=nbd", f"--uri={uri}", f"--rw={pattern}", f"--bs={size}", f"--iodepth={depth}",
                f"--numjobs={jobs}", f"--size={SIZE}", f"--runtime={SECONDS}", "--time_based", "--group_reporting", "--output-format=json",
                "--rwmixread=70", "--norandommap", "--randrepeat=0", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         out = process.communicate(timeout=4 * SECONDS + 20)[0]
     except subprocess.TimeoutExpired:
-        # With its jobs, which are processes of its own.
-        os.killpg(process.pid, signal.SIGKILL)
+        # With its jobs, which are processes in sessions of their own.
+        jobs = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in [process.pid, *map(int, jobs)]:
+            os.kill(pid, signal.SIGKILL)
         process.communicate()
         return None
     if process.returncode:

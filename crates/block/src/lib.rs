@@ -23,7 +23,7 @@ mod octets;
 mod outbox;
 mod pieces;
 pub mod scsi;
-pub mod streams;
+mod streams;
 mod supply;
 pub mod tls;
 

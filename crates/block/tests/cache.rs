@@ -1,18 +1,19 @@
 //! The cache under a seeded simulation: many clients, a disk that answers late and out of order and forgets what was
 //! not flushed, evictions all the time, failures, crashes. Time is simulated; the same seed gives the same run.
 
+mod support;
+
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-use thruway_block::backend::{Backend, Extent, Geometry, Lent, Op, Zero};
+use support::{Disk, SECTOR, SECTORS};
+use thruway_block::backend::{Backend, Lent, Zero};
 use thruway_block::cache::{Cache, Config};
-use thruway_engine::{Segment, Segments};
+use thruway_engine::Segments;
 
-const SECTOR: usize = 512;
-const SECTORS: u64 = 1024;
 const CLIENTS: u64 = 6;
 /// Sectors of the longest read.
 const READ_MAX: u64 = 80;
@@ -37,154 +38,6 @@ impl Random {
         x ^= x << 17;
         self.0.set(x);
         (x >> 11) % n
-    }
-}
-
-/// A disk with a cache of its own, which it may lose.
-struct Disk {
-    state: Mutex<State>,
-}
-
-struct State {
-    durable: Vec<u8>,
-    /// What reads see.
-    current: Vec<u8>,
-    /// Writes that were done but not flushed, in order.
-    pending: Vec<(usize, Vec<u8>)>,
-    random: u64,
-    /// One write of so many fails.
-    failing: u64,
-}
-
-impl State {
-    fn draw(&mut self, n: u64) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 11) % n
-    }
-
-    fn put(&mut self, at: u64, data: Vec<u8>) {
-        let at = at as usize;
-        self.current[at..at + data.len()].copy_from_slice(&data);
-        self.pending.push((at, data));
-    }
-}
-
-impl Disk {
-    fn new(seed: u64, failing: u64) -> Disk {
-        let durable = vec![0; SECTORS as usize * SECTOR];
-        let current = durable.clone();
-        Disk { state: Mutex::new(State { durable, current, pending: Vec::new(), random: seed | 1, failing }) }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap()
-    }
-
-    async fn dawdle(&self) {
-        let (turns, sleep) = {
-            let mut state = self.lock();
-            (state.draw(4), state.draw(3) == 0)
-        };
-        for _ in 0..turns {
-            tokio::task::yield_now().await;
-        }
-        if sleep {
-            let time = self.lock().draw(5);
-            tokio::time::sleep(Duration::from_millis(time)).await;
-        }
-    }
-
-    fn fails(&self) -> bool {
-        let mut state = self.lock();
-        let failing = state.failing;
-        failing > 0 && state.draw(failing) == 0
-    }
-
-    /// What is there after a loss of power: all that was flushed, and any part of the rest.
-    fn crash(&self) -> Vec<u8> {
-        let mut state = self.lock();
-        let mut all = state.durable.clone();
-        let pending = std::mem::take(&mut state.pending);
-        for (at, data) in pending {
-            for (i, sector) in data.chunks(SECTOR).enumerate() {
-                if state.draw(2) == 0 {
-                    let start = at + i * SECTOR;
-                    all[start..start + sector.len()].copy_from_slice(sector);
-                }
-            }
-        }
-        all
-    }
-}
-
-impl Backend for Disk {
-    fn geometry(&self) -> Geometry {
-        Geometry {
-            size: SECTORS * SECTOR as u64,
-            block: 1,
-            preferred: 4096,
-            physical: 512,
-            read_only: false,
-            discard: true,
-            fast_zero: true,
-            shared: true,
-        }
-    }
-
-    fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {
-        Box::pin(async move {
-            self.dawdle().await;
-            if self.fails() {
-                return Err(io::Error::from_raw_os_error(5));
-            }
-            let len = segment.len();
-            segment.as_mut_slice().copy_from_slice(&self.lock().current[at as usize..at as usize + len]);
-            self.dawdle().await;
-            Ok(segment)
-        })
-    }
-
-    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        Box::pin(async move {
-            self.dawdle().await;
-            if self.fails() {
-                return Err(io::Error::from_raw_os_error(5));
-            }
-            self.lock().put(at, segment.as_slice().to_vec());
-            self.dawdle().await;
-            if durable { self.flush().await } else { Ok(()) }
-        })
-    }
-
-    fn flush(&self) -> Op<'_, ()> {
-        Box::pin(async move {
-            self.dawdle().await;
-            let mut state = self.lock();
-            let state = &mut *state;
-            for (at, data) in state.pending.drain(..) {
-                state.durable[at..at + data.len()].copy_from_slice(&data);
-            }
-            Ok(())
-        })
-    }
-
-    fn zero(&self, at: u64, len: u64, _how: Zero) -> Op<'_, ()> {
-        Box::pin(async move {
-            self.dawdle().await;
-            self.lock().put(at, vec![0; len as usize]);
-            self.dawdle().await;
-            Ok(())
-        })
-    }
-
-    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.zero(at, len, Zero::empty())
-    }
-
-    fn extents(&self, _at: u64, len: u64) -> Op<'_, Vec<Extent>> {
-        Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])))
     }
 }
 
@@ -401,7 +254,7 @@ fn a_disk_that_takes_nothing_any_more_fails_writes_and_holds_nobody() {
         assert!((48..=56).contains(&failed), "{failed} of 64 failed");
         assert!(cache.flush().await.is_err());
         // Well again, it takes everything.
-        disk.lock().failing = 0;
+        disk.fail_never();
         cache.flush().await.unwrap();
         let segment = supply.reserve(1).await.segment(4096);
         cache.write(63 * 4096, segment, true).await.unwrap();

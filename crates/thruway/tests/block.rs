@@ -130,6 +130,81 @@ fn nbdinfo_sees_what_each_export_offers() {
 }
 
 #[test]
+fn qemu_io_and_nbdsh_use_a_disk() {
+    let lab = Lab::new();
+    let file = image(&lab, "disk.img");
+    let block = format!("d={},mode=direct,cache=8M:16K:writeback", text(&file));
+    let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0"]);
+    let said = ok(
+        "qemu-io",
+        &[
+            "-f",
+            "raw",
+            "-c",
+            "write -P 7 1000 70000",
+            "-c",
+            "write -f -P 8 64k 64k",
+            "-c",
+            "writev -P 9 256k 4k 512 8k",
+            "-c",
+            "write -z -u 1M 64k",
+            "-c",
+            "discard 30M 1M",
+            "-c",
+            "flush",
+            "-c",
+            "read -P 7 1000 64000",
+            "-c",
+            "read -P 8 64k 64k",
+            "-c",
+            "read -P 9 256k 12800",
+            "-c",
+            "read -P 0 1M 64k",
+            "-c",
+            "aio_write -P 5 2M 1M",
+            "-c",
+            "aio_flush",
+            "-c",
+            "read -P 5 2M 1M",
+            &disks.nbd("d"),
+        ],
+    );
+    assert!(!said.contains("failed"), "{said}");
+    let shell = "h.connect_uri(URI); h.pwrite(b'x' * 512, 5 << 20, nbd.CMD_FLAG_FUA); print(h.pread(512, 5 << 20) == b'x' * 512)";
+    // What nbdsh runs, by the system's own Python.
+    let said = ok("/usr/bin/python3", &["-m", "nbd", "-c", &shell.replace("URI", &format!("'{}'", disks.nbd("d")))]);
+    assert_eq!(said.trim(), "True");
+}
+
+#[test]
+fn a_disk_that_grows_or_shrinks_is_noticed() {
+    let lab = Lab::new();
+    let file = image(&lab, "disk.img");
+    let block = format!("d={}", text(&file));
+    let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0"]);
+    let size = || ok("nbdinfo", &["--size", &disks.nbd("d")]).trim().parse::<u64>().unwrap();
+    let url = format!("iscsi://{}/iqn.2026-11.org.thruway:d/0", disks.at("iscsi"));
+    let last = || {
+        let said = ok("iscsi-readcapacity16", &[&url]);
+        let line = said.lines().find(|line| line.contains("RETURNED LOGICAL BLOCK ADDRESS")).unwrap().to_string();
+        line.split(':').nth(1).unwrap().trim().parse::<u64>().unwrap()
+    };
+    assert_eq!((size(), last()), (40 << 20, (40 << 11) - 1));
+    // A client that is there already can use what has been added; what has been taken away fails, and nothing else.
+    let script = format!(
+        "h.connect_uri(uri)\nimport os\nos.truncate('{0}', 50 << 20)\nh.set_strict_mode(0)\n\
+         h.pwrite(b'n' * 512, 45 << 20)\nassert h.pread(512, 45 << 20) == b'n' * 512\nos.truncate('{0}', 10 << 20)\n\
+         try: h.pread(512, 20 << 20)\n\
+         except nbd.Error: pass\n\
+         else: raise AssertionError('it should fail')\n\
+         assert len(h.pread(512, 1 << 20)) == 512\n",
+        text(&file)
+    );
+    libnbd(&disks.nbd("d"), &script);
+    assert_eq!((size(), last()), (10 << 20, (10 << 11) - 1));
+}
+
+#[test]
 fn wrong_requests_get_an_answer_that_says_so() {
     let lab = Lab::new();
     let file = image(&lab, "disk.img");

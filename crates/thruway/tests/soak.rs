@@ -7,12 +7,12 @@ mod support;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use support::nbd::{FLUSH, FUA, Nbd, READ, WRITE};
 use support::{Lab, THRUWAY};
 
 const SECTOR: usize = 4096;
@@ -88,60 +88,6 @@ impl Drop for Disks {
             let _ = child.kill();
             let _ = child.wait();
         }
-    }
-}
-
-/// A connection in transmission, with simple replies.
-struct Nbd(TcpStream);
-
-const READ: u16 = 0;
-const WRITE: u16 = 1;
-const FLUSH: u16 = 3;
-const FUA: u16 = 1;
-
-impl Nbd {
-    fn connect(address: &str, export: &str) -> io::Result<Nbd> {
-        let mut stream = TcpStream::connect(address)?;
-        stream.set_nodelay(true)?;
-        stream.read_exact(&mut [0; 18])?;
-        let go = [&(export.len() as u32).to_be_bytes()[..], export.as_bytes(), &[0, 0]].concat();
-        let header =
-            [&3u32.to_be_bytes()[..], b"IHAVEOPT", &7u32.to_be_bytes(), &(go.len() as u32).to_be_bytes()].concat();
-        stream.write_all(&[header, go].concat())?;
-        loop {
-            let mut reply = [0; 20];
-            stream.read_exact(&mut reply)?;
-            let (kind, len) = (&reply[12..16], u32::from_be_bytes(reply[16..].try_into().unwrap()));
-            stream.read_exact(&mut vec![0; len as usize])?;
-            if kind == 1u32.to_be_bytes() {
-                return Ok(Nbd(stream));
-            }
-            assert!(kind[0] < 0x80, "the export is refused");
-        }
-    }
-
-    fn send(&mut self, (flags, command): (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
-        let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
-        request.extend([flags.to_be_bytes(), command.to_be_bytes()].concat());
-        request.extend([7u64.to_be_bytes(), at.to_be_bytes()].concat());
-        request.extend(len.to_be_bytes());
-        request.extend(data);
-        self.0.write_all(&request)
-    }
-
-    /// The daemon's answer: what was read, or `None` if the storage has failed.
-    fn ask(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<Option<Vec<u8>>> {
-        self.send(command, at, len, data)?;
-        let mut reply = [0; 16];
-        self.0.read_exact(&mut reply)?;
-        assert_eq!(reply[..4], 0x6744_6698u32.to_be_bytes());
-        if reply[4..8] != [0; 4] {
-            assert_eq!(reply[4..8], 5u32.to_be_bytes(), "an input/output error and no other");
-            return Ok(None);
-        }
-        let mut found = vec![0; if command.1 == READ { len as usize } else { 0 }];
-        self.0.read_exact(&mut found)?;
-        Ok(Some(found))
     }
 }
 

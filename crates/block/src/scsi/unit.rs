@@ -157,6 +157,8 @@ impl Unit {
     /// A session begins.
     pub fn attach(&self, nexus: &Nexus) -> Arc<Attached> {
         let attached = Arc::new(Attached::new(nexus.clone()));
+        // A change of size is news to the others only.
+        self.blocks();
         self.with_state(|state| {
             state.nexuses.insert(nexus.id, Arc::clone(&attached));
             state.attentions.insert(nexus.id, vec![Attention::Reset]);
@@ -372,9 +374,11 @@ fn defect_data(cdb: &[u8; 16]) -> Outcome {
 mod tests {
     use super::super::fuzzing::Given;
     use super::*;
+    use crate::backend::{Backend, Op, Zero};
     use crate::export::Spec;
     use futures_util::FutureExt;
     use std::time::Duration;
+    use thruway_engine::Segment;
 
     const ABORT: u8 = 5;
 
@@ -395,6 +399,62 @@ mod tests {
     async fn done(unit: &Unit, nexus: &Nexus, cdb: &[u8; 16], data: &[u8]) {
         let outcome = unit.execute(nexus, cdb, &Given::new(data, data.len() as u64)).await;
         assert_eq!(outcome.status, Status::Good, "{cdb:?}: {:?}", outcome.sense);
+    }
+
+    /// Notes what is asked of the disk.
+    struct Witness {
+        below: Arc<dyn Backend>,
+        seen: Mutex<Vec<&'static str>>,
+    }
+
+    impl Backend for Witness {
+        crate::layer::pass!(geometry, extents);
+
+        fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+            self.below.read(at, segment)
+        }
+
+        fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+            self.seen.lock().unwrap().push(if durable { "durable write" } else { "write" });
+            self.below.write(at, segment, durable)
+        }
+
+        fn flush(&self) -> Op<'_, ()> {
+            self.seen.lock().unwrap().push("flush");
+            self.below.flush()
+        }
+
+        fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+            self.below.zero(at, len, how)
+        }
+
+        fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+            self.below.discard(at, len)
+        }
+    }
+
+    #[test]
+    fn what_an_initiator_wants_durable_the_disk_is_told_to_keep() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let mut export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
+            let witness = Arc::new(Witness { below: Arc::clone(&export.backend), seen: Mutex::default() });
+            export.backend = Arc::clone(&witness) as _;
+            let unit = Unit::new(Arc::new(export), 512);
+            let nexus = Nexus { id: 1, port: "a".into() };
+            const FUA: u8 = 8;
+            let write = |flags: u8| {
+                let mut cdb = [0; 16];
+                (cdb[0], cdb[1], cdb[8]) = (0x2a, flags, 1);
+                cdb
+            };
+            let mut synchronize = [0; 16];
+            synchronize[0] = 0x35;
+            done(&unit, &nexus, &write(0), &[1; 512]).await;
+            done(&unit, &nexus, &write(FUA), &[2; 512]).await;
+            done(&unit, &nexus, &synchronize, &[]).await;
+            assert_eq!(*witness.seen.lock().unwrap(), ["write", "durable write", "flush"]);
+        });
     }
 
     /// A cluster that shuts a member out relies on this: what the member has begun is over.

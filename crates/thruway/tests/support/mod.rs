@@ -1,6 +1,8 @@
 //! A daemon, directories, and a comparison of trees.
 #![allow(dead_code)]
 
+pub mod nbd;
+
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs;
