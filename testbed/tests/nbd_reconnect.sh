@@ -14,13 +14,13 @@ serve
 linux connect 0 a 10809 2
 mkfs.ext4 -qF /dev/nbd0
 mount /dev/nbd0 /mnt/a
-head -c 200M /dev/urandom >/tmp/random
+head -c 150M /dev/urandom >/tmp/random
 for round in 1 2 3; do
     cp /tmp/random /mnt/a/random$round &
     copy=$!
     # In the middle of it: a part has arrived.
     i=0
-    until (($(stat -c %b /tmp/disk/a.img) * 512 > round * 50 * 1048576)) || ! kill -0 $copy 2>/dev/null || ((++i > 2000)); do
+    until (($(stat -c %b /tmp/disk/a.img) * 512 > round * 40 * 1048576)) || ! kill -0 $copy 2>/dev/null || ((++i > 2000)); do
         read -rt 0.01 <> <(:) || true
     done
     kill -9 $daemon
