@@ -6,13 +6,14 @@ kernel's accounts.
 
 import json
 import os
+import shutil
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
 
-from servers import ONLY, SIZE, THRUWAY, TOP, Server, compare, fio, iscsi_perf, version
+from servers import ONLY, SIZE, THRUWAY, Server, compare, fio, iscsi_perf, keep, version
 
 # Name, pattern, octets, depth, connections.
 WORKLOADS = [
@@ -95,12 +96,8 @@ def main():
     finally:
         for server in servers:
             server.stop()
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-    out = TOP / "bench/results"
-    out.mkdir(exist_ok=True)
-    (out / "block.json").write_text(json.dumps(results, indent=1))
+        shutil.rmtree(folder)
+    keep("block", results)
 
 
 sys.exit(main())

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 
+from servers import keep
+
 TOP = pathlib.Path(__file__).resolve().parent.parent
 THRUWAY = str(TOP / "target/release/thruway")
 RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "3"))
@@ -207,9 +209,7 @@ def main():
             results.append({"transport": transport, "workload": name, "samples": rates, "ratio": ratio})
         if done.returncode:
             sys.exit(done.stderr.split("--- the guest's kernel log")[0][-1500:])
-    out = TOP / "bench/results"
-    out.mkdir(exist_ok=True)
-    (out / "guest_block.json").write_text(json.dumps(results, indent=1))
+    keep("guest_block", results)
 
 
 sys.exit(main())

@@ -8,6 +8,7 @@ beginning of a run, except where that is what is measured.
 
 import json
 import os
+import shutil
 import re
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ import tempfile
 import time
 
 import servers
-from servers import ONLY, RUNS, SECONDS, THRUWAY, TOP, Server, compare, fio, version
+from servers import ONLY, RUNS, SECONDS, THRUWAY, Server, compare, fio, keep, version
 
 SIZE = 4 << 30
 HOT = 1 << 30
@@ -150,12 +151,8 @@ def main():
     finally:
         for server in running:
             server.stop()
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-    out = TOP / "bench/results"
-    out.mkdir(exist_ok=True)
-    (out / "paths.json").write_text(json.dumps(results, indent=1))
+        shutil.rmtree(folder)
+    keep("paths", results)
 
 
 sys.exit(main())

@@ -132,3 +132,10 @@ def compare(title, servers, measure):
 def version(command):
     out = subprocess.run(command, capture_output=True, text=True)
     return (out.stdout + out.stderr).strip().splitlines()[0]
+
+
+def keep(name, results):
+    """Keeps the figures for whoever wants to plot them."""
+    out = TOP / "bench/results"
+    out.mkdir(exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1))

@@ -3,7 +3,9 @@
 hosts ours
 kernel_end siw
 "$THRUWAY" bench bw --provider verbs --quiet --listen 10.0.0.254:7118 & siw=$!
-on ours "$THRUWAY" bench bw --quiet --listen 10.0.0.1:7118 & user=$!
+on ours "$THRUWAY" -v bench bw --quiet --listen 10.0.0.1:7118 2>/tmp/user.log & user=$!
+# Why connections ended, if it was not that the other end had finished.
+trap 'grep -v "the peer closed the connection" /tmp/user.log | tail -n 20' EXIT
 until_listening ours 7118
 until_listening - 7118
 for op in send write read; do

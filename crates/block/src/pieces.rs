@@ -13,6 +13,21 @@ pub(crate) fn pieces(at: u64, len: u64, chunk: impl Into<u64>) -> impl Iterator<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_are_the_range_and_none_crosses_a_chunk(at in 0u64..1 << 40, len in 0u64..1 << 20, exponent in 9u32..22) {
+            let chunk = 1u64 << exponent;
+            let mut next = at;
+            for (start, piece) in pieces(at, len, chunk) {
+                prop_assert_eq!(start, next);
+                prop_assert!(piece > 0 && start / chunk == (start + piece as u64 - 1) / chunk);
+                next += piece as u64;
+            }
+            prop_assert_eq!(next, at + len);
+        }
+    }
 
     #[test]
     fn pieces_end_at_multiples_of_the_chunk() {

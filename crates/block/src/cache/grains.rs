@@ -86,6 +86,39 @@ impl Grains {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_dirty_is_written_and_little_else(
+            exponent in 12u32..21,
+            changes in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
+        ) {
+            let block = 1usize << exponent;
+            let mut grains = Grains::none(block);
+            let mut dirty = vec![false; block / 4096];
+            for (at, len) in changes {
+                let at = at as usize % block;
+                let len = len as usize % (block - at + 1);
+                grains.add(at, len);
+                if len > 0 {
+                    dirty[at / 4096..=(at + len - 1) / 4096].fill(true);
+                }
+            }
+            let grain = (block / 64).max(4096);
+            let mut end = None;
+            for run in grains.runs() {
+                prop_assert!(run.start < run.end && run.end <= block && run.start % grain == 0 && run.end % grain == 0);
+                // Runs are in order, with more between them than is written for nothing.
+                prop_assert!(end.is_none_or(|end| run.start - end > GAP_MAX as usize / grain * grain));
+                let touched = |grain: &[bool]| grain.iter().any(|dirty| *dirty);
+                prop_assert!(touched(&dirty[run.start / 4096..][..grain / 4096]), "begins with what is dirty");
+                dirty[run.start / 4096..run.end / 4096].fill(false);
+                end = Some(run.end);
+            }
+            prop_assert!(dirty.iter().all(|dirty| !dirty), "nothing is left out");
+        }
+    }
 
     fn runs(block: usize, changes: &[(usize, usize)]) -> Vec<(usize, usize)> {
         let mut grains = Grains::none(block);

@@ -204,6 +204,18 @@ mod tests {
         assert_eq!(decode_lun(0xc101 << 48), None);
     }
 
+    proptest::proptest! {
+        #[test]
+        fn every_number_of_a_unit_survives_and_no_other_is_taken_for_one(lun in 0u16..16384, octets: u64) {
+            proptest::prop_assert_eq!(decode_lun(u64::from_be_bytes(encode_lun(lun))), Some(lun));
+            if let Some(found) = decode_lun(octets) {
+                // The two forms that there are of a number say nothing beside it.
+                let flat = (0x4000 | u64::from(found)) << 48;
+                proptest::prop_assert!(octets == u64::from(found) << 48 || octets == flat);
+            }
+        }
+    }
+
     #[test]
     fn serial_numbers_wrap() {
         assert!(before(0xffff_fffe, 1) && !before(1, 0xffff_fffe) && !before(5, 5));

@@ -95,6 +95,21 @@ mod tests {
         assert!(Keys::decode(b"novalue\0").is_none() && Keys::decode(b"=x\0").is_none());
     }
 
+    proptest::proptest! {
+        #[test]
+        fn keys_that_were_written_are_read(pairs in proptest::collection::vec(("[A-Z][A-Za-z]{0,20}", "[ -<>-~]{0,40}"), 0..10)) {
+            let mut keys = Keys::default();
+            pairs.iter().for_each(|(key, value)| keys.push(key, value));
+            let again = Keys::decode(&keys.encode());
+            proptest::prop_assert_eq!(again.map(|keys| keys.0), Some(keys.0));
+        }
+
+        #[test]
+        fn octets_survive_hexadecimal(octets: Vec<u8>) {
+            proptest::prop_assert_eq!(binary(&hex(&octets)), Some(octets));
+        }
+    }
+
     #[test]
     fn octets_are_read_in_both_forms() {
         assert_eq!(binary("0x0aff"), Some(vec![0x0a, 0xff]));

@@ -148,3 +148,33 @@ impl Backend for Stripe {
         self.each(at, len, |member, at, len| member.prefetch(at, len))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::MemoryBackend;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_members_part_of_a_range_is_one_range(
+            count in 2usize..6,
+            exponent in 12u32..18,
+            at in 0u64..1 << 20,
+            len in 0u64..1 << 20,
+        ) {
+            let members = (0..count).map(|_| Arc::new(MemoryBackend::new(1 << 20).unwrap()) as _).collect();
+            let stripe = Stripe::new(members, 1 << exponent).unwrap();
+            for member in 0..count {
+                let parts: Vec<Part> = stripe.parts(at, len).filter(|part| part.member == member).collect();
+                let (from, to) = (stripe.before(member, at), stripe.before(member, at + len));
+                prop_assert_eq!(to - from, parts.iter().map(|part| part.len).sum::<u64>());
+                let mut next = from;
+                for part in parts {
+                    prop_assert_eq!(part.at, next);
+                    next += part.len;
+                }
+            }
+        }
+    }
+}

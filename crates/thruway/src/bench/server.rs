@@ -82,7 +82,10 @@ impl Server {
             while let Some(event) = self.device.poll_event() {
                 match event {
                     ConnectionEvent::Request(request) => self.accept(request),
-                    ConnectionEvent::Disconnected { qp_num, .. } => drop(self.sessions.remove(&qp_num)),
+                    ConnectionEvent::Disconnected { qp_num, cause } => {
+                        tracing::info!(qp_num, %cause, "a test's connection has ended");
+                        self.sessions.remove(&qp_num);
+                    }
                     _ => {}
                 }
             }
