@@ -15,10 +15,8 @@ import subprocess
 import sys
 import time
 
-from servers import keep
+from servers import THRUWAY, TOP, keep
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
 RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "3"))
 SECONDS = 3
 SIZE = 600 << 20

@@ -8,8 +8,8 @@ beginning of a run, except where that is what is measured.
 
 import json
 import os
-import shutil
 import re
+import shutil
 import statistics
 import subprocess
 import sys

@@ -14,7 +14,7 @@ use crate::net::{Body, Message, Reader, Writer};
 use crate::octets::be32;
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
-use crate::scsi::{Nexus, Outcome, Sense, UnderWay, Unit, absent};
+use crate::scsi::{Nexus, Outcome, Sense, UnderWay, Unit, absent, only_reads};
 use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -767,8 +767,8 @@ async fn execute(unit: &Unit, cdb: &[u8; 16], task: &Rc<Task>, under_way: &Under
         outcome = &mut work => return Some(outcome),
         () = under_way.cleared() => task.abort(),
     }
-    // What only reads may be dropped where it stands.
-    if task.writes {
+    // What only reads may be dropped where it stands. That there is no data to send says nothing: WRITE SAME needs none.
+    if !only_reads(cdb) {
         work.await;
     }
     None

@@ -22,7 +22,7 @@ pub(super) struct Task {
     pub tag: u32,
     lun: [u8; 8],
     expected: u64,
-    pub writes: bool,
+    writes: bool,
     outgoing: RefCell<Outgoing>,
     incoming: RefCell<Incoming>,
     arrived: Notify,

@@ -108,6 +108,11 @@ fn fields(verb: Verb, len: usize, cdb: &[u8]) -> Result<BlockCommand, Sense> {
     Ok(command)
 }
 
+/// Whether a command is one of the READs, which change nothing.
+pub fn only_reads(cdb: &[u8; 16]) -> bool {
+    matches!(cdb[0], 0x08 | 0x28 | 0x88 | 0xa8)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -128,6 +133,16 @@ mod tests {
             assert_eq!(command.fua, cdb[0] != 0x08);
         }
         assert_eq!(decode(&[0x08, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).unwrap().unwrap().blocks, 256);
+    }
+
+    #[test]
+    fn only_reads_are_taken_for_such() {
+        for operation in 0..=255 {
+            let mut cdb = [0; 16];
+            cdb[0] = operation;
+            let reads = matches!(decode(&cdb), Some(Ok(BlockCommand { verb: Verb::Read, .. })));
+            assert_eq!(only_reads(&cdb), reads, "{operation:#x}");
+        }
     }
 
     #[test]

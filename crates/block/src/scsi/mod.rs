@@ -17,6 +17,7 @@ mod sense;
 mod unit;
 
 pub use attached::{Attached, UnderWay};
+pub use cdb::only_reads;
 pub use inquiry::absent;
 pub use sense::{Sense, Status};
 pub use unit::{Attention, Nexus, Unit};
