@@ -516,11 +516,16 @@ impl Service {
         let session = Arc::clone(&logged_in.session);
         let parts = shared.parts(&peer.to_string(), portal, logged_in);
         let closing = parts.closing.clone();
-        session.settled().await;
-        let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), false);
-        let receiving = receive(&connection, queue, slots, messages, used);
-        let result = connection.until_over(receiving, closing).await;
-        connection.end().await;
+        let result = match session.settled().await {
+            Ok(()) => {
+                let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), false);
+                let receiving = receive(&connection, queue, slots, messages, used);
+                let result = connection.until_over(receiving, closing).await;
+                connection.end().await;
+                result
+            }
+            Err(e) => Err(e),
+        };
         shared.targets.close(&session);
         result
     }

@@ -116,8 +116,10 @@ impl Shared {
         let Some(logged_in) = self.in_time(self.log_in(&mut stream)).await? else { return Ok(()) };
         let session = Arc::clone(&logged_in.session);
         let parts = self.parts(&peer, portal, logged_in);
-        session.settled().await;
-        let result = connection::serve(parts, stream.split()).await;
+        let result = match session.settled().await {
+            Ok(()) => connection::serve(parts, stream.split()).await,
+            Err(e) => Err(e),
+        };
         self.targets.close(&session);
         result
     }

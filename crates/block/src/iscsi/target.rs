@@ -6,6 +6,7 @@ use super::pdu::encode_lun;
 use crate::scsi::{Attached, Nexus, Unit};
 use std::collections::HashMap;
 use std::fmt::Write;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
@@ -188,8 +189,14 @@ impl Session {
 
     /// Waits for the end of what sessions have begun that this one has taken the place of: what they wrote must not
     /// reach the disk after what this one writes.
-    pub async fn settled(&self) {
-        futures_util::future::join_all(self.replaces.iter().map(|attached| attached.clear())).await;
+    ///
+    /// # Errors
+    /// If this one must end before, because the initiator has come yet again.
+    pub async fn settled(&self) -> io::Result<()> {
+        tokio::select! {
+            _ = futures_util::future::join_all(self.replaces.iter().map(|attached| attached.clear())) => Ok(()),
+            () = self.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
+        }
     }
 
     /// The initiator's name.
