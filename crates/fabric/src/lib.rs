@@ -34,7 +34,9 @@ pub use memory::{Access, Buffer};
 pub use path::Path;
 pub use types::*;
 
-use provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, RequestOps};
+use provider::{
+    CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, RequestOps, SharedReceiveOps,
+};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -270,7 +272,8 @@ impl ProtectionDomain {
     /// Registers a whole buffer. Addresses in it are its virtual addresses.
     ///
     /// # Errors
-    /// [`Error::Limit`] when the device has no more keys.
+    /// [`Error::Limit`] when the device has no more keys, [`Error::Unsupported`] for
+    /// [`Access::ON_DEMAND`] on a device without it, [`Error::Io`] if the system cannot hold the memory in place.
     pub fn register(&self, buffer: &Arc<Buffer>, access: Access) -> Result<MemoryRegion> {
         let ptr = buffer.as_ptr();
         // SAFETY: the buffer owns the memory and the region keeps the buffer.
@@ -328,7 +331,46 @@ impl ProtectionDomain {
         recv_cq: &CompletionQueue,
         caps: QueuePairCaps,
     ) -> Result<QueuePair> {
-        Ok(QueuePair { ops: self.device.0.create_qp(self.number, &send_cq.ops, &recv_cq.ops, caps)? })
+        Ok(QueuePair { ops: self.device.0.create_qp(self.number, &send_cq.ops, &recv_cq.ops, caps, None)? })
+    }
+
+    /// A queue for `max_recv` receives of up to `max_sge` elements, from which any number of queue pairs take theirs:
+    /// memory for the messages that come, not for those that could.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on a device without, [`Error::Limit`] beyond
+    /// [`DeviceAttributes::max_shared_receives`] or [`DeviceAttributes::max_sge`].
+    pub fn create_srq(&self, max_recv: u32, max_sge: u32) -> Result<SharedReceiveQueue> {
+        let attributes = self.device.attributes();
+        if attributes.max_shared_receives == 0 {
+            return Err(Error::Unsupported("shared receive queues on this device"));
+        }
+        for (what, got, limit) in [
+            ("shared receive queue", max_recv, attributes.max_shared_receives),
+            ("elements of a request", max_sge, attributes.max_sge),
+        ] {
+            if got > limit {
+                return Err(Error::Limit { what, got: got.into(), limit: limit.into() });
+            }
+        }
+        Ok(SharedReceiveQueue { ops: self.device.0.create_srq(self.number, max_recv.max(1), max_sge.max(1))? })
+    }
+
+    /// A queue pair that takes its receives from a shared receive queue of this domain. They finish in `recv_cq`, where
+    /// room is kept for all of the shared queue's.
+    ///
+    /// # Errors
+    /// As [`ProtectionDomain::create_qp`]; [`Error::Unsupported`] if the shared queue is another domain's.
+    pub fn create_qp_with_srq(
+        &self,
+        send_cq: &CompletionQueue,
+        recv_cq: &CompletionQueue,
+        caps: QueuePairCaps,
+        srq: &SharedReceiveQueue,
+    ) -> Result<QueuePair> {
+        let caps = QueuePairCaps { max_recv: 0, ..caps };
+        let ops = self.device.0.create_qp(self.number, &send_cq.ops, &recv_cq.ops, caps, Some(&srq.ops))?;
+        Ok(QueuePair { ops })
     }
 
     /// The device this domain belongs to.
@@ -373,19 +415,19 @@ impl MemoryRegion {
         RemoteAddr { addr: self.addr() + offset as u64, rkey: self.rkey() }
     }
 
-    /// False once a peer has invalidated the region.
+    /// False once a peer has invalidated the region, or the queue pair of a window has gone.
     pub fn is_valid(&self) -> bool {
         self.0.is_valid()
     }
 
-    /// A memory window: a key of its own for a part of this region, with rights of its own. The
-    /// cheapest way to let a peer at exactly one buffer for exactly one operation: end that
-    /// operation by a Send with Invalidate, or drop the window.
+    /// A key of its own for a part of this region, with rights of its own, for the peers of the whole protection
+    /// domain. Cheap where [`DeviceAttributes::domain_windows`] says so, a registration elsewhere: there
+    /// [`QueuePair::bind_window`] is to be preferred.
     ///
     /// # Errors
-    /// [`Error::LocalProtection`] outside the region, [`Error::Limit`] without keys.
+    /// As [`QueuePair::bind_window`], but for those of the queue pair.
     pub fn bind_window(&self, offset: usize, len: usize, access: Access) -> Result<MemoryRegion> {
-        self.0.bind(offset, len, access).map(MemoryRegion)
+        self.0.part(offset, len, access).map(MemoryRegion)
     }
 }
 
@@ -406,6 +448,22 @@ impl CompletionQueue {
     /// many.
     pub fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
         self.ops.poll(out, max)
+    }
+}
+
+/// Receives that several queue pairs share. Dropping it leaves it to the queue pairs that have it.
+#[derive(Clone)]
+pub struct SharedReceiveQueue {
+    ops: Arc<dyn SharedReceiveOps>,
+}
+
+impl SharedReceiveQueue {
+    /// Queues a receive for whichever of the queue pairs has a message first.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], [`Error::LocalProtection`], [`Error::Limit`]; the receive has then not been queued.
+    pub fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        self.ops.post_recv(request)
     }
 }
 
@@ -458,9 +516,34 @@ impl QueuePair {
     /// Queues a receive.
     ///
     /// # Errors
-    /// As [`QueuePair::post_send`].
+    /// As [`QueuePair::post_send`]; [`Error::Unsupported`] if its receives come from a shared receive queue.
     pub fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
         self.ops.post_recv(request)
+    }
+
+    /// A memory window: a key of its own for a part of a region, with rights of its own, for the peer of this queue pair
+    /// only. The cheapest way to let a peer at exactly one buffer for exactly one operation: end that operation by a
+    /// Send with Invalidate, or drop the window. It goes with its queue pair.
+    ///
+    /// It is open to a peer that learns of it by a later request of this queue pair. Who tells the peer in another way
+    /// waits first for the completion that `wr_id` asks for ([`CompletionOp::Bind`]).
+    ///
+    /// This is a request of the send queue, and the queue pair must be connected. Where the device has no windows
+    /// ([`DeviceAttributes::windows`]), the window is a registration, which the peers of the whole protection domain
+    /// could use if they knew it.
+    ///
+    /// # Errors
+    /// [`Error::LocalProtection`] outside the region or for another domain's, [`Error::Limit`] without keys,
+    /// [`Error::QueueFull`], [`Error::State`].
+    pub fn bind_window(
+        &self,
+        region: &MemoryRegion,
+        offset: usize,
+        len: usize,
+        access: Access,
+        wr_id: Option<u64>,
+    ) -> Result<MemoryRegion> {
+        self.ops.bind(&*region.0, offset, len, access, wr_id).map(MemoryRegion)
     }
 
     /// Starts to connect; [`ConnectionEvent::Established`] or [`ConnectionEvent::Disconnected`] follows.

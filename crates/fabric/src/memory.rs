@@ -23,6 +23,9 @@ bitflags::bitflags! {
         const REMOTE_READ = 4;
         /// Peers may do atomics.
         const REMOTE_ATOMIC = 8;
+        /// The memory need not stay in place: pages may come and go as the system likes
+        /// (on-demand paging). Needs [`crate::DeviceAttributes::on_demand`].
+        const ON_DEMAND = 16;
     }
 }
 
@@ -127,6 +130,8 @@ pub(crate) struct Region {
     base: u64,
     access: Access,
     pd: u32,
+    /// The only queue pair whose peer may use it, if it is a window.
+    stream: Option<u32>,
     stag: AtomicU32,
     valid: AtomicBool,
     /// Placements under way; invalidation waits for them.
@@ -140,7 +145,21 @@ unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
+/// Where a peer's claim comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stream {
+    /// The queue pair's protection domain.
+    pub(crate) pd: u32,
+    /// The queue pair.
+    pub(crate) qp_num: u32,
+}
+
 impl Region {
+    /// Whether the peer of this queue pair may use the key at all.
+    fn is_open_to(&self, stream: Stream) -> bool {
+        self.pd == stream.pd && self.stream.is_none_or(|only| only == stream.qp_num)
+    }
+
     /// The address of `addr..addr+len` if that lies inside.
     fn locate(&self, addr: u64, len: u64) -> Option<*mut u8> {
         let offset = addr.checked_sub(self.base)?;
@@ -294,14 +313,14 @@ impl RegionTable {
     /// Checks a peer's claim on memory and returns its address, held against invalidation.
     pub(crate) fn remote(
         &self,
-        pd: u32,
+        stream: Stream,
         stag: u32,
         to: u64,
         len: u64,
         needed: Access,
     ) -> Result<(*mut u8, Placement), TerminateCode> {
         let region = self.get(stag).ok_or(RdmaProtection::InvalidStag)?;
-        if region.pd != pd {
+        if !region.is_open_to(stream) {
             return Err(RdmaProtection::StagNotAssociated.into());
         }
         let placement = region.enter().ok_or(RdmaProtection::InvalidStag)?;
@@ -316,17 +335,23 @@ impl RegionTable {
     }
 
     /// Memory that a read response will be sent from; stays mapped until sent.
-    pub(crate) fn remote_source(&self, pd: u32, stag: u32, to: u64, len: u32) -> Result<LocalPiece, TerminateCode> {
-        let (ptr, placement) = self.remote(pd, stag, to, len.into(), Access::REMOTE_READ)?;
+    pub(crate) fn remote_source(
+        &self,
+        stream: Stream,
+        stag: u32,
+        to: u64,
+        len: u32,
+    ) -> Result<LocalPiece, TerminateCode> {
+        let (ptr, placement) = self.remote(stream, stag, to, len.into(), Access::REMOTE_READ)?;
         Ok(LocalPiece { ptr, len, _region: Arc::clone(&placement.0) })
     }
 
     /// Revokes a key on the peer's behalf (Send with Invalidate). Only a key that peers could
     /// have used can be revoked by them.
-    pub(crate) fn remote_invalidate(&self, pd: u32, stag: u32) -> Result<(), TerminateCode> {
+    pub(crate) fn remote_invalidate(&self, stream: Stream, stag: u32) -> Result<(), TerminateCode> {
         let region = self.get(stag).ok_or(RdmaProtection::StagCannotBeInvalidated)?;
         let remote = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-        if region.pd != pd || !region.access.intersects(remote) || !region.invalidate() {
+        if !region.is_open_to(stream) || !region.access.intersects(remote) || !region.invalidate() {
             return Err(RdmaProtection::StagCannotBeInvalidated.into());
         }
         Ok(())
@@ -351,6 +376,7 @@ impl RegionTable {
             base,
             access,
             pd,
+            stream: None,
             stag: AtomicU32::new(0),
             valid: AtomicBool::new(true),
             users: AtomicU32::new(0),
@@ -358,17 +384,44 @@ impl RegionTable {
         })
     }
 
-    /// A window on part of `parent`, under its own key.
-    pub(crate) fn bind(&self, parent: &Arc<Region>, offset: usize, len: usize, access: Access) -> Result<Arc<Region>> {
+    /// A window on part of `parent`, under its own key; for the peer of one queue pair, if one is given.
+    pub(crate) fn bind(
+        &self,
+        stream: Option<Stream>,
+        parent: &Arc<Region>,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<Region>> {
+        let fail = |why| {
+            let (addr, lkey) = (parent.base.wrapping_add(offset as u64), parent.stag());
+            Error::LocalProtection { addr, len: len as u64, lkey, why }
+        };
+        if stream.is_some_and(|s| s.pd != parent.pd) {
+            return Err(fail("the key belongs to another protection domain"));
+        }
+        if !parent.is_valid() {
+            return Err(fail("no such key"));
+        }
+        let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        if access.intersects(writes) && !parent.access.contains(Access::LOCAL_WRITE) {
+            return Err(fail("the region was not registered for local writing"));
+        }
         let base = parent.base + offset as u64;
-        let ptr = parent.locate(base, len as u64).ok_or(Error::LocalProtection {
-            addr: base,
-            len: len as u64,
-            lkey: parent.stag(),
-            why: "window outside its region",
-        })?;
-        // SAFETY: a part of the parent's memory, which the parent's own owner keeps mapped.
-        unsafe { self.register(parent.pd, ptr, len, base, access, Arc::clone(parent) as Owner) }
+        let ptr = parent.locate(base, len as u64).ok_or_else(|| fail("window outside its region"))?;
+        self.insert(Region {
+            ptr,
+            len,
+            base,
+            access,
+            pd: parent.pd,
+            stream: stream.map(|s| s.qp_num),
+            stag: AtomicU32::new(0),
+            valid: AtomicBool::new(true),
+            users: AtomicU32::new(0),
+            // It is a part of the parent's memory, which the parent's own owner keeps mapped.
+            _owner: Arc::clone(parent) as Owner,
+        })
     }
 
     pub(crate) fn deregister(&self, region: &Region) {
@@ -395,6 +448,19 @@ impl Region {
 mod tests {
     use super::*;
 
+    const ONE: Stream = Stream { pd: 1, qp_num: 7 };
+    const OTHER: Stream = Stream { pd: 2, qp_num: 7 };
+
+    #[test]
+    fn a_window_of_a_whole_domain_is_open_to_each_of_its_streams() {
+        let (t, r) = table_with(Access::LOCAL_WRITE);
+        let w = t.bind(None, &r, 0, 512, Access::REMOTE_WRITE).unwrap();
+        for stream in [ONE, Stream { qp_num: 8, ..ONE }] {
+            assert!(t.remote(stream, w.stag(), 0x1000, 512, Access::REMOTE_WRITE).is_ok());
+        }
+        assert!(t.remote(OTHER, w.stag(), 0x1000, 512, Access::REMOTE_WRITE).is_err());
+    }
+
     fn table_with(access: Access) -> (RegionTable, Arc<Region>) {
         let table = RegionTable::new();
         let buffer = Arc::new(Buffer::new(4096).unwrap());
@@ -413,14 +479,14 @@ mod tests {
         let (t, r) = table_with(Access::REMOTE_WRITE);
         let stag = r.stag();
         let w = Access::REMOTE_WRITE;
-        assert!(t.remote(1, stag, 0x1000, 4096, w).is_ok());
-        assert_eq!(code(t.remote(1, stag + 1, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
-        assert_eq!(code(t.remote(1, 0, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
-        assert_eq!(code(t.remote(2, stag, 0x1000, 1, w)), RdmaProtection::StagNotAssociated.into());
-        assert_eq!(code(t.remote(1, stag, 0x1000, 1, Access::REMOTE_READ)), RdmaProtection::AccessRights.into());
-        assert_eq!(code(t.remote(1, stag, 0xfff, 1, w)), RdmaProtection::BaseOrBounds.into());
-        assert_eq!(code(t.remote(1, stag, 0x1fff, 2, w)), RdmaProtection::BaseOrBounds.into());
-        assert_eq!(code(t.remote(1, stag, u64::MAX, 2, w)), RdmaProtection::ToWrap.into());
+        assert!(t.remote(ONE, stag, 0x1000, 4096, w).is_ok());
+        assert_eq!(code(t.remote(ONE, stag + 1, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(ONE, 0, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(OTHER, stag, 0x1000, 1, w)), RdmaProtection::StagNotAssociated.into());
+        assert_eq!(code(t.remote(ONE, stag, 0x1000, 1, Access::REMOTE_READ)), RdmaProtection::AccessRights.into());
+        assert_eq!(code(t.remote(ONE, stag, 0xfff, 1, w)), RdmaProtection::BaseOrBounds.into());
+        assert_eq!(code(t.remote(ONE, stag, 0x1fff, 2, w)), RdmaProtection::BaseOrBounds.into());
+        assert_eq!(code(t.remote(ONE, stag, u64::MAX, 2, w)), RdmaProtection::ToWrap.into());
     }
 
     #[test]
@@ -433,19 +499,24 @@ mod tests {
         // SAFETY: the buffer is the owner.
         let new = unsafe { t.register(1, ptr, 4096, 0, Access::REMOTE_WRITE, buffer) }.unwrap();
         assert_eq!(new.stag() >> 8, old >> 8);
-        assert_eq!(code(t.remote(1, old, 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(ONE, old, 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
     }
 
     #[test]
     fn a_window_grants_its_range_only_and_can_be_revoked_once() {
         let (t, r) = table_with(Access::LOCAL_WRITE);
-        let w = t.bind(&r, 512, 512, Access::REMOTE_WRITE).unwrap();
-        assert!(t.remote(1, w.stag(), 0x1200, 512, Access::REMOTE_WRITE).is_ok());
-        assert_eq!(code(t.remote(1, w.stag(), 0x11ff, 1, Access::REMOTE_WRITE)), RdmaProtection::BaseOrBounds.into());
-        assert_eq!(t.remote_invalidate(1, w.stag()), Ok(()));
-        assert_eq!(code(t.remote(1, w.stag(), 0x1200, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
-        assert!(t.remote_invalidate(1, w.stag()).is_err());
-        assert!(t.remote_invalidate(1, r.stag()).is_err(), "no peer could use it, so none may revoke it");
-        assert!(t.bind(&r, 4000, 97, Access::REMOTE_READ).is_err());
+        let w = t.bind(Some(ONE), &r, 512, 512, Access::REMOTE_WRITE).unwrap();
+        assert!(t.remote(ONE, w.stag(), 0x1200, 512, Access::REMOTE_WRITE).is_ok());
+        assert_eq!(code(t.remote(ONE, w.stag(), 0x11ff, 1, Access::REMOTE_WRITE)), RdmaProtection::BaseOrBounds.into());
+        let neighbour = Stream { qp_num: 8, ..ONE };
+        let theirs = t.remote(neighbour, w.stag(), 0x1200, 512, Access::REMOTE_WRITE);
+        assert_eq!(code(theirs), RdmaProtection::StagNotAssociated.into());
+        assert!(t.remote_invalidate(neighbour, w.stag()).is_err());
+        assert!(t.bind(Some(OTHER), &r, 0, 1, Access::REMOTE_WRITE).is_err());
+        assert_eq!(t.remote_invalidate(ONE, w.stag()), Ok(()));
+        assert_eq!(code(t.remote(ONE, w.stag(), 0x1200, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+        assert!(t.remote_invalidate(ONE, w.stag()).is_err());
+        assert!(t.remote_invalidate(ONE, r.stag()).is_err(), "no peer could use it, so none may revoke it");
+        assert!(t.bind(Some(ONE), &r, 4000, 97, Access::REMOTE_READ).is_err());
     }
 }

@@ -26,12 +26,14 @@ pub(crate) trait DeviceOps: Send + Sync {
         owner: Owner,
     ) -> Result<Arc<dyn RegionOps>>;
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>>;
+    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>>;
     fn create_qp(
         &self,
         pd: u32,
         send_cq: &Arc<dyn CompletionQueueOps>,
         recv_cq: &Arc<dyn CompletionQueueOps>,
         caps: QueuePairCaps,
+        shared: Option<&Arc<dyn SharedReceiveOps>>,
     ) -> Result<Arc<dyn QueuePairOps>>;
     fn listen(&self, addr: SocketAddr, options: &crate::ListenOptions) -> Result<Box<dyn ListenerOps>>;
     /// Takes over a connection that something else accepted, as if a listener had.
@@ -54,8 +56,16 @@ pub(crate) trait RegionOps: Send + Sync {
     fn base(&self) -> u64;
     fn len(&self) -> usize;
     fn is_valid(&self) -> bool;
-    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>>;
+    /// A part of it with rights of its own.
+    fn part(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>>;
     fn deregister(&self);
+    fn as_any(&self) -> &dyn std::any::Any;
+}
+
+/// A shared receive queue.
+pub(crate) trait SharedReceiveOps: Send + Sync {
+    fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()>;
+    fn as_any(&self) -> &dyn std::any::Any;
 }
 
 /// A completion queue.
@@ -69,6 +79,15 @@ pub(crate) trait QueuePairOps: Send + Sync {
     fn number(&self) -> u32;
     fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, crate::Error)>;
     fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()>;
+    /// A window on part of a region, for this queue pair's peer.
+    fn bind(
+        &self,
+        region: &dyn RegionOps,
+        offset: usize,
+        len: usize,
+        access: Access,
+        wr_id: Option<u64>,
+    ) -> Result<Arc<dyn RegionOps>>;
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()>;
     fn disconnect(&self);
     fn info(&self) -> Option<crate::ConnectionInfo>;

@@ -2,6 +2,7 @@
 
 use crate::types::{Error, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Counts what is taken of a capacity. A queue whose users reserve cannot overflow.
 pub(crate) struct Reservation {
@@ -37,6 +38,47 @@ impl Reservation {
     }
 }
 
+/// What room is kept in.
+pub(crate) trait HasRoom {
+    fn room(&self) -> &Reservation;
+}
+
+/// Room for a shared receive queue's receives in every completion queue where they may finish: once in each, however
+/// many queue pairs finish there.
+pub(crate) struct SharedRoom<Q> {
+    each: usize,
+    queues: Mutex<Vec<(Arc<Q>, usize)>>,
+}
+
+impl<Q: HasRoom> SharedRoom<Q> {
+    pub(crate) fn new(each: u32) -> SharedRoom<Q> {
+        SharedRoom { each: each as usize, queues: Mutex::default() }
+    }
+
+    /// One more queue pair finishes its receives there.
+    pub(crate) fn join(&self, queue: &Arc<Q>) -> Result<()> {
+        let mut queues = self.queues.lock().expect("no panics under the lock");
+        if let Some((_, users)) = queues.iter_mut().find(|(known, _)| Arc::ptr_eq(known, queue)) {
+            *users += 1;
+            return Ok(());
+        }
+        queue.room().take(self.each)?;
+        queues.push((Arc::clone(queue), 1));
+        Ok(())
+    }
+
+    /// One queue pair less does.
+    pub(crate) fn leave(&self, queue: &Arc<Q>) {
+        let mut queues = self.queues.lock().expect("no panics under the lock");
+        let Some(at) = queues.iter().position(|(known, _)| Arc::ptr_eq(known, queue)) else { return };
+        queues[at].1 -= 1;
+        if queues[at].1 == 0 {
+            queue.room().give_back(self.each as u32);
+            queues.swap_remove(at);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,5 +93,26 @@ mod tests {
         send.give_back(10);
         recv.give_back(4);
         Reservation::take_both(&send, 10, &recv, 4).unwrap();
+    }
+
+    struct Queue(Reservation);
+
+    impl HasRoom for Queue {
+        fn room(&self) -> &Reservation {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn a_shared_queue_takes_room_once_in_each_completion_queue() {
+        let (a, b) = (Arc::new(Queue(Reservation::new(10))), Arc::new(Queue(Reservation::new(5))));
+        let shared = SharedRoom::new(8);
+        shared.join(&a).unwrap();
+        shared.join(&a).unwrap();
+        assert!(shared.join(&b).is_err());
+        shared.leave(&a);
+        assert!(a.0.take(3).is_err(), "one queue pair is still there");
+        shared.leave(&a);
+        a.0.take(10).unwrap();
     }
 }

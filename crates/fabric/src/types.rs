@@ -14,11 +14,15 @@
 //!    received there, proves that every write posted before it has been placed (RFC 5040 §5.5).
 //!    The completion of a read or an atomic says that the result is in local memory.
 //! 4. Receives are consumed in the order posted, one for each Send-type message, and one for the
-//!    immediate of a write that has one.
+//!    immediate of a write that has one. Those of a shared receive queue are taken in the order posted too, by
+//!    whichever of its queue pairs has a message first; they may finish in another.
 //! 5. An unsignalled request makes no completion unless it fails; its place in the queue is free
 //!    again when a later signalled request completes.
 //! 6. On an error the request at fault completes with the reason, everything behind it and every
-//!    posted receive with [`Status::Flushed`], and the connection ends.
+//!    posted receive with [`Status::Flushed`], and the connection ends. The receives of a shared receive queue
+//!    stay for the other queue pairs.
+//! 7. A window ([`crate::QueuePair::bind_window`]) is bound in the order of its send queue: a Send posted later may tell
+//!    the peer its key. A message of another queue pair may only after the binding has completed.
 
 use crate::iwarp::terminate::TerminateCode;
 use std::io;
@@ -145,6 +149,8 @@ pub enum CompletionOp {
     CompareSwap,
     /// [`SendOp::FetchAdd`].
     FetchAdd,
+    /// [`crate::QueuePair::bind_window`].
+    Bind,
     /// A received message.
     Recv,
     /// A received write with immediate.
@@ -191,12 +197,28 @@ pub struct WorkCompletion {
     pub solicited: bool,
 }
 
+impl WorkCompletion {
+    /// Of a window that has been bound.
+    pub(crate) fn of_binding(wr_id: u64, qp_num: u32) -> WorkCompletion {
+        WorkCompletion {
+            wr_id,
+            status: Status::Success,
+            op: CompletionOp::Bind,
+            len: 0,
+            qp_num,
+            immediate: None,
+            invalidated: None,
+            solicited: false,
+        }
+    }
+}
+
 /// Sizes of a queue pair's queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuePairCaps {
     /// Send requests outstanding.
     pub max_send: u32,
-    /// Receives outstanding.
+    /// Receives outstanding; without meaning where they come from a shared receive queue.
     pub max_recv: u32,
     /// Elements of one request.
     pub max_sge: u32,
@@ -231,8 +253,17 @@ pub struct DeviceAttributes {
     pub atomics: bool,
     /// Write with immediate is offered (the peer must have it too).
     pub immediate: bool,
-    /// Peers may revoke keys of ours by Send with Invalidate.
+    /// Peers may revoke keys of ours by Send with Invalidate: those of windows ([`crate::QueuePair::bind_window`]) on
+    /// every such device, those of registrations where there are no windows or domain windows too.
     pub remote_invalidate: bool,
+    /// A queue pair's window costs a request at most; where this is false, it is a registration of its own.
+    pub windows: bool,
+    /// A window for the peers of a protection domain costs no more; where this is false, it is a registration.
+    pub domain_windows: bool,
+    /// Most receives of one shared receive queue; 0 if there are none.
+    pub max_shared_receives: u32,
+    /// Memory can be registered without being held in place ([`crate::Access::ON_DEMAND`]).
+    pub on_demand: bool,
 }
 
 /// Wishes for a connection.

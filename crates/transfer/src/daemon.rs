@@ -198,7 +198,7 @@ impl Shared {
                 self.begin(Arrival::Rdma(request), token, peer);
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
-            Ok(Hello::Data { token }) => {
+            Ok(Hello::Data { token, .. }) => {
                 if let Some(Arrival::Rdma(request)) = self.hand_in(&token, Arrival::Rdma(request)) {
                     request.reject(b"no such session, or enough data channels");
                 }
@@ -239,7 +239,7 @@ impl Shared {
                 self.begin(Arrival::Tcp(stream), *token, peer);
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token } => drop(self.hand_in(token, Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.hand_in(token, Arrival::Tcp(stream))),
         }
     }
 

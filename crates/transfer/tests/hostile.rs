@@ -341,7 +341,7 @@ fn messages_out_of_turn_end_the_session() {
         Control::Channels(3),
         Control::MoreChannels(3),
         Control::DataSetComplete(u64::MAX),
-        Control::RegionReply(vec![Credit { block: 0, addr: 0, rkey: 0 }]),
+        Control::RegionReply(vec![Credit { block: 0, channel: 0, addr: 0, rkey: 0 }]),
     ] {
         let mut liar = lab.session();
         liar.link.send(&message).unwrap();
@@ -402,7 +402,7 @@ fn strangers_at_the_door_harm_nobody() {
 fn data_connections_that_nobody_expects_are_refused() {
     use std::io::{Read, Write};
     let lab = Lab::new();
-    let greeting = Hello::Data { token: random() }.encode();
+    let greeting = Hello::Data { token: random(), channel: 1 }.encode();
     let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
     stream.write_all(&[b"TWFT", &(greeting.len() as u16).to_be_bytes()[..], &greeting].concat()).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap(), 0, "no such session");

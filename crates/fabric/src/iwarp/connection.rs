@@ -9,14 +9,14 @@ use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
 use super::rx::Receiver;
 use super::terminate::{self, DdpUntagged, TerminateCode};
 use super::tx::Transmitter;
-use crate::memory::{Access, LocalPiece, RegionTable};
+use crate::memory::{Access, LocalPiece, RegionTable, Stream};
 use crate::types::{
     CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
     Status, WorkCompletion,
 };
 use smallvec::SmallVec;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Longest inline payload.
 pub(crate) const MAX_INLINE: usize = 512;
@@ -125,6 +125,8 @@ pub(crate) struct Connection {
     caps: QueuePairCaps,
     pub(crate) sq: SendQueue,
     pub(crate) rq: VecDeque<RecvEntry>,
+    /// Where receives come from, if they are shared: one at a time, when a message begins.
+    shared: Option<Arc<SharedReceives>>,
     pub(crate) outstanding: VecDeque<Outstanding>,
     pub(crate) responses: ResponseQueue,
     pub(crate) tx: Transmitter,
@@ -144,13 +146,14 @@ pub(crate) struct ConnectionConfig {
     pub(crate) agreement: Agreement,
     pub(crate) caps: QueuePairCaps,
     pub(crate) initiator: bool,
+    pub(crate) shared: Option<Arc<SharedReceives>>,
     /// Largest ULPDU to send.
     pub(crate) max_ulpdu: u16,
 }
 
 impl Connection {
     pub(crate) fn new(config: ConnectionConfig) -> Connection {
-        let ConnectionConfig { qp_num, pd, table, agreement, caps, initiator, max_ulpdu } = config;
+        let ConnectionConfig { qp_num, pd, table, agreement, caps, initiator, shared, max_ulpdu } = config;
         let mut connection = Connection {
             qp_num,
             pd,
@@ -159,6 +162,7 @@ impl Connection {
             caps,
             sq: SendQueue::default(),
             rq: VecDeque::new(),
+            shared,
             outstanding: VecDeque::new(),
             responses: ResponseQueue::default(),
             tx: Transmitter::new(&agreement, max_ulpdu, !initiator),
@@ -187,6 +191,19 @@ impl Connection {
     pub(crate) fn adopt_receives(&mut self, posted: VecDeque<RecvEntry>) {
         debug_assert!(self.rq.is_empty());
         self.rq = posted;
+    }
+
+    /// How the region table knows this stream.
+    pub(crate) fn stream(&self) -> Stream {
+        Stream { pd: self.pd, qp_num: self.qp_num }
+    }
+
+    /// Whether there is a receive for a message that begins.
+    pub(crate) fn has_receive(&mut self) -> bool {
+        if let (true, Some(shared)) = (self.rq.is_empty(), &self.shared) {
+            self.rq.extend(shared.take());
+        }
+        !self.rq.is_empty()
     }
 
     pub(crate) fn check_postable(&self) -> Result<()> {
@@ -333,7 +350,7 @@ impl Connection {
 
     /// Executes an atomic on local memory.
     pub(crate) fn execute_atomic(&mut self, request: &AtomicRequest) -> Result<u64, TerminateCode> {
-        let (ptr, _placement) = self.table.remote(self.pd, request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
+        let (ptr, _placement) = self.table.remote(self.stream(), request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
         if !(ptr as usize).is_multiple_of(8) {
             return Err(super::terminate::RdmaOperation::CatastrophicStream.into());
         }
@@ -426,6 +443,34 @@ impl Connection {
         self.outstanding.clear();
         let responses = std::mem::take(&mut self.responses.entries);
         self.tx.drop_data((entries, responses));
+    }
+}
+
+/// The receives of a shared receive queue.
+pub(crate) struct SharedReceives {
+    pd: u32,
+    caps: QueuePairCaps,
+    queue: Mutex<VecDeque<RecvEntry>>,
+}
+
+impl SharedReceives {
+    pub(crate) fn new(pd: u32, max_recv: u32, max_sge: u32) -> SharedReceives {
+        SharedReceives { pd, caps: QueuePairCaps { max_send: 0, max_recv, max_sge }, queue: Mutex::default() }
+    }
+
+    pub(crate) fn pd(&self) -> u32 {
+        self.pd
+    }
+
+    pub(crate) fn post(&self, table: &RegionTable, request: &RecvRequest<'_>) -> Result<()> {
+        let mut queue = self.queue.lock().expect("no panics under the lock");
+        let entry = resolve_recv(table, self.pd, &self.caps, queue.len(), request)?;
+        queue.push_back(entry);
+        Ok(())
+    }
+
+    fn take(&self) -> Option<RecvEntry> {
+        self.queue.lock().expect("no panics under the lock").pop_front()
     }
 }
 

@@ -5,10 +5,11 @@ use super::connection::{MAX_INLINE, MAX_SGE};
 use super::endpoint::Endpoint;
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
-use crate::memory::{Access, Owner, Region, RegionTable};
-use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
+use crate::memory::{Access, Owner, Region, RegionTable, Stream};
+use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
-use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result, WorkCompletion};
+use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
 use crate::{Device, ListenOptions};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
@@ -180,6 +181,10 @@ impl Context {
             atomics: config.announce,
             immediate: config.announce,
             remote_invalidate: true,
+            windows: true,
+            domain_windows: true,
+            max_shared_receives: MAX_QUEUE,
+            on_demand: true,
         };
         Ok(Arc::new(Context {
             config,
@@ -210,6 +215,22 @@ impl Context {
 
     pub(super) fn table(&self) -> &Arc<RegionTable> {
         &self.table
+    }
+
+    /// A window on part of a region, for the peer of one queue pair.
+    pub(super) fn bind(
+        &self,
+        stream: Stream,
+        region: &dyn RegionOps,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<dyn RegionOps>> {
+        let parent = region.as_any().downcast_ref::<RegionHandle>();
+        let parent = parent.filter(|p| Arc::ptr_eq(&p.table, &self.table));
+        let parent = parent.ok_or(Error::Unsupported("a region of another device"))?;
+        let region = self.table.bind(Some(stream), &parent.region, offset, len, access)?;
+        Ok(Arc::new(RegionHandle { table: Arc::clone(&self.table), region }))
     }
 
     fn insert(&self, id: u32, entity: Entity) {
@@ -279,14 +300,14 @@ impl Context {
         self.count_unpolled();
     }
 
-    fn count_unpolled(&self) {
+    pub(super) fn count_unpolled(&self) {
         self.unpolled.fetch_add(1, Ordering::SeqCst);
         if self.armed.swap(false, Ordering::SeqCst) {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    fn discount_unpolled(&self, n: usize) {
+    pub(super) fn discount_unpolled(&self, n: usize) {
         self.unpolled.fetch_sub(n, Ordering::SeqCst);
     }
 
@@ -364,7 +385,7 @@ impl Context {
     }
 
     /// One pass over everything that can move without waiting.
-    fn drive(self: &Arc<Context>) {
+    pub(super) fn drive(self: &Arc<Context>) {
         let Ok(mut driver) = self.driver.try_lock() else { return };
         let waiting = std::mem::take(&mut *self.ready.lock().expect("no panics under the lock"));
         if !waiting.is_empty() {
@@ -492,11 +513,11 @@ impl DeviceOps for Handle {
         if capacity > limit {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }
-        Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing {
-            ctx: Arc::clone(&self.0),
-            room: Reservation::new(capacity),
-            queue: Mutex::new(VecDeque::new()),
-        }))))
+        Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing::new(Arc::clone(&self.0), capacity)))))
+    }
+
+    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
+        Ok(Arc::new(SharedHandle(Arc::new(SharedQueue::new(Arc::clone(&self.0), pd, max_recv, max_sge)))))
     }
 
     fn create_qp(
@@ -505,6 +526,7 @@ impl DeviceOps for Handle {
         send_cq: &Arc<dyn CompletionQueueOps>,
         recv_cq: &Arc<dyn CompletionQueueOps>,
         caps: QueuePairCaps,
+        shared: Option<&Arc<dyn SharedReceiveOps>>,
     ) -> Result<Arc<dyn QueuePairOps>> {
         for (what, got, limit) in [
             ("send queue", caps.max_send, MAX_QUEUE),
@@ -521,9 +543,18 @@ impl DeviceOps for Handle {
             ring.ok_or(Error::Unsupported("a completion queue of another device"))
         };
         let (send_cq, recv_cq) = (ring(send_cq)?, ring(recv_cq)?);
+        let shared = shared.map(|srq| {
+            let found = srq.as_any().downcast_ref::<SharedHandle>().map(|h| Arc::clone(&h.0));
+            let found = found.filter(|s| Arc::ptr_eq(&s.ctx, &self.0) && s.receives.pd() == pd);
+            found.ok_or(Error::Unsupported("a shared receive queue of another protection domain"))
+        });
+        let shared = shared.transpose()?;
         Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
+        if let Some(shared) = &shared {
+            shared.room.join(&recv_cq).inspect_err(|_| send_cq.room.give_back(caps.max_send))?;
+        }
         let id = self.new_id();
-        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(&self.0), send_cq, recv_cq, caps));
+        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(&self.0), send_cq, recv_cq, caps, shared));
         self.insert(id, Entity::QueuePair(Arc::clone(&qp)));
         Ok(qp)
     }
@@ -650,63 +681,16 @@ impl RegionOps for RegionHandle {
         self.region.is_valid()
     }
 
-    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
-        let region = self.table.bind(&self.region, offset, len, access)?;
+    fn part(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
+        let region = self.table.bind(None, &self.region, offset, len, access)?;
         Ok(Arc::new(RegionHandle { table: Arc::clone(&self.table), region }))
     }
 
     fn deregister(&self) {
         self.table.deregister(&self.region);
     }
-}
-
-/// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
-pub(super) struct CompletionRing {
-    ctx: Arc<Context>,
-    pub(super) room: Reservation,
-    queue: Mutex<VecDeque<WorkCompletion>>,
-}
-
-impl CompletionRing {
-    pub(super) fn push(&self, completion: WorkCompletion) {
-        self.queue.lock().expect("no panics under the lock").push_back(completion);
-        self.ctx.count_unpolled();
-    }
-
-    fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        let mut queue = self.queue.lock().expect("no panics under the lock");
-        let n = queue.len().min(max);
-        out.extend(queue.drain(..n));
-        drop(queue);
-        if n > 0 {
-            self.ctx.discount_unpolled(n);
-        }
-        n
-    }
-}
-
-struct CompletionQueueHandle(Arc<CompletionRing>);
-
-impl CompletionQueueOps for CompletionQueueHandle {
-    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        match self.0.take(out, max) {
-            0 => {
-                self.0.ctx.drive();
-                self.0.take(out, max)
-            }
-            n => n,
-        }
-    }
 
     fn as_any(&self) -> &dyn std::any::Any {
         self
-    }
-}
-
-impl Drop for CompletionQueueHandle {
-    fn drop(&mut self) {
-        // Completions nobody can poll any more must not keep the device awake.
-        let left = std::mem::take(&mut *self.0.queue.lock().expect("no panics under the lock"));
-        self.0.ctx.discount_unpolled(left.len());
     }
 }

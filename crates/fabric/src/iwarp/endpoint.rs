@@ -2,12 +2,14 @@
 
 use super::IoVecs;
 use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
-use super::device::{CompletionRing, Context};
+use super::device::Context;
 use super::mpa::{self, Agreement, Frame, Preferences};
+use super::shared::{CompletionRing, SharedQueue};
 use super::socket;
 use crate::ConnectionInfo;
+use crate::memory::{Access, Stream};
 use crate::path::{self, Path};
-use crate::provider::{Event, QueuePairOps};
+use crate::provider::{Event, QueuePairOps, RegionOps};
 use crate::types::{
     ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
 };
@@ -28,6 +30,8 @@ pub(super) struct Endpoint {
     send_cq: Arc<CompletionRing>,
     recv_cq: Arc<CompletionRing>,
     caps: QueuePairCaps,
+    /// Where receives come from, if they are shared.
+    shared: Option<Arc<SharedQueue>>,
     state: Mutex<State>,
 }
 
@@ -96,10 +100,11 @@ impl Endpoint {
         send_cq: Arc<CompletionRing>,
         recv_cq: Arc<CompletionRing>,
         caps: QueuePairCaps,
+        shared: Option<Arc<SharedQueue>>,
     ) -> Endpoint {
         let state =
             State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
-        Endpoint { number, pd, ctx, send_cq, recv_cq, caps, state: Mutex::new(state) }
+        Endpoint { number, pd, ctx, send_cq, recv_cq, caps, shared, state: Mutex::new(state) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -164,6 +169,7 @@ impl Endpoint {
             agreement,
             caps: self.caps,
             initiator,
+            shared: self.shared.as_ref().map(|s| Arc::clone(&s.receives)),
             max_ulpdu,
         });
         connection.adopt_receives(std::mem::take(&mut state.posted));
@@ -508,6 +514,9 @@ impl QueuePairOps for Endpoint {
     }
 
     fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        if self.shared.is_some() {
+            return Err(Error::Unsupported("receives of its own for a queue pair that shares them"));
+        }
         let mut guard = self.lock();
         let state = &mut *guard;
         match &mut state.phase {
@@ -520,6 +529,24 @@ impl QueuePairOps for Endpoint {
             }
             Phase::Lingering { .. } | Phase::Over => Err(Error::State { qp_num: self.number, state: "in error" }),
         }
+    }
+
+    fn bind(
+        &self,
+        region: &dyn RegionOps,
+        offset: usize,
+        len: usize,
+        access: Access,
+        wr_id: Option<u64>,
+    ) -> Result<Arc<dyn RegionOps>> {
+        if !matches!(self.lock().phase, Phase::Live(_)) {
+            return Err(Error::State { qp_num: self.number, state: "not connected" });
+        }
+        let window = self.ctx.bind(Stream { pd: self.pd, qp_num: self.number }, region, offset, len, access)?;
+        if let Some(wr_id) = wr_id {
+            self.send_cq.push(WorkCompletion::of_binding(wr_id, self.number));
+        }
+        Ok(window)
     }
 
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()> {
@@ -588,7 +615,10 @@ impl QueuePairOps for Endpoint {
         guard.posted.clear();
         drop(guard);
         self.send_cq.room.give_back(self.caps.max_send);
-        self.recv_cq.room.give_back(self.caps.max_recv);
+        match &self.shared {
+            Some(shared) => shared.room.leave(&self.recv_cq),
+            None => self.recv_cq.room.give_back(self.caps.max_recv),
+        }
         self.ctx.forget(self.number);
     }
 

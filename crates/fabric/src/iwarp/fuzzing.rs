@@ -52,6 +52,7 @@ pub fn receive(data: &[u8]) {
         agreement,
         caps,
         initiator: flags & 8 != 0,
+        shared: None,
         max_ulpdu: 1442,
     });
     let sge = Sge { addr: 100, len: 3000, lkey: region.stag() };

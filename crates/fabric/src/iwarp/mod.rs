@@ -11,7 +11,8 @@
 //! | `tx`, `rx` | segmentation and placement | none |
 //! | `endpoint` | one queue pair's socket | system calls |
 //! | `listener` | listening and inbound set-up | system calls |
-//! | `device` | epoll, timers, completion queues, the tables | system calls |
+//! | `device` | epoll, timers, the tables | system calls |
+//! | `shared` | completion queues, shared receive queues | none |
 //! | `socket` | socket options and vectored calls | system calls |
 
 pub(crate) mod connection;
@@ -23,6 +24,7 @@ mod listener;
 pub(crate) mod mpa;
 pub(crate) mod rdmap;
 pub(crate) mod rx;
+mod shared;
 mod socket;
 pub mod terminate;
 pub(crate) mod tx;

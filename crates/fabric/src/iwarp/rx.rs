@@ -347,7 +347,7 @@ impl Connection {
     fn begin_write(&mut self, stag: u32, to: u64, len: usize) -> Result<(), TerminateCode> {
         // A zero-length write names no memory, so nothing about it is checked (RFC 5040 §5.2).
         if len > 0 {
-            let claim = self.table.remote(self.pd, stag, to, len as u64, Access::REMOTE_WRITE);
+            let claim = self.table.remote(self.stream(), stag, to, len as u64, Access::REMOTE_WRITE);
             let (ptr, placement) = claim.map_err(tagged_fault)?;
             self.rx.targets.push(Target { ptr, len });
             self.rx.claim = Some(Arc::clone(placement.region()));
@@ -408,7 +408,7 @@ impl Connection {
             }
         }
         let needs_receive = qn == queue::SEND;
-        if needs_receive && self.rq.is_empty() {
+        if needs_receive && !self.has_receive() {
             return Err(DdpUntagged::NoBuffer.into());
         }
         if fixed.is_some() || opcode == Opcode::Terminate {
@@ -543,7 +543,7 @@ impl Connection {
             _ => {
                 let invalidated = opcode.invalidates().then_some(invalidate);
                 if let Some(stag) = invalidated {
-                    self.table.remote_invalidate(self.pd, stag)?;
+                    self.table.remote_invalidate(self.stream(), stag)?;
                 }
                 self.finish_recv(len, RecvDetail { immediate: None, invalidated, solicited: opcode.is_solicited() });
                 Ok(())
@@ -555,7 +555,7 @@ impl Connection {
         let source = if request.len == 0 {
             None
         } else {
-            Some(self.table.remote_source(self.pd, request.source_stag, request.source_to, request.len)?)
+            Some(self.table.remote_source(self.stream(), request.source_stag, request.source_to, request.len)?)
         };
         if request.sink_to.checked_add(request.len.into()).is_none() {
             return Err(RdmaProtection::ToWrap.into());

@@ -68,8 +68,16 @@ impl End {
         let region =
             unsafe { table.register(PD, buffer.as_ptr(), BUFFER, 0, all, Arc::clone(&buffer) as Owner) }.unwrap();
         let caps = QueuePairCaps { max_send: 1000, max_recv: 1000, max_sge: 8 };
-        let config =
-            ConnectionConfig { qp_num: 1, pd: PD, table: Arc::clone(&table), agreement, caps, initiator, max_ulpdu };
+        let config = ConnectionConfig {
+            qp_num: 1,
+            pd: PD,
+            table: Arc::clone(&table),
+            agreement,
+            caps,
+            initiator,
+            shared: None,
+            max_ulpdu,
+        };
         let connection = Connection::new(config);
         End { connection, table, buffer, region, wire: VecDeque::new(), done: Vec::new() }
     }
@@ -536,7 +544,7 @@ fn every_access_violation_of_a_write_terminates() {
         expect_terminate(end, wanted);
     }
     let (mut end, mut liar) = victim();
-    let readable = end.table.bind(&end.region, 0, 64, Access::REMOTE_READ).unwrap();
+    let readable = end.table.bind(Some(end.connection.stream()), &end.region, 0, 64, Access::REMOTE_READ).unwrap();
     let header = Header::Tagged { opcode: Opcode::Write, last: true, stag: readable.stag(), to: 0 };
     let bytes = liar.fpdu(header, &[1; 8]);
     feed(&mut end, &bytes);
@@ -667,7 +675,7 @@ fn a_right_revoked_inside_a_segment_holds_up_nobody_and_ends_the_connection() {
 #[test]
 fn send_with_invalidate_revokes_exactly_the_named_key() {
     let (mut a, mut b, mut rng) = pair(11);
-    let window = b.table.bind(&b.region, 0, 4096, Access::REMOTE_WRITE).unwrap();
+    let window = b.table.bind(Some(b.connection.stream()), &b.region, 0, 4096, Access::REMOTE_WRITE).unwrap();
     let target = RemoteAddr { addr: 0, rkey: window.stag() };
     post_receive(&mut b, 64);
     a.post(1, SendOp::Write { remote: target, immediate: None }, &[a.sge(0, 4096)]);

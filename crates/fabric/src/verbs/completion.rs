@@ -3,12 +3,12 @@
 use super::abi::*;
 use super::device::{Context, lock};
 use crate::provider::CompletionQueueOps;
-use crate::reservation::Reservation;
+use crate::reservation::{HasRoom, Reservation};
 use crate::{CompletionOp, Status, WorkCompletion};
 use std::collections::VecDeque;
 use std::ffi::CStr;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 
 /// Polls that find nothing between looks at what needs system calls.
 const POLLS_PER_DRIVE: u32 = 512;
@@ -32,6 +32,12 @@ impl Drop for Queue {
         self.context.drain_channel();
         // SAFETY: queue pairs hold the queue, so none uses it.
         unsafe { (self.context.lib.ibv_destroy_cq)(self.raw) };
+    }
+}
+
+impl HasRoom for Queue {
+    fn room(&self) -> &Reservation {
+        &self.room
     }
 }
 
@@ -111,8 +117,8 @@ impl Queue {
             }
             if wc.wc_flags & WC_WITH_INV != 0 {
                 out.invalidated = Some(wc.imm_or_rkey);
-                if let Some(region) = lock(&context.regions).get(&wc.imm_or_rkey).and_then(Weak::upgrade) {
-                    region.valid.store(false, Ordering::SeqCst);
+                if let Some(valid) = lock(&context.revocable).get(&wc.imm_or_rkey) {
+                    valid.store(false, Ordering::SeqCst);
                 }
             }
         }

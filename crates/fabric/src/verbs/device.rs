@@ -3,11 +3,12 @@
 use super::abi::*;
 use super::address::socket_address;
 use super::completion::{Queue, QueueHandle};
-use super::endpoint::{Endpoint, Request, VerbsListener};
+use super::endpoint::{Endpoint, Request, VerbsListener, all_of};
 use super::library::{Library, library};
 use super::memory::{Region, RegionHandle};
+use super::shared::{SharedHandle, SharedReceives};
 use crate::memory::{Access, Owner};
-use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps};
+use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
 use crate::{DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge};
 use rustix::event::{EventfdFlags, epoll};
@@ -46,8 +47,8 @@ pub(super) struct Context {
     endpoints: Mutex<HashMap<u64, Weak<Endpoint>>>,
     by_number: Mutex<HashMap<u32, Weak<Endpoint>>>,
     listeners: Mutex<HashSet<u64>>,
-    /// By remote key.
-    pub(super) regions: Mutex<HashMap<u32, Weak<Region>>>,
+    /// Whether keys are still valid: those that peers might revoke.
+    pub(super) revocable: Mutex<HashMap<u32, Arc<AtomicBool>>>,
     /// By local key.
     pub(super) local: Mutex<HashMap<u32, Weak<Region>>>,
     /// Most elements of a read.
@@ -146,6 +147,25 @@ pub(super) fn serving(address: IpAddr) -> Option<String> {
     }
 }
 
+/// Whether memory can be registered for everything a reliable connection does without being pinned.
+fn pages_on_demand(verbs: *mut ibv_context) -> bool {
+    // SAFETY: an open context. If its last field says so, it is the end of a `verbs_context`, which grows towards its
+    // beginning: every field keeps its distance from the context, and `sz` tells how many there are.
+    unsafe {
+        if (*verbs).abi_compat as usize != usize::MAX {
+            return false;
+        }
+        let before = |distance: usize| verbs.cast::<u8>().sub(distance);
+        if before(SIZE_BEFORE).cast::<usize>().read() < QUERY_DEVICE_EX_BEFORE + size_of::<ibv_context>() {
+            return false;
+        }
+        let Some(query) = before(QUERY_DEVICE_EX_BEFORE).cast::<Option<query_device_ex>>().read() else { return false };
+        let mut attr: ibv_device_attr_ex = std::mem::zeroed();
+        let asked = query(verbs, std::ptr::null(), &raw mut attr, size_of::<ibv_device_attr_ex>());
+        asked == 0 && attr.odp_general_caps & ODP_SUPPORT != 0 && attr.odp_rc_caps & ODP_TRANSPORT == ODP_TRANSPORT
+    }
+}
+
 pub(super) fn open(name: &str) -> Result<crate::Device> {
     let other = |why: String| Error::io("opening an RDMA device", io::Error::other(why));
     let lib = library().map_err(other)?;
@@ -160,6 +180,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
     }
     let described = super::described(std::path::Path::new("/sys/class/infiniband"));
     let iwarp = described.iter().any(|d| d.name == name && d.kind == "RNIC");
+    let windows = attr.device_cap_flags & DEVICE_MEM_WINDOW_TYPE_2 != 0 && attr.max_mw > 0;
     let depth = |n: i32| n.clamp(0, 255) as u16;
     let attributes = DeviceAttributes {
         provider: "verbs",
@@ -172,8 +193,13 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         max_private_data: if iwarp { 255 } else { 56 },
         atomics: attr.atomic_cap != 0 && !iwarp,
         immediate: !iwarp,
-        // rxe lets peers revoke windows only, which need a queue pair to be bound.
-        remote_invalidate: iwarp,
+        // What peers of InfiniBand and RoCE can revoke is windows.
+        remote_invalidate: iwarp || windows,
+        windows,
+        domain_windows: false,
+        max_shared_receives: if attr.max_srq > 0 { attr.max_srq_wr.clamp(0, 16384) as u32 } else { 0 },
+        // rxe's (Linux 7.3, rxe_odp.c) writes each packet to the beginning of its page.
+        on_demand: attr.vendor_id != VENDOR_RXE && pages_on_demand(verbs),
     };
     // SAFETY: plain calls; what they make is destroyed when the context is dropped.
     let (cm, channel) = unsafe {
@@ -226,7 +252,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         endpoints: Mutex::default(),
         by_number: Mutex::default(),
         listeners: Mutex::default(),
-        regions: Mutex::default(),
+        revocable: Mutex::default(),
         local: Mutex::default(),
         max_read_sge: if iwarp { attr.max_sge_rd.max(1) } else { attr.max_sge.max(1) } as usize,
         events: Mutex::default(),
@@ -405,22 +431,29 @@ impl Context {
                 return;
             }
             let kind = event.event_type;
-            let endpoint = ASYNC_QP_EVENTS
-                .contains(&kind)
-                .then(|| super::endpoint::by_queue_pair(event.element as usize))
-                .flatten();
-            // SAFETY: got above, and the queue pair is destroyed only after this.
+            let concerned: Vec<_> =
+                all_of(self.verbs).into_iter().filter(|e| e.concerns(kind, event.element)).collect();
+            // SAFETY: got above, and what it names is destroyed only after this.
             unsafe { (self.lib.ibv_ack_async_event)(&raw mut event) };
             // SAFETY: a constant string for every number.
             let text = unsafe { CStr::from_ptr((self.lib.ibv_event_type_str)(kind)) }.to_string_lossy();
-            match endpoint {
-                Some(endpoint) if matches!(kind, ASYNC_QP_FATAL | ASYNC_QP_REQ_ERR | ASYNC_QP_ACCESS_ERR) => {
-                    endpoint.fail(&text);
+            let name = &self.attributes.name;
+            let why = match kind {
+                ASYNC_QP_FATAL | ASYNC_QP_REQ_ERR | ASYNC_QP_ACCESS_ERR => text.to_string(),
+                ASYNC_CQ_ERR => format!("a completion queue of {name} failed"),
+                ASYNC_SRQ_ERR => format!("a shared receive queue of {name} failed"),
+                ASYNC_PORT_ERR => format!("port {} of {name} went down", event.element as usize as u32),
+                ASYNC_DEVICE_FATAL => {
+                    device_lost(self.verbs);
+                    continue;
                 }
-                Some(_) => {}
-                None if kind == ASYNC_DEVICE_FATAL => device_lost(self.verbs),
-                None => tracing::info!(device = self.attributes.name, event = %text, "RDMA device event"),
-            }
+                _ => {
+                    tracing::info!(device = name, event = %text, "RDMA device event");
+                    continue;
+                }
+            };
+            tracing::info!(device = name, event = %text, connections = concerned.len(), "RDMA device event");
+            concerned.iter().for_each(|endpoint| endpoint.fail(&why));
         }
     }
 
@@ -544,12 +577,17 @@ impl DeviceOps for Handle {
         Ok(Arc::new(QueueHandle(queue)))
     }
 
+    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
+        Ok(Arc::new(SharedHandle(SharedReceives::new(&self.0, self.0.pd(pd)?, max_recv, max_sge)?)))
+    }
+
     fn create_qp(
         &self,
         pd: u32,
         send_cq: &Arc<dyn CompletionQueueOps>,
         recv_cq: &Arc<dyn CompletionQueueOps>,
         caps: QueuePairCaps,
+        shared: Option<&Arc<dyn SharedReceiveOps>>,
     ) -> Result<Arc<dyn QueuePairOps>> {
         let attributes = &self.0.attributes;
         for (what, got, limit) in [
@@ -567,11 +605,26 @@ impl DeviceOps for Handle {
             queue.ok_or(Error::Unsupported("a completion queue of another device"))
         };
         let (pd, send_cq, recv_cq) = (self.0.pd(pd)?, queue(send_cq)?, queue(recv_cq)?);
+        let shared = shared.map(|srq| {
+            let found = srq.as_any().downcast_ref::<SharedHandle>().map(|h| Arc::clone(&h.0));
+            let found = found.filter(|s| Arc::ptr_eq(&s.context, &self.0) && s.pd.raw == pd.raw);
+            found.ok_or(Error::Unsupported("a shared receive queue of another protection domain"))
+        });
+        let shared = shared.transpose()?;
         Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
-        let made = Endpoint::new(&self.0, pd, (Arc::clone(&send_cq), Arc::clone(&recv_cq)), caps);
-        let endpoint = made.inspect_err(|_| {
+        let give_back = || {
             send_cq.room.give_back(caps.max_send);
             recv_cq.room.give_back(caps.max_recv);
+        };
+        if let Some(shared) = &shared {
+            shared.room.join(&recv_cq).inspect_err(|_| give_back())?;
+        }
+        let made = Endpoint::new(&self.0, pd, (Arc::clone(&send_cq), Arc::clone(&recv_cq)), caps, shared.clone());
+        let endpoint = made.inspect_err(|_| {
+            give_back();
+            if let Some(shared) = &shared {
+                shared.room.leave(&recv_cq);
+            }
         })?;
         lock(&self.0.by_number).insert(endpoint.number(), Arc::downgrade(&endpoint));
         Ok(endpoint)

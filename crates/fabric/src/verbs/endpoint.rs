@@ -3,8 +3,11 @@
 use super::abi::*;
 use super::address::{from_socket_address, socket_address};
 use super::completion::Queue;
-use super::device::{Context, ProtectionDomain, failed, next_token};
-use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
+use super::device::{Context, ProtectionDomain, failed, lock, next_token};
+use super::memory::{RegionHandle, Spare, Window, WindowHandle};
+use super::shared::SharedReceives;
+use crate::memory::Access;
+use crate::provider::{Event, ListenerOps, QueuePairOps, RegionOps, RequestOps};
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, ListenOptions, Payload, QueuePairCaps,
     RecvRequest, Result, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
@@ -35,13 +38,20 @@ pub(super) fn by_queue_pair(raw: usize) -> Option<Arc<Endpoint>> {
     QUEUE_PAIRS.lock().expect("no panics under the lock").get(&raw)?.upgrade()
 }
 
+/// Every queue pair of this hardware.
+pub(super) fn all_of(verbs: *mut ibv_context) -> Vec<Arc<Endpoint>> {
+    let known = QUEUE_PAIRS.lock().expect("no panics under the lock");
+    known.values().filter_map(Weak::upgrade).filter(|e| e.context.verbs == verbs).collect()
+}
+
 /// A request under way, or done.
-#[derive(Debug, Clone, Copy)]
 pub(super) struct Posted {
     pub(super) wr_id: u64,
     pub(super) op: CompletionOp,
     pub(super) len: u32,
     pub(super) signaled: bool,
+    /// The window that it binds.
+    window: Option<Arc<Window>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +91,11 @@ pub(super) struct Endpoint {
     caps: QueuePairCaps,
     max_inline: usize,
     state: Mutex<State>,
+    /// Where receives come from, if they are shared.
+    shared: Option<Arc<SharedReceives>>,
+    /// By remote key.
+    windows: Mutex<HashMap<u32, Weak<Window>>>,
+    spare: Mutex<Vec<Spare>>,
     send_cq: Arc<Queue>,
     recv_cq: Arc<Queue>,
     pd: Arc<ProtectionDomain>,
@@ -97,16 +112,17 @@ impl Endpoint {
         pd: Arc<ProtectionDomain>,
         (send_cq, recv_cq): (Arc<Queue>, Arc<Queue>),
         caps: QueuePairCaps,
+        shared: Option<Arc<SharedReceives>>,
     ) -> Result<Arc<Endpoint>> {
         let lib = context.lib;
         let mut attr = ibv_qp_init_attr {
             qp_context: std::ptr::null_mut(),
             send_cq: send_cq.raw,
             recv_cq: recv_cq.raw,
-            srq: std::ptr::null_mut(),
+            srq: shared.as_ref().map_or(std::ptr::null_mut(), |s| s.raw),
             cap: ibv_qp_cap {
                 max_send_wr: caps.max_send.max(1),
-                max_recv_wr: caps.max_recv.max(1),
+                max_recv_wr: if shared.is_some() { 0 } else { caps.max_recv.max(1) },
                 max_send_sge: caps.max_sge.max(1),
                 max_recv_sge: caps.max_sge.max(1),
                 max_inline_data: context.attributes.max_inline,
@@ -153,7 +169,10 @@ impl Endpoint {
         let max_inline = attr.cap.max_inline_data.min(context.attributes.max_inline) as usize;
         let context = Arc::clone(context);
         let state = Mutex::new(state);
-        let endpoint = Arc::new(Endpoint { context, raw, number, caps, max_inline, state, send_cq, recv_cq, pd });
+        let (windows, spare) = (Mutex::default(), Mutex::default());
+        let endpoint =
+            Endpoint { context, raw, number, caps, max_inline, state, shared, windows, spare, send_cq, recv_cq, pd };
+        let endpoint = Arc::new(endpoint);
         let known = Arc::downgrade(&endpoint);
         QUEUE_PAIRS.lock().expect("no panics under the lock").insert(raw as usize, known);
         Ok(endpoint)
@@ -166,8 +185,15 @@ impl Endpoint {
     /// A request is done: what it was.
     pub(super) fn finish(&self, kind: u64, success: bool) -> Option<Posted> {
         let mut state = self.lock();
-        let mut posted = if kind == RECEIVED { state.received.pop_front()? } else { state.sent.pop_front()? };
+        let mut posted = match kind {
+            SENT => state.sent.pop_front()?,
+            RECEIVED => state.received.pop_front()?,
+            shared => received(self.shared.as_ref()?.finish(shared)?),
+        };
         posted.signaled |= !success;
+        if let Some(window) = &posted.window {
+            window.bound(success);
+        }
         if state.phase == Phase::Closing && state.sent.is_empty() {
             self.hang_up(&mut state);
         }
@@ -180,6 +206,78 @@ impl Endpoint {
         if matches!(state.phase, Phase::Live | Phase::Closing | Phase::Connecting) {
             self.end(&mut state, ConnectionError::Lost(why.to_string()));
         }
+    }
+
+    /// Whether an asynchronous event is about it.
+    pub(super) fn concerns(&self, kind: i32, element: *mut std::ffi::c_void) -> bool {
+        match kind {
+            ASYNC_CQ_ERR => [self.send_cq.raw, self.recv_cq.raw].iter().any(|cq| cq.cast() == element),
+            ASYNC_SRQ_ERR => self.shared.as_ref().is_some_and(|s| s.raw.cast() == element),
+            // The number of a port, from 1; what is not bound to a device yet has none.
+            ASYNC_PORT_ERR => self.lock().id.is_some_and(|(id, _)| {
+                // SAFETY: a live identifier.
+                let port = unsafe { (*id).port_num };
+                port != 0 && u32::from(port) == element as usize as u32
+            }),
+            kind if ASYNC_QP_EVENTS.contains(&kind) => element == self.raw.cast(),
+            _ => false,
+        }
+    }
+
+    /// A window is free to be bound again.
+    pub(super) fn take_back(&self, spare: Spare) {
+        lock(&self.spare).push(spare);
+    }
+
+    pub(super) fn forget_window(&self, rkey: u32) {
+        lock(&self.windows).remove(&rkey);
+    }
+
+    /// Posts the binding of a window, ahead of whatever is sent from now on.
+    fn bind_window(
+        &self,
+        region: &RegionHandle,
+        (offset, len): (usize, usize),
+        access: Access,
+        wr_id: Option<u64>,
+    ) -> Result<Arc<Window>> {
+        let mut state = self.lock();
+        self.check_live(&state)?;
+        if state.sent.len() >= self.caps.max_send as usize {
+            return Err(Error::QueueFull("send"));
+        }
+        let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
+        let spare = lock(&self.spare).pop();
+        let (window, binding) = Window::prepare(&me, spare, &region.0, offset, len, access)?;
+        // SAFETY: zeroed integers and null pointers are a valid value.
+        let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
+        (wr.wr_id, wr.opcode, wr.send_flags, wr.window) = (SENT, WR_BIND_MW, SEND_SIGNALED, binding);
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a live queue pair, window and region.
+        let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
+        post_error(rc, "binding a memory window", "send").inspect_err(|_| window.end())?;
+        // Libraries take the key before from here when the window is bound again.
+        // SAFETY: the window's, which lives; only requests of this queue pair look at it, under the lock held here.
+        unsafe { (*binding.mw).rkey = binding.rkey };
+        lock(&self.windows).insert(window.rkey(), Arc::downgrade(&window));
+        state.sent.push_back(Posted {
+            wr_id: wr_id.unwrap_or(0),
+            op: CompletionOp::Bind,
+            len: 0,
+            signaled: wr_id.is_some(),
+            window: Some(Arc::clone(&window)),
+        });
+        Ok(window)
+    }
+
+    fn check_live(&self, state: &State) -> Result<()> {
+        let what = match state.phase {
+            Phase::Live => return Ok(()),
+            Phase::Idle => "not connected",
+            Phase::Connecting => "still connecting",
+            _ => "closed",
+        };
+        Err(Error::State { qp_num: self.number, state: what })
     }
 
     /// Looks at the clock.
@@ -196,15 +294,20 @@ impl Endpoint {
         }
         if state.ended.is_some_and(|at| now.duration_since(at) > FLUSH_PATIENCE) {
             state.ended = None;
-            let flushed = |posted: Posted| WorkCompletion {
-                wr_id: posted.wr_id,
-                status: Status::Flushed,
-                op: posted.op,
-                len: posted.len,
-                qp_num: self.number,
-                immediate: None,
-                invalidated: None,
-                solicited: false,
+            let flushed = |posted: Posted| {
+                if let Some(window) = posted.window {
+                    window.end();
+                }
+                WorkCompletion {
+                    wr_id: posted.wr_id,
+                    status: Status::Flushed,
+                    op: posted.op,
+                    len: posted.len,
+                    qp_num: self.number,
+                    immediate: None,
+                    invalidated: None,
+                    solicited: false,
+                }
             };
             let (sent, received) = (std::mem::take(&mut state.sent), std::mem::take(&mut state.received));
             drop(state);
@@ -370,7 +473,7 @@ impl Endpoint {
             flow_control: 1,
             retry_count: RETRIES,
             rnr_retry_count: RECEIVER_NOT_READY_RETRIES,
-            srq: 0,
+            srq: self.shared.is_some().into(),
             qp_num: self.number,
         }
     }
@@ -488,24 +591,37 @@ impl Endpoint {
         // SAFETY: a live queue pair and request; inline payload is copied before the call returns, and
         // what is not inline is registered memory that the consumer leaves alone.
         let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
-        match posting_error(rc) {
-            None => {}
-            Some(e) if e.raw_os_error() == Some(libc::ENOMEM) => return Err(Error::QueueFull("send")),
-            Some(e) => return Err(Error::io("posting a send", e)),
-        }
+        post_error(rc, "posting a send", "send")?;
         let signaled = request.flags.contains(SendFlags::SIGNALED);
-        state.sent.push_back(Posted { wr_id: request.wr_id, op, len, signaled });
+        state.sent.push_back(Posted { wr_id: request.wr_id, op, len, signaled, window: None });
         Ok(())
     }
 }
 
+/// A receive under way, or done.
+fn received(wr_id: u64) -> Posted {
+    Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None }
+}
+
 /// What a post returned: an error number, a negative one, or -1 with the number elsewhere.
-fn posting_error(rc: i32) -> Option<io::Error> {
-    match rc {
-        0 => None,
-        -1 => Some(io::Error::last_os_error()),
-        code => Some(io::Error::from_raw_os_error(code.abs())),
+pub(super) fn post_error(rc: i32, op: &'static str, queue: &'static str) -> Result<()> {
+    let error = match rc {
+        0 => return Ok(()),
+        -1 => io::Error::last_os_error(),
+        code => io::Error::from_raw_os_error(code.abs()),
+    };
+    Err(if error.raw_os_error() == Some(libc::ENOMEM) { Error::QueueFull(queue) } else { Error::io(op, error) })
+}
+
+/// The elements of a receive as the device takes them.
+pub(super) fn receive_elements(request: &RecvRequest<'_>) -> SmallVec<[ibv_sge; 8]> {
+    let mut sges: SmallVec<[ibv_sge; 8]> =
+        request.sges.iter().map(|s| ibv_sge { addr: s.addr, length: s.len, lkey: s.lkey }).collect();
+    if sges.is_empty() {
+        // siw wants at least one.
+        sges.push(ibv_sge::default());
     }
+    sges
 }
 
 /// Milliseconds that one look for a way to a peer may take; as many looks as there is time for.
@@ -525,23 +641,16 @@ impl QueuePairOps for Endpoint {
     fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, Error)> {
         let mut state = self.lock();
         for (index, request) in requests.iter().enumerate() {
-            match state.phase {
-                Phase::Live => {}
-                phase => {
-                    let what = match phase {
-                        Phase::Idle => "not connected",
-                        Phase::Connecting => "still connecting",
-                        _ => "closed",
-                    };
-                    return Err((index, Error::State { qp_num: self.number, state: what }));
-                }
-            }
+            self.check_live(&state).map_err(|error| (index, error))?;
             self.post_one(&mut state, request).map_err(|error| (index, error))?;
         }
         Ok(())
     }
 
     fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        if self.shared.is_some() {
+            return Err(Error::Unsupported("receives of its own for a queue pair that shares them"));
+        }
         let mut state = self.lock();
         if matches!(state.phase, Phase::Over) {
             return Err(Error::State { qp_num: self.number, state: "closed" });
@@ -554,12 +663,7 @@ impl QueuePairOps for Endpoint {
             return Err(Error::Limit { what: "elements of a request", got, limit });
         }
         self.context.check_local(self.pd.raw, request.sges, true)?;
-        let mut sges: SmallVec<[ibv_sge; 8]> =
-            request.sges.iter().map(|s| ibv_sge { addr: s.addr, length: s.len, lkey: s.lkey }).collect();
-        if sges.is_empty() {
-            // siw wants at least one.
-            sges.push(ibv_sge::default());
-        }
+        let mut sges = receive_elements(request);
         let mut wr = ibv_recv_wr {
             wr_id: RECEIVED,
             next: std::ptr::null_mut(),
@@ -569,13 +673,31 @@ impl QueuePairOps for Endpoint {
         let mut bad = std::ptr::null_mut();
         // SAFETY: a live queue pair and request.
         let rc = unsafe { ((*self.context.verbs).ops.post_recv)(self.raw, &raw mut wr, &raw mut bad) };
-        match posting_error(rc) {
-            None => {}
-            Some(e) if e.raw_os_error() == Some(libc::ENOMEM) => return Err(Error::QueueFull("receive")),
-            Some(e) => return Err(Error::io("posting a receive", e)),
-        }
-        state.received.push_back(Posted { wr_id: request.wr_id, op: CompletionOp::Recv, len: 0, signaled: true });
+        post_error(rc, "posting a receive", "receive")?;
+        state.received.push_back(received(request.wr_id));
         Ok(())
+    }
+
+    fn bind(
+        &self,
+        region: &dyn RegionOps,
+        offset: usize,
+        len: usize,
+        access: Access,
+        wr_id: Option<u64>,
+    ) -> Result<Arc<dyn RegionOps>> {
+        let region = region.as_any().downcast_ref::<RegionHandle>();
+        let region = region.ok_or(Error::Unsupported("a window on another device's memory, or on a window"))?;
+        if region.0.pd.raw != self.pd.raw {
+            return Err(Error::Unsupported("a window on another protection domain's memory"));
+        }
+        if !self.context.attributes.windows {
+            self.check_live(&self.lock())?;
+            let part = region.0.part(offset, len, access)?;
+            self.send_cq.push(wr_id.map(|wr_id| WorkCompletion::of_binding(wr_id, self.number)));
+            return Ok(part);
+        }
+        Ok(Arc::new(WindowHandle(self.bind_window(region, (offset, len), access, wr_id)?)))
     }
 
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()> {
@@ -653,10 +775,18 @@ impl Drop for Endpoint {
         QueuePairOps::destroy(self);
         self.context.forget(0, self.number);
         QUEUE_PAIRS.lock().expect("no panics under the lock").remove(&(self.raw as usize));
+        // Windows hold their queue pair in the device.
+        self.lock().sent.clear();
+        let windows = std::mem::take(&mut *lock(&self.windows));
+        windows.values().filter_map(Weak::upgrade).for_each(|window| window.end());
+        std::mem::take(&mut *lock(&self.spare)).into_iter().for_each(|spare| spare.free(&self.context));
         // SAFETY: ours, and its identifier is gone.
         unsafe { (self.context.lib.ibv_destroy_qp)(self.raw) };
         self.send_cq.room.give_back(self.caps.max_send);
-        self.recv_cq.room.give_back(self.caps.max_recv);
+        match &self.shared {
+            Some(shared) => shared.room.leave(&self.recv_cq),
+            None => self.recv_cq.room.give_back(self.caps.max_recv),
+        }
     }
 }
 

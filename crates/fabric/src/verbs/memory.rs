@@ -1,13 +1,14 @@
-//! Registered memory.
+//! Registered memory, and windows on it.
 
 use super::abi::*;
-use super::device::{Context, ProtectionDomain, lock};
+use super::device::{Context, ProtectionDomain, failed, lock};
+use super::endpoint::Endpoint;
 use crate::memory::{Access, Owner};
 use crate::provider::RegionOps;
 use crate::{Error, Result};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Registered memory.
 pub(super) struct Region {
@@ -20,7 +21,7 @@ pub(super) struct Region {
     pub(super) base: u64,
     pub(super) len: usize,
     pub(super) writable: bool,
-    pub(super) valid: AtomicBool,
+    pub(super) valid: Arc<AtomicBool>,
     owner: Owner,
 }
 
@@ -58,6 +59,15 @@ impl Region {
         if context.iwarp && flags & ACCESS_LOCAL_WRITE != 0 && !context.siw {
             flags |= ACCESS_REMOTE_WRITE;
         }
+        if context.attributes.windows {
+            flags |= ACCESS_MW_BIND;
+        }
+        if access.contains(Access::ON_DEMAND) {
+            if !context.attributes.on_demand {
+                return Err(Error::Unsupported("on-demand paging on this device"));
+            }
+            flags |= ACCESS_ON_DEMAND;
+        }
         // siw goes by the memory's own addresses whatever it is told.
         if base != ptr as u64 && context.siw {
             return Err(Error::Unsupported("regions that begin at another address than their memory, on siw"));
@@ -81,19 +91,50 @@ impl Region {
             base,
             len,
             writable: access.contains(Access::LOCAL_WRITE),
-            valid: AtomicBool::new(true),
+            valid: Arc::new(AtomicBool::new(true)),
             owner,
         });
-        lock(&context.regions).insert(rkey, Arc::downgrade(&region));
+        lock(&context.revocable).insert(rkey, Arc::clone(&region.valid));
         lock(&context.local).insert(lkey, Arc::downgrade(&region));
         Ok(region)
     }
 
+    /// Whether a window on a part can be had.
+    fn check_part(&self, offset: usize, len: usize, access: Access) -> Result<()> {
+        let (addr, lkey) = (self.base.wrapping_add(offset as u64), self.lkey);
+        let fail = |why| Err(Error::LocalProtection { addr, len: len as u64, lkey, why });
+        if !self.valid.load(Ordering::SeqCst) {
+            return fail("no such key");
+        }
+        if offset > self.len || len > self.len - offset {
+            return fail("window outside its region");
+        }
+        if access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC) && !self.writable {
+            return fail("the region was not registered for local writing");
+        }
+        Ok(())
+    }
+
+    /// A registration of a part, where there are no windows.
+    pub(super) fn part(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
+        self.check_part(offset, len, access)?;
+        let (ptr, base, owner) = (self.ptr.wrapping_add(offset), self.base + offset as u64, Arc::clone(&self.owner));
+        // SAFETY: a part of a region whose owner keeps it mapped.
+        let part = unsafe { Region::register(&self.context, &self.pd, ptr, len, base, access, owner) }?;
+        Ok(Arc::new(RegionHandle(part)))
+    }
+
+    /// Takes the keys back.
+    fn retire(&self) {
+        if self.valid.swap(false, Ordering::SeqCst) || lock(&self.raw).is_some() {
+            lock(&self.context.revocable).remove(&self.rkey);
+            lock(&self.context.local).remove(&self.lkey);
+        }
+    }
+
     pub(super) fn deregister(&self) {
+        self.retire();
         let Some(raw) = lock(&self.raw).take() else { return };
-        self.valid.store(false, Ordering::SeqCst);
-        lock(&self.context.regions).remove(&self.rkey);
-        lock(&self.context.local).remove(&self.lkey);
         // SAFETY: registered by us and deregistered once. When this returns, the device is done
         // with the memory.
         let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
@@ -132,20 +173,206 @@ impl RegionOps for RegionHandle {
         self.0.valid.load(Ordering::SeqCst)
     }
 
-    fn bind(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
-        let region = &self.0;
-        if offset > region.len || len > region.len - offset {
-            let (addr, lkey) = (region.base.wrapping_add(offset as u64), region.lkey);
-            return Err(Error::LocalProtection { addr, len: len as u64, lkey, why: "outside the region" });
-        }
-        let (ptr, base, owner) =
-            (region.ptr.wrapping_add(offset), region.base + offset as u64, Arc::clone(&region.owner));
-        // SAFETY: a part of a region whose owner keeps it mapped.
-        let window = unsafe { Region::register(&region.context, &region.pd, ptr, len, base, access, owner) }?;
-        Ok(Arc::new(RegionHandle(window)))
+    fn part(&self, offset: usize, len: usize, access: Access) -> Result<Arc<dyn RegionOps>> {
+        self.0.part(offset, len, access)
     }
 
     fn deregister(&self) {
-        self.0.deregister();
+        // The device keeps a region that has windows; the last of them lets go of it.
+        if Arc::strong_count(&self.0) == 1 { self.0.deregister() } else { self.0.retire() }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+/// A window on part of a region.
+pub(super) struct Window {
+    context: Arc<Context>,
+    /// Whose peer may use it.
+    endpoint: Weak<Endpoint>,
+    raw: Mutex<Binding>,
+    rkey: u32,
+    base: u64,
+    len: usize,
+    valid: Arc<AtomicBool>,
+    region: Arc<Region>,
+}
+
+struct Binding {
+    mw: Option<*mut ibv_mw>,
+    /// The request that binds it is still in the send queue.
+    pending: bool,
+    /// The consumer has no more use for it.
+    dropped: bool,
+}
+
+// SAFETY: as for `Context`.
+unsafe impl Send for Window {}
+// SAFETY: as above.
+unsafe impl Sync for Window {}
+
+/// A window that is free to be bound, and the key it had last.
+pub(super) struct Spare(*mut ibv_mw, u32);
+
+// SAFETY: as for `Context`.
+unsafe impl Send for Spare {}
+
+impl Spare {
+    fn allocate(region: &Region) -> Result<Spare> {
+        // SAFETY: a live context.
+        let alloc = unsafe { (*region.context.verbs).ops.alloc_mw };
+        let alloc = alloc.ok_or(Error::Unsupported("windows with this device's library"))?;
+        // SAFETY: a live protection domain, which the region holds.
+        let mw = unsafe { alloc(region.pd.raw, MW_TYPE_2) };
+        if mw.is_null() {
+            return Err(failed("making a memory window"));
+        }
+        // SAFETY: just made.
+        Ok(Spare(mw, unsafe { (*mw).rkey }))
+    }
+
+    /// Gives it back to the device.
+    pub(super) fn free(self, context: &Context) {
+        // SAFETY: a live context.
+        let Some(dealloc) = (unsafe { (*context.verbs).ops.dealloc_mw }) else { return };
+        // SAFETY: a window that nobody else has.
+        let rc = unsafe { dealloc(self.0) };
+        if rc != 0 {
+            tracing::warn!(error = %io::Error::from_raw_os_error(rc.abs()), "giving up a memory window");
+        }
+    }
+}
+
+impl Window {
+    /// Makes a window, and the request that binds it, which the endpoint is to post.
+    pub(super) fn prepare(
+        endpoint: &Arc<Endpoint>,
+        spare: Option<Spare>,
+        region: &Arc<Region>,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<(Arc<Window>, bind_mw)> {
+        region.check_part(offset, len, access)?;
+        let Spare(mw, last) = spare.map_or_else(|| Spare::allocate(region), Ok)?;
+        // The low octet is the consumer's: another one each time, so that old keys miss.
+        let rkey = last & !0xff | u32::from((last as u8).wrapping_add(1));
+        let mut mw_access_flags = 0;
+        for (right, flag) in [
+            (Access::REMOTE_WRITE, ACCESS_REMOTE_WRITE),
+            (Access::REMOTE_READ, ACCESS_REMOTE_READ),
+            (Access::REMOTE_ATOMIC, ACCESS_REMOTE_ATOMIC),
+        ] {
+            if access.contains(right) {
+                mw_access_flags |= flag;
+            }
+        }
+        let window = Arc::new(Window {
+            context: Arc::clone(&region.context),
+            endpoint: Arc::downgrade(endpoint),
+            raw: Mutex::new(Binding { mw: Some(mw), pending: true, dropped: false }),
+            rkey,
+            base: region.base + offset as u64,
+            len,
+            valid: Arc::new(AtomicBool::new(true)),
+            region: Arc::clone(region),
+        });
+        lock(&window.context.revocable).insert(rkey, Arc::clone(&window.valid));
+        let mr = lock(&region.raw).unwrap_or(std::ptr::null_mut());
+        Ok((window.clone(), bind_mw { mw, rkey, mr, addr: window.base, length: len as u64, mw_access_flags }))
+    }
+
+    pub(super) fn rkey(&self) -> u32 {
+        self.rkey
+    }
+
+    /// The request that binds it is done.
+    pub(super) fn bound(&self, success: bool) {
+        let mut raw = lock(&self.raw);
+        raw.pending = false;
+        if !success {
+            self.retire();
+        }
+        if raw.dropped || !success {
+            self.release(&mut raw, false);
+        }
+    }
+
+    /// Its queue pair goes, or it was never bound.
+    pub(super) fn end(&self) {
+        let mut raw = lock(&self.raw);
+        self.retire();
+        raw.pending = false;
+        self.release(&mut raw, false);
+    }
+
+    fn retire(&self) -> bool {
+        lock(&self.context.revocable).remove(&self.rkey);
+        self.valid.swap(false, Ordering::SeqCst)
+    }
+
+    fn release(&self, raw: &mut Binding, reuse: bool) {
+        let Some(mw) = raw.mw.take() else { return };
+        let spare = Spare(mw, self.rkey);
+        match self.endpoint.upgrade().filter(|_| reuse) {
+            Some(endpoint) => endpoint.take_back(spare),
+            None => spare.free(&self.context),
+        }
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+pub(super) struct WindowHandle(pub(super) Arc<Window>);
+
+impl RegionOps for WindowHandle {
+    /// A window has no local key.
+    fn key(&self) -> u32 {
+        self.0.region.lkey
+    }
+
+    fn remote_key(&self) -> u32 {
+        self.0.rkey
+    }
+
+    fn base(&self) -> u64 {
+        self.0.base
+    }
+
+    fn len(&self) -> usize {
+        self.0.len
+    }
+
+    fn is_valid(&self) -> bool {
+        self.0.valid.load(Ordering::SeqCst)
+    }
+
+    fn part(&self, _offset: usize, _len: usize, _access: Access) -> Result<Arc<dyn RegionOps>> {
+        Err(Error::Unsupported("a window on a window"))
+    }
+
+    fn deregister(&self) {
+        let window = &self.0;
+        let mut raw = lock(&window.raw);
+        // One that the peer has revoked is free to be bound again; another has to go.
+        let revoked = !window.retire();
+        raw.dropped = true;
+        if !raw.pending {
+            window.release(&mut raw, revoked);
+        }
+        drop(raw);
+        if let Some(endpoint) = window.endpoint.upgrade() {
+            endpoint.forget_window(window.rkey);
+        }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
     }
 }

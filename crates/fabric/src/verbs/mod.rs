@@ -9,7 +9,8 @@
 //! | `abi` | layouts and constants of rdma-core |
 //! | `library` | its functions, loaded at run time |
 //! | `device` | contexts, events, waiting |
-//! | `memory` | registered memory |
+//! | `memory` | registered memory, windows |
+//! | `shared` | shared receive queues |
 //! | `completion` | completion queues |
 //! | `address` | socket addresses |
 //! | `endpoint` | queue pairs and their connections |
@@ -17,8 +18,15 @@
 //! What differs between devices: on InfiniBand and RoCE a consumer's private data arrives padded
 //! with zeros, and a write's completion says that the peer's device has it; on iWARP cards read
 //! results need remote write access to the memory they land in, which [`crate::Access::LOCAL_WRITE`]
-//! therefore implies there. A window ([`crate::MemoryRegion::bind_window`]) is a registration of
-//! its own. [`crate::DeviceAttributes::remote_invalidate`] tells whether peers may revoke keys.
+//! therefore implies there. Windows ([`crate::QueuePair::bind_window`]) are the device's own of type 2 where it has
+//! them, and registrations elsewhere (Linux's siw, whose registrations peers may revoke all the same).
+//!
+//! What Linux's software devices get wrong, as of 7.3: rxe checks the key, the rights and the queue pair of a window, but
+//! holds addresses against the bounds of its region, not its own; its on-demand paging writes to wrong places, and is
+//! not offered here.
+//!
+//! Asynchronous events end the connections they are about: a queue pair's, all of a completion queue's or a shared
+//! receive queue's, all of a port that went down, all of a device that failed or is gone.
 
 mod abi;
 mod address;
@@ -27,6 +35,7 @@ mod device;
 mod endpoint;
 mod library;
 mod memory;
+mod shared;
 
 use crate::{Device, Error, Result};
 use std::net::{IpAddr, SocketAddr};

@@ -152,12 +152,12 @@ impl Call<'_> {
         Hello::Control { auth: self.credentials.kind(), token: self.token }
     }
 
-    /// The data channels to open now, given the path: their greeting, number and role.
-    fn early_channels(&self, path: Option<Path>) -> Option<(Hello, u32, Role)> {
+    /// The data channels to open now, given the path: what they show, their number and role.
+    fn early_channels(&self, path: Option<Path>) -> Option<(Token, u32, Role)> {
         let (role, count) = self.early?;
         let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= growth::ROUND_TRIP_MIN)?;
         let count = count.unwrap_or_else(|| first_channels(Some(round_trip)));
-        Some((Hello::Data { token: self.token }, count.min(CHANNELS_MAX), role))
+        Some((self.token, count.min(CHANNELS_MAX), role))
     }
 }
 
@@ -329,8 +329,7 @@ impl Link {
     pub fn more(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
         let Channels::Open { addr, token, .. } = channels else { return Ok(()) };
         let count = count.min(CHANNELS_MAX.saturating_sub(self.count() as u32));
-        let hello = Hello::Data { token: *token };
-        each!(self, link => link.open_data(*addr, &hello, count, role))
+        each!(self, link => link.open_data(*addr, *token, count, role))
     }
 
     /// Takes the data channels that have come since; whether there were any.
@@ -379,15 +378,15 @@ impl Link {
         }
     }
 
-    /// Whether peers may revoke the keys of credits that this end grants.
+    /// Whether peers may revoke the keys of credits that this end grants for any channel.
     pub fn revocable(&self) -> bool {
         match &self.0 {
-            Inner::Rdma(link) => link.device().attributes().remote_invalidate,
+            Inner::Rdma(link) => link.revocable(),
             Inner::Tcp(_) => false,
         }
     }
 
-    /// Whether the peer's credits are to be revoked with their notification.
+    /// Whether the peer's credits for any channel are to be revoked with their notification.
     pub fn set_peer_revocable(&mut self, revocable: bool) {
         if let Inner::Rdma(link) = &mut self.0 {
             link.set_peer_revocable(revocable);
@@ -441,8 +440,8 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
-        match &self.0 {
+    pub fn expose(&mut self, block: Block) -> Result<(Exposed, Window), LinkError> {
+        match &mut self.0 {
             Inner::Rdma(link) => link.expose(block),
             Inner::Tcp(_) => Err(LinkError::Unexpected("credit")),
         }

@@ -5,14 +5,16 @@ use super::growth::ROUND_TRIP_MIN;
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
-use crate::wire::{self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed};
+use crate::wire::{
+    self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed, Token,
+};
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{
-    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device,
+    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, Error,
     MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags,
     SendOp, SendRequest, Status, WorkCompletion,
 };
@@ -32,6 +34,7 @@ const KIND_CONTROL_RECV: u64 = 1 << 56;
 const KIND_CONTROL_SEND: u64 = 2 << 56;
 const KIND_NOTICE_RECV: u64 = 3 << 56;
 const KIND_WRITE: u64 = 4 << 56;
+const KIND_BIND: u64 = 5 << 56;
 const KIND_MASK: u64 = 0xff << 56;
 
 /// One end of a session's connections.
@@ -44,7 +47,7 @@ pub(crate) struct RdmaLink {
     slots_mr: MemoryRegion,
     free_send_slots: Vec<usize>,
     outbox: VecDeque<Control>,
-    /// Credits of the peer are revoked with their notification.
+    /// Credits of the peer for any channel are revoked with their notification.
     peer_revocable: bool,
     secured: Option<Secured>,
     raw: VecDeque<Vec<u8>>,
@@ -53,6 +56,10 @@ pub(crate) struct RdmaLink {
     /// Receives posted anew and not yet told to the peer.
     owed: usize,
     data: Vec<DataChannel>,
+    /// Data channels that this end has opened.
+    numbered: u32,
+    /// Windows that the device has not bound yet.
+    binding: usize,
     /// The path to the peer is a long one, over TCP.
     long: bool,
     /// The session goes on without data channels that fail to open from now on.
@@ -69,10 +76,14 @@ pub(crate) struct RdmaLink {
 
 struct DataChannel {
     qp: QueuePair,
+    /// What credits call it; the connecting end's choice.
+    number: u32,
     role: Role,
     notices: Option<(Arc<Buffer>, MemoryRegion)>,
     /// Writes under way.
     under_way: usize,
+    /// Credits of ours that only it can use, and has not.
+    granted: usize,
     /// It can be used.
     established: bool,
 }
@@ -111,6 +122,8 @@ impl RdmaLink {
             owed: 0,
             peer_revocable: true,
             data: Vec::new(),
+            numbered: 0,
+            binding: 0,
             long: false,
             joined: false,
             pool: None,
@@ -135,8 +148,8 @@ impl RdmaLink {
         let private_data = call.hello().encode();
         link.control.connect(call.addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
         link.until_established(|link| link.control.info().is_some())?;
-        if let Some((hello, count, role)) = call.early_channels(link.control_path()) {
-            link.open_data(call.addr, &hello, count, role)?;
+        if let Some((token, count, role)) = call.early_channels(link.control_path()) {
+            link.open_data(call.addr, token, count, role)?;
         }
         let peer = link.shake(call.credentials, true)?;
         Ok((link, peer))
@@ -187,13 +200,15 @@ impl RdmaLink {
     pub(crate) fn open_data(
         &mut self,
         addr: SocketAddr,
-        hello: &Hello,
+        token: Token,
         count: u32,
         role: Role,
     ) -> Result<(), LinkError> {
-        let params = ConnectParams { private_data: hello.encode(), ..ConnectParams::default() };
         for _ in 0..count {
-            let channel = self.new_channel(role)?;
+            self.numbered += 1;
+            let hello = Hello::Data { token, channel: self.numbered };
+            let params = ConnectParams { private_data: hello.encode(), ..ConnectParams::default() };
+            let channel = self.new_channel(self.numbered, role)?;
             channel.qp.connect(addr, &params)?;
             self.data.push(channel);
         }
@@ -228,7 +243,11 @@ impl RdmaLink {
     /// # Errors
     /// [`LinkError`].
     pub(crate) fn accept_data(&mut self, request: ConnectionRequest, role: Role) -> Result<(), LinkError> {
-        let mut channel = self.new_channel(role)?;
+        let number = match Hello::decode(request.private_data())? {
+            Hello::Data { channel, .. } => channel,
+            Hello::Control { .. } => return Err(LinkError::Unexpected("kind of data channel")),
+        };
+        let mut channel = self.new_channel(number, role)?;
         if role == Role::Source {
             // For the sink's first, empty message.
             channel.qp.post_recv(&RecvRequest { wr_id: 0, sges: &[] })?;
@@ -239,13 +258,14 @@ impl RdmaLink {
         Ok(())
     }
 
-    fn new_channel(&self, role: Role) -> Result<DataChannel, LinkError> {
+    fn new_channel(&self, number: u32, role: Role) -> Result<DataChannel, LinkError> {
         let (max_send, max_recv) = match role {
             Role::Source => (2 * WINDOW_MAX as u32, 1),
-            Role::Sink => (1, WINDOW_MAX as u32),
+            // The first word, and the windows of credits.
+            Role::Sink => (1 + WINDOW_MAX as u32, WINDOW_MAX as u32),
         };
         let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send, max_recv, max_sge: 1 })?;
-        let mut channel = DataChannel { qp, role, notices: None, under_way: 0, established: false };
+        let mut channel = DataChannel { qp, number, role, notices: None, under_way: 0, granted: 0, established: false };
         if role == Role::Sink {
             let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN)?);
             let mr = self.pd.register(&buffer, Access::LOCAL_WRITE)?;
@@ -305,6 +325,10 @@ impl RdmaLink {
 
     fn flush(&mut self) -> Result<(), LinkError> {
         while self.peer_room > 0 && !self.free_send_slots.is_empty() {
+            // The peer may not hear of windows before they are there, and it hears by another queue pair than theirs.
+            if self.binding > 0 && matches!(self.outbox.front(), Some(Control::RegionReply(_))) {
+                break;
+            }
             let Some(message) = self.outbox.pop_front() else { break };
             self.peer_room -= 1;
             self.transmit(&message)?;
@@ -350,13 +374,43 @@ impl RdmaLink {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub(crate) fn expose(&self, block: Block) -> Result<(Exposed, Window), LinkError> {
-        let (pool, mr) = self.attached()?;
+    pub(crate) fn expose(&mut self, block: Block) -> Result<(Exposed, Window), LinkError> {
         let at = block.payload_offset() - HEADER_LEN;
-        let len = HEADER_LEN + pool.payload_len();
-        let region = mr.bind_window(at, len, Access::REMOTE_WRITE)?;
-        let credit = Credit { block: block.index(), addr: region.addr(), rkey: region.rkey() };
+        let len = HEADER_LEN + self.attached()?.0.payload_len();
+        let (channel, region) = match self.expose_to_one(at, len)? {
+            Some(bound) => bound,
+            None => (0, self.attached()?.1.bind_window(at, len, Access::REMOTE_WRITE)?),
+        };
+        let credit = Credit { block: block.index(), channel, addr: region.addr(), rkey: region.rkey() };
         Ok((block.expose(), Window { credit, region }))
+    }
+
+    /// A window for one channel, the one that has fewest, where that is cheaper than one for all: so that those that
+    /// are quick get more. None while none is open.
+    fn expose_to_one(&mut self, at: usize, len: usize) -> Result<Option<(u32, MemoryRegion)>, LinkError> {
+        let Some((_, mr)) = self.pool.as_ref().filter(|_| self.binds_windows()) else { return Ok(None) };
+        let open = self.data.iter_mut().filter(|c| c.established && c.number != 0);
+        let Some(channel) = open.min_by_key(|c| c.granted) else { return Ok(None) };
+        match channel.qp.bind_window(mr, at, len, Access::REMOTE_WRITE, Some(KIND_BIND)) {
+            Ok(window) => {
+                channel.granted += 1;
+                self.binding += 1;
+                Ok(Some((channel.number, window)))
+            }
+            // It has not heard of the end of the requests before this one, or is about to end.
+            Err(Error::QueueFull(_) | Error::State { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn binds_windows(&self) -> bool {
+        let attributes = self.device.attributes();
+        attributes.windows && !attributes.domain_windows
+    }
+
+    /// As [`super::Link::revocable`].
+    pub(crate) fn revocable(&self) -> bool {
+        self.device.attributes().remote_invalidate && !self.binds_windows()
     }
 
     /// Writes a block's header and `len` octets of payload where the credit says, and the
@@ -377,6 +431,7 @@ impl RdmaLink {
         let sge = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN, HEADER_LEN as u32 + len)];
         let notice = [self.attached()?.1.sge(block.payload_offset() - HEADER_LEN - NOTICE_LEN, COMPLETION_LEN as u32)];
         let remote = RemoteAddr { addr: credit.addr, rkey: credit.rkey };
+        let revoked = self.peer_revocable || credit.channel != 0;
         let requests = [
             SendRequest {
                 wr_id: KIND_WRITE | index as u64,
@@ -386,12 +441,13 @@ impl RdmaLink {
             },
             SendRequest {
                 wr_id: KIND_WRITE | index as u64,
-                op: SendOp::Send { invalidate: self.peer_revocable.then_some(credit.rkey) },
+                op: SendOp::Send { invalidate: revoked.then_some(credit.rkey) },
                 payload: Payload::Sges(&notice),
                 flags: SendFlags::SIGNALED,
             },
         ];
-        let open = self.data.iter_mut().filter(|c| c.established);
+        let open =
+            self.data.iter_mut().filter(|c| c.established && (credit.channel == 0 || c.number == credit.channel));
         let channel = open.min_by_key(|c| c.under_way).ok_or(LinkError::Unexpected("block"))?;
         self.writing[index] = Some(block.expose());
         channel.under_way += 1;
@@ -507,10 +563,15 @@ impl RdmaLink {
                 self.ready.push_back(LinkEvent::Written(block.reclaim()));
                 Ok(())
             }
+            KIND_BIND => {
+                self.binding -= 1;
+                Ok(())
+            }
             KIND_NOTICE_RECV => {
                 self.heard = Instant::now();
-                let channel = self.data.iter().find(|c| c.qp.number() == wc.qp_num);
+                let channel = self.data.iter_mut().find(|c| c.qp.number() == wc.qp_num);
                 let channel = channel.ok_or(LinkError::Unexpected("notification"))?;
+                channel.granted = channel.granted.saturating_sub(1);
                 let (buffer, _) = channel.notices.as_ref().ok_or(LinkError::Unexpected("notification"))?;
                 let mut octets = [0; COMPLETION_LEN];
                 if wc.len as usize != COMPLETION_LEN {

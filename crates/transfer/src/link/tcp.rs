@@ -7,7 +7,7 @@
 
 use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, PublicKey, Secured};
-use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed};
+use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -167,8 +167,8 @@ impl TcpLink {
         let mut link = TcpLink::new(device, stream)?;
         let peer = link.shake(call.credentials, true)?;
         // Not before: the peer must have seen the greeting that goes before theirs.
-        if let Some((hello, count, role)) = call.early_channels(link.control_path()) {
-            link.open_data(call.addr, &hello, count, role)?;
+        if let Some((token, count, role)) = call.early_channels(link.control_path()) {
+            link.open_data(call.addr, token, count, role)?;
         }
         Ok((link, peer))
     }
@@ -224,13 +224,14 @@ impl TcpLink {
     pub(crate) fn open_data(
         &mut self,
         addr: SocketAddr,
-        hello: &Hello,
+        token: Token,
         count: u32,
         role: Role,
     ) -> Result<(), LinkError> {
         let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         for _ in 0..count {
-            let (teller, hello) = (self.teller.clone(), hello.clone());
+            let channel = (self.data.len() + self.opening) as u32 + 1;
+            let (teller, hello) = (self.teller.clone(), Hello::Data { token, channel });
             spawn("open", move || teller.tell(News::Opened(dial(addr, &hello), role))).map_err(lost)?;
             self.opening += 1;
         }

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     fn credit(block: u32) -> (Credit, ()) {
-        (Credit { block, addr: 0, rkey: 0 }, ())
+        (Credit { block, channel: 0, addr: 0, rkey: 0 }, ())
     }
 
     #[test]

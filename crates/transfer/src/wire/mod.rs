@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thruway_engine::integrity::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// First octets of the private data of every RFTP connection.
 pub const MAGIC: [u8; 4] = *b"TWFT";
 /// Largest control message, header included, before encryption.
@@ -47,6 +47,8 @@ pub enum Hello {
     Data {
         /// Which.
         token: Token,
+        /// The connecting end's number for it, from 1: what credits call it.
+        channel: u32,
     },
 }
 
@@ -197,7 +199,7 @@ pub struct SessionReply {
     pub offers: bool,
     /// Push to a place that swallows everything.
     pub discard: bool,
-    /// Push: keys of the daemon's credits may be revoked by Send with Invalidate.
+    /// Push: keys of the daemon's credits for any channel may be revoked by Send with Invalidate.
     pub revocable: bool,
 }
 
@@ -206,6 +208,8 @@ pub struct SessionReply {
 pub struct Credit {
     /// Number of the block at the sink.
     pub block: u32,
+    /// Number of the only data channel that may use it; its key is revoked with the notification. 0: any of them.
+    pub channel: u32,
     /// Where its header begins.
     pub addr: u64,
     /// Key of exactly its memory.
@@ -511,7 +515,7 @@ mod tests {
             Control::ChannelsReply(2),
             Control::MoreChannels(3),
             Control::RegionRequest,
-            Control::RegionReply(vec![Credit { block: 1, addr: u64::MAX, rkey: 5 }]),
+            Control::RegionReply(vec![Credit { block: 1, channel: 64, addr: u64::MAX, rkey: 5 }]),
             Control::DataSetComplete(77),
             Control::DataSetReply(Summary { files: 1, ..Summary::default() }),
             Control::Report(Report { path: b"p".to_vec(), message: "m".into() }),

@@ -349,7 +349,7 @@ impl SinkEnd {
             let rkey = self.next_key;
             self.next_key += 1;
             self.exposed.insert(block, rkey);
-            granted.push((Credit { block, addr: 0, rkey }, block));
+            granted.push((Credit { block, channel: 0, addr: 0, rkey }, block));
         }
         if let Some(message) = self.core.grant(granted) {
             net.say_to_source(&message);

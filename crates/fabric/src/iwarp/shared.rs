@@ -1,0 +1,96 @@
+//! What queue pairs of one device have in common: completion queues, and shared receive queues.
+
+use super::connection::SharedReceives;
+use super::device::Context;
+use crate::provider::{CompletionQueueOps, SharedReceiveOps};
+use crate::reservation::{HasRoom, Reservation, SharedRoom};
+use crate::types::{RecvRequest, Result, WorkCompletion};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+/// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
+pub(super) struct CompletionRing {
+    pub(super) ctx: Arc<Context>,
+    pub(super) room: Reservation,
+    queue: Mutex<VecDeque<WorkCompletion>>,
+}
+
+impl HasRoom for CompletionRing {
+    fn room(&self) -> &Reservation {
+        &self.room
+    }
+}
+
+impl CompletionRing {
+    pub(super) fn new(ctx: Arc<Context>, capacity: usize) -> CompletionRing {
+        CompletionRing { ctx, room: Reservation::new(capacity), queue: Mutex::default() }
+    }
+
+    pub(super) fn push(&self, completion: WorkCompletion) {
+        self.queue.lock().expect("no panics under the lock").push_back(completion);
+        self.ctx.count_unpolled();
+    }
+
+    fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        let mut queue = self.queue.lock().expect("no panics under the lock");
+        let n = queue.len().min(max);
+        out.extend(queue.drain(..n));
+        drop(queue);
+        if n > 0 {
+            self.ctx.discount_unpolled(n);
+        }
+        n
+    }
+}
+
+pub(super) struct CompletionQueueHandle(pub(super) Arc<CompletionRing>);
+
+impl CompletionQueueOps for CompletionQueueHandle {
+    fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        match self.0.take(out, max) {
+            0 => {
+                self.0.ctx.drive();
+                self.0.take(out, max)
+            }
+            n => n,
+        }
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl Drop for CompletionQueueHandle {
+    fn drop(&mut self) {
+        // Completions nobody can poll any more must not keep the device awake.
+        let left = std::mem::take(&mut *self.0.queue.lock().expect("no panics under the lock"));
+        self.0.ctx.discount_unpolled(left.len());
+    }
+}
+
+/// Receives that several queue pairs take from.
+pub(super) struct SharedQueue {
+    pub(super) ctx: Arc<Context>,
+    pub(super) receives: Arc<SharedReceives>,
+    pub(super) room: SharedRoom<CompletionRing>,
+}
+
+impl SharedQueue {
+    pub(super) fn new(ctx: Arc<Context>, pd: u32, max_recv: u32, max_sge: u32) -> SharedQueue {
+        let receives = Arc::new(SharedReceives::new(pd, max_recv, max_sge));
+        SharedQueue { ctx, receives, room: SharedRoom::new(max_recv) }
+    }
+}
+
+pub(super) struct SharedHandle(pub(super) Arc<SharedQueue>);
+
+impl SharedReceiveOps for SharedHandle {
+    fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        self.0.receives.post(self.0.ctx.table(), request)
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}

@@ -1,0 +1,122 @@
+//! Shared receive queues.
+
+use super::abi::*;
+use super::completion::Queue;
+use super::device::{Context, ProtectionDomain, failed, lock};
+use super::endpoint::{post_error, receive_elements};
+use crate::provider::SharedReceiveOps;
+use crate::reservation::SharedRoom;
+use crate::{Error, RecvRequest, Result};
+use std::sync::{Arc, Mutex};
+
+/// Receives that several queue pairs take from.
+pub(super) struct SharedReceives {
+    pub(super) context: Arc<Context>,
+    pub(super) pd: Arc<ProtectionDomain>,
+    pub(super) raw: *mut ibv_srq,
+    max_recv: usize,
+    max_sge: usize,
+    posted: Mutex<Slots>,
+    pub(super) room: SharedRoom<Queue>,
+}
+
+/// The consumer's identifiers of what is posted. Receives can finish in another order than they were posted in, so the
+/// device is told the number of a slot.
+#[derive(Default)]
+struct Slots {
+    ids: Vec<u64>,
+    free: Vec<usize>,
+}
+
+// SAFETY: as for `Context`.
+unsafe impl Send for SharedReceives {}
+// SAFETY: as above.
+unsafe impl Sync for SharedReceives {}
+
+impl SharedReceives {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        pd: Arc<ProtectionDomain>,
+        max_recv: u32,
+        max_sge: u32,
+    ) -> Result<Arc<SharedReceives>> {
+        let mut attr = ibv_srq_init_attr { srq_context: std::ptr::null_mut(), max_wr: max_recv, max_sge, srq_limit: 0 };
+        // SAFETY: a live protection domain, which the queue holds.
+        let raw = unsafe { (context.lib.ibv_create_srq)(pd.raw, &raw mut attr) };
+        if raw.is_null() {
+            return Err(failed("making a shared receive queue"));
+        }
+        Ok(Arc::new(SharedReceives {
+            context: Arc::clone(context),
+            pd,
+            raw,
+            max_recv: max_recv as usize,
+            max_sge: max_sge as usize,
+            posted: Mutex::default(),
+            room: SharedRoom::new(max_recv),
+        }))
+    }
+
+    fn post(&self, request: &RecvRequest<'_>) -> Result<()> {
+        if request.sges.len() > self.max_sge {
+            let (got, limit) = (request.sges.len() as u64, self.max_sge as u64);
+            return Err(Error::Limit { what: "elements of a request", got, limit });
+        }
+        self.context.check_local(self.pd.raw, request.sges, true)?;
+        // SAFETY: a live context.
+        let post = unsafe { (*self.context.verbs).ops.post_srq_recv };
+        let post = post.ok_or(Error::Unsupported("shared receive queues with this device's library"))?;
+        let mut slots = lock(&self.posted);
+        if slots.ids.len() - slots.free.len() >= self.max_recv {
+            return Err(Error::QueueFull("shared receive"));
+        }
+        let slot = slots.free.pop().unwrap_or(slots.ids.len());
+        let mut sges = receive_elements(request);
+        let mut wr = ibv_recv_wr {
+            wr_id: SHARED + slot as u64,
+            next: std::ptr::null_mut(),
+            sg_list: sges.as_mut_ptr(),
+            num_sge: sges.len() as i32,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a live queue and request.
+        let rc = unsafe { post(self.raw, &raw mut wr, &raw mut bad) };
+        if slot == slots.ids.len() {
+            slots.ids.push(request.wr_id);
+        } else {
+            slots.ids[slot] = request.wr_id;
+        }
+        post_error(rc, "posting a shared receive", "shared receive").inspect_err(|_| slots.free.push(slot))
+    }
+
+    /// A receive is done: the consumer's identifier.
+    pub(super) fn finish(&self, wr_id: u64) -> Option<u64> {
+        let slot = usize::try_from(wr_id.checked_sub(SHARED)?).ok()?;
+        let mut slots = lock(&self.posted);
+        let id = *slots.ids.get(slot)?;
+        slots.free.push(slot);
+        Some(id)
+    }
+}
+
+/// The first identifier of a shared receive as the device sees it; below are those of a queue pair's own.
+pub(super) const SHARED: u64 = 2;
+
+impl Drop for SharedReceives {
+    fn drop(&mut self) {
+        // SAFETY: queue pairs hold it, so none uses it.
+        unsafe { (self.context.lib.ibv_destroy_srq)(self.raw) };
+    }
+}
+
+pub(super) struct SharedHandle(pub(super) Arc<SharedReceives>);
+
+impl SharedReceiveOps for SharedHandle {
+    fn post_recv(&self, request: &RecvRequest<'_>) -> Result<()> {
+        self.0.post(request)
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
