@@ -378,6 +378,12 @@ impl Endpoint {
                     let why = format!("the address is not reached through {}", self.context.attributes.name);
                     return self.end(&mut state, ConnectionError::Lost(why));
                 }
+                // SAFETY: as above.
+                let port = unsafe { (*id).port_num };
+                if let Some(down) = super::port_that_is_down(&self.context.attributes.name, port.into()) {
+                    // Nothing sent now could arrive, and rxe never sends another call once one has failed.
+                    return self.end(&mut state, ConnectionError::Lost(down));
+                }
                 // SAFETY: a live identifier.
                 if unsafe { (lib.rdma_resolve_route)(id, timeout_of(&state)) } != 0 {
                     let why = format!("finding a route: {}", io::Error::last_os_error());

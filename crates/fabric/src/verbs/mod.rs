@@ -134,6 +134,13 @@ pub fn devices() -> Result<Vec<DeviceDescription>, String> {
     Ok(described(Path::new("/sys/class/infiniband")))
 }
 
+/// What to say of a port that cannot be used; none if it can, or if nothing is known of it.
+fn port_that_is_down(device: &str, port: u32) -> Option<String> {
+    let state = std::fs::read_to_string(format!("/sys/class/infiniband/{device}/ports/{port}/state")).ok()?;
+    let state = state.trim();
+    (!state.ends_with("ACTIVE")).then(|| format!("port {port} of {device} is down ({state})"))
+}
+
 fn described(class: &Path) -> Vec<DeviceDescription> {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default().trim().to_string();
     let Ok(entries) = std::fs::read_dir(class) else { return Vec::new() };
