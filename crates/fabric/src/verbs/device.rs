@@ -41,6 +41,7 @@ pub(super) struct Context {
     pub(super) iwarp: bool,
     /// Linux's software iWARP, which differs from what its verbs promise in places.
     pub(super) siw: bool,
+    filler: Option<Arc<Filler>>,
     pds: Mutex<HashMap<u32, Arc<ProtectionDomain>>>,
     next_pd: AtomicU32,
     pub(super) cqs: Mutex<Vec<Weak<Queue>>>,
@@ -84,6 +85,46 @@ impl Drop for ProtectionDomain {
     fn drop(&mut self) {
         // SAFETY: ours; regions and queue pairs of it hold it, so none is left.
         unsafe { (self.lib.ibv_dealloc_pd)(self.raw) };
+    }
+}
+
+/// A completion queue that nobody uses. libsiw takes the place 0x90000 among the queues that a process maps for the
+/// mark of a failure, and refuses the queue pair that gets it, some seventy in; so something larger is put across it.
+struct Filler {
+    lib: &'static Library,
+    raw: *mut ibv_cq,
+}
+
+// SAFETY: rdma-core's objects may be used from any thread.
+unsafe impl Send for Filler {}
+// SAFETY: as above.
+unsafe impl Sync for Filler {}
+
+impl Filler {
+    /// Entries of 32 octets, of which siw makes a power of two: a megabyte.
+    const ENTRIES: i32 = 0x92000 / 32;
+
+    /// The one of this hardware; none if it cannot be had, which only limits the number of queue pairs.
+    fn of(lib: &'static Library, verbs: *mut ibv_context) -> Option<Arc<Filler>> {
+        static KNOWN: Mutex<Vec<(usize, Weak<Filler>)>> = Mutex::new(Vec::new());
+        let mut known = lock(&KNOWN);
+        known.retain(|(_, filler)| filler.strong_count() > 0);
+        if let Some(filler) = known.iter().find(|(of, _)| *of == verbs as usize).and_then(|(_, f)| f.upgrade()) {
+            return Some(filler);
+        }
+        let nobody = std::ptr::null_mut();
+        // SAFETY: an open context.
+        let raw = unsafe { (lib.ibv_create_cq)(verbs, Filler::ENTRIES, nobody, std::ptr::null_mut(), 0) };
+        let filler = (!raw.is_null()).then(|| Arc::new(Filler { lib, raw }))?;
+        known.push((verbs as usize, Arc::downgrade(&filler)));
+        Some(filler)
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        // SAFETY: ours, and nothing uses it.
+        unsafe { (self.lib.ibv_destroy_cq)(self.raw) };
     }
 }
 
@@ -246,6 +287,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         attributes,
         iwarp,
         siw: attr.vendor_id == VENDOR_SIW,
+        filler: (attr.vendor_id == VENDOR_SIW).then(|| Filler::of(lib, verbs)).flatten(),
         pds: Mutex::default(),
         next_pd: AtomicU32::new(1),
         cqs: Mutex::default(),
@@ -272,6 +314,8 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
 impl Drop for Context {
     fn drop(&mut self) {
         self.pds.get_mut().expect("no panics under the lock").clear();
+        // Before the hardware is let go of below.
+        self.filler = None;
         // SAFETY: queue pairs, identifiers and completion queues hold the context, so none is left.
         unsafe {
             (self.lib.ibv_destroy_comp_channel)(self.channel);
