@@ -18,6 +18,7 @@ cargo xtask TASK
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD
                                  a command in such a guest, over this machine's files
+  fio           builds fio's external engine for the fio that is installed; prints where it is
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
 ";
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         ["vm", "test"] => setup().and_then(|()| vm::test("")),
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
         ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
+        ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["fuzz", seconds] => fuzz(seconds),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {

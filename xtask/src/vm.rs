@@ -161,12 +161,14 @@ pub fn test(filter: &str) -> Result<(), String> {
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
     }
+    run("fio's engine", "bash", &["crates/fio/build"])?;
     let mut failed = Vec::new();
     for test in &tests {
         let command = format!(
-            "set -euo pipefail; export THRUWAY='{}' VERBS_TESTS='{}'; . '{}'; . '{}'",
+            "set -euo pipefail; export THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'; . '{}'",
             top().join("target/release/thruway").display(),
             verbs_tests.display(),
+            top().join("target/release/thruway-fio.so").display(),
             top().join("testbed/lib.sh").display(),
             test.path.display()
         );

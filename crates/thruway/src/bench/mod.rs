@@ -7,6 +7,7 @@
 mod client;
 mod devices;
 mod link;
+mod region;
 mod report;
 mod rping;
 mod server;
@@ -27,6 +28,7 @@ use thruway_fabric::{Provider, iwarp, verbs};
   thruway bench bw --connect host:7118 --op read --qps 4
   thruway bench devices
   thruway bench suite --output report
+  thruway bench region --listen 127.0.0.1:7119 --size 1G
   thruway bench rping --listen 0.0.0.0:7174       and, with RDMA: rping -c -a HOST -C 10")]
 pub struct BenchArgs {
     #[command(subcommand)]
@@ -39,6 +41,8 @@ enum What {
     Lat(TestArgs),
     /// Rate with many operations under way
     Bw(TestArgs),
+    /// Lend memory to fio, which reads and writes it with the engine that `cargo xtask fio` builds
+    Region(region::RegionArgs),
     /// The ping of rdmacm-utils' rping, in either role
     Rping(rping::RpingArgs),
     /// The figures of the published works, measured again: an HTML page with plots, and JSON
@@ -256,6 +260,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
     let result = match &args.what {
         What::Lat(test) => measure(test, true, common),
         What::Bw(test) => measure(test, false, common),
+        What::Region(args) => region::run(args, common),
         What::Rping(args) => rping::run(args, common),
         What::Suite(args) => suite::run(args, common),
         What::Devices => {

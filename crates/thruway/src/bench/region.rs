@@ -1,0 +1,38 @@
+//! `thruway bench region`: memory for fio's engine.
+
+use super::BenchProvider;
+use crate::Common;
+use clap::Args;
+use std::net::SocketAddr;
+use thruway_fabric::{Provider, iwarp, verbs};
+use thruway_fio::Target;
+
+/// Arguments of `thruway bench region`.
+#[derive(Args)]
+pub(super) struct RegionArgs {
+    /// Where to listen (port 0: any; the address is printed). Everybody who can connect can read and write
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: SocketAddr,
+    /// How much memory
+    #[arg(long, default_value = "1G", value_parser = crate::units::parse_size)]
+    size: u64,
+    /// What carries the requests
+    #[arg(long, value_enum, default_value_t = BenchProvider::Iwarp)]
+    provider: BenchProvider,
+}
+
+pub(super) fn run(args: &RegionArgs, common: &Common) -> Result<(), String> {
+    let provider: Provider = match args.provider {
+        BenchProvider::Iwarp => iwarp::Config::default().into(),
+        BenchProvider::Verbs => verbs::Config::at(args.listen.ip()).map_err(|e| e.to_string())?.into(),
+    };
+    let size = usize::try_from(args.size).map_err(|_| "--size is more than this machine can address".to_string())?;
+    let target = Target::open(&provider, args.listen, size).map_err(|e| e.to_string())?;
+    let addr = target.local_addr();
+    if common.json {
+        println!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
+    } else if !common.quiet {
+        eprintln!("listening on {addr}, {size} octets");
+    }
+    target.serve(|| false).map_err(|e| e.to_string())
+}
