@@ -14,6 +14,9 @@ const LONG: Duration = Duration::from_millis(2);
 /// Octets a socket on a long path takes beyond what is on its way.
 const UNSENT_MAX: libc::c_int = 256 << 10;
 
+/// Octets a socket on a long path may be sent before anything is known of its rate.
+const WINDOW: libc::c_int = 1 << 20;
+
 /// What TCP knows of a path, now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Path {
@@ -68,7 +71,8 @@ impl Path {
 /// Fits a new connection to its path.
 ///
 /// On a long path the socket takes little beyond what is on its way, so that what it takes is soon
-/// gone, and whoever deals out work to several connections need not decide early. Sets the
+/// gone, and whoever deals out work to several connections need not decide early; and its window opens wide
+/// at once, instead of by what came in the last round trip. Sets the
 /// congestion control: `wanted`; or, within one host, cubic, because
 /// pacing by a measured rate halves the rate of the loopback device; or, on a long path, BBR,
 /// which losses without congestion do not slow down; or the system's own.
@@ -78,7 +82,8 @@ pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
     let long = Path::of(stream).is_some_and(|p| p.round_trip >= LONG);
     if long {
         // The option exists wherever the rest of this does.
-        let _ = set_unsent_max(stream);
+        let _ = set(stream, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, UNSENT_MAX);
+        widen(stream);
     }
     let name = match wanted {
         Some(name) => name,
@@ -91,14 +96,21 @@ pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
     }
 }
 
-fn set_unsent_max(stream: &TcpStream) -> io::Result<()> {
-    let value: libc::c_int = UNSENT_MAX;
+/// Makes room for what may come. To ask for a buffer of a size would end its growing later; to wait for much at once, which is
+/// taken back before anybody waits, makes the kernel provide for that much (`tcp_set_rcvlowat`).
+fn widen(stream: &TcpStream) {
+    for least in [WINDOW, 1] {
+        let _ = set(stream, libc::SOL_SOCKET, libc::SO_RCVLOWAT, least);
+    }
+}
+
+fn set(stream: &TcpStream, level: libc::c_int, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     // SAFETY: `value` is valid for reading and its length is told.
     let rc = unsafe {
         libc::setsockopt(
             stream.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_NOTSENT_LOWAT,
+            level,
+            option,
             (&raw const value).cast(),
             size_of::<libc::c_int>() as libc::socklen_t,
         )
@@ -127,5 +139,18 @@ mod tests {
         assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
         fit(&far, peer, Some("no such thing"));
         assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
+    }
+
+    #[test]
+    fn a_widened_socket_has_room_and_still_tells_of_every_octet() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        widen(&far);
+        assert!(sockopt::socket_recv_buffer_size(&far).unwrap() >= WINDOW as usize);
+        near.write_all(b"x").unwrap();
+        let mut told = [rustix::event::PollFd::new(&far, rustix::event::PollFlags::IN)];
+        assert_eq!(rustix::event::poll(&mut told, None).unwrap(), 1);
+        far.read_exact(&mut [0]).unwrap();
     }
 }
