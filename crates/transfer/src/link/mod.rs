@@ -507,9 +507,18 @@ impl Link {
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message
     /// is not lost to a reset.
     pub fn close(self) {
+        self.end(true);
+    }
+
+    /// Closes in order after a session of which both ends know how it went: on a long path without a round trip more.
+    pub fn leave(self) {
+        self.end(false);
+    }
+
+    fn end(self, expected: bool) {
         match self.0 {
-            Inner::Rdma(link) => link.close(),
-            Inner::Tcp(link) => link.close(),
+            Inner::Rdma(link) => link.close(expected),
+            Inner::Tcp(link) => link.close(expected),
         }
     }
 }

@@ -599,16 +599,21 @@ impl RdmaLink {
     }
 
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message
-    /// is not lost to a reset.
-    pub(crate) fn close(mut self) {
+    /// is not lost to a reset: unless nothing more is `expected` of the peer, and the path is a long one, where TCP has the
+    /// last message by then and sees to it.
+    pub(crate) fn close(mut self, expected: bool) {
         let start = Instant::now();
         let limit = Duration::from_secs(2);
-        while !self.outbox.is_empty() && start.elapsed() < limit {
+        let unsent = |link: &RdmaLink| !link.outbox.is_empty() || link.free_send_slots.len() < CONTROL_RECEIVES;
+        while unsent(&self) && start.elapsed() < limit {
             if self.turn(Duration::from_millis(100)).is_err() {
                 return;
             }
         }
         self.control.disconnect();
+        if self.long && !expected {
+            return;
+        }
         let mut ignored = Vec::new();
         while self.control.error().is_none() && start.elapsed() < limit {
             // What nobody takes would keep the device awake.

@@ -428,9 +428,12 @@ impl TcpLink {
         Ok(())
     }
 
-    /// As [`super::Link::close`].
-    pub(crate) fn close(mut self) {
+    /// As [`super::Link::close`], or as [`super::Link::leave`] if nothing is `expected` of the peer.
+    pub(crate) fn close(mut self, expected: bool) {
         let _ = self.control.shutdown(Shutdown::Write);
+        if !expected && self.control_path().is_some_and(|p| p.round_trip >= super::growth::ROUND_TRIP_MIN) {
+            return;
+        }
         let start = Instant::now();
         while self.ended.is_none() && start.elapsed() < Duration::from_secs(2) {
             if self.take_news().is_err() {

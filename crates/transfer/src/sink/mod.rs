@@ -195,14 +195,15 @@ pub fn run(
     files.close();
     committer.stop();
     // A source that takes its leave has heard how it went. If it has not, the same job will come
-    // again, and the journal tells it what is done; with failures left, it tries what is missing.
+    // again, and the journal tells it what is done; with failures left, it tries what is missing. Where the job
+    // is this end's own, this end knows.
     if let (Ok(Summary { failed: 0, .. }), Some(journal)) = (&result, &journal)
-        && took_leave(&mut link)
+        && (matches!(channels, Channels::Open { .. }) || took_leave(&mut link))
     {
         journal.remove();
     }
     drop((files, journal));
-    link.close();
+    if result.is_ok() { link.leave() } else { link.close() }
     result
 }
 

@@ -96,7 +96,7 @@ pub fn run(
     drop(source);
     cancel.store(true, Ordering::SeqCst);
     ahead.close();
-    link.close();
+    if result.is_ok() { link.leave() } else { link.close() }
     let walked = thread.join();
     if walked.is_err() {
         return Err(SessionError::Local("the walker panicked".into()));
