@@ -565,6 +565,12 @@ impl QueuePair {
         self.ops.info()
     }
 
+    /// What is known of the path to the peer now, where the device can tell; over TCP from when that is connected, a round
+    /// trip before [`ConnectionEvent::Established`].
+    pub fn path(&self) -> Option<Path> {
+        self.ops.path()
+    }
+
     /// Why the connection ended, if it has.
     pub fn error(&self) -> Option<ConnectionError> {
         self.ops.error()

@@ -91,6 +91,7 @@ pub(crate) trait QueuePairOps: Send + Sync {
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()>;
     fn disconnect(&self);
     fn info(&self) -> Option<crate::ConnectionInfo>;
+    fn path(&self) -> Option<crate::Path>;
     fn error(&self) -> Option<ConnectionError>;
     /// The consumer's handle is gone.
     fn destroy(&self);

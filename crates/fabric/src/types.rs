@@ -247,8 +247,10 @@ pub struct DeviceAttributes {
     pub max_inline: u32,
     /// Most reads and atomics outstanding in each direction.
     pub max_read_depth: u16,
-    /// Most octets of connection private data.
+    /// Most octets of private data of a connection request.
     pub max_private_data: usize,
+    /// Most octets of private data of its acceptance.
+    pub max_reply_data: usize,
     /// Atomics are offered (the peer must have them too).
     pub atomics: bool,
     /// Write with immediate is offered (the peer must have it too).
@@ -289,7 +291,7 @@ impl Default for ConnectParams {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectionError {
     /// The peer's consumer refused.
-    #[error("the peer refused the connection")]
+    #[error("the peer refused the connection{}", reason(private_data))]
     Rejected {
         /// What it had to say.
         private_data: Vec<u8>,
@@ -309,6 +311,13 @@ pub enum ConnectionError {
     /// The peer closed in order, between messages.
     #[error("the peer closed the connection")]
     Closed,
+}
+
+/// What a refusal says, if it is text.
+fn reason(private_data: &[u8]) -> String {
+    let text =
+        std::str::from_utf8(private_data).unwrap_or("").trim_matches(|c: char| c.is_control() || c.is_whitespace());
+    if text.is_empty() || text.contains(char::is_control) { String::new() } else { format!(": {text}") }
 }
 
 /// Why a call failed.

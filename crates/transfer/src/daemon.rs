@@ -4,6 +4,7 @@
 //! of its own, so nothing on the data path is shared between sessions but the stages' queues.
 
 use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights};
+use crate::doors::Doors;
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink::{self, Prepared, Target};
@@ -11,13 +12,12 @@ use crate::source::{self, Root};
 use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token};
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::security::Sealer;
@@ -75,22 +75,13 @@ struct Shared {
     config: Config,
     engines: Arc<Engines>,
     exports: HashMap<String, (Arc<OwnedFd>, bool)>,
-    sessions: Mutex<HashMap<Token, Doorway>>,
+    doors: Mutex<Doors<Arrival>>,
     next_session: AtomicU32,
     active: AtomicUsize,
     /// Threads that read a greeting.
     greeting: AtomicUsize,
     stop: AtomicBool,
     listener: Device,
-}
-
-/// Where a session's data connections are handed in.
-struct Doorway {
-    sender: Sender<Arrival>,
-    /// Handed in so far.
-    count: u32,
-    /// To wake the session, once it has a device.
-    device: Option<Device>,
 }
 
 /// Stops a daemon from another thread.
@@ -146,7 +137,7 @@ impl Daemon {
             config,
             engines,
             exports,
-            sessions: Mutex::default(),
+            doors: Mutex::default(),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
             greeting: AtomicUsize::new(0),
@@ -177,7 +168,11 @@ impl Daemon {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, .. }) => shared.route_stream(stream, prefix),
                 Some(_) => {}
-                None => self.device.wait(Some(Duration::from_secs(5))).map_err(|e| e.to_string())?,
+                None => {
+                    let next = lock(&shared.doors).expire(Instant::now());
+                    let limit = next.unwrap_or(Duration::from_secs(5));
+                    self.device.wait(Some(limit)).map_err(|e| e.to_string())?;
+                }
             }
         }
         drop(self.listeners);
@@ -199,8 +194,8 @@ impl Shared {
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                if let Some(Arrival::Rdma(request)) = self.hand_in(&token, Arrival::Rdma(request)) {
-                    request.reject(b"no such session, or enough data channels");
+                if let Some(Arrival::Rdma(request)) = self.hand_in(token, Arrival::Rdma(request)) {
+                    request.reject(b"too many data channels");
                 }
             }
             Err(malformed) => {
@@ -239,21 +234,15 @@ impl Shared {
                 self.begin(Arrival::Tcp(stream), *token, peer);
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.hand_in(token, Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.hand_in(*token, Arrival::Tcp(stream))),
         }
     }
 
-    /// Hands a data connection to its session; gives back one that has none, or enough.
-    fn hand_in(&self, token: &Token, arrival: Arrival) -> Option<Arrival> {
-        let mut sessions = self.sessions.lock().expect("no panics under the lock");
-        let Some(doorway) = sessions.get_mut(token).filter(|d| d.count < wire::CHANNELS_MAX) else {
-            return Some(arrival);
-        };
-        doorway.count += 1;
-        let given_back = doorway.sender.send(arrival).err().map(|e| e.0);
-        if let Some(device) = &doorway.device {
-            device.wake();
-        }
+    /// Hands a data connection to its session; gives back one too many.
+    fn hand_in(&self, token: Token, arrival: Arrival) -> Option<Arrival> {
+        let given_back = lock(&self.doors).hand_in(token, arrival, Instant::now());
+        // Who drops those that have waited too long sleeps until then.
+        self.listener.wake();
         given_back
     }
 
@@ -268,14 +257,16 @@ impl Shared {
         }
         let shared = Arc::clone(self);
         // Its data connections may come as soon as this one has been answered.
-        let Some((doors, arrivals)) = Doors::open(self, token) else {
+        let opened = lock(&self.doors).open(token, Instant::now());
+        let Some(arrivals) = opened else {
             self.active.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%peer, "refused: the token of another session");
             return;
         };
+        let door = Door { shared: Arc::clone(self), token };
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
-            let outcome = Session { shared: &shared, doors, peer }.run(arrival, arrivals);
+            let outcome = Session { shared: &shared, door, peer }.run(arrival, arrivals);
             match outcome {
                 Ok(Some(summary)) => tracing::info!(%peer, ?summary, "session done"),
                 Ok(None) => {}
@@ -297,7 +288,7 @@ impl Shared {
 /// One session on its thread.
 struct Session<'a> {
     shared: &'a Arc<Shared>,
-    doors: Doors,
+    door: Door,
     peer: SocketAddr,
 }
 
@@ -312,7 +303,7 @@ impl Session<'_> {
     fn run(&self, arrival: Arrival, arrivals: Receiver<Arrival>) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
         let device = config.fabric.open()?;
-        self.doors.wake(&device);
+        lock(&self.shared.doors).wake(&self.door.token, &device);
         let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
         let rights = match self.rights(key) {
             Some(rights) => rights,
@@ -501,37 +492,20 @@ pub(crate) fn acceptable_block(len: u32) -> bool {
     wire::BLOCK_LEN.contains(&len) && len.is_multiple_of(4096)
 }
 
-/// A session's entry in the table of those that expect data connections.
-struct Doors {
+/// Data connections of a session come in while it lives.
+struct Door {
     shared: Arc<Shared>,
     token: Token,
 }
 
-impl Doors {
-    /// `None` if another session uses the token.
-    fn open(shared: &Arc<Shared>, token: Token) -> Option<(Doors, Receiver<Arrival>)> {
-        let (sender, receiver) = channel();
-        let mut sessions = shared.sessions.lock().expect("no panics under the lock");
-        match sessions.entry(token) {
-            Entry::Occupied(_) => return None,
-            Entry::Vacant(entry) => entry.insert(Doorway { sender, count: 0, device: None }),
-        };
-        Some((Doors { shared: Arc::clone(shared), token }, receiver))
-    }
-
-    /// From now on, who waits on the device hears of arrivals.
-    fn wake(&self, device: &Device) {
-        let mut sessions = self.shared.sessions.lock().expect("no panics under the lock");
-        if let Some(doorway) = sessions.get_mut(&self.token) {
-            doorway.device = Some(device.clone());
-        }
+impl Drop for Door {
+    fn drop(&mut self) {
+        lock(&self.shared.doors).close(&self.token);
     }
 }
 
-impl Drop for Doors {
-    fn drop(&mut self) {
-        self.shared.sessions.lock().expect("no panics under the lock").remove(&self.token);
-    }
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().expect("no panics under the lock")
 }
 
 fn open_dir(export: &OwnedFd, path: &[u8]) -> rustix::io::Result<OwnedFd> {

@@ -12,6 +12,7 @@
 pub mod auth;
 pub mod client;
 pub mod daemon;
+mod doors;
 pub mod filter;
 pub mod link;
 mod protocol;

@@ -178,6 +178,7 @@ impl Context {
             max_inline: MAX_INLINE as u32,
             max_read_depth: MAX_DEPTH,
             max_private_data: mpa::MAX_PRIVATE_DATA - 4,
+            max_reply_data: mpa::MAX_PRIVATE_DATA - 4,
             atomics: config.announce,
             immediate: config.announce,
             remote_invalidate: true,

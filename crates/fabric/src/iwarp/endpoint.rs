@@ -594,12 +594,18 @@ impl QueuePairOps for Endpoint {
     }
 
     fn info(&self) -> Option<ConnectionInfo> {
-        let guard = self.lock();
-        let mut info = guard.info.clone()?;
-        if let Phase::Live(live) = &guard.phase {
-            info.path = Path::of(&live.stream);
-        }
+        let path = self.path();
+        let mut info = self.lock().info.clone()?;
+        info.path = path;
         Some(info)
+    }
+
+    fn path(&self) -> Option<Path> {
+        match &self.lock().phase {
+            Phase::Live(live) => Path::of(&live.stream),
+            Phase::Connecting(c) if c.connected => Path::of(&c.stream),
+            _ => None,
+        }
     }
 
     fn error(&self) -> Option<ConnectionError> {

@@ -232,6 +232,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         max_inline: MAX_INLINE,
         max_read_depth: depth(attr.max_qp_rd_atom).min(depth(attr.max_qp_init_rd_atom)).max(1),
         max_private_data: if iwarp { 255 } else { 56 },
+        max_reply_data: if iwarp { 255 } else { 196 },
         atomics: attr.atomic_cap != 0 && !iwarp,
         immediate: !iwarp,
         // What peers of InfiniBand and RoCE can revoke is windows.

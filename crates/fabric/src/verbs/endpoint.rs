@@ -484,8 +484,7 @@ impl Endpoint {
         }
     }
 
-    fn check_params(&self, params: &ConnectParams) -> Result<()> {
-        let limit = self.context.attributes.max_private_data;
+    fn check_params(params: &ConnectParams, limit: usize) -> Result<()> {
         if params.private_data.len() > limit {
             let got = params.private_data.len() as u64;
             return Err(Error::Limit { what: "private data", got, limit: limit as u64 });
@@ -707,7 +706,7 @@ impl QueuePairOps for Endpoint {
     }
 
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()> {
-        self.check_params(params)?;
+        Endpoint::check_params(params, self.context.attributes.max_private_data)?;
         let mut state = self.lock();
         if state.phase != Phase::Idle {
             return Err(Error::State { qp_num: self.number, state: "in use already" });
@@ -746,6 +745,10 @@ impl QueuePairOps for Endpoint {
 
     fn info(&self) -> Option<ConnectionInfo> {
         self.lock().info.clone()
+    }
+
+    fn path(&self) -> Option<crate::Path> {
+        None
     }
 
     fn error(&self) -> Option<ConnectionError> {
@@ -912,7 +915,7 @@ impl RequestOps for Request {
     fn accept(mut self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()> {
         let endpoint = qp.as_any().downcast_ref::<Endpoint>();
         let endpoint = endpoint.ok_or(Error::Unsupported("a queue pair of another provider"))?;
-        endpoint.check_params(params)?;
+        Endpoint::check_params(params, endpoint.context.attributes.max_reply_data)?;
         let lib = self.context.lib;
         let mut state = endpoint.lock();
         if state.phase != Phase::Idle {

@@ -8,6 +8,7 @@ fn capabilities(a: &DeviceAttributes) -> Value {
     json!({
         "max_sge": a.max_sge, "max_queue": a.max_queue, "max_inline": a.max_inline,
         "max_read_depth": a.max_read_depth, "max_private_data": a.max_private_data,
+        "max_reply_data": a.max_reply_data,
         "atomics": a.atomics, "immediate": a.immediate, "remote_invalidate": a.remote_invalidate,
         "windows": a.windows, "max_shared_receives": a.max_shared_receives, "on_demand": a.on_demand,
     })

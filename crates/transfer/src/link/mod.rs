@@ -184,9 +184,8 @@ trait ControlChannel {
     /// Waits up to `limit` for something to happen.
     fn turn(&mut self, limit: Duration) -> Result<(), LinkError>;
 
-    /// Goes through the handshake; returns the peer's key, if it has one.
-    fn shake(&mut self, credentials: &Credentials, initiator: bool) -> Result<Option<PublicKey>, LinkError> {
-        let mut handshake = Handshake::new(credentials, initiator);
+    /// Goes through what is left of the handshake; returns the peer's key, if it has one.
+    fn shake(&mut self, mut handshake: Handshake) -> Result<Option<PublicKey>, LinkError> {
         while !handshake.is_finished() {
             if handshake.is_my_turn() {
                 let message = handshake.write();

@@ -3,7 +3,7 @@
 
 use super::growth::ROUND_TRIP_MIN;
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, PublicKey, SEAL_LEN, Secured};
+use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
 use crate::wire::{
     self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed, Token,
@@ -145,13 +145,32 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let private_data = call.hello().encode();
+        let mut handshake = Handshake::new(call.credentials, true);
+        // The handshake begins in the connection request where that has room for it: a round trip less.
+        let mut private_data = call.hello().encode();
+        let first = handshake.write();
+        let rides = private_data.len() + first.len() <= link.device.attributes().max_private_data;
+        if rides {
+            private_data.extend_from_slice(&first);
+        }
         link.control.connect(call.addr, &ConnectParams { private_data, ..ConnectParams::default() })?;
-        link.until_established(|link| link.control.info().is_some())?;
-        if let Some((token, count, role)) = call.early_channels(link.control_path()) {
+        // The data channels, as soon as the path is known to be long; the daemon hears of them after this one.
+        let mut opened = false;
+        while link.control.info().is_none() {
+            link.device.progress();
+            if !opened && let Some((token, count, role)) = call.early_channels(link.control.path()) {
+                link.open_data(call.addr, token, count, role)?;
+                opened = true;
+            }
+            link.turn(Duration::from_secs(1))?;
+        }
+        if !opened && let Some((token, count, role)) = call.early_channels(link.control.path()) {
             link.open_data(call.addr, token, count, role)?;
         }
-        let peer = link.shake(call.credentials, true)?;
+        if !rides {
+            link.send_octets(first)?;
+        }
+        let peer = link.shake(handshake)?;
         Ok((link, peer))
     }
 
@@ -165,8 +184,28 @@ impl RdmaLink {
         credentials: &Credentials,
     ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        request.accept(&link.control, &ConnectParams::default())?;
-        let peer = link.shake(credentials, false)?;
+        let mut handshake = Handshake::new(credentials, false);
+        let (_, behind) = Hello::decode_prefix(request.private_data())?;
+        // Not padding.
+        let first = behind.get(..credentials.kind().first_message_len()).filter(|m| m.iter().any(|octet| *octet != 0));
+        let (mut reply, mut second) = (Vec::new(), None);
+        if let Some(first) = first {
+            if let Err(error) = handshake.read(first) {
+                request.reject(error.to_string().as_bytes());
+                return Err(error.into());
+            }
+            let message = handshake.write();
+            if 2 + message.len() <= link.device.attributes().max_reply_data {
+                reply = [&(message.len() as u16).to_be_bytes()[..], &message].concat();
+            } else {
+                second = Some(message);
+            }
+        }
+        request.accept(&link.control, &ConnectParams { private_data: reply, ..ConnectParams::default() })?;
+        if let Some(message) = second {
+            link.send_octets(message)?;
+        }
+        let peer = link.shake(handshake)?;
         Ok((link, peer))
     }
 
@@ -289,7 +328,7 @@ impl RdmaLink {
 
     /// What is known of the path to the peer.
     pub(crate) fn control_path(&self) -> Option<Path> {
-        self.control.info()?.path
+        self.control.path()
     }
 
     /// What was agreed on the control connection, for people.
@@ -505,7 +544,15 @@ impl RdmaLink {
     fn take_connection_event(&mut self) -> Result<bool, LinkError> {
         match self.device.poll_event() {
             None => Ok(false),
-            Some(ConnectionEvent::Established { qp_num, .. }) => {
+            Some(ConnectionEvent::Established { qp_num, private_data }) => {
+                if qp_num == self.control.number()
+                    && self.secured.is_none()
+                    && let Some((len, rest)) = private_data.split_first_chunk::<2>()
+                    && let Some(message) = rest.get(..u16::from_be_bytes(*len).into()).filter(|m| !m.is_empty())
+                {
+                    // The handshake's second message.
+                    self.raw.push_back(message.to_vec());
+                }
                 if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == qp_num)
                     && !std::mem::replace(&mut channel.established, true)
                 {

@@ -6,7 +6,7 @@
 //! pool's blocks are the flow control.
 
 use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, PublicKey, Secured};
+use crate::auth::{Credentials, Handshake, PublicKey, Secured};
 use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token};
 use std::collections::VecDeque;
 use std::fs::File;
@@ -165,7 +165,7 @@ impl TcpLink {
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
         let stream = dial(call.addr, &call.hello())?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(call.credentials, true)?;
+        let peer = link.shake(Handshake::new(call.credentials, true))?;
         // Not before: the peer must have seen the greeting that goes before theirs.
         if let Some((token, count, role)) = call.early_channels(link.control_path()) {
             link.open_data(call.addr, token, count, role)?;
@@ -182,7 +182,7 @@ impl TcpLink {
         let peer = stream.peer_addr().map_err(lost)?;
         prepare(&stream, peer).map_err(lost)?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(credentials, false)?;
+        let peer = link.shake(Handshake::new(credentials, false))?;
         Ok((link, peer))
     }
 

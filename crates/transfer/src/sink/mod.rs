@@ -203,7 +203,11 @@ pub fn run(
         journal.remove();
     }
     drop((files, journal));
-    if result.is_ok() { link.leave() } else { link.close() }
+    if result.is_ok() {
+        link.leave()
+    } else {
+        link.close()
+    }
     result
 }
 

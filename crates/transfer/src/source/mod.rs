@@ -96,7 +96,11 @@ pub fn run(
     drop(source);
     cancel.store(true, Ordering::SeqCst);
     ahead.close();
-    if result.is_ok() { link.leave() } else { link.close() }
+    if result.is_ok() {
+        link.leave()
+    } else {
+        link.close()
+    }
     let walked = thread.join();
     if walked.is_err() {
         return Err(SessionError::Local("the walker panicked".into()));

@@ -78,12 +78,31 @@ impl Hello {
     /// # Errors
     /// Where it is not RFTP's, or of another version.
     pub fn decode(bytes: &[u8]) -> Result<Hello, Malformed> {
+        Hello::decode_prefix(bytes).map(|(hello, _)| hello)
+    }
+
+    /// Reads private data, and says what is behind the greeting: the first message of the handshake, or padding.
+    ///
+    /// # Errors
+    /// As [`Hello::decode`].
+    pub fn decode_prefix(bytes: &[u8]) -> Result<(Hello, &[u8]), Malformed> {
         let rest = bytes.strip_prefix(&MAGIC).ok_or(Malformed("greeting: not RFTP"))?;
         let (version, body) = rest.split_first_chunk::<2>().ok_or(Malformed("greeting"))?;
         if u16::from_be_bytes(*version) != VERSION {
             return Err(Malformed("greeting: another version of RFTP"));
         }
-        postcard::from_bytes(body).map_err(|_| Malformed("greeting"))
+        postcard::take_from_bytes(body).map_err(|_| Malformed("greeting"))
+    }
+}
+
+impl AuthKind {
+    /// Octets of the handshake's first message.
+    pub fn first_message_len(self) -> usize {
+        match self {
+            // A public key; with a secret known beforehand, its proof as well.
+            AuthKind::Keys => 32,
+            AuthKind::Secret => 48,
+        }
     }
 }
 
