@@ -23,10 +23,10 @@ SERVER = "10.0.2.2"
 # Rate in Mbit/s, round trip in ms, loss in percent (each way), file in MiB. A guest's processor keeps up with 500 Mbit/s.
 PATHS = [
     (500, 0, 0, 256), (500, 1, 0, 256), (500, 10, 0, 256), (500, 50, 0, 256), (500, 100, 0, 256),
-    (500, 50, 0, 512), (200, 50, 0, 256), (500, 50, 0.01, 256), (500, 50, 0.1, 256),
+    (500, 50, 0, 512), (200, 50, 0, 256), (200, 50, 0, 512), (500, 50, 0.01, 256), (500, 50, 0.1, 256),
 ]
 QUICK = [(500, 50, 0, 256)]
-PROGRAMS = ["thruway iwarp", "thruway tcp", "gridftp", "gridftp tuned", "rsync", "rclone", "one tcp stream"]
+PROGRAMS = ["thruway iwarp", "thruway tcp", "thruway iwarp pull", "thruway tcp pull", "gridftp", "gridftp tuned", "rsync", "rclone", "one tcp stream"]
 
 
 def sh(command, **more):
@@ -136,9 +136,9 @@ def measure(program, rate, rtt, size):
         os.unlink(target)
     if program.startswith("thruway"):
         serve = (7117, THRUWAY, "serve", "--quiet", "--anonymous", "--listen", f"{SERVER}:7117",
-                 "--export", "e=/tmp/target")
-        client = [THRUWAY, "cp", "--quiet", "--encrypt", "off", "--provider", program.split()[1], source,
-                  f"tw://{SERVER}/e/copy"]
+                 "--export", "e=/tmp")
+        ends = [f"tw://{SERVER}/e/source", target] if program.endswith("pull") else [source, f"tw://{SERVER}/e/target/copy"]
+        client = [THRUWAY, "cp", "--quiet", "--encrypt", "off", "--provider", program.split()[1], *ends]
     elif program.startswith("gridftp"):
         serve = (2811, "globus-gridftp-server", "-aa", "-anonymous-user", "nobody", "-daemon",
                  "-p", 2811, "-control-interface", SERVER, "-data-interface", SERVER)
@@ -160,7 +160,7 @@ def measure(program, rate, rtt, size):
         serve = (5201, "iperf3", "-s", "-1")
         client = ["iperf3", "-c", SERVER, "-n", size * MIB]
     with server(*serve) as daemon:
-        watch = Arrivals("b")
+        watch = Arrivals("a" if program.endswith("pull") else "b")
         watch.start()
         began = time.monotonic()
         process = subprocess.Popen(on("a", *client), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -207,7 +207,7 @@ def main():
     programs = [p for p in PROGRAMS if not os.environ.get("THRUWAY_BENCH_ONLY") or os.environ["THRUWAY_BENCH_ONLY"] in p]
     mtu = int(os.environ.get("THRUWAY_BENCH_MTU", "9000"))
     report = []
-    print(f"{'Mbit/s':>7} {'ms':>4} {'loss %':>6} {'MiB':>5}  {'program':<16} {'seconds':>8} {'share':>6} {'full after':>10} {'daemon MiB':>10}")
+    print(f"{'Mbit/s':>7} {'ms':>4} {'loss %':>6} {'MiB':>5}  {'program':<18} {'seconds':>8} {'share':>6} {'full after':>10} {'daemon MiB':>10}")
     for rate, rtt, loss, size in paths:
         params = json.dumps({"rate": rate, "rtt": rtt, "loss": loss, "size": size, "mtu": mtu, "programs": programs, "runs": RUNS})
         command = f"exec python3 {TOP}/bench/wide_area.py --inside '{params}'"
@@ -220,7 +220,7 @@ def main():
         for program in programs:
             results = [line["result"] for line in lines if line["program"] == program and line["result"]]
             if not results:
-                print(f"{rate:>7} {rtt:>4} {loss:>6} {size:>5}  {program:<16} failed", flush=True)
+                print(f"{rate:>7} {rtt:>4} {loss:>6} {size:>5}  {program:<18} failed", flush=True)
                 continue
             middle = {}
             for key in results[0]:
@@ -231,7 +231,7 @@ def main():
             full = f"{middle['full_after'] * 1e3 / rtt:.1f} rtt" if middle["full_after"] and rtt else (
                 f"{middle['full_after'] * 1e3:.0f} ms" if middle["full_after"] else "never")
             peak = f"{middle['daemon_mib']:.0f}" if middle["daemon_mib"] else ""
-            print(f"{rate:>7} {rtt:>4} {loss:>6} {size:>5}  {program:<16} {middle['seconds']:>8.2f} {middle['share']:>6.3f} {full:>10} {peak:>10}", flush=True)
+            print(f"{rate:>7} {rtt:>4} {loss:>6} {size:>5}  {program:<18} {middle['seconds']:>8.2f} {middle['share']:>6.3f} {full:>10} {peak:>10}", flush=True)
     results = TOP / "bench/results"
     results.mkdir(exist_ok=True)
     (results / "wide_area.json").write_text(json.dumps(report, indent=1))

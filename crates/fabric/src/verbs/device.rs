@@ -3,8 +3,9 @@
 use super::abi::*;
 use super::address::socket_address;
 use super::completion::{Queue, QueueHandle};
-use super::endpoint::{Endpoint, Request, VerbsListener, all_of};
+use super::endpoint::{Endpoint, all_of};
 use super::library::{Library, library};
+use super::listener::{Request, VerbsListener};
 use super::memory::{Region, RegionHandle};
 use super::shared::{SharedHandle, SharedReceives};
 use crate::memory::{Access, Owner};

@@ -7,10 +7,10 @@ use super::device::{Context, ProtectionDomain, failed, lock, next_token};
 use super::memory::{RegionHandle, Spare, Window, WindowHandle};
 use super::shared::SharedReceives;
 use crate::memory::Access;
-use crate::provider::{Event, ListenerOps, QueuePairOps, RegionOps, RequestOps};
+use crate::provider::{Event, QueuePairOps, RegionOps};
 use crate::{
-    CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, ListenOptions, Payload, QueuePairCaps,
-    RecvRequest, Result, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
+    CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, Payload, QueuePairCaps, RecvRequest, Result,
+    SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
@@ -40,8 +40,9 @@ pub(super) fn by_queue_pair(raw: usize) -> Option<Arc<Endpoint>> {
 
 /// Every queue pair of this hardware.
 pub(super) fn all_of(verbs: *mut ibv_context) -> Vec<Arc<Endpoint>> {
-    let known = QUEUE_PAIRS.lock().expect("no panics under the lock");
-    known.values().filter_map(Weak::upgrade).filter(|e| e.context.verbs == verbs).collect()
+    // Whoever goes here takes itself off the list, and needs its lock.
+    let known: Vec<_> = lock(&QUEUE_PAIRS).values().filter_map(Weak::upgrade).collect();
+    known.into_iter().filter(|e| e.context.verbs == verbs).collect()
 }
 
 /// A request under way, or done.
@@ -455,6 +456,55 @@ impl Endpoint {
         }
     }
 
+    /// Takes over the connection of a caller with these read depths. `taken`: its identifier is this queue pair's from then on.
+    pub(super) fn accept(
+        &self,
+        id: *mut rdma_cm_id,
+        depths: (u16, u16),
+        params: &ConnectParams,
+        taken: &mut bool,
+    ) -> Result<()> {
+        Endpoint::check_params(params, self.context.attributes.max_reply_data)?;
+        let lib = self.context.lib;
+        let mut state = self.lock();
+        if state.phase != Phase::Idle {
+            return Err(Error::State { qp_num: self.number, state: "in use already" });
+        }
+        // SAFETY: a live identifier.
+        if unsafe { (*id).verbs } != self.context.verbs {
+            return Err(Error::Unsupported("a queue pair of another RDMA device than the caller came by"));
+        }
+        let token = next_token();
+        let mut params = params.clone();
+        // No more reads than the caller will serve, and no more held than it will ask for.
+        let (theirs_inbound, theirs_outbound) = depths;
+        params.ord = params.ord.min(theirs_inbound);
+        params.ird = params.ird.min(theirs_outbound.max(1));
+        let mut param = self.parameters(&params);
+        let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
+        self.context.adopt(token, &me);
+        (state.params, state.phase) = (params, Phase::Connecting);
+        state.deadline = Some(Instant::now() + state.params.timeout);
+        state.id = Some((id, token));
+        *taken = true;
+        // SAFETY: a live identifier, which is the endpoint's from here on.
+        let rc = unsafe {
+            (*id).context = token as *mut _;
+            (*id).qp = self.raw;
+            let moved = if (*id).channel == self.context.cm { 0 } else { (lib.rdma_migrate_id)(id, self.context.cm) };
+            if moved == 0 { (lib.rdma_accept)(id, &raw mut param) } else { moved }
+        };
+        if rc != 0 {
+            let source = io::Error::last_os_error();
+            self.end(&mut state, ConnectionError::Lost(source.to_string()));
+            return Err(Error::io("accepting a connection", source));
+        }
+        self.note_info(&mut state, id);
+        // rdma_cm has moved the queue pair to where it can send.
+        state.phase = Phase::Live;
+        Ok(())
+    }
+
     fn note_info(&self, state: &mut State, id: *mut rdma_cm_id) {
         // SAFETY: a live identifier.
         let addr = unsafe { &(*id).addr };
@@ -796,171 +846,5 @@ impl Drop for Endpoint {
             Some(shared) => shared.room.leave(&self.recv_cq),
             None => self.recv_cq.room.give_back(self.caps.max_recv),
         }
-    }
-}
-
-/// A listening identifier.
-pub(super) struct VerbsListener {
-    context: Arc<Context>,
-    id: *mut rdma_cm_id,
-    pub(super) token: u64,
-    local: SocketAddr,
-}
-
-// SAFETY: as for `Endpoint`.
-unsafe impl Send for VerbsListener {}
-// SAFETY: as for `Endpoint`.
-unsafe impl Sync for VerbsListener {}
-
-impl VerbsListener {
-    pub(super) fn bind(context: &Arc<Context>, addr: SocketAddr, options: &ListenOptions) -> Result<VerbsListener> {
-        let failed = || Error::Io { op: "listening on", peer: Some(addr), source: io::Error::last_os_error() };
-        let token = next_token();
-        let mut id = std::ptr::null_mut();
-        let backlog = options.backlog.min(1024) as i32;
-        let at = socket_address(addr);
-        // SAFETY: our event channel; the identifier is destroyed when the listener is dropped.
-        unsafe {
-            if (context.lib.rdma_create_id)(context.cm, &raw mut id, token as *mut _, PS_TCP) != 0 {
-                return Err(failed());
-            }
-            let mut listener = VerbsListener { context: Arc::clone(context), id, token, local: addr };
-            if (context.lib.rdma_bind_addr)(id, (&raw const at).cast()) != 0
-                || (context.lib.rdma_listen)(id, backlog) != 0
-            {
-                return Err(failed());
-            }
-            listener.local = from_socket_address(&(*id).addr.src);
-            Ok(listener)
-        }
-    }
-}
-
-impl ListenerOps for VerbsListener {
-    fn local_addr(&self) -> SocketAddr {
-        self.local
-    }
-}
-
-impl Drop for VerbsListener {
-    fn drop(&mut self) {
-        self.context.forget_listener(self.token);
-        // SAFETY: ours; events of it have been acknowledged.
-        unsafe { (self.context.lib.rdma_destroy_id)(self.id) };
-    }
-}
-
-/// A peer's wish to connect.
-pub(super) struct Request {
-    context: Arc<Context>,
-    id: *mut rdma_cm_id,
-    private_data: Vec<u8>,
-    depths: (u16, u16),
-    answered: bool,
-}
-
-// SAFETY: as for `Endpoint`.
-unsafe impl Send for Request {}
-
-impl Request {
-    pub(super) fn new(
-        context: Arc<Context>,
-        id: *mut rdma_cm_id,
-        private_data: Vec<u8>,
-        conn: &rdma_conn_param,
-    ) -> Request {
-        // rdma_cm tells them from our point of view.
-        let depths = (u16::from(conn.initiator_depth), u16::from(conn.responder_resources));
-        Request { context, id, private_data, depths, answered: false }
-    }
-
-    fn refuse(&mut self, private_data: &[u8]) {
-        if std::mem::replace(&mut self.answered, true) {
-            return;
-        }
-        let data = &private_data[..private_data.len().min(148)];
-        // SAFETY: a live identifier that nobody else has.
-        unsafe {
-            (self.context.lib.rdma_reject)(self.id, data.as_ptr().cast(), data.len() as u8);
-            (self.context.lib.rdma_destroy_id)(self.id);
-        }
-    }
-}
-
-impl Drop for Request {
-    fn drop(&mut self) {
-        self.refuse(b"");
-    }
-}
-
-impl RequestOps for Request {
-    fn private_data(&self) -> &[u8] {
-        &self.private_data
-    }
-
-    fn peer(&self) -> SocketAddr {
-        // SAFETY: a live identifier.
-        from_socket_address(unsafe { &(*self.id).addr.dst })
-    }
-
-    fn local(&self) -> SocketAddr {
-        // SAFETY: a live identifier.
-        from_socket_address(unsafe { &(*self.id).addr.src })
-    }
-
-    fn depths(&self) -> Option<(u16, u16)> {
-        Some(self.depths)
-    }
-
-    fn accept(mut self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()> {
-        let endpoint = qp.as_any().downcast_ref::<Endpoint>();
-        let endpoint = endpoint.ok_or(Error::Unsupported("a queue pair of another provider"))?;
-        Endpoint::check_params(params, endpoint.context.attributes.max_reply_data)?;
-        let lib = self.context.lib;
-        let mut state = endpoint.lock();
-        if state.phase != Phase::Idle {
-            return Err(Error::State { qp_num: endpoint.number, state: "in use already" });
-        }
-        // SAFETY: a live identifier.
-        if unsafe { (*self.id).verbs } != endpoint.context.verbs {
-            return Err(Error::Unsupported("a queue pair of another RDMA device than the caller came by"));
-        }
-        let token = next_token();
-        let mut params = params.clone();
-        // No more reads than the caller will serve, and no more held than it will ask for.
-        let (theirs_inbound, theirs_outbound) = self.depths;
-        params.ord = params.ord.min(theirs_inbound);
-        params.ird = params.ird.min(theirs_outbound.max(1));
-        let mut param = endpoint.parameters(&params);
-        let me = by_queue_pair(endpoint.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
-        endpoint.context.adopt(token, &me);
-        (state.params, state.phase) = (params, Phase::Connecting);
-        state.deadline = Some(Instant::now() + state.params.timeout);
-        state.id = Some((self.id, token));
-        self.answered = true;
-        // SAFETY: a live identifier, which is the endpoint's from here on.
-        let rc = unsafe {
-            (*self.id).context = token as *mut _;
-            (*self.id).qp = endpoint.raw;
-            let moved = if (*self.id).channel == endpoint.context.cm {
-                0
-            } else {
-                (lib.rdma_migrate_id)(self.id, endpoint.context.cm)
-            };
-            if moved == 0 { (lib.rdma_accept)(self.id, &raw mut param) } else { moved }
-        };
-        if rc != 0 {
-            let source = io::Error::last_os_error();
-            endpoint.end(&mut state, ConnectionError::Lost(source.to_string()));
-            return Err(Error::io("accepting a connection", source));
-        }
-        endpoint.note_info(&mut state, self.id);
-        // rdma_cm has moved the queue pair to where it can send.
-        state.phase = Phase::Live;
-        Ok(())
-    }
-
-    fn reject(mut self: Box<Self>, private_data: &[u8]) {
-        self.refuse(private_data);
     }
 }

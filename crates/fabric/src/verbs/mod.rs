@@ -14,6 +14,7 @@
 //! | `completion` | completion queues |
 //! | `address` | socket addresses |
 //! | `endpoint` | queue pairs and their connections |
+//! | `listener` | listening, connection requests |
 //!
 //! What differs between devices: on InfiniBand and RoCE a consumer's private data arrives padded
 //! with zeros, and a write's completion says that the peer's device has it; on iWARP cards read
@@ -34,6 +35,7 @@ mod completion;
 mod device;
 mod endpoint;
 mod library;
+mod listener;
 mod memory;
 mod shared;
 
