@@ -225,13 +225,15 @@ impl Endpoint {
         }
     }
 
-    /// A window is free to be bound again.
-    pub(super) fn take_back(&self, spare: Spare) {
-        lock(&self.spare).push(spare);
+    /// A window that is free to be bound again, if there is one.
+    pub(super) fn take_spare(&self) -> Option<Spare> {
+        lock(&self.spare).pop()
     }
 
-    pub(super) fn forget_window(&self, rkey: u32) {
+    /// A window is gone; it may be free to be bound again.
+    pub(super) fn forget_window(&self, rkey: u32, spare: Option<Spare>) {
         lock(&self.windows).remove(&rkey);
+        lock(&self.spare).extend(spare);
     }
 
     /// Posts the binding of a window, ahead of whatever is sent from now on.
@@ -248,8 +250,7 @@ impl Endpoint {
             return Err(Error::QueueFull("send"));
         }
         let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
-        let spare = lock(&self.spare).pop();
-        let (window, binding) = Window::prepare(&me, spare, &region.0, offset, len, access)?;
+        let (window, binding) = Window::prepare(&me, &region.0, offset, len, access)?;
         // SAFETY: zeroed integers and null pointers are a valid value.
         let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
         (wr.wr_id, wr.opcode, wr.send_flags, wr.window) = (SENT, WR_BIND_MW, SEND_SIGNALED, binding);

@@ -249,14 +249,13 @@ impl Window {
     /// Makes a window, and the request that binds it, which the endpoint is to post.
     pub(super) fn prepare(
         endpoint: &Arc<Endpoint>,
-        spare: Option<Spare>,
         region: &Arc<Region>,
         offset: usize,
         len: usize,
         access: Access,
     ) -> Result<(Arc<Window>, bind_mw)> {
         region.check_part(offset, len, access)?;
-        let Spare(mw, last) = spare.map_or_else(|| Spare::allocate(region), Ok)?;
+        let Spare(mw, last) = endpoint.take_spare().map_or_else(|| Spare::allocate(region), Ok)?;
         // The low octet is the consumer's: another one each time, so that old keys miss.
         let rkey = last & !0xff | u32::from((last as u8).wrapping_add(1));
         let mut mw_access_flags = 0;
@@ -296,7 +295,7 @@ impl Window {
             self.retire();
         }
         if raw.dropped || !success {
-            self.release(&mut raw, false);
+            self.free(&mut raw);
         }
     }
 
@@ -305,7 +304,7 @@ impl Window {
         let mut raw = lock(&self.raw);
         self.retire();
         raw.pending = false;
-        self.release(&mut raw, false);
+        self.free(&mut raw);
     }
 
     fn retire(&self) -> bool {
@@ -313,12 +312,10 @@ impl Window {
         self.valid.swap(false, Ordering::SeqCst)
     }
 
-    fn release(&self, raw: &mut Binding, reuse: bool) {
-        let Some(mw) = raw.mw.take() else { return };
-        let spare = Spare(mw, self.rkey);
-        match self.endpoint.upgrade().filter(|_| reuse) {
-            Some(endpoint) => endpoint.take_back(spare),
-            None => spare.free(&self.context),
+    /// Gives it back to the device, under its lock: its queue pair must not go before.
+    fn free(&self, raw: &mut Binding) {
+        if let Some(mw) = raw.mw.take() {
+            Spare(mw, self.rkey).free(&self.context);
         }
     }
 }
@@ -359,16 +356,24 @@ impl RegionOps for WindowHandle {
 
     fn deregister(&self) {
         let window = &self.0;
-        let mut raw = lock(&window.raw);
         // One that the peer has revoked is free to be bound again; another has to go.
-        let revoked = !window.retire();
-        raw.dropped = true;
-        if !raw.pending {
-            window.release(&mut raw, revoked);
-        }
-        drop(raw);
-        if let Some(endpoint) = window.endpoint.upgrade() {
-            endpoint.forget_window(window.rkey);
+        let spare = {
+            let mut raw = lock(&window.raw);
+            let revoked = !window.retire();
+            raw.dropped = true;
+            match raw.pending {
+                true => None,
+                false if revoked => raw.mw.take().map(|mw| Spare(mw, window.rkey)),
+                false => {
+                    window.free(&mut raw);
+                    None
+                }
+            }
+        };
+        // Without the lock: this may be the last that holds the queue pair.
+        match window.endpoint.upgrade() {
+            Some(endpoint) => endpoint.forget_window(window.rkey, spare),
+            None => spare.into_iter().for_each(|spare| spare.free(&window.context)),
         }
     }
 
