@@ -1,7 +1,7 @@
 //! Entry points for the fuzz targets; not part of the interface.
 
 use super::IoVecs;
-use super::connection::{Connection, ConnectionConfig};
+use super::connection::{Connection, ConnectionConfig, SharedReceives};
 use super::crc::RunningCrc;
 use super::mpa::Agreement;
 use crate::memory::{Access, Buffer, Owner, RegionTable};
@@ -45,6 +45,13 @@ pub fn receive(data: &[u8]) {
         table.register(1, buffer.as_ptr().add(LEN), LEN, 0, all, Arc::clone(&buffer) as Owner).expect("a key")
     };
     let caps = QueuePairCaps { max_send: 16, max_recv: 16, max_sge: 4 };
+    let sge = Sge { addr: 100, len: 3000, lkey: region.stag() };
+    let receive = |wr_id| RecvRequest { wr_id, sges: std::slice::from_ref(&sge) };
+    let shared = (flags & 16 != 0).then(|| {
+        let shared = Arc::new(SharedReceives::new(1, 16, 4));
+        (0..4).for_each(|wr_id| shared.post(&table, &receive(wr_id)).expect("room"));
+        shared
+    });
     let mut connection = Connection::new(ConnectionConfig {
         qp_num: 1,
         pd: 1,
@@ -52,12 +59,13 @@ pub fn receive(data: &[u8]) {
         agreement,
         caps,
         initiator: flags & 8 != 0,
-        shared: None,
+        shared: shared.clone(),
         max_ulpdu: 1442,
     });
-    let sge = Sge { addr: 100, len: 3000, lkey: region.stag() };
     for wr_id in 0..4 {
-        let _ = connection.post_recv(&RecvRequest { wr_id, sges: &[sge] });
+        if shared.is_none() {
+            let _ = connection.post_recv(&receive(wr_id));
+        }
         let remote = RemoteAddr { addr: 0, rkey: 1 };
         let payload = Payload::Sges(&[sge]);
         let _ = connection.post_send(&SendRequest {
