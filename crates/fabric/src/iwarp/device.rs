@@ -362,7 +362,7 @@ impl Context {
         }
     }
 
-    fn turn(self: &Arc<Context>, id: u32, readable: bool, writable: bool) {
+    fn turn(self: &Arc<Context>, id: u32, readable: bool, writable: bool, ended: bool) {
         enum Found {
             QueuePair(Arc<Endpoint>),
             Listener(Arc<ListeningSocket>),
@@ -375,7 +375,7 @@ impl Context {
             None => return,
         };
         match found {
-            Found::QueuePair(qp) => qp.turn(readable, writable),
+            Found::QueuePair(qp) => qp.turn(readable, writable, ended),
             Found::Inbound(inbound) => inbound.turn(self),
             Found::Listener(socket) => {
                 if socket.turn(self) {
@@ -392,7 +392,7 @@ impl Context {
         if !waiting.is_empty() {
             self.discount_unpolled(waiting.len());
             for id in waiting {
-                self.turn(id, false, false);
+                self.turn(id, false, false, false);
             }
         }
         let version = self.live_version.load(Ordering::Acquire);
@@ -406,7 +406,7 @@ impl Context {
             if driver.streak < HOT_STREAK {
                 let writable = driver.detached;
                 for qp in &driver.hot {
-                    qp.turn(true, writable);
+                    qp.turn(true, writable, false);
                 }
                 return;
             }
@@ -435,7 +435,8 @@ impl Context {
                 id => {
                     let readable = flags.intersects(F::IN | F::RDHUP | F::HUP | F::ERR);
                     let writable = flags.intersects(F::OUT | F::HUP | F::ERR);
-                    self.turn(id as u32, readable, writable);
+                    let ended = flags.intersects(F::RDHUP | F::HUP | F::ERR);
+                    self.turn(id as u32, readable, writable, ended);
                 }
             }
         }

@@ -77,6 +77,8 @@ struct Live {
     preamble: Vec<u8>,
     readable: bool,
     writable: bool,
+    /// The peer's half is shut, behind what is still to be read: no edge will tell of that again.
+    hung_up: bool,
     /// Our half is shut.
     shut: bool,
     /// The peer's half is shut.
@@ -201,6 +203,7 @@ impl Endpoint {
             preamble,
             readable: true,
             writable: true,
+            hung_up: false,
             shut: false,
             ended: false,
         }));
@@ -208,8 +211,11 @@ impl Endpoint {
     }
 
     /// Something happened on the socket, or this queue pair's turn has come.
-    pub(super) fn turn(&self, readable: bool, writable: bool) {
+    pub(super) fn turn(&self, readable: bool, writable: bool, ended: bool) {
         let mut guard = self.lock();
+        if let (true, Phase::Live(live)) = (ended, &mut guard.phase) {
+            live.hung_up = true;
+        }
         let turn = self.serve(&mut guard, readable, writable);
         drop(guard);
         self.after(turn);
@@ -450,8 +456,9 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
             Ok(Some(n)) => {
                 taken += n;
                 live.connection.rx_received(n);
-                // A short read emptied the socket; the next arrival is a new edge.
-                live.readable = n == offered;
+                // A short read emptied the socket; the next arrival is a new edge, unless it was the end and came with
+                // what was read.
+                live.readable = n == offered || live.hung_up;
             }
             Err(e) => {
                 live.readable = false;

@@ -211,6 +211,7 @@ pub const BEHAVIOURS: &[Behaviour] = behaviours! {
     rejection,
     nobody_listens,
     orderly_disconnect,
+    the_end_that_comes_with_the_last_message,
     abrupt_disconnect_with_requests_under_way,
     destroyed_while_connecting,
     deregistered_memory_is_not_reachable,
@@ -849,6 +850,18 @@ pub fn orderly_disconnect(lab: &Lab) {
     drop(b);
     assert_eq!(lab.disconnected(&a), ConnectionError::Closed);
     lab.ok(&mut a, 1);
+}
+
+/// The peer's last message and its end are there together, among more connections than are polled one by one.
+pub fn the_end_that_comes_with_the_last_message(lab: &Lab) {
+    let others = [lab.pair(), lab.pair()];
+    let (a, mut b) = lab.pair();
+    b.recv(1, 0, 8);
+    a.post(1, send(), &[a.mr.sge(0, 8)]).unwrap();
+    a.qp.disconnect();
+    lab.ok(&mut b, 1);
+    lab.disconnected(&b);
+    drop(others);
 }
 
 pub fn abrupt_disconnect_with_requests_under_way(lab: &Lab) {
