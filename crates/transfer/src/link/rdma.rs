@@ -70,6 +70,8 @@ pub(crate) struct RdmaLink {
     writing: Vec<Option<Exposed>>,
     completions: Vec<WorkCompletion>,
     ready: VecDeque<LinkEvent>,
+    /// Why the session cannot go on, once what came before that is taken.
+    ended: Option<LinkError>,
     heard: Instant,
     spoken: Instant,
 }
@@ -130,6 +132,7 @@ impl RdmaLink {
             writing: Vec::new(),
             completions: Vec::new(),
             ready: VecDeque::new(),
+            ended: None,
             heard: Instant::now(),
             spoken: Instant::now(),
         };
@@ -394,19 +397,27 @@ impl RdmaLink {
         let Some(slot) = self.free_send_slots.pop() else { return Err(LinkError::Unexpected("handshake length")) };
         self.slots.write(slot * SLOT_LEN, &octets);
         let sge = [self.slots_mr.sge(slot * SLOT_LEN, octets.len() as u32)];
-        self.control.post_send(&SendRequest {
+        let request = SendRequest {
             wr_id: KIND_CONTROL_SEND | slot as u64,
             op: SendOp::Send { invalidate: None },
             payload: Payload::Sges(&sge),
             flags: SendFlags::SIGNALED,
+        };
+        self.control.post_send(&request).map_err(|error| match self.control.error() {
+            Some(cause) => LinkError::Closed(cause),
+            None => error.into(),
         })?;
         self.spoken = Instant::now();
         Ok(())
     }
 
+    /// Posts a receive, unless the connection has ended: an event says why it has.
     fn post_control_receive(&self, slot: usize) -> Result<(), LinkError> {
         let sge = [self.slots_mr.sge(slot * SLOT_LEN, SLOT_LEN as u32)];
-        Ok(self.control.post_recv(&RecvRequest { wr_id: KIND_CONTROL_RECV | slot as u64, sges: &sge })?)
+        match self.control.post_recv(&RecvRequest { wr_id: KIND_CONTROL_RECV | slot as u64, sges: &sge }) {
+            Err(error) if self.control.error().is_none() => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Exposes a free block to the peer for one write.
@@ -508,7 +519,19 @@ impl RdmaLink {
         Ok(std::mem::take(&mut self.ready))
     }
 
+    /// Waits up to `limit` for something to happen. The end comes after everything that was said before it.
     pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        if let Some(error) = self.ended.take() {
+            return Err(error);
+        }
+        match self.go_on(limit) {
+            Err(error) if !(self.ready.is_empty() && self.raw.is_empty()) => self.ended = Some(error),
+            result => return result,
+        }
+        Ok(())
+    }
+
+    fn go_on(&mut self, limit: Duration) -> Result<(), LinkError> {
         let mut completions = std::mem::take(&mut self.completions);
         if self.cq.poll(&mut completions, 256) == 0 && !self.take_connection_event()? {
             let now = Instant::now();
@@ -529,8 +552,7 @@ impl RdmaLink {
         self.flush()
     }
 
-    /// Takes what a failed connection had to say before it is reported as failed: the peer's last
-    /// words explain more than the end of the stream.
+    /// Takes what a failed connection had to say before it is reported as failed.
     fn last_words(&mut self) {
         let mut completions = Vec::new();
         while self.cq.poll(&mut completions, 64) > 0 {}
@@ -562,9 +584,6 @@ impl RdmaLink {
             }
             Some(ConnectionEvent::Disconnected { qp_num, cause }) => {
                 self.last_words();
-                if let Some(LinkEvent::Control(Control::Abort(_))) = self.ready.back() {
-                    return Ok(true);
-                }
                 if qp_num == self.control.number() {
                     return Err(LinkError::Closed(cause));
                 }
