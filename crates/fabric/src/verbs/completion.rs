@@ -2,6 +2,7 @@
 
 use super::abi::*;
 use super::device::{Context, lock};
+use super::endpoint::Posted;
 use crate::provider::CompletionQueueOps;
 use crate::reservation::{HasRoom, Reservation};
 use crate::{CompletionOp, Status, WorkCompletion};
@@ -64,24 +65,30 @@ impl Queue {
     }
 
     /// Moves what the device has finished to `ready`.
-    pub(super) fn fetch(&self, context: &Arc<Context>) {
-        let mut found = [NO_COMPLETION; 32];
-        loop {
-            // One at a time from the device to the queue, or completions could overtake each other.
-            let mut ready = lock(&self.ready);
-            // SAFETY: a live queue, and room for as many.
-            let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
-            for wc in &found[..n.max(0) as usize] {
-                ready.extend(self.translate(context, wc));
-            }
-            if (n as usize) < found.len() || n < 0 {
-                return;
-            }
+    pub(super) fn fetch(&self, context: &Context) {
+        // One at a time from the device to the queue, or completions could overtake each other.
+        while self.fetch_some(context, &mut lock(&self.ready)) {}
+    }
+
+    /// As [`Queue::fetch`], unless somebody is at it, who may be the caller.
+    pub(super) fn fetch_unless_busy(&self) {
+        if let Ok(mut ready) = self.ready.try_lock() {
+            while self.fetch_some(&self.context, &mut ready) {}
         }
     }
 
+    /// Whether there may be more.
+    fn fetch_some(&self, context: &Context, ready: &mut VecDeque<WorkCompletion>) -> bool {
+        let mut found = [NO_COMPLETION; 32];
+        // SAFETY: a live queue, and room for as many.
+        let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
+        let n = usize::try_from(n).unwrap_or(0);
+        ready.extend(found[..n].iter().filter_map(|wc| self.translate(context, wc)));
+        n == found.len()
+    }
+
     fn translate(&self, context: &Context, wc: &ibv_wc) -> Option<WorkCompletion> {
-        let endpoint = context.numbered(wc.qp_num)?;
+        let endpoint = context.numbered(wc.qp_num);
         let status = match wc.status {
             WC_SUCCESS => Status::Success,
             WC_LOC_LEN_ERR => Status::LocalLength,
@@ -94,9 +101,15 @@ impl Queue {
         if !matches!(status, Status::Success | Status::Flushed) {
             // SAFETY: a constant string for every number.
             let text = unsafe { CStr::from_ptr((context.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
-            endpoint.fail(&text);
+            if let Some(endpoint) = &endpoint {
+                endpoint.fail(&text);
+            }
         }
-        let sent = endpoint.finish(wc.wr_id, status == Status::Success)?;
+        let sent = match endpoint {
+            Some(endpoint) => endpoint.finish(wc.wr_id, status == Status::Success)?,
+            // Of a queue pair that is gone only the memory of its shared receives matters.
+            None => Posted::receive(context.shared_queue(wc.wr_id)?.finish(wc.wr_id)?),
+        };
         let mut out = WorkCompletion {
             wr_id: sent.wr_id,
             status,

@@ -49,6 +49,9 @@ pub(super) struct Context {
     endpoints: Mutex<HashMap<u64, Weak<Endpoint>>>,
     by_number: Mutex<HashMap<u32, Weak<Endpoint>>>,
     listeners: Mutex<HashSet<u64>>,
+    /// Shared receive queues, by their numbers, from 1.
+    pub(super) shared: Mutex<HashMap<u32, Weak<SharedReceives>>>,
+    pub(super) next_shared: AtomicU32,
     /// Whether keys are still valid: those that peers might revoke.
     pub(super) revocable: Mutex<HashMap<u32, Arc<AtomicBool>>>,
     /// By local key.
@@ -296,6 +299,8 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         endpoints: Mutex::default(),
         by_number: Mutex::default(),
         listeners: Mutex::default(),
+        shared: Mutex::default(),
+        next_shared: AtomicU32::new(1),
         revocable: Mutex::default(),
         local: Mutex::default(),
         max_read_sge: if iwarp { attr.max_sge_rd.max(1) } else { attr.max_sge.max(1) } as usize,

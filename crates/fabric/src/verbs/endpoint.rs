@@ -189,7 +189,7 @@ impl Endpoint {
         let mut posted = match kind {
             SENT => state.sent.pop_front()?,
             RECEIVED => state.received.pop_front()?,
-            shared => received(self.shared.as_ref()?.finish(shared)?),
+            shared => Posted::receive(self.shared.as_ref()?.finish(shared)?),
         };
         posted.signaled |= !success;
         if let Some(window) = &posted.window {
@@ -335,16 +335,21 @@ impl Endpoint {
             if was_connected {
                 self.hang_up(state);
             }
-            // SAFETY: zeroed integers are a valid value; a live queue pair.
-            unsafe {
-                let mut attr: ibv_qp_attr = std::mem::zeroed();
-                attr.qp_state = QPS_ERR;
-                (self.context.lib.ibv_modify_qp)(self.raw, &raw mut attr, QP_STATE);
-            }
+            self.give_up();
         }
         if !std::mem::replace(&mut state.told, true) {
             let cause = state.error.clone().expect("set above");
             self.context.push_event(Event::Disconnected { qp_num: self.number, cause });
+        }
+    }
+
+    /// What is posted and not done is flushed.
+    fn give_up(&self) {
+        // SAFETY: zeroed integers are a valid value; a live queue pair.
+        unsafe {
+            let mut attr: ibv_qp_attr = std::mem::zeroed();
+            attr.qp_state = QPS_ERR;
+            (self.context.lib.ibv_modify_qp)(self.raw, &raw mut attr, QP_STATE);
         }
     }
 
@@ -654,9 +659,11 @@ impl Endpoint {
     }
 }
 
-/// A receive under way, or done.
-fn received(wr_id: u64) -> Posted {
-    Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None }
+impl Posted {
+    /// A receive under way, or done.
+    pub(super) fn receive(wr_id: u64) -> Posted {
+        Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None }
+    }
 }
 
 /// What a post returned: an error number, a negative one, or -1 with the number elsewhere.
@@ -730,7 +737,7 @@ impl QueuePairOps for Endpoint {
         // SAFETY: a live queue pair and request.
         let rc = unsafe { ((*self.context.verbs).ops.post_recv)(self.raw, &raw mut wr, &raw mut bad) };
         post_error(rc, "posting a receive", "receive")?;
-        state.received.push_back(received(request.wr_id));
+        state.received.push_back(Posted::receive(request.wr_id));
         Ok(())
     }
 
@@ -840,6 +847,11 @@ impl Drop for Endpoint {
         let windows = std::mem::take(&mut *lock(&self.windows));
         windows.values().filter_map(Weak::upgrade).for_each(|window| window.end());
         std::mem::take(&mut *lock(&self.spare)).into_iter().for_each(|spare| spare.free(&self.context));
+        if self.shared.is_some() {
+            // A library may take what finished out of the completion queue with the queue pair.
+            self.give_up();
+            self.recv_cq.fetch_unless_busy();
+        }
         // SAFETY: ours, and its identifier is gone.
         unsafe { (self.context.lib.ibv_destroy_qp)(self.raw) };
         self.send_cq.room.give_back(self.caps.max_send);

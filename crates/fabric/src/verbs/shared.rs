@@ -7,6 +7,7 @@ use super::endpoint::{post_error, receive_elements};
 use crate::provider::SharedReceiveOps;
 use crate::reservation::SharedRoom;
 use crate::{Error, RecvRequest, Result};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 /// Receives that several queue pairs take from.
@@ -14,6 +15,7 @@ pub(super) struct SharedReceives {
     pub(super) context: Arc<Context>,
     pub(super) pd: Arc<ProtectionDomain>,
     pub(super) raw: *mut ibv_srq,
+    number: u32,
     max_recv: usize,
     max_sge: usize,
     posted: Mutex<Slots>,
@@ -21,7 +23,7 @@ pub(super) struct SharedReceives {
 }
 
 /// The consumer's identifiers of what is posted. Receives can finish in another order than they were posted in, so the
-/// device is told the number of a slot.
+/// device is told the queue's number, which is not 0, and a slot's.
 #[derive(Default)]
 struct Slots {
     ids: Vec<u64>,
@@ -46,15 +48,19 @@ impl SharedReceives {
         if raw.is_null() {
             return Err(failed("making a shared receive queue"));
         }
-        Ok(Arc::new(SharedReceives {
+        let number = context.next_shared.fetch_add(1, Ordering::Relaxed);
+        let queue = Arc::new(SharedReceives {
             context: Arc::clone(context),
             pd,
             raw,
+            number,
             max_recv: max_recv as usize,
             max_sge: max_sge as usize,
             posted: Mutex::default(),
             room: SharedRoom::new(max_recv),
-        }))
+        });
+        lock(&context.shared).insert(number, Arc::downgrade(&queue));
+        Ok(queue)
     }
 
     fn post(&self, request: &RecvRequest<'_>) -> Result<()> {
@@ -73,7 +79,7 @@ impl SharedReceives {
         let slot = slots.free.pop().unwrap_or(slots.ids.len());
         let mut sges = receive_elements(request);
         let mut wr = ibv_recv_wr {
-            wr_id: SHARED + slot as u64,
+            wr_id: u64::from(self.number) << 32 | slot as u64,
             next: std::ptr::null_mut(),
             sg_list: sges.as_mut_ptr(),
             num_sge: sges.len() as i32,
@@ -91,7 +97,7 @@ impl SharedReceives {
 
     /// A receive is done: the consumer's identifier.
     pub(super) fn finish(&self, wr_id: u64) -> Option<u64> {
-        let slot = usize::try_from(wr_id.checked_sub(SHARED)?).ok()?;
+        let slot = wr_id as u32 as usize;
         let mut slots = lock(&self.posted);
         let id = *slots.ids.get(slot)?;
         slots.free.push(slot);
@@ -99,11 +105,16 @@ impl SharedReceives {
     }
 }
 
-/// The first identifier of a shared receive as the device sees it; below are those of a queue pair's own.
-pub(super) const SHARED: u64 = 2;
+impl Context {
+    /// The queue of a shared receive, by the identifier that the device sees. The queue pair that took it may be gone.
+    pub(super) fn shared_queue(&self, wr_id: u64) -> Option<Arc<SharedReceives>> {
+        lock(&self.shared).get(&((wr_id >> 32) as u32))?.upgrade()
+    }
+}
 
 impl Drop for SharedReceives {
     fn drop(&mut self) {
+        lock(&self.context.shared).remove(&self.number);
         // SAFETY: queue pairs hold it, so none uses it.
         unsafe { (self.context.lib.ibv_destroy_srq)(self.raw) };
     }

@@ -196,6 +196,7 @@ pub const BEHAVIOURS: &[Behaviour] = behaviours! {
     windows,
     windows_end_with_what_they_are_on,
     shared_receives,
+    shared_receives_outlive_who_took_them,
     memory_on_demand,
     responder_may_send_first,
     empty_messages,
@@ -576,6 +577,38 @@ pub fn shared_receives(lab: &Lab) {
     assert!(rest.is_empty(), "{rest:?}");
     for number in 4..10 {
         round(&[0, 2, 0, 2, 2, 2, 2, 0], number);
+    }
+}
+
+/// A queue pair that is gone leaves its share of a shared queue behind.
+pub fn shared_receives_outlive_who_took_them(lab: &Lab) {
+    const RECEIVES: u64 = 4;
+    if lab.b.attributes().max_shared_receives == 0 {
+        return;
+    }
+    let caps = QueuePairCaps { max_send: 16, max_recv: 1, max_sge: 1 };
+    let (pa, pb) = (lab.a.alloc_pd(), lab.b.alloc_pd());
+    let (ca, cb) = (lab.a.create_cq(64).unwrap(), lab.b.create_cq(64).unwrap());
+    let buffer = Arc::new(Buffer::new(SIZE).unwrap());
+    let (ma, mb) = (pa.register(&buffer, all()).unwrap(), pb.register(&buffer, all()).unwrap());
+    let srq = pb.create_srq(RECEIVES as u32, 1).unwrap();
+    let receive = |id: u64| srq.post_recv(&RecvRequest { wr_id: id, sges: &[mb.sge(id as usize * 64, 64)] });
+    (0..RECEIVES).for_each(|id| receive(id).unwrap());
+    let (mut sent, mut got) = (Vec::new(), Vec::new());
+    for _ in 0..3 * RECEIVES {
+        let ours = pb.create_qp_with_srq(&cb, &cb, caps, &srq).unwrap();
+        let theirs = pa.create_qp(&ca, &ca, caps).unwrap();
+        lab.connect(&theirs, &ours, &ConnectParams::default());
+        let sges = [ma.sge(SIZE - 64, 64)];
+        let op = SendRequest { wr_id: 7, op: send(), payload: Payload::Sges(&sges), flags: SendFlags::SIGNALED };
+        theirs.post_send(&op).unwrap();
+        lab.until("the message", || ca.poll(&mut sent, 64) > 0);
+        theirs.disconnect();
+        lab.until("the end", || ours.error().is_some());
+        drop(ours);
+        lab.until("the receive", || cb.poll(&mut got, 64) > 0);
+        got.drain(..).for_each(|wc| receive(wc.wr_id).unwrap());
+        assert!(matches!(receive(0), Err(Error::QueueFull(_))));
     }
 }
 
