@@ -26,8 +26,8 @@ struct State {
     free: Vec<u32>,
     /// Threads that wait for a block; telling nobody would still be a system call.
     waiting: usize,
-    /// Told, first come first served, that a block was returned.
-    wakers: VecDeque<Box<dyn FnOnce() + Send>>,
+    /// Told, first come first served, that fewer blocks than so many are in use.
+    wakers: VecDeque<(usize, Box<dyn FnOnce() + Send>)>,
 }
 
 impl BlockPool {
@@ -39,8 +39,27 @@ impl BlockPool {
     /// # Panics
     /// If `count` is zero or `payload_len` is not a positive multiple of 4096.
     pub fn new(count: usize, payload_len: usize) -> thruway_fabric::Result<Arc<BlockPool>> {
+        BlockPool::with_memory(count, payload_len, Buffer::new)
+    }
+
+    /// As [`BlockPool::new`]; what is never touched of a block takes no memory either.
+    ///
+    /// # Errors
+    /// As [`BlockPool::new`].
+    ///
+    /// # Panics
+    /// As [`BlockPool::new`].
+    pub fn sparse(count: usize, payload_len: usize) -> thruway_fabric::Result<Arc<BlockPool>> {
+        BlockPool::with_memory(count, payload_len, Buffer::sparse)
+    }
+
+    fn with_memory(
+        count: usize,
+        payload_len: usize,
+        buffer: impl FnOnce(usize) -> thruway_fabric::Result<Buffer>,
+    ) -> thruway_fabric::Result<Arc<BlockPool>> {
         assert!(count > 0 && payload_len > 0 && payload_len.is_multiple_of(4096));
-        let buffer = Arc::new(Buffer::new(count * (HEADROOM + payload_len))?);
+        let buffer = Arc::new(buffer(count * (HEADROOM + payload_len))?);
         // Low numbers come out first, so that a pool larger than its use touches little memory.
         let free = (0..count as u32).rev().collect();
         Ok(Arc::new(BlockPool {
@@ -72,9 +91,9 @@ impl BlockPool {
         self.count
     }
 
-    /// How many are free now.
-    pub fn free(&self) -> usize {
-        self.lock().free.len()
+    /// How many are not free now.
+    pub fn in_use(&self) -> usize {
+        self.count - self.lock().free.len()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -102,11 +121,11 @@ impl BlockPool {
         }
     }
 
-    /// Calls `wake` once, as soon as a block is free; at once if one is.
-    pub fn when_free(&self, wake: impl FnOnce() + Send + 'static) {
+    /// Calls `wake` once, as soon as fewer than `limit` blocks are in use; at once if so.
+    pub fn when_fewer(&self, limit: usize, wake: impl FnOnce() + Send + 'static) {
         let mut state = self.lock();
-        if state.free.is_empty() {
-            state.wakers.push_back(Box::new(wake));
+        if self.count - state.free.len() >= limit {
+            state.wakers.push_back((limit, Box::new(wake)));
         } else {
             drop(state);
             wake();
@@ -117,13 +136,14 @@ impl BlockPool {
         let mut state = self.lock();
         debug_assert!(!state.free.contains(&index), "a block was returned twice");
         state.free.push(index);
-        let waker = state.wakers.pop_front();
+        let in_use = self.count - state.free.len();
+        let waker = state.wakers.pop_front_if(|(limit, _)| in_use < *limit);
         let waited_for = state.waiting > 0;
         drop(state);
         if waited_for {
             self.returned.notify_one();
         }
-        if let Some(wake) = waker {
+        if let Some((_, wake)) = waker {
             wake();
         }
     }
@@ -265,9 +285,9 @@ mod tests {
         assert!(pool.try_take().is_none());
         assert!(pool.take(Duration::ZERO).is_none());
         let exposed: Vec<_> = blocks.into_iter().map(Block::expose).collect();
-        assert_eq!(pool.free(), 0);
+        assert_eq!(pool.in_use(), 3);
         drop(exposed);
-        assert_eq!(pool.free(), 3);
+        assert_eq!(pool.in_use(), 0);
     }
 
     #[test]
@@ -276,7 +296,7 @@ mod tests {
         let block = pool.try_take().unwrap();
         let told = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&told);
-        pool.when_free(move || {
+        pool.when_fewer(1, move || {
             count.fetch_add(1, Ordering::SeqCst);
         });
         std::thread::scope(|s| {
@@ -285,7 +305,7 @@ mod tests {
             assert!(waiter.join().unwrap());
         });
         assert_eq!(told.load(Ordering::SeqCst), 1);
-        pool.when_free(|| ());
+        pool.when_fewer(1, || ());
     }
 
     #[test]

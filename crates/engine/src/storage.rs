@@ -428,7 +428,7 @@ mod tests {
             });
         }
         drop(rx.iter().take(300).collect::<Vec<_>>());
-        assert_eq!(pool.free(), 300);
+        assert_eq!(pool.in_use(), 0);
         for i in 0..300u32 {
             let block = pool.try_take().unwrap();
             let tx = tx.clone();
@@ -457,6 +457,6 @@ mod tests {
         });
         assert_eq!(rx.recv().unwrap(), Some(libc::EBADF));
         drop(storage);
-        assert_eq!(pool.free(), 1);
+        assert_eq!(pool.in_use(), 0);
     }
 }

@@ -29,6 +29,8 @@ bitflags::bitflags! {
     }
 }
 
+const PAGE: usize = 4096;
+
 /// Page-aligned memory that can be registered.
 ///
 /// The contents are shared with the device, and through it with peers, so there are no safe
@@ -52,7 +54,6 @@ impl Buffer {
     /// # Errors
     /// [`Error::Io`] if the system has no memory to map, [`Error::Limit`] for a length of zero.
     pub fn new(len: usize) -> Result<Buffer> {
-        const PAGE: usize = 4096;
         const HUGE: usize = 2 << 20;
         if len == 0 {
             return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
@@ -64,10 +65,27 @@ impl Buffer {
         }
         let buffer = Buffer::map(len.next_multiple_of(PAGE), MapFlags::PRIVATE)?;
         if len >= HUGE {
-            // SAFETY: advice on our own mapping; refusal is harmless.
-            let _ = unsafe { rustix::mm::madvise(buffer.as_ptr().cast(), buffer.len, Advice::LinuxHugepage) };
+            buffer.advise(Advice::LinuxHugepage);
         }
         Ok(buffer)
+    }
+
+    /// As [`Buffer::new`], of small pages: for memory of which little may ever be touched.
+    ///
+    /// # Errors
+    /// As [`Buffer::new`].
+    pub fn sparse(len: usize) -> Result<Buffer> {
+        if len == 0 {
+            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
+        }
+        let buffer = Buffer::map(len.next_multiple_of(PAGE), MapFlags::PRIVATE)?;
+        buffer.advise(Advice::LinuxNoHugepage);
+        Ok(buffer)
+    }
+
+    fn advise(&self, advice: Advice) {
+        // SAFETY: advice on our own mapping that changes no contents; refusal is harmless.
+        let _ = unsafe { rustix::mm::madvise(self.as_ptr().cast(), self.len, advice) };
     }
 
     fn map(len: usize, flags: MapFlags) -> Result<Buffer> {

@@ -22,6 +22,8 @@ const WINDOW: libc::c_int = 1 << 20;
 pub struct Path {
     /// Smoothed round trip.
     pub round_trip: Duration,
+    /// Octets that the peer has acknowledged.
+    pub acked: u64,
     /// How long the connection has had something under way.
     pub busy: Duration,
     /// How long of that it could have sent more, had its send buffer or the peer's window been
@@ -36,13 +38,19 @@ pub struct Path {
 struct TcpInfo {
     before_rtt: [u32; 17],
     rtt: u32,
-    before_busy_time: [u64; 12],
+    before_acked: [u64; 6],
+    acked: u64,
+    before_busy_time: [u64; 5],
     busy_time: u64,
     rwnd_limited: u64,
     sndbuf_limited: u64,
 }
 
-const _: () = assert!(std::mem::offset_of!(TcpInfo, rtt) == 68 && std::mem::offset_of!(TcpInfo, busy_time) == 168);
+const _: () = assert!(
+    std::mem::offset_of!(TcpInfo, rtt) == 68
+        && std::mem::offset_of!(TcpInfo, acked) == 120
+        && std::mem::offset_of!(TcpInfo, busy_time) == 168
+);
 
 impl Path {
     /// What is known of a connection's path; `None` if nothing is.
@@ -62,6 +70,7 @@ impl Path {
         };
         (rc == 0 && info.rtt > 0).then(|| Path {
             round_trip: Duration::from_micros(info.rtt.into()),
+            acked: info.acked,
             busy: Duration::from_micros(info.busy_time),
             window_limited: Duration::from_micros(info.rwnd_limited + info.sndbuf_limited),
         })

@@ -172,7 +172,8 @@ fn attempt(
     };
     let count = count.clamp(1, streams);
     let blocks = job.blocks.unwrap_or_else(|| blocks_for(link.round_trip(), block_len, BLOCKS));
-    let engine = engine.with_pool(blocks, block_len as usize).map_err(|e| SessionError::Local(e.to_string()))?;
+    let engine =
+        engine.with_pool(blocks, block_len as usize, link.is_long()).map_err(|e| SessionError::Local(e.to_string()))?;
     link.attach(&engine.pool)?;
     link.set_peer_revocable(reply.revocable);
     let channels = Channels::Open { addr: job.remote.addr, token, grow: job.streams.is_none() };

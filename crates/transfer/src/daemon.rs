@@ -453,7 +453,7 @@ impl Session<'_> {
         let blocks = blocks_for(link.round_trip(), block_len, config.blocks.clamp(4, 1024));
         let stages = self.shared.engines.pick();
         stages.attract();
-        let engine = stages.with_pool(blocks, block_len as usize);
+        let engine = stages.with_pool(blocks, block_len as usize, link.is_long());
         let engine = engine.map_err(|e| SessionError::Local(e.to_string()))?;
         link.attach(&engine.pool)?;
         link.set_peer_revocable(asked.revocable);

@@ -45,8 +45,9 @@ impl Drop for Sweep {
     }
 }
 
-fn pool(node: Option<&Node>, blocks: usize, block_len: usize) -> io::Result<Arc<BlockPool>> {
-    let pool = BlockPool::new(blocks, block_len).map_err(io::Error::other)?;
+fn pool(node: Option<&Node>, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<BlockPool>> {
+    let new = if sparse { BlockPool::sparse } else { BlockPool::new };
+    let pool = new(blocks, block_len).map_err(io::Error::other)?;
     if let Some(node) = node {
         pool.bind(node.number);
     }
@@ -110,19 +111,19 @@ impl Engine {
         let (integrity, security, files) =
             (workers.stage("integrity"), workers.stage("security"), workers.stage("files"));
         let storage = Arc::new(Storage::near(cpus)?);
-        let pool = pool(node.as_ref(), blocks, block_len)?;
+        let pool = pool(node.as_ref(), blocks, block_len, false)?;
         let sweep = Sweep(Arc::clone(&storage));
         Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
     }
 
-    /// The same stages with blocks for another session.
+    /// The same stages with blocks for another session; `sparse` if few of them may ever be full.
     ///
     /// # Errors
     /// If memory is not to be had.
-    pub fn with_pool(&self, blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
+    pub fn with_pool(&self, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<Engine>> {
         let (storage, workers) = (Arc::clone(&self.storage), Arc::clone(&self.workers));
         let Engine { integrity, security, files, .. } = *self;
-        let (pool, node) = (pool(self.node.as_ref(), blocks, block_len)?, self.node.clone());
+        let (pool, node) = (pool(self.node.as_ref(), blocks, block_len, sparse)?, self.node.clone());
         let sweep = Sweep(Arc::clone(&storage));
         Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
     }

@@ -103,7 +103,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn path(busy: Duration, window_limited: Duration) -> Path {
-        Path { round_trip: 50 * MS, busy, window_limited }
+        Path { round_trip: 50 * MS, busy, window_limited, ..Path::default() }
     }
 
     /// Looks every 100 ms at `n` channels whose windows, or whose path, are the limit; returns the

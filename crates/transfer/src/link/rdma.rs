@@ -27,6 +27,8 @@ const CONTROL_RESERVE: usize = 8;
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 /// Blocks one channel has under way on a long path: one that leaves and one behind it.
 const UNDER_WAY_MAX: usize = 2;
+/// More of them, if they are short: octets that keep a channel busy until its next block is there.
+const UNDER_WAY_OCTETS: u64 = 1 << 20;
 const SLOT_LEN: usize = 8192;
 const NOTICE_LEN: usize = 32;
 
@@ -67,7 +69,7 @@ pub(crate) struct RdmaLink {
     /// The blocks, once they are attached, and their registration.
     pool: Option<(Arc<BlockPool>, MemoryRegion)>,
     /// Blocks being written, by their number.
-    writing: Vec<Option<Exposed>>,
+    writing: Vec<Option<(Exposed, u32)>>,
     completions: Vec<WorkCompletion>,
     ready: VecDeque<LinkEvent>,
     /// Why the session cannot go on, once what came before that is taken.
@@ -84,6 +86,7 @@ struct DataChannel {
     notices: Option<(Arc<Buffer>, MemoryRegion)>,
     /// Writes under way.
     under_way: usize,
+    octets_under_way: u64,
     /// Credits of ours that only it can use, and has not.
     granted: usize,
     /// It can be used.
@@ -260,7 +263,8 @@ impl RdmaLink {
     /// Whether a block would leave soon. Where TCP carries the writes on a long path, a block that
     /// waits behind others of its channel could have left by another one.
     pub(crate) fn has_room(&self) -> bool {
-        !self.long || self.data.iter().any(|c| c.established && c.under_way < UNDER_WAY_MAX)
+        let room = |c: &DataChannel| c.under_way < UNDER_WAY_MAX || c.octets_under_way < UNDER_WAY_OCTETS;
+        !self.long || self.data.iter().any(|c| c.established && room(c))
     }
 
     /// Waits until so many data channels that this end opened can be used.
@@ -307,7 +311,16 @@ impl RdmaLink {
             Role::Sink => (1 + WINDOW_MAX as u32, WINDOW_MAX as u32),
         };
         let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send, max_recv, max_sge: 1 })?;
-        let mut channel = DataChannel { qp, number, role, notices: None, under_way: 0, granted: 0, established: false };
+        let mut channel = DataChannel {
+            qp,
+            number,
+            role,
+            notices: None,
+            under_way: 0,
+            octets_under_way: 0,
+            granted: 0,
+            established: false,
+        };
         if role == Role::Sink {
             let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN)?);
             let mr = self.pd.register(&buffer, Access::LOCAL_WRITE)?;
@@ -498,9 +511,10 @@ impl RdmaLink {
         ];
         let open =
             self.data.iter_mut().filter(|c| c.established && (credit.channel == 0 || c.number == credit.channel));
-        let channel = open.min_by_key(|c| c.under_way).ok_or(LinkError::Unexpected("block"))?;
-        self.writing[index] = Some(block.expose());
+        let channel = open.min_by_key(|c| c.octets_under_way).ok_or(LinkError::Unexpected("block"))?;
+        self.writing[index] = Some((block.expose(), len));
         channel.under_way += 1;
+        channel.octets_under_way += u64::from(len);
         channel.qp.post_sends(&requests).map_err(|(_, error)| match channel.qp.error() {
             Some(cause) => LinkError::DataLost(cause),
             None => error.into(),
@@ -622,10 +636,11 @@ impl RdmaLink {
                 Ok(())
             }
             KIND_WRITE if wc.op == CompletionOp::Send => {
+                let (block, len) = self.writing[index].take().ok_or(LinkError::Unexpected("write completion"))?;
                 if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == wc.qp_num) {
                     channel.under_way -= 1;
+                    channel.octets_under_way -= u64::from(len);
                 }
-                let block = self.writing[index].take().ok_or(LinkError::Unexpected("write completion"))?;
                 self.ready.push_back(LinkEvent::Written(block.reclaim()));
                 Ok(())
             }

@@ -28,18 +28,26 @@ const TAPERED: u64 = 64 << 10;
 const PART: u64 = 16;
 
 /// Cuts an extent into pieces (offset and length) none of which crosses a multiple of `block_len`,
-/// so that resumed extents fall in step.
+/// so that resumed extents fall in step, or is longer than `most` says when its turn comes.
 ///
 /// With `taper` the pieces become smaller towards the end, so that channels of unequal speed are
 /// done at nearly the same time.
-pub(crate) fn cut((from, to): (u64, u64), block_len: u32, taper: bool) -> impl Iterator<Item = (u64, u32)> {
+pub(crate) fn cut(
+    (from, to): (u64, u64),
+    block_len: u32,
+    most: impl Fn() -> u32,
+    taper: bool,
+) -> impl Iterator<Item = (u64, u32)> {
     let block_len = u64::from(block_len);
     let mut at = from;
     std::iter::from_fn(move || {
         (at < to).then(|| {
             let mut end = to.min((at / block_len + 1) * block_len);
+            let mut most = u64::from(most());
             if taper {
-                let most = ((to - at) / PART).next_multiple_of(TAPERED).max(TAPERED);
+                most = most.min((to - at) / PART).next_multiple_of(TAPERED).max(TAPERED);
+            }
+            if most < block_len {
                 end = end.min(at / TAPERED * TAPERED + most);
             }
             let piece = (at, (end - at) as u32);
@@ -65,25 +73,28 @@ mod tests {
 
     #[test]
     fn pieces_end_at_multiples_of_the_block() {
-        assert_eq!(cut((5, 25), 10, false).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
-        assert_eq!(cut((10, 20), 10, false).collect::<Vec<_>>(), [(10, 10)]);
-        assert_eq!(cut((7, 7), 10, false).count(), 0);
+        assert_eq!(cut((5, 25), 10, || 10, false).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
+        assert_eq!(cut((10, 20), 10, || 10, false).collect::<Vec<_>>(), [(10, 10)]);
+        assert_eq!(cut((7, 7), 10, || 10, false).count(), 0);
     }
 
     #[test]
     fn tapered_pieces_cover_all_and_end_small() {
         const MIB: u64 = 1 << 20;
-        for (from, to) in [(0, 64 * MIB), (5, 40 * MIB + 7), (MIB - 1, MIB + 1), (3, 4)] {
-            let pieces: Vec<_> = cut((from, to), 1 << 20, true).collect();
+        let extents = [(0, 64 * MIB), (5, 40 * MIB + 7), (MIB - 1, MIB + 1), (3, 4)];
+        for ((from, to), most) in extents.into_iter().flat_map(|e| [(e, 1 << 20), (e, 256 << 10)]) {
+            let pieces: Vec<_> = cut((from, to), 1 << 20, || most, true).collect();
             let mut at = from;
             for &(offset, len) in &pieces {
-                assert!(offset == at && len > 0 && offset / MIB == (offset + u64::from(len) - 1) / MIB);
+                assert!(
+                    offset == at && (1..=most).contains(&len) && offset / MIB == (offset + u64::from(len) - 1) / MIB
+                );
                 assert!(offset == from || offset.is_multiple_of(TAPERED), "direct I/O wants whole pages");
                 at += u64::from(len);
             }
             assert_eq!(at, to);
             assert!(u64::from(pieces.last().unwrap().1) <= TAPERED);
         }
-        assert_eq!(cut((0, 64 * MIB), 1 << 20, true).next(), Some((0, 1 << 20)));
+        assert_eq!(cut((0, 64 * MIB), 1 << 20, || 1 << 20, true).next(), Some((0, 1 << 20)));
     }
 }

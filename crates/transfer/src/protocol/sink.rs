@@ -30,7 +30,7 @@ pub(crate) struct Sink<W> {
     sealed: bool,
     /// Blocks whose credit the source holds, by number.
     out: HashMap<u32, W>,
-    /// Credits that may be out at once.
+    /// Blocks that may be in use at once.
     window: usize,
     /// What the window may grow to.
     window_max: usize,
@@ -104,11 +104,16 @@ impl<W> Sink<W> {
     }
 
     /// How many credits to grant now, if there are blocks: as many as were earned, or as many as
-    /// the window holds, and at least one, if the source is owed an answer.
-    pub(crate) fn allowance(&self) -> usize {
-        let (most, least) = if self.owed { (CREDITS_PER_REPLY, 1) } else { (EARNED, 0) };
-        let room = self.window.saturating_sub(self.out.len()).max(least);
-        most.min(room).min(WINDOW_MAX - self.out.len())
+    /// the window holds, if the source is owed an answer. `in_use` blocks are out, or have come and are being dealt with:
+    /// whoever asks while these fill the window is answered when the first of them is free again.
+    pub(crate) fn allowance(&self, in_use: usize) -> usize {
+        let most = if self.owed { CREDITS_PER_REPLY } else { EARNED };
+        most.min(self.window.saturating_sub(in_use))
+    }
+
+    /// The window has room while fewer blocks are in use.
+    pub(crate) fn window(&self) -> usize {
+        self.window
     }
 
     /// Blocks have been exposed; says what to tell the source.
@@ -174,6 +179,7 @@ impl<W> Sink<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::VecDeque;
 
     fn credit(block: u32) -> (Credit, ()) {
         (Credit { block, channel: 0, addr: 0, rkey: 0 }, ())
@@ -182,18 +188,19 @@ mod tests {
     #[test]
     fn the_window_doubles_with_every_round_of_notifications() {
         let mut sink: Sink<()> = Sink::new(1, false, 1, 64);
-        assert_eq!(sink.allowance(), 2);
+        assert_eq!(sink.allowance(0), 2);
         let mut next = 0;
-        let mut out = Vec::new();
-        let mut grant = |sink: &mut Sink<()>, out: &mut Vec<u32>| {
-            let n = sink.allowance() as u32;
+        let mut out = VecDeque::new();
+        let mut grant = |sink: &mut Sink<()>, out: &mut VecDeque<u32>| {
+            let n = sink.allowance(out.len()) as u32;
             sink.grant((next..next + n).map(credit));
             out.extend(next..next + n);
             next += n;
         };
         grant(&mut sink, &mut out);
         for round in 1..8 {
-            for block in std::mem::take(&mut out) {
+            for _ in 0..out.len() {
+                let block = out.pop_front().unwrap();
                 sink.arrived(&Completion { session: 1, sequence: 0, block }).unwrap();
                 grant(&mut sink, &mut out);
             }
@@ -202,13 +209,16 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_is_answered_even_beyond_the_window() {
+    fn who_asks_is_answered_as_soon_as_the_window_has_room() {
         let mut sink: Sink<()> = Sink::new(1, false, 8, 2);
-        assert_eq!(sink.allowance(), 2, "the beginning is a request");
+        assert_eq!(sink.allowance(0), 2, "the beginning is a request");
         sink.grant((0..2).map(credit));
-        assert_eq!(sink.allowance(), 0);
+        assert_eq!(sink.allowance(2), 0);
         sink.take(Control::RegionRequest).unwrap();
-        assert_eq!(sink.allowance(), 1);
+        assert_eq!(sink.allowance(2), 0, "never beyond the window");
+        sink.arrived(&Completion { session: 1, sequence: 0, block: 1 }).unwrap();
+        assert_eq!(sink.allowance(2), 0, "it is being dealt with");
+        assert_eq!((sink.allowance(1), sink.window()), (1, 2));
         assert!(sink.grant([]).is_none() && sink.is_owed());
         assert!(sink.grant([credit(7)]).is_some() && !sink.is_owed());
     }

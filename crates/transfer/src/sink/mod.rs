@@ -256,7 +256,7 @@ struct Sink<'a> {
     mailbox: Receiver<Mail>,
     files: Arc<Files>,
     counters: &'a Arc<Counters>,
-    /// The pool will send mail when a block is free.
+    /// The pool will send mail when the window has room.
     waiting_for_block: bool,
     finalizing: bool,
     failed: u64,
@@ -396,7 +396,7 @@ impl Sink<'_> {
     /// Grants the credits that are due, as far as there are blocks.
     fn grant(&mut self) -> Result<(), SessionError> {
         let mut granted = Vec::new();
-        for _ in 0..self.core.allowance() {
+        for _ in 0..self.core.allowance(self.engine.pool.in_use()) {
             let Some(block) = self.engine.pool.try_take() else { break };
             let (exposed, window) = self.link.expose(block)?;
             granted.push((window.credit, (exposed, window)));
@@ -406,7 +406,9 @@ impl Sink<'_> {
         } else if self.core.is_owed() && !self.waiting_for_block {
             self.waiting_for_block = true;
             let mailer = self.mailer.clone();
-            self.engine.pool.when_free(move || mailer.send(Mail::BlockFree));
+            self.engine
+                .pool
+                .when_fewer(self.core.window().min(self.engine.pool.count()), move || mailer.send(Mail::BlockFree));
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! is empty; that, and the sink's credits, are all the flow control there is.
 
 mod budget;
+mod grain;
 mod large;
 mod walk;
 
@@ -15,6 +16,7 @@ use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Control, Direct, FileStatus, OfferEntry, Report, Summary};
 use budget::Budget;
+use grain::{Gauge, Grain};
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -58,7 +60,10 @@ pub fn run(
     let (mailer, mailbox) = Mailer::new(link.device());
     let (verdicts, verdict_receiver) = channel();
     let cancel = Arc::new(AtomicBool::new(false));
-    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link));
+    // Over TCP a block is a token: what it stands for is sent from the file.
+    let far = link.round_trip().filter(|_| link.is_long() && link.transport() == Transport::Rdma);
+    let grain = Arc::new(Grain::new(terms.block_len, far));
+    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &grain));
     let walker = walk::Walker::new(
         Arc::clone(engine),
         terms.clone(),
@@ -68,6 +73,7 @@ pub fn run(
         Arc::clone(progress),
         link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
         Arc::clone(&ahead),
+        Arc::clone(&grain),
     )
     .map_err(SessionError::Local)?;
     let thread = std::thread::Builder::new()
@@ -84,6 +90,8 @@ pub fn run(
         on_report,
         budget: Budget::new(terms.rate_limit),
         ahead,
+        gauge: far.map(|round_trip| Gauge::new(Arc::clone(&grain), round_trip, Instant::now())),
+        grain,
         channels,
         growth: Growth::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
@@ -117,6 +125,8 @@ struct Source<'a> {
     on_report: &'a OnReport,
     budget: Budget,
     ahead: Arc<Ahead>,
+    grain: Arc<Grain>,
+    gauge: Option<Gauge>,
     channels: &'a Channels,
     growth: Growth,
     /// Octets written.
@@ -141,9 +151,10 @@ struct AheadState {
     most: usize,
 }
 
-/// Blocks that keep a link busy: on a long path, one that leaves each channel and one behind it.
-fn least_ahead(link: &Link) -> usize {
-    if link.is_long() { (2 * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
+/// Blocks that keep a link busy: on a long path, one that leaves each channel and one behind it, or more if they are
+/// short.
+fn least_ahead(link: &Link, grain: &Grain) -> usize {
+    if link.is_long() { (grain.for_a_channel() * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
 }
 
 impl Ahead {
@@ -301,14 +312,19 @@ impl Source<'_> {
             Channels::Open { .. } => self.link.more(self.channels, count, Role::Source)?,
             Channels::Take(_) => self.link.send(&Control::MoreChannels(count))?,
         }
-        self.ahead.set_least(least_ahead(self.link) + 2 * count as usize);
+        self.ahead.set_least(least_ahead(self.link, &self.grain) + self.grain.for_a_channel() * count as usize);
         Ok(())
     }
 
     fn account(&mut self, len: u32) {
         self.sent += u64::from(len);
         self.ahead.adjust(self.core.waiting());
-        self.budget.spend(len.into(), Instant::now());
+        let now = Instant::now();
+        if let Some(gauge) = self.gauge.as_mut().filter(|g| g.is_due(now)) {
+            gauge.look(self.link.paths().iter().map(|p| p.acked).sum(), now);
+            self.ahead.set_least(least_ahead(self.link, &self.grain));
+        }
+        self.budget.spend(len.into(), now);
         Progress::add(&self.progress.bytes, len.into());
     }
 }

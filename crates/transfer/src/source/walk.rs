@@ -4,6 +4,7 @@
 //! subdirectories on the way down. Small files are read straight into the block they travel in;
 //! large ones are read by the storage stage, holes left out.
 
+use super::grain::Grain;
 use super::large::{Finish, LargeFile, OpenFiles, missing_extents, same_version, set_direct};
 use super::{Ahead, Mail};
 use crate::filter::Filter;
@@ -67,6 +68,7 @@ pub(super) struct Walker {
     /// Pieces of files are sent from the files themselves.
     from_files: bool,
     ahead: Arc<Ahead>,
+    grain: Arc<Grain>,
 }
 
 struct Pack {
@@ -97,6 +99,7 @@ impl Walker {
         progress: Arc<Progress>,
         from_files: bool,
         ahead: Arc<Ahead>,
+        grain: Arc<Grain>,
     ) -> Result<Walker, String> {
         let filter = Filter::new(&terms.options)?;
         let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
@@ -118,6 +121,7 @@ impl Walker {
             offers: Offers::default(),
             from_files,
             ahead,
+            grain,
         })
     }
 
@@ -517,7 +521,8 @@ impl Walker {
 
     fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
         Progress::add(&self.progress.total_bytes, to - from);
-        for (at, len) in cut((from, to), self.terms.block_len, self.terms.long_path) {
+        let grain = Arc::clone(&self.grain);
+        for (at, len) in cut((from, to), self.terms.block_len, || grain.get(), self.terms.long_path) {
             let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
             let block = self.take_block()?;
             let sequence = self.sequence()?;
@@ -591,7 +596,8 @@ impl Walker {
     fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
         let capacity = self.terms.block_len as usize;
         debug_assert!(len <= capacity);
-        if self.pack.as_ref().is_some_and(|p| p.used + len > capacity) {
+        let most = self.grain.get() as usize;
+        if self.pack.as_ref().is_some_and(|p| p.used > 0 && p.used + len > most) {
             self.flush();
         }
         if self.pack.is_none() {

@@ -128,7 +128,8 @@ impl SourceEnd {
         let after = self.next_sequence + self.planned.len() as u32 - 1;
         assert!(matches!(self.planned.back(), Some(Load::Pack(_))));
         let missing = subtract(vec![(0, file.content.len() as u64)], have);
-        let pieces: Vec<(u64, u32)> = missing.into_iter().flat_map(|e| cut(e, BLOCK as u32, false)).collect();
+        let pieces: Vec<(u64, u32)> =
+            missing.into_iter().flat_map(|e| cut(e, BLOCK as u32, || BLOCK as u32, false)).collect();
         // Even of no pieces an end is told.
         self.open.insert(number, (pieces.len() as u32, pieces.len() as u32));
         self.planned.extend(pieces.into_iter().map(|(at, len)| Load::Piece { number, file: index, at, len, after }));
@@ -246,6 +247,7 @@ pub(super) struct SinkEnd {
     files: Reassembly<Target, (u32, BlockHeader, Vec<u8>)>,
     /// Blocks the source may write to: number, key.
     exposed: HashMap<u32, u32>,
+    blocks: usize,
     free: Vec<u32>,
     next_key: u32,
     tasks: Vec<(u32, BlockHeader, Vec<u8>)>,
@@ -267,6 +269,7 @@ impl SinkEnd {
             earlier,
             files: Reassembly::default(),
             exposed: HashMap::new(),
+            blocks: blocks as usize,
             free: (0..blocks).collect(),
             next_key: 1,
             tasks: Vec::new(),
@@ -344,7 +347,7 @@ impl SinkEnd {
 
     pub(super) fn grant(&mut self, net: &mut Network) {
         let mut granted = Vec::new();
-        for _ in 0..self.core.allowance() {
+        for _ in 0..self.core.allowance(self.blocks - self.free.len()) {
             let Some(block) = self.free.pop() else { break };
             let rkey = self.next_key;
             self.next_key += 1;
@@ -357,7 +360,7 @@ impl SinkEnd {
     }
 
     pub(super) fn is_owed(&self) -> bool {
-        self.core.is_owed() && !self.free.is_empty()
+        self.core.is_owed() && self.core.allowance(self.blocks - self.free.len()) > 0
     }
 
     /// A worker verifies a block and puts what it holds where it belongs.
