@@ -104,11 +104,16 @@ impl<W> Sink<W> {
     }
 
     /// How many credits to grant now, if there are blocks: as many as were earned, or as many as
-    /// the window holds, if the source is owed an answer. `in_use` blocks are out, or have come and are being dealt with:
-    /// whoever asks while these fill the window is answered when the first of them is free again.
+    /// the window holds, if the source is owed an answer. `in_use` blocks count: those that are out, and perhaps those that
+    /// have come and are being dealt with.
     pub(crate) fn allowance(&self, in_use: usize) -> usize {
         let most = if self.owed { CREDITS_PER_REPLY } else { EARNED };
         most.min(self.window.saturating_sub(in_use))
+    }
+
+    /// Blocks that are out.
+    pub(crate) fn out(&self) -> usize {
+        self.out.len()
     }
 
     /// The window has room while fewer blocks are in use.

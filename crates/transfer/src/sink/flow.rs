@@ -39,6 +39,11 @@ impl Flow {
         Flow { round_trip: measured, most, since: None, arrived: 0, recent: [0; REMEMBERED], next: 0 }
     }
 
+    /// Whether the bound follows what arrives, as it does on a long path.
+    pub(super) fn is_measured(&self) -> bool {
+        self.round_trip.is_some()
+    }
+
     /// The bound at first.
     pub(super) fn window_max(&self) -> usize {
         match self.round_trip {

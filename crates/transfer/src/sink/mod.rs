@@ -395,20 +395,27 @@ impl Sink<'_> {
 
     /// Grants the credits that are due, as far as there are blocks.
     fn grant(&mut self) -> Result<(), SessionError> {
+        let pool = &self.engine.pool;
+        // On a long path the window bounds the memory as well. On a short one it keeps what comes in the processor's cache,
+        // and the pool is what storage may lag behind.
+        let all_count = self.flow.is_measured();
+        let (in_use, limit) = match all_count {
+            true => (pool.in_use(), self.core.window().min(pool.count())),
+            false => (self.core.out(), pool.count()),
+        };
+        let allowance = self.core.allowance(in_use);
         let mut granted = Vec::new();
-        for _ in 0..self.core.allowance(self.engine.pool.in_use()) {
-            let Some(block) = self.engine.pool.try_take() else { break };
+        for _ in 0..allowance {
+            let Some(block) = pool.try_take() else { break };
             let (exposed, window) = self.link.expose(block)?;
             granted.push((window.credit, (exposed, window)));
         }
         if let Some(message) = self.core.grant(granted) {
             self.link.send(&message)?;
-        } else if self.core.is_owed() && !self.waiting_for_block {
+        } else if self.core.is_owed() && (all_count || allowance > 0) && !self.waiting_for_block {
             self.waiting_for_block = true;
             let mailer = self.mailer.clone();
-            self.engine
-                .pool
-                .when_fewer(self.core.window().min(self.engine.pool.count()), move || mailer.send(Mail::BlockFree));
+            pool.when_fewer(limit, move || mailer.send(Mail::BlockFree));
         }
         Ok(())
     }
