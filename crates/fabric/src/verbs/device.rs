@@ -416,8 +416,9 @@ impl Context {
 
     /// Takes what has happened; never waits.
     pub(super) fn drive(self: &Arc<Context>) {
-        self.drive_connections();
+        // What happened to the device comes first: of a connection that ended for it, at either end, it says why.
         self.drive_async();
+        self.drive_connections();
         let now = Instant::now();
         {
             let mut last = lock(&self.ticked);
