@@ -23,7 +23,7 @@ SERVER = "10.0.2.2"
 # Rate in Mbit/s, round trip in ms, loss in percent (each way), file in MiB. A guest's processor keeps up with 500 Mbit/s.
 PATHS = [
     (500, 0, 0, 256), (500, 1, 0, 256), (500, 10, 0, 256), (500, 50, 0, 256), (500, 100, 0, 256),
-    (500, 50, 0, 512), (200, 50, 0, 256), (200, 50, 0, 512), (500, 50, 0.01, 256), (500, 50, 0.1, 256),
+    (500, 50, 0, 512), (200, 50, 0, 256), (200, 50, 0, 512), (100, 50, 0, 256), (500, 50, 0.01, 256), (500, 50, 0.1, 256),
 ]
 QUICK = [(500, 50, 0, 256)]
 PROGRAMS = ["thruway iwarp", "thruway tcp", "thruway iwarp pull", "thruway tcp pull", "gridftp", "gridftp tuned", "rsync", "rclone", "one tcp stream"]

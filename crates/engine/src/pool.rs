@@ -309,6 +309,21 @@ mod tests {
     }
 
     #[test]
+    fn who_waits_for_few_in_use_is_told_of_no_more() {
+        let pool = BlockPool::sparse(3, 4096).unwrap();
+        let mut blocks: Vec<_> = (0..3).map(|_| pool.try_take().unwrap()).collect();
+        let told = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&told);
+        pool.when_fewer(2, move || {
+            count.fetch_add(1, Ordering::SeqCst);
+        });
+        for (in_use, expected) in [(2, 0), (1, 1), (0, 1)] {
+            blocks.pop();
+            assert_eq!((pool.in_use(), told.load(Ordering::SeqCst)), (in_use, expected));
+        }
+    }
+
+    #[test]
     fn blocks_do_not_overlap() {
         let pool = BlockPool::new(4, 4096).unwrap();
         let mut blocks: Vec<_> = (0..4).map(|_| pool.try_take().unwrap()).collect();

@@ -55,9 +55,6 @@ impl Buffer {
     /// [`Error::Io`] if the system has no memory to map, [`Error::Limit`] for a length of zero.
     pub fn new(len: usize) -> Result<Buffer> {
         const HUGE: usize = 2 << 20;
-        if len == 0 {
-            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
-        }
         if len >= HUGE
             && let Ok(buffer) = Buffer::map(len.next_multiple_of(HUGE), MapFlags::PRIVATE | MapFlags::HUGETLB)
         {
@@ -75,9 +72,6 @@ impl Buffer {
     /// # Errors
     /// As [`Buffer::new`].
     pub fn sparse(len: usize) -> Result<Buffer> {
-        if len == 0 {
-            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
-        }
         let buffer = Buffer::map(len.next_multiple_of(PAGE), MapFlags::PRIVATE)?;
         buffer.advise(Advice::LinuxNoHugepage);
         Ok(buffer)
@@ -89,6 +83,9 @@ impl Buffer {
     }
 
     fn map(len: usize, flags: MapFlags) -> Result<Buffer> {
+        if len == 0 {
+            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
+        }
         // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
         // nothing.
         let ptr =

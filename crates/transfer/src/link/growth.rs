@@ -25,6 +25,11 @@ pub(crate) fn blocks_for(round_trip: Option<Duration>, block_len: u32, least: us
     least.max((2 * product).min(MOST) / block_len as usize)
 }
 
+/// Blocks that keep a channel of a long path busy: one that leaves and one behind it.
+pub(crate) const BUSY_BLOCKS: usize = 2;
+/// More of them, if they are short: octets that keep it busy until its next block is there.
+pub(crate) const BUSY_OCTETS: u64 = 1 << 20;
+
 /// Below this round trip no window is too small.
 pub(super) const ROUND_TRIP_MIN: Duration = Duration::from_millis(1);
 /// Looks at the channels are at least so far apart.

@@ -7,7 +7,7 @@ mod growth;
 mod rdma;
 mod tcp;
 
-pub(crate) use growth::{Growth, blocks_for, first_channels};
+pub(crate) use growth::{BUSY_BLOCKS, BUSY_OCTETS, Growth, blocks_for, first_channels};
 pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 

@@ -1,7 +1,7 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::growth::ROUND_TRIP_MIN;
+use super::growth::{BUSY_BLOCKS, BUSY_OCTETS, ROUND_TRIP_MIN};
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
@@ -25,10 +25,6 @@ const CONTROL_RECEIVES: usize = 20;
 const CONTROL_RESERVE: usize = 8;
 /// A message that only returns receives is due when this many have been used.
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
-/// Blocks one channel has under way on a long path: one that leaves and one behind it.
-const UNDER_WAY_MAX: usize = 2;
-/// More of them, if they are short: octets that keep a channel busy until its next block is there.
-const UNDER_WAY_OCTETS: u64 = 1 << 20;
 const SLOT_LEN: usize = 8192;
 const NOTICE_LEN: usize = 32;
 
@@ -263,7 +259,7 @@ impl RdmaLink {
     /// Whether a block would leave soon. Where TCP carries the writes on a long path, a block that
     /// waits behind others of its channel could have left by another one.
     pub(crate) fn has_room(&self) -> bool {
-        let room = |c: &DataChannel| c.under_way < UNDER_WAY_MAX || c.octets_under_way < UNDER_WAY_OCTETS;
+        let room = |c: &DataChannel| c.under_way < BUSY_BLOCKS || c.octets_under_way < BUSY_OCTETS;
         !self.long || self.data.iter().any(|c| c.established && room(c))
     }
 

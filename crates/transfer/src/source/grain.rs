@@ -1,5 +1,6 @@
 //! How much goes into one block.
 
+use crate::link::{BUSY_BLOCKS, BUSY_OCTETS};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -11,8 +12,6 @@ const FROM: Duration = Duration::from_millis(20);
 const LEAST: u32 = 512 << 10;
 /// What the path holds is this many pieces, or fewer.
 const PIECES: u64 = 16;
-/// Octets that keep a channel busy until the next piece is there.
-const FOR_A_CHANNEL: u32 = 1 << 20;
 /// Lengths are multiples of this.
 const UNIT: u64 = 64 << 10;
 
@@ -36,9 +35,9 @@ impl Grain {
         self.now.load(Ordering::Relaxed)
     }
 
-    /// Pieces that keep a channel busy: one that leaves and one behind it, or as many as make [`FOR_A_CHANNEL`].
+    /// Pieces that keep a channel busy.
     pub(super) fn for_a_channel(&self) -> usize {
-        (FOR_A_CHANNEL / self.get().max(1)).max(2) as usize
+        ((BUSY_OCTETS / u64::from(self.get().max(1))) as usize).max(BUSY_BLOCKS)
     }
 
     fn path_holds(&self, octets: u64) {
@@ -60,9 +59,9 @@ impl Gauge {
         Gauge { grain, round_trip, looked: now, acked: 0 }
     }
 
-    /// Whether it is time for [`Gauge::look`].
+    /// Whether it is time for [`Gauge::look`]: never again once pieces are whole blocks.
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        now - self.looked >= 2 * self.round_trip
+        self.grain.get() < self.grain.most && now - self.looked >= 2 * self.round_trip
     }
 
     /// So many octets have arrived at the peer in all.

@@ -61,7 +61,7 @@ pub fn run(
     let (verdicts, verdict_receiver) = channel();
     let cancel = Arc::new(AtomicBool::new(false));
     // Over TCP a block is a token: what it stands for is sent from the file.
-    let far = link.round_trip().filter(|_| link.is_long() && link.transport() == Transport::Rdma);
+    let far = link.round_trip().filter(|_| link.transport() == Transport::Rdma);
     let grain = Arc::new(Grain::new(terms.block_len, far));
     let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &grain));
     let walker = walk::Walker::new(
