@@ -1,6 +1,9 @@
 //! Peers that lie. Each ends its own session; the daemon serves the next one as if nothing had been.
 
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_engine::security::random;
@@ -15,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Lab {
     dir: tempfile::TempDir,
-    addr: std::net::SocketAddr,
+    addr: SocketAddr,
     stopper: Stopper,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -70,6 +73,11 @@ impl Lab {
 
     /// A session that is ready to send blocks.
     fn session(&self) -> Liar {
+        self.session_by(self.addr)
+    }
+
+    /// Likewise, its data channel by another way.
+    fn session_by(&self, data: SocketAddr) -> Liar {
         let token = random();
         let mut link = self.call(token).unwrap();
         link.send(&Control::Session(Box::new(self.request()))).unwrap();
@@ -80,7 +88,7 @@ impl Lab {
         assert_eq!(link.next_control().unwrap(), Control::ChannelsReply(1));
         let pool = BlockPool::new(8, BLOCK as usize).unwrap();
         link.attach(&pool).unwrap();
-        let channels = Channels::Open { addr: self.addr, token, grow: false };
+        let channels = Channels::Open { addr: data, token, grow: false };
         link.join(&channels, 1, Role::Source).unwrap();
         let Control::RegionReply(credits) = link.next_control().unwrap() else { panic!("no credits") };
         Liar { link, pool, session: reply.session, credits }
@@ -95,9 +103,39 @@ impl Lab {
         }
     }
 
+    /// Another way to the daemon, and its connections, to cut.
+    fn detour(&self) -> (SocketAddr, Receiver<TcpStream>) {
+        fn forward(mut from: TcpStream, mut into: TcpStream) {
+            let mut buffer = vec![0; 64 << 10];
+            while let Ok(n @ 1..) = from.read(&mut buffer) {
+                if into.write_all(&buffer[..n]).is_err() {
+                    break;
+                }
+            }
+            let _ = into.shutdown(Shutdown::Both);
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (here, there) = (listener.local_addr().unwrap(), self.addr);
+        let (passed, connections) = channel();
+        std::thread::spawn(move || {
+            for near in listener.incoming() {
+                let (near, far) = (near.unwrap(), TcpStream::connect(there).unwrap());
+                passed.send(far.try_clone().unwrap()).unwrap();
+                let back = (far.try_clone().unwrap(), near.try_clone().unwrap());
+                std::thread::spawn(move || forward(near, far));
+                std::thread::spawn(move || forward(back.0, back.1));
+            }
+        });
+        (here, connections)
+    }
+
     /// The daemon is alive and well.
     fn check_alive(&self) {
-        let mut liar = self.session();
+        self.copy_honestly(self.session());
+    }
+
+    /// One file by a peer that keeps to the rules, up to its farewell.
+    fn copy_honestly(&self, mut liar: Liar) -> Liar {
         let content = b"honest";
         let record = Record::File { path: b"honest".to_vec(), meta: Meta { mode: 0o644, size: 6, ..Meta::default() } };
         let (block, header) = liar.pack(&[(record, content)], 0);
@@ -115,6 +153,7 @@ impl Lab {
         }
         assert_eq!(std::fs::read(self.dir.path().join("honest")).unwrap(), b"honest");
         std::fs::remove_file(self.dir.path().join("honest")).unwrap();
+        liar
     }
 }
 
@@ -429,4 +468,16 @@ fn a_flood_of_control_messages_is_paced_by_receives() {
     }
     drop(liar);
     lab.check_alive();
+}
+
+#[test]
+fn the_end_of_a_data_channel_may_overtake_the_farewell() {
+    let lab = Lab::new();
+    for _ in 0..20 {
+        let (way, connections) = lab.detour();
+        let mut liar = lab.copy_honestly(lab.session_by(way));
+        connections.recv().unwrap().shutdown(Shutdown::Both).unwrap();
+        liar.link.send(&Control::Farewell).unwrap();
+        lab.until_empty("a session whose farewell came last");
+    }
 }
