@@ -284,7 +284,7 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
     fs::write(lab.path("other"), "other").unwrap();
     let daemon = lab.serve(&served);
     // Few blocks, so that reading cannot run far ahead of sending.
-    let command = args(&[&"--depth", &"4", &"--bwlimit", &"40M", &big, &lab.path("other"), &daemon.url("e/")]);
+    let command = args(&[&"--depth", &"4", &"--bwlimit", &"16M", &big, &lab.path("other"), &daemon.url("e/")]);
     let child = thruway(lab.dir.path())
         .args(["cp", "--json"])
         .args(&command)
@@ -292,7 +292,7 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    until_written(&served, 10 * MIB);
+    until_written(&served, 4 * MIB);
     let file = fs::OpenOptions::new().append(true).open(&big).unwrap();
     (&file).write_all(b"more").unwrap();
     let out = child.wait_with_output().unwrap();
