@@ -264,6 +264,9 @@ pub struct DeviceAttributes {
     pub domain_windows: bool,
     /// Most receives of one shared receive queue; 0 if there are none.
     pub max_shared_receives: u32,
+    /// What peers read, write and change in registered memory is served without this process; where this is false, it
+    /// is served while somebody polls a completion queue or waits for the device.
+    pub auto_progress: bool,
     /// Memory can be registered without being held in place ([`crate::Access::ON_DEMAND`]).
     pub on_demand: bool,
 }

@@ -2,7 +2,7 @@
 //! listeners and completion queues that hang on them.
 
 use super::connection::{MAX_INLINE, MAX_SGE};
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
 use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
@@ -185,6 +185,7 @@ impl Context {
             windows: true,
             domain_windows: true,
             max_shared_receives: MAX_QUEUE,
+            auto_progress: false,
             on_demand: true,
         };
         Ok(Arc::new(Context {
@@ -362,7 +363,7 @@ impl Context {
         }
     }
 
-    fn turn(self: &Arc<Context>, id: u32, readable: bool, writable: bool, ended: bool) {
+    fn turn(self: &Arc<Context>, id: u32, socket: Readiness) {
         enum Found {
             QueuePair(Arc<Endpoint>),
             Listener(Arc<ListeningSocket>),
@@ -375,10 +376,10 @@ impl Context {
             None => return,
         };
         match found {
-            Found::QueuePair(qp) => qp.turn(readable, writable, ended),
+            Found::QueuePair(qp) => qp.turn(socket),
             Found::Inbound(inbound) => inbound.turn(self),
-            Found::Listener(socket) => {
-                if socket.turn(self) {
+            Found::Listener(listener) => {
+                if listener.turn(self) {
                     self.mark_ready(id);
                 }
             }
@@ -392,7 +393,7 @@ impl Context {
         if !waiting.is_empty() {
             self.discount_unpolled(waiting.len());
             for id in waiting {
-                self.turn(id, false, false, false);
+                self.turn(id, Readiness::default());
             }
         }
         let version = self.live_version.load(Ordering::Acquire);
@@ -404,9 +405,10 @@ impl Context {
         if !driver.hot.is_empty() {
             driver.streak += 1;
             if driver.streak < HOT_STREAK {
-                let writable = driver.detached;
+                // Out of the epoll set nobody tells when there is room again.
+                let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 for qp in &driver.hot {
-                    qp.turn(true, writable, false);
+                    qp.turn(tried);
                 }
                 return;
             }
@@ -433,10 +435,12 @@ impl Context {
                 TOKEN_WAKE => drop(rustix::io::read(&self.wake, &mut [0; 8])),
                 TOKEN_TIMER => self.tick(),
                 id => {
-                    let readable = flags.intersects(F::IN | F::RDHUP | F::HUP | F::ERR);
-                    let writable = flags.intersects(F::OUT | F::HUP | F::ERR);
-                    let ended = flags.intersects(F::RDHUP | F::HUP | F::ERR);
-                    self.turn(id as u32, readable, writable, ended);
+                    let socket = Readiness {
+                        readable: flags.intersects(F::IN | F::RDHUP | F::HUP | F::ERR),
+                        writable: flags.intersects(F::OUT | F::HUP | F::ERR),
+                        hung_up: flags.intersects(F::RDHUP | F::HUP | F::ERR),
+                    };
+                    self.turn(id as u32, socket);
                 }
             }
         }

@@ -85,6 +85,15 @@ struct Live {
     ended: bool,
 }
 
+/// What is known of a socket.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Readiness {
+    pub(super) readable: bool,
+    pub(super) writable: bool,
+    /// The peer's half is shut, or the connection is broken.
+    pub(super) hung_up: bool,
+}
+
 /// What is left to do after a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
@@ -142,7 +151,7 @@ impl Endpoint {
         self.check_idle(&guard)?;
         self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
         self.go_live(&mut guard, stream, peer, agreement, false, reply, early);
-        let turn = self.serve(&mut guard, true, true);
+        let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false });
         drop(guard);
         self.after(turn);
         Ok(())
@@ -211,12 +220,9 @@ impl Endpoint {
     }
 
     /// Something happened on the socket, or this queue pair's turn has come.
-    pub(super) fn turn(&self, readable: bool, writable: bool, ended: bool) {
+    pub(super) fn turn(&self, socket: Readiness) {
         let mut guard = self.lock();
-        if let (true, Phase::Live(live)) = (ended, &mut guard.phase) {
-            live.hung_up = true;
-        }
-        let turn = self.serve(&mut guard, readable, writable);
+        let turn = self.serve(&mut guard, socket);
         drop(guard);
         self.after(turn);
     }
@@ -249,7 +255,7 @@ impl Endpoint {
         matches!(guard.phase, Phase::Connecting(_) | Phase::Lingering { .. })
     }
 
-    fn serve(&self, state: &mut State, readable: bool, writable: bool) -> Turn {
+    fn serve(&self, state: &mut State, socket: Readiness) -> Turn {
         match &mut state.phase {
             Phase::Idle | Phase::Over => Turn::Waiting,
             Phase::Connecting(_) => self.advance_connect(state),
@@ -258,14 +264,15 @@ impl Endpoint {
                 while let Ok(n @ 1..) = std::io::Read::read(stream, &mut sink) {
                     let _ = n;
                 }
-                if readable && is_at_end(stream) {
+                if socket.readable && is_at_end(stream) {
                     self.over(state);
                 }
                 Turn::Waiting
             }
             Phase::Live(live) => {
-                live.readable |= readable;
-                live.writable |= writable;
+                live.readable |= socket.readable;
+                live.writable |= socket.writable;
+                live.hung_up |= socket.hung_up;
                 self.serve_live(state)
             }
         }

@@ -11,8 +11,8 @@ use std::ffi::CStr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-/// Polls that find nothing between looks at what needs system calls.
-const POLLS_PER_DRIVE: u32 = 512;
+/// Polls that find nothing between looks at what needs system calls: about a millisecond.
+const POLLS_PER_DRIVE: u32 = 16384;
 
 /// A completion queue.
 pub(super) struct Queue {

@@ -245,6 +245,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         domain_windows: false,
         max_shared_receives: if attr.max_srq > 0 { attr.max_srq_wr.clamp(0, 16384) as u32 } else { 0 },
         // rxe's (Linux 7.3, rxe_odp.c) writes each packet to the beginning of its page.
+        auto_progress: true,
         on_demand: attr.vendor_id != VENDOR_RXE && pages_on_demand(verbs),
     };
     // SAFETY: plain calls; what they make is destroyed when the context is dropped.

@@ -13,7 +13,7 @@
 //! | `shared` | shared receive queues |
 //! | `completion` | completion queues |
 //! | `address` | socket addresses |
-//! | `endpoint` | queue pairs and their connections |
+//! | `endpoint` | queue pairs; `endpoint::connection`: their connections |
 //! | `listener` | listening, connection requests |
 //!
 //! What differs between devices: on InfiniBand and RoCE a consumer's private data arrives padded

@@ -1,5 +1,6 @@
 //! The measuring end.
 
+use super::clock::Moment;
 use super::link::{self, Link, Pace};
 use super::report::Row;
 use super::{Op, Test, TestArgs, Wait};
@@ -128,15 +129,14 @@ impl Run {
         }
     }
 
-    /// Runs round trips until the time is over. The clock is read once for each: on machines
-    /// without a clock page that is a system call.
+    /// Runs round trips until the time is over.
     fn ping_pong(&mut self, mut round_trip: impl FnMut(&mut Run, u64) -> Result<(), String>) -> Result<u64, String> {
-        let start = Instant::now();
+        let start = Moment::now();
         let (mut last, mut operations) = (start, 0);
-        while last - start < self.duration {
+        while last.since(start) < self.duration {
             round_trip(self, operations)?;
-            let now = Instant::now();
-            self.sample(now - last);
+            let now = Moment::now();
+            self.sample(now.since(last));
             last = now;
             operations += 1;
         }
@@ -162,9 +162,11 @@ impl Run {
             let mark = (operations % 255) as u8 + 1;
             run.links[0].stamp(size, mark);
             run.links[0].post(1, Op::Write, size)?;
-            while run.links[0].stamp_received(size) != mark {
+            // The echo may overtake the completion, which makes room for the next.
+            let mut completed = false;
+            while !completed || run.links[0].stamp_received(size) != mark {
                 run.poll()?;
-                run.completed.clear();
+                completed |= run.completed.drain(..).count() > 0;
                 if run.links[0].qp.error().is_some() {
                     return Err("the peer went away".into());
                 }
@@ -177,17 +179,16 @@ impl Run {
     fn stream(&mut self) -> Result<u64, String> {
         let Test { op, size, depth, .. } = self.test;
         let number_of: HashMap<u32, usize> = self.links.iter().enumerate().map(|(i, l)| (l.qp.number(), i)).collect();
-        let mut posted_at = vec![vec![Instant::now(); depth as usize]; self.links.len()];
+        let mut posted_at = vec![vec![Moment::now(); depth as usize]; self.links.len()];
         let mut paces: Vec<Pace> = self.links.iter().map(|_| Pace::new(depth)).collect();
         let mut idle = vec![(0..u64::from(depth)).collect::<Vec<u64>>(); self.links.len()];
-        let start = Instant::now();
+        let start = Moment::now();
         let (mut under_way, mut operations) = (0u64, 0);
         let mut to_fill: Vec<usize> = (0..self.links.len()).collect();
         let mut batch = Vec::new();
-        // As above: the clock is read when something has happened, or has not for a while.
-        let (mut now, mut idle_polls) = (start, 0u32);
+        let mut now = start;
         loop {
-            let over = now - start >= self.duration;
+            let over = now.since(start) >= self.duration;
             for link in to_fill.drain(..) {
                 while !over && !idle[link].is_empty() && (op != Op::Send || paces[link].take()) {
                     let slot = idle[link].pop().expect("looked at above");
@@ -199,14 +200,11 @@ impl Run {
             if over && under_way == 0 {
                 break;
             }
-            if self.poll()? == 0 {
-                idle_polls += 1;
-                if idle_polls.is_multiple_of(256) || self.test.wait == Wait::Event {
-                    now = Instant::now();
-                }
+            let finished = self.poll()?;
+            now = Moment::now();
+            if finished == 0 {
                 continue;
             }
-            now = Instant::now();
             std::mem::swap(&mut batch, &mut self.completed);
             for wc in batch.drain(..) {
                 let link = number_of[&wc.qp_num];
@@ -220,7 +218,7 @@ impl Run {
                         to_fill.push(link);
                     }
                 } else if wc.wr_id != link::ROOM {
-                    self.sample(now - posted_at[link][wc.wr_id as usize]);
+                    self.sample(now.since(posted_at[link][wc.wr_id as usize]));
                     operations += 1;
                     under_way -= 1;
                     idle[link].push(wc.wr_id);

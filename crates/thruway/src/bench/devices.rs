@@ -11,6 +11,7 @@ fn capabilities(a: &DeviceAttributes) -> Value {
         "max_reply_data": a.max_reply_data,
         "atomics": a.atomics, "immediate": a.immediate, "remote_invalidate": a.remote_invalidate,
         "windows": a.windows, "max_shared_receives": a.max_shared_receives, "on_demand": a.on_demand,
+        "auto_progress": a.auto_progress,
     })
 }
 

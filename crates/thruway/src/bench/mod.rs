@@ -5,6 +5,7 @@
 //! bench serves any number of tests without options.
 
 mod client;
+mod clock;
 mod devices;
 mod link;
 mod region;
@@ -252,6 +253,11 @@ impl Test {
             addr: u64::from(u32_at(12)) << 32 | u64::from(u32_at(16)),
             rkey: u32_at(20),
         })
+    }
+
+    /// Whether the serving end has anything to do, beyond what its device does by itself.
+    fn asks_for_the_server(&self, auto_progress: bool) -> bool {
+        !auto_progress || self.op == Op::Send || self.bidi || (self.lat && self.op == Op::Write)
     }
 }
 

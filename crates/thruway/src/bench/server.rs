@@ -89,7 +89,9 @@ impl Server {
                     _ => {}
                 }
             }
-            let spinning = self.sessions.values().any(|s| s.test.wait == Wait::Poll);
+            let auto_progress = self.device.attributes().auto_progress;
+            let mut tests = self.sessions.values().map(|s| &s.test);
+            let spinning = tests.any(|t| t.wait == Wait::Poll && t.asks_for_the_server(auto_progress));
             let wait = if spinning { Wait::Poll } else { Wait::Event };
             // Events are looked at now and then even while completions come thick and fast.
             for _ in 0..4096 {
@@ -160,10 +162,11 @@ impl Server {
         for session in self.sessions.values_mut().filter(|s| s.test.lat && s.test.op == Op::Write) {
             let mark = session.link.stamp_received(session.test.size);
             if mark != session.mark {
-                session.mark = mark;
                 session.link.stamp(session.test.size, mark);
-                // A failure shows as a disconnection.
-                let _ = session.link.post(0, Op::Write, session.test.size);
+                // Until there is room for it. That the connection is gone shows as a disconnection.
+                if session.link.post(0, Op::Write, session.test.size).is_ok() {
+                    session.mark = mark;
+                }
             }
         }
     }
