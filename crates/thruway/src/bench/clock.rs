@@ -20,9 +20,7 @@ static TICK: LazyLock<f64> = LazyLock::new(|| {
 #[cfg(target_arch = "x86_64")]
 fn counter() -> u64 {
     // SAFETY: every x86-64 processor has the instruction.
-    unsafe {
-        std::arch::x86_64::_rdtsc()
-    }
+    unsafe { std::arch::x86_64::_rdtsc() }
 }
 
 #[cfg(not(target_arch = "x86_64"))]

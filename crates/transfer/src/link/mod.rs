@@ -4,6 +4,7 @@
 //! [`crate::source`]'s and [`crate::sink`]'s business.
 
 mod growth;
+mod loss;
 mod rdma;
 mod tcp;
 

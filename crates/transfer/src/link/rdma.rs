@@ -2,6 +2,7 @@
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
 use super::growth::{BUSY_BLOCKS, BUSY_OCTETS, ROUND_TRIP_MIN};
+use super::loss::Loss;
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
@@ -70,6 +71,7 @@ pub(crate) struct RdmaLink {
     ready: VecDeque<LinkEvent>,
     /// Why the session cannot go on, once what came before that is taken.
     ended: Option<LinkError>,
+    loss: Loss,
     heard: Instant,
     spoken: Instant,
 }
@@ -132,6 +134,7 @@ impl RdmaLink {
             completions: Vec::new(),
             ready: VecDeque::new(),
             ended: None,
+            loss: Loss::default(),
             heard: Instant::now(),
             spoken: Instant::now(),
         };
@@ -511,10 +514,11 @@ impl RdmaLink {
         self.writing[index] = Some((block.expose(), len));
         channel.under_way += 1;
         channel.octets_under_way += u64::from(len);
-        channel.qp.post_sends(&requests).map_err(|(_, error)| match channel.qp.error() {
-            Some(cause) => LinkError::DataLost(cause),
-            None => error.into(),
-        })
+        if let Err((_, error)) = channel.qp.post_sends(&requests) {
+            let cause = channel.qp.error().ok_or(error)?;
+            self.loss.note(cause, self.control_path().map(|p| p.round_trip));
+        }
+        Ok(())
     }
 
     /// What has come, waiting up to `limit` for the first of it. An empty list is no error: the
@@ -552,14 +556,16 @@ impl RdmaLink {
             {
                 self.transmit(&Control::Receives)?;
             }
-            self.device.wait(Some(limit.min(HEARTBEAT)))?;
+            let limit = self.loss.left().unwrap_or(HEARTBEAT).min(limit).min(HEARTBEAT);
+            self.device.wait(Some(limit))?;
             self.cq.poll(&mut completions, 256);
         }
         for wc in completions.drain(..) {
             self.take_completion(&wc)?;
         }
         self.completions = completions;
-        self.flush()
+        self.flush()?;
+        self.loss.tell(self.ready.is_empty() && self.raw.is_empty())
     }
 
     /// Takes what a failed connection had to say before it is reported as failed.
@@ -600,7 +606,10 @@ impl RdmaLink {
                 // One that was to be added and could not be is no loss.
                 let before = self.data.len();
                 self.data.retain(|c| !self.joined || c.established || c.qp.number() != qp_num);
-                if self.data.len() == before { Err(LinkError::DataLost(cause)) } else { Ok(true) }
+                if self.data.len() == before {
+                    self.loss.note(cause, self.control_path().map(|p| p.round_trip));
+                }
+                Ok(true)
             }
             Some(_) => Ok(true),
         }

@@ -5,6 +5,7 @@
 //! `sendfile` at the source, `splice` at the sink. There are no credits: TCP's window and the
 //! pool's blocks are the flow control.
 
+use super::loss::Loss;
 use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, Secured};
 use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token};
@@ -157,8 +158,7 @@ pub(crate) struct TcpLink {
     spoken: Instant,
     /// The control connection has ended; what it said is still to be read.
     ended: Option<ConnectionError>,
-    /// A data connection has ended.
-    data_ended: Option<ConnectionError>,
+    loss: Loss,
 }
 
 impl TcpLink {
@@ -212,7 +212,7 @@ impl TcpLink {
             heard: Instant::now(),
             spoken: Instant::now(),
             ended: None,
-            data_ended: None,
+            loss: Loss::default(),
         })
     }
 
@@ -349,18 +349,9 @@ impl TcpLink {
 
     pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
         if !self.take_news()? {
-            // The end comes after everything that was said before it. A lost data channel waits a
-            // moment for the control connection's last words, which explain more.
+            // The end comes after everything that was said before it.
             if let Some(cause) = &self.ended {
                 return Err(LinkError::Closed(cause.clone()));
-            }
-            if let Some(cause) = self.data_ended.take() {
-                self.device.wait(Some(Duration::from_millis(50)))?;
-                if self.take_news()? {
-                    self.data_ended.get_or_insert(cause);
-                    return Ok(());
-                }
-                return Err(LinkError::DataLost(cause));
             }
             let now = Instant::now();
             if now.duration_since(self.heard) > SILENCE_MAX {
@@ -369,10 +360,11 @@ impl TcpLink {
             if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() {
                 self.send(&Control::Receives)?;
             }
-            self.device.wait(Some(limit.min(HEARTBEAT)))?;
+            let limit = self.loss.left().unwrap_or(HEARTBEAT).min(limit).min(HEARTBEAT);
+            self.device.wait(Some(limit))?;
             self.take_news()?;
         }
-        Ok(())
+        self.loss.tell(self.ready.is_empty() && self.raw.is_empty())
     }
 
     fn take_news(&mut self) -> Result<bool, LinkError> {
@@ -403,9 +395,7 @@ impl TcpLink {
                     self.ready.push_back(LinkEvent::Placed { sequence, len });
                 }
                 News::Malformed(malformed) => return Err(malformed.into()),
-                News::DataEnded(cause) => {
-                    self.data_ended.get_or_insert(cause);
-                }
+                News::DataEnded(cause) => self.loss.note(cause, self.control_path().map(|p| p.round_trip)),
                 News::Opened(opened, role) => {
                     self.opening -= 1;
                     match opened {
