@@ -74,6 +74,8 @@ initiator_start() {
     mkdir -p /run/lock/iscsi /etc/iscsi
     echo "InitiatorName=iqn.2026-11.org.example:guest" >/etc/iscsi/initiatorname.iscsi
     sed -i 's/^node.startup.*/node.startup = manual/' /etc/iscsi/iscsid.conf
+    # A busy machine is no dead target: five seconds without an answer are not yet an error.
+    sed -i 's/^\(node.conn\[0\].timeo.noop_out_timeout\) = .*/\1 = 60/' /etc/iscsi/iscsid.conf
     iscsid -f >/tmp/iscsid.log 2>&1 &
     local i status
     for ((i = 0; i < 200; i++)); do
