@@ -1,6 +1,6 @@
 //! The measuring end.
 
-use super::clock::Moment;
+use super::clock::{self, Moment};
 use super::link::{self, Link, Pace};
 use super::report::Row;
 use super::{Op, Test, TestArgs, Wait};
@@ -19,6 +19,9 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     let size = if op == Op::Atomic { 8 } else { size };
     let (depth, qps) = if lat { (1, 1) } else { (args.depth, args.qps) };
     let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
+    if lat && op == Op::Write && args.wait == Wait::Event && device.attributes().auto_progress {
+        return Err("the arrival of a write is no event at this device: measure it with --wait poll".into());
+    }
     let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
     let mut test = Test { lat, op, size, depth, wait: args.wait, bidi: args.bidirectional && !lat, addr: 0, rkey: 0 };
     let mut links = Vec::new();
@@ -27,6 +30,7 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     }
     let mut run =
         Run { device, cq, links, test, duration: args.duration()?, samples: Vec::new(), completed: Vec::new() };
+    clock::calibrate();
     let cpu = cpu_seconds();
     let start = Instant::now();
     let operations = match (lat, op) {

@@ -9,12 +9,28 @@ const CALIBRATION: Duration = Duration::from_millis(20);
 
 /// Nanoseconds of one tick.
 static TICK: LazyLock<f64> = LazyLock::new(|| {
-    let (start, first) = (Instant::now(), counter());
+    let (start, first) = both();
     while start.elapsed() < CALIBRATION {
         std::hint::spin_loop();
     }
-    start.elapsed().as_nanos() as f64 / counter().wrapping_sub(first).max(1) as f64
+    let (end, last) = both();
+    (end - start).as_nanos() as f64 / last.wrapping_sub(first).max(1) as f64
 });
+
+/// Both clocks at one moment: of a few readings the one that was least interrupted.
+fn both() -> (Instant, u64) {
+    let reading = |_| {
+        let (before, now, after) = (counter(), Instant::now(), counter());
+        (after.wrapping_sub(before), now, before)
+    };
+    let (_, now, counter) = (0..16).map(reading).min_by_key(|(took, ..)| *took).expect("there are some");
+    (now, counter)
+}
+
+/// Learns the counter's rate, which takes a moment, if that has not been done.
+pub(super) fn calibrate() {
+    LazyLock::force(&TICK);
+}
 
 /// Reads of one processor's counter; those of others agree on every machine that has RDMA.
 #[cfg(target_arch = "x86_64")]

@@ -692,7 +692,9 @@ impl RdmaLink {
         let limit = Duration::from_secs(2);
         let unsent = |link: &RdmaLink| !link.outbox.is_empty() || link.free_send_slots.len() < CONTROL_RECEIVES;
         while unsent(&self) && start.elapsed() < limit {
-            if self.turn(Duration::from_millis(100)).is_err() {
+            if let Err(error) = self.turn(Duration::from_millis(100))
+                && !matches!(error, LinkError::DataLost(_))
+            {
                 return;
             }
         }
