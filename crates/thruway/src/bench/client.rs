@@ -19,11 +19,11 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     let size = if op == Op::Atomic { 8 } else { size };
     let (depth, qps) = if lat { (1, 1) } else { (args.depth, args.qps) };
     let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
-    if lat && op == Op::Write && args.wait == Wait::Event && device.attributes().auto_progress {
-        return Err("the arrival of a write is no event at this device: measure it with --wait poll".into());
-    }
     let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
     let mut test = Test { lat, op, size, depth, wait: args.wait, bidi: args.bidirectional && !lat, addr: 0, rkey: 0 };
+    if test.watches_memory() && test.wait == Wait::Event && device.attributes().auto_progress {
+        return Err("the arrival of a write is no event at this device: measure it with --wait poll".into());
+    }
     let mut links = Vec::new();
     for _ in 0..qps {
         links.push(connect(&device, &cq, addr, &mut test)?);

@@ -255,9 +255,18 @@ impl Test {
         })
     }
 
-    /// Whether the serving end has anything to do, beyond what its device does by itself.
-    fn asks_for_the_server(&self, auto_progress: bool) -> bool {
-        !auto_progress || self.op == Op::Send || self.bidi || (self.lat && self.op == Op::Write)
+    /// Whether both ends watch memory for what the other has written.
+    fn watches_memory(&self) -> bool {
+        self.lat && self.op == Op::Write
+    }
+
+    /// Whether the serving end polls. It does not if its device does everything by itself, and has to if nothing but the
+    /// memory tells that something has come.
+    fn is_polled_for(&self, auto_progress: bool) -> bool {
+        match self.wait {
+            Wait::Poll => !auto_progress || self.op == Op::Send || self.bidi || self.watches_memory(),
+            Wait::Event => auto_progress && self.watches_memory(),
+        }
     }
 }
 

@@ -90,8 +90,7 @@ impl Server {
                 }
             }
             let auto_progress = self.device.attributes().auto_progress;
-            let mut tests = self.sessions.values().map(|s| &s.test);
-            let spinning = tests.any(|t| t.wait == Wait::Poll && t.asks_for_the_server(auto_progress));
+            let spinning = self.sessions.values().any(|s| s.test.is_polled_for(auto_progress));
             let wait = if spinning { Wait::Poll } else { Wait::Event };
             // Events are looked at now and then even while completions come thick and fast.
             for _ in 0..4096 {
@@ -159,7 +158,7 @@ impl Server {
     }
 
     fn echo_writes(&mut self) {
-        for session in self.sessions.values_mut().filter(|s| s.test.lat && s.test.op == Op::Write) {
+        for session in self.sessions.values_mut().filter(|s| s.test.watches_memory()) {
             let mark = session.link.stamp_received(session.test.size);
             if mark != session.mark {
                 session.link.stamp(session.test.size, mark);

@@ -20,9 +20,9 @@ impl Loss {
         self.0.get_or_insert_with(|| (cause, Instant::now() + GRACE + 2 * round_trip.unwrap_or_default()));
     }
 
-    /// How long until it is told; `None` if there is nothing to tell.
-    pub(super) fn left(&self) -> Option<Duration> {
-        self.0.as_ref().map(|(_, due)| due.saturating_duration_since(Instant::now()))
+    /// `limit`, or less if it is to be told before.
+    pub(super) fn bound(&self, limit: Duration) -> Duration {
+        self.0.as_ref().map_or(limit, |(_, due)| due.saturating_duration_since(Instant::now()).min(limit))
     }
 
     /// Tells it, once, when it is due and nothing has come that is still to be taken, or long after.
@@ -42,16 +42,18 @@ mod tests {
     #[test]
     fn is_told_once_and_not_at_once() {
         let mut loss = Loss::default();
-        assert!(loss.tell(true).is_ok() && loss.left().is_none());
+        const LONG: Duration = Duration::from_secs(86_400);
+        assert!(loss.tell(true).is_ok() && loss.bound(LONG) == LONG);
         // A path so long that the test is over before.
         loss.note(ConnectionError::Closed, Some(Duration::from_secs(3600)));
-        assert!(loss.tell(true).is_ok() && loss.left().is_some_and(|left| left > Duration::from_secs(3600)));
+        let left = loss.bound(LONG);
+        assert!(loss.tell(true).is_ok() && left > Duration::from_secs(3600) && left < LONG);
         let mut loss = Loss(Some((ConnectionError::Closed, Instant::now())));
         loss.note(ConnectionError::TimedOut, None);
-        assert_eq!(loss.left(), Some(Duration::ZERO), "the first end counts");
+        assert_eq!(loss.bound(LONG), Duration::ZERO, "the first end counts");
         assert!(loss.tell(false).is_ok());
         assert!(matches!(loss.tell(true), Err(LinkError::DataLost(ConnectionError::Closed))));
-        assert!(loss.tell(true).is_ok() && loss.left().is_none());
+        assert!(loss.tell(true).is_ok() && loss.bound(LONG) == LONG);
         let mut loss = Loss(Some((ConnectionError::Closed, Instant::now() - BUSY_GRACE)));
         assert!(loss.tell(false).is_err());
     }

@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{
-    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, Error,
-    MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags,
-    SendOp, SendRequest, Status, WorkCompletion,
+    Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
+    Device, Error, MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
+    SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
 
 /// Receives each end keeps posted for control messages.
@@ -516,9 +516,13 @@ impl RdmaLink {
         channel.octets_under_way += u64::from(len);
         if let Err((_, error)) = channel.qp.post_sends(&requests) {
             let cause = channel.qp.error().ok_or(error)?;
-            self.loss.note(cause, self.control_path().map(|p| p.round_trip));
+            self.lose(cause);
         }
         Ok(())
+    }
+
+    fn lose(&mut self, cause: ConnectionError) {
+        self.loss.note(cause, self.control_path().map(|p| p.round_trip));
     }
 
     /// What has come, waiting up to `limit` for the first of it. An empty list is no error: the
@@ -556,8 +560,7 @@ impl RdmaLink {
             {
                 self.transmit(&Control::Receives)?;
             }
-            let limit = self.loss.left().unwrap_or(HEARTBEAT).min(limit).min(HEARTBEAT);
-            self.device.wait(Some(limit))?;
+            self.device.wait(Some(self.loss.bound(limit.min(HEARTBEAT))))?;
             self.cq.poll(&mut completions, 256);
         }
         for wc in completions.drain(..) {
@@ -607,7 +610,7 @@ impl RdmaLink {
                 let before = self.data.len();
                 self.data.retain(|c| !self.joined || c.established || c.qp.number() != qp_num);
                 if self.data.len() == before {
-                    self.loss.note(cause, self.control_path().map(|p| p.round_trip));
+                    self.lose(cause);
                 }
                 Ok(true)
             }

@@ -360,8 +360,7 @@ impl TcpLink {
             if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() {
                 self.send(&Control::Receives)?;
             }
-            let limit = self.loss.left().unwrap_or(HEARTBEAT).min(limit).min(HEARTBEAT);
-            self.device.wait(Some(limit))?;
+            self.device.wait(Some(self.loss.bound(limit.min(HEARTBEAT))))?;
             self.take_news()?;
         }
         self.loss.tell(self.ready.is_empty() && self.raw.is_empty())
