@@ -9,13 +9,16 @@
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
 //!   small requests run on; [`segment`]: the parts of blocks that their requests carry.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
-//! - [`page_cache`]: what reading would cost. [`units`]: sizes as people write them.
+//! - [`page_cache`]: what reading would cost. [`units`]: sizes as people write them; [`text`]: what others wrote, to be
+//!   shown to people.
 //! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
+//! - [`local_peer`]: which user is at the other end of a connection from this machine.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
 pub mod integrity;
 pub mod limits;
+pub mod local_peer;
 pub mod page_cache;
 pub mod pool;
 pub mod reactor;
@@ -23,6 +26,7 @@ pub mod security;
 pub mod segment;
 pub mod stage;
 pub mod storage;
+pub mod text;
 pub mod topology;
 pub mod units;
 

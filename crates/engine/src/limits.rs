@@ -13,3 +13,8 @@ pub fn raise_open_files() {
         tracing::debug!(%error, ?maximum, "raising the number of open files");
     }
 }
+
+/// How many files this process may have open.
+pub fn open_files() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(1 << 20)
+}

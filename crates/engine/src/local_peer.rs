@@ -1,0 +1,144 @@
+//! Who is at the other end of a connection from this very machine.
+
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+/// `struct nlmsghdr`, `struct inet_diag_req_v2`, `struct inet_diag_msg`: linux/netlink.h, linux/inet_diag.h.
+const HEADER: usize = 16;
+const REQUEST: usize = 56;
+const ANSWER: usize = 72;
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+const NLM_F_REQUEST: u16 = 1;
+const IPPROTO_TCP: u8 = 6;
+const TCP_ESTABLISHED: u8 = 1;
+const TCP_CLOSE_WAIT: u8 = 8;
+
+/// The user who made the socket at the other end of a TCP connection over the loopback interface. `None` if the
+/// peer is not on this machine, or gone, or the kernel does not say; then nobody's rights may be assumed.
+///
+/// A proxy on this machine (an ssh tunnel, a container's port forwarder) is its own user, whoever it speaks for.
+pub fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
+    if !peer.ip().to_canonical().is_loopback() {
+        return None;
+    }
+    by_netlink(peer, local).unwrap_or_else(|error| {
+        tracing::debug!(%error, "asking for the owner of a socket");
+        by_proc(peer, local)
+    })
+}
+
+/// Whether a user may do here whatever this process may: it is the same one, or root.
+pub fn is_us(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::geteuid().as_raw()
+}
+
+fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
+    let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::SOCK_DIAG));
+    let socket = rustix::net::socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
+    let mut message = [0u8; HEADER + REQUEST];
+    message[0..4].copy_from_slice(&((HEADER + REQUEST) as u32).to_ne_bytes());
+    message[4..6].copy_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    message[6..8].copy_from_slice(&NLM_F_REQUEST.to_ne_bytes());
+    let request = &mut message[HEADER..];
+    let (peer_ip, local_ip) = (peer.ip().to_canonical(), local.ip().to_canonical());
+    request[0] = if peer_ip.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 };
+    request[1] = IPPROTO_TCP;
+    request[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
+    // The socket that we look for has the peer's address as its own.
+    request[8..10].copy_from_slice(&peer.port().to_be_bytes());
+    request[10..12].copy_from_slice(&local.port().to_be_bytes());
+    put(&mut request[12..28], peer_ip);
+    put(&mut request[28..44], local_ip);
+    // No cookie: whatever socket there is.
+    request[48..56].fill(0xff);
+    rustix::net::send(&socket, &message, SendFlags::empty())?;
+    let mut answer = [0u8; 512];
+    let (len, _) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
+    let kind = u16::from_ne_bytes([answer[4], answer[5]]);
+    if len >= HEADER + 4 && kind == libc::NLMSG_ERROR as u16 {
+        let code = i32::from_ne_bytes(answer[HEADER..HEADER + 4].try_into().expect("4 bytes"));
+        return match -code {
+            libc::ENOENT => Ok(None),
+            code => Err(io::Error::from_raw_os_error(code)),
+        };
+    }
+    if len < HEADER + ANSWER || kind != SOCK_DIAG_BY_FAMILY {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let message = &answer[HEADER..];
+    // Sockets that are half gone have no owner, and the kernel says 0.
+    let alive = matches!(message[1], TCP_ESTABLISHED | TCP_CLOSE_WAIT);
+    Ok(alive.then(|| u32::from_ne_bytes(message[64..68].try_into().expect("4 bytes"))))
+}
+
+fn put(out: &mut [u8], ip: IpAddr) {
+    match ip {
+        IpAddr::V4(ip) => out[..4].copy_from_slice(&ip.octets()),
+        IpAddr::V6(ip) => out.copy_from_slice(&ip.octets()),
+    }
+}
+
+/// Where the kernel has no socket diagnostics.
+fn by_proc(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
+    ["/proc/net/tcp", "/proc/net/tcp6"].into_iter().find_map(|path| {
+        let text = std::fs::read_to_string(path).ok()?;
+        text.lines().skip(1).find_map(|line| {
+            let mut words = line.split_whitespace().skip(1);
+            let (own, other, state) = (parse(words.next()?)?, parse(words.next()?)?, words.next()?);
+            let same =
+                |a: SocketAddr, b: SocketAddr| (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port());
+            let alive = matches!(u8::from_str_radix(state, 16), Ok(TCP_ESTABLISHED | TCP_CLOSE_WAIT));
+            if !(alive && same(own, peer) && same(other, local)) {
+                return None;
+            }
+            words.nth(3)?.parse().ok()
+        })
+    })
+}
+
+/// An address as `/proc/net/tcp` writes it: words of the machine's byte order, in hexadecimal.
+fn parse(text: &str) -> Option<SocketAddr> {
+    let (ip, port) = text.split_once(':')?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    let mut bytes = Vec::new();
+    for word in ip.as_bytes().chunks(8) {
+        let word = u32::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok()?;
+        bytes.extend_from_slice(&word.to_ne_bytes());
+    }
+    let ip: IpAddr = match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok()?.into(),
+        16 => <[u8; 16]>::try_from(bytes).ok()?.into(),
+        _ => return None,
+    };
+    Some(SocketAddr::new(ip, port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn the_owner_of_a_local_peer_is_known_while_it_is_there() {
+        let us = rustix::process::geteuid().as_raw();
+        for addr in ["127.0.0.1:0", "[::1]:0", "[::]:0"] {
+            let Ok(listener) = TcpListener::bind(addr) else { continue };
+            let port = listener.local_addr().unwrap().port();
+            let ip = if addr.starts_with("[::1]") { "::1" } else { "127.0.0.1" };
+            let near = TcpStream::connect((ip, port)).unwrap();
+            let (far, peer) = listener.accept().unwrap();
+            let local = far.local_addr().unwrap();
+            assert_eq!(owner(peer, local), Some(us), "{addr}");
+            assert_eq!(by_netlink(peer, local).ok().flatten().or(by_proc(peer, local)), Some(us));
+            assert_eq!(by_proc(peer, local), Some(us));
+            assert_eq!(owner(peer, SocketAddr::new(local.ip(), 1)), None, "another connection");
+            drop(near);
+            // The last to close first leaves a socket that nobody owns.
+            let _ = std::io::Read::read(&mut &far, &mut [0]);
+            drop(far);
+            assert_eq!(owner(peer, local), None);
+        }
+        assert_eq!(owner("192.0.2.1:5".parse().unwrap(), "127.0.0.1:6".parse().unwrap()), None);
+    }
+}
