@@ -24,8 +24,18 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 9] =
-    ["attr", "fio", "libiscsi-bin", "libnbd-bin", "openssl", "procps", "python3-libnbd", "qemu-utils", "util-linux"];
+const PACKAGES: [&str; 10] = [
+    "attr",
+    "fio",
+    "libiscsi-bin",
+    "libnbd-bin",
+    "openssl",
+    "procps",
+    "python3-libnbd",
+    "qemu-utils",
+    "strace",
+    "util-linux",
+];
 
 fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();

@@ -1,0 +1,536 @@
+//! What must not happen to data, rights and names, whatever the source tree, the destination or the user looks like.
+
+mod support;
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use support::*;
+
+fn args(list: &[&dyn AsRef<OsStr>]) -> Vec<OsString> {
+    list.iter().map(|a| a.as_ref().to_os_string()).collect()
+}
+
+/// A path with a slash behind it.
+fn slash(path: &Path) -> OsString {
+    let mut text = path.as_os_str().to_os_string();
+    text.push("/");
+    text
+}
+
+fn write(path: impl AsRef<Path>, content: &str) {
+    fs::create_dir_all(path.as_ref().parent().unwrap()).unwrap();
+    fs::write(path, content).unwrap();
+}
+
+fn mode(path: impl AsRef<Path>, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+fn mode_of(path: impl AsRef<Path>) -> u32 {
+    fs::symlink_metadata(path).unwrap().mode() & 0o7777
+}
+
+/// The names in a directory, but for the journal of a job that has more to do.
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|name| !name.ends_with(".journal") || name == ".thruway-notes.journal");
+    names.sort();
+    names
+}
+
+/// Runs `thruway cp` with an error injected into one kind of system call of this path's.
+fn cp_with_fault(lab: &Lab, path: &Path, inject: &str, list: &[OsString]) -> std::process::Output {
+    let call = inject.split(':').next().unwrap();
+    Command::new("strace")
+        .args(["-f", "-qq", "-o", "/dev/null", "-e", &format!("trace={call}"), "-e", &format!("inject={inject}"), "-P"])
+        .arg(path)
+        .arg(THRUWAY)
+        .args(["cp", "--json"])
+        .args(list)
+        .env("XDG_CONFIG_HOME", lab.dir.path())
+        .env("THRUWAY_LOG", "error")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn an_incomplete_listing_removes_nothing() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    for i in 0..3000 {
+        write(source.join(format!("file{i}")), "x");
+    }
+    cp(&lab, &args(&[&"-r", &slash(&source), &target]));
+    let mirror = args(&[&"-r", &"--delete", &slash(&source), &target]);
+    let out = cp_with_fault(&lab, &source, "getdents64:error=EIO:when=2", &mirror);
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("listing the directory"), "{}", stderr(&out));
+    assert_eq!((parse(&out)["deleted"].as_u64(), names(&target).len()), (Some(0), 3000));
+    // Nor with --ignore-errors, in the directory itself.
+    let mirror = args(&[&"-r", &"--delete", &"--ignore-errors", &slash(&source), &target]);
+    let out = cp_with_fault(&lab, &source, "getdents64:error=EIO:when=2", &mirror);
+    assert_eq!((out.status.code(), names(&target).len()), (Some(1), 3000));
+}
+
+#[test]
+fn one_unreadable_thing_stops_removal_unless_asked_otherwise() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("good/f"), "x");
+    write(target.join("good/gone"), "x");
+    symlink("nowhere", source.join("link")).unwrap();
+    let fault = "readlinkat:error=EIO:when=1";
+    let with = |extra: &[&str]| {
+        let mut list: Vec<OsString> = ["-r", "--delete"].iter().chain(extra).map(OsString::from).collect();
+        list.extend(args(&[&slash(&source), &target]));
+        let out = cp_with_fault(&lab, &source, fault, &list);
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        stderr(&out)
+    };
+    let said = with(&[]);
+    assert!(said.contains("nothing was removed") && target.join("good/gone").exists(), "{said}");
+    with(&["--ignore-errors"]);
+    assert!(!target.join("good/gone").exists());
+}
+
+#[test]
+fn a_hole_that_cannot_be_looked_for_fails_the_file() {
+    let lab = Lab::new();
+    let source = lab.path("source");
+    let file = fs::File::create(&source).unwrap();
+    file.set_len(20 << 20).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &noise(2 << 20, 3), 0).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &noise(2 << 20, 4), 18 << 20).unwrap();
+    for when in [1, 2, 3] {
+        let inject = format!("lseek:error=EIO:when={when}");
+        let out = cp_with_fault(&lab, &source, &inject, &args(&[&source, &lab.path("target")]));
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        assert!(!lab.path("target").exists(), "a file with zeroes where data should be");
+    }
+}
+
+#[test]
+fn a_mirror_does_not_remove_through_links() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("a/x"), "ax");
+    write(source.join("b/y"), "by");
+    write(target.join("b/old"), "");
+    symlink("b", target.join("a")).unwrap();
+    cp(&lab, &args(&[&"-r", &"--delete", &slash(&source), &target]));
+    assert_same(&source, &target, Compare::Content);
+}
+
+#[test]
+fn sources_that_meet_in_one_directory_keep_each_others_files() {
+    let lab = Lab::new();
+    write(lab.path("A/a"), "a");
+    write(lab.path("B/b"), "b");
+    write(lab.path("p1/x/1"), "1");
+    write(lab.path("p2/x/2"), "2");
+    let (out, served) = (lab.mkdir("out"), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    for target in [out.clone().into_os_string(), daemon.url("e/mm/")] {
+        cp(&lab, &args(&[&"-r", &"--delete", &slash(&lab.path("A")), &slash(&lab.path("B")), &target]));
+        cp(&lab, &args(&[&"-r", &"--delete", &lab.path("p1/x"), &lab.path("p2/x"), &target]));
+    }
+    for dir in [out, served.join("mm")] {
+        assert_eq!(
+            (names(&dir), names(&dir.join("x"))),
+            (vec!["a".into(), "b".into(), "x".into()], vec!["1".into(), "2".into()])
+        );
+    }
+}
+
+#[test]
+fn what_is_excluded_stays_at_the_destination() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("k/f"), "1");
+    for path in ["ex/keep", ".snapshots/s1", "logs/app.log", "logs/other", "k/gone"] {
+        write(target.join(path), path);
+    }
+    let filters = ["--exclude", "ex", "--exclude", ".snapshots", "--exclude", "*.log"].map(OsString::from).to_vec();
+    cp(&lab, &[filters, args(&[&"-r", &"--delete", &slash(&source), &target])].concat());
+    for path in ["ex/keep", ".snapshots/s1", "logs/app.log", "k/f"] {
+        assert!(target.join(path).exists(), "{path}");
+    }
+    assert!(!target.join("logs/other").exists() && !target.join("k/gone").exists());
+}
+
+#[test]
+fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
+    for how in ["push", "pull", "local"] {
+        let lab = Lab::new();
+        let (source, served) = (lab.mkdir("dir"), lab.mkdir("served"));
+        for i in 0..2 {
+            fs::write(source.join(format!("f{i}")), noise(24 << 20, i)).unwrap();
+        }
+        let daemon = lab.serve(if how == "pull" { lab.dir.path() } else { &served });
+        let (from, to) = match how {
+            "push" => (source.clone().into_os_string(), daemon.url("e/new")),
+            "pull" => (daemon.url("e/dir"), served.join("new").into_os_string()),
+            _ => (source.clone().into_os_string(), served.join("new").into_os_string()),
+        };
+        let command = args(&[&"-r", &"--bwlimit", &"30M", &from, &to]);
+        let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
+        let blocks = |dir: &Path| -> u64 {
+            let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+            entries.filter_map(|e| e.metadata().ok()).map(|m| m.blocks()).sum()
+        };
+        while blocks(&served.join("new")) < (8 << 20) / 512 {
+            assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
+            std::thread::yield_now();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let result = cp(&lab, &command);
+        assert!(result["resumed_bytes"].as_u64().unwrap() > 0, "{how}: {result}");
+        assert_eq!(
+            (names(&served), names(&served.join("new"))),
+            (vec!["new".into()], vec!["f0".into(), "f1".into()]),
+            "{how}"
+        );
+        assert_same(&source, &served.join("new"), Compare::Content);
+        // With nothing interrupted the rule is cp's again.
+        if how == "local" {
+            cp(&lab, &command);
+            assert_eq!(names(&served.join("new")), ["dir", "f0", "f1"]);
+        }
+    }
+}
+
+#[test]
+fn a_copy_does_not_swallow_itself() {
+    let lab = Lab::new();
+    write(lab.path("a/m/f"), "x");
+    let served = lab.path("a");
+    let daemon = lab.serve(&served);
+    for target in [lab.path("a/m/n").into_os_string(), daemon.url("e/m/o")] {
+        // Whether the walk meets the destination depends on which is there first.
+        for attempt in 0..2 {
+            let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &target]));
+            assert!(attempt == 0 || out.status.code() == Some(1));
+            assert!(attempt == 0 || stderr(&out).contains("copied into itself"), "{}", stderr(&out));
+        }
+    }
+    assert_eq!(names(&lab.path("a/m")), ["f", "n", "o"]);
+    for new in ["n", "o"] {
+        let copied = names(&lab.path("a/m").join(new).join("m"));
+        assert!(copied.iter().all(|n| n == "f" || n == "n"), "{copied:?}");
+    }
+    for list in [
+        args(&[&"-r", &"--delete", &slash(&lab.path("a/m")), &lab.path("a")]),
+        args(&[&lab.path("a/m/f"), &lab.path("a/m")]),
+    ] {
+        let out = try_cp(&lab, &list);
+        assert_eq!(out.status.code(), Some(1), "{list:?}");
+        assert!(lab.path("a/m/f").exists());
+    }
+}
+
+#[test]
+fn names_like_our_own_are_files_like_any_other() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    write(source.join(".report.txt.tw-20240101"), "precious");
+    write(source.join(".thruway-notes.journal/data"), "x");
+    let daemon = lab.serve(&served);
+    cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url("e/")]));
+    assert_same(&source, &served, Compare::Content);
+    let listed = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
+    assert!(String::from_utf8_lossy(&listed.stdout).contains(".report.txt.tw-20240101"));
+}
+
+#[test]
+fn what_was_changed_between_attempts_is_not_believed() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    write(source.join("f1"), &"one".repeat(1000));
+    fs::write(source.join("f2"), noise(32 << 20, 1)).unwrap();
+    let daemon = lab.serve(&served);
+    let command = |extra: &[&str]| {
+        let mut list: Vec<OsString> = extra.iter().map(OsString::from).collect();
+        list.extend(args(&[&"-r", &"--bwlimit", &"20M", &slash(&source), &daemon.url("e/")]));
+        list
+    };
+    let interrupt = |extra: &[&str]| {
+        let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(command(extra)).spawn().unwrap();
+        while !served.join("f1").exists() {
+            assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
+            std::thread::yield_now();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    };
+    interrupt(&[]);
+    write(served.join("f1"), &"two".repeat(1000));
+    assert_eq!(cp(&lab, &command(&[]))["verified"], true);
+    assert_same(&source, &served, Compare::Content);
+    // Another result is asked for: what was done before does not count.
+    fs::remove_dir_all(&served).unwrap();
+    fs::create_dir(&served).unwrap();
+    let daemon = lab.serve(&served);
+    mode(source.join("f1"), 0o600);
+    let command = |extra: &[&str]| {
+        let mut list: Vec<OsString> = extra.iter().map(OsString::from).collect();
+        list.extend(args(&[&"-r", &"--bwlimit", &"20M", &slash(&source), &daemon.url("e/")]));
+        list
+    };
+    let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(command(&[])).spawn().unwrap();
+    while !served.join("f1").exists() {
+        std::thread::yield_now();
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    cp(&lab, &command(&["-p"]));
+    let times = |dir: &Path| fs::metadata(dir.join("f1")).unwrap().modified().unwrap();
+    assert_eq!((mode_of(served.join("f1")), times(&served)), (0o600, times(&source)));
+}
+
+#[test]
+fn files_of_one_name_do_not_overwrite_each_other() {
+    let lab = Lab::new();
+    write(lab.path("a/x"), "from a");
+    write(lab.path("b/x"), "from b");
+    let target = lab.mkdir("target");
+    let out = try_cp(&lab, &args(&[&lab.path("a/x"), &lab.path("b/x"), &target]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("would both become 'x'") && names(&target).is_empty(), "{}", stderr(&out));
+    let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &slash(&lab.path("b")), &target]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("not overwriting"), "{}", stderr(&out));
+    assert_eq!(fs::read_to_string(target.join("x")).unwrap(), "from a");
+}
+
+#[test]
+fn permissions_of_what_is_there_are_not_widened() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("o1"), lab.mkdir("target"));
+    write(source.join("f"), "new");
+    write(source.join("d/x"), "x");
+    write(target.join("o1/f"), "old");
+    fs::create_dir(target.join("o1/d")).unwrap();
+    for (path, bits) in [("o1/f", 0o600), ("o1/d", 0o2770), ("o1", 0o700)] {
+        mode(target.join(path), bits);
+    }
+    cp(&lab, &args(&[&"-r", &source, &target]));
+    for (path, bits) in [("o1/f", 0o600), ("o1/d", 0o2770), ("o1", 0o700)] {
+        assert_eq!(mode_of(target.join(path)), bits, "{path}");
+    }
+    assert_eq!(fs::read_to_string(target.join("o1/f")).unwrap(), "new");
+    // The top of the contents gets its attributes as well, where they are asked for.
+    mode(&source, 0o710);
+    cp(&lab, &args(&[&"-rp", &slash(&source), &lab.path("fresh")]));
+    assert_eq!(mode_of(lab.path("fresh")), 0o710);
+}
+
+#[test]
+fn an_attribute_that_cannot_be_kept_does_not_cost_the_file() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    write(source.join("doc"), "content");
+    let set = Command::new("setfattr").args(["-n", "user.origin", "-v", "http://x"]).arg(source.join("doc")).status();
+    assert!(set.unwrap().success());
+    mode(source.join("doc"), 0o444);
+    cp(&lab, &args(&[&"-rp", &source, &lab.path("copy")]));
+    assert_same(&source, &lab.path("copy"), Compare::Everything);
+    // ramfs has no attributes of users.
+    let target = lab.mkdir("ramfs");
+    let script = "mount -t ramfs none \"$1\" && \"$0\" cp --quiet -rp \"$2\" \"$1\"/ && exit 9; cat \"$1\"/source/doc";
+    let out = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script, THRUWAY])
+        .args([&target, &source])
+        .env("XDG_CONFIG_HOME", lab.dir.path())
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&out.stdout).trim_end(), "content", "{}", stderr(&out));
+    assert_eq!(stderr(&out).matches("not supported by the destination").count(), 1, "{}", stderr(&out));
+}
+
+#[test]
+fn a_pipe_keeps_its_mode_and_small_files_their_holes() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.path("target"));
+    assert!(Command::new("mkfifo").args(["-m", "666"]).arg(source.join("pipe")).status().unwrap().success());
+    fs::hard_link(source.join("pipe"), source.join("pipe2")).unwrap();
+    let file = fs::File::create(source.join("holey")).unwrap();
+    file.set_len(200 << 10).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"end", 190 << 10).unwrap();
+    cp(&lab, &args(&[&"-rp", &source, &target]));
+    assert_same(&source, &target, Compare::Everything);
+    assert_eq!(mode_of(target.join("pipe")), 0o666);
+    let inode = |name: &str| fs::symlink_metadata(target.join(name)).unwrap().ino();
+    assert_eq!(inode("pipe"), inode("pipe2"));
+    assert!(fs::metadata(target.join("holey")).unwrap().blocks() < 64);
+}
+
+#[test]
+fn few_descriptors_are_enough_for_many_directories() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for i in 0..3000 {
+        write(source.join(format!("{i}/f")), "x");
+    }
+    for i in 0..40 {
+        fs::write(source.join(format!("{i}/large")), noise(300 << 10, i)).unwrap();
+    }
+    let limited = |list: Vec<OsString>| {
+        let out = Command::new("sh")
+            .args(["-c", "ulimit -Hn 64; exec \"$0\" cp --json \"$@\"", THRUWAY])
+            .args(list)
+            .env("XDG_CONFIG_HOME", lab.dir.path())
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+    };
+    limited(args(&[&"-r", &source, &lab.path("copy")]));
+    assert_same(&source, &lab.path("copy"), Compare::Content);
+    // Offered, as on a second attempt.
+    limited(args(&[&"-ru", &slash(&source), &lab.path("copy")]));
+    let daemon = lab.serve(&served);
+    limited(args(&[&"-r", &source, &daemon.url("e/")]));
+    assert_same(&source, &served.join("source"), Compare::Content);
+}
+
+#[test]
+fn deep_trees_and_long_paths_are_copied_or_told_and_nothing_else_suffers() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    let deep = "d/".repeat(1500);
+    write(source.join(&deep).join("bottom"), "deep");
+    // Longer than a path may be: made step by step.
+    let long = "n".repeat(200);
+    let script = format!("cd \"$1\"; for i in $(seq 24); do mkdir {long}; cd {long}; done; echo x > f");
+    assert!(Command::new("sh").args(["-c", &script, "sh"]).arg(&source).status().unwrap().success());
+    write(source.join("zz/after"), "still copied");
+    let daemon = lab.serve(&served);
+    let out = try_cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url("e/")]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("longer than 4096 bytes"), "{}", stderr(&out));
+    assert_eq!(fs::read_to_string(served.join(&deep).join("bottom")).unwrap(), "deep");
+    assert!(served.join("zz/after").exists());
+    // Pulled, which a daemon has to survive.
+    try_cp(&lab, &args(&[&"-r", &daemon.url("e/"), &lab.path("back")]));
+    assert!(lab.path("back").join(&deep).join("bottom").exists());
+    cp(&lab, &args(&[&"-r", &"--delete", &slash(&lab.mkdir("empty")), &daemon.url("e/")]));
+    assert_eq!(names(&served), Vec::<String>::new());
+}
+
+#[test]
+fn long_lists_of_excluded_names_do_not_end_a_mirror() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    for i in 0..20_000 {
+        fs::write(source.join(format!("{i:0200}.o")), "").unwrap();
+    }
+    write(source.join("kept"), "");
+    write(target.join("gone"), "");
+    cp(&lab, &args(&[&"-r", &"--delete", &"--exclude", &"*.o", &slash(&source), &target]));
+    assert_eq!(names(&target), ["kept"]);
+}
+
+#[test]
+fn a_device_or_pipe_at_the_destination_is_not_replaced() {
+    let lab = Lab::new();
+    write(lab.path("f"), "content");
+    let target = lab.mkdir("target");
+    assert!(Command::new("mkfifo").arg(target.join("f")).status().unwrap().success());
+    let out = try_cp(&lab, &args(&[&lab.path("f"), &target]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("pipe"), "{}", stderr(&out));
+    fs::remove_file(target.join("f")).unwrap();
+    let made = Command::new("mknod").arg(target.join("f")).args(["c", "1", "3"]).status().unwrap();
+    assert!(made.success());
+    for option in ["-r", "-rp"] {
+        let out = try_cp(&lab, &args(&[&option, &lab.path("f"), &target.join("f")]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("device"), "{}", stderr(&out));
+    }
+}
+
+#[test]
+fn local_names_mean_what_they_are() {
+    let lab = Lab::new();
+    write(lab.path("f"), "content");
+    let strange = lab.path("base").join(OsStr::from_bytes(b"\xff\xfe"));
+    fs::create_dir_all(&strange).unwrap();
+    fs::create_dir_all(lab.path("base/\u{fffd}\u{fffd}")).unwrap();
+    cp(&lab, &args(&[&lab.path("f"), &strange.join("new")]));
+    assert!(strange.join("new").exists());
+    // A link is replaced, as by rsync; what it points to is not touched.
+    write(lab.path("elsewhere/g"), "precious");
+    symlink(lab.path("elsewhere/g"), lab.path("base/link")).unwrap();
+    cp(&lab, &args(&[&lab.path("f"), &lab.path("base/link")]));
+    assert_eq!(fs::read_to_string(lab.path("elsewhere/g")).unwrap(), "precious");
+    assert_eq!(fs::read_to_string(lab.path("base/link")).unwrap(), "content");
+    let out = try_cp(&lab, &args(&[&lab.path("f"), &lab.path("f")]));
+    assert!(!out.status.success() && stderr(&out).contains("the same"), "{}", stderr(&out));
+}
+
+#[test]
+fn options_without_sense_are_refused_or_do_what_they_say() {
+    let lab = Lab::new();
+    write(lab.path("f"), "content");
+    cp(&lab, &args(&[&"--bwlimit", &"0", &lab.path("f"), &lab.path("g")]));
+    let out = try_cp(&lab, &args(&[&"--size", &"3", &lab.path("f"), &lab.path("h")]));
+    assert!(!out.status.success() && stderr(&out).contains("--size is for devices"), "{}", stderr(&out));
+    let out = thruway(lab.dir.path()).args(["serve", "--max-sessions", "0", "--export", "e=/tmp"]).output().unwrap();
+    assert_eq!(out.status.code(), Some(2));
+    for (option, what) in [("e=/nonexistent", "nonexistent"), ("e=/etc/passwd", "not a directory")] {
+        let out = thruway(lab.dir.path()).args(["serve", "--check", "--export", option]).output().unwrap();
+        assert!(!out.status.success() && stderr(&out).contains(what), "{}", stderr(&out));
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_and_a_full_disk_are_no_crash() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    for i in 0..5000 {
+        fs::write(served.join(format!("{i:0100}")), "").unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let script = |line: &str| {
+        Command::new("sh")
+            .args(["-c", line, THRUWAY])
+            .arg(daemon.url("e/"))
+            .env("XDG_CONFIG_HOME", lab.dir.path())
+            .output()
+            .unwrap()
+    };
+    let out = script("\"$0\" ls \"$1\" | head -1");
+    assert!(out.stderr.is_empty(), "{}", stderr(&out));
+    let out = script("\"$0\" ls \"$1\" > /dev/full");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("No space left"), "{}", stderr(&out));
+}
+
+#[test]
+fn what_peers_name_does_not_reach_the_terminal_raw() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    write(served.join("\u{1b}[2J\u{1b}]0;title\u{7}"), "");
+    let daemon = lab.serve(&served);
+    let out = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(text.contains("\\033[2J\\033]0;title\\007") && !text.contains('\u{1b}'), "{text}");
+}
+
+#[test]
+fn a_name_with_several_addresses_is_tried_until_one_answers() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    write(served.join("f"), "content");
+    let daemon = lab.serve(&served);
+    let port = daemon.addr.rsplit(':').next().unwrap();
+    // `localhost` is ::1 first on most machines, and the daemon listens at 127.0.0.1.
+    let url = format!("tw://localhost:{port}/e/f");
+    cp(&lab, &args(&[&url, &lab.path("copy")]));
+}
