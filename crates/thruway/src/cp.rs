@@ -19,6 +19,7 @@ use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
 use thruway_transfer::session::{Engines, OnReport, Progress};
+use thruway_transfer::sink::Prepared;
 use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
@@ -42,9 +43,13 @@ pub struct CpArgs {
     /// Leave alone what is as new at the destination and of the same size
     #[arg(long, short)]
     update: bool,
-    /// Remove from copied directories what the source does not have
+    /// Remove from copied directories what the source does not have; what --exclude leaves out stays, and nothing is
+    /// removed if the source could not be read whole
     #[arg(long)]
     delete: bool,
+    /// With --delete: remove even if some of the source could not be read
+    #[arg(long, requires = "delete")]
+    ignore_errors: bool,
     /// Take what matches even if excluded; may be repeated
     #[arg(long, value_name = "PATTERN")]
     include: Vec<String>,
@@ -63,7 +68,7 @@ pub struct CpArgs {
     /// Blocks of our pool [default: 64, more on a long path]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: Option<u32>,
-    /// Octets per second to keep under
+    /// Bytes per second to keep under; 0 for no limit
     #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
     bwlimit: Option<u64>,
     /// Go past the page cache
@@ -78,8 +83,8 @@ pub struct CpArgs {
     /// Begin anew even if an earlier attempt can be continued
     #[arg(long)]
     no_resume: bool,
-    /// Times to try again after the connection is lost
-    #[arg(long, default_value_t = 5, value_name = "N")]
+    /// Times to try again after the connection is lost, without any progress in between; 12 take some three minutes
+    #[arg(long, default_value_t = 12, value_name = "N")]
     retries: u32,
     /// Octets to take from an endless source such as /dev/zero
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
@@ -126,6 +131,7 @@ pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
 }
 
 fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStats>), String> {
+    thruway_engine::limits::raise_open_files();
     let (target, sources) = args.paths.split_last().expect("clap wants two");
     let target_endpoint = Endpoint::parse(target)?;
     let sources: Vec<(Endpoint, &OsString)> =
@@ -139,13 +145,35 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
         _ => return Err("copies go from or to this machine; run the command on one of the two hosts".into()),
     };
-    job.id = job_id(args, &job);
+    job.id = job_id(args, &job.export);
     let progress = Arc::new(Progress::default());
     let on_report: OnReport = Arc::new(|report| {
-        eprintln!("thruway cp: {}: {}", String::from_utf8_lossy(&report.path), report.message);
+        let (path, message) =
+            (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
+        if path.is_empty() {
+            eprintln!("thruway cp: {message}");
+        } else {
+            eprintln!("thruway cp: {path}: {message}");
+        }
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
-    let result = client::run(&job, engines.pick(), &progress, &on_report);
+    // The peer that ssh started goes with its connection; after a loss another is started.
+    let ssh_host = sources.iter().map(|(e, _)| e).chain([&target_endpoint]).find_map(|e| match e {
+        Endpoint::Ssh { host, .. } => Some(host.clone()),
+        _ => None,
+    });
+    let pulls = matches!(job.local, Local::Directory(_));
+    let peer = std::cell::RefCell::new(peer);
+    let start_again = |host: &OsString| {
+        peer.borrow_mut().take();
+        let (connection, mut remote) = ssh::Connection::start(host, pulls)?;
+        args.provider.carry(&mut remote)?;
+        *peer.borrow_mut() = Some(Peer::Ssh(connection));
+        Ok(remote)
+    };
+    let reach = ssh_host.as_ref().map(|host| move || start_again(host));
+    let reach = reach.as_ref().map(|reach| reach as &client::Reach<'_>);
+    let result = client::run(&job, engines.pick(), &progress, &on_report, reach);
     display.stop();
     drop(peer);
     let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
@@ -177,6 +205,7 @@ impl CpArgs {
             preserve: self.preserve,
             update: self.update,
             delete: self.delete,
+            ignore_errors: self.ignore_errors,
             dry_run: self.dry_run,
             no_resume: self.no_resume,
             include: self.include.clone(),
@@ -222,26 +251,70 @@ impl CpArgs {
             streams: self.streams,
             block_len,
             blocks: self.depth.map(|depth| depth as usize),
-            rate_limit: self.bwlimit,
+            rate_limit: self.bwlimit.filter(|limit| *limit > 0),
             retries: self.retries,
         })
     }
 }
 
-/// Identifies a job across attempts: who copies what to where.
-fn job_id(args: &CpArgs, job: &Job) -> [u8; 16] {
+/// Identifies a job across attempts: who copies what to where, and with what result.
+fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     let mut field = |bytes: &[u8]| {
         hasher.update(&(bytes.len() as u64).to_le_bytes());
         hasher.update(bytes);
     };
+    // Hosts may share a name, as `localhost`, and users a directory.
     field(rustix::system::uname().nodename().to_bytes());
+    field(&std::fs::read("/etc/machine-id").unwrap_or_default());
+    field(&rustix::process::geteuid().as_raw().to_le_bytes());
     field(std::env::current_dir().unwrap_or_default().as_os_str().as_bytes());
-    for path in &args.paths {
-        field(path.as_bytes());
+    let (target, sources) = args.paths.split_last().expect("clap wants two");
+    // The same words may mean something else by now. The target itself may be there only after the first attempt.
+    let above = Path::new(target).parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
+    for (words, means) in sources.iter().map(|s| (s, Some(Path::new(s)))).chain([(target, above)]) {
+        field(words.as_bytes());
+        let real = means.and_then(|path| std::fs::canonicalize(path).ok()).unwrap_or_default();
+        field(real.as_os_str().as_bytes());
     }
-    field(job.export.as_bytes());
-    hasher.finalize().as_bytes()[..16].try_into().expect("16 octets")
+    field(export.as_bytes());
+    let CpArgs { recursive, preserve, size, .. } = args;
+    field(format!("{recursive} {preserve} {size:?} {}", args.verify).as_bytes());
+    hasher.finalize().as_bytes()[..16].try_into().expect("16 bytes")
+}
+
+/// What a local copy must not do to itself.
+fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> Result<(), String> {
+    let Ok(destination) = std::fs::canonicalize(target) else { return Ok(()) };
+    for (path, name) in local {
+        let Ok(source) = std::fs::canonicalize(path) else { continue };
+        let goes_to = match destination.is_dir() {
+            true => destination.join(std::ffi::OsStr::from_bytes(name)),
+            false => destination.clone(),
+        };
+        let real = std::fs::canonicalize(&goes_to).unwrap_or(goes_to);
+        if source == real {
+            return Err(format!("'{}' and '{}' are the same", path.display(), real.display()));
+        }
+        if args.delete && source.starts_with(&real) {
+            return Err(format!("'{}' is inside '{}', where --delete would remove it", path.display(), real.display()));
+        }
+    }
+    Ok(())
+}
+
+/// Sources of one name would overwrite each other; directories of one name become one.
+fn check_names(local: &[(PathBuf, Vec<u8>)]) -> Result<(), String> {
+    let mut seen: std::collections::HashMap<&[u8], &PathBuf> = std::collections::HashMap::new();
+    for (path, name) in local.iter().filter(|(_, name)| !name.is_empty()) {
+        if let Some(other) = seen.insert(name, path)
+            && !(path.is_dir() && other.is_dir())
+        {
+            let name = thruway_transfer::escape(name);
+            return Err(format!("'{}' and '{}' would both become '{name}'", other.display(), path.display()));
+        }
+    }
+    Ok(())
 }
 
 /// The sources on this machine with the names they get.
@@ -258,7 +331,9 @@ fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<
         }
         Ok((path.clone(), name))
     };
-    sources.iter().map(named).collect()
+    let local: Vec<_> = sources.iter().map(named).collect::<Result<_, _>>()?;
+    check_names(&local)?;
+    Ok(local)
 }
 
 fn push(
@@ -300,18 +375,19 @@ fn push_locally(
     let contents = local.iter().any(|(_, name)| name.is_empty());
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     if target == Path::new("/dev/null") {
-        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, "/", engines, peer);
+        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, Path::new("/"), engines, peer);
     }
+    check_overlap(args, &local, target)?;
     let absolute = std::path::absolute(target).map_err(|e| format!("{}: {e}", target.display()))?;
     let many = slash || contents || local.len() > 1;
     // The daemon's root is the nearest directory that is there: the user may follow any link.
-    let (root, rest) = match (absolute.is_dir(), absolute.parent(), absolute.file_name()) {
-        (false, Some(parent), Some(name)) => (parent.to_path_buf(), name.as_bytes().to_vec()),
+    // Where the target is a directory by now, the daemon still has to see whether an earlier attempt made it.
+    let (root, rest) = match (absolute.parent(), absolute.file_name()) {
+        (Some(parent), Some(name)) if parent.is_dir() => (parent.to_path_buf(), name.as_bytes().to_vec()),
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
-    push_to(args, local, "target", rest, into, &root.to_string_lossy(), engines, peer)
-        .map_err(|e| format!("{}: {e}", target.display()))
+    push_to(args, local, "target", rest, into, &root, engines, peer).map_err(|e| format!("{}: {e}", target.display()))
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -321,22 +397,25 @@ fn push_to(
     export: &str,
     path: Vec<u8>,
     into_directory: bool,
-    root: &str,
+    root: &Path,
     engines: &Arc<Engines>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
-    use thruway_transfer::{auth, daemon};
+    use thruway_transfer::daemon;
     let credentials = Credentials::Secret(thruway_engine::security::random());
     let exports = match export {
         daemon::DEV_EXPORT => Vec::new(),
-        name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false }],
+        name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false, unconfined: true }],
     };
     let config = daemon::Config {
         listen: vec![([127, 0, 0, 1], 0).into()],
         exports,
         credentials: credentials.clone(),
-        authorized: auth::AuthorizedKeys::default(),
+        authorized: thruway_transfer::access::AuthorizedKeys::default(),
         anonymous: false,
+        local: false,
+        require_encryption: false,
+        require_verification: false,
         max_sessions: 4,
         block_len_max: 64 << 20,
         blocks: args.depth.unwrap_or(64) as usize,
@@ -355,6 +434,7 @@ fn push_to(
     let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() }.into();
     let remote = Remote {
         addr,
+        others: Vec::new(),
         label: "this machine".into(),
         credentials,
         known_hosts: None,
@@ -394,7 +474,7 @@ fn pull(
             }
             _ => return Err("all sources must be on one host, in one export".into()),
         };
-        let contents = text.as_bytes().ends_with(b"/") || path.is_empty();
+        let contents = text.as_bytes().ends_with(b"/") || path.is_empty() || path.ends_with(b"..");
         let name = if contents { Vec::new() } else { path.rsplit(|b| *b == b'/').next().unwrap_or(b"").to_vec() };
         specs.push(SourceSpec { path, name });
     }
@@ -403,8 +483,9 @@ fn pull(
     let (root, rename) = if target == Path::new("/dev/null") {
         (None, None)
     } else {
-        let (root, rename) = local_root(target, slash || contents || specs.len() > 1)?;
-        (Some(Arc::new(root)), rename)
+        let into = slash || contents || specs.len() > 1;
+        let (root, rename) = local_root(args, target, into, &job_id(args, &export))?;
+        (root.map(Arc::new), rename)
     };
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
         spec.name = name;
@@ -412,23 +493,40 @@ fn pull(
     Ok(Job { export, sources: specs, ..args.job(remote, Local::Directory(root))? })
 }
 
-/// The directory to receive into, and the name a single source gets instead of its own.
-fn local_root(target: &Path, into_directory: bool) -> Result<(OwnedFd, Option<Vec<u8>>), String> {
+/// The directory to receive into, and the name a single source gets instead of its own. Without a directory a dry run
+/// receives into nothing.
+fn local_root(
+    args: &CpArgs,
+    target: &Path,
+    into_directory: bool,
+    job: &[u8; 16],
+) -> Result<(Option<OwnedFd>, Option<Vec<u8>>), String> {
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     let open = |path: &Path| {
         rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
             .map_err(|e| failed(path, e.into()))
     };
+    let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if target.is_dir() {
-        return Ok((open(target)?, None));
+        // A directory that an interrupted attempt made is not one that was there before.
+        if let (false, Some(name), Ok(above)) = (into_directory, target.file_name(), open(parent))
+            && Prepared::was_interrupted(&above, job)
+        {
+            return Ok((Some(above), Some(name.as_bytes().to_vec())));
+        }
+        return Ok((Some(open(target)?), None));
+    }
+    if into_directory && args.dry_run {
+        return Ok((None, None));
     }
     if into_directory {
         std::fs::create_dir(target).map_err(|e| failed(target, e))?;
-        return Ok((open(target)?, None));
+        let above = open(parent)?;
+        rustix::fs::fsync(above).map_err(|e| failed(parent, e.into()))?;
+        return Ok((Some(open(target)?), None));
     }
-    let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
-    Ok((open(parent)?, Some(name.as_bytes().to_vec())))
+    Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))
 }
 
 fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64, stats: &[StageStats]) {
@@ -436,7 +534,9 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
     let rate = summary.bytes as f64 / seconds.max(1e-9);
     let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     let cpu = cpu.tv_sec as f64 + cpu.tv_nsec as f64 / 1e9;
-    let verified = args.verify != Algorithm::None;
+    // What was skipped was not looked at, what failed is not there.
+    let checked = args.verify != Algorithm::None && !args.dry_run;
+    let verified = checked && summary.failed == 0 && summary.skipped == 0;
     if common.json {
         let out = serde_json::json!({
             "files": summary.files,
@@ -448,6 +548,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "retries": finished.retries,
             "deleted": summary.deleted,
             "failed": summary.failed,
+            "skipped": summary.skipped,
             "provider": args.provider.name(),
             "encrypted": encrypted,
             "verified": verified,
@@ -456,7 +557,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "cpu_seconds": cpu,
             "stages": stats.iter().map(stage_row).collect::<Vec<_>>(),
         });
-        println!("{out}");
+        crate::say!("{out}");
         return;
     }
     if common.quiet {
@@ -470,8 +571,12 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
         if summary.others > 0 { format!(" and {} directories and links", summary.others) } else { String::new() },
         units::rate(rate),
     );
-    for (count, what) in [(summary.resumed_bytes, "resumed"), (summary.deleted, "deleted"), (summary.failed, "FAILED")]
-    {
+    for (count, what) in [
+        (summary.resumed_bytes, "resumed"),
+        (summary.skipped, "skipped as up to date"),
+        (summary.deleted, "deleted"),
+        (summary.failed, "FAILED"),
+    ] {
         if count > 0 {
             let count = if what == "resumed" { units::size(count) } else { count.to_string() };
             text += &format!(", {count} {what}");
@@ -480,13 +585,17 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
     if finished.retries > 0 {
         text += &format!(", {} retries", finished.retries);
     }
+    let rest_verified = checked && !verified && summary.files > summary.skipped;
+    if rest_verified {
+        text += ", the rest verified";
+    }
     text += match (verified, encrypted) {
         (true, true) => ", verified, encrypted",
         (true, false) => ", verified",
         (false, true) => ", encrypted",
         (false, false) => "",
     };
-    println!("{text}");
+    crate::say!("{text}");
 }
 
 fn stage_row(stage: &StageStats) -> serde_json::Value {

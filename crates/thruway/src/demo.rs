@@ -67,7 +67,7 @@ impl<'a> Demo<'a> {
 
     fn say(&self, text: &str) {
         if !self.common.json && !self.common.quiet {
-            println!("{text}");
+            crate::say!("{text}");
         }
     }
 
@@ -168,7 +168,7 @@ impl<'a> Demo<'a> {
                     json
                 })
                 .collect();
-            println!("{}", serde_json::json!({ "ok": true, "steps": rows }));
+            crate::say!("{}", serde_json::json!({ "ok": true, "steps": rows }));
         }
         self.say("all copies are identical to the source; nothing was left behind");
         Ok(())

@@ -46,15 +46,33 @@ impl Endpoint {
         if let Some(rest) = bytes.strip_prefix(b"tw://") {
             return parse_url(rest).map_err(|why| format!("{}: {why}", text.to_string_lossy()));
         }
+        if let Some((host, path)) = bytes.strip_prefix(b"[").and_then(|rest| split_at(rest, b"]:")) {
+            return ssh(host, path);
+        }
         let slash = bytes.iter().position(|b| *b == b'/').unwrap_or(bytes.len());
         match bytes[..slash].iter().position(|b| *b == b':') {
-            Some(colon) if colon > 0 => Ok(Endpoint::Ssh {
-                host: OsString::from_vec(bytes[..colon].to_vec()),
-                path: bytes[colon + 1..].to_vec(),
-            }),
+            Some(colon) if colon > 0 => ssh(&bytes[..colon], &bytes[colon + 1..]),
             _ => Ok(Endpoint::Local(PathBuf::from(text))),
         }
     }
+}
+
+/// What ssh is to reach. `~/` is the home directory, as it is without.
+fn ssh(host: &[u8], path: &[u8]) -> Result<Endpoint, String> {
+    let shown = String::from_utf8_lossy(host);
+    if host.starts_with(b"-") || host.is_empty() {
+        return Err(format!("'{shown}' is no host; a file whose name has a colon is written ./{shown}:..."));
+    }
+    if path.starts_with(b"~") && path != b"~" && !path.starts_with(b"~/") {
+        return Err(format!("{shown}: homes of other users are not looked up; write the path"));
+    }
+    let path = path.strip_prefix(b"~").map_or(path, |rest| rest.strip_prefix(b"/").unwrap_or(rest));
+    Ok(Endpoint::Ssh { host: OsString::from_vec(host.to_vec()), path: path.to_vec() })
+}
+
+fn split_at<'a>(text: &'a [u8], mark: &[u8]) -> Option<(&'a [u8], &'a [u8])> {
+    let at = text.windows(mark.len()).position(|window| window == mark)?;
+    Some((&text[..at], &text[at + mark.len()..]))
 }
 
 fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
@@ -103,6 +121,10 @@ mod tests {
         assert_eq!(parse("tw://h"), Ok(daemon("h", 7117, "", "", false)));
         assert!(parse("tw:///x").is_err() && parse("tw://h:p/x").is_err());
         assert_eq!(parse("u@h:a b"), Ok(Endpoint::Ssh { host: "u@h".into(), path: b"a b".to_vec() }));
+        let ssh = |host: &str, path: &str| Ok(Endpoint::Ssh { host: host.into(), path: path.into() });
+        assert_eq!(parse("[::1]:p/q"), ssh("::1", "p/q"));
+        assert_eq!((parse("h:~/x"), parse("h:~"), parse("h:../x")), (ssh("h", "x"), ssh("h", ""), ssh("h", "../x")));
+        assert!(parse("-oProxyCommand=x:y").is_err() && parse("h:~root/x").is_err());
         for local in ["./a:b", "/a:b", "a/b:c", ":x", "plain"] {
             assert_eq!(parse(local), Ok(Endpoint::Local(local.into())));
         }

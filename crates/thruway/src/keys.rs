@@ -29,9 +29,9 @@ pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
         return Err(Failed);
     }
     if common.json {
-        println!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
+        crate::say!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
     } else if !common.quiet {
-        println!("secret key: {}\npublic key: {}", path.display(), pair.public());
+        crate::say!("secret key: {}\npublic key: {}", path.display(), pair.public());
     }
     Ok(())
 }

@@ -47,16 +47,16 @@ pub fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         let rows: Vec<_> = entries
             .iter()
             .map(|e| {
-                let name = String::from_utf8_lossy(&e.name);
+                let name = String::from_utf8(e.name.clone()).unwrap_or_else(|e| thruway_transfer::escape(e.as_bytes()));
                 serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime })
             })
             .collect();
-        println!("{}", serde_json::Value::Array(rows));
+        crate::say!("{}", serde_json::Value::Array(rows));
         return Ok(());
     }
     for entry in entries {
-        let name = String::from_utf8_lossy(&entry.name);
-        println!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
+        let name = thruway_transfer::escape(&entry.name);
+        crate::say!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
     }
     Ok(())
 }

@@ -9,6 +9,26 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use thruway_transfer::session::Progress;
 
+/// Prints a line on standard output. Unlike `println!` it ends the program in order when nobody reads any more
+/// (`| head`), and says so when it cannot be written (a full disk).
+#[macro_export]
+macro_rules! say {
+    ($($text:tt)*) => { $crate::output::say(format_args!($($text)*)) };
+}
+
+/// As [`say!`].
+pub fn say(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
+    if let Err(error) = written {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            eprintln!("thruway: standard output: {error}");
+        }
+        std::process::exit(1);
+    }
+}
+
 /// How to show progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum ProgressMode {

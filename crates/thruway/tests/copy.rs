@@ -184,7 +184,7 @@ fn unreadable_and_vanishing_entries_are_reported_and_the_rest_arrives() {
     fs::write(served.join("in the way"), "x").unwrap();
     // A process's memory file opens but does not read; a directory of ours is in a file's way.
     std::os::unix::fs::symlink("/proc/self/mem", source.join("link")).unwrap();
-    fs::create_dir_all(served.join("source/blocked")).unwrap();
+    fs::create_dir_all(served.join("source/blocked/full")).unwrap();
     fs::write(source.join("blocked"), "cannot replace a directory").unwrap();
     let daemon = lab.serve(&served);
     let out = try_cp(&lab, &args(&[&"-r", &source, &daemon.url("e")]));
@@ -251,7 +251,7 @@ fn keys_decide_who_may_do_what() {
     assert!(write(&writer, "e/g").status.success());
     for (out, why) in [
         (read(&stranger), "does not know your key"),
-        (write(&reader, "e/h"), "only read"),
+        (write(&reader, "e/h"), "no right to write"),
         (write(&writer, "fixed/h"), "read-only"),
         (write(&stranger, "e/h"), "does not know your key"),
         (try_cp(&lab, &args(&[&daemon.url("e/f"), &lab.path("out2")])), "does not know your key"),
@@ -315,7 +315,7 @@ fn the_peer_is_started_through_ssh() {
     awkward_tree(&source);
     // An ssh that runs the command here: what the real one does after logging in.
     let fake = lab.path("ssh");
-    fs::write(&fake, "#!/bin/sh\nshift\nexec sh -c \"$*\"\n").unwrap();
+    fs::write(&fake, "#!/bin/sh\n[ \"$1\" = -- ] && shift\nshift\nexec sh -c \"$*\"\n").unwrap();
     fs::set_permissions(&fake, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let target = lab.mkdir("target");
     let run = |list: Vec<OsString>| {

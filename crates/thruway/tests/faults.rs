@@ -42,7 +42,7 @@ fn until_written(dir: &Path, octets: u64) {
 /// Waits until the journal in `dir` says that at least so many octets are verified and written; how many
 /// it says. A killed process loses nothing of them, whatever else was under way.
 fn until_recorded(dir: &Path, octets: u64) -> u64 {
-    const RECORD_LEN: usize = 48;
+    const RECORD_LEN: usize = 64;
     const RANGE: u8 = 2;
     let recorded = |journal: Vec<u8>| -> u64 {
         let ranges = journal.chunks_exact(RECORD_LEN).filter(|record| record[0] == RANGE);
@@ -293,11 +293,39 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
         .spawn()
         .unwrap();
     until_written(&served, 4 * MIB);
-    let file = fs::OpenOptions::new().append(true).open(&big).unwrap();
+    // In place, and with the modification time put back.
+    let before = fs::metadata(&big).unwrap().modified().unwrap();
+    let file = fs::OpenOptions::new().write(true).open(&big).unwrap();
     (&file).write_all(b"more").unwrap();
+    file.set_modified(before).unwrap();
     let out = child.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("changed while it was read"), "{}", stderr(&out));
     assert!(!served.join("big").exists());
     assert_eq!(fs::read_to_string(served.join("other")).unwrap(), "other");
+}
+
+#[test]
+fn a_file_that_grows_while_it_is_read_arrives_as_it_was_and_that_is_told() {
+    for provider in ["iwarp", "tcp"] {
+        let lab = Lab::new();
+        let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+        let daemon = lab.serve(&served);
+        let command =
+            args(&[&"--provider", &provider, &"--depth", &"4", &"--bwlimit", &"16M", &big, &daemon.url("e/")]);
+        let child = thruway(lab.dir.path())
+            .args(["cp", "--json"])
+            .args(&command)
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        until_written(&served, 2 * MIB);
+        fs::OpenOptions::new().append(true).open(&big).unwrap().write_all(b"more").unwrap();
+        let out = child.wait_with_output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("grew while it was read"), "{}", stderr(&out));
+        assert_eq!(parse(&out)["verified"], false);
+        assert!(fs::read(served.join("big")).unwrap() == noise(32 << 20, 7));
+    }
 }

@@ -26,6 +26,7 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
     Job {
         remote: Remote {
             addr: addr.parse().unwrap(),
+            others: Vec::new(),
             label: addr.into(),
             credentials: Credentials::Keys(KeyPair::generate()),
             known_hosts: None,
@@ -70,7 +71,7 @@ fn thousands_of_sessions_at_once_are_all_served() {
             let run = move || {
                 let (progress, failures) = (Arc::new(Progress::default()), Arc::clone(&failed));
                 start.wait();
-                let result = client::run(&job, &engine, &progress, &(Arc::new(|_: &_| {}) as _));
+                let result = client::run(&job, &engine, &progress, &(Arc::new(|_: &_| {}) as _), None);
                 if let Err(error) = result {
                     eprintln!("session {number}: {error}");
                     failures.fetch_add(1, Ordering::SeqCst);

@@ -5,7 +5,6 @@
 //! behind it, `#` for remarks; a secret key readable by anybody else is refused.
 
 use crate::wire::AuthKind;
-use std::collections::HashMap;
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
@@ -127,52 +126,11 @@ impl KeyPair {
         let mut options = fs::OpenOptions::new();
         let mut file = options.write(true).create_new(true).mode(0o600).open(path).map_err(failed(path))?;
         writeln!(file, "{} {}", to_hex(&self.secret), self.public).map_err(failed(path))?;
-        let public = path.with_extension("pub");
-        fs::write(&public, format!("{}\n", self.public)).map_err(failed(&public))
-    }
-}
-
-/// What an authorized key may do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rights {
-    /// Read exports.
-    ReadOnly,
-    /// Read and write exports.
-    ReadWrite,
-}
-
-/// Keys that may use a daemon: lines of `[ro] KEY [comment]`.
-#[derive(Debug, Clone, Default)]
-pub struct AuthorizedKeys(HashMap<PublicKey, Rights>);
-
-impl AuthorizedKeys {
-    /// Reads a file of keys.
-    ///
-    /// # Errors
-    /// [`AuthError`] naming the first line that is not one.
-    pub fn load(path: &Path) -> Result<AuthorizedKeys, AuthError> {
-        let text = fs::read_to_string(path).map_err(|source| AuthError::File { path: path.into(), source })?;
-        AuthorizedKeys::parse(&text).map_err(|(line, message)| AuthError::Content { path: path.into(), line, message })
-    }
-
-    fn parse(text: &str) -> Result<AuthorizedKeys, (usize, String)> {
-        let mut keys = HashMap::new();
-        for (index, line) in text.lines().enumerate() {
-            let line = line.trim();
-            if line.is_empty() || line.starts_with('#') {
-                continue;
-            }
-            let mut words = line.split_whitespace().peekable();
-            let read_only = words.next_if_eq(&"ro").is_some();
-            let key: PublicKey = words.next().unwrap_or("").parse().map_err(|e| (index + 1, e))?;
-            keys.insert(key, if read_only { Rights::ReadOnly } else { Rights::ReadWrite });
-        }
-        Ok(AuthorizedKeys(keys))
-    }
-
-    /// What this key may do.
-    pub fn rights(&self, key: &PublicKey) -> Option<Rights> {
-        self.0.get(key).copied()
+        let mut public = path.as_os_str().to_owned();
+        public.push(".pub");
+        let public = PathBuf::from(public);
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).open(&public).map_err(failed(&public))?;
+        writeln!(file, "{}", self.public).map_err(failed(&public))
     }
 }
 
@@ -403,15 +361,6 @@ mod tests {
         assert!(pair.save(&path).is_err(), "an existing key is not overwritten");
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
         assert!(matches!(KeyPair::load(&path), Err(AuthError::Content { .. })));
-    }
-
-    #[test]
-    fn authorized_keys_name_rights_and_mistakes_by_line() {
-        let key = KeyPair::generate().public();
-        let keys = AuthorizedKeys::parse(&format!("# friends\n\nro {key} alice@lab\n")).unwrap();
-        assert_eq!(keys.rights(&key), Some(Rights::ReadOnly));
-        assert_eq!(keys.rights(&KeyPair::generate().public()), None);
-        assert_eq!(AuthorizedKeys::parse(&format!("{key}\nrubbish\n")).unwrap_err().0, 2);
     }
 
     #[test]

@@ -3,15 +3,16 @@
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
 use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
-use crate::sink::{self, Prepared, Target};
+use crate::sink::{self, Prepared, Target, Trust};
 use crate::source::{self, Root};
 use crate::wire::{
-    Control, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token, TreeOptions,
+    Control, Destination, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token, TreeOptions,
 };
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
@@ -26,6 +27,8 @@ const BLOCKS: usize = 64;
 pub struct Remote {
     /// Where.
     pub addr: SocketAddr,
+    /// Where else, if nobody answers there.
+    pub others: Vec<SocketAddr>,
     /// What known hosts call it.
     pub label: String,
     /// Who we are.
@@ -78,9 +81,12 @@ pub struct Job {
     pub blocks: Option<usize>,
     /// Octets per second to keep under.
     pub rate_limit: Option<u64>,
-    /// How often to try again after a loss.
+    /// How often to try again after a loss, without progress in between.
     pub retries: u32,
 }
+
+/// Reaches the peer again after a loss, where the address that is known may be of no use any more.
+pub type Reach<'a> = dyn Fn() -> Result<Remote, String> + 'a;
 
 /// How a job ended.
 #[derive(Debug, Clone)]
@@ -93,7 +99,13 @@ pub struct Finished {
     pub detail: String,
 }
 
-/// Runs a job.
+/// Longest pause before another attempt.
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Attempts to reach a peer that has never been reached.
+const FIRST_ATTEMPTS: u32 = 3;
+
+/// Runs a job. After a loss it is tried again, with pauses that grow to half a minute; whoever gets on
+/// in an attempt has all retries again. `reach` reaches the peer anew for that, if its address is not enough.
 ///
 /// # Errors
 /// [`SessionError`] of the last attempt.
@@ -102,21 +114,50 @@ pub fn run(
     engine: &Arc<Engine>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
+    reach: Option<&Reach<'_>>,
 ) -> Result<Finished, SessionError> {
     engine.attract();
-    let mut retries = 0;
+    let mut state = Attempts { remote: job.remote.clone(), again: false, renamed: false, reached: false };
+    let (mut retries, mut idle) = (0, 0);
     loop {
-        match attempt(job, engine, progress, on_report, retries > 0) {
+        let before = progress.bytes.load(Ordering::Relaxed);
+        match attempt(job, engine, progress, on_report, &mut state) {
             Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
-            Err(error) if error.is_transient() && retries < job.retries => {
-                let pause = Duration::from_millis(100 << retries.min(6));
-                retries += 1;
+            Err(error) if error.is_transient() => {
+                if progress.bytes.load(Ordering::Relaxed) > before {
+                    idle = 0;
+                }
+                let most = if state.reached { job.retries } else { job.retries.min(FIRST_ATTEMPTS) };
+                if idle >= most {
+                    return Err(error);
+                }
+                let pause = Duration::from_millis(100 << idle.min(9)).min(PAUSE_MAX);
+                (retries, idle) = (retries + 1, idle + 1);
                 tracing::warn!(%error, retries, ?pause, "trying again");
                 std::thread::sleep(pause);
+                if let Some(reach) = reach {
+                    match reach() {
+                        Ok(remote) => state.remote = remote,
+                        Err(why) if idle >= most => return Err(SessionError::Local(why)),
+                        Err(why) => tracing::warn!(why, "the peer cannot be reached"),
+                    }
+                }
+                state.again = true;
             }
             Err(error) => return Err(error),
         }
     }
+}
+
+/// What one attempt leaves to the next.
+struct Attempts {
+    remote: Remote,
+    /// It is not the first.
+    again: bool,
+    /// The peer said that the single source gets the target's name.
+    renamed: bool,
+    /// A session has been agreed on.
+    reached: bool,
 }
 
 fn attempt(
@@ -124,11 +165,11 @@ fn attempt(
     engine: &Arc<Engine>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
-    again: bool,
+    state: &mut Attempts,
 ) -> Result<(Summary, String), SessionError> {
     let mut options = job.options.clone();
     // Files this very run has put in place are not to be sent twice.
-    if again {
+    if state.again {
         options.no_resume = false;
     }
     let direction = match job.local {
@@ -138,7 +179,11 @@ fn attempt(
     let role = if direction == Direction::Push { Role::Source } else { Role::Sink };
     // A pulling sink reads its journal first: the source must know whether to make offers.
     let prepared = match &job.local {
-        Local::Directory(root) => Some(Prepared::new(Target { root: root.clone(), job: job.id }, &options)?),
+        Local::Directory(root) => {
+            let names = Some(job.sources.iter().map(|s| s.name.clone()).collect());
+            let target = Target { root: root.clone(), job: job.id, names, trust: Trust::Operator, replace: true };
+            Some(Prepared::new(target, &options)?)
+        }
         Local::Sources(_) => None,
     };
     let wants_offers = prepared.as_ref().is_some_and(|p| p.wants_offers(&options));
@@ -147,7 +192,10 @@ fn attempt(
         direction,
         export: job.export.clone(),
         path: job.path.clone(),
-        into_directory: if direction == Direction::Pull { wants_offers } else { job.into_directory },
+        into_directory: job.into_directory,
+        renamed: state.renamed,
+        offers: wants_offers,
+        destination: destination_of(job),
         sources: job.sources.clone(),
         job: job.id,
         verify: job.verify as u8,
@@ -158,7 +206,7 @@ fn attempt(
     };
     // All questions in one breath: on a long path every round trip counts.
     let token = random();
-    let mut link = request_session(&job.remote, token, Some((role, job.streams)), request)?;
+    let mut link = request_session(&mut state.remote, token, Some((role, job.streams)), request)?;
     let streams = match link.count() {
         0 => job.streams.unwrap_or_else(|| first_channels(link.round_trip())),
         early => early as u32,
@@ -166,6 +214,8 @@ fn attempt(
     link.send(&Control::BlockSize(job.block_len))?;
     link.send(&Control::Channels(streams))?;
     let reply = expect_session(&mut link)?;
+    state.reached = true;
+    state.renamed |= reply.rename.is_some();
     let block_len = negotiate_block(&mut link, job.block_len)?;
     let Control::ChannelsReply(count) = expect(&mut link)? else {
         return Err(LinkError::Unexpected("message where a number of channels was due").into());
@@ -176,7 +226,7 @@ fn attempt(
         engine.with_pool(blocks, block_len as usize, link.is_long()).map_err(|e| SessionError::Local(e.to_string()))?;
     link.attach(&engine.pool)?;
     link.set_peer_revocable(reply.revocable);
-    let channels = Channels::Open { addr: job.remote.addr, token, grow: job.streams.is_none() };
+    let channels = Channels::Open { addr: state.remote.addr, token, grow: job.streams.is_none() };
     link.join(&channels, count, role)?;
     let detail = format!("{count} data channels, blocks of {block_len} octets, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
@@ -193,11 +243,12 @@ fn attempt(
         (Local::Sources(sources), _) => {
             let roots = sources.iter().map(|(path, name)| Root {
                 beneath: None,
+                confined: false,
                 path: path.clone(),
                 name: reply.rename.clone().filter(|_| !name.is_empty()).unwrap_or_else(|| name.clone()),
             });
             let roots = rename_contents(roots.collect(), reply.rename.as_deref());
-            source::run(link, &channels, &engine, &terms, roots, reply.offers, progress, on_report)
+            source::run(link, &channels, &engine, &terms, roots, reply.offers, reply.destination, progress, on_report)
         }
         (Local::Directory(_), Some(prepared)) => {
             sink::run(link, &channels, &engine, &terms, prepared, progress, on_report)
@@ -205,6 +256,17 @@ fn attempt(
         (Local::Directory(_), None) => unreachable!("prepared above"),
     };
     outcome.map(|summary| (summary, detail))
+}
+
+/// Where a pull goes, for a source on this very machine.
+fn destination_of(job: &Job) -> Option<Destination> {
+    let Local::Directory(Some(root)) = &job.local else { return None };
+    let stat = rustix::fs::fstat(root).ok()?;
+    let name = match job.sources.as_slice() {
+        [only] if !only.name.is_empty() => Some(only.name.clone()),
+        _ => None,
+    };
+    Some(Destination { machine: source::this_machine(), device: stat.st_dev, inode: stat.st_ino, name })
 }
 
 /// `DIR/` to a target that does not exist makes the target a copy of the directory.
@@ -217,14 +279,24 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
 
 /// Connects, and asks for a session.
 fn request_session(
-    remote: &Remote,
+    remote: &mut Remote,
     token: Token,
     early: Option<(Role, Option<u32>)>,
     mut request: SessionRequest,
 ) -> Result<Link, SessionError> {
-    let device = remote.fabric.open()?;
-    let call = Call { addr: remote.addr, credentials: &remote.credentials, token, early };
-    let (mut link, key) = Link::connect(device, remote.transport, &call)?;
+    let (mut link, key) = loop {
+        let device = remote.fabric.open()?;
+        let call = Call { addr: remote.addr, credentials: &remote.credentials, token, early };
+        match Link::connect(device, remote.transport, &call) {
+            Ok(connected) => break connected,
+            // A name may have addresses at which nobody listens.
+            Err(error) if error.is_transient() && !remote.others.is_empty() => {
+                tracing::debug!(addr = %remote.addr, %error, "trying the next address");
+                remote.addr = remote.others.remove(0);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    };
     check_host(remote, key).map_err(LinkError::from)?;
     request.revocable = link.revocable();
     let message = Control::Session(Box::new(request));
@@ -251,7 +323,7 @@ fn check_host(remote: &Remote, key: Option<PublicKey>) -> Result<(), AuthError> 
 
 fn expect(link: &mut Link) -> Result<Control, SessionError> {
     match link.next_control()? {
-        Control::Abort(why) => Err(SessionError::Aborted(why)),
+        Control::Abort(code, why) => Err(SessionError::aborted(code, &why)),
         other => Ok(other),
     }
 }
@@ -280,6 +352,9 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         export: export.into(),
         path: path.to_vec(),
         into_directory: false,
+        renamed: false,
+        offers: false,
+        destination: None,
         sources: Vec::new(),
         job: [0; 16],
         verify: 0,
@@ -288,7 +363,7 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         revocable: false,
         options: TreeOptions::default(),
     };
-    let mut link = request_session(remote, random(), None, request)?;
+    let mut link = request_session(&mut remote.clone(), random(), None, request)?;
     expect_session(&mut link)?;
     let mut all = Vec::new();
     loop {

@@ -3,12 +3,14 @@
 //!
 //! - [`wire`]: every message and header, pure codec.
 //! - [`auth`]: keys, handshake, encryption of the control channel.
+//! - [`access`]: who may do what.
 //! - [`link`]: the queue pairs of a session.
 //! - `protocol`: the two ends as state machines that do no I/O.
 //! - [`source`], [`sink`]: the same two ends with a network and files.
 //! - [`session`]: what they share.
 //! - [`client`], [`daemon`]: who connects and who is connected to.
 
+pub mod access;
 pub mod auth;
 pub mod client;
 pub mod daemon;
@@ -21,6 +23,8 @@ pub mod sink;
 pub mod source;
 pub mod wire;
 mod xattr;
+
+pub use thruway_engine::text::{escape, escape_message};
 
 /// The digest of a part of a file.
 ///

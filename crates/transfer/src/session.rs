@@ -1,7 +1,7 @@
 //! What both ends of a session share: the engine's parts, parameters, progress, mail.
 
 use crate::link::LinkError;
-use crate::wire::{Report, Summary, TreeOptions};
+use crate::wire::{AbortCode, Report, Summary, TreeOptions};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -191,8 +191,8 @@ pub enum SessionError {
     #[error(transparent)]
     Link(#[from] LinkError),
     /// The peer gave up, and said why.
-    #[error("the peer ended the session: {0}")]
-    Aborted(String),
+    #[error("{1}")]
+    Aborted(AbortCode, String),
     /// This end cannot go on.
     #[error("{0}")]
     Local(String),
@@ -207,12 +207,17 @@ pub enum SessionError {
 }
 
 impl SessionError {
+    /// The peer gave up, and said why in its own words.
+    pub(crate) fn aborted(code: AbortCode, why: &str) -> SessionError {
+        SessionError::Aborted(code, crate::escape_message(why))
+    }
+
     /// Whether trying again may help.
     pub fn is_transient(&self) -> bool {
         match self {
             SessionError::Link(error) => error.is_transient(),
             SessionError::Damaged { .. } => true,
-            SessionError::Aborted(why) => why.starts_with(DAMAGED),
+            SessionError::Aborted(code, _) => code.is_transient(),
             SessionError::Local(_) => false,
         }
     }
@@ -221,19 +226,18 @@ impl SessionError {
 impl SessionError {
     /// Tells the peer why the session ends here, if the peer is not the one who knows.
     pub(crate) fn tell(&self, link: &mut crate::link::Link) {
-        if matches!(self, SessionError::Local(_) | SessionError::Damaged { .. })
-            || matches!(self, SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)))
-        {
-            let mut why = self.to_string();
-            let cut = (0..=1000).rev().find(|i| why.is_char_boundary(*i)).unwrap_or(0);
-            why.truncate(cut);
-            link.abort(why);
-        }
+        let code = match self {
+            SessionError::Local(_) => AbortCode::Failed,
+            SessionError::Damaged { .. } => AbortCode::Damaged,
+            SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)) => AbortCode::Protocol,
+            SessionError::Link(_) | SessionError::Aborted(..) => return,
+        };
+        let mut why = self.to_string();
+        let cut = (0..=1000).rev().find(|i| why.is_char_boundary(*i)).unwrap_or(0);
+        why.truncate(cut);
+        link.abort(code, why);
     }
 }
-
-/// How an abort begins that may be tried again.
-pub(crate) const DAMAGED: &str = "block ";
 
 impl From<thruway_fabric::Error> for SessionError {
     fn from(error: thruway_fabric::Error) -> SessionError {

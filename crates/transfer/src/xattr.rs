@@ -69,23 +69,22 @@ pub(crate) fn read_open(file: BorrowedFd<'_>) -> io::Result<Vec<(Vec<u8>, Vec<u8
     }
 }
 
-/// Sets attributes; the first failure is returned, the rest are tried all the same.
-pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attributes: &[(Vec<u8>, Vec<u8>)]) -> io::Result<()> {
+/// Sets an attribute.
+pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attribute: &[u8], value: &[u8]) -> io::Result<()> {
     let path = path_of(dir, name);
-    let mut result = Ok(());
-    for (attribute, value) in attributes {
-        let Ok(attribute) = CString::new(attribute.as_slice()) else { continue };
-        let set = if name.is_empty() {
-            rustix::fs::setxattr(&path, &attribute, value, XattrFlags::empty())
-        } else {
-            rustix::fs::lsetxattr(&path, &attribute, value, XattrFlags::empty())
-        };
-        if let (Ok(()), Err(e)) = (&result, set) {
-            result = Err(io::Error::new(
-                io::Error::from(e).kind(),
-                format!("extended attribute {}: {}", attribute.to_string_lossy(), io::Error::from(e)),
-            ));
-        }
+    let attribute = CString::new(attribute)?;
+    Ok(if name.is_empty() {
+        rustix::fs::setxattr(&path, &attribute, value, XattrFlags::empty())
+    } else {
+        rustix::fs::lsetxattr(&path, &attribute, value, XattrFlags::empty())
+    }?)
+}
+
+/// Gives one file of a directory the access control list of another, if that has one. Best effort.
+pub(crate) fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: &CStr) {
+    const ACL: &CStr = c"system.posix_acl_access";
+    let mut value = vec![0; 4096];
+    if let Ok(n) = rustix::fs::lgetxattr(path_of(dir, from), ACL, value.as_mut_slice()) {
+        let _ = rustix::fs::lsetxattr(path_of(dir, to), ACL, &value[..n], XattrFlags::empty());
     }
-    result
 }

@@ -76,23 +76,23 @@ fn rows() -> Vec<Value> {
 pub(super) fn run(common: &Common) {
     let rows = rows();
     if common.json {
-        println!("{}", Value::Array(rows));
+        crate::say!("{}", Value::Array(rows));
         return;
     }
     for row in &rows {
         let text = |key: &str| row[key].as_str().unwrap_or("-").to_string();
         let state =
             if row["available"] == true { "available".to_string() } else { format!("unavailable: {}", text("why")) };
-        println!("{:<6} {:<10} {state}", text("provider"), text("device"));
+        crate::say!("{:<6} {:<10} {state}", text("provider"), text("device"));
         if let Some(kind) = row["kind"].as_str() {
-            println!("       {kind}, interface {}", text("interface"));
+            crate::say!("       {kind}, interface {}", text("interface"));
         }
         for port in row["ports"].as_array().into_iter().flatten() {
-            println!("       port {}: {}, {}", port["port"], text_of(&port["state"]), text_of(&port["link_layer"]));
+            crate::say!("       port {}: {}, {}", port["port"], text_of(&port["state"]), text_of(&port["link_layer"]));
         }
         if let Some(c) = row["capabilities"].as_object() {
             let list: Vec<String> = c.iter().map(|(k, v)| format!("{k} {v}")).collect();
-            println!("       {}", list.join(", "));
+            crate::say!("       {}", list.join(", "));
         }
     }
 }

@@ -30,7 +30,7 @@ pub(super) fn run(args: &RegionArgs, common: &Common) -> Result<(), String> {
     let target = Target::open(&provider, args.listen, size).map_err(|e| e.to_string())?;
     let addr = target.local_addr();
     if common.json {
-        println!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
+        crate::say!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
     } else if !common.quiet {
         eprintln!("listening on {addr}, {size} octets");
     }

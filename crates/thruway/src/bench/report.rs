@@ -100,7 +100,7 @@ pub(super) struct Report {
 impl Report {
     pub(super) fn new(lat: bool, common: &Common) -> Report {
         if !common.json {
-            println!("{}", Report::header(lat));
+            crate::say!("{}", Report::header(lat));
         }
         Report { rows: Vec::new(), lat, json: common.json }
     }
@@ -118,7 +118,7 @@ impl Report {
         if !self.json {
             let rate =
                 if self.lat { format!("{:.0}/s", row.ops_per_second) } else { units::rate(row.bytes_per_second) };
-            println!(
+            crate::say!(
                 "{:<7} {:>9} {:>6} {:>4} {:>12} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>10.3}",
                 row.op,
                 units::size(row.size.into()),
@@ -137,7 +137,7 @@ impl Report {
 
     pub(super) fn finish(self) {
         if self.json {
-            println!("{}", serde_json::to_string_pretty(&self.rows).expect("plain structures"));
+            crate::say!("{}", serde_json::to_string_pretty(&self.rows).expect("plain structures"));
         }
     }
 }

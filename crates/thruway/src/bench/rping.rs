@@ -73,9 +73,9 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
             "lat_us_p99": seconds * 1e6 / f64::from(args.count),
             "cpu_seconds": super::client::cpu_seconds(),
         }]);
-        println!("{row:#}");
+        crate::say!("{row:#}");
     } else if !common.quiet {
-        println!(
+        crate::say!(
             "{} pings of {} octets, every one verified, {:.2} us each",
             args.count,
             args.size,
@@ -267,7 +267,7 @@ fn serve_client(peer: &mut Peer, verbose: bool) -> Result<(), String> {
         if verbose {
             let mut text = vec![0; size.saturating_sub(1) as usize];
             peer.buffer.read(DATA, &mut text);
-            println!("server ping data: {}", String::from_utf8_lossy(&text));
+            crate::say!("server ping data: {}", String::from_utf8_lossy(&text));
         }
         peer.advertise(DATA, size).map_err(fail)?;
         peer.need(WR_SEND)?;

@@ -98,6 +98,16 @@ impl BlockArgs {
         }
     }
 
+    /// What would keep disks from being opened.
+    pub fn missing_files(&self) -> Vec<String> {
+        let given = [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca];
+        let missing = given.into_iter().flatten().filter_map(|path| {
+            let e = std::fs::metadata(path).err()?;
+            Some(format!("{}: {e}", path.display()))
+        });
+        missing.chain(self.block.iter().flat_map(Spec::missing_files)).collect()
+    }
+
     /// NBD, if it is asked for or nothing else is.
     fn nbd(
         &self,

@@ -281,7 +281,7 @@ impl Reader<'_> {
             if dir.is_empty() {
                 return self.mistake(export.span(), "the export's dir is empty");
             }
-            return self.file.exports.push(Export { name, dir: dir.into(), read_only });
+            return self.file.exports.push(Export { name, dir: dir.into(), read_only, unconfined: false });
         }
         let mut spec = match Spec::new(&name, &text("path").unwrap_or_default()) {
             Ok(spec) => spec,

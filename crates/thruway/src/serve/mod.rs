@@ -7,13 +7,14 @@ use self::block::{BlockArgs, BlockService};
 use crate::endpoint::DEFAULT_PORT;
 use crate::{Cli, Command, Common, Failed, keys};
 use clap::{Args, Parser, ValueEnum};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::ffi::OsString;
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use thruway_fabric::{Provider, iwarp, verbs};
-use thruway_transfer::auth::{AuthorizedKeys, Credentials, KeyPair, from_hex};
+use thruway_transfer::access::AuthorizedKeys;
+use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, Export};
 
 /// Arguments of `thruway serve`.
@@ -29,9 +30,12 @@ use thruway_transfer::daemon::{Config, Daemon, Export};
   thruway serve --block scratch=mem:1G --nbd unix:/run/scratch.sock
   thruway serve --config /etc/thruway/thruway.toml
 
-A daemon that listens beyond this machine serves only keys it knows, unless
---anonymous is given. On loopback it serves anybody. The export 'dev' is always
-there: tw://host/dev/null swallows what is sent, tw://host/dev/zero is endless.
+A daemon serves the keys in --authorized-keys. Without that option it serves, on
+loopback only, the user it runs as and root, and nobody else. --anonymous lets
+everybody in. SIGHUP reads the keys again. Owners, set-id bits, devices and
+privileged attributes are taken only from that user and from keys marked
+'privileged'. The export 'dev' is always there: tw://host/dev/null swallows
+what is sent, tw://host/dev/zero is endless.
 
 Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
 cache; reads through it; both through it, the default); chunk=SIZE; for iSCSI,
@@ -69,9 +73,15 @@ pub struct ServeArgs {
     /// Serve peers without a known key even from other hosts
     #[arg(long)]
     anonymous: bool,
-    /// Sessions at one time
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    max_sessions: usize,
+    /// Refuse copies whose data is not encrypted
+    #[arg(long)]
+    require_encryption: bool,
+    /// Refuse copies whose data is not verified
+    #[arg(long)]
+    require_verification: bool,
+    /// Most sessions at a time
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
+    max_sessions: u32,
     /// Blocks of each session's pool; a long path gets more
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: u32,
@@ -124,7 +134,7 @@ fn parse_export(text: &str) -> Result<Export, String> {
     if dir.is_empty() {
         return Err("the directory is missing; write NAME=DIR".into());
     }
-    Ok(Export { name: name.into(), dir: dir.into(), read_only })
+    Ok(Export { name: name.into(), dir: dir.into(), read_only, unconfined: false })
 }
 
 /// Runs the daemon until it is told to stop.
@@ -155,7 +165,7 @@ fn with_config(path: &Path) -> ServeArgs {
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     if args.config_reference {
-        print!("{}", config::reference());
+        crate::say!("{}", config::reference().trim_end());
         return Ok(());
     }
     let merged;
@@ -168,22 +178,33 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     };
     args.block.check()?;
     if args.check {
-        return Ok(());
+        return check(args);
     }
     thruway_engine::limits::raise_open_files();
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
+    let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
     let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
     if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
         announce(None, blocks.as_ref(), args, common);
-        signals.forever().next();
+        signals.forever().find(|signal| *signal != SIGHUP);
         blocks.iter().for_each(BlockService::shut_down);
         return Ok(());
     }
     let (daemon, credentials) = transfer(args)?;
     let stopper = daemon.stopper();
+    let keys = args.authorized_keys.clone();
     std::thread::spawn(move || {
-        if signals.forever().next().is_some() {
-            stopper.stop();
+        for signal in signals.forever() {
+            match (signal, &keys) {
+                (SIGHUP, Some(path)) => match AuthorizedKeys::load(path) {
+                    Ok(keys) => {
+                        stopper.set_authorized(keys);
+                        tracing::warn!(path = %path.display(), "authorized keys read again");
+                    }
+                    Err(error) => tracing::error!(%error, "authorized keys not read again; those known before stay"),
+                },
+                (SIGHUP, None) => {}
+                _ => return stopper.stop(),
+            }
         }
     });
     if args.secret_from_stdin {
@@ -200,9 +221,37 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     result
 }
 
+/// Says what would keep the daemon from starting.
+fn check(args: &ServeArgs) -> Result<(), String> {
+    let mut mistakes = Vec::new();
+    for export in &args.export {
+        match std::fs::metadata(&export.dir) {
+            Ok(meta) if meta.is_dir() => {}
+            Ok(_) => mistakes.push(format!("export {}: {}: not a directory", export.name, export.dir.display())),
+            Err(e) => mistakes.push(format!("export {}: {}: {e}", export.name, export.dir.display())),
+        }
+    }
+    if let Some(path) = &args.authorized_keys
+        && let Err(e) = AuthorizedKeys::load(path)
+    {
+        mistakes.push(e.to_string());
+    }
+    if let Some(path) = &args.key
+        && let Err(e) = KeyPair::load(path)
+    {
+        mistakes.push(e.to_string());
+    }
+    mistakes.extend(args.block.missing_files());
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("\nthruway serve: ")) }
+}
+
 /// Starts the transfer service.
 fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
     let mut listen = args.listen.clone();
+    if listen.is_empty() && args.secret_from_stdin {
+        let ip = crate::ssh::reached_at().unwrap_or(std::net::Ipv4Addr::UNSPECIFIED.into());
+        listen.push(SocketAddr::new(ip, 0));
+    }
     if listen.is_empty() {
         listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
     }
@@ -210,6 +259,9 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
         Some(path) => AuthorizedKeys::load(path).map_err(|e| e.to_string())?,
         None => AuthorizedKeys::default(),
     };
+    let mut exports = args.export.clone();
+    // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
+    exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
     let loopback_only = listen.iter().all(|a| a.ip().to_canonical().is_loopback());
     let credentials = if args.secret_from_stdin {
         let mut line = String::new();
@@ -220,8 +272,10 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
         let passing = loopback_only && args.key.is_none();
         Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? })
     };
-    let anonymous = args.anonymous || (loopback_only && args.authorized_keys.is_none());
-    if !anonymous && args.authorized_keys.is_none() && !args.secret_from_stdin {
+    let anonymous = args.anonymous;
+    // The user that we run as needs no key on this machine, unless keys are insisted on.
+    let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
+    if !anonymous && !loopback_only && args.authorized_keys.is_none() && !args.secret_from_stdin {
         return Err(
             "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
         );
@@ -229,11 +283,14 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
     let fabric = fabric(args.provider, &listen)?;
     let daemon = Daemon::start(Config {
         listen,
-        exports: args.export.clone(),
+        exports,
         credentials: credentials.clone(),
         authorized,
         anonymous,
-        max_sessions: args.max_sessions,
+        local,
+        require_encryption: args.require_encryption,
+        require_verification: args.require_verification,
+        max_sessions: args.max_sessions as usize,
         block_len_max: 16 << 20,
         blocks: args.depth as usize,
         once: args.once,
@@ -251,8 +308,10 @@ fn announce(
     let addrs = transfer.map(|(daemon, _)| daemon.addrs()).unwrap_or_default();
     if args.secret_from_stdin {
         // The one line that the ssh client waits for.
-        println!("THRUWAY 1 {}", addrs[0].port());
-        let _ = std::io::stdout().flush();
+        match crate::ssh::reached_at() {
+            Some(ip) => crate::say!("THRUWAY 1 {} {ip}", addrs[0].port()),
+            None => crate::say!("THRUWAY 1 {}", addrs[0].port()),
+        }
         return;
     }
     let key = match transfer {
@@ -266,8 +325,7 @@ fn announce(
         if let Some(blocks) = blocks {
             blocks.announce(&mut object);
         }
-        println!("{}", serde_json::Value::Object(object));
-        let _ = std::io::stdout().flush();
+        crate::say!("{}", serde_json::Value::Object(object));
     } else if !common.quiet {
         for addr in addrs {
             eprintln!("listening on {addr}");

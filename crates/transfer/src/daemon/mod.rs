@@ -3,23 +3,28 @@
 //! One thread listens and hands connections out; every session has a thread, a device and a pool
 //! of its own, so nothing on the data path is shared between sessions but the stages' queues.
 
-use crate::auth::{AuthorizedKeys, Credentials, PublicKey, Rights};
+mod request;
+
+use crate::access::{AuthorizedKeys, Principal};
+use crate::auth::{Credentials, PublicKey};
 use crate::doors::Doors;
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
-use crate::sink::{self, Prepared, Target};
-use crate::source::{self, Root};
-use crate::wire::{self, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token};
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use crate::sink;
+use crate::source;
+use crate::wire::{
+    self, AbortCode, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token,
+};
+use request::{Served, Work};
+use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
+use thruway_engine::local_peer;
 use thruway_engine::security::Sealer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider};
 
@@ -32,6 +37,8 @@ pub struct Export {
     pub dir: PathBuf,
     /// Nothing may be written.
     pub read_only: bool,
+    /// Links lead wherever they lead, `..` included: for a peer that acts for the user this daemon runs as.
+    pub unconfined: bool,
 }
 
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
@@ -39,6 +46,11 @@ pub const DEV_EXPORT: &str = "dev";
 
 /// Connections whose greeting is being read at one time.
 const GREETINGS_MAX: usize = 512;
+/// Peers that have not proved yet who they are, in all and from one address. Fewer where descriptors are few.
+const HANDSHAKES_MAX: usize = 256;
+const HANDSHAKES_OF_ONE_MAX: usize = 32;
+/// Descriptors that such a peer costs, with some to spare.
+const HANDSHAKE_DESCRIPTORS: u64 = 16;
 
 /// How a daemon behaves.
 pub struct Config {
@@ -52,6 +64,12 @@ pub struct Config {
     pub authorized: AuthorizedKeys,
     /// Anybody else may, too.
     pub anonymous: bool,
+    /// The user this daemon runs as, and root, may use it over the loopback interface without a key.
+    pub local: bool,
+    /// Refuse sessions whose data would travel in clear.
+    pub require_encryption: bool,
+    /// Refuse sessions whose data would not be verified.
+    pub require_verification: bool,
     /// Sessions at one time; more are refused.
     pub max_sessions: usize,
     /// Largest block that is accepted.
@@ -74,7 +92,10 @@ pub struct Daemon {
 struct Shared {
     config: Config,
     engines: Arc<Engines>,
-    exports: HashMap<String, (Arc<OwnedFd>, bool)>,
+    exports: HashMap<String, Served>,
+    authorized: RwLock<AuthorizedKeys>,
+    /// Peers that have not proved yet who they are.
+    handshakes: Mutex<HashMap<IpAddr, usize>>,
     doors: Mutex<Doors<Arrival>>,
     next_session: AtomicU32,
     active: AtomicUsize,
@@ -94,6 +115,11 @@ impl Stopper {
         self.0.stop.store(true, Ordering::SeqCst);
         self.0.listener.wake();
     }
+
+    /// From now on these keys may use the daemon. Sessions that have begun go on.
+    pub fn set_authorized(&self, keys: AuthorizedKeys) {
+        *self.0.authorized.write().expect("no panics under the lock") = keys;
+    }
 }
 
 impl Daemon {
@@ -110,7 +136,7 @@ impl Daemon {
     ///
     /// # Errors
     /// A sentence naming what is wrong.
-    pub fn start_with(config: Config, engines: Arc<Engines>) -> Result<Daemon, String> {
+    pub fn start_with(mut config: Config, engines: Arc<Engines>) -> Result<Daemon, String> {
         let mut exports = HashMap::new();
         for export in &config.exports {
             if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
@@ -119,7 +145,9 @@ impl Daemon {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let dir = rustix::fs::open(&export.dir, flags, Mode::empty())
                 .map_err(|e| format!("export {}={}: {}", export.name, export.dir.display(), std::io::Error::from(e)))?;
-            if exports.insert(export.name.clone(), (Arc::new(dir), export.read_only)).is_some() {
+            let Export { read_only, unconfined, .. } = *export;
+            let served = Served { root: Arc::new(dir), read_only, unconfined };
+            if exports.insert(export.name.clone(), served).is_some() {
                 return Err(format!("export '{}' is given twice", export.name));
             }
         }
@@ -133,7 +161,10 @@ impl Daemon {
             }
             listeners.push(device.listen(*addr, &options).map_err(|e| e.to_string())?);
         }
+        let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
+            authorized,
+            handshakes: Mutex::default(),
             config,
             engines,
             exports,
@@ -187,10 +218,10 @@ impl Daemon {
 
 impl Shared {
     fn route(self: &Arc<Shared>, request: ConnectionRequest) {
-        let peer = request.peer();
+        let (peer, local) = (request.peer(), request.local());
         match Hello::decode(request.private_data()) {
             Ok(Hello::Control { auth, token }) if auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Rdma(request), token, peer);
+                self.begin(Arrival::Rdma(request), token, (peer, local));
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
@@ -228,10 +259,10 @@ impl Shared {
     }
 
     fn admit(self: &Arc<Shared>, hello: &Hello, stream: TcpStream) {
-        let Ok(peer) = stream.peer_addr() else { return };
+        let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
         match hello {
             Hello::Control { auth, token } if *auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Tcp(stream), *token, peer);
+                self.begin(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
             Hello::Data { token, .. } => drop(self.hand_in(*token, Arrival::Tcp(stream))),
@@ -246,42 +277,97 @@ impl Shared {
         given_back
     }
 
-    fn begin(self: &Arc<Shared>, arrival: Arrival, token: Token, peer: SocketAddr) {
-        if self.active.fetch_add(1, Ordering::SeqCst) >= self.config.max_sessions {
-            self.active.fetch_sub(1, Ordering::SeqCst);
-            tracing::warn!(%peer, "too many sessions");
+    fn begin(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
+        let Some(handshake) = HandshakePlace::take(self, peer.ip().to_canonical()) else {
+            tracing::warn!(%peer, "too many peers that have not proved who they are");
             if let Arrival::Rdma(request) = arrival {
-                request.reject(b"too many sessions; try again later");
+                request.reject(b"too many handshakes; try again later");
             }
             return;
-        }
+        };
         let shared = Arc::clone(self);
         // Its data connections may come as soon as this one has been answered.
         let opened = lock(&self.doors).open(token, Instant::now());
         let Some(arrivals) = opened else {
-            self.active.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%peer, "refused: the token of another session");
             return;
         };
         let door = Door { shared: Arc::clone(self), token };
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
-            let outcome = Session { shared: &shared, door, peer }.run(arrival, arrivals);
+            let known = AtomicBool::new(false);
+            let session = Session { shared: &shared, door, peer, local, known: &known };
+            // A panic ends its own session and no other.
+            let outcome =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| session.run(arrival, arrivals, handshake)));
             match outcome {
-                Ok(Some(summary)) => tracing::info!(%peer, ?summary, "session done"),
-                Ok(None) => {}
-                Err(error) => tracing::warn!(%peer, %error, "session failed"),
+                Ok(Ok(Some(summary))) => tracing::info!(%peer, ?summary, "session done"),
+                Ok(Ok(None)) => {}
+                Ok(Err(error)) => tracing::warn!(%peer, %error, "session failed"),
+                Err(_) => tracing::error!(%peer, "a session panicked; please report this"),
             }
-            shared.active.fetch_sub(1, Ordering::SeqCst);
-            if shared.config.once {
+            // A stranger who happened to find the port does not count.
+            if shared.config.once && known.load(Ordering::SeqCst) {
                 shared.stop.store(true, Ordering::SeqCst);
             }
             shared.listener.wake();
         });
         if let Err(error) = spawned {
-            self.active.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!(%peer, %error, "cannot start a session");
         }
+    }
+}
+
+/// The place of a peer that has not proved yet who it is.
+struct HandshakePlace {
+    shared: Arc<Shared>,
+    from: IpAddr,
+}
+
+impl HandshakePlace {
+    /// A place, if there is one: a peer that says nothing keeps its own address out, not everybody.
+    fn take(shared: &Arc<Shared>, from: IpAddr) -> Option<HandshakePlace> {
+        let most = (thruway_engine::limits::open_files() / 2 / HANDSHAKE_DESCRIPTORS) as usize;
+        let most = most.clamp(4, HANDSHAKES_MAX);
+        let mut places = lock(&shared.handshakes);
+        let total: usize = places.values().sum();
+        let own = places.entry(from).or_default();
+        if total >= most || *own >= HANDSHAKES_OF_ONE_MAX.min(most.div_ceil(2)) {
+            if *own == 0 {
+                places.remove(&from);
+            }
+            return None;
+        }
+        *own += 1;
+        Some(HandshakePlace { shared: Arc::clone(shared), from })
+    }
+}
+
+impl Drop for HandshakePlace {
+    fn drop(&mut self) {
+        let mut places = lock(&self.shared.handshakes);
+        if let Some(own) = places.get_mut(&self.from) {
+            *own -= 1;
+            if *own == 0 {
+                places.remove(&self.from);
+            }
+        }
+    }
+}
+
+/// The place of a session among those that there may be at one time.
+struct SessionPlace<'a>(&'a Shared);
+
+impl<'a> SessionPlace<'a> {
+    fn take(shared: &'a Shared) -> Option<SessionPlace<'a>> {
+        let place = SessionPlace(shared);
+        (shared.active.fetch_add(1, Ordering::SeqCst) < shared.config.max_sessions).then_some(place)
+    }
+}
+
+impl Drop for SessionPlace<'_> {
+    fn drop(&mut self) {
+        self.0.active.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -290,121 +376,64 @@ struct Session<'a> {
     shared: &'a Arc<Shared>,
     door: Door,
     peer: SocketAddr,
-}
-
-/// What was asked for, opened.
-enum Work {
-    Push(Prepared, Option<Vec<u8>>),
-    Pull(Vec<Root>),
-    List(Vec<ListEntry>),
+    local: SocketAddr,
+    /// The peer has proved who it is.
+    known: &'a AtomicBool,
 }
 
 impl Session<'_> {
-    fn run(&self, arrival: Arrival, arrivals: Receiver<Arrival>) -> Result<Option<Summary>, SessionError> {
+    fn run(
+        &self,
+        arrival: Arrival,
+        arrivals: Receiver<Arrival>,
+        handshake: HandshakePlace,
+    ) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
+        // Before the handshake: the peer's socket is certainly there.
+        let owner = if config.local { local_peer::owner(self.peer, self.local) } else { None };
         let device = config.fabric.open()?;
         lock(&self.shared.doors).wake(&self.door.token, &device);
         let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
-        let rights = match self.rights(key) {
-            Some(rights) => rights,
-            None => {
-                return self.refuse(
-                    link,
-                    "this daemon does not know your key; add its public half to the authorized keys".into(),
-                );
-            }
+        let Some(principal) = self.principal(key, owner) else {
+            let why = match owner {
+                Some(_) => {
+                    "this daemon serves only the user it runs as without a key (--authorized-keys lets keys in, \
+                     --anonymous everybody)"
+                }
+                None => "this daemon does not know your key; add its public half to the authorized keys",
+            };
+            return self.refuse(link, AbortCode::Refused, why.into());
         };
-        let Control::Session(asked) = link.next_control()? else {
+        drop(handshake);
+        self.known.store(true, Ordering::SeqCst);
+        let Some(_place) = SessionPlace::take(self.shared) else {
+            return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
+        };
+        let Control::Session(asked) = link.first_control()? else {
             return Err(LinkError::Unexpected("first message").into());
         };
-        let work = match self.open(&asked, rights) {
+        let work = match request::open(self.shared, &asked, &principal) {
             Ok(work) => work,
-            Err(why) => return self.refuse(link, why),
+            Err((code, why)) => return self.refuse(link, code, why),
         };
         self.negotiate(link, Channels::Take(arrivals), &asked, work)
     }
 
-    fn refuse(&self, mut link: Link, why: String) -> Result<Option<Summary>, SessionError> {
+    fn refuse(&self, mut link: Link, code: AbortCode, why: String) -> Result<Option<Summary>, SessionError> {
         tracing::info!(peer = %self.peer, why, "refused");
-        link.abort(why);
+        link.abort(code, why);
         link.close();
         Ok(None)
     }
 
-    fn rights(&self, key: Option<PublicKey>) -> Option<Rights> {
-        let config = &self.shared.config;
-        match key {
+    fn principal(&self, key: Option<PublicKey>, owner: Option<u32>) -> Option<Principal> {
+        let Some(key) = key else {
             // Whoever knows the secret is the one who started us.
-            None => Some(Rights::ReadWrite),
-            Some(key) => config.authorized.rights(&key).or(config.anonymous.then_some(Rights::ReadWrite)),
-        }
-    }
-
-    fn open(&self, asked: &SessionRequest, rights: Rights) -> Result<Work, String> {
-        wire::algorithm(asked.verify).map_err(|e| e.to_string())?;
-        wire::check_path(&asked.path).map_err(|e| e.to_string())?;
-        crate::filter::Filter::new(&asked.options)?;
-        for source in &asked.sources {
-            wire::check_path(&source.path).and_then(|()| wire::check_path(&source.name)).map_err(|e| e.to_string())?;
-        }
-        if asked.export == DEV_EXPORT {
-            return self.open_dev(asked);
-        }
-        let Some((root, read_only)) = self.shared.exports.get(&asked.export) else {
-            return Err(format!("no export '{}' here", asked.export));
+            return Some(Principal::Operator);
         };
-        match asked.direction {
-            Direction::Push if *read_only => Err(format!("export '{}' is read-only", asked.export)),
-            Direction::Push if rights == Rights::ReadOnly => Err("your key may only read".into()),
-            Direction::Push => self.open_push(asked, root),
-            Direction::Pull => {
-                let root_of = |s: &wire::SourceSpec| Root {
-                    beneath: Some(Arc::clone(root)),
-                    path: Path::new(std::ffi::OsStr::from_bytes(&s.path)).to_path_buf(),
-                    name: s.name.clone(),
-                };
-                Ok(Work::Pull(asked.sources.iter().map(root_of).collect()))
-            }
-            Direction::List => list(root, &asked.path).map(Work::List),
-        }
-    }
-
-    fn open_dev(&self, asked: &SessionRequest) -> Result<Work, String> {
-        match asked.direction {
-            Direction::Push if asked.path == b"null" => {
-                let target = Target { root: None, job: asked.job };
-                Ok(Work::Push(Prepared::new(target, &asked.options).map_err(|e| e.to_string())?, None))
-            }
-            Direction::Pull if asked.sources.len() == 1 && asked.sources[0].path == b"zero" => {
-                let name = asked.sources[0].name.clone();
-                Ok(Work::Pull(vec![Root { beneath: None, path: "/dev/zero".into(), name }]))
-            }
-            Direction::List => Ok(Work::List(Vec::new())),
-            _ => Err(format!("export '{DEV_EXPORT}' has only 'null' to write to and 'zero' to read from")),
-        }
-    }
-
-    /// Where a push goes: an existing directory takes the sources by their names; otherwise a
-    /// single source gets the target's name, unless a slash asks for a directory.
-    fn open_push(&self, asked: &SessionRequest, export: &Arc<OwnedFd>) -> Result<Work, String> {
-        let shown = || String::from_utf8_lossy(&asked.path).into_owned();
-        let (dir, rename) = match open_dir(export, &asked.path) {
-            Ok(dir) => (dir, None),
-            Err(rustix::io::Errno::NOENT) if asked.into_directory => {
-                make_dir(export, &asked.path).map_err(|e| format!("{}: {e}", shown()))?;
-                (open_dir(export, &asked.path).map_err(|e| format!("{}: {}", shown(), std::io::Error::from(e)))?, None)
-            }
-            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) if !asked.into_directory => {
-                let (parent, name) = sink::split(&asked.path);
-                let dir = open_dir(export, parent).map_err(|e| format!("{}: {}", shown(), std::io::Error::from(e)))?;
-                (dir, Some(name.to_vec()))
-            }
-            Err(rustix::io::Errno::XDEV) => return Err(format!("{}: leads out of the export", shown())),
-            Err(e) => return Err(format!("{}: {}", shown(), std::io::Error::from(e))),
-        };
-        let target = Target { root: Some(Arc::new(dir)), job: asked.job };
-        let prepared = Prepared::new(target, &asked.options).map_err(|e| e.to_string())?;
-        Ok(Work::Push(prepared, rename))
+        let known = self.shared.authorized.read().expect("no panics under the lock").principal(&key);
+        let local = owner.is_some_and(local_peer::is_us).then_some(Principal::Operator);
+        known.or(local).or(self.shared.config.anonymous.then_some(Principal::Anonymous))
     }
 
     fn negotiate(
@@ -415,16 +444,19 @@ impl Session<'_> {
         work: Work,
     ) -> Result<Option<Summary>, SessionError> {
         let session = self.shared.next_session.fetch_add(1, Ordering::SeqCst);
-        let (offers, rename, discard) = match &work {
-            Work::Push(prepared, rename) => {
-                (prepared.wants_offers(&asked.options), rename.clone(), asked.export == DEV_EXPORT)
-            }
-            Work::Pull(_) | Work::List(_) => (false, None, false),
+        let (offers, discard) = match &work {
+            Work::Push(prepared, _) => (prepared.wants_offers(&asked.options), asked.export == DEV_EXPORT),
+            Work::Pull(_) | Work::List(_) => (false, false),
+        };
+        let (rename, destination) = match &work {
+            Work::Push(_, push) => (push.rename.clone(), push.destination.clone()),
+            Work::Pull(_) | Work::List(_) => (None, None),
         };
         link.send(&Control::SessionReply(SessionReply {
             session,
             rename,
             offers,
+            destination,
             discard,
             revocable: link.revocable(),
         }))?;
@@ -461,8 +493,8 @@ impl Session<'_> {
         link.send(&Control::ChannelsReply(count))?;
         link.join(&channels, count, role)?;
         let offers = match asked.direction {
-            // The pulling end knows whether it has something to resume, and says so in its options.
-            Direction::Pull => asked.options.update || asked.into_directory,
+            // The pulling end knows whether it has something to resume.
+            Direction::Pull => asked.options.update || asked.offers,
             _ => offers,
         };
         let terms = Terms {
@@ -476,11 +508,15 @@ impl Session<'_> {
         };
         let progress = Arc::new(Progress::default());
         let on_report: OnReport = Arc::new(|report| {
-            tracing::info!(path = %String::from_utf8_lossy(&report.path), message = report.message, "not copied");
+            let (path, why) = (crate::escape(&report.path), crate::escape_message(&report.message));
+            tracing::info!(path, why, "not copied as asked");
         });
         let outcome = match work {
-            Work::Push(prepared, _) => sink::run(link, &channels, &engine, &terms, prepared, &progress, &on_report),
-            Work::Pull(roots) => source::run(link, &channels, &engine, &terms, roots, offers, &progress, &on_report),
+            Work::Push(prepared, _) => sink::run(link, &channels, &engine, &terms, *prepared, &progress, &on_report),
+            Work::Pull(roots) => {
+                let destination = asked.destination.clone();
+                source::run(link, &channels, &engine, &terms, roots, offers, destination, &progress, &on_report)
+            }
             Work::List(_) => unreachable!("answered above"),
         };
         outcome.map(Some)
@@ -506,55 +542,6 @@ impl Drop for Door {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().expect("no panics under the lock")
-}
-
-fn open_dir(export: &OwnedFd, path: &[u8]) -> rustix::io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let path = if path.is_empty() { &b"."[..] } else { path };
-    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-    rustix::fs::openat2(export, Path::new(std::ffi::OsStr::from_bytes(path)), flags, Mode::empty(), how)
-}
-
-fn make_dir(export: &OwnedFd, path: &[u8]) -> std::io::Result<()> {
-    let (parent, name) = sink::split(path);
-    let dir = open_dir(export, parent)?;
-    let name = Path::new(std::ffi::OsStr::from_bytes(name));
-    Ok(rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?)
-}
-
-fn list(root: &Arc<OwnedFd>, path: &[u8]) -> Result<Vec<ListEntry>, String> {
-    let shown = || String::from_utf8_lossy(path).into_owned();
-    let failed = |e: rustix::io::Errno| format!("{}: {}", shown(), std::io::Error::from(e));
-    let entry = |name: &[u8], stat: &rustix::fs::Stat| ListEntry {
-        name: name.to_vec(),
-        mode: stat.st_mode,
-        size: stat.st_size as u64,
-        mtime: stat.st_mtime,
-    };
-    let dir = match open_dir(root, path) {
-        Ok(dir) => dir,
-        Err(rustix::io::Errno::NOTDIR) => {
-            let (parent, name) = sink::split(path);
-            let dir = open_dir(root, parent).map_err(failed)?;
-            let os_name = Path::new(std::ffi::OsStr::from_bytes(name));
-            let stat = rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
-            return Ok(vec![entry(name, &stat)]);
-        }
-        Err(e) => return Err(failed(e)),
-    };
-    let mut entries = Vec::new();
-    for found in rustix::fs::Dir::read_from(&dir).map_err(failed)? {
-        let found = found.map_err(failed)?;
-        let name = found.file_name();
-        if matches!(name.to_bytes(), b"." | b"..") || sink::is_own_name(name.to_bytes()) {
-            continue;
-        }
-        if let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-            entries.push(entry(name.to_bytes(), &stat));
-        }
-    }
-    entries.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(entries)
 }
 
 fn send_listing(link: &mut Link, entries: Vec<ListEntry>) -> Result<(), LinkError> {

@@ -14,7 +14,7 @@ pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
 use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;
-use crate::wire::{BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
+use crate::wire::{AbortCode, BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
 use std::fs::File;
@@ -30,6 +30,8 @@ use thruway_fabric::{ConnectionError, ConnectionRequest, Device, Path};
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// How long the first data channels may take.
 const JOIN_PATIENCE: Duration = Duration::from_secs(15);
+/// How long a peer may take to prove who it is, and then to say what it wants.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence of this length ends the session.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
@@ -79,8 +81,8 @@ impl LinkError {
 pub enum LinkEvent {
     /// A control message.
     Control(Control),
-    /// A write has left: its block may be used again.
-    Written(Block),
+    /// A write has left: its block may be used again. Over TCP with its sequence number.
+    Written(Block, Option<u32>),
     /// A block of ours has been filled by the peer (RDMA).
     Arrived(Completion),
     /// A block has been received (TCP).
@@ -187,6 +189,7 @@ trait ControlChannel {
 
     /// Goes through what is left of the handshake; returns the peer's key, if it has one.
     fn shake(&mut self, mut handshake: Handshake) -> Result<Option<PublicKey>, LinkError> {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         while !handshake.is_finished() {
             if handshake.is_my_turn() {
                 let message = handshake.write();
@@ -196,6 +199,7 @@ trait ControlChannel {
             let message = loop {
                 match self.state().0.pop_front() {
                     Some(message) => break message,
+                    None if Instant::now() >= deadline => return Err(LinkError::Silent),
                     None => self.turn(Duration::from_secs(1))?,
                 }
             };
@@ -210,14 +214,17 @@ trait ControlChannel {
         Ok(peer)
     }
 
-    /// Waits for the next control message that is not a heartbeat.
-    fn next_control(&mut self) -> Result<Control, LinkError> {
+    /// Waits for the next control message that is not a heartbeat, at most until `deadline`.
+    fn next_control(&mut self, deadline: Option<Instant>) -> Result<Control, LinkError> {
         loop {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(LinkError::Silent);
+            }
             match self.state().2.pop_front() {
                 Some(LinkEvent::Control(message)) => return Ok(message),
-                Some(LinkEvent::Written(_)) => {}
+                Some(LinkEvent::Written(..)) => {}
                 Some(_) => return Err(LinkError::Unexpected("block")),
-                None => self.turn(Duration::from_secs(5))?,
+                None => self.turn(Duration::from_secs(1))?,
             }
         }
     }
@@ -432,8 +439,8 @@ impl Link {
     }
 
     /// Says why the session ends, ahead of whatever waits to be said. Best effort.
-    pub fn abort(&mut self, why: String) {
-        each!(self, link => link.abort(why));
+    pub fn abort(&mut self, code: AbortCode, why: String) {
+        each!(self, link => link.abort(code, why));
     }
 
     /// Exposes a free block to the peer for one write (RDMA).
@@ -493,7 +500,16 @@ impl Link {
     /// # Errors
     /// [`LinkError`], also for blocks out of turn.
     pub fn next_control(&mut self) -> Result<Control, LinkError> {
-        each!(self, link => link.next_control())
+        each!(self, link => link.next_control(None))
+    }
+
+    /// As [`Link::next_control`], of a peer that has no reason to wait with it.
+    ///
+    /// # Errors
+    /// [`LinkError::Silent`] if it does.
+    pub fn first_control(&mut self) -> Result<Control, LinkError> {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        each!(self, link => link.next_control(Some(deadline)))
     }
 
     /// Waits up to `limit` for something to happen, and leaves it for [`Link::poll`].

@@ -7,7 +7,7 @@ use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
 use crate::wire::{
-    self, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed, Token,
+    self, AbortCode, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed, Token,
 };
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -361,9 +361,9 @@ impl RdmaLink {
     }
 
     /// Says why the session ends, ahead of whatever waits to be said. Best effort.
-    pub(crate) fn abort(&mut self, why: String) {
+    pub(crate) fn abort(&mut self, code: AbortCode, why: String) {
         self.outbox.clear();
-        let _ = self.send(&Control::Abort(why));
+        let _ = self.send(&Control::Abort(code, why));
     }
 
     /// Puts a message behind those that wait for room; credits join credits that wait.
@@ -649,7 +649,7 @@ impl RdmaLink {
                     channel.under_way -= 1;
                     channel.octets_under_way -= u64::from(len);
                 }
-                self.ready.push_back(LinkEvent::Written(block.reclaim()));
+                self.ready.push_back(LinkEvent::Written(block.reclaim(), None));
                 Ok(())
             }
             KIND_BIND => {

@@ -8,13 +8,15 @@
 use super::loss::Loss;
 use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, Secured};
-use crate::wire::{BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token};
+use crate::wire::{
+    AbortCode, BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token,
+};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
@@ -103,7 +105,7 @@ fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
 enum News {
     Control(Vec<u8>),
     ControlEnded(ConnectionError),
-    Sent(Block),
+    Sent(Block, u32),
     Received(Block, BlockHeader),
     Placed {
         sequence: u32,
@@ -115,9 +117,12 @@ enum News {
     Opened(Result<TcpStream, LinkError>, Role),
 }
 
+/// News that wait for the session's thread. Whoever has more to tell waits, and with it the peer.
+const NEWS_MAX: usize = 1024;
+
 #[derive(Clone)]
 struct Teller {
-    sender: Sender<News>,
+    sender: SyncSender<News>,
     device: Device,
 }
 
@@ -188,7 +193,7 @@ impl TcpLink {
 
     fn new(device: Device, control: TcpStream) -> Result<TcpLink, LinkError> {
         let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
-        let (sender, news) = channel();
+        let (sender, news) = sync_channel(NEWS_MAX);
         let teller = Teller { sender, device: device.clone() };
         let reader = control.try_clone().map_err(lost)?;
         let voice = teller.clone();
@@ -336,8 +341,8 @@ impl TcpLink {
         }
     }
 
-    pub(crate) fn abort(&mut self, why: String) {
-        let _ = self.send(&Control::Abort(why));
+    pub(crate) fn abort(&mut self, code: AbortCode, why: String) {
+        let _ = self.send(&Control::Abort(code, why));
     }
 
     pub(crate) fn poll(&mut self, limit: Duration) -> Result<VecDeque<LinkEvent>, LinkError> {
@@ -384,7 +389,7 @@ impl TcpLink {
                     }
                 }
                 News::ControlEnded(cause) => self.ended = Some(cause),
-                News::Sent(block) => self.ready.push_back(LinkEvent::Written(block)),
+                News::Sent(block, sequence) => self.ready.push_back(LinkEvent::Written(block, Some(sequence))),
                 News::Received(block, header) => {
                     self.heard = Instant::now();
                     self.ready.push_back(LinkEvent::Received(block, header));
@@ -509,7 +514,7 @@ fn send_blocks(stream: &TcpStream, queue: &Mutex<Receiver<Outgoing>>, teller: &T
         if let Err(e) = send_block(stream, &outgoing) {
             return teller.tell(News::DataEnded(cause_of(&e)));
         }
-        teller.tell(News::Sent(outgoing.block));
+        teller.tell(News::Sent(outgoing.block, outgoing.header.sequence));
     }
 }
 

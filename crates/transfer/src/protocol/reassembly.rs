@@ -110,7 +110,7 @@ impl<F: Clone, P> Reassembly<F, P> {
         if slot.dealt < *blocks || matches!(slot.file, Known::NotYet) {
             return None;
         }
-        let whole = *status == FileStatus::Unchanged;
+        let whole = !matches!(status, FileStatus::Failed(_));
         let file = match self.slots.remove(&number)?.file {
             Known::Open(file) => Some(file),
             Known::NotYet | Known::Nowhere => None,

@@ -1,7 +1,7 @@
 //! The sink's end of a session: credits, sequence numbers, the end.
 
 use super::{CREDITS_PER_REPLY, Seen, Violation, WINDOW_MAX};
-use crate::wire::{BlockHeader, Completion, Control, Credit, FileStatus, Malformed, OfferEntry, Report};
+use crate::wire::{AbortCode, BlockHeader, Completion, Control, Credit, FileStatus, Malformed, OfferEntry, Report};
 use std::collections::HashMap;
 
 /// Credits that one notification earns, so that the window doubles every round trip.
@@ -21,7 +21,7 @@ pub(crate) enum Heard {
     /// The source would use so many more data channels.
     MoreChannels(u32),
     /// The source has given up.
-    Aborted(String),
+    Aborted(AbortCode, String),
 }
 
 /// Grants credits, takes notifications. `W` is what stands for a block that is out.
@@ -79,10 +79,11 @@ impl<W> Sink<W> {
 
     /// Takes a message from the source.
     pub(crate) fn take(&mut self, message: Control) -> Result<Heard, Violation> {
-        if self.expected.is_some() && !matches!(message, Control::Abort(_)) {
-            return Err(Violation::Unexpected("message after the end"));
-        }
         match message {
+            Control::Abort(code, why) => Ok(Heard::Aborted(code, why)),
+            // Asked for before the source knew that it was at the end.
+            Control::MoreChannels(_) if self.expected.is_some() => Ok(Heard::Nothing),
+            _ if self.expected.is_some() => Err(Violation::Unexpected("message after the end")),
             Control::RegionRequest if self.by_credit => {
                 self.owed = true;
                 Ok(Heard::Nothing)
@@ -91,7 +92,6 @@ impl<W> Sink<W> {
             Control::Offer { batch, entries } => Ok(Heard::Offer { batch, entries }),
             Control::Report(report) => Ok(Heard::Report(report)),
             Control::MoreChannels(count) => Ok(Heard::MoreChannels(count)),
-            Control::Abort(why) => Ok(Heard::Aborted(why)),
             Control::DataSetComplete(blocks) => {
                 if blocks > u64::from(u32::MAX) || self.seen.count() > blocks {
                     return Err(Violation::Unexpected("number of blocks"));

@@ -1,7 +1,7 @@
 //! The source's end of a session.
 
 use super::{Seen, Violation, WINDOW_MAX};
-use crate::wire::{Answer, BlockHeader, Completion, Control, Credit, Report, Summary};
+use crate::wire::{AbortCode, Answer, BlockHeader, Completion, Control, Credit, Report, Summary};
 use std::collections::{BTreeMap, VecDeque};
 
 /// What a source does next; `B` is its block.
@@ -26,7 +26,7 @@ pub(crate) enum Heard {
     /// Everything is in place; to be answered by a farewell.
     Done(Summary),
     /// The sink has given up.
-    Aborted(String),
+    Aborted(AbortCode, String),
 }
 
 /// Blocks go out as credits come in.
@@ -85,6 +85,11 @@ impl<B> Source<B> {
         self.blocks = Some(blocks);
     }
 
+    /// Whether the sink has been told that everything has been sent.
+    pub(crate) fn is_announced(&self) -> bool {
+        self.announced
+    }
+
     /// Whether the walk is over.
     pub(crate) fn is_walked(&self) -> bool {
         self.blocks.is_some()
@@ -137,7 +142,7 @@ impl<B> Source<B> {
                 Ok(Heard::Verdict(answers))
             }
             Control::Report(report) => Ok(Heard::Report(report)),
-            Control::Abort(why) => Ok(Heard::Aborted(why)),
+            Control::Abort(code, why) => Ok(Heard::Aborted(code, why)),
             Control::DataSetReply(summary) if self.announced => Ok(Heard::Done(summary)),
             _ => Err(Violation::Unexpected("control message")),
         }

@@ -1,23 +1,35 @@
 //! Puts finished files in place: makes them durable, gives them their names, records it.
 //!
-//! Group commit: while one group is being synced, the next one gathers. A file alone is synced by
-//! itself, a group by one `syncfs`, so that the cost of durability falls as the rate of files rises.
+//! Group commit: while one group is being synced, the next one gathers. A few files are synced one by one, a group by
+//! syncing their file systems, so that the cost of durability falls as the rate of files rises. A file is
+//! never renamed before its content is on the medium.
+//!
+//! A sync that fails says that something written since the last one is lost, not what. So it ends the session, voids what
+//! the journal says of files that are not in place, and nothing is put in place any more.
 
 use super::journal::{Identity, Journal, Key, Version};
-use super::tree::Place;
-use rustix::fs::AtFlags;
+use super::tree::{Place, Tree};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+
+/// Files synced one by one; a larger group is synced with its file systems.
+const ONE_BY_ONE_MAX: usize = 4;
+/// Files that may wait to be committed. Whoever has more waits, with the blocks that they came in.
+const PENDING_MAX: u64 = 8192;
+/// Large files that are kept open until they are committed.
+const OPEN_MAX: u64 = 16;
 
 /// A file under its temporary name, whole and with its attributes.
 pub(crate) struct Finished {
-    pub(crate) place: Place,
+    /// Path of its directory.
+    pub(crate) parent: Vec<u8>,
+    pub(crate) name: CString,
     pub(crate) temp: CString,
     pub(crate) path: Vec<u8>,
     pub(crate) key: Key,
@@ -27,31 +39,71 @@ pub(crate) struct Finished {
     pub(crate) file: Option<Arc<File>>,
 }
 
-/// Hears how each file's commit went, and (`None`) that a group is done.
-pub(crate) type OnCommit = Box<dyn Fn(Option<(&Finished, io::Result<()>)>) + Send>;
+/// What becomes of files.
+pub(crate) enum Committed<'a> {
+    /// This one is in place.
+    Placed(&'a Finished),
+    /// This one is not.
+    Failed(&'a Finished, io::Error),
+    /// Nothing is durable any more.
+    Lost(io::Error),
+    /// A group has been dealt with.
+    Group,
+}
+
+/// Hears what becomes of files.
+pub(crate) type OnCommit = Box<dyn Fn(Committed<'_>) + Send>;
 
 /// The commit stage of a sink.
 pub(crate) struct Committer {
     sender: Mutex<Option<Sender<Vec<Finished>>>>,
-    pending: Arc<AtomicU64>,
+    pending: Arc<Pending>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
+/// Files submitted and not in place yet.
+#[derive(Default)]
+struct Pending {
+    files: Mutex<u64>,
+    fewer: Condvar,
+    open: AtomicU64,
+}
+
+impl Pending {
+    fn files(&self) -> MutexGuard<'_, u64> {
+        self.files.lock().expect("no panics under the lock")
+    }
+}
+
 impl Committer {
-    pub(crate) fn start(journal: Option<Arc<Journal>>, on_commit: OnCommit) -> io::Result<Committer> {
+    pub(crate) fn start(tree: Arc<Tree>, journal: Option<Arc<Journal>>, on_commit: OnCommit) -> io::Result<Committer> {
         let (sender, receiver) = channel();
-        let pending = Arc::new(AtomicU64::new(0));
+        let pending = Arc::new(Pending::default());
         let count = Arc::clone(&pending);
-        let run = move || commit_groups(&receiver, journal.as_deref(), &on_commit, &count);
+        let run = move || commit_groups(&receiver, &tree, journal.as_deref(), &on_commit, &count);
         let thread = std::thread::Builder::new().name("commit".into()).stack_size(256 << 10).spawn(run)?;
         Ok(Committer { sender: Mutex::new(Some(sender)), pending, thread: Mutex::new(Some(thread)) })
     }
 
-    pub(crate) fn submit(&self, files: Vec<Finished>) {
+    /// Waits until there is room for more files.
+    pub(crate) fn wait_for_room(&self) {
+        let waited = self.pending.fewer.wait_while(self.pending.files(), |files| *files >= PENDING_MAX);
+        drop(waited.expect("no panics under the lock"));
+    }
+
+    /// Hands over finished files.
+    pub(crate) fn submit(&self, mut files: Vec<Finished>) {
         if files.is_empty() {
             return;
         }
-        self.pending.fetch_add(files.len() as u64, Ordering::SeqCst);
+        for file in files.iter_mut().filter(|f| f.file.is_some()) {
+            if self.pending.open.fetch_add(1, Ordering::SeqCst) >= OPEN_MAX {
+                // Opened again when its turn comes; descriptors are few.
+                self.pending.open.fetch_sub(1, Ordering::SeqCst);
+                file.file = None;
+            }
+        }
+        *self.pending.files() += files.len() as u64;
         if let Some(sender) = &*self.sender.lock().expect("no panics under the lock") {
             let _ = sender.send(files);
         }
@@ -59,7 +111,7 @@ impl Committer {
 
     /// Files submitted and not in place yet.
     pub(crate) fn pending(&self) -> u64 {
-        self.pending.load(Ordering::SeqCst)
+        *self.pending.files()
     }
 
     /// Ends the stage after what has been submitted.
@@ -73,79 +125,149 @@ impl Committer {
 
 fn commit_groups(
     receiver: &Receiver<Vec<Finished>>,
+    tree: &Tree,
     journal: Option<&Journal>,
     on_commit: &OnCommit,
-    pending: &AtomicU64,
+    pending: &Pending,
 ) {
+    let mut lost = false;
     while let Ok(mut group) = receiver.recv() {
         while let Ok(more) = receiver.try_recv() {
             group.extend(more);
         }
+        let open = group.iter().filter(|f| f.file.is_some()).count() as u64;
         let count = group.len() as u64;
-        let outcomes =
-            commit(&group, journal, make_durable, put_in_place, |file| (&file.key, &file.version, file.identity));
-        // Failures are reported before the group counts as done: the session ends when all are.
-        for (file, placed) in group.iter().zip(outcomes) {
-            on_commit(Some((file, placed)));
+        let directories = Directories { tree, last: Mutex::default() };
+        if lost {
+            group.iter().for_each(|file| directories.discard(file));
+        } else {
+            let outcome = commit(
+                &group,
+                journal,
+                |group| make_durable(group, tree, &directories),
+                |file| directories.place(file),
+            );
+            match outcome {
+                // Failures are reported before the group counts as done: the session ends when all are.
+                Ok(placed) => {
+                    for (file, placed) in group.iter().zip(placed) {
+                        on_commit(match placed {
+                            Ok(_) => Committed::Placed(file),
+                            Err(e) => {
+                                directories.discard(file);
+                                Committed::Failed(file, e)
+                            }
+                        });
+                    }
+                }
+                Err(e) => {
+                    tree.volumes().lose();
+                    lost = true;
+                    group.iter().for_each(|file| directories.discard(file));
+                    on_commit(Committed::Lost(e));
+                }
+            }
         }
-        pending.fetch_sub(count, Ordering::SeqCst);
-        on_commit(None);
+        pending.open.fetch_sub(open, Ordering::SeqCst);
+        *pending.files() -= count;
+        pending.fewer.notify_all();
+        on_commit(Committed::Group);
     }
 }
 
-/// Commits a group: makes it durable, records which files are whole, gives them their names. Killed
-/// between the last two, the next attempt finds by its identity whether a file has its name.
-pub(crate) fn commit<I>(
+/// What a group consists of, for the journal.
+pub(crate) trait Commit {
+    /// Name within the job, version at the source, and which file it is here.
+    fn named(&self) -> (&Key, &Version, Identity);
+}
+
+impl Commit for Finished {
+    fn named(&self) -> (&Key, &Version, Identity) {
+        (&self.key, &self.version, self.identity)
+    }
+}
+
+/// Commits a group: makes it durable, gives the files their names, records which have them and when
+/// each changed last. Killed between the last two, the next attempt sends small files again and checks large ones.
+///
+/// # Errors
+/// If the group could not be made durable: then nothing may be put in place any more.
+pub(crate) fn commit<I: Commit>(
     group: &[I],
     journal: Option<&Journal>,
-    durable: impl FnOnce(&[I]) -> io::Result<bool>,
-    place: impl Fn(&I) -> io::Result<()>,
-    named: impl Fn(&I) -> (&Key, &Version, Identity),
-) -> Vec<io::Result<()>> {
-    let position = journal.map(Journal::position);
-    let synced = durable(group);
-    let put = |file| match &synced {
-        Ok(_) => place(file),
-        Err(e) => Err(io::Error::new(e.kind(), format!("making it durable: {e}"))),
-    };
-    if let (Ok(_), Some(journal)) = (&synced, journal) {
-        journal.done(group.iter().map(named));
+    durable: impl FnOnce(&[I]) -> io::Result<()>,
+    place: impl Fn(&I) -> io::Result<i64>,
+) -> io::Result<Vec<io::Result<i64>>> {
+    if let Err(e) = durable(group) {
+        if let Some(journal) = journal {
+            journal.void();
+        }
+        return Err(e);
     }
-    let outcomes = group.iter().map(put).collect();
-    if let (Ok(true), Some(journal), Some(position)) = (&synced, journal, position) {
-        journal.synced(position);
+    let outcomes: Vec<io::Result<i64>> = group.iter().map(place).collect();
+    if let Some(journal) = journal {
+        let placed = group.iter().zip(&outcomes).filter_map(|(file, outcome)| {
+            let (key, version, identity) = file.named();
+            Some((key, version, identity, *outcome.as_ref().ok()?))
+        });
+        journal.placed(placed);
     }
-    outcomes
+    Ok(outcomes)
 }
 
-/// Syncs a group. `Ok(true)` if whole file systems were synced and with them all that was written.
-fn make_durable(group: &[Finished]) -> io::Result<bool> {
-    if let [Finished { file: Some(file), .. }] = group {
-        file.sync_all()?;
-        return Ok(false);
+/// Syncs a group.
+fn make_durable(group: &[Finished], tree: &Tree, directories: &Directories<'_>) -> io::Result<()> {
+    let volumes = tree.volumes();
+    volumes.check()?;
+    if group.len() > ONE_BY_ONE_MAX && !volumes.any_by_file() {
+        return volumes.sync();
     }
-    let mut devices = Vec::new();
-    let mut last: Option<&Arc<OwnedFd>> = None;
     for file in group {
-        let dir = &file.place.dir;
-        if last.is_some_and(|l| Arc::ptr_eq(l, dir)) {
-            continue;
-        }
-        last = Some(dir);
-        let device = rustix::fs::fstat(dir)?.st_dev;
-        if !devices.contains(&device) {
-            devices.push(device);
-            rustix::fs::syncfs(dir)?;
+        match &file.file {
+            Some(open) => open.sync_all()?,
+            None => {
+                let place = directories.of(file)?;
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+                match rustix::fs::openat(&place.dir, &file.temp, flags, Mode::empty()) {
+                    Ok(fd) => rustix::fs::fsync(fd)?,
+                    // A mode that does not even let its owner read.
+                    Err(rustix::io::Errno::ACCESS) => volumes.sync()?,
+                    Err(e) => return Err(e.into()),
+                }
+            }
         }
     }
-    Ok(true)
+    Ok(())
 }
 
-fn put_in_place(file: &Finished) -> io::Result<()> {
-    let Place { dir, name } = &file.place;
-    let moved = rustix::fs::renameat(dir, &file.temp, dir, name);
-    if moved.is_err() {
-        let _ = rustix::fs::unlinkat(dir, &file.temp, AtFlags::empty());
+/// Opens the directories of files; neighbours share theirs.
+struct Directories<'a> {
+    tree: &'a Tree,
+    last: Mutex<Option<(Vec<u8>, Arc<std::os::fd::OwnedFd>)>>,
+}
+
+impl Directories<'_> {
+    fn of(&self, file: &Finished) -> io::Result<Place> {
+        let mut last = self.last.lock().expect("no panics under the lock");
+        let dir = match &*last {
+            Some((path, dir)) if *path == file.parent => Arc::clone(dir),
+            _ => {
+                let dir = self.tree.find(&file.path)?.dir;
+                *last = Some((file.parent.clone(), Arc::clone(&dir)));
+                dir
+            }
+        };
+        Ok(Place { dir, name: file.name.clone() })
     }
-    Ok(moved?)
+
+    fn place(&self, file: &Finished) -> io::Result<i64> {
+        self.tree.put_in_place(&file.parent, &self.of(file)?, &file.temp, file.identity)
+    }
+
+    /// Removes a temporary file that will never get its name.
+    fn discard(&self, file: &Finished) {
+        if let Ok(place) = self.of(file) {
+            let _ = rustix::fs::unlinkat(&place.dir, &file.temp, AtFlags::empty());
+        }
+    }
 }

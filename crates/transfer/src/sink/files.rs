@@ -3,36 +3,41 @@
 //! Runs on workers and on the storage thread; the session's own thread only counts.
 
 use super::commit::{Committer, Finished};
-use super::journal::{Earlier, Identity, Journal, Judgement, Key, Present, Version, key_of};
-use super::tree::{Place, Tree, temp_name};
+use super::deferred::Deferred;
+use super::journal::{Earlier, Identity, Journal, Key, Range, Version, key_of};
+use super::scope::Scope;
+use super::tree::{Place, Shortcomings, Tree, temp_name};
 use super::{Counters, Mail};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::session::{Engine, FirstFailure, Mailer, Terms};
-use crate::wire::{Answer, BlockHeader, Direct, FileStatus, Meta, OfferEntry, Record, Report, check_path};
+use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use std::collections::HashSet;
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
 use thruway_engine::{Block, StorageOp};
 
-/// Verified ranges told to the source for one file; the rest is sent again.
-const RANGES_MAX: usize = 300;
 /// Auto direct I/O begins here.
 const DIRECT_FROM: u64 = 256 << 20;
 const ALIGN: u64 = 4096;
-/// Deferred records are kept in memory up to this many octets, then in a temporary file.
-const DEFERRED_IN_MEMORY: usize = 1 << 20;
+/// Finished files of one pack that are handed to the commit stage together.
+const SUBMIT: usize = 256;
 
+/// Digest of a block's payload; zeroes where nothing is verified.
+pub(super) type Digest = [u8; DIGEST_LEN];
+
+/// What a session writes.
 pub(super) struct Files {
-    pub(super) tree: Tree,
+    pub(super) tree: Arc<Tree>,
+    pub(super) scope: Scope,
     pub(super) job: [u8; 16],
     pub(super) terms: Terms,
     pub(super) engine: Arc<Engine>,
@@ -43,25 +48,28 @@ pub(super) struct Files {
     pub(super) mailer: Mailer<Mail>,
     /// Data goes nowhere.
     pub(super) discard: bool,
-    large: Mutex<Large>,
+    pub(super) large: Mutex<Large>,
     /// Rung when a large file has begun, or the session is over.
-    begun: Condvar,
-    deferred: Mutex<Deferred>,
+    pub(super) begun: Condvar,
+    pub(super) deferred: Mutex<Deferred>,
+    /// Files that are being written or wait to be put in place.
+    pub(super) in_flight: Mutex<HashSet<Key>>,
+    /// The session is over; long work may stop.
+    pub(super) over: AtomicBool,
 }
 
 /// The large files of a session.
 #[derive(Default)]
-struct Large {
-    files: Reassembly<Arc<LargeFile>, (Block, BlockHeader)>,
+pub(super) struct Large {
+    files: Reassembly<Arc<LargeFile>, (Block, BlockHeader, Digest)>,
     /// Nothing more will begin.
     over: bool,
 }
 
-struct LargeFile {
+pub(super) struct LargeFile {
     file: Arc<File>,
     /// The same file for direct I/O.
     direct: Option<Arc<File>>,
-    dir: Arc<std::os::fd::OwnedFd>,
     name: CString,
     temp: CString,
     path: Vec<u8>,
@@ -70,65 +78,55 @@ struct LargeFile {
     version: Version,
     identity: Identity,
     failure: FirstFailure,
+    /// A piece, by its sequence number, that was not what the source had digested: the file changed there, or
+    /// the network is at fault.
+    suspect: Mutex<Option<u32>>,
     written: AtomicU32,
 }
 
-/// Records whose turn comes when everything else is in place.
-struct Deferred {
-    spool: tempfile::SpooledTempFile,
-    /// Where the directories are, in the order they came.
-    directories: Vec<u64>,
-    len: u64,
-}
-
 impl Files {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
-        tree: Tree,
-        job: [u8; 16],
-        terms: Terms,
-        engine: Arc<Engine>,
-        journal: Option<Arc<Journal>>,
-        earlier: Earlier,
-        committer: Arc<Committer>,
-        counters: Arc<Counters>,
-        mailer: Mailer<Mail>,
-        discard: bool,
-    ) -> Files {
-        let deferred =
-            Deferred { spool: tempfile::SpooledTempFile::new(DEFERRED_IN_MEMORY), directories: Vec::new(), len: 0 };
-        let (large, begun, deferred) = (Mutex::default(), Condvar::new(), Mutex::new(deferred));
-        Files {
-            tree,
-            job,
-            terms,
-            engine,
-            journal,
-            earlier,
-            committer,
-            counters,
-            mailer,
-            discard,
-            large,
-            begun,
-            deferred,
+    pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
+        // What would fail every other file too ends the session.
+        if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
+            self.mailer.send(Mail::Fatal(format!("writing {}: {error}", crate::escape(path))));
+        }
+        self.report(path, ReportKind::NotCopied, error.to_string());
+    }
+
+    pub(super) fn report(&self, path: &[u8], kind: ReportKind, message: String) {
+        self.mailer.send(Mail::Report(Report { path: path.to_vec(), kind, message }));
+    }
+
+    /// Attributes of an entry that is in place could not be kept.
+    pub(super) fn fell_short(&self, path: &[u8], short: Shortcomings) {
+        for message in short {
+            self.report(path, ReportKind::Incomplete, message);
         }
     }
 
-    fn fail(&self, path: &[u8], error: &io::Error) {
-        // What would fail every other file too ends the session.
-        if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
-            let path = String::from_utf8_lossy(path);
-            self.mailer.send(Mail::Fatal(format!("writing {path}: {error}")));
+    fn in_flight(&self) -> MutexGuard<'_, HashSet<Key>> {
+        self.in_flight.lock().expect("no panics under the lock")
+    }
+
+    /// A file begins; one at a time has each name.
+    fn enter(&self, key: Key) -> io::Result<()> {
+        if self.in_flight().insert(key) {
+            return Ok(());
         }
-        self.mailer.send(Mail::Report(Report { path: path.to_vec(), message: error.to_string() }));
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, "another source has a file of this name; not overwriting it"))
+    }
+
+    /// A file is in place, or never will be.
+    pub(super) fn leave(&self, key: &Key) {
+        self.in_flight().remove(key);
     }
 
     /// Unpacks a pack's records. The block is free when this returns.
     pub(super) fn unpack(&self, block: &Block, len: u32) {
+        self.committer.wait_for_room();
         let mut rest = &block.payload()[..len as usize];
         let mut finished = Vec::new();
-        let mut last_dir: Option<(Vec<u8>, Arc<std::os::fd::OwnedFd>)> = None;
+        let mut last_dir: Option<(Vec<u8>, Arc<OwnedFd>)> = None;
         while !rest.is_empty() {
             let (record, content, after) = match Record::split_first(rest) {
                 Ok(split) => split,
@@ -138,7 +136,7 @@ impl Files {
                 }
             };
             rest = after;
-            if let Err(malformed) = self.check(&record) {
+            if let Err(malformed) = self.scope.check(&record) {
                 self.violation(malformed.into());
                 break;
             }
@@ -146,45 +144,50 @@ impl Files {
                 self.count_only(&record, content);
                 continue;
             }
-            match record {
-                Record::File { path, meta } => match self.small_file(&path, &meta, content, &mut last_dir) {
-                    Ok(file) => finished.push(file),
-                    Err(e) => self.fail(&path, &e),
-                },
-                Record::Begin { file, path, meta, resume } => {
-                    let opened = self.open_large(&path, meta, resume);
-                    self.opened(file, &path, opened);
-                }
-                Record::Dir { ref path, .. } => {
-                    last_dir = None;
-                    match self.tree.make_directory(path) {
-                        Ok(()) => {
-                            self.counters.others.fetch_add(1, Ordering::Relaxed);
-                            self.defer(&record);
-                        }
-                        Err(e) => self.fail(path, &e),
-                    }
-                }
-                Record::Symlink { path, target, meta } => self.other(&path, self.tree.symlink(&path, &target, &meta)),
-                Record::Special { path, meta, rdev } => self.other(&path, self.tree.special(&path, &meta, rdev)),
-                Record::Link { .. } | Record::Keep { .. } => self.defer(&record),
+            self.take(record, content, &mut finished, &mut last_dir);
+            if finished.len() >= SUBMIT {
+                self.committer.submit(std::mem::take(&mut finished));
             }
         }
         self.committer.submit(finished);
     }
 
-    fn check(&self, record: &Record) -> Result<(), crate::wire::Malformed> {
-        let file_path = |path: &[u8]| {
-            check_path(path)?;
-            if path.is_empty() { Err(crate::wire::Malformed("empty path")) } else { Ok(()) }
-        };
+    fn take(
+        &self,
+        record: Record,
+        content: &[u8],
+        finished: &mut Vec<Finished>,
+        last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
+    ) {
         match record {
-            Record::Dir { path, .. } | Record::Keep { path, .. } => check_path(path),
-            Record::Link { path, target } => file_path(path).and_then(|()| file_path(target)),
-            Record::File { path, .. }
-            | Record::Begin { path, .. }
-            | Record::Symlink { path, .. }
-            | Record::Special { path, .. } => file_path(path),
+            Record::File { path, meta } => match self.small_file(&path, &meta, content, last_dir) {
+                Ok(file) => finished.push(file),
+                Err(e) => self.fail(&path, &e),
+            },
+            Record::Begin { file, path, meta, resume } => {
+                let opened = self.open_large(&path, meta, resume);
+                self.opened(file, &path, opened);
+            }
+            Record::Dir { ref path, ref meta } => {
+                *last_dir = None;
+                match self.tree.make_directory(path, meta) {
+                    Ok(made) => {
+                        self.counters.others.fetch_add(1, Ordering::Relaxed);
+                        if let Some(journal) = self.journal.as_ref().filter(|_| made) {
+                            journal.keep();
+                        }
+                        self.defer(&record, made);
+                    }
+                    Err(e) => self.fail(path, &e),
+                }
+            }
+            Record::Symlink { path, target, meta } => self.other(&path, self.tree.symlink(&path, &target, &meta)),
+            Record::Special { path, meta, rdev } => self.other(&path, self.tree.special(&path, &meta, rdev)),
+            Record::Attributes { path, meta } => match self.tree.refresh(&path, &meta) {
+                Ok(short) => self.fell_short(&path, short),
+                Err(e) => self.fail(&path, &e),
+            },
+            Record::Link { .. } | Record::Keep { .. } => self.defer(&record, false),
         }
     }
 
@@ -196,29 +199,25 @@ impl Files {
                 self.counters.bytes.fetch_add(len, Ordering::Relaxed);
             }
             Record::Begin { file, .. } => self.opened(*file, b"", Ok(None)),
-            Record::Keep { .. } => self.defer(record),
+            Record::Keep { .. } => self.defer(record, false),
+            Record::Attributes { .. } => {}
             _ => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
         }
     }
 
-    fn other(&self, path: &[u8], result: io::Result<()>) {
+    fn other(&self, path: &[u8], result: io::Result<Shortcomings>) {
         match result {
-            Ok(()) => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
+            Ok(short) => {
+                self.counters.others.fetch_add(1, Ordering::Relaxed);
+                self.fell_short(path, short);
+            }
             Err(e) => self.fail(path, &e),
         }
     }
 
-    fn defer(&self, record: &Record) {
-        let encoded = record.encode();
+    fn defer(&self, record: &Record, made: bool) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
-        if matches!(record, Record::Dir { .. }) {
-            let at = deferred.len;
-            deferred.directories.push(at);
-        }
-        let prefix = Record::prefix(encoded.len(), 0);
-        let written = deferred.spool.write_all(&prefix).and_then(|()| deferred.spool.write_all(&encoded));
-        deferred.len += (prefix.len() + encoded.len()) as u64;
-        if let Err(e) = written {
+        if let Err(e) = deferred.push(record, made) {
             self.mailer.send(Mail::Fatal(format!("keeping directory attributes in a temporary file: {e}")));
         }
     }
@@ -228,7 +227,7 @@ impl Files {
         path: &[u8],
         meta: &Meta,
         content: &[u8],
-        last_dir: &mut Option<(Vec<u8>, Arc<std::os::fd::OwnedFd>)>,
+        last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
     ) -> io::Result<Finished> {
         let (parent, name) = super::tree::split(path);
         let dir = match last_dir {
@@ -239,63 +238,105 @@ impl Files {
                 dir
             }
         };
-        let place = Place { dir, name: CString::new(name)? };
+        let name = CString::new(name)?;
         let key = key_of(path);
+        self.enter(key)?;
+        let written = self.write_small(&Place { dir, name }, (path, parent, key), meta, content);
+        if written.is_err() {
+            self.leave(&key);
+        }
+        written
+    }
+
+    fn write_small(
+        &self,
+        place: &Place,
+        (path, parent, key): (&[u8], &[u8], Key),
+        meta: &Meta,
+        content: &[u8],
+    ) -> io::Result<Finished> {
         let temp = temp_name(&place.name, &self.job, &key);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let (mode, mode_is_right) = self.tree.mode_at_creation(meta);
-        let opened = match rustix::fs::openat(&place.dir, &temp, flags, mode) {
+        let open = || rustix::fs::openat(&place.dir, &temp, flags, mode);
+        let opened = match self.tree.writing(parent, open) {
             // Left by an attempt that was killed.
             Err(rustix::io::Errno::EXIST) => {
                 rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty())?;
-                rustix::fs::openat(&place.dir, &temp, flags, mode)
+                open()
             }
             other => other,
         };
         let mut file = File::from(opened?);
-        let written =
-            file.write_all(content).and_then(|()| self.tree.apply_except_mode(file.as_fd(), meta, mode_is_right));
-        if let Err(e) = written {
+        let named = file.write_all(content).and_then(|()| {
+            let short = self.tree.apply(file.as_fd(), meta, mode_is_right);
+            self.fell_short(path, short);
+            Identity::of(&file, c"")
+        });
+        let (identity, _) = named.inspect_err(|_| {
             let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
-            return Err(e);
-        }
+        })?;
         self.counters.bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
-        let version = Version { size: meta.size, mtime: meta.mtime };
-        let (identity, _) = Identity::of(&file, c"")?;
-        Ok(Finished { place, temp, path: path.to_vec(), key, version, identity, file: None })
+        let version = version_of(meta);
+        let (parent, name) = (parent.to_vec(), place.name.clone());
+        Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, file: None })
     }
 
     fn open_large(&self, path: &[u8], meta: Meta, resume: bool) -> io::Result<Option<Arc<LargeFile>>> {
-        let Place { dir, name } = self.tree.place(path)?;
+        let place = self.tree.place(path)?;
         let key = key_of(path);
-        let temp = temp_name(&name, &self.job, &key);
-        let mut flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        self.enter(key)?;
+        let opened = self.open_temporary(path, &place, key, meta, resume);
+        if opened.is_err() {
+            self.leave(&key);
+        }
+        opened.map(|file| Some(Arc::new(file)))
+    }
+
+    fn open_temporary(
+        &self,
+        path: &[u8],
+        Place { dir, name }: &Place,
+        key: Key,
+        meta: Meta,
+        resume: bool,
+    ) -> io::Result<LargeFile> {
+        let temp = temp_name(name, &self.job, &key);
+        let mut flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         if !resume {
             // A new file, not the old one emptied: what is recorded of that one is not true of this.
-            match rustix::fs::unlinkat(&dir, &temp, AtFlags::empty()) {
+            match rustix::fs::unlinkat(dir, &temp, AtFlags::empty()) {
                 Ok(()) | Err(rustix::io::Errno::NOENT) => {}
                 Err(e) => return Err(e.into()),
             }
-            flags |= OFlags::EXCL;
+            flags |= OFlags::CREATE | OFlags::EXCL;
         }
-        let file = File::from(rustix::fs::openat(&dir, &temp, flags, Mode::from_raw_mode(0o600))?);
-        let (identity, _) = Identity::of(&file, c"")?;
-        file.set_len(meta.size)?;
+        let (parent, _) = super::tree::split(path);
+        let open = || rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600));
+        let file = File::from(self.tree.writing(parent, open)?);
+        let (identity, stat) = Identity::of(&file, c"")?;
+        let version = version_of(&meta);
+        if !resume {
+            if let Some(journal) = &self.journal {
+                journal.begun(&key, &version, identity);
+            }
+            file.set_len(meta.size)?;
+        } else if stat.stx_size != meta.size {
+            return Err(io::Error::other("its temporary file was changed"));
+        }
         let wanted = match self.terms.options.direct {
             Direct::Off => false,
             Direct::On => true,
             Direct::Auto => meta.size >= DIRECT_FROM && is_disk(&file),
         };
         let direct = wanted
-            .then(|| rustix::fs::openat(&dir, &temp, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
+            .then(|| rustix::fs::openat(dir, &temp, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
             .and_then(Result::ok)
             .map(|fd| Arc::new(File::from(fd)));
-        let version = Version { size: meta.size, mtime: meta.mtime };
-        Ok(Some(Arc::new(LargeFile {
+        Ok(LargeFile {
             file: Arc::new(file),
             direct,
-            dir,
-            name,
+            name: name.clone(),
             temp,
             path: path.to_vec(),
             meta,
@@ -303,8 +344,9 @@ impl Files {
             version,
             identity,
             failure: FirstFailure::default(),
+            suspect: Mutex::default(),
             written: AtomicU32::new(0),
-        })))
+        })
     }
 
     fn large(&self) -> MutexGuard<'_, Large> {
@@ -326,20 +368,21 @@ impl Files {
             Err(violation) => return self.violation(violation),
         };
         self.begun.notify_all();
-        for (block, header) in early {
-            self.piece(block, header);
+        for (block, header, digest) in early {
+            self.piece(block, header, digest);
         }
         self.check_end(number);
     }
 
     /// Nothing more will begin: who waits for that waits in vain.
     pub(super) fn close(&self) {
+        self.over.store(true, Ordering::SeqCst);
         self.large().over = true;
         self.begun.notify_all();
     }
 
     /// Writes a piece of a large file.
-    pub(super) fn piece(self: &Files, block: Block, header: BlockHeader) {
+    pub(super) fn piece(self: &Files, block: Block, header: BlockHeader, digest: Digest) {
         let mut large = self.large();
         let file = match large.files.lookup(header.file) {
             Ok(Known::Open(file)) => file,
@@ -352,7 +395,7 @@ impl Files {
                 return self.dealt(header.file);
             }
             Ok(Known::NotYet) => {
-                let parked = large.files.park(header.file, (block, header));
+                let parked = large.files.park(header.file, (block, header, digest));
                 return parked.unwrap_or_else(|violation| self.violation(violation));
             }
             Err(violation) => return self.violation(violation),
@@ -373,9 +416,7 @@ impl Files {
                 Ok(_) => {
                     files.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
                     large.written.fetch_add(1, Ordering::SeqCst);
-                    if let Some(journal) = &files.journal {
-                        journal.range(&large.key, &large.version, large.identity, header.offset, len);
-                    }
+                    files.record(&large, Range { offset: header.offset, len, digest });
                 }
                 Err(e) => {
                     large.failure.set(e.to_string());
@@ -385,6 +426,13 @@ impl Files {
             drop(done.block);
             files.dealt(header.file);
         });
+    }
+
+    /// Records that a range is verified and written; what was not verified cannot be checked later.
+    fn record(&self, large: &LargeFile, range: Range) {
+        if let Some(journal) = self.journal.as_ref().filter(|_| self.terms.verify != Algorithm::None) {
+            journal.range(&large.key, &large.version, large.identity, &range);
+        }
     }
 
     /// Waits until it is known where a piece of a large file goes; `None`: nowhere.
@@ -441,32 +489,35 @@ impl Files {
             }
             return self.mailer.send(Mail::Progressed);
         };
+        let suspect = *file.suspect.lock().expect("no panics under the lock");
+        if let Some(sequence) = suspect.filter(|_| whole) {
+            // The source says that its file did not change: then it happened on the way.
+            return self.mailer.send(Mail::Damaged { sequence, what: "its digest does not match" });
+        }
         if !whole || file.failure.get().is_some() {
-            if !whole {
+            if !whole && let Ok(place) = self.tree.find(&file.path) {
                 // It changed at the source: what is here is a mixture.
-                let _ = rustix::fs::unlinkat(&file.dir, &file.temp, AtFlags::empty());
+                let _ = rustix::fs::unlinkat(&place.dir, &file.temp, AtFlags::empty());
             }
+            self.leave(&file.key);
             return self.mailer.send(Mail::Progressed);
         }
-        match self.tree.apply(&*file.file, &file.meta) {
-            Ok(()) => {
-                let place = Place { dir: Arc::clone(&file.dir), name: file.name.clone() };
-                self.committer.submit(vec![Finished {
-                    place,
-                    temp: file.temp.clone(),
-                    path: file.path.clone(),
-                    key: file.key,
-                    version: file.version,
-                    identity: file.identity,
-                    file: Some(Arc::clone(&file.file)),
-                }]);
-            }
-            Err(e) => {
-                let _ = rustix::fs::unlinkat(&file.dir, &file.temp, AtFlags::empty());
-                self.fail(&file.path, &e);
-                self.mailer.send(Mail::Progressed);
-            }
+        let short = self.tree.apply(file.file.as_fd(), &file.meta, false);
+        self.fell_short(&file.path, short);
+        if let Some(journal) = &self.journal {
+            journal.whole(&file.key, &file.version, file.identity);
         }
+        let (parent, _) = super::tree::split(&file.path);
+        self.committer.submit(vec![Finished {
+            parent: parent.to_vec(),
+            name: file.name.clone(),
+            temp: file.temp.clone(),
+            path: file.path.clone(),
+            key: file.key,
+            version: file.version,
+            identity: file.identity,
+            file: Some(Arc::clone(&file.file)),
+        }]);
     }
 
     /// Pieces that wait for the beginning of their file.
@@ -477,103 +528,6 @@ impl Files {
     /// Large files that are not finished.
     pub(super) fn unfinished(&self) -> usize {
         self.large().files.unfinished()
-    }
-
-    /// What is wanted of offered files.
-    pub(super) fn judge(&self, entries: &[OfferEntry]) -> Result<Vec<Answer>, crate::wire::Malformed> {
-        // A verdict must fit a control message; each range takes up to 20 octets.
-        let mut room = RANGES_MAX;
-        entries
-            .iter()
-            .map(|entry| {
-                check_path(&entry.path)?;
-                Ok(self.judge_one(entry, &mut room))
-            })
-            .collect()
-    }
-
-    fn judge_one(&self, entry: &OfferEntry, room: &mut usize) -> Answer {
-        let key = key_of(&entry.path);
-        let version = Version { size: entry.size, mtime: entry.mtime };
-        let Ok(place) = self.find(&entry.path) else { return Answer::Send };
-        let find = |name: &CStr| {
-            let (identity, s) = Identity::of(&place.dir, name).ok()?;
-            let is_file = u32::from(s.stx_mode) & 0o170_000 == 0o100_000 && s.stx_size == entry.size;
-            is_file.then_some((identity, (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec)))
-        };
-        let present = find(&place.name).map(|(identity, mtime)| Present { identity, as_new: mtime >= entry.mtime });
-        let temp = || find(&temp_name(&place.name, &self.job, &key)).map(|(identity, _)| identity);
-        match self.earlier.judge((&key, &version), present, self.terms.options.update, *room, temp) {
-            Judgement::Done => {
-                self.counters.resumed_bytes.fetch_add(entry.size, Ordering::Relaxed);
-                self.counters.files.fetch_add(1, Ordering::Relaxed);
-                Answer::Skip
-            }
-            Judgement::UpToDate => {
-                self.counters.files.fetch_add(1, Ordering::Relaxed);
-                Answer::Skip
-            }
-            Judgement::Partly(ranges) => {
-                *room -= ranges.len();
-                let have: u64 = ranges.iter().map(|r| r.1).sum();
-                self.counters.resumed_bytes.fetch_add(have, Ordering::Relaxed);
-                Answer::Except(ranges)
-            }
-            Judgement::Missing => Answer::Send,
-        }
-    }
-
-    /// The place of an entry whose directory exists.
-    fn find(&self, path: &[u8]) -> io::Result<Place> {
-        let (parent, name) = super::tree::split(path);
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = super::tree::openat_beneath(self.tree.root(), parent, flags)?;
-        Ok(Place { dir: Arc::new(dir), name: CString::new(name)? })
-    }
-
-    /// Hard links, removals, and the attributes of directories, innermost first.
-    pub(super) fn finalize(&self) {
-        let mut deferred = self.deferred.lock().expect("no panics under the lock");
-        let Deferred { spool, directories, len } = &mut *deferred;
-        if let Err(e) = self.finalize_from(spool, directories, *len) {
-            self.mailer.send(Mail::Fatal(format!("reading back directory attributes: {e}")));
-        }
-        drop(deferred);
-        self.mailer.send(Mail::Finalized);
-    }
-
-    fn finalize_from(&self, spool: &mut (impl Read + Seek), directories: &[u64], len: u64) -> io::Result<()> {
-        spool.seek(SeekFrom::Start(0))?;
-        let mut at = 0;
-        let mut keep: HashSet<Vec<u8>> = HashSet::new();
-        while at < len {
-            let (record, size) = read_record(spool)?;
-            at += size;
-            match record {
-                Record::Link { path, target } => self.other(&path, self.tree.link(&path, &target)),
-                Record::Keep { path, names, last } => {
-                    keep.extend(names);
-                    if last {
-                        match self.tree.prune(&path, &keep, self.terms.options.dry_run) {
-                            Ok(n) => drop(self.counters.deleted.fetch_add(n, Ordering::Relaxed)),
-                            Err(e) => self.fail(&path, &e),
-                        }
-                        keep.clear();
-                    }
-                }
-                _ => {}
-            }
-        }
-        for &at in directories.iter().rev() {
-            spool.seek(SeekFrom::Start(at))?;
-            if let (Record::Dir { path, meta }, _) = read_record(spool)? {
-                let applied = self.tree.directory(&path).and_then(|dir| self.tree.apply(&*dir, &meta));
-                if let Err(e) = applied {
-                    self.fail(&path, &e);
-                }
-            }
-        }
-        Ok(())
     }
 }
 
@@ -606,32 +560,23 @@ impl Receive for Files {
         }
         // What is verified is what the file now holds.
         let verify = self.terms.verify;
-        if verify != Algorithm::None {
-            let found = crate::digest_file(&file.file, verify, offset, len)?;
-            if header.bind(verify, found) != header.digest {
-                self.mailer.send(Mail::Damaged { sequence: header.sequence, what: "its digest does not match" });
-                return Err(io::ErrorKind::InvalidData.into());
-            }
+        let digest = crate::digest_file(&file.file, verify, offset, len)?;
+        if verify != Algorithm::None && header.bind(verify, digest) != header.digest {
+            // Sent from the file after it was digested there: whether it changed in between, the source will say.
+            file.suspect.lock().expect("no panics under the lock").get_or_insert(header.sequence);
+        } else {
+            file.written.fetch_add(1, Ordering::SeqCst);
+            self.record(&file, Range { offset, len, digest });
         }
         self.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
-        file.written.fetch_add(1, Ordering::SeqCst);
-        if let Some(journal) = &self.journal {
-            journal.range(&file.key, &file.version, file.identity, offset, len);
-        }
         self.dealt(header.file);
         Ok(())
     }
 }
 
-fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
-    let mut prefix = [0; crate::wire::RECORD_PREFIX_LEN];
-    from.read_exact(&mut prefix)?;
-    let len = u32::from_be_bytes(prefix[..4].try_into().expect("4 octets")) as usize;
-    let mut whole = prefix.to_vec();
-    whole.resize(prefix.len() + len, 0);
-    from.read_exact(&mut whole[prefix.len()..])?;
-    let (record, _, _) = Record::split_first(&whole).map_err(io::Error::other)?;
-    Ok((record, whole.len() as u64))
+/// Which version of a source file attributes speak of.
+fn version_of(meta: &Meta) -> Version {
+    Version { size: meta.size, mtime: meta.mtime, ctime: meta.ctime }
 }
 
 /// Whether a file is on a file system on which direct writes pay.

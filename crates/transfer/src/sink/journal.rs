@@ -1,9 +1,14 @@
-//! The sink's journal: what of a job is verified and on its way to be durable.
+//! The sink's journal: what of a job has been written and verified, and how to check it.
 //!
-//! Fixed-size records, each with a checksum, appended as blocks are written and files put in
-//! place. A killed process loses nothing that was appended; after a power cut only what stands before
-//! the last *synced* record is believed, because only that was on stable storage. The journal
-//! knows by the kernel's boot number which of the two it was.
+//! Fixed-size records, each with a checksum, appended as blocks are written and files put in place.
+//! Nothing that the journal says of a file's content is believed: every range carries its digest, and a later
+//! attempt reads it back from the medium (`readback.rs`) before it tells the source not to send it.
+//! So a power cut, a file system that was shut down and mounted again, a write-back error that somebody else was told
+//! of, or a file that was changed meanwhile cost work, never data. The one thing that is believed is that a file
+//! which was synced and put in place still has its content while its inode, birth and change times are the
+//! recorded ones.
+//!
+//! A failed sync voids everything that is not in place: [`Journal::void`].
 
 use crate::auth::to_hex;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
@@ -13,15 +18,28 @@ use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use thruway_engine::integrity::DIGEST_LEN;
 
-const RECORD_LEN: usize = 48;
-const MAGIC: [u8; 8] = *b"TWJOURN1";
+/// Bytes of a record.
+pub(crate) const RECORD_LEN: usize = 64;
+/// What the checksum covers.
+const COVERED: usize = RECORD_LEN - 8;
+const MAGIC: [u8; 8] = *b"TWJOURN2";
 
+/// An attempt begins.
 const HEADER: u8 = 0;
-const DONE: u8 = 1;
+/// A temporary file was made: what is recorded of an earlier one with this key is void.
+const BEGUN: u8 = 1;
+/// A range of a temporary file has been verified and written.
 const RANGE: u8 = 2;
-const SYNCED: u8 = 3;
+/// All of a large file's data is in the ranges recorded; the rest are holes.
+const WHOLE: u8 = 3;
+/// A file was synced and has its final name.
+const PLACED: u8 = 4;
+/// A sync failed: nothing recorded of temporary files is to be believed.
+const VOID: u8 = 5;
 
 /// Names a file within a job.
 pub(crate) type Key = [u8; 16];
@@ -38,30 +56,36 @@ pub(crate) fn key_of(path: &[u8]) -> Key {
 pub(crate) struct Version {
     pub(crate) size: u64,
     pub(crate) mtime: (i64, u32),
+    /// Time of the last change of the inode: a file whose modification time was put back is another version.
+    pub(crate) ctime: (i64, u32),
 }
 
 impl Version {
-    /// 64 bits that tell this version in this very file; 8 octets a file is what a million files
-    /// can afford.
+    /// 64 bits that tell this version in this very file: 24 bytes a file is what a million files
+    /// can afford in memory.
     fn fingerprint(&self, identity: Identity) -> u64 {
-        let mut octets = [0; 36];
-        octets[..8].copy_from_slice(&self.size.to_le_bytes());
-        octets[8..16].copy_from_slice(&self.mtime.0.to_le_bytes());
-        octets[16..20].copy_from_slice(&self.mtime.1.to_le_bytes());
-        octets[20..28].copy_from_slice(&identity.inode.to_le_bytes());
-        octets[28..].copy_from_slice(&identity.born.to_le_bytes());
-        u64::from_le_bytes(blake3::hash(&octets).as_bytes()[..8].try_into().expect("8 octets"))
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.size.to_le_bytes());
+        for (seconds, nanoseconds) in [self.mtime, self.ctime] {
+            hasher.update(&seconds.to_le_bytes()).update(&nanoseconds.to_le_bytes());
+        }
+        hasher.update(&identity.inode.to_le_bytes()).update(&identity.born.to_le_bytes());
+        u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
     }
 }
 
-/// Tells a file of ours from every other that had, has or will have its name: what is recorded of
-/// a temporary file must not be believed of the next one. Inode numbers are used again; the time
-/// of birth, where the file system keeps it, is not.
+/// Tells a file of ours from every other that had, has or will have its name. Inode numbers are used
+/// again; the time of birth, where the file system keeps it, is not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) inode: u64,
     /// Nanoseconds; 0 where it is not known.
     pub(crate) born: i64,
+}
+
+/// Nanoseconds of a file time.
+pub(crate) fn nanoseconds(time: rustix::fs::StatxTimestamp) -> i64 {
+    time.tv_sec.wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.into())
 }
 
 impl Identity {
@@ -70,34 +94,34 @@ impl Identity {
         let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
         let stat = rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME)?;
         let known = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
-        let born = stat.stx_btime.tv_sec.wrapping_mul(1_000_000_000).wrapping_add(stat.stx_btime.tv_nsec.into());
-        Ok((Identity { inode: stat.stx_ino, born: if known { born } else { 0 } }, stat))
+        let born = if known { nanoseconds(stat.stx_btime) } else { 0 };
+        Ok((Identity { inode: stat.stx_ino, born }, stat))
     }
 }
 
 /// What an earlier attempt left.
 #[derive(Debug, Default)]
 pub(crate) struct Earlier {
-    done: HashMap<u64, u64>,
-    ranges: HashMap<Key, (u64, Vec<(u64, u64)>)>,
+    /// Files in place: fingerprint and change time by [`short`] key.
+    placed: HashMap<u64, (u64, i64)>,
+    /// Large files with recorded ranges.
+    unfinished: HashMap<Key, Unfinished>,
 }
 
-impl Earlier {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.done.is_empty() && self.ranges.is_empty()
-    }
+/// A large file of which ranges are recorded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Unfinished {
+    fingerprint: u64,
+    /// Where in the journal its records are.
+    span: (u64, u64),
+    /// The ranges are all of its data.
+    whole: bool,
+}
 
-    /// Whether this file is this version, whole.
-    pub(crate) fn is_done(&self, key: &Key, version: &Version, identity: Identity) -> bool {
-        self.done.get(&short(key)) == Some(&version.fingerprint(identity))
-    }
-
-    /// The ranges of this version that are verified in this temporary file, in order, joined.
-    pub(crate) fn ranges(&self, key: &Key, version: &Version, identity: Identity) -> Vec<(u64, u64)> {
-        match self.ranges.get(key) {
-            Some((fingerprint, ranges)) if *fingerprint == version.fingerprint(identity) => join(ranges.clone()),
-            _ => Vec::new(),
-        }
+impl Unfinished {
+    /// Whether the recorded ranges are all of the file's data.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole
     }
 }
 
@@ -105,52 +129,74 @@ impl Earlier {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Present {
     pub(crate) identity: Identity,
+    /// Time of its last change, nanoseconds.
+    pub(crate) ctime: i64,
     /// It was modified no earlier than the one offered.
     pub(crate) as_new: bool,
 }
 
 impl Earlier {
-    /// What is wanted of an offered file: nothing if it was put in place by this job, or, with
-    /// `update`, is as new; all but the verified ranges, at most `room` of them, if its temporary
-    /// file, which `temp` looks for, is there in the right size.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.placed.is_empty() && self.unfinished.is_empty()
+    }
+
+    /// The unfinished file that this version, in this very file, is.
+    fn unfinished(&self, key: &Key, version: &Version, identity: Identity) -> Option<Unfinished> {
+        self.unfinished.get(key).filter(|u| u.fingerprint == version.fingerprint(identity)).copied()
+    }
+
+    /// What is known of an offered file. `temp` looks for its temporary file, in the right size.
     pub(crate) fn judge(
         &self,
         (key, version): (&Key, &Version),
         present: Option<Present>,
         update: bool,
-        room: usize,
         temp: impl FnOnce() -> Option<Identity>,
     ) -> Judgement {
-        match present {
-            Some(Present { identity, .. }) if self.is_done(key, version, identity) => return Judgement::Done,
-            Some(Present { as_new: true, .. }) if update => return Judgement::UpToDate,
-            _ => {}
+        if let Some(present) = present {
+            let placed = (version.fingerprint(present.identity), present.ctime);
+            if self.placed.get(&short(key)) == Some(&placed) {
+                return Judgement::Placed;
+            }
+            if update && present.as_new {
+                return Judgement::UpToDate;
+            }
+            // Killed between its rename and the record of it. With the record, it was changed since.
+            let recorded = |u: &Unfinished| self.placed.get(&short(key)).is_some_and(|(of, _)| *of == u.fingerprint);
+            let renamed = self.unfinished(key, version, present.identity);
+            if let Some(unfinished) = renamed.filter(|u| u.whole && !recorded(u)) {
+                return Judgement::CheckInPlace(unfinished);
+            }
         }
-        if self.is_empty() || room == 0 {
+        if self.unfinished.is_empty() {
             return Judgement::Missing;
         }
-        let Some(identity) = temp() else { return Judgement::Missing };
-        let mut ranges = self.ranges(key, version, identity);
-        if self.is_done(key, version, identity) {
-            // Whole, but killed before it got its name.
-            ranges = vec![(0, version.size)];
-        }
-        ranges.truncate(room);
-        if ranges.is_empty() { Judgement::Missing } else { Judgement::Partly(ranges) }
+        let found = temp().and_then(|identity| self.unfinished(key, version, identity));
+        found.map_or(Judgement::Missing, Judgement::CheckTemporary)
     }
 }
 
 /// What is known of an offered file.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Judgement {
-    /// Put in place by an earlier attempt.
-    Done,
+    /// Put in place by an earlier attempt, and not changed since.
+    Placed,
     /// As new as the source's.
     UpToDate,
-    /// These ranges are verified.
-    Partly(Vec<(u64, u64)>),
+    /// Perhaps in place: if all that is recorded can be read back, and the rest are holes.
+    CheckInPlace(Unfinished),
+    /// What is recorded of its temporary file need not be sent, if it can be read back.
+    CheckTemporary(Unfinished),
     /// To be sent.
     Missing,
+}
+
+/// A range of a file, and the digest of its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Range {
+    pub(crate) offset: u64,
+    pub(crate) len: u32,
+    pub(crate) digest: [u8; DIGEST_LEN],
 }
 
 fn short(key: &Key) -> u64 {
@@ -158,7 +204,7 @@ fn short(key: &Key) -> u64 {
 }
 
 /// Sorts ranges and joins those that touch or overlap.
-fn join(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
+pub(crate) fn join(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     ranges.sort_unstable();
     let mut out: Vec<(u64, u64)> = Vec::new();
     for (offset, len) in ranges {
@@ -172,17 +218,16 @@ fn join(mut ranges: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
 
 /// Where a journal is kept.
 pub(crate) trait Medium: Read + Write + Send {
-    /// Drops what stands behind the first `len` octets, and goes on writing there.
+    /// Drops what stands behind the first `len` bytes, and goes on writing there.
     fn keep(&mut self, len: u64) -> io::Result<()>;
-    /// Makes what has been written durable.
-    fn sync(&mut self) -> io::Result<()>;
+    /// Reads what stands at `offset`, without moving where the next write goes.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
     /// Removes the journal.
     fn remove(&mut self) -> io::Result<()>;
 }
 
 /// The journal of a job under way.
 pub(crate) struct Journal {
-    boot: Key,
     state: Mutex<State>,
 }
 
@@ -192,6 +237,8 @@ struct State {
     position: u64,
     /// It cannot be written any more, or is gone.
     failed: bool,
+    /// It stays even if nothing is recorded: something was made that a later attempt must find again.
+    kept: bool,
 }
 
 impl Journal {
@@ -201,88 +248,125 @@ impl Journal {
     /// # Errors
     /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is under way.
     pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
-        let name = [JOURNAL_PREFIX, to_hex(&job[..8]).as_bytes(), JOURNAL_SUFFIX].concat();
-        let name = CString::new(name)?;
-        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }), &boot_id())
+        let name = name_of(job);
+        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }))
     }
 
-    /// A journal on any medium; `boot` is the number of this boot of the machine.
-    pub(crate) fn over(mut medium: Box<dyn Medium>, boot: &Key) -> io::Result<(Journal, Earlier)> {
+    /// Whether an earlier attempt at the job left a journal in `dir`.
+    pub(crate) fn exists(dir: impl AsFd, job: &[u8; 16]) -> bool {
+        rustix::fs::statat(dir, name_of(job), AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// A journal on any medium.
+    pub(crate) fn over(mut medium: Box<dyn Medium>) -> io::Result<(Journal, Earlier)> {
         let mut earlier = Earlier::default();
-        let keep = replay(&mut medium, boot, &mut earlier)?;
-        if keep == 0 {
-            earlier = Earlier::default();
-        }
+        let keep = replay(&mut medium, &mut earlier)?;
         medium.keep(keep)?;
-        // From here on it is this boot's journal again.
-        medium.write_all(&header(boot))?;
-        let position = keep + RECORD_LEN as u64;
-        let state = Mutex::new(State { medium, position, failed: false });
-        Ok((Journal { boot: *boot, state }, earlier))
+        medium.write_all(&header())?;
+        let state = State { medium, position: keep + RECORD_LEN as u64, failed: false, kept: keep > 0 };
+        Ok((Journal { state: Mutex::new(state) }, earlier))
     }
 
-    /// These files are whole and will now get their names.
-    pub(crate) fn done<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version, Identity)>) {
-        let records: Vec<u8> = files.flat_map(|(key, v, i)| record(DONE, key, v.fingerprint(i), 0, 0)).collect();
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    /// A temporary file was made; nothing recorded of another one with this key is true of it.
+    pub(crate) fn begun(&self, key: &Key, version: &Version, identity: Identity) {
+        self.append(&record(BEGUN, key, version.fingerprint(identity), 0, 0, &[0; DIGEST_LEN]));
+    }
+
+    /// A range of a temporary file has been verified and written.
+    pub(crate) fn range(&self, key: &Key, version: &Version, identity: Identity, range: &Range) {
+        let Range { offset, len, digest } = range;
+        self.append(&record(RANGE, key, version.fingerprint(identity), *offset, *len, digest));
+    }
+
+    /// All data of this large file has been recorded.
+    pub(crate) fn whole(&self, key: &Key, version: &Version, identity: Identity) {
+        self.append(&record(WHOLE, key, version.fingerprint(identity), 0, 0, &[0; DIGEST_LEN]));
+    }
+
+    /// These files were synced, have their names, and their inodes last changed at these times.
+    pub(crate) fn placed<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version, Identity, i64)>) {
+        let of = |(key, v, i, ctime): (&Key, &Version, Identity, i64)| {
+            record(PLACED, key, v.fingerprint(i), ctime as u64, 0, &[0; DIGEST_LEN])
+        };
+        let records: Vec<u8> = files.flat_map(of).collect();
         if !records.is_empty() {
             self.append(&records);
         }
     }
 
-    /// A range of a temporary file has been verified and written.
-    pub(crate) fn range(&self, key: &Key, version: &Version, identity: Identity, offset: u64, len: u32) {
-        self.append(&record(RANGE, key, version.fingerprint(identity), offset, len));
+    /// A sync failed: what is recorded of files that are not in place may be on no medium.
+    pub(crate) fn void(&self) {
+        self.append(&record(VOID, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
     }
 
-    /// How much has been recorded: to be asked before a sync, for [`Journal::synced`] after it.
-    pub(crate) fn position(&self) -> u64 {
-        self.state.lock().expect("no panics under the lock").position
-    }
-
-    /// What was recorded up to `position` is on stable storage.
-    pub(crate) fn synced(&self, position: u64) {
-        let mut state = self.state.lock().expect("no panics under the lock");
-        if state.failed {
-            return;
+    /// Calls `each` for every recorded range of an unfinished file.
+    ///
+    /// # Errors
+    /// If the journal cannot be read.
+    pub(crate) fn ranges(&self, key: &Key, of: &Unfinished, mut each: impl FnMut(Range)) -> io::Result<()> {
+        const RECORDS: usize = 1024;
+        let mut buffer = vec![0; RECORDS * RECORD_LEN];
+        let (mut at, end) = of.span;
+        while at < end {
+            let len = ((end - at) as usize).min(buffer.len());
+            self.state().medium.read_exact_at(&mut buffer[..len], at)?;
+            for record in buffer[..len].chunks_exact(RECORD_LEN) {
+                if record[0] == RANGE && record[4..20] == *key && field(record, 20) == of.fingerprint {
+                    each(range_of(record));
+                }
+            }
+            at += len as u64;
         }
-        let record = record(SYNCED, &[0; 16], 0, position, 0);
-        let written = state.medium.write_all(&record).and_then(|()| state.medium.sync());
-        state.position += RECORD_LEN as u64;
-        state.note(written);
+        Ok(())
     }
 
     fn append(&self, records: &[u8]) {
-        let mut state = self.state.lock().expect("no panics under the lock");
+        let mut state = self.state();
         if state.failed {
             return;
         }
         let written = state.medium.write_all(records);
         state.note(written);
         state.position += records.len() as u64;
+        state.kept = true;
     }
 
     /// Earlier attempts are to be forgotten.
     pub(crate) fn restart(&self) {
-        let mut state = self.state.lock().expect("no panics under the lock");
-        let header = header(&self.boot);
-        let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&header));
+        let mut state = self.state();
+        let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&header()));
         state.position = RECORD_LEN as u64;
+        state.kept = false;
         state.note(done);
+    }
+
+    /// A later attempt must find that this one was here, even if nothing more is recorded.
+    pub(crate) fn keep(&self) {
+        self.state().kept = true;
     }
 
     /// The job is done: nothing is left to resume.
     pub(crate) fn remove(&self) {
-        self.state.lock().expect("no panics under the lock").remove();
+        self.state().remove();
     }
 }
 
 impl Drop for Journal {
     fn drop(&mut self) {
         let state = self.state.get_mut().expect("no panics under the lock");
-        if state.position <= RECORD_LEN as u64 {
+        if !state.kept {
             state.remove();
         }
     }
+}
+
+pub(crate) fn name_of(job: &[u8; 16]) -> CString {
+    let name = [JOURNAL_PREFIX, to_hex(&job[..8]).as_bytes(), JOURNAL_SUFFIX].concat();
+    CString::new(name).expect("letters and digits")
 }
 
 /// A journal in the root directory of the job.
@@ -292,11 +376,21 @@ struct OnDisk {
     name: CString,
 }
 
-/// Opens and locks a journal, making it if there is none.
+/// Opens and locks a journal, making it if there is none. Refuses what another user may have put there.
 fn lock(dir: &OwnedFd, name: &CString) -> io::Result<File> {
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    // Without O_NONBLOCK the open of a FIFO would wait for a reader.
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     loop {
         let file = File::from(rustix::fs::openat(dir, name, flags, Mode::from_raw_mode(0o600))?);
+        let stat = rustix::fs::fstat(&file)?;
+        let ours = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file()
+            && stat.st_uid == rustix::process::geteuid().as_raw()
+            && stat.st_mode & 0o022 == 0
+            && stat.st_nlink <= 1;
+        if !ours {
+            let why = format!("{} is there and not a journal of ours; remove it", name.to_string_lossy());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
         match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(io::ErrorKind::ResourceBusy.into()),
@@ -316,8 +410,8 @@ impl Read for OnDisk {
 }
 
 impl Write for OnDisk {
-    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
-        self.file.write(octets)
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -331,8 +425,8 @@ impl Medium for OnDisk {
         io::Seek::seek(&mut self.file, io::SeekFrom::Start(len)).map(drop)
     }
 
-    fn sync(&mut self) -> io::Result<()> {
-        self.file.sync_data()
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(&self.file, buffer, offset)
     }
 
     fn remove(&mut self) -> io::Result<()> {
@@ -360,127 +454,145 @@ impl State {
     }
 }
 
-fn record(kind: u8, key: &Key, fingerprint: u64, offset: u64, len: u32) -> [u8; RECORD_LEN] {
+fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: &[u8; DIGEST_LEN]) -> [u8; RECORD_LEN] {
     let mut out = [0; RECORD_LEN];
     out[0] = kind;
     out[4..20].copy_from_slice(key);
     out[20..28].copy_from_slice(&fingerprint.to_le_bytes());
-    out[28..36].copy_from_slice(&offset.to_le_bytes());
+    out[28..36].copy_from_slice(&number.to_le_bytes());
     out[36..40].copy_from_slice(&len.to_le_bytes());
+    out[40..56].copy_from_slice(digest);
     seal(&mut out);
     out
 }
 
-fn header(boot: &Key) -> [u8; RECORD_LEN] {
-    let mut out = [0; RECORD_LEN];
-    out[0] = HEADER;
-    out[4..20].copy_from_slice(boot);
-    out[20..28].copy_from_slice(&MAGIC);
-    seal(&mut out);
-    out
+fn header() -> [u8; RECORD_LEN] {
+    record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, &[0; DIGEST_LEN])
+}
+
+fn field(record: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(record[at..at + 8].try_into().expect("8 bytes"))
+}
+
+fn range_of(record: &[u8]) -> Range {
+    Range {
+        offset: field(record, 28),
+        len: u32::from_le_bytes(record[36..40].try_into().expect("4 bytes")),
+        digest: record[40..56].try_into().expect("16 bytes"),
+    }
 }
 
 fn seal(record: &mut [u8; RECORD_LEN]) {
     let sum = checksum(record);
-    record[40..48].copy_from_slice(&sum.to_le_bytes());
+    record[COVERED..].copy_from_slice(&sum.to_le_bytes());
 }
 
 fn checksum(record: &[u8; RECORD_LEN]) -> u64 {
-    u64::from_le_bytes(blake3::hash(&record[..40]).as_bytes()[..8].try_into().expect("8 octets"))
+    u64::from_le_bytes(blake3::hash(&record[..COVERED]).as_bytes()[..8].try_into().expect("8 bytes"))
 }
 
-/// Identifies this boot of the machine.
-fn boot_id() -> Key {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    key_of(text.trim().as_bytes())
-}
-
-/// Reads what can be believed; returns how many octets that is.
-fn replay(file: &mut impl Read, boot: &Key, earlier: &mut Earlier) -> io::Result<u64> {
+/// Reads the records up to the first that is torn or damaged; returns how many bytes they are.
+fn replay(file: &mut impl Read, earlier: &mut Earlier) -> io::Result<u64> {
     let mut reader = io::BufReader::new(file);
     let mut record = [0; RECORD_LEN];
-    let mut believed = 0;
     let mut position = 0;
-    let mut this_boot = false;
-    let mut pending: Vec<(u64, [u8; RECORD_LEN])> = Vec::new();
     loop {
         match reader.read_exact(&mut record) {
             Ok(()) => {}
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => break,
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(position),
             Err(e) => return Err(e),
         }
-        if record[40..48] != checksum(&record).to_le_bytes() || (position == 0 && record[0] != HEADER) {
-            break;
+        let is_header = record[0] == HEADER && field(&record, 20) == u64::from_le_bytes(MAGIC);
+        let first = position == 0;
+        if record[COVERED..] != checksum(&record).to_le_bytes()
+            || record[0] > VOID
+            || (record[0] == HEADER) != is_header
+            || (first && !is_header)
+        {
+            return Ok(position);
         }
+        earlier.take(&record, position);
         position += RECORD_LEN as u64;
+    }
+}
+
+impl Earlier {
+    fn take(&mut self, record: &[u8; RECORD_LEN], position: u64) {
+        let key: Key = record[4..20].try_into().expect("16 bytes");
+        let fingerprint = field(record, 20);
+        let span = (position, position + RECORD_LEN as u64);
         match record[0] {
-            HEADER => {
-                if record[20..28] != MAGIC {
-                    break;
+            BEGUN => drop(self.unfinished.insert(key, Unfinished { fingerprint, span, whole: false })),
+            RANGE => {
+                let entry = self.unfinished.entry(key).or_insert(Unfinished { fingerprint, span, whole: false });
+                if entry.fingerprint == fingerprint {
+                    entry.span.1 = span.1;
+                } else {
+                    *entry = Unfinished { fingerprint, span, whole: false };
                 }
-                // What an earlier boot did not sync is void.
-                pending.clear();
-                this_boot = record[4..20] == *boot;
-                believed = position;
             }
-            SYNCED => {
-                let upto = u64::from_le_bytes(record[28..36].try_into().expect("8 octets"));
-                for (_, record) in pending.extract_if(.., |(at, _)| *at <= upto) {
-                    believe(&record, earlier);
+            WHOLE => {
+                if let Some(entry) = self.unfinished.get_mut(&key).filter(|u| u.fingerprint == fingerprint) {
+                    entry.whole = true;
                 }
-                believed = position;
             }
-            DONE | RANGE if this_boot => {
-                believe(&record, earlier);
-                believed = position;
-            }
-            DONE | RANGE => pending.push((position, record)),
-            _ => break,
+            PLACED => drop(self.placed.insert(short(&key), (fingerprint, field(record, 28) as i64))),
+            VOID => self.unfinished.clear(),
+            _ => {}
         }
     }
-    Ok(believed)
 }
 
-/// Replays any octets, with checksums made right so that the records are looked at.
+/// Replays any bytes, with checksums made right so that the records are looked at.
 pub(crate) fn replay_for_fuzzing(data: &[u8]) {
-    let mut octets = Vec::new();
-    for chunk in data.chunks_exact(40) {
+    struct Memory(io::Cursor<Vec<u8>>);
+    impl Read for Memory {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.0.read(buffer)
+        }
+    }
+    impl Write for Memory {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.write(bytes)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    impl Medium for Memory {
+        fn keep(&mut self, len: u64) -> io::Result<()> {
+            self.0.get_mut().truncate(len as usize);
+            self.0.set_position(len);
+            Ok(())
+        }
+        fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+            buffer.copy_from_slice(&self.0.get_ref()[offset as usize..][..buffer.len()]);
+            Ok(())
+        }
+        fn remove(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut bytes = header().to_vec();
+    for chunk in data.chunks_exact(COVERED) {
         let mut record = [0; RECORD_LEN];
-        record[..40].copy_from_slice(chunk);
-        record[0] %= 5;
+        record[..COVERED].copy_from_slice(chunk);
+        record[0] = 1 + record[0] % VOID;
+        // Few keys, so that records meet.
+        let (key, fingerprint) = (record[4] % 4, record[20] % 2);
+        record[4..20].fill(key);
+        record[20..28].fill(fingerprint);
         seal(&mut record);
-        octets.extend_from_slice(&record);
+        bytes.extend_from_slice(&record);
     }
-    let mut earlier = Earlier::default();
-    let believed = replay(&mut octets.as_slice(), &[0; 16], &mut earlier).expect("memory can be read");
-    assert!(believed <= octets.len() as u64);
-    for (key, (_, ranges)) in &earlier.ranges {
-        let joined = join(ranges.clone());
+    let len = bytes.len();
+    let (journal, earlier) = Journal::over(Box::new(Memory(io::Cursor::new(bytes)))).expect("memory can be read");
+    assert_eq!(journal.state().position, (len + RECORD_LEN) as u64);
+    for (key, unfinished) in &earlier.unfinished {
+        let mut ranges = Vec::new();
+        journal.ranges(key, unfinished, |r| ranges.push((r.offset % (1 << 60), u64::from(r.len)))).expect("in memory");
+        let joined = join(ranges);
         assert!(joined.windows(2).all(|w| w[0].0 + w[0].1 < w[1].0), "{key:?}");
-    }
-}
-
-fn believe(record: &[u8; RECORD_LEN], earlier: &mut Earlier) {
-    let key: Key = record[4..20].try_into().expect("16 octets");
-    let fingerprint = u64::from_le_bytes(record[20..28].try_into().expect("8 octets"));
-    if record[0] == DONE {
-        earlier.ranges.remove(&key);
-        earlier.done.insert(short(&key), fingerprint);
-        return;
-    }
-    let offset = u64::from_le_bytes(record[28..36].try_into().expect("8 octets"));
-    let len = u32::from_le_bytes(record[36..40].try_into().expect("4 octets"));
-    if offset > i64::MAX as u64 {
-        return;
-    }
-    let entry = earlier.ranges.entry(key).or_insert((fingerprint, Vec::new()));
-    if entry.0 != fingerprint {
-        *entry = (fingerprint, Vec::new());
-    }
-    entry.1.push((offset, len.into()));
-    // A long file's ranges are joined now and then, so that memory follows the gaps, not the size.
-    if entry.1.len().is_power_of_two() && entry.1.len() >= 1024 {
-        entry.1 = join(std::mem::take(&mut entry.1));
     }
 }
 
@@ -488,7 +600,7 @@ fn believe(record: &[u8; RECORD_LEN], earlier: &mut Earlier) {
 mod tests {
     use super::*;
 
-    const V: Version = Version { size: 100, mtime: (5, 6) };
+    const V: Version = Version { size: 100, mtime: (5, 6), ctime: (7, 8) };
     const I: Identity = Identity { inode: 9, born: 1 };
     const J: Identity = Identity { inode: 9, born: 2 };
 
@@ -502,24 +614,50 @@ mod tests {
         std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path()
     }
 
+    fn range(offset: u64, len: u32) -> Range {
+        Range { offset, len, digest: [offset as u8; 16] }
+    }
+
+    /// What is known of a temporary file.
+    fn temporary(journal: &Journal, earlier: &Earlier, key: &Key, v: &Version, i: Identity) -> Vec<(u64, u64)> {
+        let mut found = Vec::new();
+        if let Judgement::CheckTemporary(unfinished) = earlier.judge((key, v), None, false, || Some(i)) {
+            let each = |r: Range| {
+                assert_eq!(r, range(r.offset, r.len), "the digest is the range's own");
+                found.push((r.offset, r.len.into()));
+            };
+            journal.ranges(key, &unfinished, each).unwrap();
+        }
+        join(found)
+    }
+
+    fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
+        let present = Some(Present { identity: i, ctime, as_new: false });
+        matches!(earlier.judge((key, v), present, false, || None), Judgement::Placed)
+    }
+
     #[test]
     fn what_was_recorded_is_known_to_the_next_attempt() {
         let (keep, fd) = dir();
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(earlier.is_empty());
         let (a, b) = (key_of(b"a"), key_of(b"b"));
-        journal.done([(&a, &V, I)].into_iter());
+        journal.placed([(&a, &V, I, 77)].into_iter());
+        journal.begun(&b, &V, I);
         for (offset, len) in [(50, 10), (0, 20), (20, 5)] {
-            journal.range(&b, &V, I, offset, len);
+            journal.range(&b, &V, I, &range(offset, len));
         }
         drop(journal);
         for _ in 0..2 {
-            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            assert!(earlier.is_done(&a, &V, I) && !earlier.is_done(&b, &V, I));
-            assert!(!earlier.is_done(&a, &Version { size: 101, ..V }, I) && !earlier.is_done(&a, &V, J));
-            assert_eq!(earlier.ranges(&b, &V, I), vec![(0, 25), (50, 10)]);
-            assert_eq!(earlier.ranges(&b, &V, J), vec![], "another file of the same name");
-            assert_eq!(earlier.ranges(&b, &Version { mtime: (5, 7), ..V }, I), vec![]);
+            let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            assert!(placed(&earlier, &a, &V, I, 77) && !placed(&earlier, &b, &V, I, 77));
+            assert!(!placed(&earlier, &a, &V, I, 78), "changed since");
+            assert!(!placed(&earlier, &a, &Version { size: 101, ..V }, I, 77) && !placed(&earlier, &a, &V, J, 77));
+            let ranges = |v: &Version, i| temporary(&journal, &earlier, &b, v, i);
+            assert_eq!(ranges(&V, I), vec![(0, 25), (50, 10)]);
+            assert_eq!(ranges(&V, J), vec![], "another file of the same name");
+            assert_eq!(ranges(&Version { mtime: (5, 7), ..V }, I), vec![]);
+            assert_eq!(ranges(&Version { ctime: (5, 7), ..V }, I), vec![], "the modification time was put back");
         }
         let (_, other) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(other.is_empty());
@@ -533,47 +671,109 @@ mod tests {
     }
 
     #[test]
+    fn a_new_temporary_file_and_a_failed_sync_void_what_was_recorded() {
+        let (_keep, fd) = dir();
+        let key = key_of(b"f");
+        let known = |journal: Journal| {
+            drop(journal);
+            let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            let ranges = temporary(&journal, &earlier, &key, &V, I);
+            (journal, ranges, placed(&earlier, &key_of(b"p"), &V, I, 3))
+        };
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.placed([(&key_of(b"p"), &V, I, 3)].into_iter());
+        journal.begun(&key, &V, I);
+        journal.range(&key, &V, I, &range(0, 10));
+        let (journal, ranges, _) = known(journal);
+        assert_eq!(ranges, vec![(0, 10)]);
+        // The same inode number and no time of birth, as on file systems that keep none.
+        journal.begun(&key, &V, I);
+        journal.range(&key, &V, I, &range(40, 5));
+        let (journal, ranges, _) = known(journal);
+        assert_eq!(ranges, vec![(40, 5)]);
+        journal.void();
+        let (journal, ranges, in_place) = known(journal);
+        assert_eq!((ranges, in_place), (vec![], true), "what was in place had been synced before");
+        journal.range(&key, &V, I, &range(60, 5));
+        assert_eq!(known(journal).1, vec![(60, 5)]);
+    }
+
+    #[test]
+    fn a_whole_file_that_was_renamed_but_not_recorded_is_to_be_checked_in_place() {
+        let (_keep, fd) = dir();
+        let key = key_of(b"f");
+        let present = Some(Present { identity: I, ctime: 9, as_new: false });
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.begun(&key, &V, I);
+        journal.range(&key, &V, I, &range(0, 100));
+        drop(journal);
+        let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+        assert!(
+            matches!(earlier.judge((&key, &V), present, false, || None), Judgement::Missing),
+            "not known to be whole"
+        );
+        journal.whole(&key, &V, I);
+        drop(journal);
+        let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+        assert!(
+            matches!(earlier.judge((&key, &V), present, false, || None), Judgement::CheckInPlace(u) if u.is_whole())
+        );
+        journal.placed([(&key, &V, I, 8)].into_iter());
+        drop(journal);
+        let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+        let changed = earlier.judge((&key, &V), present, false, || None);
+        assert!(matches!(changed, Judgement::Missing), "it was changed after it had been put in place");
+    }
+
+    #[test]
     fn a_torn_tail_is_cut_off_wherever_it_tears() {
         let (keep, fd) = dir();
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.begun(&key_of(b"f"), &V, I);
         for i in 0..5u64 {
-            journal.range(&key_of(b"f"), &V, I, i * 10, 10);
+            journal.range(&key_of(b"f"), &V, I, &range(i * 10, 10));
         }
         drop(journal);
         let path = path(&keep);
         let whole = std::fs::read(&path).unwrap();
+        let have = || {
+            let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            temporary(&journal, &earlier, &key_of(b"f"), &V, I).iter().map(|r| r.1).sum::<u64>()
+        };
         for cut in 0..=whole.len() {
             std::fs::write(&path, &whole[..cut]).unwrap();
-            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            let have: u64 = earlier.ranges(&key_of(b"f"), &V, I).iter().map(|r| r.1).sum();
-            assert_eq!(have, (cut / RECORD_LEN).saturating_sub(1) as u64 * 10);
+            set_mode(&path);
+            assert_eq!(have(), (cut / RECORD_LEN).saturating_sub(2) as u64 * 10);
         }
         for at in RECORD_LEN..whole.len() {
             let mut damaged = whole.clone();
             damaged[at] ^= 1;
             std::fs::write(&path, &damaged).unwrap();
-            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            let have: u64 = earlier.ranges(&key_of(b"f"), &V, I).iter().map(|r| r.1).sum();
-            assert_eq!(have, (at / RECORD_LEN - 1) as u64 * 10, "nothing at or behind octet {at}");
+            set_mode(&path);
+            assert_eq!(have(), (at / RECORD_LEN).saturating_sub(2) as u64 * 10, "nothing at or behind byte {at}");
         }
     }
 
+    fn set_mode(path: &std::path::Path) {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).unwrap();
+    }
+
     #[test]
-    fn after_a_power_cut_only_what_was_synced_is_believed() {
+    fn what_others_put_in_the_journals_place_is_refused_without_waiting() {
         let (keep, fd) = dir();
-        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
-        journal.range(&key_of(b"f"), &V, I, 0, 10);
-        journal.synced(journal.position());
-        journal.range(&key_of(b"f"), &V, I, 10, 10);
-        let path = path(&keep);
-        drop(journal);
-        // Another boot.
-        let mut octets = std::fs::read(&path).unwrap();
-        octets[..RECORD_LEN].copy_from_slice(&header(&[9; 16]));
-        std::fs::write(&path, &octets).unwrap();
-        for _ in 0..2 {
-            let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-            assert_eq!(earlier.ranges(&key_of(b"f"), &V, I), vec![(0, 10)]);
-        }
+        let name = name_of(&[1; 16]);
+        let path = keep.path().join(name.to_str().unwrap());
+        rustix::fs::mknodat(&fd, &name, rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let refused = || Journal::open(&fd, &[1; 16]).map(drop).unwrap_err().kind();
+        assert_eq!(refused(), io::ErrorKind::PermissionDenied);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "").unwrap();
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+        assert_eq!(refused(), io::ErrorKind::PermissionDenied, "others may write to it");
+        set_mode(&path);
+        std::fs::hard_link(&path, keep.path().join("other")).unwrap();
+        assert_eq!(refused(), io::ErrorKind::PermissionDenied, "somebody else's file by another name");
     }
 }

@@ -7,32 +7,43 @@
 //! as one block is free.
 
 pub(crate) mod commit;
+mod deferred;
 mod files;
 mod flow;
 pub(crate) mod journal;
+mod offers;
+pub(crate) mod readback;
+mod remove;
+mod scope;
 mod tree;
+mod volumes;
 
 pub(crate) use journal::replay_for_fuzzing;
-pub(crate) use tree::{is_own_name, split};
+pub use tree::Trust;
+pub(crate) use tree::split;
 
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
 use crate::protocol::Violation;
 use crate::protocol::sink::{Heard, Sink as Core};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
-use crate::wire::{BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, Summary};
-use commit::Committer;
-use files::Files;
+use crate::wire::{
+    Answer, BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, ReportKind, Summary, TreeOptions,
+};
+use commit::{Committed, Committer};
+use files::{Digest, Files};
 use flow::Flow;
 use journal::{Earlier, Journal};
+use offers::Judge;
+use scope::Scope;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::Exposed;
 use thruway_engine::{Block, integrity::DIGEST_LEN};
-use tree::Tree;
+use tree::{Manner, Tree};
 
 /// After this many octets what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
@@ -48,8 +59,10 @@ pub(crate) enum Mail {
     Progressed,
     /// A block has become free while one was owed.
     BlockFree,
-    /// An entry failed.
+    /// Something went wrong with an entry.
     Report(Report),
+    /// What is wanted of offered files.
+    Judged { batch: u32, answers: Vec<Answer> },
     /// The peer broke the protocol.
     Violation(Violation),
     /// A block's content is not what was sent.
@@ -67,6 +80,7 @@ pub(crate) struct Counters {
     others: AtomicU64,
     bytes: AtomicU64,
     resumed_bytes: AtomicU64,
+    skipped: AtomicU64,
     deleted: AtomicU64,
     blocks: AtomicU64,
     /// Blocks there will be; `u64::MAX` until that is known.
@@ -80,6 +94,12 @@ pub struct Target {
     pub root: Option<Arc<OwnedFd>>,
     /// Identifies the job, for resuming.
     pub job: [u8; 16],
+    /// Names that the source may make in the root directory; `None`: any.
+    pub names: Option<Vec<Vec<u8>>>,
+    /// How far the source is trusted.
+    pub trust: Trust,
+    /// What is there may be replaced.
+    pub replace: bool,
 }
 
 /// A sink that is ready to run: the journal has been read.
@@ -94,7 +114,7 @@ impl Prepared {
     ///
     /// # Errors
     /// [`SessionError::Local`] if the journal is there but cannot be read.
-    pub fn new(target: Target, options: &crate::wire::TreeOptions) -> Result<Prepared, SessionError> {
+    pub fn new(target: Target, options: &TreeOptions) -> Result<Prepared, SessionError> {
         let (mut journal, mut earlier) = (None, Earlier::default());
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
             match open_journal(root, &target.job)? {
@@ -109,8 +129,13 @@ impl Prepared {
         Ok(Prepared { target, journal, earlier })
     }
 
+    /// Whether an earlier attempt at the job was interrupted in this directory.
+    pub fn was_interrupted(root: impl std::os::fd::AsFd, job: &[u8; 16]) -> bool {
+        Journal::exists(root, job)
+    }
+
     /// Whether the source must offer files before it sends them.
-    pub fn wants_offers(&self, options: &crate::wire::TreeOptions) -> bool {
+    pub fn wants_offers(&self, options: &TreeOptions) -> bool {
         !self.earlier.is_empty() || (options.update && self.target.root.is_some())
     }
 }
@@ -131,39 +156,37 @@ pub fn run(
     let Prepared { target, journal, earlier } = prepared;
     let (mailer, mailbox) = Mailer::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
-    let on_commit = {
-        let (counters, mailer, progress) = (Arc::clone(&counters), mailer.clone(), Arc::clone(progress));
-        Box::new(move |outcome: Option<(&commit::Finished, std::io::Result<()>)>| match outcome {
-            Some((_, Ok(()))) => {
-                counters.files.fetch_add(1, Ordering::Relaxed);
-                Progress::add(&progress.files, 1);
-            }
-            Some((file, Err(e))) => {
-                mailer.send(Mail::Report(Report { path: file.path.clone(), message: e.to_string() }));
-            }
-            None => mailer.send(Mail::Progressed),
-        })
-    };
     let local = |e: std::io::Error| SessionError::Local(format!("starting the commit stage: {e}"));
-    let committer = Arc::new(Committer::start(journal.clone(), on_commit).map_err(local)?);
     let discard = target.root.is_none();
     let root = match target.root {
         Some(root) => root,
         // Never written to.
         None => Arc::new(std::fs::File::open("/").map_err(local)?.into()),
     };
-    let files = Arc::new(Files::new(
-        Tree::new(root, terms.options.preserve),
-        target.job,
-        terms.clone(),
-        Arc::clone(engine),
-        journal.clone(),
+    let options = &terms.options;
+    let manner =
+        Manner { preserve: options.preserve, delete: options.delete, trust: target.trust, replace: target.replace };
+    let tree = Arc::new(Tree::new(root, manner));
+    let on_commit = on_commit(&counters, &mailer, progress);
+    let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
+    let files = Arc::new(Files {
+        tree,
+        scope: Scope::new(target.names.as_deref(), options),
+        job: target.job,
+        terms: terms.clone(),
+        engine: Arc::clone(engine),
+        journal: journal.clone(),
         earlier,
-        Arc::clone(&committer),
-        Arc::clone(&counters),
-        mailer.clone(),
+        committer: Arc::clone(&committer),
+        counters: Arc::clone(&counters),
+        mailer: mailer.clone(),
         discard,
-    ));
+        large: Mutex::default(),
+        begun: Condvar::new(),
+        deferred: Mutex::default(),
+        in_flight: Mutex::default(),
+        over: AtomicBool::new(false),
+    });
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
     let flow = Flow::new(link.round_trip(), terms.block_len, engine.pool.count());
@@ -180,9 +203,11 @@ pub fn run(
         mailbox,
         files: Arc::clone(&files),
         counters: &counters,
+        judge: None,
         waiting_for_block: false,
         finalizing: false,
         failed: 0,
+        unread: false,
         synced_bytes: 0,
         progress,
         on_report,
@@ -209,6 +234,33 @@ pub fn run(
         link.close()
     }
     result
+}
+
+/// Tells the session what becomes of files.
+fn on_commit(counters: &Arc<Counters>, mailer: &Mailer<Mail>, progress: &Arc<Progress>) -> commit::OnCommit {
+    let (counters, mailer, progress) = (Arc::clone(counters), mailer.clone(), Arc::clone(progress));
+    let leave = {
+        let counters = Arc::clone(&counters);
+        move |file: &commit::Finished| {
+            if let Some(files) = counters.files_handle.get().and_then(Weak::upgrade) {
+                files.leave(&file.key);
+            }
+        }
+    };
+    Box::new(move |outcome| match outcome {
+        Committed::Placed(file) => {
+            leave(file);
+            counters.files.fetch_add(1, Ordering::Relaxed);
+            Progress::add(&progress.files, 1);
+        }
+        Committed::Failed(file, e) => {
+            leave(file);
+            let (path, message) = (file.path.clone(), e.to_string());
+            mailer.send(Mail::Report(Report { path, kind: ReportKind::NotCopied, message }));
+        }
+        Committed::Lost(e) => mailer.send(Mail::Fatal(format!("making what was written durable: {e}"))),
+        Committed::Group => mailer.send(Mail::Progressed),
+    })
 }
 
 /// Waits a moment for the source to say that it knows.
@@ -258,10 +310,14 @@ struct Sink<'a> {
     mailbox: Receiver<Mail>,
     files: Arc<Files>,
     counters: &'a Arc<Counters>,
+    /// Answers offers, once there are any.
+    judge: Option<Judge>,
     /// The pool will send mail when the window has room.
     waiting_for_block: bool,
     finalizing: bool,
     failed: u64,
+    /// The source could not read everything.
+    unread: bool,
     synced_bytes: u64,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
@@ -288,7 +344,7 @@ impl Sink<'_> {
                         self.sync_now_and_then();
                     }
                     LinkEvent::Control(message) => self.take_control(message)?,
-                    LinkEvent::Written(_) => return Err(LinkError::Unexpected("write completion").into()),
+                    LinkEvent::Written(..) => return Err(LinkError::Unexpected("write completion").into()),
                 }
             }
         }
@@ -302,11 +358,19 @@ impl Sink<'_> {
             }
             Heard::FileEnd { file, blocks, status } => Ok(self.files.file_end(file, blocks, status)?),
             Heard::Offer { batch, entries } => {
-                let answers = self.files.judge(&entries).map_err(LinkError::from)?;
-                Ok(self.link.send(&Control::Verdict { batch, answers })?)
+                for entry in &entries {
+                    self.files.scope.path(&entry.path).map_err(LinkError::from)?;
+                }
+                if self.judge.is_none() {
+                    let judge = Judge::start(&self.files);
+                    self.judge = Some(judge.map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?);
+                }
+                let taken = self.judge.as_ref().is_some_and(|judge| judge.submit(batch, entries));
+                if taken { Ok(()) } else { Err(LinkError::Unexpected("number of offers").into()) }
             }
             Heard::Report(report) => {
                 self.failed += 1;
+                self.unread |= report.kind != ReportKind::Incomplete;
                 (self.on_report)(&report);
                 Ok(())
             }
@@ -315,7 +379,7 @@ impl Sink<'_> {
                 Channels::Open { .. } => Ok(()),
                 Channels::Take(_) => Err(LinkError::Unexpected("control message").into()),
             },
-            Heard::Aborted(why) => Err(SessionError::Aborted(why)),
+            Heard::Aborted(code, why) => Err(SessionError::aborted(code, &why)),
         }
     }
 
@@ -332,6 +396,7 @@ impl Sink<'_> {
                         self.link.send(&Control::Report(report))?;
                     }
                 }
+                Ok(Mail::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
                 Ok(Mail::Violation(violation)) => return Err(violation.into()),
                 Ok(Mail::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
                 Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
@@ -371,16 +436,16 @@ impl Sink<'_> {
         let (engine, mailer) = (Arc::clone(self.engine), self.mailer.clone());
         let next = move |block: Block, header: BlockHeader| {
             if terms.verify == thruway_engine::integrity::Algorithm::None {
-                return store(&files, block, header);
+                return store(&files, block, header, Digest::default());
             }
             let inner = Arc::clone(&files.engine);
             inner.workers.submit(inner.integrity, move || {
-                let payload = &block.payload()[..header.len as usize];
-                if header.bind(terms.verify, terms.verify.digest(payload)) != block.header(DIGEST_LEN) {
+                let digest = terms.verify.digest(&block.payload()[..header.len as usize]);
+                if header.bind(terms.verify, digest) != block.header(DIGEST_LEN) {
                     let sequence = header.sequence;
                     return mailer.send(Mail::Damaged { sequence, what: "its digest does not match" });
                 }
-                store(&files, block, header);
+                store(&files, block, header, digest);
             });
         };
         let Some(sealer) = self.terms.sealer.clone() else { return next(block, header) };
@@ -429,11 +494,13 @@ impl Sink<'_> {
         }
         self.synced_bytes = written;
         let files = Arc::clone(&self.files);
-        let Some(journal) = files.journal.clone() else { return };
+        // What is written by now reaches the medium, and an error in doing so is known now, not at the end.
         self.engine.workers.submit(self.engine.files, move || {
-            let position = journal.position();
-            if rustix::fs::syncfs(files.tree.root()).is_ok() {
-                journal.synced(position);
+            if let Err(e) = files.tree.volumes().sync() {
+                if let Some(journal) = &files.journal {
+                    journal.void();
+                }
+                files.mailer.send(Mail::Fatal(format!("making what was written durable: {e}")));
             }
         });
     }
@@ -447,7 +514,8 @@ impl Sink<'_> {
         }
         self.finalizing = true;
         let files = Arc::clone(&self.files);
-        self.engine.workers.submit(self.engine.files, move || files.finalize());
+        let may_remove = !self.unread || self.terms.options.ignore_errors;
+        self.engine.workers.submit(self.engine.files, move || files.finalize(may_remove));
         Ok(())
     }
 
@@ -458,6 +526,7 @@ impl Sink<'_> {
             others: get(&self.counters.others),
             bytes: get(&self.counters.bytes),
             resumed_bytes: get(&self.counters.resumed_bytes),
+            skipped: get(&self.counters.skipped),
             deleted: get(&self.counters.deleted),
             failed: self.failed,
         };
@@ -467,13 +536,13 @@ impl Sink<'_> {
 }
 
 /// The last stage: what the block holds goes where it belongs.
-fn store(files: &Arc<Files>, block: Block, header: BlockHeader) {
+fn store(files: &Arc<Files>, block: Block, header: BlockHeader, digest: Digest) {
     match header.kind {
         BlockKind::Void => {
             drop(block);
             files.dealt(header.file);
         }
-        BlockKind::Data => files.piece(block, header),
+        BlockKind::Data => files.piece(block, header, digest),
         BlockKind::Pack => {
             let (files, engine) = (Arc::clone(files), Arc::clone(&files.engine));
             engine.workers.submit(engine.files, move || {

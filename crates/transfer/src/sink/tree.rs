@@ -1,25 +1,34 @@
-//! The sink's file system: everything happens beneath one root directory.
+//! The target tree, reached only beneath an open root directory.
 //!
-//! Paths come from peers. They are resolved with `openat2` beneath the root, so that neither `..`
-//! nor a symbolic link leads out of it; the last component is only ever named relative to a
+//! Every path is resolved with `openat2` beneath the root and through no symbolic link, so that neither `..`
+//! nor a link that somebody swaps in leads anywhere else; the last component is only ever named relative to a
 //! directory opened that way, and never followed.
 
+use super::journal::{Identity, nanoseconds};
+use super::remove::{Removed, Remover};
+use super::volumes::Volumes;
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Timespec, Timestamps};
-use std::collections::HashSet;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Timespec, Timestamps};
+use rustix::io::Errno;
+use std::collections::{BTreeSet, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What temporary files of ours are called: `.NAME.tw-XXXXXXXX`.
 const TEMP_MARK: &[u8] = b".tw-";
 /// How journals are called: `.thruway-XXXXXXXX.journal`.
 pub(crate) const JOURNAL_PREFIX: &[u8] = b".thruway-";
 pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
+/// Directories that are synced one by one at the end; more, and their file systems are synced whole.
+const CHANGED_MAX: usize = 8;
+/// A file of ours that a job may still be writing is not removed before this age.
+const OWN_AGE_MAX_S: i64 = 24 * 3600;
 
-/// Whether a name is one that sinks give to their own files. Such files are never copied.
+/// Whether a name is one that sinks give to their own files.
 pub(crate) fn is_own_name(name: &[u8]) -> bool {
     let is_temp = name.first() == Some(&b'.')
         && name.len() > 13
@@ -28,13 +37,58 @@ pub(crate) fn is_own_name(name: &[u8]) -> bool {
     is_temp || (name.starts_with(JOURNAL_PREFIX) && name.ends_with(JOURNAL_SUFFIX))
 }
 
+/// How far a source is trusted with attributes that give rights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trust {
+    /// The user of this machine asked for the copy: owners, set-id bits, devices, privileged extended
+    /// attributes are kept where the process may.
+    Operator,
+    /// Somebody else did: none of those.
+    Peer,
+}
+
+/// How a tree is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Manner {
+    /// Keep attributes.
+    pub(crate) preserve: bool,
+    /// What is in the way may be removed even if it is a directory with contents.
+    pub(crate) delete: bool,
+    /// What is there may be replaced.
+    pub(crate) replace: bool,
+    pub(crate) trust: Trust,
+}
+
 /// A directory tree that is written to.
 pub(crate) struct Tree {
     root: Arc<OwnedFd>,
-    preserve: bool,
+    manner: Manner,
     umask: u32,
     privileged: bool,
+    volumes: Volumes,
+    changed: Mutex<Changed>,
+    /// Directories made writable for the time of the copy, and the modes they had.
+    unlocked: Mutex<Vec<(Vec<u8>, u32)>>,
+    told: Told,
 }
+
+/// Directories in which names or attributes have changed since they were last synced.
+#[derive(Default)]
+struct Changed {
+    dirs: BTreeSet<Vec<u8>>,
+    /// More than those.
+    many: bool,
+}
+
+/// Shortcomings of the whole target, told once and not for every file.
+#[derive(Default)]
+struct Told {
+    no_attributes: AtomicBool,
+    no_owners: AtomicBool,
+}
+
+/// Attributes of an entry that could not be kept, as sentences. The entry itself is in place.
+pub(crate) type Shortcomings = Vec<String>;
 
 /// Where an entry goes: its directory and its name there.
 pub(crate) struct Place {
@@ -44,37 +98,148 @@ pub(crate) struct Place {
 
 impl Tree {
     /// The tree beneath an open directory.
-    pub(crate) fn new(root: Arc<OwnedFd>, preserve: bool) -> Tree {
-        let umask = current_umask();
-        Tree { root, preserve, umask, privileged: rustix::process::geteuid().is_root() }
+    pub(crate) fn new(root: Arc<OwnedFd>, manner: Manner) -> Tree {
+        Tree {
+            root,
+            manner,
+            umask: current_umask(),
+            privileged: rustix::process::geteuid().is_root(),
+            volumes: Volumes::default(),
+            changed: Mutex::default(),
+            unlocked: Mutex::default(),
+            told: Told::default(),
+        }
     }
 
-    pub(crate) fn root(&self) -> &Arc<OwnedFd> {
-        &self.root
+    pub(crate) fn volumes(&self) -> &Volumes {
+        &self.volumes
+    }
+
+    /// Names or attributes in this directory have changed.
+    fn change(&self, dir: &[u8]) {
+        let mut changed = self.changed();
+        if changed.many || changed.dirs.contains(dir) {
+            return;
+        }
+        if changed.dirs.len() >= CHANGED_MAX {
+            changed.many = true;
+            return changed.dirs.clear();
+        }
+        changed.dirs.insert(dir.to_vec());
+    }
+
+    fn changed(&self) -> MutexGuard<'_, Changed> {
+        self.changed.lock().expect("no panics under the lock")
+    }
+
+    /// Makes names and attributes durable.
+    ///
+    /// # Errors
+    /// If they may not be.
+    pub(crate) fn sync_names(&self) -> io::Result<()> {
+        self.volumes.check()?;
+        let Changed { dirs, many } = std::mem::take(&mut *self.changed());
+        if !many && dirs.iter().all(|path| self.sync_directory(path).is_ok()) {
+            return Ok(());
+        }
+        self.volumes.sync()
+    }
+
+    fn sync_directory(&self, path: &[u8]) -> io::Result<()> {
+        let dir = self.open_directory(path)?;
+        Ok(rustix::fs::fsync(&*dir)?)
     }
 
     /// Opens a directory beneath the root, making what is missing of it.
     pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
-        if path.is_empty() {
-            return Ok(Arc::clone(&self.root));
+        match self.open_to_write(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            other => return other,
         }
-        match self.open_directory(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                let (parent, name) = split(path);
-                let parent = self.directory(parent)?;
-                match rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(0o777)) {
-                    Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-                    Err(e) => return Err(e.into()),
-                }
-                self.open_directory(path)
+        // From the longest part that is there, downwards.
+        let ends: Vec<usize> = path.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(at, _)| at).collect();
+        let is_there =
+            |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+        let there = ends.partition_point(is_there);
+        for end in ends[there..].iter().copied().chain([path.len()]) {
+            self.make(&path[..end], 0o777)?;
+        }
+        self.open_to_write(path)
+    }
+
+    fn make(&self, path: &[u8], mode: u32) -> io::Result<()> {
+        let (parent, name) = split(path);
+        let dir = self.open_to_write(parent)?;
+        let name = CString::new(name)?;
+        match self.writing(parent, || rustix::fs::mkdirat(&dir, &name, Mode::from_raw_mode(mode))) {
+            Ok(()) => {
+                self.change(parent);
+                Ok(())
             }
-            other => other,
+            Err(Errno::EXIST) => Ok(()),
+            Err(e) => Err(e.into()),
         }
     }
 
     fn open_directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        if path.is_empty() {
+            return Ok(Arc::clone(&self.root));
+        }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok(Arc::new(openat_beneath(&self.root, path, flags)?))
+        match openat_without_links(&self.root, path, flags) {
+            Ok(dir) => Ok(Arc::new(dir)),
+            Err(Errno::LOOP) => {
+                Err(io::Error::new(io::ErrorKind::NotADirectory, "a symbolic link is in the way of a directory"))
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// As [`Tree::open_directory`], for writing: its file system is known from now on.
+    fn open_to_write(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        let dir = match self.open_directory(path) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied && self.unlock(path) => self.open_directory(path),
+            other => other,
+        }?;
+        self.volumes.note(&dir)?;
+        Ok(dir)
+    }
+
+    /// Runs a change in a directory; if that is refused and the directory is ours, makes it writable for the time
+    /// of the copy.
+    pub(crate) fn writing<T>(&self, path: &[u8], change: impl Fn() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+        match change() {
+            Err(Errno::ACCESS) if self.unlock(path) => change(),
+            other => other,
+        }
+    }
+
+    /// Makes a directory of ours writable, to be undone by [`Tree::lock_again`].
+    fn unlock(&self, path: &[u8]) -> bool {
+        let opened = openat_without_links(&self.root, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC);
+        let Ok(dir) = opened else { return false };
+        let Ok(stat) = rustix::fs::fstat(&dir) else { return false };
+        let mode = stat.st_mode & 0o7777;
+        if self.privileged || stat.st_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
+            return false;
+        }
+        let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
+        if rustix::fs::chmod(path_to_it, Mode::from_raw_mode(mode | 0o700)).is_err() {
+            return false;
+        }
+        self.unlocked.lock().expect("no panics under the lock").push((path.to_vec(), mode));
+        true
+    }
+
+    /// Gives directories that were made writable the modes back that they had.
+    pub(crate) fn lock_again(&self) {
+        let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
+        for (path, mode) in unlocked.into_iter().rev() {
+            if let Ok(dir) = self.open_directory(&path) {
+                let _ = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode));
+                self.change(&path);
+            }
+        }
     }
 
     /// The place of an entry; its directory is made if missing.
@@ -83,175 +248,407 @@ impl Tree {
         Ok(Place { dir: self.directory(parent)?, name: CString::new(name)? })
     }
 
-    /// Makes a directory that its owner can write to until its attributes are applied.
-    pub(crate) fn make_directory(&self, path: &[u8]) -> io::Result<()> {
+    /// The place of an entry whose directory is there.
+    pub(crate) fn find(&self, path: &[u8]) -> io::Result<Place> {
+        let (parent, name) = split(path);
+        Ok(Place { dir: self.open_directory(parent)?, name: CString::new(name)? })
+    }
+
+    /// Makes a directory that its owner can write to until its attributes are applied. What is there and no
+    /// directory, a link to one included, gives way. Whether it was made.
+    pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<bool> {
+        if path.is_empty() {
+            return Ok(false);
+        }
         let place = self.place(path)?;
-        match rustix::fs::mkdirat(&place.dir, &place.name, Mode::from_raw_mode(0o777)) {
-            Ok(()) => Ok(()),
-            Err(rustix::io::Errno::EXIST) => {
-                // A directory, or a link to one that stays beneath the root, will do.
-                self.open_directory(path).map(drop).map_err(|e| match e.kind() {
-                    io::ErrorKind::NotADirectory => {
-                        io::Error::new(e.kind(), "something that is not a directory is in the way")
-                    }
-                    _ => e,
-                })
+        let (parent, _) = split(path);
+        let mode = Mode::from_raw_mode(meta.mode & 0o777 | 0o700);
+        let make = || self.writing(parent, || rustix::fs::mkdirat(&place.dir, &place.name, mode));
+        match make() {
+            Ok(()) => {}
+            Err(Errno::EXIST) => {
+                let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
+                if FileType::from_raw_mode(stat.st_mode).is_dir() {
+                    return Ok(false);
+                }
+                self.clear_way(&place, &stat, false)?;
+                make()?;
             }
-            Err(e) => Err(e.into()),
+            Err(e) => return Err(e.into()),
+        }
+        self.change(parent);
+        Ok(true)
+    }
+
+    /// Removes what is in the way of an entry of another type. `special` entries may replace devices.
+    fn clear_way(&self, place: &Place, stat: &Stat, special: bool) -> io::Result<()> {
+        self.may_replace()?;
+        let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why.to_string()));
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
+                Ok(()) => Ok(()),
+                Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
+                    let filter = crate::filter::Filter::new(&crate::wire::TreeOptions::default());
+                    let filter = filter.map_err(io::Error::other)?;
+                    let removed = Remover { filter: &filter, dry_run: false }.remove(&place.dir, &place.name, b"");
+                    removed.failure.map_or(Ok(()), |(_, e)| Err(e))
+                }
+                Err(Errno::NOTEMPTY | Errno::EXIST) => {
+                    refuse("a directory with contents is in the way (--delete removes it)")
+                }
+                Err(e) => Err(e.into()),
+            },
+            FileType::BlockDevice | FileType::CharacterDevice if !special => {
+                refuse("a device is in the way: files are put in place by renaming, never written into devices")
+            }
+            FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
+                refuse("a named pipe or socket is in the way; remove it first (-p replaces it)")
+            }
+            _ => Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?),
         }
     }
 
-    /// The permissions an entry gets.
-    fn mode(&self, meta: &Meta) -> Mode {
-        let bits = if self.preserve { meta.mode & 0o7777 } else { meta.mode & 0o777 & !self.umask };
-        Mode::from_raw_mode(bits)
+    fn may_replace(&self) -> io::Result<()> {
+        if self.manner.replace {
+            return Ok(());
+        }
+        let why = "there is an entry of this name, and you have no right to replace it";
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    }
+
+    /// The permissions an entry gets, before it is known whose it is.
+    fn mode(&self, meta: &Meta) -> u32 {
+        match (self.manner.preserve, self.manner.trust) {
+            (false, _) => meta.mode & 0o777 & !self.umask,
+            (true, Trust::Operator) => meta.mode & 0o7777,
+            (true, Trust::Peer) if FileType::from_raw_mode(meta.mode).is_dir() => meta.mode & 0o1777,
+            (true, Trust::Peer) => meta.mode & 0o777,
+        }
     }
 
     /// The mode to make a file with, and whether that is all its mode needs.
     ///
     /// A file is made with its final permissions only if that gives nobody more than the whole
-    /// file will: special bits are set last, when owner and content are right.
+    /// file will: special bits are set last, when owner and content are right, and a file that its owner may not
+    /// write could not be given extended attributes.
     pub(crate) fn mode_at_creation(&self, meta: &Meta) -> (Mode, bool) {
         let wanted = self.mode(meta);
-        let plain = wanted.as_raw_mode() & (0o7000 | self.umask) == 0;
-        if plain { (wanted, true) } else { (Mode::from_raw_mode(0o600), false) }
+        let plain = wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
+        if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
     }
 
-    /// Applies attributes to an open file or directory.
-    pub(crate) fn apply(&self, fd: impl AsFd, meta: &Meta) -> io::Result<()> {
-        self.apply_except_mode(fd.as_fd(), meta, false)
-    }
-
-    /// As [`Tree::apply`], leaving out a mode that is right already.
-    pub(crate) fn apply_except_mode(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> io::Result<()> {
-        if self.preserve {
+    /// Applies attributes to an open file or directory; those that could not be kept are told.
+    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> Shortcomings {
+        let mut short = Shortcomings::new();
+        let keeps_owner = self.manner.preserve && self.manner.trust == Trust::Operator;
+        if keeps_owner {
             if self.privileged {
-                rustix::fs::fchown(fd, uid(meta), gid(meta))?;
+                if let Err(e) = rustix::fs::fchown(fd, uid(meta), gid(meta)) {
+                    self.tell_owner(&mut short, e.into());
+                }
             } else {
                 // A member of the group may give a file to it; if not, the group stays ours.
                 let _ = rustix::fs::fchown(fd, None, gid(meta));
             }
         }
-        if !mode_is_right {
-            rustix::fs::fchmod(fd, self.mode(meta))?;
+        let (acls, others): (Vec<_>, Vec<_>) = meta
+            .xattrs
+            .iter()
+            .filter(|(name, _)| self.may_set(name))
+            .partition(|(name, _)| name.starts_with(b"system."));
+        self.write_xattrs(&mut short, fd, c"", &others);
+        if !mode_is_right && let Err(e) = self.set_mode(fd, meta) {
+            short.push(format!("mode {:o}: {e}", self.mode(meta)));
         }
-        if self.preserve {
-            crate::xattr::write(fd, c"", &meta.xattrs)?;
-            rustix::fs::futimens(fd, &times(meta))?;
+        // Behind the mode, which they are finer than.
+        self.write_xattrs(&mut short, fd, c"", &acls);
+        if self.manner.preserve
+            && let Err(e) = rustix::fs::futimens(fd, &times(meta))
+        {
+            short.push(format!("times: {}", io::Error::from(e)));
         }
-        Ok(())
+        short
     }
 
-    /// Makes a symbolic link, replacing what is not a directory.
-    pub(crate) fn symlink(&self, path: &[u8], target: &[u8], meta: &Meta) -> io::Result<()> {
+    /// Set-id bits only go to files that have the owner and group they were meant for.
+    fn set_mode(&self, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
+        let mut mode = self.mode(meta);
+        if self.manner.preserve && mode & 0o6000 != 0 {
+            let stat = rustix::fs::fstat(fd)?;
+            if stat.st_uid != meta.uid {
+                mode &= !0o4000;
+            }
+            if stat.st_gid != meta.gid {
+                mode &= !0o2000;
+            }
+        }
+        Ok(rustix::fs::fchmod(fd, Mode::from_raw_mode(mode))?)
+    }
+
+    fn may_set(&self, name: &[u8]) -> bool {
+        name.starts_with(b"user.")
+            || name.starts_with(b"system.posix_acl_")
+            || (self.privileged && self.manner.trust == Trust::Operator)
+    }
+
+    fn write_xattrs(
+        &self,
+        short: &mut Shortcomings,
+        fd: BorrowedFd<'_>,
+        name: &CStr,
+        attributes: &[&(Vec<u8>, Vec<u8>)],
+    ) {
+        for (attribute, value) in attributes {
+            let Err(e) = crate::xattr::write(fd, name, attribute, value) else { continue };
+            if e.raw_os_error() != Some(libc::ENOTSUP) {
+                short.push(format!("extended attribute {}: {e}", crate::escape(attribute)));
+            } else if !self.told.no_attributes.swap(true, Ordering::Relaxed) {
+                let namespace = attribute.split(|b| *b == b'.').next().unwrap_or_default();
+                short.push(format!(
+                    "extended attributes ({}.*) are not supported by the destination and not kept, here and elsewhere",
+                    crate::escape(namespace)
+                ));
+            }
+        }
+    }
+
+    fn tell_owner(&self, short: &mut Shortcomings, error: io::Error) {
+        if !self.told.no_owners.swap(true, Ordering::Relaxed) {
+            short.push(format!("owners are not kept by the destination, here and elsewhere: {error}"));
+        }
+    }
+
+    /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
+    pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
+        if !self.manner.preserve && !made {
+            return Ok(Shortcomings::new());
+        }
+        let dir = self.open_to_write(path)?;
+        self.change(path);
+        if self.manner.preserve {
+            return Ok(self.apply(dir.as_fd(), meta, false));
+        }
+        // The set-group-id bit comes from the directory above.
+        let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
+        let wanted = self.mode(meta) | now & 0o2000;
+        if wanted != now {
+            rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
+        }
+        Ok(Shortcomings::new())
+    }
+
+    /// Applies the attributes of a file whose content is right already.
+    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
+        self.may_replace()?;
+        let place = self.find(path)?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&file)?;
+        if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size as u64 != meta.size {
+            return Err(io::Error::other("it changed at the destination meanwhile"));
+        }
+        self.volumes.note(&place.dir)?;
+        self.changed().many = true;
+        Ok(self.apply(file.as_fd(), meta, false))
+    }
+
+    /// Makes a symbolic link, replacing what is there.
+    pub(crate) fn symlink(&self, path: &[u8], target: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
         let place = self.place(path)?;
         let target = CString::new(target)?;
-        self.replace(&place, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
-        self.apply_unopened(&place, meta)
+        self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
+        Ok(self.apply_unopened(&place, meta))
     }
 
-    /// Makes a special file, replacing what is not a directory.
-    pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<()> {
-        let place = self.place(path)?;
-        let kind = rustix::fs::FileType::from_raw_mode(meta.mode);
-        let mode = self.mode(meta);
-        self.replace(&place, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
-        self.apply_unopened(&place, meta)
-    }
-
-    /// Gives an existing file another name, replacing what is not a directory.
-    pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
-        let (from, to) = (self.place(target)?, self.place(path)?);
-        self.replace(&to, |dir, name| rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty()))
-    }
-
-    fn replace(&self, place: &Place, make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>) -> io::Result<()> {
-        match make(&place.dir, &place.name) {
-            Err(rustix::io::Errno::EXIST) => {
-                rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?;
-                Ok(make(&place.dir, &place.name)?)
-            }
-            other => Ok(other?),
+    /// Makes a special file, replacing what is there.
+    pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<Shortcomings> {
+        let kind = FileType::from_raw_mode(meta.mode);
+        if self.manner.trust == Trust::Peer && !matches!(kind, FileType::Fifo | FileType::Socket) {
+            let why = "devices are taken only from whom the operator allows to make them";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
+        if !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a special file"));
+        }
+        let place = self.place(path)?;
+        let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
+        self.replace(path, &place, true, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
+        let mut short = self.apply_unopened(&place, meta);
+        // The umask took bits away.
+        if let Err(e) =
+            rustix::fs::chmodat(&place.dir, &place.name, Mode::from_raw_mode(self.mode(meta)), AtFlags::empty())
+        {
+            short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
+        }
+        Ok(short)
+    }
+
+    /// Gives an existing file another name, replacing what is there.
+    pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
+        let (from, to) = (self.find(target)?, self.place(path)?);
+        self.replace(path, &to, true, |dir, name| {
+            rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
+        })
+    }
+
+    /// Makes an entry; where there is one, under a temporary name that is then moved over it.
+    fn replace(
+        &self,
+        path: &[u8],
+        place: &Place,
+        special: bool,
+        make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
+    ) -> io::Result<()> {
+        let (parent, _) = split(path);
+        self.change(parent);
+        match self.writing(parent, || make(&place.dir, &place.name)) {
+            Err(Errno::EXIST) => {}
+            other => return Ok(other?),
+        }
+        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
+            self.clear_way(place, &stat, special)?;
+            return Ok(make(&place.dir, &place.name)?);
+        }
+        self.may_replace()?;
+        let temp = temp_name(&place.name, &[0x5a; 16], &super::journal::key_of(path));
+        let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
+        make(&place.dir, &temp)?;
+        let moved = rustix::fs::renameat(&place.dir, &temp, &place.dir, &place.name);
+        // Renaming one name of a file over another of the same leaves both.
+        let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
+        Ok(moved?)
     }
 
     /// Applies attributes to an entry that is not opened, because that would follow or block.
-    fn apply_unopened(&self, place: &Place, meta: &Meta) -> io::Result<()> {
-        if !self.preserve {
-            return Ok(());
+    fn apply_unopened(&self, place: &Place, meta: &Meta) -> Shortcomings {
+        let mut short = Shortcomings::new();
+        if !self.manner.preserve {
+            return short;
         }
-        if self.privileged {
+        if self.privileged && self.manner.trust == Trust::Operator {
             let flags = AtFlags::SYMLINK_NOFOLLOW;
-            rustix::fs::chownat(&place.dir, &place.name, uid(meta), gid(meta), flags)?;
+            if let Err(e) = rustix::fs::chownat(&place.dir, &place.name, uid(meta), gid(meta), flags) {
+                self.tell_owner(&mut short, e.into());
+            }
         }
-        rustix::fs::utimensat(&place.dir, &place.name, &times(meta), AtFlags::SYMLINK_NOFOLLOW)?;
-        if !meta.xattrs.is_empty() {
-            crate::xattr::write(place.dir.as_fd(), &place.name, &meta.xattrs)?;
+        let allowed: Vec<_> = meta.xattrs.iter().filter(|(name, _)| self.may_set(name)).collect();
+        self.write_xattrs(&mut short, place.dir.as_fd(), &place.name, &allowed);
+        if let Err(e) = rustix::fs::utimensat(&place.dir, &place.name, &times(meta), AtFlags::SYMLINK_NOFOLLOW) {
+            short.push(format!("times: {}", io::Error::from(e)));
         }
-        Ok(())
+        short
     }
 
-    /// Removes from a directory what is not to be kept; returns how much that was.
-    pub(crate) fn prune(&self, path: &[u8], keep: &HashSet<Vec<u8>>, dry_run: bool) -> io::Result<u64> {
-        let dir = match if path.is_empty() { Ok(Arc::clone(&self.root)) } else { self.open_directory(path) } {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+    /// Gives a finished file its name; says when its inode last changed then.
+    ///
+    /// # Errors
+    /// Also if what is in the way may not be replaced, or if what has the temporary name is not that file.
+    pub(crate) fn put_in_place(
+        &self,
+        parent: &[u8],
+        place: &Place,
+        temp: &CStr,
+        identity: Identity,
+    ) -> io::Result<i64> {
+        self.change(parent);
+        let Place { dir, name } = place;
+        let (found, _) = Identity::of(dir, temp)?;
+        if found != identity {
+            return Err(io::Error::other("its temporary file was replaced by another"));
+        }
+        let rename = || rustix::fs::renameat_with(dir, temp, dir, name, RenameFlags::NOREPLACE);
+        match self.writing(parent, rename) {
+            Ok(()) => {}
+            Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
+                match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(stat) => self.make_way(place, temp, &stat)?,
+                    Err(Errno::NOENT) => {}
+                    Err(e) => return Err(e.into()),
+                }
+                rustix::fs::renameat(dir, temp, dir, name)?;
+            }
+            Err(e) => return Err(e.into()),
+        }
+        let (_, stat) = Identity::of(dir, name)?;
+        Ok(nanoseconds(stat.stx_ctime))
+    }
+
+    /// Prepares for a file to take the place of another: without `preserve` it keeps whose that was
+    /// and who could read it.
+    fn make_way(&self, place: &Place, temp: &CStr, stat: &Stat) -> io::Result<()> {
+        self.may_replace()?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile if !self.manner.preserve => {
+                self.changed().many = true;
+                if self.privileged {
+                    let (uid, gid) = (rustix::fs::Uid::from_raw(stat.st_uid), rustix::fs::Gid::from_raw(stat.st_gid));
+                    rustix::fs::chownat(&place.dir, temp, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
+                }
+                rustix::fs::chmodat(&place.dir, temp, Mode::from_raw_mode(stat.st_mode & 0o1777), AtFlags::empty())?;
+                crate::xattr::copy_acl(place.dir.as_fd(), &place.name, temp);
+                Ok(())
+            }
+            FileType::RegularFile | FileType::Symlink => Ok(()),
+            _ => self.clear_way(place, stat, false),
+        }
+    }
+
+    /// Removes from a directory what is not to be kept.
+    pub(crate) fn prune(
+        &self,
+        path: &[u8],
+        below: &[u8],
+        keep: &HashSet<Vec<u8>>,
+        own: &CStr,
+        remover: &Remover<'_>,
+    ) -> io::Result<Removed> {
+        let mut total = Removed::default();
+        let dir = match self.open_directory(path) {
+            // Not there, or, in a dry run, still something else.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(total),
             other => other?,
         };
-        let mut removed = 0;
-        for entry in rustix::fs::Dir::read_from(&dir)? {
+        if !remover.dry_run {
+            self.change(path);
+        }
+        for entry in rustix::fs::Dir::read_from(&*dir)? {
             let entry = entry?;
             let name = entry.file_name();
             let bytes = name.to_bytes();
-            if matches!(bytes, b"." | b"..") || keep.contains(bytes) || is_own_name(bytes) {
+            if matches!(bytes, b"." | b"..") || keep.contains(bytes) || name == own || is_fresh_own(&dir, name) {
                 continue;
             }
-            removed += remove_tree(&dir, name, dry_run)?;
+            let removed = remover.remove(&*dir, name, below);
+            total.count += removed.count;
+            total.left += removed.left;
+            total.failure = total.failure.or(removed.failure);
         }
-        Ok(removed)
+        Ok(total)
     }
 }
 
-/// Removes an entry and all beneath it; returns how many entries that were.
-fn remove_tree(dir: &OwnedFd, name: &CStr, dry_run: bool) -> io::Result<u64> {
-    if !dry_run {
-        match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
-            Ok(()) => return Ok(1),
-            Err(rustix::io::Errno::ISDIR | rustix::io::Errno::PERM) => {}
-            Err(e) => return Err(e.into()),
-        }
+/// Whether a name is of a file that another job may be working on.
+fn is_fresh_own(dir: &OwnedFd, name: &CStr) -> bool {
+    if !is_own_name(name.to_bytes()) {
+        return false;
     }
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let inner = match rustix::fs::openat(dir, name, flags, Mode::empty()) {
-        Ok(inner) => inner,
-        Err(rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) if dry_run => return Ok(1),
-        Err(e) => return Err(e.into()),
-    };
-    let mut removed = 1;
-    for entry in rustix::fs::Dir::read_from(&inner)? {
-        let entry = entry?;
-        if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
-            removed += remove_tree(&inner, entry.file_name(), dry_run)?;
-        }
-    }
-    if !dry_run {
-        rustix::fs::unlinkat(dir, name, AtFlags::REMOVEDIR)?;
-    }
-    Ok(removed)
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec;
+    let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
+    stat.is_ok_and(|s| now.saturating_sub(s.st_mtime.max(s.st_ctime)) < OWN_AGE_MAX_S)
 }
 
-/// Opens a path beneath a directory, never leaving it.
-pub(crate) fn openat_beneath(root: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<OwnedFd> {
+/// Opens a path beneath a directory, never leaving it, through no symbolic link.
+fn openat_without_links(root: impl AsFd, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
     use std::os::unix::ffi::OsStrExt;
     let path = if path.is_empty() { Path::new(".") } else { Path::new(std::ffi::OsStr::from_bytes(path)) };
-    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
     loop {
         match rustix::fs::openat2(root.as_fd(), path, flags, Mode::empty(), how) {
             // A rename elsewhere made the kernel unsure.
-            Err(rustix::io::Errno::AGAIN) => {}
-            Err(rustix::io::Errno::XDEV) => {
-                return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the path leads out of the export"));
-            }
-            other => return Ok(other?),
+            Err(Errno::AGAIN) => {}
+            other => return other,
         }
     }
 }
@@ -266,7 +663,7 @@ pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
 
 /// The temporary name of a file of a job.
 pub(crate) fn temp_name(name: &CStr, job: &[u8; 16], key: &[u8; 16]) -> CString {
-    // Names have at most 255 octets.
+    // Names have at most 255 bytes.
     const KEPT: usize = 255 - 1 - TEMP_MARK.len() - 8;
     let bytes = name.to_bytes();
     let tag: Vec<u8> = job.iter().zip(key).take(4).map(|(a, b)| a ^ b).collect();
@@ -279,7 +676,9 @@ pub(crate) fn temp_name(name: &CStr, job: &[u8; 16], key: &[u8; 16]) -> CString 
 
 fn times(meta: &Meta) -> Timestamps {
     let mtime = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
-    Timestamps { last_access: mtime, last_modification: mtime }
+    // Nobody has read the copy yet.
+    let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
+    Timestamps { last_access: omit, last_modification: mtime }
 }
 
 fn uid(meta: &Meta) -> Option<rustix::fs::Uid> {
@@ -300,57 +699,173 @@ fn current_umask() -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::filter::Filter;
+    use crate::wire::TreeOptions;
     use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
+        Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, trust })
+    }
 
     fn tree(dir: &Path) -> Tree {
-        Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), true)
+        tree_with(dir, true, false, Trust::Operator)
+    }
+
+    fn file(dir: &Path, name: &str, mode: u32) -> Identity {
+        fs::write(dir.join(name), name).unwrap();
+        fs::set_permissions(dir.join(name), fs::Permissions::from_mode(mode)).unwrap();
+        Identity::of(fs::File::open(dir.join(name)).unwrap(), c"").unwrap().0
     }
 
     #[test]
-    fn nothing_is_reached_outside_the_root() {
+    fn nothing_is_reached_outside_the_root_or_through_links() {
         let dir = tempfile::tempdir().unwrap();
         let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
         fs::create_dir(&root).unwrap();
         fs::create_dir(&outside).unwrap();
-        std::os::unix::fs::symlink(&outside, root.join("absolute")).unwrap();
-        std::os::unix::fs::symlink("../outside", root.join("relative")).unwrap();
+        fs::create_dir(root.join("real")).unwrap();
+        symlink(&outside, root.join("absolute")).unwrap();
+        symlink("../outside", root.join("relative")).unwrap();
+        symlink("real", root.join("inside")).unwrap();
         let tree = tree(&root);
-        for path in [&b"absolute/x"[..], b"relative/x"] {
+        for path in [&b"absolute/x"[..], b"relative/x", b"inside/x", b"../outside/x"] {
             assert!(tree.place(path).is_err());
             assert!(tree.symlink(path, b"y", &Meta::default()).is_err());
-            assert!(tree.make_directory(path).is_err());
+            assert!(tree.make_directory(path, &Meta::default()).is_err());
+            assert!(tree.link(path, b"real").is_err());
         }
-        assert_eq!(fs::read_dir(&outside).unwrap().count(), 0);
-        // A link that stays inside is followed, as any copy program would.
-        fs::create_dir(root.join("real")).unwrap();
-        std::os::unix::fs::symlink("real", root.join("inside")).unwrap();
-        tree.make_directory(b"inside/new").unwrap();
-        assert!(root.join("real/new").is_dir());
+        for empty in [&outside, &root.join("real")] {
+            assert_eq!(fs::read_dir(empty).unwrap().count(), 0);
+        }
     }
 
     #[test]
-    fn missing_parents_are_made_and_things_in_the_way_are_told() {
+    fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         let dir = tempfile::tempdir().unwrap();
-        let tree = tree(dir.path());
-        tree.make_directory(b"a/b/c").unwrap();
-        tree.make_directory(b"a/b/c").unwrap();
+        fs::create_dir(dir.path().join("real")).unwrap();
+        fs::write(dir.path().join("real/precious"), "").unwrap();
+        symlink("real", dir.path().join("link")).unwrap();
+        let tree = tree_with(dir.path(), false, true, Trust::Operator);
+        assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made anew");
+        assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
+        let keep = HashSet::new();
+        let filter = Filter::new(&TreeOptions::default()).unwrap();
+        tree.prune(b"link", b"", &keep, c"journal", &Remover { filter: &filter, dry_run: false }).unwrap();
+        assert!(dir.path().join("real/precious").exists());
+        if rustix::fs::mknodat(&tree.root, c"dev", FileType::CharacterDevice, Mode::from_raw_mode(0o600), 0x103).is_ok()
+        {
+            let error = tree.make_directory(b"dev", &Meta::default()).unwrap_err();
+            assert!(error.to_string().contains("device"), "{error}");
+        }
+    }
+
+    #[test]
+    fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |delete| tree_with(dir.path(), false, delete, Trust::Operator);
+        with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
+        with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
         fs::write(dir.path().join("file"), "").unwrap();
-        assert!(tree.make_directory(b"file").unwrap_err().to_string().contains("in the way"));
+        assert!(with(false).make_directory(b"file", &Meta::default()).unwrap(), "a file gives way to a directory");
+        let put = |delete: bool, name: &str| {
+            let identity = file(dir.path(), ".temp", 0o644);
+            let tree = with(delete);
+            let place = tree.place(name.as_bytes()).unwrap();
+            tree.put_in_place(b"", &place, c".temp", identity)
+        };
+        put(false, "file").unwrap();
+        assert!(dir.path().join("file").is_file(), "an empty directory gives way to a file");
+        assert!(put(false, "a").unwrap_err().to_string().contains("--delete"));
+        put(true, "a").unwrap();
+        assert_eq!(fs::read(dir.path().join("a")).unwrap(), b".temp");
+        let identity = file(dir.path(), "other", 0o644);
+        file(dir.path(), ".temp2", 0o644);
+        let tree = with(false);
+        let place = tree.place(b"new").unwrap();
+        assert!(tree.put_in_place(b"", &place, c".temp2", identity).is_err(), "not the file that was written");
+        assert!(!dir.path().join("new").exists());
     }
 
     #[test]
-    fn pruning_removes_all_but_what_is_kept_and_own_files() {
+    fn without_preserve_what_is_there_keeps_its_permissions() {
         let dir = tempfile::tempdir().unwrap();
-        for path in ["keep", "gone", "sub/deep/file", ".x.tw-0123abcd"] {
+        file(dir.path(), "secret", 0o600);
+        fs::create_dir(dir.path().join("private")).unwrap();
+        fs::set_permissions(dir.path().join("private"), fs::Permissions::from_mode(0o2700)).unwrap();
+        let tree = tree_with(dir.path(), false, false, Trust::Operator);
+        let identity = file(dir.path(), ".temp", 0o644);
+        let place = tree.place(b"secret").unwrap();
+        tree.put_in_place(b"", &place, c".temp", identity).unwrap();
+        let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().mode() & 0o7777;
+        assert_eq!(mode("secret"), 0o600);
+        assert_eq!(fs::read(dir.path().join("secret")).unwrap(), b".temp");
+        let open = Meta { mode: 0o040_755, ..Meta::default() };
+        assert!(!tree.make_directory(b"private", &open).unwrap());
+        tree.finish_directory(b"private", &open, false).unwrap();
+        assert_eq!(mode("private"), 0o2700);
+        assert!(tree.make_directory(b"private/inner", &open).unwrap());
+        tree.finish_directory(b"private/inner", &open, true).unwrap();
+        assert_eq!(mode("private/inner") & 0o2000, 0o2000, "the set-group-id bit is inherited");
+    }
+
+    #[test]
+    fn a_peer_gives_nobody_rights() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = tree_with(dir.path(), true, false, Trust::Peer);
+        let handle = fs::File::create(dir.path().join("f")).unwrap();
+        let meta = Meta {
+            mode: 0o106_755,
+            uid: 12345,
+            gid: 12345,
+            xattrs: vec![(
+                b"security.capability".to_vec(),
+                vec![1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+            )],
+            ..Meta::default()
+        };
+        assert_eq!(tree.apply(handle.as_fd(), &meta, false), Shortcomings::new());
+        let stat = handle.metadata().unwrap();
+        assert_eq!((stat.mode() & 0o7777, stat.uid()), (0o755, rustix::process::geteuid().as_raw()));
+        assert_eq!(rustix::fs::flistxattr(&handle, &mut [0; 100]).unwrap(), 0);
+        let device = Meta { mode: 0o020_666, ..Meta::default() };
+        assert_eq!(tree.special(b"dev", &device, 0x103).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        let fifo = Meta { mode: 0o010_666, ..Meta::default() };
+        tree.special(b"fifo", &fifo, 0).unwrap();
+        assert_eq!(fs::metadata(dir.path().join("fifo")).unwrap().mode() & 0o777, 0o666, "whatever the umask");
+    }
+
+    #[test]
+    fn set_id_bits_go_only_to_the_owner_they_were_meant_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tree = tree(dir.path());
+        tree.privileged = false;
+        let handle = fs::File::create(dir.path().join("f")).unwrap();
+        let ours = handle.metadata().unwrap();
+        let meta = |uid, gid| Meta { mode: 0o106_755, uid, gid, ..Meta::default() };
+        let mode = || handle.metadata().unwrap().mode() & 0o7777;
+        tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false);
+        assert_eq!(mode() & 0o4000, 0);
+        tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false);
+        assert_eq!(mode(), 0o6755);
+    }
+
+    #[test]
+    fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in ["keep", "gone", "sub/deep/file", ".x.tw-0123abcd", ".y.tw-0123abcd"] {
             let path = dir.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
         let keep = HashSet::from([b"keep".to_vec()]);
         let tree = tree(dir.path());
-        assert_eq!(tree.prune(b"", &keep, true).unwrap(), 4);
-        assert_eq!(tree.prune(b"", &keep, false).unwrap(), 4);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+        let filter = Filter::new(&TreeOptions::default()).unwrap();
+        for dry_run in [true, false] {
+            let removed = tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run }).unwrap();
+            assert_eq!((removed.count, removed.left), (4, 0));
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::Mail;
 use crate::protocol::pieces::subtract;
 use crate::session::{Engine, FirstFailure, Mailer, Terms};
-use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report};
+use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report, ReportKind};
 use rustix::fs::{OFlags, Stat};
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use thruway_engine::Block;
 use thruway_engine::integrity::DIGEST_LEN;
 
 /// A large file on its way.
-pub(super) struct LargeFile {
+pub(crate) struct LargeFile {
     pub(super) file: Arc<File>,
     pub(super) number: u64,
     /// Sequence number of the block that the file begins in.
@@ -73,12 +73,11 @@ impl Finish {
                     header.digest = header.bind(self.terms.verify, self.terms.verify.digest(&[]));
                 }
             }
-            let file = (header.len > 0).then(|| Arc::clone(&large.file));
-            if file.is_none() {
+            if header.len == 0 {
                 return self.seal_and_close(block, header, &large);
             }
-            self.mailer.send(Mail::Loaded(block, header, self.after, file));
-            large.close();
+            // Whether it changed is looked at when it has been sent, not before.
+            self.mailer.send(Mail::Loaded(block, header, self.after, Some(large)));
         });
     }
 
@@ -106,6 +105,11 @@ impl Finish {
     }
 }
 
+/// Large files that are read at once: descriptors are few.
+fn open_files_max() -> u32 {
+    (thruway_engine::limits::open_files() / 8).clamp(2, 256) as u32
+}
+
 /// Counts the large files that are being read.
 #[derive(Default)]
 pub(super) struct OpenFiles {
@@ -118,16 +122,22 @@ impl OpenFiles {
         self.count.lock().expect("no panics under the lock")
     }
 
-    pub(super) fn opened(&self) {
-        *self.lock() += 1;
+    /// Waits until another file may be opened; false after `limit`.
+    pub(super) fn enter(&self, limit: Duration) -> bool {
+        let most = open_files_max();
+        let waited = self.none.wait_timeout_while(self.lock(), limit, |count| *count >= most);
+        let (mut count, _) = waited.expect("no panics under the lock");
+        if *count >= most {
+            return false;
+        }
+        *count += 1;
+        true
     }
 
     pub(super) fn closed(&self) {
         let mut count = self.lock();
         *count -= 1;
-        if *count == 0 {
-            self.none.notify_all();
-        }
+        self.none.notify_all();
     }
 
     /// Waits until there are none; false after `limit`.
@@ -143,17 +153,23 @@ impl LargeFile {
         if self.open.fetch_sub(1, Ordering::SeqCst) != 1 {
             return;
         }
+        let mut grown = false;
         if !self.endless {
             match rustix::fs::fstat(&self.file) {
                 Ok(after) if same_version(&self.stat, &after) => {}
+                Ok(after) if has_grown(&self.stat, &after) => grown = true,
                 Ok(_) => self.failure.set("changed while it was read"),
                 Err(e) => self.failure.set(io::Error::from(e).to_string()),
             }
         }
         let status = match self.failure.get() {
+            None if grown => {
+                self.tell(ReportKind::Incomplete, grew(self.stat.st_size as u64));
+                FileStatus::Grown
+            }
             None => FileStatus::Unchanged,
             Some(message) => {
-                self.mailer.send(Mail::Report(Report { path: self.path.clone(), message: message.clone() }));
+                self.tell(ReportKind::NotCopied, message.clone());
                 FileStatus::Failed(message)
             }
         };
@@ -161,11 +177,26 @@ impl LargeFile {
         self.mailer.send(Mail::FileEnd { file: self.number, blocks, status });
         self.open_files.closed();
     }
+
+    fn tell(&self, kind: ReportKind, message: String) {
+        self.mailer.send(Mail::Report(Report { path: self.path.clone(), kind, message }));
+    }
 }
 
+/// Whether a file is as it was. The change time tells what a modification time that was put back hides.
 pub(super) fn same_version(a: &Stat, b: &Stat) -> bool {
-    (a.st_size, a.st_mtime, a.st_mtime_nsec, a.st_ino, a.st_dev)
-        == (b.st_size, b.st_mtime, b.st_mtime_nsec, b.st_ino, b.st_dev)
+    let of = |s: &Stat| (s.st_size, s.st_mtime, s.st_mtime_nsec, s.st_ctime, s.st_ctime_nsec, s.st_ino, s.st_dev);
+    of(a) == of(b)
+}
+
+/// Whether a file has become longer, as a log does: what it was before is copied, and that is told.
+pub(super) fn has_grown(before: &Stat, after: &Stat) -> bool {
+    (before.st_ino, before.st_dev) == (after.st_ino, after.st_dev) && after.st_size > before.st_size
+}
+
+/// What is said of a file that has grown.
+pub(super) fn grew(len: u64) -> String {
+    format!("grew while it was read: its first {len} bytes were copied")
 }
 
 /// Turns direct I/O on for an open file. False where the file system refuses.
@@ -175,7 +206,12 @@ pub(super) fn set_direct(file: &File) -> bool {
 
 /// The parts of a file that hold data and are not among `have`: holes are left out unless the
 /// file is `dense`.
-pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> Vec<(u64, u64)> {
+///
+/// # Errors
+/// If the file cannot be asked: "no data behind here" is told apart from every other answer.
+pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> io::Result<Vec<(u64, u64)>> {
+    use rustix::fs::SeekFrom;
+    use rustix::io::Errno;
     let mut data = Vec::new();
     let mut at = 0;
     while at < size {
@@ -183,16 +219,27 @@ pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64,
             data.push((0, size));
             break;
         }
-        use rustix::fs::SeekFrom;
-        let Ok(start) = rustix::fs::seek(file, SeekFrom::Data(at)) else { break };
-        let end = rustix::fs::seek(file, SeekFrom::Hole(start)).unwrap_or(size).min(size);
+        let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(start) => start,
+            Err(Errno::NXIO) => break,
+            // A file system that knows no holes.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+            Err(e) => return Err(e.into()),
+        };
+        let end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
+            Ok(end) => end.min(size),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => size,
+            // It is shorter by now, which its end will tell.
+            Err(Errno::NXIO) => size,
+            Err(e) => return Err(e.into()),
+        };
         if start >= size || end <= start {
             break;
         }
         data.push((start, end));
         at = end;
     }
-    subtract(data, have)
+    Ok(subtract(data, have))
 }
 
 #[cfg(test)]
@@ -206,9 +253,9 @@ mod tests {
         file.write_all_at(b"x", 0).unwrap();
         file.write_all_at(b"y", 10 << 20).unwrap();
         let size = (10 << 20) + 1;
-        let extents = missing_extents(&file, size, false, &[]);
+        let extents = missing_extents(&file, size, false, &[]).unwrap();
         assert!(extents.iter().map(|(a, b)| b - a).sum::<u64>() < 1 << 20, "{extents:?}");
         assert_eq!(extents.last().unwrap().1, size);
-        assert_eq!(missing_extents(&file, size, true, &[]), vec![(0, size)]);
+        assert_eq!(missing_extents(&file, size, true, &[]).unwrap(), vec![(0, size)]);
     }
 }

@@ -7,6 +7,7 @@
 mod budget;
 mod grain;
 mod large;
+mod send;
 mod walk;
 
 pub use walk::Root;
@@ -14,10 +15,11 @@ pub use walk::Root;
 use crate::link::{Channels, Growth, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
-use crate::wire::{Answer, BlockHeader, Control, Direct, FileStatus, OfferEntry, Report, Summary};
+use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
 use budget::Budget;
 use grain::{Gauge, Grain};
-use std::fs::File;
+use large::LargeFile;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -29,7 +31,7 @@ pub(crate) enum Mail {
     /// A block is loaded, digested and sealed, and may be sent after the block with this sequence
     /// number. With a file, the block only stands for the piece of the file that the header names,
     /// which is sent from there.
-    Loaded(Block, BlockHeader, Option<u32>, Option<Arc<File>>),
+    Loaded(Block, BlockHeader, Option<u32>, Option<Arc<LargeFile>>),
     /// A large file has been read to its end.
     FileEnd { file: u64, blocks: u32, status: FileStatus },
     /// Files that may be there already.
@@ -54,6 +56,7 @@ pub fn run(
     terms: &Terms,
     roots: Vec<Root>,
     offers: bool,
+    destination: Option<Destination>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
@@ -64,18 +67,19 @@ pub fn run(
     let far = link.round_trip().filter(|_| link.transport() == Transport::Rdma);
     let grain = Arc::new(Grain::new(terms.block_len, far));
     let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &grain));
-    let walker = walk::Walker::new(
-        Arc::clone(engine),
-        terms.clone(),
+    let setting = walk::Setting {
+        engine: Arc::clone(engine),
+        terms: terms.clone(),
         mailer,
-        offers.then_some(verdict_receiver),
-        Arc::clone(&cancel),
-        Arc::clone(progress),
-        link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
-        Arc::clone(&ahead),
-        Arc::clone(&grain),
-    )
-    .map_err(SessionError::Local)?;
+        verdicts: offers.then_some(verdict_receiver),
+        cancel: Arc::clone(&cancel),
+        progress: Arc::clone(progress),
+        from_files: link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
+        ahead: Arc::clone(&ahead),
+        grain: Arc::clone(&grain),
+        destination: destination.filter(|d| d.machine == this_machine()),
+    };
+    let walker = walk::Walker::new(setting).map_err(SessionError::Local)?;
     let thread = std::thread::Builder::new()
         .name("walker".into())
         .stack_size(1 << 20)
@@ -95,6 +99,7 @@ pub fn run(
         channels,
         growth: Growth::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
+        streaming: HashMap::new(),
     };
     let result = source.run();
     if let Err(error) = &result {
@@ -117,7 +122,7 @@ pub fn run(
 }
 
 struct Source<'a> {
-    core: Core<(Block, Option<Arc<File>>)>,
+    core: Core<(Block, Option<Arc<LargeFile>>)>,
     link: &'a mut Link,
     mailbox: Receiver<Mail>,
     verdicts: Option<Sender<Vec<Answer>>>,
@@ -129,8 +134,16 @@ struct Source<'a> {
     gauge: Option<Gauge>,
     channels: &'a Channels,
     growth: Growth,
-    /// Octets written.
+    /// Bytes written.
     sent: u64,
+    /// Files of which a piece is being sent from the file itself, by its sequence number.
+    streaming: HashMap<u32, Arc<LargeFile>>,
+}
+
+/// Tells this machine, since it was started, from every other.
+pub(crate) fn this_machine() -> [u8; 16] {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    blake3::hash(text.trim().as_bytes()).as_bytes()[..16].try_into().expect("16 bytes")
 }
 
 /// How many blocks the source may have outside its pool. Loading as far ahead as the pool allows
@@ -224,8 +237,11 @@ impl Source<'_> {
             let limit = self.budget.pause(Instant::now()).unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
-                    LinkEvent::Written(block) => {
+                    LinkEvent::Written(block, sequence) => {
                         drop(block);
+                        if let Some(file) = sequence.and_then(|n| self.streaming.remove(&n)) {
+                            file.close();
+                        }
                         self.ahead.leave();
                     }
                     LinkEvent::Control(message) => {
@@ -249,10 +265,11 @@ impl Source<'_> {
             }
             Heard::Report(report) => (self.on_report)(&report),
             Heard::Done(summary) => {
-                self.link.send(&Control::Farewell)?;
+                // A sink that does not wait for it may have closed already.
+                let _ = self.link.send(&Control::Farewell);
                 return Ok(Some(summary));
             }
-            Heard::Aborted(why) => return Err(SessionError::Aborted(why)),
+            Heard::Aborted(code, why) => return Err(SessionError::aborted(code, &why)),
         }
         Ok(None)
     }
@@ -289,7 +306,9 @@ impl Source<'_> {
                     self.account(header.len);
                 }
                 Step::Stream((block, file), header) => {
-                    self.link.stream(block, header, file)?;
+                    let from = file.as_ref().map(|large| Arc::clone(&large.file));
+                    self.streaming.extend(file.map(|large| (header.sequence, large)));
+                    self.link.stream(block, header, from)?;
                     self.account(header.len);
                 }
             }
@@ -300,7 +319,8 @@ impl Source<'_> {
     /// Adds data channels when those there are limit the rate.
     fn grow(&mut self) -> Result<(), SessionError> {
         let now = Instant::now();
-        if !self.growth.may_be_due(now) || !self.growth.is_due(now, self.link.round_trip()) {
+        if self.core.is_announced() || !self.growth.may_be_due(now) || !self.growth.is_due(now, self.link.round_trip())
+        {
             return Ok(());
         }
         let count = self.growth.look(now, &self.link.paths(), self.sent);

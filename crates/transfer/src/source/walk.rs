@@ -1,47 +1,45 @@
 //! Walks the source, packs small files, and sets large ones reading.
 //!
-//! One thread: directory by directory, never holding more of the tree than the names of the
-//! subdirectories on the way down. Small files are read straight into the block they travel in;
-//! large ones are read by the storage stage, holes left out.
+//! One thread: directory by directory, never holding more of the tree than one open directory and the paths of
+//! those still to come. Nothing below a root is reached through a symbolic link. What an
+//! entry is sent as is decided here; `send.rs` sends it.
 
 use super::grain::Grain;
-use super::large::{Finish, LargeFile, OpenFiles, missing_extents, same_version, set_direct};
+use super::large::OpenFiles;
+use super::send::Pack;
 use super::{Ahead, Mail};
 use crate::filter::Filter;
 use crate::protocol::offers::{self, Offers};
-use crate::protocol::pieces::cut;
-use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
-use crate::wire::{Answer, BlockHeader, BlockKind, Direct, Meta, OfferEntry, RECORD_PREFIX_LEN, Record, Report};
+use crate::session::{Engine, Mailer, Progress, Terms};
+use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
-use std::collections::HashMap;
-use std::ffi::{CStr, CString};
+use std::collections::{HashMap, HashSet};
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
-use thruway_engine::{Block, StorageOp, page_cache};
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
-/// Files with several names that are remembered; later ones travel as files of their own.
+/// Entries with several names that are remembered; later ones travel as entries of their own.
 const LINKS_MAX: usize = 1 << 18;
-/// Octets of names in one list of names to keep.
-const KEEP_OCTETS: usize = 32 << 10;
-/// Auto direct I/O begins here, for files of which less than half is cached.
-const DIRECT_FROM: u64 = 64 << 20;
-const ALIGN: u64 = 4096;
+/// Bytes of names in one part of a list of names to keep, at most.
+const KEEP_BYTES: usize = 32 << 10;
 
 /// How often a waiting walker looks whether the session is over.
-const GLANCE: Duration = Duration::from_secs(1);
+pub(super) const GLANCE: Duration = Duration::from_secs(1);
 
 /// A place to begin walking.
 pub struct Root {
-    /// The directory `path` is relative to; paths never lead out of it. `None`: the whole system.
+    /// The directory `path` is relative to. `None`: the working directory.
     pub beneath: Option<Arc<OwnedFd>>,
+    /// `path` must not lead out of that directory.
+    pub confined: bool,
     /// Path of the thing to copy.
     pub path: PathBuf,
     /// Its name at the sink; empty: its contents go into the sink's root.
@@ -49,58 +47,114 @@ pub struct Root {
 }
 
 pub(super) struct Walker {
-    engine: Arc<Engine>,
-    terms: Terms,
-    mailer: Mailer<Mail>,
+    pub(super) engine: Arc<Engine>,
+    pub(super) terms: Terms,
+    pub(super) mailer: Mailer<Mail>,
     verdicts: Option<Receiver<Vec<Answer>>>,
     cancel: Arc<AtomicBool>,
-    progress: Arc<Progress>,
+    pub(super) progress: Arc<Progress>,
     filter: Filter,
-    pack: Option<Pack>,
-    pack_max: u64,
-    next_sequence: u32,
-    next_file: u64,
-    open_files: Arc<OpenFiles>,
+    pub(super) pack: Option<Pack>,
+    pub(super) pack_max: u64,
+    pub(super) next_sequence: u32,
+    pub(super) next_file: u64,
+    pub(super) open_files: Arc<OpenFiles>,
     links: HashMap<(u64, u64), Vec<u8>>,
     /// More would have to be remembered than can be.
     links_full: bool,
+    /// With several sources: what has been sent, by hash of its path. No source overwrites what another has just made.
+    names: Option<HashSet<u64>>,
+    /// Where the copy goes, if that is on this machine.
+    destination: Option<Destination>,
     offers: Offers<Candidate>,
     /// Pieces of files are sent from the files themselves.
-    from_files: bool,
-    ahead: Arc<Ahead>,
-    grain: Arc<Grain>,
+    pub(super) from_files: bool,
+    pub(super) ahead: Arc<Ahead>,
+    pub(super) grain: Arc<Grain>,
 }
 
-struct Pack {
-    block: Block,
-    used: usize,
+/// What a walker works with.
+pub(super) struct Setting {
+    pub(super) engine: Arc<Engine>,
+    pub(super) terms: Terms,
+    pub(super) mailer: Mailer<Mail>,
+    /// Answers to offers; without, everything is sent.
+    pub(super) verdicts: Option<Receiver<Vec<Answer>>>,
+    pub(super) cancel: Arc<AtomicBool>,
+    pub(super) progress: Arc<Progress>,
+    pub(super) from_files: bool,
+    pub(super) ahead: Arc<Ahead>,
+    pub(super) grain: Arc<Grain>,
+    pub(super) destination: Option<Destination>,
+}
+
+/// Where an entry is.
+#[derive(Clone)]
+pub(super) struct From {
+    /// The root that it is below, or that it is.
+    root: Arc<OwnedFd>,
+    /// Its directory, while that is open; opened again by `below` if not.
+    dir: Option<Arc<OwnedFd>>,
+    /// Path of its directory below the root.
+    below: Vec<u8>,
+    /// Its name there; empty for the directory itself, or the root.
+    name: CString,
+}
+
+impl From {
+    /// The directory that the name is relative to.
+    pub(super) fn dir(&self) -> rustix::io::Result<Arc<OwnedFd>> {
+        match &self.dir {
+            Some(dir) => Ok(Arc::clone(dir)),
+            None if self.name.is_empty() => Ok(Arc::clone(&self.root)),
+            None => open_beneath(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY).map(Arc::new),
+        }
+    }
+
+    /// Opens the entry, which must be a file: an open would wait for the other end of a FIFO, and change the state of
+    /// some devices.
+    pub(super) fn open(&self) -> rustix::io::Result<(File, Stat)> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let fd = if self.name.is_empty() {
+            rustix::fs::open(format!("/proc/self/fd/{}", self.root.as_raw_fd()), flags, Mode::empty())?
+        } else {
+            rustix::fs::openat(self.dir()?, &self.name, flags | OFlags::NOFOLLOW, Mode::empty())?
+        };
+        let stat = rustix::fs::fstat(&fd)?;
+        Ok((File::from(fd), stat))
+    }
 }
 
 /// A file that may have to be sent.
-struct Candidate {
-    dir: Arc<OwnedFd>,
-    name: CString,
+pub(super) struct Candidate {
+    pub(super) from: From,
+    pub(super) path: Vec<u8>,
+    pub(super) stat: Stat,
+}
+
+/// Names that stay in a directory, on their way to the sink.
+struct KeepList {
     path: Vec<u8>,
-    stat: Stat,
+    below: u32,
+    names: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl KeepList {
+    fn take(&mut self, end: KeepEnd) -> Record {
+        self.bytes = 0;
+        Record::Keep { path: self.path.clone(), below: self.below, names: std::mem::take(&mut self.names), end }
+    }
 }
 
 /// The session is over; unwind.
-struct Cancelled;
-type Walk<T = ()> = Result<T, Cancelled>;
+pub(super) struct Cancelled;
+pub(super) type Walk<T = ()> = Result<T, Cancelled>;
 
 impl Walker {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
-        engine: Arc<Engine>,
-        terms: Terms,
-        mailer: Mailer<Mail>,
-        verdicts: Option<Receiver<Vec<Answer>>>,
-        cancel: Arc<AtomicBool>,
-        progress: Arc<Progress>,
-        from_files: bool,
-        ahead: Arc<Ahead>,
-        grain: Arc<Grain>,
-    ) -> Result<Walker, String> {
+    pub(super) fn new(setting: Setting) -> Result<Walker, String> {
+        let Setting { engine, terms, mailer, verdicts, cancel, progress, from_files, ahead, grain, destination } =
+            setting;
         let filter = Filter::new(&terms.options)?;
         let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
         Ok(Walker {
@@ -118,6 +172,8 @@ impl Walker {
             open_files: Arc::default(),
             links: HashMap::new(),
             links_full: false,
+            names: None,
+            destination,
             offers: Offers::default(),
             from_files,
             ahead,
@@ -126,6 +182,9 @@ impl Walker {
     }
 
     pub(super) fn run(mut self, roots: Vec<Root>) {
+        if roots.len() > 1 {
+            self.names = Some(HashSet::new());
+        }
         let done: Walk = (|| {
             for root in roots {
                 self.root(root)?;
@@ -146,17 +205,26 @@ impl Walker {
         }
     }
 
-    fn check_cancel(&self) -> Walk {
+    pub(super) fn check_cancel(&self) -> Walk {
         if self.cancel.load(Ordering::SeqCst) { Err(Cancelled) } else { Ok(()) }
     }
 
-    fn report(&self, path: &[u8], message: impl Into<String>) {
-        self.mailer.send(Mail::Report(Report { path: path.to_vec(), message: message.into() }));
+    /// An entry is not copied.
+    pub(super) fn report(&self, path: &[u8], message: impl Into<String>) {
+        self.tell(path, ReportKind::NotCopied, message);
+    }
+
+    pub(super) fn tell(&self, path: &[u8], kind: ReportKind, message: impl Into<String>) {
+        self.mailer.send(Mail::Report(Report { path: path.to_vec(), kind, message: message.into() }));
     }
 
     fn root(&mut self, root: Root) -> Walk {
         let shown = root.path.as_os_str().as_encoded_bytes().to_vec();
         let opened = match &root.beneath {
+            Some(base) if !root.confined => {
+                let path = if root.path.as_os_str().is_empty() { ".".into() } else { root.path.clone() };
+                rustix::fs::openat(base, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+            }
             Some(base) => {
                 let path = if root.path.as_os_str().is_empty() { ".".into() } else { root.path.clone() };
                 let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
@@ -166,8 +234,12 @@ impl Walker {
         };
         let (fd, stat) = match opened.and_then(|fd| rustix::fs::fstat(&fd).map(|stat| (fd, stat))) {
             Ok(found) => found,
+            Err(rustix::io::Errno::XDEV) => {
+                self.tell(&shown, ReportKind::NotListed, "leads out of the export");
+                return Ok(());
+            }
             Err(e) => {
-                self.report(&shown, io::Error::from(e).to_string());
+                self.tell(&shown, ReportKind::NotListed, io::Error::from(e).to_string());
                 return Ok(());
             }
         };
@@ -177,155 +249,200 @@ impl Walker {
                 self.report(&shown, "is a directory, and -r was not given");
                 return Ok(());
             }
-            return self.directory(fd, root.name, &stat, &mut Vec::new());
+            return self.tree(&fd, root.name, &stat);
         }
         if root.name.is_empty() {
             self.report(&shown, "is not a directory, but its path ends in a slash");
             return Ok(());
         }
         // The descriptor itself is the file; an empty name reopens it.
-        self.entry(&fd, c"", root.name, stat)
+        self.entry(&From { root: fd, dir: None, below: Vec::new(), name: c"".into() }, root.name, stat)
     }
 
-    /// `path` is where the directory goes; `below` is where it is relative to the source.
-    fn directory(&mut self, fd: Arc<OwnedFd>, path: Vec<u8>, stat: &Stat, below: &mut Vec<u8>) -> Walk {
-        self.check_cancel()?;
-        let dir =
-            match rustix::fs::openat(&fd, c".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+    /// Walks a directory with all beneath it, which goes where `to` says. One directory is open at a time, whatever
+    /// the depth; each is opened by its path below the root, through no symbolic link.
+    fn tree(&mut self, root: &Arc<OwnedFd>, to: Vec<u8>, stat: &Stat) -> Walk {
+        let mut todo = vec![(Vec::new(), *stat)];
+        while let Some((below, stat)) = todo.pop() {
+            self.check_cancel()?;
+            let path = join(&to, &below);
+            let dir = match open_beneath(root, &below, OFlags::RDONLY | OFlags::DIRECTORY) {
                 Ok(dir) => Arc::new(dir),
                 Err(e) => {
-                    self.report(&path, io::Error::from(e).to_string());
-                    return Ok(());
+                    self.tell(&path, ReportKind::NotListed, io::Error::from(e).to_string());
+                    continue;
                 }
             };
-        drop(fd);
-        if !path.is_empty() {
-            let meta = self.meta(&dir, c"", &path, stat);
-            self.append(&Record::Dir { path: path.clone(), meta })?;
-        }
-        let entries = match rustix::fs::Dir::read_from(&dir) {
-            Ok(entries) => entries,
-            Err(e) => {
-                self.report(&path, io::Error::from(e).to_string());
-                return Ok(());
-            }
-        };
-        let mut subdirectories = Vec::new();
-        let mut keep = Vec::new();
-        let mut keep_octets = 0;
-        for entry in entries {
-            let entry = match entry {
-                Ok(entry) => entry,
-                Err(e) => {
-                    self.report(&path, io::Error::from(e).to_string());
-                    break;
-                }
-            };
-            let name = entry.file_name();
-            if matches!(name.to_bytes(), b"." | b"..") || crate::sink::is_own_name(name.to_bytes()) {
-                continue;
-            }
-            let before = below.len();
-            push_component(below, name.to_bytes());
-            let taken = self.filter.takes(below);
-            if taken {
-                if self.terms.options.delete {
-                    keep_octets += name.to_bytes().len();
-                    keep.push(name.to_bytes().to_vec());
-                    if keep_octets > KEEP_OCTETS {
-                        let names = std::mem::take(&mut keep);
-                        keep_octets = 0;
-                        self.append(&Record::Keep { path: path.clone(), names, last: false })?;
-                    }
-                }
-                match rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-                    Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => {
-                        subdirectories.push((name.to_owned(), stat));
-                    }
-                    Ok(stat) => {
-                        let mut to = path.clone();
-                        push_component(&mut to, name.to_bytes());
-                        self.entry(&dir, name, to, stat)?;
-                    }
-                    Err(e) => {
-                        let mut to = path.clone();
-                        push_component(&mut to, name.to_bytes());
-                        self.report(&to, io::Error::from(e).to_string());
-                    }
-                }
-            } else if self.terms.options.delete {
-                // What is excluded here is not touched there.
-                keep.push(name.to_bytes().to_vec());
-            }
-            below.truncate(before);
-        }
-        if self.terms.options.delete {
-            self.append(&Record::Keep { path: path.clone(), names: keep, last: true })?;
-        }
-        for (name, stat) in subdirectories {
-            let mut to = path.clone();
-            push_component(&mut to, name.to_bytes());
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            match rustix::fs::openat(&dir, &name, flags, Mode::empty()) {
-                Ok(fd) => {
-                    let before = below.len();
-                    push_component(below, name.to_bytes());
-                    self.directory(Arc::new(fd), to, &stat, below)?;
-                    below.truncate(before);
-                }
-                Err(e) => self.report(&to, io::Error::from(e).to_string()),
-            }
+            self.directory(root, &dir, (&to, &below), &stat, &mut todo)?;
         }
         Ok(())
     }
 
-    fn entry(&mut self, dir: &Arc<OwnedFd>, name: &CStr, path: Vec<u8>, stat: Stat) -> Walk {
+    /// Sends what a directory holds, and adds its subdirectories to those that are still to be walked.
+    fn directory(
+        &mut self,
+        root: &Arc<OwnedFd>,
+        dir: &Arc<OwnedFd>,
+        (to, below): (&[u8], &[u8]),
+        stat: &Stat,
+        todo: &mut Vec<(Vec<u8>, Stat)>,
+    ) -> Walk {
+        let path = join(to, below);
+        if !path.is_empty() || self.terms.options.preserve {
+            let from = From { root: Arc::clone(root), dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
+            let meta = self.meta(&from, &path, stat);
+            self.append(&Record::Dir { path: path.clone(), meta })?;
+        }
+        let first = todo.len();
+        let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
+        let listed = self.list(root, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep, todo)?;
+        todo[first..].reverse();
+        if self.terms.options.delete {
+            let end = if listed { KeepEnd::Complete } else { KeepEnd::Incomplete };
+            self.append(&keep.take(end))?;
+        }
+        Ok(())
+    }
+
+    /// False if the listing was not complete, which has been told.
+    fn list(
+        &mut self,
+        root: &Arc<OwnedFd>,
+        (dir, dir_id): (&Arc<OwnedFd>, (u64, u64)),
+        (to, below): (&[u8], &[u8]),
+        keep: &mut KeepList,
+        todo: &mut Vec<(Vec<u8>, Stat)>,
+    ) -> Walk<bool> {
+        let path = join(to, below);
+        let failed = |walker: &Walker, e: rustix::io::Errno| {
+            let shown = if path.is_empty() { b"." } else { &path[..] };
+            walker.tell(shown, ReportKind::NotListed, format!("listing the directory: {}", io::Error::from(e)));
+            Ok(false)
+        };
+        let entries = match rustix::fs::Dir::read_from(&**dir) {
+            Ok(entries) => entries,
+            Err(e) => return failed(self, e),
+        };
+        let mut complete = true;
+        for entry in entries {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(e) => return failed(self, e),
+            };
+            let name = entry.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            if self.terms.options.delete {
+                // What is excluded here is not touched there.
+                keep.names.push(name.to_bytes().to_vec());
+                keep.bytes += name.to_bytes().len() + 4;
+                if keep.bytes > KEEP_BYTES.min(self.terms.block_len as usize / 4) {
+                    self.append(&keep.take(KeepEnd::More))?;
+                }
+            }
+            let inner = join(below, name.to_bytes());
+            if !self.filter.takes(&inner) {
+                continue;
+            }
+            let target = join(to, &inner);
+            match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(_) if target.len() > crate::wire::PATH_MAX => {
+                    let most = crate::wire::PATH_MAX;
+                    self.tell(&target, ReportKind::NotListed, format!("the path is longer than {most} bytes"));
+                }
+                Ok(stat) if self.is_destination(dir_id, name.to_bytes(), &stat) => {
+                    self.report(&target, "is where this copy goes; it is not copied into itself");
+                }
+                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => todo.push((inner, stat)),
+                Ok(stat) => {
+                    let from = From {
+                        root: Arc::clone(root),
+                        dir: Some(Arc::clone(dir)),
+                        below: below.to_vec(),
+                        name: name.into(),
+                    };
+                    self.entry(&from, target, stat)?;
+                }
+                // Gone since it was listed: then it is not to be kept, and not to be told.
+                Err(rustix::io::Errno::NOENT) => {}
+                Err(e) => {
+                    complete = false;
+                    self.tell(&target, ReportKind::NotListed, io::Error::from(e).to_string());
+                }
+            }
+        }
+        Ok(complete)
+    }
+
+    /// Whether an entry is the destination, which then lies inside what is copied.
+    fn is_destination(&self, dir: (u64, u64), name: &[u8], stat: &Stat) -> bool {
+        self.destination.as_ref().is_some_and(|d| match &d.name {
+            Some(target) => (d.device, d.inode) == dir && target == name,
+            None => (d.device, d.inode) == (stat.st_dev, stat.st_ino),
+        })
+    }
+
+    fn entry(&mut self, from: &From, path: Vec<u8>, stat: Stat) -> Walk {
         self.check_cancel()?;
-        if path.len() > crate::wire::PATH_MAX {
-            self.report(&path, "the path is longer than 4096 octets");
+        if let Some(names) = &mut self.names
+            && !names.insert(hash_of(&path))
+        {
+            self.report(&path, "another source has an entry of this name; not overwriting it");
             return Ok(());
         }
-        match FileType::from_raw_mode(stat.st_mode) {
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if self.terms.options.preserve && stat.st_nlink > 1 {
+            let key = (stat.st_dev, stat.st_ino);
+            if let Some(first) = self.links.get(&key) {
+                let target = first.clone();
+                return self.append(&Record::Link { path, target });
+            }
+            if self.links.len() < LINKS_MAX {
+                self.links.insert(key, path.clone());
+            } else if !std::mem::replace(&mut self.links_full, true) {
+                let why =
+                    format!("more than {LINKS_MAX} entries have several names; from here on they become separate");
+                self.tell(&path, ReportKind::Incomplete, why);
+            }
+        }
+        match kind {
             FileType::RegularFile => {
-                if self.terms.options.preserve && stat.st_nlink > 1 {
-                    let key = (stat.st_dev, stat.st_ino);
-                    if let Some(first) = self.links.get(&key) {
-                        let target = first.clone();
-                        return self.append(&Record::Link { path, target });
-                    }
-                    if self.links.len() < LINKS_MAX {
-                        self.links.insert(key, path.clone());
-                    } else if !std::mem::replace(&mut self.links_full, true) {
-                        tracing::warn!(
-                            path = %String::from_utf8_lossy(&path),
-                            "more than {LINKS_MAX} files have several names: from here on each name becomes a file"
-                        );
-                    }
+                if self.terms.options.length.is_some() {
+                    self.report(&path, "is a file, which has a size of its own; --size is for devices without end");
+                    return Ok(());
                 }
-                let candidate = Candidate { dir: Arc::clone(dir), name: name.into(), path, stat };
+                let candidate = Candidate { from: from.clone(), path, stat };
                 if self.verdicts.is_none() {
                     return self.send_file(candidate, &[]);
                 }
                 self.offer(candidate)
             }
-            FileType::Symlink => match rustix::fs::readlinkat(dir, name, Vec::new()) {
-                Ok(target) => {
-                    let meta = self.meta(dir, name, &path, &stat);
-                    self.append(&Record::Symlink { path, target: target.into_bytes(), meta })
+            FileType::Symlink => {
+                let read = from.dir().and_then(|dir| rustix::fs::readlinkat(dir, &from.name, Vec::new()));
+                match read {
+                    Ok(target) => {
+                        let meta = self.meta(from, &path, &stat);
+                        self.append(&Record::Symlink { path, target: target.into_bytes(), meta })
+                    }
+                    Err(e) => {
+                        self.report(&path, io::Error::from(e).to_string());
+                        Ok(())
+                    }
                 }
-                Err(e) => {
-                    self.report(&path, io::Error::from(e).to_string());
-                    Ok(())
-                }
-            },
+            }
             FileType::CharacterDevice if self.terms.options.length.is_some() => {
-                self.send_large(Candidate { dir: Arc::clone(dir), name: name.into(), path, stat }, &[])
+                self.send_large(Candidate { from: from.clone(), path, stat }, &[])
             }
             FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice
                 if self.terms.options.preserve =>
             {
-                let meta = self.meta(dir, name, &path, &stat);
+                let meta = self.meta(from, &path, &stat);
                 self.append(&Record::Special { path, meta, rdev: stat.st_rdev })
+            }
+            FileType::CharacterDevice => {
+                self.report(&path, "is a device: --size SIZE says how much to read of it, -p copies the device itself");
+                Ok(())
             }
             _ => {
                 self.report(&path, "not a file, directory or link; -p copies special files");
@@ -334,22 +451,28 @@ impl Walker {
         }
     }
 
-    fn meta(&self, dir: &Arc<OwnedFd>, name: &CStr, path: &[u8], stat: &Stat) -> Meta {
+    pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.terms.options.preserve {
-            match crate::xattr::read(dir.as_fd(), name) {
+            let read = from.dir().map_err(io::Error::from).and_then(|dir| crate::xattr::read(dir.as_fd(), &from.name));
+            match read {
                 Ok(xattrs) => meta.xattrs = xattrs,
-                Err(e) => self.report(path, format!("extended attributes: {e}")),
+                Err(e) => self.tell(path, ReportKind::Incomplete, format!("extended attributes: {e}")),
             }
         }
         meta
     }
 
-    fn offer(&mut self, candidate: Candidate) -> Walk {
+    fn offer(&mut self, mut candidate: Candidate) -> Walk {
+        // Offers wait for a round trip, and each might be in a directory of its own: descriptors are few.
+        if !candidate.from.name.is_empty() {
+            candidate.from.dir = None;
+        }
         let entry = OfferEntry {
             path: candidate.path.clone(),
             size: candidate.stat.st_size as u64,
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
+            ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
         };
         if !self.offers.has_room(&entry) {
             self.send_offer();
@@ -384,6 +507,10 @@ impl Walker {
             for (candidate, answer) in self.offers.answered(answers) {
                 match answer {
                     Answer::Skip => {}
+                    Answer::Attributes => {
+                        let meta = self.meta(&candidate.from, &candidate.path, &candidate.stat);
+                        self.append(&Record::Attributes { path: candidate.path, meta })?;
+                    }
                     Answer::Send => self.send_file(candidate, &[])?,
                     Answer::Except(ranges) => self.send_file(candidate, &ranges)?,
                 }
@@ -391,276 +518,43 @@ impl Walker {
         }
         Ok(())
     }
+}
 
-    fn send_file(&mut self, candidate: Candidate, have: &[(u64, u64)]) -> Walk {
-        let size = candidate.stat.st_size as u64;
-        Progress::add(&self.progress.files, 1);
-        if self.terms.options.dry_run {
-            let meta = meta_of(&candidate.stat);
-            return self.append(&Record::File { path: candidate.path, meta });
+/// Opens a path beneath a root, through no symbolic link.
+fn open_beneath(root: &OwnedFd, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = if path.is_empty() { &b"."[..] } else { path };
+    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
+    loop {
+        let path = std::ffi::OsStr::from_bytes(path);
+        match rustix::fs::openat2(root, path, flags | OFlags::CLOEXEC, Mode::empty(), how) {
+            // A rename elsewhere made the kernel unsure.
+            Err(rustix::io::Errno::AGAIN) => {}
+            other => return other,
         }
-        if size > self.pack_max || !have.is_empty() {
-            self.send_large(candidate, have)
-        } else {
-            self.send_small(&candidate)
-        }
-    }
-
-    /// Opens a candidate; `name` is empty for a root, whose descriptor is reopened.
-    fn open(&self, c: &Candidate) -> rustix::io::Result<File> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
-        let fd = if c.name.is_empty() {
-            use std::os::fd::AsRawFd;
-            rustix::fs::open(format!("/proc/self/fd/{}", c.dir.as_raw_fd()), flags, Mode::empty())?
-        } else {
-            rustix::fs::openat(&c.dir, &c.name, flags | OFlags::NOFOLLOW, Mode::empty())?
-        };
-        Ok(File::from(fd))
-    }
-
-    fn send_small(&mut self, c: &Candidate) -> Walk {
-        let opened = self.open(c).and_then(|file| rustix::fs::fstat(&file).map(|stat| (file, stat)));
-        let (file, stat) = match opened {
-            Ok(opened) => opened,
-            Err(e) => {
-                self.report(&c.path, io::Error::from(e).to_string());
-                return Ok(());
-            }
-        };
-        let size = stat.st_size as u64;
-        if size > self.pack_max {
-            // It grew since it was listed.
-            let grown = Candidate { dir: Arc::clone(&c.dir), name: c.name.clone(), path: c.path.clone(), stat };
-            return self.send_large(grown, &[]);
-        }
-        let mut meta = meta_of(&stat);
-        if self.terms.options.preserve {
-            match crate::xattr::read_open(file.as_fd()) {
-                Ok(xattrs) => meta.xattrs = xattrs,
-                Err(e) => self.report(&c.path, format!("extended attributes: {e}")),
-            }
-        }
-        let record = Record::File { path: c.path.clone(), meta }.encode();
-        let size = size as usize;
-        let room = self.room(RECORD_PREFIX_LEN + record.len() + size)?;
-        let content = RECORD_PREFIX_LEN + record.len();
-        room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(record.len(), size));
-        room[RECORD_PREFIX_LEN..content].copy_from_slice(&record);
-        let read = read_full(&file, &mut room[content..content + size]);
-        let after = rustix::fs::fstat(&file);
-        match (read, after) {
-            (Ok(n), Ok(after)) if n == size && same_version(&stat, &after) => {
-                self.pack.as_mut().expect("room made it").used += content + size;
-                Progress::add(&self.progress.total_bytes, size as u64);
-            }
-            (Err(e), _) => self.report(&c.path, e.to_string()),
-            (_, Err(e)) => self.report(&c.path, io::Error::from(e).to_string()),
-            _ => self.report(&c.path, "changed while it was read"),
-        }
-        Ok(())
-    }
-
-    fn send_large(&mut self, c: Candidate, have: &[(u64, u64)]) -> Walk {
-        let opened = self.open(&c).and_then(|file| rustix::fs::fstat(&file).map(|stat| (file, stat)));
-        let (file, mut stat) = match opened {
-            Ok(opened) => opened,
-            Err(e) => {
-                self.report(&c.path, io::Error::from(e).to_string());
-                return Ok(());
-            }
-        };
-        let endless = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
-        if endless {
-            stat.st_size = self.terms.options.length.unwrap_or(0) as i64;
-            stat.st_mode = 0o100_644;
-        } else if !same_version(&c.stat, &stat) && !have.is_empty() {
-            // What the sink has is of another version.
-            return self.send_large(Candidate { stat, ..c }, &[]);
-        }
-        let size = stat.st_size as u64;
-        let direct = !endless && !self.from_files && self.wants_direct(&file, size) && set_direct(&file);
-        let mut meta = meta_of(&stat);
-        if self.terms.options.preserve && !endless {
-            meta.xattrs = self.meta(&c.dir, &c.name, &c.path, &stat).xattrs;
-        }
-        let number = self.next_file;
-        self.next_file += 1;
-        self.append(&Record::Begin { file: number, path: c.path.clone(), meta, resume: !have.is_empty() })?;
-        self.flush();
-        let begun_in = self.next_sequence - 1;
-        self.open_files.opened();
-        let large = Arc::new(LargeFile {
-            file: Arc::new(file),
-            number,
-            begun_in,
-            stat,
-            path: c.path,
-            endless,
-            failure: FirstFailure::default(),
-            open: AtomicU32::new(1),
-            blocks: AtomicU32::new(0),
-            mailer: self.mailer.clone(),
-            open_files: Arc::clone(&self.open_files),
-        });
-        let missing = missing_extents(&large.file, size, endless || stat.st_blocks as u64 * 512 >= size, have);
-        let result = missing.into_iter().try_for_each(|(from, to)| self.read_extent(&large, from, to, direct));
-        large.close();
-        result
-    }
-
-    fn wants_direct(&self, file: &File, size: u64) -> bool {
-        match self.terms.options.direct {
-            Direct::Off => false,
-            Direct::On => true,
-            // Where the kernel cannot say how much is cached, the page cache is the safe choice.
-            Direct::Auto => {
-                size >= DIRECT_FROM && page_cache::cached(file, 0, size).is_some_and(|cached| cached * 2 < size)
-            }
-        }
-    }
-
-    fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
-        Progress::add(&self.progress.total_bytes, to - from);
-        let grain = Arc::clone(&self.grain);
-        for (at, len) in cut((from, to), self.terms.block_len, || grain.get(), self.terms.long_path) {
-            let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
-            let block = self.take_block()?;
-            let sequence = self.sequence()?;
-            large.open.fetch_add(1, Ordering::SeqCst);
-            large.blocks.fetch_add(1, Ordering::SeqCst);
-            let header = self.header(sequence, BlockKind::Data, large.number, at, len);
-            let finish = Finish::new(&self.engine, &self.terms, &self.mailer, Some(large.begun_in));
-            let large = Arc::clone(large);
-            let file = Arc::clone(&large.file);
-            if self.from_files && !large.endless {
-                finish.load_from_file(block, header, large);
-                continue;
-            }
-            self.engine.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
-                let mut header = header;
-                match done.result {
-                    Ok(n) if n >= len => {}
-                    Ok(n) => {
-                        large.failure.set("shrank while it was read");
-                        header.len = n;
-                    }
-                    Err(e) => {
-                        large.failure.set(e.to_string());
-                        header.len = 0;
-                    }
-                }
-                if header.len == 0 {
-                    header.kind = BlockKind::Void;
-                }
-                finish.load(done.block, header);
-                large.close();
-            });
-        }
-        Ok(())
-    }
-
-    fn header(&self, sequence: u32, kind: BlockKind, file: u64, offset: u64, len: u32) -> BlockHeader {
-        BlockHeader {
-            session: self.terms.session,
-            sequence,
-            offset,
-            len,
-            kind,
-            sealed: self.terms.sealer.is_some(),
-            file,
-            tag: [0; 16],
-            digest: [0; 16],
-        }
-    }
-
-    fn sequence(&mut self) -> Walk<u32> {
-        let sequence = self.next_sequence;
-        self.next_sequence = sequence.checked_add(1).ok_or(Cancelled)?;
-        Ok(sequence)
-    }
-
-    /// A free block; while there is none, the sink's pace is ours.
-    fn take_block(&self) -> Walk<Block> {
-        while !self.ahead.enter(GLANCE) {
-            self.check_cancel()?;
-        }
-        loop {
-            self.check_cancel()?;
-            if let Some(block) = self.engine.pool.take(GLANCE) {
-                return Ok(block);
-            }
-        }
-    }
-
-    /// At least `len` octets of the current pack, or of a new one.
-    fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
-        let capacity = self.terms.block_len as usize;
-        debug_assert!(len <= capacity);
-        let most = self.grain.get() as usize;
-        if self.pack.as_ref().is_some_and(|p| p.used > 0 && p.used + len > most) {
-            self.flush();
-        }
-        if self.pack.is_none() {
-            self.pack = Some(Pack { block: self.take_block()?, used: 0 });
-        }
-        let pack = self.pack.as_mut().expect("just made");
-        Ok(&mut pack.block.payload_mut()[pack.used..capacity])
-    }
-
-    fn append(&mut self, record: &Record) -> Walk {
-        let encoded = record.encode();
-        let len = RECORD_PREFIX_LEN + encoded.len();
-        let room = self.room(len)?;
-        room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(encoded.len(), 0));
-        room[RECORD_PREFIX_LEN..len].copy_from_slice(&encoded);
-        self.pack.as_mut().expect("room made it").used += len;
-        Ok(())
-    }
-
-    /// Sends the current pack on its way.
-    fn flush(&mut self) {
-        let Some(Pack { block, used }) = self.pack.take() else { return };
-        if used == 0 {
-            return;
-        }
-        let Ok(sequence) = self.sequence() else { return };
-        let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
-        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header);
     }
 }
 
-fn push_component(path: &mut Vec<u8>, name: &[u8]) {
-    if !path.is_empty() {
-        path.push(b'/');
+fn join(path: &[u8], name: &[u8]) -> Vec<u8> {
+    match (path, name) {
+        (path, []) => path.to_vec(),
+        ([], name) => name.to_vec(),
+        (path, name) => [path, b"/", name].concat(),
     }
-    path.extend_from_slice(name);
 }
 
-fn meta_of(stat: &Stat) -> Meta {
+fn hash_of(path: &[u8]) -> u64 {
+    u64::from_le_bytes(blake3::hash(path).as_bytes()[..8].try_into().expect("8 bytes"))
+}
+
+pub(super) fn meta_of(stat: &Stat) -> Meta {
     Meta {
         mode: stat.st_mode,
         uid: stat.st_uid,
         gid: stat.st_gid,
         mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
+        ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
         size: stat.st_size as u64,
         xattrs: Vec::new(),
     }
-}
-
-fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
-    use std::io::Read;
-    let mut file = file;
-    let mut total = 0;
-    while !buffer.is_empty() {
-        match file.read(buffer) {
-            Ok(0) => break,
-            Ok(n) => {
-                total += n;
-                buffer = &mut buffer[n..];
-            }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(total)
 }

@@ -8,13 +8,13 @@ mod block;
 mod record;
 
 pub use block::{BlockHeader, BlockKind, COMPLETION_LEN, Completion, HEADER_LEN};
-pub use record::{Meta, RECORD_PREFIX_LEN, Record, check_path};
+pub use record::{KeepEnd, Meta, RECORD_PREFIX_LEN, Record, check_path};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thruway_engine::integrity::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// First octets of the private data of every RFTP connection.
 pub const MAGIC: [u8; 4] = *b"TWFT";
 /// Largest control message, header included, before encryption.
@@ -138,6 +138,8 @@ pub struct TreeOptions {
     pub update: bool,
     /// Remove from copied directories what the source does not have.
     pub delete: bool,
+    /// Remove even though the source could not read everything.
+    pub ignore_errors: bool,
     /// Change nothing, report what would be done.
     pub dry_run: bool,
     /// Do not continue an earlier attempt.
@@ -159,6 +161,7 @@ impl Default for TreeOptions {
             preserve: false,
             update: false,
             delete: false,
+            ignore_errors: false,
             dry_run: false,
             no_resume: false,
             include: Vec::new(),
@@ -191,6 +194,12 @@ pub struct SessionRequest {
     pub path: Vec<u8>,
     /// Push: the path ended in a slash, or there are several sources.
     pub into_directory: bool,
+    /// Push, again after a loss: the first attempt was told to rename its single source.
+    pub renamed: bool,
+    /// Pull: the sink wants files offered before they are sent.
+    pub offers: bool,
+    /// Pull: where to.
+    pub destination: Option<Destination>,
     /// Pull: what. Push: empty.
     pub sources: Vec<SourceSpec>,
     /// Identifies the same job when it is tried again.
@@ -207,6 +216,19 @@ pub struct SessionRequest {
     pub options: TreeOptions,
 }
 
+/// Where a copy goes, so that a source on the same machine does not copy it into itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Destination {
+    /// Tells the sink's machine from others.
+    pub machine: [u8; 16],
+    /// Device number of the root directory there.
+    pub device: u64,
+    /// Its inode number.
+    pub inode: u64,
+    /// Name of the only thing that is made in it; `None`: whatever the source has.
+    pub name: Option<Vec<u8>>,
+}
+
 /// Answers [`SessionRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionReply {
@@ -216,6 +238,8 @@ pub struct SessionReply {
     pub rename: Option<Vec<u8>>,
     /// Push: files must be offered first, because some may be there already.
     pub offers: bool,
+    /// Push: where to.
+    pub destination: Option<Destination>,
     /// Push to a place that swallows everything.
     pub discard: bool,
     /// Push: keys of the daemon's credits for any channel may be revoked by Send with Invalidate.
@@ -235,13 +259,48 @@ pub struct Credit {
     pub rkey: u32,
 }
 
-/// Why an entry was not copied.
+/// What went wrong with an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// Which; relative to the sink's root.
     pub path: Vec<u8>,
-    /// Why.
+    /// What it means.
+    pub kind: ReportKind,
+    /// Why, for people.
     pub message: String,
+}
+
+/// What a [`Report`] means for its entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ReportKind {
+    /// It was not copied.
+    NotCopied,
+    /// It was copied, but not with everything that was asked for.
+    Incomplete,
+    /// A directory could not be listed to its end, or an entry looked at: what it holds is not known.
+    NotListed,
+}
+
+/// Why a session ends, for the peer's program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AbortCode {
+    /// The request is refused: rights, paths, options.
+    Refused,
+    /// Too much is going on; later it may work.
+    Busy,
+    /// Data did not arrive as it was sent; sending it again may help.
+    Damaged,
+    /// This end cannot go on.
+    Failed,
+    /// The peer broke the protocol.
+    Protocol,
+}
+
+impl AbortCode {
+    /// Whether trying again may help.
+    pub fn is_transient(self) -> bool {
+        matches!(self, AbortCode::Busy | AbortCode::Damaged)
+    }
 }
 
 /// How reading a large file ended.
@@ -249,6 +308,8 @@ pub struct Report {
 pub enum FileStatus {
     /// As it was when it began.
     Unchanged,
+    /// It is longer now; what was sent is as much of it as there was when it began.
+    Grown,
     /// It changed, vanished or could not be read: it does not appear at the sink.
     Failed(String),
 }
@@ -262,6 +323,8 @@ pub struct OfferEntry {
     pub size: u64,
     /// Its modification time, seconds and nanoseconds.
     pub mtime: (i64, u32),
+    /// Its change time, seconds and nanoseconds.
+    pub ctime: (i64, u32),
 }
 
 /// What the sink wants of an offered file.
@@ -271,6 +334,8 @@ pub enum Answer {
     Send,
     /// Nothing: it is there.
     Skip,
+    /// Only its attributes: the content is there.
+    Attributes,
     /// All but these verified ranges (offset, length), in order, apart.
     Except(Vec<(u64, u64)>),
 }
@@ -284,11 +349,13 @@ pub struct Summary {
     pub others: u64,
     /// Octets written.
     pub bytes: u64,
-    /// Octets that an earlier attempt had verified.
+    /// Bytes that an earlier attempt had verified and written.
     pub resumed_bytes: u64,
+    /// Files that were left alone because they were up to date; their content was not looked at.
+    pub skipped: u64,
     /// Entries removed.
     pub deleted: u64,
-    /// Entries that failed; each was reported.
+    /// Reports, each of an entry that was not copied or not with everything.
     pub failed: u64,
 }
 
@@ -366,7 +433,7 @@ pub enum Control {
         last: bool,
     },
     /// The session cannot go on.
-    Abort(String),
+    Abort(AbortCode, String),
     /// Only returns receive credits.
     Receives,
     /// The source has heard that everything is in place.
@@ -396,7 +463,7 @@ impl Control {
             Control::Verdict { .. } => (9, true),
             Control::FileEnd { .. } => (10, false),
             Control::Listing { .. } => (11, true),
-            Control::Abort(_) => (12, false),
+            Control::Abort(..) => (12, false),
             Control::Receives => (13, false),
             Control::Farewell => (14, false),
             Control::MoreChannels(_) => (15, false),
@@ -420,7 +487,7 @@ impl Control {
             Control::Verdict { batch, answers } => postcard::to_allocvec(&(batch, answers)),
             Control::FileEnd { file, blocks, status } => postcard::to_allocvec(&(file, blocks, status)),
             Control::Listing { entries, last } => postcard::to_allocvec(&(entries, last)),
-            Control::Abort(b) => postcard::to_allocvec(b),
+            Control::Abort(code, why) => postcard::to_allocvec(&(code, why)),
         }
         .expect("plain data");
         let (kind, response) = self.kind();
@@ -483,7 +550,10 @@ impl Control {
                 let (entries, last) = get(body, "listing")?;
                 Control::Listing { entries, last }
             }
-            (12, false) => Control::Abort(get(body, "abort")?),
+            (12, false) => {
+                let (code, why) = get(body, "abort")?;
+                Control::Abort(code, why)
+            }
             (13, false) => get::<()>(body, "receives").map(|()| Control::Receives)?,
             (14, false) => get::<()>(body, "farewell").map(|()| Control::Farewell)?,
             (15, false) => Control::MoreChannels(get(body, "number of channels")?),
@@ -513,6 +583,9 @@ mod tests {
                 export: "data".into(),
                 path: b"a/b".to_vec(),
                 into_directory: true,
+                renamed: false,
+                offers: true,
+                destination: None,
                 sources: vec![SourceSpec { path: b"x".to_vec(), name: vec![0xff, b'\n'] }],
                 job: [3; 16],
                 verify: 1,
@@ -525,6 +598,7 @@ mod tests {
                 session: 9,
                 rename: Some(b"n".to_vec()),
                 offers: true,
+                destination: Some(Destination { machine: [1; 16], device: 2, inode: 3, name: Some(b"n".to_vec()) }),
                 discard: false,
                 revocable: false,
             }),
@@ -537,12 +611,15 @@ mod tests {
             Control::RegionReply(vec![Credit { block: 1, channel: 64, addr: u64::MAX, rkey: 5 }]),
             Control::DataSetComplete(77),
             Control::DataSetReply(Summary { files: 1, ..Summary::default() }),
-            Control::Report(Report { path: b"p".to_vec(), message: "m".into() }),
-            Control::Offer { batch: 1, entries: vec![OfferEntry { path: b"p".to_vec(), size: 1, mtime: (-1, 5) }] },
+            Control::Report(Report { path: b"p".to_vec(), kind: ReportKind::NotListed, message: "m".into() }),
+            Control::Offer {
+                batch: 1,
+                entries: vec![OfferEntry { path: b"p".to_vec(), size: 1, mtime: (-1, 5), ctime: (7, 8) }],
+            },
             Control::Verdict { batch: 1, answers: vec![Answer::Send, Answer::Skip, Answer::Except(vec![(0, 5)])] },
             Control::FileEnd { file: 1, blocks: 2, status: FileStatus::Failed("gone".into()) },
             Control::Listing { entries: vec![], last: true },
-            Control::Abort("why".into()),
+            Control::Abort(AbortCode::Busy, "why".into()),
             Control::Receives,
             Control::Farewell,
         ]

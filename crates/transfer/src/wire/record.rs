@@ -14,6 +14,8 @@ pub struct Meta {
     pub gid: u32,
     /// Modification time, seconds and nanoseconds.
     pub mtime: (i64, u32),
+    /// Time of the inode's last change, which tells versions apart and is not applied.
+    pub ctime: (i64, u32),
     /// Size of a file.
     pub size: u64,
     /// Extended attributes, if they are to be kept.
@@ -25,7 +27,7 @@ pub struct Meta {
 pub enum Record {
     /// Make a directory.
     Dir {
-        /// Where.
+        /// Where; empty for the root of the copy, whose attributes these are.
         path: Vec<u8>,
         /// Its attributes; applied at the end, when nothing more is put into it.
         meta: Meta,
@@ -77,14 +79,35 @@ pub enum Record {
     Keep {
         /// Which directory.
         path: Vec<u8>,
+        /// Bytes of `path` that are the name the source got at the sink; what is behind them is the path
+        /// that filters go by.
+        below: u32,
         /// Names of entries.
         names: Vec<Vec<u8>>,
-        /// No more names of this directory will come.
-        last: bool,
+        /// What comes behind these names.
+        end: KeepEnd,
+    },
+    /// Attributes of a file whose content is at the sink already.
+    Attributes {
+        /// Which.
+        path: Vec<u8>,
+        /// Its attributes.
+        meta: Meta,
     },
 }
 
-/// Octets in front of a packed record: lengths of the record and of the content behind it.
+/// How a part of a list of names ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KeepEnd {
+    /// More names of this directory will come.
+    More,
+    /// The list is complete.
+    Complete,
+    /// The directory could not be read to its end: nothing may be removed from it.
+    Incomplete,
+}
+
+/// Bytes in front of a packed record: lengths of the record and of the content behind it.
 pub const RECORD_PREFIX_LEN: usize = 8;
 
 impl Record {
@@ -107,8 +130,8 @@ impl Record {
     /// [`Malformed`] if the pack is cut short or holds something else.
     pub fn split_first(pack: &[u8]) -> Result<(Record, &[u8], &[u8]), Malformed> {
         let (prefix, rest) = pack.split_first_chunk::<RECORD_PREFIX_LEN>().ok_or(Malformed("pack"))?;
-        let record_len = u32::from_be_bytes(prefix[..4].try_into().expect("4 octets")) as usize;
-        let content_len = u32::from_be_bytes(prefix[4..].try_into().expect("4 octets")) as usize;
+        let record_len = u32::from_be_bytes(prefix[..4].try_into().expect("4 bytes")) as usize;
+        let content_len = u32::from_be_bytes(prefix[4..].try_into().expect("4 bytes")) as usize;
         let (record, rest) = rest.split_at_checked(record_len).ok_or(Malformed("pack"))?;
         let (content, rest) = rest.split_at_checked(content_len).ok_or(Malformed("pack"))?;
         match postcard::take_from_bytes(record) {

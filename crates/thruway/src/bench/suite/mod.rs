@@ -145,7 +145,7 @@ impl Machine {
 pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     if args.list {
         for family in &FAMILIES {
-            println!("{:<14} {} ({})", family.id, family.title, family.source);
+            crate::say!("{:<14} {} ({})", family.id, family.title, family.source);
         }
         return Ok(());
     }
@@ -186,9 +186,9 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     write("report.json", &json)?;
     let path = write("report.html", &page::render(&report)?)?;
     if common.json {
-        println!("{json}");
+        crate::say!("{json}");
     } else if !common.quiet {
-        println!("{}", path.display());
+        crate::say!("{}", path.display());
     }
     let failed = report.families.iter().filter(|f| f.error.is_some()).count();
     if failed > 0 { Err(format!("{failed} families could not be measured; the report says why")) } else { Ok(()) }

@@ -15,6 +15,27 @@ struct Inode {
     data: Vec<u8>,
     durable: Vec<u8>,
     dirty: BTreeSet<usize>,
+    /// Counts changes, as the time of the last change does.
+    changes: i64,
+    /// Something of it was not written out, and nobody has been told.
+    error: bool,
+}
+
+impl Inode {
+    /// Dirty pages reach the medium; what was lost stays lost.
+    fn write_out(&mut self) {
+        for page in std::mem::take(&mut self.dirty) {
+            let (start, end) = (page * PAGE, ((page + 1) * PAGE).min(self.data.len()));
+            if start >= end {
+                continue;
+            }
+            if self.durable.len() < end {
+                self.durable.resize(end, 0);
+            }
+            self.durable[start..end].copy_from_slice(&self.data[start..end]);
+        }
+        self.durable.resize(self.data.len(), 0);
+    }
 }
 
 enum NameChange {
@@ -37,6 +58,10 @@ pub(super) struct Disk {
     pub(super) room: Option<u64>,
     /// A write failed for want of room.
     pub(super) was_full: bool,
+    /// Operations until write-back fails, and chance.
+    writeback: Option<(u64, Rng)>,
+    /// Something was not written out, and nobody has been told.
+    error: bool,
 }
 
 fn dead() -> io::Error {
@@ -54,11 +79,69 @@ impl Disk {
 
     /// The process is started again.
     pub(super) fn revive(&mut self) {
-        (self.fuse, self.dead) = (None, false);
+        (self.fuse, self.dead, self.writeback) = (None, false, None);
+    }
+
+    /// After so many operations, some of what is in the cache fails to be written out.
+    pub(super) fn fail_writeback(&mut self, operations: u64, rng: Rng) {
+        self.writeback = Some((operations, rng));
+    }
+
+    /// An error waits for somebody to be told of it.
+    pub(super) fn has_error(&self) -> bool {
+        self.error || self.inodes.iter().any(|inode| inode.error)
+    }
+
+    /// The errors have been told to somebody else.
+    pub(super) fn forget_errors(&mut self) {
+        self.error = false;
+        self.inodes.iter_mut().for_each(|inode| inode.error = false);
+    }
+
+    /// The cache holds, clean, what the medium has not.
+    fn lose_pages(&mut self) {
+        match &mut self.writeback {
+            Some((0, _)) => {}
+            Some((left, _)) => {
+                *left -= 1;
+                return;
+            }
+            None => return,
+        }
+        let Some((_, mut rng)) = self.writeback.take() else { return };
+        for (index, inode) in self.inodes.iter_mut().enumerate() {
+            // The journal's own pages are lost as well, now and then.
+            let pages: Vec<usize> = inode.dirty.iter().copied().filter(|_| rng.below(3) == 0).collect();
+            if !pages.is_empty() && (index > 0 || rng.below(2) == 0) {
+                (inode.error, self.error) = (true, true);
+                inode.dirty.retain(|page| !pages.contains(page));
+            }
+        }
+    }
+
+    /// Drops an inode's clean pages from the cache.
+    pub(super) fn drop_cache(&mut self, inode: usize) -> io::Result<()> {
+        self.sync(inode)?;
+        let inode = &mut self.inodes[inode];
+        inode.data.clone_from(&inode.durable);
+        Ok(())
+    }
+
+    pub(super) fn changes(&self, inode: usize) -> i64 {
+        self.inodes[inode].changes
+    }
+
+    /// Makes names durable.
+    pub(super) fn sync_names(&mut self) -> io::Result<()> {
+        self.operate()?;
+        self.durable_names.clone_from(&self.names);
+        self.pending.clear();
+        Ok(())
     }
 
     /// Counts an operation; the last one may be cut short.
     fn operate(&mut self) -> io::Result<()> {
+        self.lose_pages();
         if self.dead {
             return Err(dead());
         }
@@ -114,6 +197,7 @@ impl Disk {
             }
         }
         let inode = &mut self.inodes[inode];
+        inode.changes += 1;
         let end = at + octets.len();
         if inode.data.len() < end {
             inode.data.resize(end, 0);
@@ -127,6 +211,7 @@ impl Disk {
     pub(super) fn rename(&mut self, from: &str, to: &str) -> io::Result<()> {
         self.operate()?;
         let inode = self.names.remove(from).ok_or(io::ErrorKind::NotFound)?;
+        self.inodes[inode].changes += 1;
         self.names.insert(to.into(), inode);
         self.pending.push(NameChange::Rename(from.into(), to.into()));
         Ok(())
@@ -142,20 +227,17 @@ impl Disk {
     pub(super) fn sync(&mut self, inode: usize) -> io::Result<()> {
         self.operate()?;
         let inode = &mut self.inodes[inode];
-        inode.durable.clone_from(&inode.data);
-        inode.dirty.clear();
-        Ok(())
+        inode.write_out();
+        if std::mem::take(&mut inode.error) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
 
     pub(super) fn sync_all(&mut self) -> io::Result<()> {
         self.operate()?;
-        for inode in &mut self.inodes {
-            inode.durable.clone_from(&inode.data);
-            inode.dirty.clear();
-        }
+        self.inodes.iter_mut().for_each(Inode::write_out);
         self.durable_names.clone_from(&self.names);
         self.pending.clear();
-        Ok(())
+        // Told once, to whoever asks first.
+        if std::mem::take(&mut self.error) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
 
     /// The machine loses power and comes back.
@@ -187,7 +269,9 @@ impl Disk {
                 }
             }
             inode.data.clone_from(&inode.durable);
+            inode.error = false;
         }
+        self.error = false;
     }
 
     pub(super) fn content(&self, name: &str) -> Option<&[u8]> {
@@ -257,8 +341,11 @@ impl Medium for SimulatedJournal {
         self.disk.lock().set_len(self.inode, len as usize)
     }
 
-    fn sync(&mut self) -> io::Result<()> {
-        self.disk.lock().sync(self.inode)
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let disk = self.disk.lock();
+        let data = disk.inodes[self.inode].data.get(offset as usize..).unwrap_or_default();
+        buffer.copy_from_slice(data.get(..buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
     }
 
     fn remove(&mut self) -> io::Result<()> {

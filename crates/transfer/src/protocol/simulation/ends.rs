@@ -6,8 +6,10 @@ use crate::protocol::offers::{AHEAD, Offers};
 use crate::protocol::pieces::{cut, subtract};
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::protocol::{sink, source};
-use crate::sink::commit::commit;
-use crate::sink::journal::{Earlier, Identity, Journal, Judgement, Key, Present, Version, key_of};
+use crate::sink::commit::{Commit, commit};
+use crate::sink::journal::{
+    Earlier, Identity, Journal, Judgement, Key, Present, Range, Unfinished, Version, join, key_of,
+};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, Credit, FileStatus, HEADER_LEN, Meta, OfferEntry, Record,
     Summary,
@@ -15,7 +17,7 @@ use crate::wire::{
 use std::collections::{HashMap, VecDeque};
 
 fn meta(file: &SourceFile) -> Meta {
-    Meta { size: file.content.len() as u64, mtime: (file.mtime, 0), ..Meta::default() }
+    Meta { size: file.content.len() as u64, mtime: (file.mtime, 0), ctime: (file.mtime, 0), ..Meta::default() }
 }
 
 /// A block that waits to be loaded.
@@ -86,7 +88,7 @@ impl SourceEnd {
         if let Some(answers) = self.verdicts.pop_front() {
             for (file, answer) in self.offers.answered(answers) {
                 match answer {
-                    Answer::Skip => {}
+                    Answer::Skip | Answer::Attributes => {}
                     Answer::Send => self.send(file, &[]),
                     Answer::Except(have) => self.send(file, &have),
                 }
@@ -100,7 +102,12 @@ impl SourceEnd {
                 return self.send(file, &[]);
             }
             let SourceFile { path, content, mtime } = &self.files[file];
-            let entry = OfferEntry { path: path.clone().into(), size: content.len() as u64, mtime: (*mtime, 0) };
+            let entry = OfferEntry {
+                path: path.clone().into(),
+                size: content.len() as u64,
+                mtime: (*mtime, 0),
+                ctime: (*mtime, 0),
+            };
             self.offers.push(entry, file);
             if rng.below(3) == 0 || self.walk == self.files.len() {
                 let (batch, entries) = self.offers.send().unwrap();
@@ -210,7 +217,7 @@ impl SourceEnd {
             source::Heard::Verdict(answers) => self.verdicts.push_back(answers),
             source::Heard::Report(report) => return Err(Failed(report.message)),
             source::Heard::Done(summary) => self.summary = Some(summary),
-            source::Heard::Aborted(why) => return Err(Failed(why)),
+            source::Heard::Aborted(_, why) => return Err(Failed(why)),
         }
         Ok(())
     }
@@ -228,6 +235,12 @@ struct Target {
 impl Target {
     fn temp(&self) -> String {
         temp(&self.name)
+    }
+}
+
+impl Commit for Target {
+    fn named(&self) -> (&Key, &Version, Identity) {
+        (&self.key, &self.version, identity(self.inode))
     }
 }
 
@@ -253,15 +266,15 @@ pub(super) struct SinkEnd {
     tasks: Vec<(u32, BlockHeader, Vec<u8>)>,
     commits: VecDeque<Target>,
     dealt: u64,
-    /// A sync under way: what it will have made durable, and whether it has.
-    syncing: Option<(u64, bool)>,
     summary: Summary,
     pub(super) concluded: bool,
+    /// A sync has failed.
+    lost: bool,
 }
 
 impl SinkEnd {
-    pub(super) fn new(disk: &Shared, boot: &Key, blocks: u32, window: usize) -> std::io::Result<SinkEnd> {
-        let (journal, earlier) = Journal::over(Box::new(SimulatedJournal::open(disk)?), boot)?;
+    pub(super) fn new(disk: &Shared, blocks: u32, window: usize) -> std::io::Result<SinkEnd> {
+        let (journal, earlier) = Journal::over(Box::new(SimulatedJournal::open(disk)?))?;
         Ok(SinkEnd {
             core: sink::Sink::new(SESSION, false, 1, window),
             disk: disk.clone(),
@@ -275,9 +288,9 @@ impl SinkEnd {
             tasks: Vec::new(),
             commits: VecDeque::new(),
             dealt: 0,
-            syncing: None,
             summary: Summary::default(),
             concluded: false,
+            lost: false,
         })
     }
 
@@ -306,31 +319,60 @@ impl SinkEnd {
                 net.say_to_source(&Control::Verdict { batch, answers });
             }
             sink::Heard::Report(report) => return Err(Failed(report.message)),
-            sink::Heard::Aborted(why) => return Err(Failed(why)),
+            sink::Heard::Aborted(_, why) => return Err(Failed(why)),
         }
         Ok(())
     }
 
     fn judge(&mut self, entry: &OfferEntry) -> Answer {
         let name = String::from_utf8(entry.path.clone()).unwrap();
-        let (key, version) = (key_of(&entry.path), Version { size: entry.size, mtime: entry.mtime });
+        let key = key_of(&entry.path);
+        let version = Version { size: entry.size, mtime: entry.mtime, ctime: entry.ctime };
         let disk = self.disk.lock();
         let same = |name: &str| disk.content(name).is_some_and(|c| c.len() as u64 == entry.size);
-        let find = |name: &str| disk.inode(name).filter(|_| same(name)).map(identity);
-        let present = find(&name).map(|identity| Present { identity, as_new: false });
-        match self.earlier.judge((&key, &version), present, false, 300, || find(&temp(&name))) {
-            Judgement::Done => {
-                self.summary.files += 1;
-                self.summary.resumed_bytes += entry.size;
-                Answer::Skip
-            }
+        let find = |name: &str| disk.inode(name).filter(|_| same(name));
+        let present = find(&name).map(|i| Present { identity: identity(i), ctime: disk.changes(i), as_new: false });
+        let judgement = self.earlier.judge((&key, &version), present, false, || find(&temp(&name)).map(identity));
+        drop(disk);
+        let done = |summary: &mut Summary| {
+            summary.files += 1;
+            summary.resumed_bytes += entry.size;
+            Answer::Skip
+        };
+        match judgement {
+            Judgement::Placed => done(&mut self.summary),
             Judgement::UpToDate => unreachable!("nobody asked for an update"),
-            Judgement::Partly(ranges) => {
-                self.summary.resumed_bytes += ranges.iter().map(|r| r.1).sum::<u64>();
-                Answer::Except(ranges)
+            Judgement::CheckInPlace(unfinished) => match self.read_back(&name, &key, &unfinished) {
+                good if good == [(0, entry.size)] => done(&mut self.summary),
+                _ => Answer::Send,
+            },
+            Judgement::CheckTemporary(unfinished) => {
+                let mut good = self.read_back(&temp(&name), &key, &unfinished);
+                good.truncate(300);
+                self.summary.resumed_bytes += good.iter().map(|r| r.1).sum::<u64>();
+                if good.is_empty() { Answer::Send } else { Answer::Except(good) }
             }
             Judgement::Missing => Answer::Send,
         }
+    }
+
+    /// The recorded ranges that the medium has.
+    fn read_back(&self, name: &str, key: &Key, unfinished: &Unfinished) -> Vec<(u64, u64)> {
+        let mut good = Vec::new();
+        let inode = self.disk.lock().inode(name).expect("found");
+        if self.disk.lock().drop_cache(inode).is_err() {
+            return good;
+        }
+        let content = self.disk.lock().content(name).expect("found").to_vec();
+        let check = |range: Range| {
+            let part = content.get(range.offset as usize..range.offset as usize + range.len as usize);
+            if part.is_some_and(|part| VERIFY.digest(part) == range.digest) {
+                good.push((range.offset, range.len.into()));
+            }
+        };
+        // The journal may lie on pages that were lost.
+        let read = self.journal.ranges(key, unfinished, check);
+        if read.is_err() { Vec::new() } else { join(good) }
     }
 
     /// A write and its notification have come.
@@ -367,7 +409,8 @@ impl SinkEnd {
     pub(super) fn work(&mut self, world: &mut World, rng: &mut Rng) -> Result<(), Failed> {
         let (block, header, payload) = self.tasks.swap_remove(rng.below(self.tasks.len() as u64) as usize);
         let failed = |e: &dyn std::fmt::Display| Failed(e.to_string());
-        if header.bind(VERIFY, VERIFY.digest(&payload)) != header.digest {
+        let digest = VERIFY.digest(&payload);
+        if header.bind(VERIFY, digest) != header.digest {
             return Err(Failed("damaged".into()));
         }
         match header.kind {
@@ -398,7 +441,7 @@ impl SinkEnd {
             _ => unreachable!("only files here"),
         };
         let name = String::from_utf8(path.clone()).unwrap();
-        let version = Version { size: meta.size, mtime: meta.mtime };
+        let version = Version { size: meta.size, mtime: meta.mtime, ctime: meta.ctime };
         let mut disk = self.disk.lock();
         if !resume && disk.inode(&temp(&name)).is_some() {
             disk.unlink(&temp(&name)).map_err(|e| Failed(e.to_string()))?;
@@ -412,8 +455,11 @@ impl SinkEnd {
             self.commits.push_back(target);
             return Ok(());
         };
-        disk.set_len(inode, meta.size as usize).map_err(|e| Failed(e.to_string()))?;
         drop(disk);
+        if !resume {
+            self.journal.begun(&target.key, &target.version, identity(inode));
+            self.disk.lock().set_len(inode, meta.size as usize).map_err(|e| Failed(e.to_string()))?;
+        }
         world.begun(number, &target.name, target.version);
         let early = self.files.begin(number, Some(target.clone())).map_err(|e| Failed(e.to_string()))?;
         for piece in early {
@@ -433,7 +479,8 @@ impl SinkEnd {
         let written = self.disk.lock().write(target.inode, header.offset as usize, &payload);
         written.map_err(|e| Failed(e.to_string()))?;
         self.summary.bytes += payload.len() as u64;
-        self.journal.range(&target.key, &target.version, identity(target.inode), header.offset, header.len);
+        let range = Range { offset: header.offset, len: header.len, digest: VERIFY.digest(&payload) };
+        self.journal.range(&target.key, &target.version, identity(target.inode), &range);
         if !self.disk.lock().is_dead() {
             world.recorded(&target.name, target.version, header.offset, header.len);
         }
@@ -446,21 +493,31 @@ impl SinkEnd {
 
     fn check_file(&mut self, number: u64) {
         if let Some(Ended { file: Some(target), whole: true }) = self.files.take_ended(number) {
+            self.journal.whole(&target.key, &target.version, identity(target.inode));
             self.commits.push_back(target);
         }
     }
 
     /// The commit stage takes a group.
     pub(super) fn commit(&mut self, world: &mut World, rng: &mut Rng) -> Result<(), Failed> {
+        if self.lost {
+            return Err(Failed("an earlier write did not reach the medium".into()));
+        }
         let n = 1 + rng.below(self.commits.len() as u64) as usize;
         let group: Vec<Target> = self.commits.drain(..n).collect();
         let disk = &self.disk;
         let durable = |group: &[Target]| match group {
-            [alone] => disk.lock().sync(alone.inode).map(|()| false),
-            _ => disk.lock().sync_all().map(|()| true),
+            few if few.len() <= 2 => few.iter().try_for_each(|file| disk.lock().sync(file.inode)),
+            _ => disk.lock().sync_all(),
         };
-        let place = |file: &Target| disk.lock().rename(&file.temp(), &file.name);
-        let outcomes = commit(&group, Some(&self.journal), durable, place, |f| (&f.key, &f.version, identity(f.inode)));
+        let place = |file: &Target| {
+            disk.lock().rename(&file.temp(), &file.name)?;
+            Ok(disk.lock().changes(file.inode))
+        };
+        let outcomes = commit(&group, Some(&self.journal), durable, place).map_err(|e| {
+            self.lost = true;
+            Failed(e.to_string())
+        })?;
         let dead = self.disk.lock().is_dead();
         for (target, outcome) in group.iter().zip(outcomes) {
             outcome.map_err(|e| Failed(e.to_string()))?;
@@ -473,15 +530,13 @@ impl SinkEnd {
     }
 
     /// What is written so far is synced in the background, while others go on writing.
-    pub(super) fn sync(&mut self) {
-        self.syncing = match self.syncing {
-            None => Some((self.journal.position(), false)),
-            Some((position, false)) => self.disk.lock().sync_all().is_ok().then_some((position, true)),
-            Some((position, true)) => {
-                self.journal.synced(position);
-                None
-            }
-        };
+    pub(super) fn sync(&mut self) -> Result<(), Failed> {
+        let synced = self.disk.lock().sync_all();
+        synced.map_err(|e| {
+            self.lost = true;
+            self.journal.void();
+            Failed(e.to_string())
+        })
     }
 
     /// The source has heard that everything is in place, and said so.
@@ -493,6 +548,15 @@ impl SinkEnd {
         let complete = self.core.is_complete(self.dealt, self.files.parked(), self.files.unfinished());
         if complete.map_err(|e| Failed(e.to_string()))? && self.commits.is_empty() && !self.concluded {
             self.concluded = true;
+            if self.lost {
+                return Err(Failed("an earlier write did not reach the medium".into()));
+            }
+            let synced = if self.summary.files.is_multiple_of(2) {
+                self.sync()
+            } else {
+                self.disk.lock().sync_names().map_err(|e| Failed(e.to_string()))
+            };
+            synced?;
             net.say_to_source(&Control::DataSetReply(self.summary));
         }
         Ok(())

@@ -1,0 +1,251 @@
+//! Who may do what with which export.
+//!
+//! A principal is who the handshake has proved: a key, whoever knows the secret that this daemon was started
+//! with, the user of this machine that the daemon runs as, or nobody in particular. Its rights are those of its
+//! grants, each for one export or all, and for a path beneath it.
+
+use crate::auth::{AuthError, PublicKey};
+use crate::sink::Trust;
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+bitflags::bitflags! {
+    /// What may be done.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct Rights: u8 {
+        /// Read and list.
+        const READ = 1;
+        /// Make what is not there.
+        const CREATE = 2;
+        /// Replace what is there.
+        const REPLACE = 4;
+        /// Remove what is there.
+        const DELETE = 8;
+        /// Give owners, set-id bits, devices and privileged extended attributes to what is made.
+        const PRIVILEGED = 16;
+    }
+}
+
+impl Rights {
+    /// All that `rw` means.
+    pub const READ_WRITE: Rights = Rights::READ.union(Rights::CREATE).union(Rights::REPLACE).union(Rights::DELETE);
+}
+
+/// Rights beneath a path of an export.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    /// What may be done.
+    pub rights: Rights,
+    /// Where; `None`: in every export.
+    pub export: Option<String>,
+    /// Beneath this path of it.
+    pub below: Vec<u8>,
+}
+
+impl Grant {
+    /// Everything everywhere that `rights` say.
+    pub fn anywhere(rights: Rights) -> Grant {
+        Grant { rights, export: None, below: Vec::new() }
+    }
+
+    fn covers(&self, export: &str, path: &[u8]) -> bool {
+        let beneath = match path.strip_prefix(&self.below[..]) {
+            Some(rest) => self.below.is_empty() || rest.is_empty() || rest[0] == b'/',
+            None => false,
+        };
+        self.export.as_deref().is_none_or(|name| name == export) && beneath
+    }
+}
+
+/// Rights at a path, and how much of the path they depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allowed {
+    /// What may be done there.
+    pub rights: Rights,
+    /// Length of the part of the path that must not be left upwards.
+    pub base: usize,
+}
+
+/// Who a peer is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Principal {
+    /// Whoever started this daemon or may do what it may.
+    Operator,
+    /// The holder of a key.
+    Key(PublicKey, Vec<Grant>),
+    /// Nobody in particular.
+    Anonymous,
+}
+
+impl Principal {
+    /// What this principal may do at a path of an export, if that is anything.
+    pub fn allowed(&self, export: &str, path: &[u8], needed: Rights) -> Option<Allowed> {
+        let grants = match self {
+            Principal::Operator => &[Grant::anywhere(Rights::all())][..],
+            Principal::Anonymous => &[Grant::anywhere(Rights::READ_WRITE)],
+            Principal::Key(_, grants) => grants,
+        };
+        let covering = || grants.iter().filter(|g| g.covers(export, path));
+        let base = covering().filter(|g| g.rights.contains(needed)).map(|g| g.below.len()).min()?;
+        let rights =
+            covering().filter(|g| g.below.len() <= base).map(|g| g.rights).fold(Rights::empty(), Rights::union);
+        Some(Allowed { rights, base })
+    }
+
+    /// Whether there is anything in this export that the principal may do.
+    pub fn knows(&self, export: &str) -> bool {
+        match self {
+            Principal::Key(_, grants) => grants.iter().any(|g| g.export.as_deref().is_none_or(|name| name == export)),
+            _ => true,
+        }
+    }
+}
+
+impl Rights {
+    /// How far a source with these rights is trusted.
+    pub fn trust(self) -> Trust {
+        if self.contains(Rights::PRIVILEGED) { Trust::Operator } else { Trust::Peer }
+    }
+}
+
+/// Keys that may use a daemon: lines of `[OPTION[,OPTION]...] KEY [comment]`. A key may have several lines.
+///
+/// Options are `ro`, `rw` (the default), single rights (`read`, `create`, `replace`, `delete`, `privileged`), and
+/// `export=NAME[/PATH]`, without which a line is for all exports.
+#[derive(Debug, Clone, Default)]
+pub struct AuthorizedKeys(HashMap<PublicKey, Vec<Grant>>);
+
+impl AuthorizedKeys {
+    /// Reads a file of keys.
+    ///
+    /// # Errors
+    /// [`AuthError`] naming the first line that is not one.
+    pub fn load(path: &Path) -> Result<AuthorizedKeys, AuthError> {
+        let text = fs::read_to_string(path).map_err(|source| AuthError::File { path: path.into(), source })?;
+        AuthorizedKeys::parse(&text).map_err(|(line, message)| AuthError::Content { path: path.into(), line, message })
+    }
+
+    fn parse(text: &str) -> Result<AuthorizedKeys, (usize, String)> {
+        let mut keys: HashMap<PublicKey, Vec<Grant>> = HashMap::new();
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let at = |message| (index + 1, message);
+            let mut words = line.split_whitespace();
+            let first = words.next().unwrap_or("");
+            let (grant, key) = match first.parse::<PublicKey>() {
+                Ok(key) => (Grant::anywhere(Rights::READ_WRITE), Ok(key)),
+                // A line of one word is a key that is none, not options without a key.
+                Err(why) => match words.next() {
+                    Some(second) => (parse_options(first).map_err(at)?, second.parse()),
+                    None => (Grant::anywhere(Rights::empty()), Err(why)),
+                },
+            };
+            keys.entry(key.map_err(at)?).or_default().push(grant);
+        }
+        Ok(AuthorizedKeys(keys))
+    }
+
+    /// Who the holder of this key is here.
+    pub fn principal(&self, key: &PublicKey) -> Option<Principal> {
+        self.0.get(key).map(|grants| Principal::Key(*key, grants.clone()))
+    }
+}
+
+fn parse_options(text: &str) -> Result<Grant, String> {
+    let mut grant = Grant::anywhere(Rights::empty());
+    for option in text.split(',') {
+        grant.rights |= match option {
+            "ro" | "read" => Rights::READ,
+            "rw" => Rights::READ_WRITE,
+            "create" => Rights::CREATE,
+            "replace" => Rights::REPLACE,
+            "delete" => Rights::DELETE,
+            "privileged" => Rights::PRIVILEGED,
+            other => {
+                let Some(place) = other.strip_prefix("export=") else {
+                    let known = "ro, rw, read, create, replace, delete, privileged, export=NAME[/PATH]";
+                    return Err(format!("'{}' is neither a key nor an option ({known})", crate::escape(other)));
+                };
+                let (name, below) = place.split_once('/').unwrap_or((place, ""));
+                let below = below.trim_end_matches('/').as_bytes();
+                crate::wire::check_path(below).map_err(|e| e.to_string())?;
+                if grant.export.is_some() || name.is_empty() {
+                    return Err("export= takes one name; give the key another line for another export".into());
+                }
+                (grant.export, grant.below) = (Some(name.into()), below.to_vec());
+                Rights::empty()
+            }
+        };
+    }
+    // `export=` or `privileged` alone qualify the default.
+    if (grant.rights - Rights::PRIVILEGED).is_empty() {
+        grant.rights |= Rights::READ_WRITE;
+    }
+    Ok(grant)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::KeyPair;
+
+    fn keys(text: &str) -> Result<(AuthorizedKeys, PublicKey), (usize, String)> {
+        let key = KeyPair::generate().public();
+        Ok((AuthorizedKeys::parse(&text.replace("KEY", &key.to_string()))?, key))
+    }
+
+    #[test]
+    fn keys_have_rights_by_export_and_path() {
+        let text = "# friends\n\nro KEY alice@lab\nrw,export=in/alice KEY\nread,create,export=drop KEY\n";
+        let (keys, key) = keys(text).unwrap();
+        let alice = keys.principal(&key).unwrap();
+        let rights = |export: &str, path: &str, needed| alice.allowed(export, path.as_bytes(), needed);
+        let read_only = Some(Allowed { rights: Rights::READ, base: 0 });
+        assert_eq!(rights("other", "a/b", Rights::READ), read_only);
+        assert_eq!(rights("other", "a/b", Rights::CREATE), None);
+        assert_eq!(rights("in", "alice/x", Rights::READ), read_only, "reading depends on no subtree");
+        let inside = Some(Allowed { rights: Rights::READ_WRITE, base: 5 });
+        for path in ["alice", "alice/x/y"] {
+            assert_eq!(rights("in", path, Rights::REPLACE), inside);
+        }
+        for path in ["", "alic", "alice2", "bob/alice"] {
+            assert_eq!(rights("in", path, Rights::CREATE), None, "{path}");
+        }
+        let drop_box = Some(Allowed { rights: Rights::READ | Rights::CREATE, base: 0 });
+        assert_eq!(rights("drop", "x", Rights::CREATE), drop_box);
+        assert_eq!(rights("drop", "x", Rights::REPLACE), None);
+        assert!(alice.knows("anything"));
+        assert!(keys.principal(&KeyPair::generate().public()).is_none());
+    }
+
+    #[test]
+    fn only_operators_and_keys_that_say_so_are_privileged() {
+        let (keys, key) = keys("export=a KEY\nprivileged,export=b KEY").unwrap();
+        let principal = keys.principal(&key).unwrap();
+        let trust = |p: &Principal, export| p.allowed(export, b"x", Rights::CREATE).map(|a| a.rights.trust());
+        assert_eq!(trust(&principal, "a"), Some(Trust::Peer));
+        assert_eq!(trust(&principal, "b"), Some(Trust::Operator));
+        assert_eq!(trust(&principal, "c"), None);
+        assert!(!principal.knows("c"));
+        assert_eq!(trust(&Principal::Anonymous, "a"), Some(Trust::Peer));
+        assert_eq!(trust(&Principal::Operator, "a"), Some(Trust::Operator));
+    }
+
+    #[test]
+    fn mistakes_are_named_by_line() {
+        for (text, line, word) in [
+            ("KEY\nrubbish\n", 2, "key"),
+            ("rubbish KEY\n", 1, "rubbish"),
+            ("ro,export=a/../b KEY", 1, "path"),
+            ("export= KEY", 1, "export"),
+            ("export=a,export=b KEY", 1, "another line"),
+        ] {
+            let (at, message) = keys(text).map(drop).unwrap_err();
+            assert!(at == line && message.contains(word), "{text}: {at} {message}");
+        }
+    }
+}

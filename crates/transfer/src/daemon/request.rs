@@ -1,0 +1,239 @@
+//! What a peer asks for, checked against its rights and opened.
+
+use super::{DEV_EXPORT, Shared};
+use crate::access::{Allowed, Principal, Rights};
+use crate::sink::{self, Prepared, Target, Trust};
+use crate::source::{Root, this_machine};
+use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What was asked for, opened.
+pub(super) enum Work {
+    Push(Box<Prepared>, Push),
+    Pull(Vec<Root>),
+    List(Vec<ListEntry>),
+}
+
+/// Where a push goes.
+pub(super) struct Push {
+    /// The name a single source gets instead of its own.
+    pub(super) rename: Option<Vec<u8>>,
+    /// For a source on this very machine.
+    pub(super) destination: Option<Destination>,
+}
+
+/// Why a request is refused.
+pub(super) type Refusal = (AbortCode, String);
+
+fn refuse<T>(why: impl Into<String>) -> Result<T, Refusal> {
+    Err((AbortCode::Refused, why.into()))
+}
+
+/// An export that is being served.
+pub(super) struct Served {
+    pub(super) root: Arc<OwnedFd>,
+    pub(super) read_only: bool,
+    /// Paths are the peer's own affair: links lead anywhere, as for a user of this machine.
+    pub(super) unconfined: bool,
+}
+
+impl Served {
+    /// How paths are resolved.
+    fn how(&self) -> ResolveFlags {
+        if self.unconfined { ResolveFlags::NO_MAGICLINKS } else { ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS }
+    }
+
+    fn open_dir(&self, base: &OwnedFd, path: &[u8]) -> Result<OwnedFd, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let path = if path.is_empty() { &b"."[..] } else { path };
+        let path = Path::new(std::ffi::OsStr::from_bytes(path));
+        if self.unconfined {
+            return rustix::fs::openat(base, path, flags, Mode::empty());
+        }
+        loop {
+            match rustix::fs::openat2(base, path, flags, Mode::empty(), self.how()) {
+                Err(Errno::AGAIN) => {}
+                other => return other,
+            }
+        }
+    }
+}
+
+fn sentence(e: Errno) -> String {
+    match e {
+        Errno::XDEV => "leads out of the export".into(),
+        e => std::io::Error::from(e).to_string(),
+    }
+}
+
+/// Opens what was asked for, as far as the principal may.
+pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principal) -> Result<Work, Refusal> {
+    let refused = |e: wire::Malformed| (AbortCode::Refused, e.to_string());
+    let verify = wire::algorithm(asked.verify).map_err(refused)?;
+    crate::filter::Filter::new(&asked.options).or_else(refuse)?;
+    let config = &shared.config;
+    if config.require_encryption && asked.data_key.is_none() && asked.direction != Direction::List {
+        return refuse("this daemon insists on encryption (--encrypt on)");
+    }
+    if config.require_verification
+        && verify == thruway_engine::integrity::Algorithm::None
+        && asked.direction != Direction::List
+    {
+        return refuse("this daemon insists on verification (--verify xxh3 or blake3)");
+    }
+    if asked.export == DEV_EXPORT {
+        return open_dev(asked);
+    }
+    let export = shared.exports.get(&asked.export).filter(|_| principal.knows(&asked.export));
+    let Some(export) = export else {
+        return refuse(format!("no export '{}' here", crate::escape(&asked.export)));
+    };
+    let paths = asked.sources.iter().flat_map(|s| [&s.path, &s.name]).chain([&asked.path]);
+    for path in paths.filter(|_| !export.unconfined) {
+        wire::check_path(path).map_err(refused)?;
+    }
+    let allowed = |path: &[u8], needed: Rights, verb: &str| {
+        let denied = || (AbortCode::Refused, format!("you have no right to {verb} here ('{}')", crate::escape(path)));
+        principal.allowed(&asked.export, path, needed).ok_or_else(denied)
+    };
+    match asked.direction {
+        Direction::Push if export.read_only => refuse(format!("export '{}' is read-only", asked.export)),
+        Direction::Push => {
+            let allowed = allowed(&asked.path, Rights::CREATE, "write")?;
+            if asked.options.delete && !allowed.rights.contains(Rights::DELETE) {
+                return refuse("you have no right to delete here (--delete)");
+            }
+            open_push(export, asked, allowed)
+        }
+        Direction::Pull => {
+            let root_of = |s: &wire::SourceSpec| {
+                let Allowed { base, .. } = allowed(&s.path, Rights::READ, "read")?;
+                let (base, rest) = base_of(export, &s.path, base)?;
+                let path = Path::new(std::ffi::OsStr::from_bytes(rest)).to_path_buf();
+                Ok(Root { beneath: Some(base), confined: !export.unconfined, path, name: s.name.clone() })
+            };
+            asked.sources.iter().map(root_of).collect::<Result<_, Refusal>>().map(Work::Pull)
+        }
+        Direction::List => {
+            let Allowed { base, .. } = allowed(&asked.path, Rights::READ, "read")?;
+            let (base, rest) = base_of(export, &asked.path, base)?;
+            list(export, &base, rest).map(Work::List).or_else(refuse)
+        }
+    }
+}
+
+/// The directory that the peer must not leave upwards, and the path below it.
+fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<OwnedFd>, &'a [u8]), Refusal> {
+    if base == 0 {
+        return Ok((Arc::clone(&export.root), path));
+    }
+    let (below, rest) = path.split_at(base);
+    let failed = |e| (AbortCode::Refused, format!("{}: {}", crate::escape(below), sentence(e)));
+    let opened = export.open_dir(&export.root, below).map_err(failed)?;
+    Ok((Arc::new(opened), rest.strip_prefix(b"/").unwrap_or(rest)))
+}
+
+fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
+    match asked.direction {
+        Direction::Push if asked.path == b"null" => {
+            let target = Target { root: None, job: asked.job, names: None, trust: Trust::Peer, replace: true };
+            let prepared = Prepared::new(target, &asked.options).map_err(|e| (AbortCode::Failed, e.to_string()))?;
+            Ok(Work::Push(Box::new(prepared), Push { rename: None, destination: None }))
+        }
+        Direction::Pull if asked.sources.len() == 1 && asked.sources[0].path == b"zero" => {
+            let name = asked.sources[0].name.clone();
+            Ok(Work::Pull(vec![Root { beneath: None, confined: false, path: "/dev/zero".into(), name }]))
+        }
+        Direction::List => Ok(Work::List(Vec::new())),
+        _ => refuse(format!("export '{DEV_EXPORT}' has only 'null' to write to and 'zero' to read from")),
+    }
+}
+
+/// Where a push goes: an existing directory takes the sources by their names; otherwise a
+/// single source gets the target's name, unless a slash asks for a directory. An attempt that
+/// is repeated goes where the first one went, though the target is there by now.
+fn open_push(export: &Served, asked: &SessionRequest, allowed: Allowed) -> Result<Work, Refusal> {
+    let (base, path) = base_of(export, &asked.path, allowed.base)?;
+    let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(&asked.path), sentence(e)));
+    let by_name = || -> Result<(OwnedFd, Option<Vec<u8>>), Refusal> {
+        let (parent, name) = sink::split(path);
+        Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
+    };
+    let (dir, rename) = match export.open_dir(&base, path) {
+        Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
+        Ok(dir) => match by_name() {
+            Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &asked.job) => (parent, name),
+            _ => (dir, None),
+        },
+        Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
+            return refuse(format!("{}: does not exist; a dry run does not make it", crate::escape(&asked.path)));
+        }
+        Err(Errno::NOENT) if asked.into_directory => {
+            let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", crate::escape(&asked.path)));
+            make_dir(export, &base, path).map_err(failed)?;
+            (export.open_dir(&base, path).map_err(shown)?, None)
+        }
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if !asked.into_directory && !path.is_empty() => by_name()?,
+        Err(e) => return Err(shown(e)),
+    };
+    let stat = rustix::fs::fstat(&dir).map_err(shown)?;
+    let destination =
+        Destination { machine: this_machine(), device: stat.st_dev, inode: stat.st_ino, name: rename.clone() };
+    let target = Target {
+        root: Some(Arc::new(dir)),
+        job: asked.job,
+        names: rename.clone().map(|name| vec![name]),
+        trust: allowed.rights.trust(),
+        replace: allowed.rights.contains(Rights::REPLACE),
+    };
+    let prepared = Prepared::new(target, &asked.options).map_err(|e| (AbortCode::Failed, e.to_string()))?;
+    Ok(Work::Push(Box::new(prepared), Push { rename, destination: Some(destination) }))
+}
+
+fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()> {
+    let (parent, name) = sink::split(path);
+    let dir = export.open_dir(base, parent)?;
+    let name = Path::new(std::ffi::OsStr::from_bytes(name));
+    rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?;
+    // What is put into it must not be durable in a directory that is not.
+    Ok(rustix::fs::fsync(&dir)?)
+}
+
+fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, String> {
+    let failed = |e: Errno| format!("{}: {}", crate::escape(path), sentence(e));
+    let entry = |name: &[u8], stat: &rustix::fs::Stat| ListEntry {
+        name: name.to_vec(),
+        mode: stat.st_mode,
+        size: stat.st_size as u64,
+        mtime: stat.st_mtime,
+    };
+    let dir = match export.open_dir(root, path) {
+        Ok(dir) => dir,
+        Err(Errno::NOTDIR) => {
+            let (parent, name) = sink::split(path);
+            let dir = export.open_dir(root, parent).map_err(failed)?;
+            let os_name = Path::new(std::ffi::OsStr::from_bytes(name));
+            let stat = rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
+            return Ok(vec![entry(name, &stat)]);
+        }
+        Err(e) => return Err(failed(e)),
+    };
+    let mut entries = Vec::new();
+    for found in rustix::fs::Dir::read_from(dir.as_fd()).map_err(failed)? {
+        let found = found.map_err(failed)?;
+        let name = found.file_name();
+        if matches!(name.to_bytes(), b"." | b"..") {
+            continue;
+        }
+        if let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+            entries.push(entry(name.to_bytes(), &stat));
+        }
+    }
+    entries.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(entries)
+}

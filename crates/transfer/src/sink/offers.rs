@@ -1,0 +1,121 @@
+//! Answers to offers: which files, or parts of files, are here already.
+//!
+//! On a thread of its own: what is recorded is read back before it is believed, which takes as long as reading
+//! that much from the disk.
+
+use super::Mail;
+use super::files::Files;
+use super::journal::{Identity, Judgement, Present, Version, key_of, nanoseconds};
+use super::readback::Readback;
+use super::tree::{Place, temp_name};
+use crate::wire::{Answer, OfferEntry};
+use std::ffi::CStr;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+/// Verified ranges told to the source in one answer; the rest is sent again.
+const RANGES_MAX: usize = 300;
+/// Offers that wait for their answer; a source makes fewer.
+const WAITING_MAX: usize = 64;
+
+/// Offers on their way to be answered.
+pub(super) struct Judge(SyncSender<(u32, Vec<OfferEntry>)>);
+
+impl Judge {
+    /// Starts the thread, which ends with the last sender.
+    pub(super) fn start(files: &Arc<Files>) -> io::Result<Judge> {
+        let (sender, receiver) = sync_channel(WAITING_MAX);
+        let files = Arc::clone(files);
+        let run = move || judge_all(&files, &receiver);
+        std::thread::Builder::new().name("judge".into()).stack_size(256 << 10).spawn(run)?;
+        Ok(Judge(sender))
+    }
+
+    /// Hands over a batch of offers; false if there are more than any source makes.
+    pub(super) fn submit(&self, batch: u32, entries: Vec<OfferEntry>) -> bool {
+        self.0.try_send((batch, entries)).is_ok()
+    }
+}
+
+fn judge_all(files: &Files, offers: &Receiver<(u32, Vec<OfferEntry>)>) {
+    while let Ok((batch, entries)) = offers.recv() {
+        // An answer must fit a control message; each range takes up to 20 bytes.
+        let mut room = RANGES_MAX;
+        let answers = entries.iter().map(|entry| files.judge(entry, &mut room)).collect();
+        files.mailer.send(Mail::Judged { batch, answers });
+    }
+}
+
+impl Files {
+    fn judge(&self, entry: &OfferEntry, room: &mut usize) -> Answer {
+        if self.over.load(Ordering::SeqCst) {
+            return Answer::Send;
+        }
+        let key = key_of(&entry.path);
+        let version = Version { size: entry.size, mtime: entry.mtime, ctime: entry.ctime };
+        let Ok(place) = self.tree.find(&entry.path) else { return Answer::Send };
+        let find = |name: &CStr| {
+            let (identity, s) = Identity::of(&place.dir, name).ok()?;
+            let is_file = u32::from(s.stx_mode) & 0o170_000 == 0o100_000 && s.stx_size == entry.size;
+            is_file.then_some((identity, s))
+        };
+        let present = find(&place.name).map(|(identity, s)| Present {
+            identity,
+            ctime: nanoseconds(s.stx_ctime),
+            as_new: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec) >= entry.mtime,
+        });
+        let temp = temp_name(&place.name, &self.job, &key);
+        let look = || find(&temp).map(|(identity, _)| identity);
+        match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
+            Judgement::Placed => self.resumed(entry.size),
+            Judgement::UpToDate => {
+                self.counters.files.fetch_add(1, Ordering::Relaxed);
+                self.counters.skipped.fetch_add(1, Ordering::Relaxed);
+                if self.terms.options.preserve { Answer::Attributes } else { Answer::Skip }
+            }
+            Judgement::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
+                Some((readback, good)) if readback.is_hole_outside(&good, entry.size) => self.resumed(entry.size),
+                _ => Answer::Send,
+            },
+            Judgement::CheckTemporary(unfinished) => {
+                let Some((readback, mut good)) = self.read_back(&place, &temp, &key, &unfinished) else {
+                    return Answer::Send;
+                };
+                if unfinished.is_whole() && readback.is_hole_outside(&good, entry.size) {
+                    good = vec![(0, entry.size)];
+                }
+                good.truncate(*room);
+                if good.is_empty() {
+                    return Answer::Send;
+                }
+                *room -= good.len();
+                let have: u64 = good.iter().map(|r| r.1).sum();
+                self.counters.resumed_bytes.fetch_add(have, Ordering::Relaxed);
+                Answer::Except(good)
+            }
+            Judgement::Missing => Answer::Send,
+        }
+    }
+
+    fn resumed(&self, size: u64) -> Answer {
+        self.counters.resumed_bytes.fetch_add(size, Ordering::Relaxed);
+        self.counters.files.fetch_add(1, Ordering::Relaxed);
+        Answer::Skip
+    }
+
+    /// The recorded ranges of a file that are really there.
+    fn read_back(
+        &self,
+        place: &Place,
+        name: &CStr,
+        key: &super::journal::Key,
+        unfinished: &super::journal::Unfinished,
+    ) -> Option<(Readback, Vec<(u64, u64)>)> {
+        let journal = self.journal.as_ref()?;
+        let readback = Readback::open(&place.dir, name, self.terms.verify).ok()?;
+        let good = readback.check(journal, key, unfinished, || !self.over.load(Ordering::SeqCst)).ok()?;
+        Some((readback, good))
+    }
+}

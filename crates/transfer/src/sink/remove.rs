@@ -1,0 +1,293 @@
+//! Removes trees that a mirror's source does not have.
+//!
+//! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
+//! Never follows a link, never leaves the file system, and leaves alone what the filter leaves out of the copy.
+
+use crate::filter::Filter;
+use rustix::fs::{AtFlags, Mode, OFlags, Stat};
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+/// Names that are read from a directory before the first of them are removed.
+const BATCH: usize = 64 << 10;
+
+/// What became of a removal.
+#[derive(Debug, Default)]
+pub(crate) struct Removed {
+    /// Entries removed, or, in a dry run, that would be.
+    pub(crate) count: u64,
+    /// Entries that the filter protects, or that are on another file system.
+    pub(crate) left: u64,
+    /// The first failure, with the path that it belongs to.
+    pub(crate) failure: Option<(Vec<u8>, io::Error)>,
+}
+
+/// How to remove.
+pub(crate) struct Remover<'a> {
+    /// Leaves alone what takes no part in the copy.
+    pub(crate) filter: &'a Filter,
+    /// Count, remove nothing.
+    pub(crate) dry_run: bool,
+}
+
+/// A directory that is being emptied.
+struct Level {
+    name: CString,
+    names: Vec<CString>,
+    /// There may be more names than have been read.
+    more: bool,
+    /// Something of it stays.
+    stays: bool,
+    /// Entries removed of the names read last.
+    progress: bool,
+    /// Device and inode number.
+    identity: (u64, u64),
+    /// Length of the path that leads here.
+    path_len: usize,
+}
+
+impl Remover<'_> {
+    /// Removes the entry `name` of `dir` with all beneath it. `below` is the path of `dir` relative to the source,
+    /// which the filter goes by.
+    pub(crate) fn remove(&self, dir: impl AsFd, name: &CStr, below: &[u8]) -> Removed {
+        let mut removed = Removed::default();
+        let mut path = below.to_vec();
+        let start = path.len();
+        if let Err(e) = self.entry(dir.as_fd(), name, &mut path, &mut removed) {
+            push(&mut path, start, name);
+            removed.failure.get_or_insert((path, e));
+        }
+        removed
+    }
+
+    fn entry(&self, dir: impl AsFd, name: &CStr, path: &mut Vec<u8>, removed: &mut Removed) -> io::Result<()> {
+        let top_len = path.len();
+        push(path, top_len, name);
+        if !self.filter.takes(path) {
+            removed.left += 1;
+            return Ok(());
+        }
+        if self.plain(&dir, name, removed)? {
+            return Ok(());
+        }
+        let device = rustix::fs::fstat(&dir)?.st_dev;
+        let mut fd = open(&dir, name)?;
+        let Some(level) = self.level(&fd, name, device, path.len())? else {
+            removed.left += 1;
+            return Ok(());
+        };
+        let mut stack = vec![level];
+        loop {
+            let depth = stack.len();
+            let top = stack.last_mut().expect("not empty");
+            let Some(name) = top.names.pop() else {
+                if top.more && top.progress {
+                    self.fill(&fd, top)?;
+                    continue;
+                }
+                let done = stack.pop().expect("not empty");
+                let Some(above) = stack.last_mut() else {
+                    self.directory(&dir, &done, path, removed);
+                    return Ok(());
+                };
+                fd = up(&fd, above.identity)?;
+                if self.directory(&fd, &done, path, removed) {
+                    above.progress = true;
+                } else {
+                    above.stays = true;
+                }
+                path.truncate(above.path_len);
+                continue;
+            };
+            let len = top.path_len;
+            push(path, len, &name);
+            if !self.filter.takes(path) {
+                top.stays = true;
+                removed.left += 1;
+                path.truncate(len);
+                continue;
+            }
+            match self.plain(&fd, &name, removed) {
+                Ok(true) => top.progress = true,
+                Ok(false) => match open(&fd, &name).and_then(|inner| {
+                    let level = self.level(&inner, &name, device, path.len())?;
+                    Ok((inner, level))
+                }) {
+                    Ok((inner, Some(level))) => {
+                        fd = inner;
+                        stack.push(level);
+                        debug_assert_eq!(stack.len(), depth + 1);
+                        continue;
+                    }
+                    Ok((_, None)) => {
+                        top.stays = true;
+                        removed.left += 1;
+                    }
+                    Err(e) => {
+                        top.stays = true;
+                        removed.failure.get_or_insert((path.clone(), e));
+                    }
+                },
+                Err(e) => {
+                    top.stays = true;
+                    removed.failure.get_or_insert((path.clone(), e));
+                }
+            }
+            path.truncate(len);
+        }
+    }
+
+    /// Removes what is not a directory; false if it is one.
+    fn plain(&self, dir: impl AsFd, name: &CStr, removed: &mut Removed) -> io::Result<bool> {
+        if self.dry_run {
+            let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+            let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
+            removed.count += u64::from(!is_dir);
+            return Ok(!is_dir);
+        }
+        match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
+            Ok(()) => removed.count += 1,
+            Err(rustix::io::Errno::NOENT) => {}
+            Err(rustix::io::Errno::ISDIR | rustix::io::Errno::PERM) => {
+                let stat = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+                if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
+                    return Err(rustix::io::Errno::PERM.into());
+                }
+                return Ok(false);
+            }
+            Err(e) => return Err(e.into()),
+        }
+        Ok(true)
+    }
+
+    /// Removes a directory that has been emptied; false if something of it stays.
+    fn directory(&self, dir: impl AsFd, done: &Level, path: &[u8], removed: &mut Removed) -> bool {
+        if done.stays {
+            return false;
+        }
+        if !self.dry_run
+            && let Err(e) = rustix::fs::unlinkat(dir, &done.name, AtFlags::REMOVEDIR)
+        {
+            removed.failure.get_or_insert((path[..done.path_len].to_vec(), e.into()));
+            return false;
+        }
+        removed.count += 1;
+        true
+    }
+
+    /// Begins to empty a directory; `None` if it is on another file system.
+    fn level(&self, fd: &OwnedFd, name: &CStr, device: u64, path_len: usize) -> io::Result<Option<Level>> {
+        let stat = rustix::fs::fstat(fd)?;
+        if stat.st_dev != device {
+            return Ok(None);
+        }
+        let mut level = Level {
+            name: name.into(),
+            names: Vec::new(),
+            more: false,
+            stays: false,
+            progress: false,
+            identity: identity(&stat),
+            path_len,
+        };
+        self.fill(fd, &mut level)?;
+        Ok(Some(level))
+    }
+
+    fn fill(&self, fd: &OwnedFd, level: &mut Level) -> io::Result<()> {
+        (level.more, level.progress) = (false, false);
+        for entry in rustix::fs::Dir::read_from(fd)? {
+            let entry = entry?;
+            if matches!(entry.file_name().to_bytes(), b"." | b"..") {
+                continue;
+            }
+            // A dry run sees the same names again.
+            if level.names.len() >= BATCH && !self.dry_run {
+                level.more = true;
+                break;
+            }
+            level.names.push(entry.file_name().into());
+        }
+        Ok(())
+    }
+}
+
+fn identity(stat: &Stat) -> (u64, u64) {
+    (stat.st_dev, stat.st_ino)
+}
+
+fn open(dir: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
+}
+
+/// The directory above, if it still is the one that led here.
+fn up(fd: &OwnedFd, expected: (u64, u64)) -> io::Result<OwnedFd> {
+    let above = open(fd, c"..")?;
+    if identity(&rustix::fs::fstat(&above)?) == expected {
+        return Ok(above);
+    }
+    Err(io::Error::other("a directory was moved while it was being removed"))
+}
+
+fn push(path: &mut Vec<u8>, len: usize, name: &CStr) {
+    path.truncate(len);
+    if len > 0 {
+        path.push(b'/');
+    }
+    path.extend_from_slice(name.to_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::TreeOptions;
+    use std::fs;
+
+    fn remover(filter: &Filter, dry_run: bool) -> Remover<'_> {
+        Remover { filter, dry_run }
+    }
+
+    #[test]
+    fn a_tree_goes_whatever_its_depth_and_links_are_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
+        fs::create_dir(dir.path().join("outside")).unwrap();
+        fs::write(dir.path().join("outside/precious"), "").unwrap();
+        let mut inner = rustix::fs::openat(&fd, c".", OFlags::RDONLY, Mode::empty()).unwrap();
+        // Deeper than any path may be long, or any recursion deep.
+        for _ in 0..5000 {
+            rustix::fs::mkdirat(&inner, c"d", Mode::from_raw_mode(0o755)).unwrap();
+            inner = open(&inner, c"d").unwrap();
+        }
+        rustix::fs::symlinkat(c"/", &inner, c"root").unwrap();
+        std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
+        fs::write(dir.path().join("d/file"), "").unwrap();
+        let filter = Filter::new(&TreeOptions::default()).unwrap();
+        for dry_run in [true, false] {
+            let removed = remover(&filter, dry_run).remove(&fd, c"d", b"");
+            assert!(removed.failure.is_none(), "{removed:?}");
+            assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
+        }
+        assert!(!dir.path().join("d").exists() && dir.path().join("outside/precious").exists());
+    }
+
+    #[test]
+    fn what_takes_no_part_in_the_copy_stays_with_its_directories() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
+        for path in ["top/a/keep.log", "top/a/go", "top/b/go", "top/.snapshots/x"] {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "").unwrap();
+        }
+        let exclude = vec!["*.log".to_string(), "/top/.snapshots".to_string()];
+        let filter = Filter::new(&TreeOptions { exclude, ..TreeOptions::default() }).unwrap();
+        let removed = remover(&filter, false).remove(&fd, c"top", b"");
+        assert!(removed.failure.is_none());
+        assert_eq!((removed.count, removed.left), (3, 2));
+        assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());
+        assert!(!dir.path().join("top/b").exists() && !dir.path().join("top/a/go").exists());
+    }
+}

@@ -1,0 +1,95 @@
+//! The file systems that a session writes to, and how what it wrote gets to the medium.
+//!
+//! Linux tells a write-back error once per open file. So every file system is opened before the first
+//! write to it, and synced through that descriptor ever after: an error between the two cannot be missed, whoever
+//! else was told of it.
+
+use rustix::fs::OFlags;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+/// File systems of one session; a tree with more mounts than that is not written to.
+const VOLUMES_MAX: usize = 64;
+/// `statfs` magic of FUSE, whose `syncfs` does not reach the server.
+const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
+
+struct Volume {
+    device: u64,
+    /// Opened before anything was written there.
+    fd: OwnedFd,
+    /// `syncfs` tells nothing: files have to be synced one by one.
+    by_file: bool,
+}
+
+/// The file systems that a session has written to.
+#[derive(Default)]
+pub(crate) struct Volumes {
+    known: Mutex<Vec<Volume>>,
+    /// A sync failed. The kernel has told its error and will say that all is well from now on.
+    lost: AtomicBool,
+}
+
+impl Volumes {
+    fn known(&self) -> MutexGuard<'_, Vec<Volume>> {
+        self.known.lock().expect("no panics under the lock")
+    }
+
+    /// Something is about to be written in this directory.
+    ///
+    /// # Errors
+    /// If its file system cannot be looked at, or is one too many.
+    pub(crate) fn note(&self, dir: impl AsFd) -> io::Result<()> {
+        let device = rustix::fs::fstat(&dir)?.st_dev;
+        let mut known = self.known();
+        if known.iter().any(|v| v.device == device) {
+            return Ok(());
+        }
+        if known.len() >= VOLUMES_MAX {
+            return Err(io::Error::other(format!("more than {VOLUMES_MAX} file systems below the destination")));
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
+        let by_file = rustix::fs::fstatfs(&fd).is_ok_and(|s| s.f_type == FUSE_SUPER_MAGIC);
+        known.push(Volume { device, fd, by_file });
+        Ok(())
+    }
+
+    /// Whether there are file systems on which only syncing each file makes it durable.
+    pub(crate) fn any_by_file(&self) -> bool {
+        self.known().iter().any(|v| v.by_file)
+    }
+
+    /// Makes all that was written on all of them durable.
+    ///
+    /// # Errors
+    /// The first failure; what was written since the last success is then of unknown fate.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        // One at a time: whoever comes second must not take an error that was told to the first for success.
+        let known = self.known();
+        self.check()?;
+        // All are tried: each tells its error once.
+        let results: Vec<_> = known.iter().map(|v| rustix::fs::syncfs(&v.fd)).collect();
+        results.into_iter().collect::<Result<(), _>>().map_err(|e| {
+            self.lose();
+            e.into()
+        })
+    }
+
+    /// Something that was written did not reach the medium.
+    pub(crate) fn lose(&self) {
+        self.lost.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether all syncs have succeeded so far.
+    ///
+    /// # Errors
+    /// If one has not: nothing is to be believed durable from then on.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        if self.lost.load(Ordering::SeqCst) {
+            return Err(io::Error::other("an earlier write did not reach the medium"));
+        }
+        Ok(())
+    }
+}

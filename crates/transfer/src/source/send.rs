@@ -1,0 +1,318 @@
+//! Sends what the walker found: small files packed into blocks, large ones piece by piece.
+//!
+//! Small files are read straight into the block they travel in; large ones are read by the storage stage, holes
+//! left out.
+
+use super::large::{Finish, LargeFile, grew, has_grown, missing_extents, same_version, set_direct};
+use super::walk::{Cancelled, Candidate, GLANCE, Walk, Walker, meta_of};
+use crate::protocol::pieces::cut;
+use crate::session::{FirstFailure, Progress};
+use crate::wire::{BlockHeader, BlockKind, Direct, RECORD_PREFIX_LEN, Record, ReportKind};
+use rustix::fs::{FileType, Stat};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use thruway_engine::{Block, StorageOp, page_cache};
+
+/// Auto direct I/O begins here, for files of which less than half is cached.
+const DIRECT_FROM: u64 = 64 << 20;
+const ALIGN: u64 = 4096;
+/// Holes of files below this size are not worth a block of their own.
+const HOLE_MIN: u64 = 16 << 10;
+
+/// The type in a mode.
+const S_IFMT: u32 = 0o170_000;
+
+/// Records and small files that travel together.
+pub(super) struct Pack {
+    block: Block,
+    used: usize,
+}
+
+impl Walker {
+    pub(super) fn send_file(&mut self, candidate: Candidate, have: &[(u64, u64)]) -> Walk {
+        let size = candidate.stat.st_size as u64;
+        Progress::add(&self.progress.files, 1);
+        if self.terms.options.dry_run {
+            let meta = meta_of(&candidate.stat);
+            return self.append(&Record::File { path: candidate.path, meta });
+        }
+        if size > self.pack_max || !have.is_empty() {
+            self.send_large(candidate, have)
+        } else {
+            self.send_small(&candidate)
+        }
+    }
+
+    /// Opens a file; `None` if that failed, or if it is no file any more, which has been told.
+    fn open(&self, c: &Candidate) -> Option<(File, Stat)> {
+        match c.from.open() {
+            Ok((file, stat)) if stat.st_mode & S_IFMT == c.stat.st_mode & S_IFMT => return Some((file, stat)),
+            Ok(_) => self.report(&c.path, "changed its type while it was read"),
+            Err(e) => self.report(&c.path, io::Error::from(e).to_string()),
+        }
+        None
+    }
+
+    /// Encodes a record that travels with so many bytes of content. Attributes that no block has room for stay behind.
+    fn encode(&self, record: &mut Record, content: usize) -> Vec<u8> {
+        let encoded = record.encode();
+        if RECORD_PREFIX_LEN + encoded.len() + content <= self.terms.block_len as usize {
+            return encoded;
+        }
+        if let Record::File { path, meta }
+        | Record::Dir { path, meta }
+        | Record::Begin { path, meta, .. }
+        | Record::Symlink { path, meta, .. }
+        | Record::Special { path, meta, .. }
+        | Record::Attributes { path, meta } = record
+        {
+            meta.xattrs.clear();
+            let why = format!(
+                "its extended attributes take {} bytes, more than a block has room for, and are not kept; \
+                 a larger --block-size helps",
+                encoded.len()
+            );
+            self.tell(path, ReportKind::Incomplete, why);
+        }
+        record.encode()
+    }
+
+    fn send_small(&mut self, c: &Candidate) -> Walk {
+        let Some((file, stat)) = self.open(c) else { return Ok(()) };
+        let size = stat.st_size as u64;
+        if size > self.pack_max || has_holes(&file, &stat) {
+            // It grew since it was listed, or has holes, which stay holes only in large files.
+            let grown = Candidate { from: c.from.clone(), path: c.path.clone(), stat };
+            return self.send_large(grown, &[]);
+        }
+        let mut meta = meta_of(&stat);
+        if self.terms.options.preserve {
+            match crate::xattr::read_open(file.as_fd()) {
+                Ok(xattrs) => meta.xattrs = xattrs,
+                Err(e) => self.tell(&c.path, ReportKind::Incomplete, format!("extended attributes: {e}")),
+            }
+        }
+        let size = size as usize;
+        let mut record = Record::File { path: c.path.clone(), meta };
+        let record = self.encode(&mut record, size);
+        let room = self.room(RECORD_PREFIX_LEN + record.len() + size)?;
+        let content = RECORD_PREFIX_LEN + record.len();
+        room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(record.len(), size));
+        room[RECORD_PREFIX_LEN..content].copy_from_slice(&record);
+        let read = read_full(&file, &mut room[content..content + size]);
+        let after = rustix::fs::fstat(&file);
+        match (read, after) {
+            (Ok(n), Ok(after)) if n == size && (same_version(&stat, &after) || has_grown(&stat, &after)) => {
+                self.pack.as_mut().expect("room made it").used += content + size;
+                Progress::add(&self.progress.total_bytes, size as u64);
+                if !same_version(&stat, &after) {
+                    self.tell(&c.path, ReportKind::Incomplete, grew(size as u64));
+                }
+            }
+            (Err(e), _) => self.report(&c.path, e.to_string()),
+            (_, Err(e)) => self.report(&c.path, io::Error::from(e).to_string()),
+            _ => self.report(&c.path, "changed while it was read"),
+        }
+        Ok(())
+    }
+
+    pub(super) fn send_large(&mut self, c: Candidate, have: &[(u64, u64)]) -> Walk {
+        let Some((file, mut stat)) = self.open(&c) else { return Ok(()) };
+        let endless = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
+        if endless {
+            stat.st_size = self.terms.options.length.unwrap_or(0) as i64;
+            stat.st_mode = 0o100_644;
+        } else if !same_version(&c.stat, &stat) && !have.is_empty() {
+            // What the sink has is of another version.
+            return self.send_large(Candidate { stat, ..c }, &[]);
+        }
+        let size = stat.st_size as u64;
+        let direct = !endless && !self.from_files && self.wants_direct(&file, size) && set_direct(&file);
+        let mut meta = meta_of(&stat);
+        if self.terms.options.preserve && !endless {
+            meta.xattrs = self.meta(&c.from, &c.path, &stat).xattrs;
+        }
+        let number = self.next_file;
+        self.next_file += 1;
+        while !self.open_files.enter(GLANCE) {
+            self.flush();
+            self.check_cancel()?;
+        }
+        self.append(&Record::Begin { file: number, path: c.path.clone(), meta, resume: !have.is_empty() })?;
+        self.flush();
+        let begun_in = self.next_sequence - 1;
+        let large = Arc::new(LargeFile {
+            file: Arc::new(file),
+            number,
+            begun_in,
+            stat,
+            path: c.path,
+            endless,
+            failure: FirstFailure::default(),
+            open: AtomicU32::new(1),
+            blocks: AtomicU32::new(0),
+            mailer: self.mailer.clone(),
+            open_files: Arc::clone(&self.open_files),
+        });
+        let missing = missing_extents(&large.file, size, endless || stat.st_blocks as u64 * 512 >= size, have);
+        let result = match missing {
+            Ok(missing) => missing.into_iter().try_for_each(|(from, to)| self.read_extent(&large, from, to, direct)),
+            Err(e) => {
+                large.failure.set(format!("looking for holes: {e}"));
+                Ok(())
+            }
+        };
+        large.close();
+        result
+    }
+
+    fn wants_direct(&self, file: &File, size: u64) -> bool {
+        match self.terms.options.direct {
+            Direct::Off => false,
+            Direct::On => true,
+            // Where the kernel cannot say how much is cached, the page cache is the safe choice.
+            Direct::Auto => {
+                size >= DIRECT_FROM && page_cache::cached(file, 0, size).is_some_and(|cached| cached * 2 < size)
+            }
+        }
+    }
+
+    fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
+        Progress::add(&self.progress.total_bytes, to - from);
+        let grain = Arc::clone(&self.grain);
+        for (at, len) in cut((from, to), self.terms.block_len, || grain.get(), self.terms.long_path) {
+            let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
+            let block = self.take_block()?;
+            let sequence = self.sequence()?;
+            large.open.fetch_add(1, Ordering::SeqCst);
+            large.blocks.fetch_add(1, Ordering::SeqCst);
+            let header = self.header(sequence, BlockKind::Data, large.number, at, len);
+            let finish = Finish::new(&self.engine, &self.terms, &self.mailer, Some(large.begun_in));
+            let large = Arc::clone(large);
+            let file = Arc::clone(&large.file);
+            if self.from_files && !large.endless {
+                finish.load_from_file(block, header, large);
+                continue;
+            }
+            self.engine.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
+                let mut header = header;
+                match done.result {
+                    Ok(n) if n >= len => {}
+                    Ok(n) => {
+                        large.failure.set("shrank while it was read");
+                        header.len = n;
+                    }
+                    Err(e) => {
+                        large.failure.set(e.to_string());
+                        header.len = 0;
+                    }
+                }
+                if header.len == 0 {
+                    header.kind = BlockKind::Void;
+                }
+                finish.load(done.block, header);
+                large.close();
+            });
+        }
+        Ok(())
+    }
+
+    fn header(&self, sequence: u32, kind: BlockKind, file: u64, offset: u64, len: u32) -> BlockHeader {
+        BlockHeader {
+            session: self.terms.session,
+            sequence,
+            offset,
+            len,
+            kind,
+            sealed: self.terms.sealer.is_some(),
+            file,
+            tag: [0; 16],
+            digest: [0; 16],
+        }
+    }
+
+    fn sequence(&mut self) -> Walk<u32> {
+        let sequence = self.next_sequence;
+        self.next_sequence = sequence.checked_add(1).ok_or(Cancelled)?;
+        Ok(sequence)
+    }
+
+    /// A free block; while there is none, the sink's pace is ours.
+    fn take_block(&self) -> Walk<Block> {
+        while !self.ahead.enter(GLANCE) {
+            self.check_cancel()?;
+        }
+        loop {
+            self.check_cancel()?;
+            if let Some(block) = self.engine.pool.take(GLANCE) {
+                return Ok(block);
+            }
+        }
+    }
+
+    /// At least `len` octets of the current pack, or of a new one.
+    fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
+        let capacity = self.terms.block_len as usize;
+        debug_assert!(len <= capacity);
+        let most = self.grain.get() as usize;
+        if self.pack.as_ref().is_some_and(|p| p.used > 0 && p.used + len > most) {
+            self.flush();
+        }
+        if self.pack.is_none() {
+            self.pack = Some(Pack { block: self.take_block()?, used: 0 });
+        }
+        let pack = self.pack.as_mut().expect("just made");
+        Ok(&mut pack.block.payload_mut()[pack.used..capacity])
+    }
+
+    pub(super) fn append(&mut self, record: &Record) -> Walk {
+        let encoded = self.encode(&mut record.clone(), 0);
+        let len = RECORD_PREFIX_LEN + encoded.len();
+        let room = self.room(len)?;
+        room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(encoded.len(), 0));
+        room[RECORD_PREFIX_LEN..len].copy_from_slice(&encoded);
+        self.pack.as_mut().expect("room made it").used += len;
+        Ok(())
+    }
+
+    /// Sends the current pack on its way.
+    pub(super) fn flush(&mut self) {
+        let Some(Pack { block, used }) = self.pack.take() else { return };
+        if used == 0 {
+            return;
+        }
+        let Ok(sequence) = self.sequence() else { return };
+        let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
+        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header);
+    }
+}
+
+/// Whether a file has holes that are worth keeping. Fewer blocks than bytes may also mean compression.
+fn has_holes(file: &File, stat: &Stat) -> bool {
+    let size = stat.st_size as u64;
+    size >= HOLE_MIN
+        && stat.st_blocks as u64 * 512 < size
+        && rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(0)).is_ok_and(|hole| hole < size)
+        && rustix::fs::seek(file, rustix::fs::SeekFrom::Start(0)).is_ok()
+}
+
+fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
+    use std::io::Read;
+    let mut file = file;
+    let mut total = 0;
+    while !buffer.is_empty() {
+        match file.read(buffer) {
+            Ok(0) => break,
+            Ok(n) => {
+                total += n;
+                buffer = &mut buffer[n..];
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(total)
+}
