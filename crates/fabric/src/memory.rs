@@ -7,9 +7,11 @@
 use crate::iwarp::terminate::{RdmaProtection, TerminateCode};
 use crate::types::{Error, Result, Sge};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 bitflags::bitflags! {
     /// What a region's holder and its peers may do to it. Local reading is always allowed.
@@ -26,6 +28,9 @@ bitflags::bitflags! {
         /// The memory need not stay in place: pages may come and go as the system likes
         /// (on-demand paging). Needs [`crate::DeviceAttributes::on_demand`].
         const ON_DEMAND = 16;
+        /// Peers may revoke the region by a Send with Invalidate. Windows can always be revoked by those who may use
+        /// them; a region is usually several peers', and revoking it takes its local key with it.
+        const REMOTE_INVALIDATE = 32;
     }
 }
 
@@ -113,7 +118,7 @@ impl Buffer {
         assert!(offset <= self.len && out.len() <= self.len - offset, "read outside the buffer");
         // SAFETY: the range was checked; `out` is ours alone and cannot overlap the mapping
         // because no reference into the mapping is ever made.
-        unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr().add(offset), out.as_mut_ptr(), out.len()) }
+        unsafe { shared::load(self.ptr.as_ptr().add(offset), out) }
     }
 
     /// Copies `data` to `offset`.
@@ -123,7 +128,7 @@ impl Buffer {
     pub fn write(&self, offset: usize, data: &[u8]) {
         assert!(offset <= self.len && data.len() <= self.len - offset, "write outside the buffer");
         // SAFETY: as in `read`.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.ptr.as_ptr().add(offset), data.len()) }
+        unsafe { shared::store(self.ptr.as_ptr().add(offset), data) }
     }
 }
 
@@ -131,6 +136,63 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours and regions hold the buffer alive, so nobody uses it now.
         unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) }.expect("unmapping our own mapping");
+    }
+}
+
+/// Copies to and from memory that other threads, the kernel and peers change at the same time.
+///
+/// By relaxed atomics, of words where the memory is aligned: whoever races gets some mixture of old and new
+/// octets, as on every RDMA device, and never undefined behaviour.
+pub(crate) mod shared {
+    use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+
+    const WORD: usize = 8;
+
+    /// # Safety
+    /// `from..from + to.len()` must be mapped, and apart from `to`.
+    pub(crate) unsafe fn load(from: *const u8, to: &mut [u8]) {
+        let mut at = 0;
+        while at < to.len() {
+            let ptr = from.wrapping_add(at).cast_mut();
+            if ptr.addr().is_multiple_of(WORD) && to.len() - at >= WORD {
+                // SAFETY: mapped, by the caller's promise, and aligned.
+                let word = unsafe { AtomicU64::from_ptr(ptr.cast()) }.load(Relaxed);
+                to[at..at + WORD].copy_from_slice(&word.to_ne_bytes());
+                at += WORD;
+            } else {
+                // SAFETY: mapped, by the caller's promise.
+                to[at] = unsafe { AtomicU8::from_ptr(ptr) }.load(Relaxed);
+                at += 1;
+            }
+        }
+    }
+
+    /// # Safety
+    /// `to..to + from.len()` must be mapped writable, and apart from `from`.
+    pub(crate) unsafe fn store(to: *mut u8, from: &[u8]) {
+        let mut at = 0;
+        while at < from.len() {
+            let ptr = to.wrapping_add(at);
+            if ptr.addr().is_multiple_of(WORD) && from.len() - at >= WORD {
+                let word = u64::from_ne_bytes(from[at..at + WORD].try_into().expect("8 bytes"));
+                // SAFETY: mapped, by the caller's promise, and aligned.
+                unsafe { AtomicU64::from_ptr(ptr.cast()) }.store(word, Relaxed);
+                at += WORD;
+            } else {
+                // SAFETY: mapped, by the caller's promise.
+                unsafe { AtomicU8::from_ptr(ptr) }.store(from[at], Relaxed);
+                at += 1;
+            }
+        }
+    }
+
+    /// # Safety
+    /// `from..from + len` must be mapped.
+    pub(crate) unsafe fn append(to: &mut Vec<u8>, from: *const u8, len: usize) {
+        let at = to.len();
+        to.resize(at + len, 0);
+        // SAFETY: the caller's promise; a vector of ours is nobody's registered memory.
+        unsafe { load(from, &mut to[at..]) };
     }
 }
 
@@ -147,10 +209,12 @@ pub(crate) struct Region {
     pd: u32,
     /// The only queue pair whose peer may use it, if it is a window.
     stream: Option<u32>,
-    stag: AtomicU32,
+    stag: u32,
     valid: AtomicBool,
     /// Placements under way; invalidation waits for them.
     users: AtomicU32,
+    /// What a window is on. It grants nothing when that is revoked.
+    parent: Option<Arc<Region>>,
     _owner: Owner,
 }
 
@@ -178,6 +242,8 @@ impl Region {
     /// The address of `addr..addr+len` if that lies inside.
     fn locate(&self, addr: u64, len: u64) -> Option<*mut u8> {
         let offset = addr.checked_sub(self.base)?;
+        // No further than addresses go.
+        addr.checked_add(len)?;
         if offset > self.len as u64 || len > self.len as u64 - offset {
             return None;
         }
@@ -188,23 +254,26 @@ impl Region {
     /// Holds off invalidation; `None` if it has come first. Not to be kept while waiting for
     /// anybody: who invalidates waits for it.
     pub(crate) fn enter(self: &Arc<Region>) -> Option<Placement> {
-        self.users.fetch_add(1, Ordering::SeqCst);
+        for held in self.parent.iter().chain([self]) {
+            held.users.fetch_add(1, Ordering::SeqCst);
+        }
         let placement = Placement(Arc::clone(self));
-        self.valid.load(Ordering::SeqCst).then_some(placement)
+        self.is_valid().then_some(placement)
     }
 
     /// After this returns no peer's octets land here any more.
     fn invalidate(&self) -> bool {
         let was = self.valid.swap(false, Ordering::SeqCst);
         while self.users.load(Ordering::SeqCst) != 0 {
-            // Placements are single non-blocking system calls or copies.
-            std::thread::yield_now();
+            // Placements are single non-blocking system calls or copies. A sleep, because a yield to one that was
+            // preempted on this very core would be none under real-time scheduling.
+            std::thread::sleep(std::time::Duration::from_micros(1));
         }
         was
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.valid.load(Ordering::SeqCst)
+        self.valid.load(Ordering::SeqCst) && self.parent.as_ref().is_none_or(|p| p.valid.load(Ordering::SeqCst))
     }
 }
 
@@ -219,7 +288,9 @@ impl Placement {
 
 impl Drop for Placement {
     fn drop(&mut self) {
-        self.0.users.fetch_sub(1, Ordering::SeqCst);
+        for held in self.0.parent.iter().chain([&self.0]) {
+            held.users.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 }
 
@@ -228,73 +299,113 @@ impl Drop for Placement {
 pub(crate) struct LocalPiece {
     pub(crate) ptr: *mut u8,
     pub(crate) len: u32,
-    _region: Arc<Region>,
+    region: Arc<Region>,
+}
+
+impl LocalPiece {
+    /// The region it is in.
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
 }
 
 // SAFETY: the region keeps the memory mapped; access follows the verbs ownership rule.
 unsafe impl Send for LocalPiece {}
 
 /// Maps steering tags to regions. One per device.
+///
+/// Tags are random in all their 32 bits: a peer that may try one per connection (a wrong one ends it) does not find one
+/// that it was not given, and one that was revoked does not come back.
 pub(crate) struct RegionTable {
-    slots: RwLock<Slots>,
+    regions: RwLock<Regions>,
 }
 
-struct Slots {
-    entries: Vec<Slot>,
-    free: Vec<u32>,
+struct Regions {
+    by_stag: HashMap<u32, Arc<Region>, BuildHasherDefault<StagHasher>>,
+    /// Random octets not used yet.
+    random: Vec<u8>,
 }
 
-struct Slot {
-    /// Low octet of the STag; changes whenever the slot is reused, so that old tags miss.
-    key: u8,
-    region: Option<Arc<Region>>,
+/// Tags are random already.
+#[derive(Default)]
+struct StagHasher(u64);
+
+impl Hasher for StagHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("tags are hashed as numbers")
+    }
+
+    fn write_u32(&mut self, stag: u32) {
+        self.0 = u64::from(stag).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
 }
 
-/// STag indexes are 24 bits; this bounds the table well below.
+/// Most regions and windows of a device.
 const MAX_REGIONS: usize = 1 << 20;
+
+impl Regions {
+    /// A tag that is not in use, and not 0, which never names memory.
+    fn new_stag(&mut self) -> u32 {
+        loop {
+            if self.random.is_empty() {
+                self.random = random_octets();
+            }
+            let at = self.random.len() - 4;
+            let stag = u32::from_ne_bytes(self.random[at..].try_into().expect("four of them"));
+            self.random.truncate(at);
+            if stag != 0 && !self.by_stag.contains_key(&stag) {
+                return stag;
+            }
+        }
+    }
+}
+
+fn random_octets() -> Vec<u8> {
+    let mut octets = vec![0; 1024];
+    let mut filled = 0;
+    while filled < octets.len() {
+        // Up to 256 octets come whole; an interruption is no failure.
+        let end = octets.len().min(filled + 256);
+        filled += rustix::rand::getrandom(&mut octets[filled..end], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+    }
+    octets
+}
 
 impl RegionTable {
     pub(crate) fn new() -> RegionTable {
-        // Index 0 stays unused, so STag 0 never names memory.
-        let entries = vec![Slot { key: 0, region: None }];
-        RegionTable { slots: RwLock::new(Slots { entries, free: Vec::new() }) }
+        RegionTable { regions: RwLock::new(Regions { by_stag: HashMap::default(), random: Vec::new() }) }
     }
 
-    fn insert(&self, region: Region) -> Result<Arc<Region>> {
-        let mut slots = self.slots.write().expect("no panics under the lock");
-        let index = match slots.free.pop() {
-            Some(index) => index,
-            None if slots.entries.len() < MAX_REGIONS => {
-                let index = slots.entries.len() as u32;
-                slots.entries.push(Slot { key: (index as u8).wrapping_mul(151), region: None });
-                index
-            }
-            None => {
-                let limit = MAX_REGIONS as u64;
-                return Err(Error::Limit { what: "memory regions", got: limit, limit: limit - 1 });
-            }
-        };
-        let slot = &mut slots.entries[index as usize];
-        slot.key = slot.key.wrapping_add(1);
-        region.stag.store(index << 8 | u32::from(slot.key), Ordering::Relaxed);
+    /// For simulations and fuzzing: the first tags are `0x101`, `0x201` and so on.
+    pub(crate) fn foreseeable() -> RegionTable {
+        let table = RegionTable::new();
+        let random = (1..=64u32).rev().flat_map(|n| (n << 8 | 1).to_ne_bytes()).collect();
+        table.regions.write().unwrap_or_else(PoisonError::into_inner).random = random;
+        table
+    }
+
+    fn insert(&self, mut region: Region) -> Result<Arc<Region>> {
+        let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+        if regions.by_stag.len() >= MAX_REGIONS {
+            let limit = MAX_REGIONS as u64;
+            return Err(Error::Limit { what: "memory regions", got: limit + 1, limit });
+        }
+        region.stag = regions.new_stag();
         let region = Arc::new(region);
-        slot.region = Some(Arc::clone(&region));
+        regions.by_stag.insert(region.stag, Arc::clone(&region));
         Ok(region)
     }
 
     fn remove(&self, stag: u32) {
-        let mut slots = self.slots.write().expect("no panics under the lock");
-        let index = stag >> 8;
-        let Some(slot) = slots.entries.get_mut(index as usize) else { return };
-        if u32::from(slot.key) == stag & 0xff && slot.region.take().is_some() {
-            slots.free.push(index);
-        }
+        self.regions.write().unwrap_or_else(PoisonError::into_inner).by_stag.remove(&stag);
     }
 
     fn get(&self, stag: u32) -> Option<Arc<Region>> {
-        let slots = self.slots.read().expect("no panics under the lock");
-        let slot = slots.entries.get((stag >> 8) as usize)?;
-        (u32::from(slot.key) == stag & 0xff).then(|| slot.region.clone()).flatten()
+        self.regions.read().unwrap_or_else(PoisonError::into_inner).by_stag.get(&stag).cloned()
     }
 
     /// Resolves local elements, with `needed` rights, for one request of protection domain `pd`.
@@ -320,7 +431,7 @@ impl RegionTable {
                 return Err(fail("the region was not registered for local writing"));
             }
             let ptr = region.locate(sge.addr, sge.len.into()).ok_or_else(|| fail("outside the region"))?;
-            out.push(LocalPiece { ptr, len: sge.len, _region: region });
+            out.push(LocalPiece { ptr, len: sge.len, region });
         }
         Ok(total)
     }
@@ -358,15 +469,16 @@ impl RegionTable {
         len: u32,
     ) -> Result<LocalPiece, TerminateCode> {
         let (ptr, placement) = self.remote(stream, stag, to, len.into(), Access::REMOTE_READ)?;
-        Ok(LocalPiece { ptr, len, _region: Arc::clone(&placement.0) })
+        Ok(LocalPiece { ptr, len, region: Arc::clone(&placement.0) })
     }
 
-    /// Revokes a key on the peer's behalf (Send with Invalidate). Only a key that peers could
-    /// have used can be revoked by them.
+    /// Revokes a key on the peer's behalf (Send with Invalidate): a window that it could have used, or a region
+    /// whose owner allows it.
     pub(crate) fn remote_invalidate(&self, stream: Stream, stag: u32) -> Result<(), TerminateCode> {
         let region = self.get(stag).ok_or(RdmaProtection::StagCannotBeInvalidated)?;
         let remote = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-        if !region.is_open_to(stream) || !region.access.intersects(remote) || !region.invalidate() {
+        let revocable = region.parent.is_some() || region.access.contains(Access::REMOTE_INVALIDATE);
+        if !region.is_open_to(stream) || !revocable || !region.access.intersects(remote) || !region.invalidate() {
             return Err(RdmaProtection::StagCannotBeInvalidated.into());
         }
         Ok(())
@@ -392,9 +504,10 @@ impl RegionTable {
             access,
             pd,
             stream: None,
-            stag: AtomicU32::new(0),
+            stag: 0,
             valid: AtomicBool::new(true),
             users: AtomicU32::new(0),
+            parent: None,
             _owner: owner,
         })
     }
@@ -422,7 +535,7 @@ impl RegionTable {
         if access.intersects(writes) && !parent.access.contains(Access::LOCAL_WRITE) {
             return Err(fail("the region was not registered for local writing"));
         }
-        let base = parent.base + offset as u64;
+        let base = parent.base.checked_add(offset as u64).ok_or_else(|| fail("window outside its region"))?;
         let ptr = parent.locate(base, len as u64).ok_or_else(|| fail("window outside its region"))?;
         self.insert(Region {
             ptr,
@@ -431,9 +544,10 @@ impl RegionTable {
             access,
             pd: parent.pd,
             stream: stream.map(|s| s.qp_num),
-            stag: AtomicU32::new(0),
+            stag: 0,
             valid: AtomicBool::new(true),
             users: AtomicU32::new(0),
+            parent: Some(Arc::clone(parent)),
             // It is a part of the parent's memory, which the parent's own owner keeps mapped.
             _owner: Arc::clone(parent) as Owner,
         })
@@ -447,7 +561,7 @@ impl RegionTable {
 
 impl Region {
     pub(crate) fn stag(&self) -> u32 {
-        self.stag.load(Ordering::Relaxed)
+        self.stag
     }
 
     pub(crate) fn base(&self) -> u64 {
@@ -495,7 +609,7 @@ mod tests {
         let stag = r.stag();
         let w = Access::REMOTE_WRITE;
         assert!(t.remote(ONE, stag, 0x1000, 4096, w).is_ok());
-        assert_eq!(code(t.remote(ONE, stag + 1, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
+        assert_eq!(code(t.remote(ONE, stag ^ 1, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
         assert_eq!(code(t.remote(ONE, 0, 0x1000, 1, w)), RdmaProtection::InvalidStag.into());
         assert_eq!(code(t.remote(OTHER, stag, 0x1000, 1, w)), RdmaProtection::StagNotAssociated.into());
         assert_eq!(code(t.remote(ONE, stag, 0x1000, 1, Access::REMOTE_READ)), RdmaProtection::AccessRights.into());
@@ -505,16 +619,56 @@ mod tests {
     }
 
     #[test]
-    fn a_reused_slot_does_not_answer_to_its_old_key() {
+    fn tags_do_not_come_back_and_cannot_be_foreseen() {
         let (t, r) = table_with(Access::REMOTE_WRITE);
-        let old = r.stag();
-        t.deregister(&r);
         let buffer = Arc::new(Buffer::new(4096).unwrap());
-        let ptr = buffer.as_ptr();
-        // SAFETY: the buffer is the owner.
-        let new = unsafe { t.register(1, ptr, 4096, 0, Access::REMOTE_WRITE, buffer) }.unwrap();
-        assert_eq!(new.stag() >> 8, old >> 8);
-        assert_eq!(code(t.remote(ONE, old, 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+        let mut seen = std::collections::HashSet::from([r.stag()]);
+        for _ in 0..5000 {
+            let owner = Arc::clone(&buffer);
+            // SAFETY: the buffer is the owner.
+            let new = unsafe { t.register(1, buffer.as_ptr(), 4096, 0, Access::REMOTE_WRITE, owner) }.unwrap();
+            assert!(seen.insert(new.stag()), "the tag of a region that is gone");
+            t.deregister(&new);
+            assert_eq!(code(t.remote(ONE, new.stag(), 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+        }
+        let steps: std::collections::HashSet<u32> = seen.iter().map(|s| s >> 20).collect();
+        assert!(steps.len() > 1000, "spread over all of the space");
+    }
+
+    #[test]
+    fn peers_revoke_windows_and_regions_only_where_that_is_allowed() {
+        let (t, r) = table_with(Access::REMOTE_WRITE | Access::LOCAL_WRITE);
+        assert!(t.remote_invalidate(ONE, r.stag()).is_err(), "the pool of all");
+        let window = t.bind(Some(ONE), &r, 0, 64, Access::REMOTE_WRITE).unwrap();
+        assert_eq!(t.remote_invalidate(ONE, window.stag()), Ok(()));
+        assert!(r.is_valid());
+        let (t, r) = table_with(Access::REMOTE_WRITE | Access::REMOTE_INVALIDATE);
+        assert_eq!(t.remote_invalidate(ONE, r.stag()), Ok(()));
+    }
+
+    #[test]
+    fn a_window_grants_nothing_when_its_region_is_gone() {
+        let (t, r) = table_with(Access::LOCAL_WRITE);
+        let w = t.bind(Some(ONE), &r, 0, 64, Access::REMOTE_WRITE).unwrap();
+        t.deregister(&r);
+        assert!(!w.is_valid());
+        assert_eq!(code(t.remote(ONE, w.stag(), 0x1000, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
+    }
+
+    #[test]
+    fn copies_of_shared_memory_are_exact_at_every_alignment() {
+        let mut memory = [0u64; 8];
+        let base = memory.as_mut_ptr().cast::<u8>();
+        for (start, len) in (0..20).flat_map(|s| (0..40).map(move |l| (s, l))) {
+            let data: Vec<u8> = (0..len).map(|i| (start * 41 + i) as u8).collect();
+            let mut back = vec![0; len];
+            // SAFETY: inside `memory`, which nothing else uses.
+            unsafe {
+                shared::store(base.add(start), &data);
+                shared::load(base.add(start), &mut back);
+            }
+            assert_eq!(data, back);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Room in a completion queue, kept for what queue pairs can have posted.
 
+use crate::sync::LockUnpoisoned;
 use crate::types::{Error, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -57,7 +58,7 @@ impl<Q: HasRoom> SharedRoom<Q> {
 
     /// One more queue pair finishes its receives there.
     pub(crate) fn join(&self, queue: &Arc<Q>) -> Result<()> {
-        let mut queues = self.queues.lock().expect("no panics under the lock");
+        let mut queues = self.queues.lock_unpoisoned();
         if let Some((_, users)) = queues.iter_mut().find(|(known, _)| Arc::ptr_eq(known, queue)) {
             *users += 1;
             return Ok(());
@@ -69,7 +70,7 @@ impl<Q: HasRoom> SharedRoom<Q> {
 
     /// One queue pair less does.
     pub(crate) fn leave(&self, queue: &Arc<Q>) {
-        let mut queues = self.queues.lock().expect("no panics under the lock");
+        let mut queues = self.queues.lock_unpoisoned();
         let Some(at) = queues.iter().position(|(known, _)| Arc::ptr_eq(known, queue)) else { return };
         queues[at].1 -= 1;
         if queues[at].1 == 0 {

@@ -10,6 +10,7 @@ use super::rx::Receiver;
 use super::terminate::{self, DdpUntagged, TerminateCode};
 use super::tx::Transmitter;
 use crate::memory::{Access, LocalPiece, RegionTable, Stream};
+use crate::sync::LockUnpoisoned;
 use crate::types::{
     CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
     Status, WorkCompletion,
@@ -43,12 +44,15 @@ pub(crate) struct SendEntry {
     pub(crate) flags: SendFlags,
     pub(crate) data: LocalData,
     pub(crate) len: u32,
+    /// Nothing is transmitted: it completes when its turn comes, as the binding of a window does.
+    pub(crate) local: bool,
     done: Option<Status>,
 }
 
 impl SendEntry {
     fn completion_op(&self) -> CompletionOp {
         match self.op {
+            _ if self.local => CompletionOp::Bind,
             SendOp::Send { .. } => CompletionOp::Send,
             SendOp::Write { .. } => CompletionOp::Write,
             SendOp::Read { .. } => CompletionOp::Read,
@@ -134,8 +138,10 @@ pub(crate) struct Connection {
     /// Finished requests, for the driver to hand to the completion queues.
     pub(crate) completions: Vec<(Side, WorkCompletion)>,
     pub(crate) failure: Option<ConnectionError>,
-    /// The consumer asked to close; nothing more may be posted.
+    /// The consumer asked to close, or the peer has; nothing more may be posted.
     closing: bool,
+    /// The peer's half of the stream is over.
+    peer_ended: bool,
 }
 
 /// Parameters of a new connection.
@@ -170,6 +176,7 @@ impl Connection {
             completions: Vec::new(),
             failure: None,
             closing: false,
+            peer_ended: false,
         };
         if let (true, Some(rtr)) = (initiator, agreement.rtr) {
             if rtr == ReadyToReceive::Read {
@@ -226,6 +233,25 @@ impl Connection {
         Ok(())
     }
 
+    /// Queues the completion of a window's binding behind what was posted before it.
+    pub(crate) fn post_bind(&mut self, wr_id: u64) -> Result<()> {
+        self.check_postable()?;
+        if self.sq.entries.len() >= self.caps.max_send as usize {
+            return Err(Error::QueueFull("send"));
+        }
+        let (op, data) = (SendOp::Send { invalidate: None }, LocalData::Inline(SmallVec::new()));
+        self.sq.entries.push_back(SendEntry {
+            wr_id,
+            op,
+            flags: SendFlags::SIGNALED,
+            data,
+            len: 0,
+            local: true,
+            done: None,
+        });
+        Ok(())
+    }
+
     fn resolve_send(&self, request: &SendRequest<'_>) -> Result<SendEntry> {
         let outbound = matches!(request.op, SendOp::Send { .. } | SendOp::Write { .. });
         let (data, len) = match request.payload {
@@ -260,7 +286,15 @@ impl Connection {
             SendOp::Write { immediate: Some(_), .. } => self.require_extensions()?,
             SendOp::Write { .. } | SendOp::Send { .. } => {}
         }
-        Ok(SendEntry { wr_id: request.wr_id, op: request.op, flags: request.flags, data, len: len as u32, done: None })
+        Ok(SendEntry {
+            wr_id: request.wr_id,
+            op: request.op,
+            flags: request.flags,
+            data,
+            len: len as u32,
+            local: false,
+            done: None,
+        })
     }
 
     fn require_extensions(&self) -> Result<()> {
@@ -429,20 +463,51 @@ impl Connection {
         let started = (self.sq.started - self.sq.head) as usize;
         let mut fault = Some(first).filter(|_| started > 0);
         let entries = std::mem::take(&mut self.sq.entries);
+        // Behind the first that failed nothing succeeds, whatever the peer has answered.
+        let mut failed = false;
         for (index, entry) in entries.iter().enumerate() {
             let status = match entry.done {
-                Some(done) => done,
+                Some(done) if !failed => done,
                 None if index < started => fault.take().unwrap_or(Status::Flushed),
-                None => Status::Flushed,
+                _ => Status::Flushed,
             };
+            failed |= status != Status::Success;
             self.report_send(entry, status);
         }
         for entry in std::mem::take(&mut self.rq) {
             self.report_recv(entry.wr_id, Status::Flushed, 0, RecvDetail::default());
         }
         self.outstanding.clear();
-        let responses = std::mem::take(&mut self.responses.entries);
-        self.tx.drop_data((entries, responses));
+        // Before the memory is let go of.
+        self.tx.drop_data();
+        self.responses.entries.clear();
+        drop(entries);
+    }
+
+    /// The peer sends nothing more. What we have to send still goes, but what waits for an answer never gets one.
+    pub(crate) fn end_of_peer(&mut self) {
+        let waits = self.outstanding.iter().any(|o| o.seq.is_some());
+        let will_wait = self.sq.entries.iter().any(|entry| entry.done.is_none() && entry.awaits_response());
+        self.closing = true;
+        self.peer_ended = true;
+        if waits || will_wait || self.is_drained() {
+            self.fail_lost(ConnectionError::Closed);
+        }
+    }
+
+    /// Whether the peer's half is over and ours has nothing more to send.
+    pub(crate) fn is_over(&self) -> bool {
+        self.peer_ended && self.is_drained()
+    }
+
+    /// Gives receives that a message has taken from a shared queue, and did not fill, back to it.
+    pub(crate) fn give_back_receives(&mut self) {
+        if let Some(shared) = &self.shared {
+            let mut queue = shared.queue.lock_unpoisoned();
+            while let Some(entry) = self.rq.pop_back() {
+                queue.push_front(entry);
+            }
+        }
     }
 }
 
@@ -463,14 +528,14 @@ impl SharedReceives {
     }
 
     pub(crate) fn post(&self, table: &RegionTable, request: &RecvRequest<'_>) -> Result<()> {
-        let mut queue = self.queue.lock().expect("no panics under the lock");
+        let mut queue = self.queue.lock_unpoisoned();
         let entry = resolve_recv(table, self.pd, &self.caps, queue.len(), request)?;
         queue.push_back(entry);
         Ok(())
     }
 
     fn take(&self) -> Option<RecvEntry> {
-        self.queue.lock().expect("no panics under the lock").pop_front()
+        self.queue.lock_unpoisoned().pop_front()
     }
 }
 

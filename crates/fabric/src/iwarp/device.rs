@@ -9,6 +9,7 @@ use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQ
 use crate::memory::{Access, Owner, Region, RegionTable, Stream};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
+use crate::sync::LockUnpoisoned;
 use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
 use crate::{Device, ListenOptions};
 use rustix::event::{EventfdFlags, epoll};
@@ -17,7 +18,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 const MAX_QUEUE: u32 = 16384;
@@ -130,18 +131,24 @@ pub(super) struct Context {
     timer: OwnedFd,
     timer_on: AtomicBool,
     next_pd: AtomicU32,
-    next_id: AtomicU32,
-    entities: Mutex<HashMap<u32, Entity>>,
+    /// Of whatever has a socket; never comes again.
+    next_id: AtomicU64,
+    next_qp: AtomicU64,
+    entities: Mutex<HashMap<u64, Entity>>,
     pending: AtomicUsize,
     /// Held by the thread that drives the sockets; others go on without.
     driver: Mutex<Driver>,
     /// Counts changes to the set of live queue pairs.
     live_version: AtomicU64,
-    ready: Mutex<VecDeque<u32>>,
+    ready: Mutex<VecDeque<u64>>,
     events: Mutex<VecDeque<Event>>,
     /// Completions and events not polled yet, and queue pairs in `ready`.
     unpolled: AtomicUsize,
+    /// Somebody sleeps on `epoll` by other means than `wait`.
     armed: AtomicBool,
+    /// Threads in `wait`, by the descriptor that wakes each; and how many they are.
+    sleepers: Mutex<Vec<Arc<OwnedFd>>>,
+    asleep: AtomicUsize,
     /// Somebody called `wake` since the last wait.
     woken: AtomicBool,
     /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
@@ -197,7 +204,8 @@ impl Context {
             timer,
             timer_on: AtomicBool::new(false),
             next_pd: AtomicU32::new(1),
-            next_id: AtomicU32::new(1),
+            next_id: AtomicU64::new(1),
+            next_qp: AtomicU64::new(1),
             entities: Mutex::new(HashMap::new()),
             pending: AtomicUsize::new(0),
             driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, polls: 0, detached: false, streak: 0 }),
@@ -206,6 +214,8 @@ impl Context {
             events: Mutex::new(VecDeque::new()),
             unpolled: AtomicUsize::new(0),
             armed: AtomicBool::new(false),
+            sleepers: Mutex::default(),
+            asleep: AtomicUsize::new(0),
             woken: AtomicBool::new(false),
             spin: AtomicU64::new(0),
         }))
@@ -235,34 +245,73 @@ impl Context {
         Ok(Arc::new(RegionHandle { table: Arc::clone(&self.table), region }))
     }
 
-    fn insert(&self, id: u32, entity: Entity) {
-        self.entities.lock().expect("no panics under the lock").insert(id, entity);
+    fn insert(&self, id: u64, entity: Entity) {
+        self.entities.lock_unpoisoned().insert(id, entity);
     }
 
-    pub(super) fn forget(&self, id: u32) {
-        let gone = self.entities.lock().expect("no panics under the lock").remove(&id);
+    pub(super) fn forget(&self, id: u64) {
+        let gone = self.entities.lock_unpoisoned().remove(&id);
         match gone {
             Some(Entity::Inbound(_)) => drop(self.pending.fetch_sub(1, Ordering::Relaxed)),
             // Whoever drives might never do so again, and the queue pair holds this context.
             Some(Entity::QueuePair(qp)) => {
-                self.driver.lock().expect("no panics under the lock").hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
+                self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
             }
             _ => {}
         }
         self.live_changed();
     }
 
-    fn new_id(&self) -> u32 {
+    fn new_id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(super) fn watch(&self, fd: impl AsFd, id: u32) -> rustix::io::Result<()> {
+    /// A number that no queue pair has: windows and completions go by it.
+    fn new_qp_num(&self) -> u32 {
+        loop {
+            let count = self.next_qp.fetch_add(1, Ordering::Relaxed);
+            let number = count as u32;
+            // From the first 2^32 on, those that are left of them have to be passed over.
+            let taken = |e: &Entity| matches!(e, Entity::QueuePair(qp) if qp.number() == number);
+            let fresh = count <= u32::MAX.into() || !self.entities.lock_unpoisoned().values().any(taken);
+            if number != 0 && fresh {
+                return number;
+            }
+        }
+    }
+
+    pub(super) fn watch(&self, fd: impl AsFd, id: u64) -> rustix::io::Result<()> {
         use epoll::EventFlags as F;
-        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id.into()), F::IN | F::OUT | F::RDHUP | F::ET)
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id), F::IN | F::OUT | F::RDHUP | F::ET)
     }
 
     pub(super) fn unwatch(&self, fd: impl AsFd) {
         let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    pub(super) fn pending_changed(&self, more: bool) {
+        if more {
+            self.pending.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.pending.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Closes the connection that has been longest in set-up: one whose request nobody has looked at, or one
+    /// that has not sent its request. False if there is none.
+    pub(super) fn drop_oldest_request(&self) -> bool {
+        let mut events = self.events.lock_unpoisoned();
+        let oldest = events.iter().position(|event| matches!(event, Event::Request(_)));
+        if let Some(request) = oldest.and_then(|at| events.remove(at)) {
+            drop(events);
+            self.discount_unpolled(1);
+            drop(request);
+            return true;
+        }
+        drop(events);
+        let reading = |(id, e): (&u64, &Entity)| matches!(e, Entity::Inbound(_)).then_some(*id);
+        let oldest = self.entities.lock_unpoisoned().iter().filter_map(reading).min();
+        oldest.map(|id| self.forget(id)).is_some()
     }
 
     pub(super) fn pending_requests(&self) -> usize {
@@ -292,20 +341,30 @@ impl Context {
     }
 
     /// The queue pair could do more without waiting.
-    pub(super) fn mark_ready(&self, id: u32) {
-        self.ready.lock().expect("no panics under the lock").push_back(id);
+    pub(super) fn mark_ready(&self, id: u64) {
+        self.ready.lock_unpoisoned().push_back(id);
         self.count_unpolled();
     }
 
     pub(super) fn push_event(&self, event: Event) {
-        self.events.lock().expect("no panics under the lock").push_back(event);
+        self.events.lock_unpoisoned().push_back(event);
         self.count_unpolled();
     }
 
     pub(super) fn count_unpolled(&self) {
         self.unpolled.fetch_add(1, Ordering::SeqCst);
+        self.rouse();
+    }
+
+    /// Wakes whoever sleeps.
+    fn rouse(&self) {
         if self.armed.swap(false, Ordering::SeqCst) {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+        if self.asleep.load(Ordering::SeqCst) > 0 {
+            for sleeper in &*self.sleepers.lock_unpoisoned() {
+                let _ = rustix::io::write(sleeper, &1u64.to_ne_bytes());
+            }
         }
     }
 
@@ -334,7 +393,7 @@ impl Context {
         let now = Instant::now();
         let mut busy = false;
         let (mut pairs, mut inbounds, mut listeners) = (Vec::new(), Vec::new(), Vec::new());
-        for entity in self.entities.lock().expect("no panics under the lock").values() {
+        for entity in self.entities.lock_unpoisoned().values() {
             match entity {
                 Entity::QueuePair(qp) => pairs.push(Arc::clone(qp)),
                 Entity::Inbound(inbound) => inbounds.push(Arc::clone(inbound)),
@@ -363,13 +422,13 @@ impl Context {
         }
     }
 
-    fn turn(self: &Arc<Context>, id: u32, socket: Readiness) {
+    fn turn(self: &Arc<Context>, id: u64, socket: Readiness) {
         enum Found {
             QueuePair(Arc<Endpoint>),
             Listener(Arc<ListeningSocket>),
             Inbound(Arc<Inbound>),
         }
-        let found = match self.entities.lock().expect("no panics under the lock").get(&id) {
+        let found = match self.entities.lock_unpoisoned().get(&id) {
             Some(Entity::QueuePair(qp)) => Found::QueuePair(Arc::clone(qp)),
             Some(Entity::Listener(socket)) => Found::Listener(Arc::clone(socket)),
             Some(Entity::Inbound(inbound)) => Found::Inbound(Arc::clone(inbound)),
@@ -388,8 +447,12 @@ impl Context {
 
     /// One pass over everything that can move without waiting.
     pub(super) fn drive(self: &Arc<Context>) {
-        let Ok(mut driver) = self.driver.try_lock() else { return };
-        let waiting = std::mem::take(&mut *self.ready.lock().expect("no panics under the lock"));
+        let mut driver = match self.driver.try_lock() {
+            Ok(driver) => driver,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let waiting = std::mem::take(&mut *self.ready.lock_unpoisoned());
         if !waiting.is_empty() {
             self.discount_unpolled(waiting.len());
             for id in waiting {
@@ -415,7 +478,8 @@ impl Context {
             driver.streak = 0;
             driver.polls = driver.polls.saturating_add(HOT_STREAK);
             // Who sleeps on the epoll set counts on it.
-            if driver.polls >= DETACH_AFTER && !driver.detached && !self.armed.load(Ordering::SeqCst) {
+            let nobody_sleeps = !self.armed.load(Ordering::SeqCst) && self.asleep.load(Ordering::SeqCst) == 0;
+            if driver.polls >= DETACH_AFTER && !driver.detached && nobody_sleeps {
                 driver.detached = true;
                 driver.hot.iter().for_each(|qp| qp.set_watched(false));
             }
@@ -440,7 +504,7 @@ impl Context {
                         writable: flags.intersects(F::OUT | F::HUP | F::ERR),
                         hung_up: flags.intersects(F::RDHUP | F::HUP | F::ERR),
                     };
-                    self.turn(id as u32, socket);
+                    self.turn(id, socket);
                 }
             }
         }
@@ -448,12 +512,20 @@ impl Context {
 
     /// The queue pairs, if they are so few that trying each beats asking epoll.
     fn few_queue_pairs(&self) -> Vec<Arc<Endpoint>> {
-        let entities = self.entities.lock().expect("no panics under the lock");
+        let entities = self.entities.lock_unpoisoned();
         let pairs = || entities.values().filter_map(|e| if let Entity::QueuePair(qp) = e { Some(qp) } else { None });
         if pairs().count() > HOT_MAX {
             return Vec::new();
         }
         pairs().cloned().collect()
+    }
+
+    /// Polling a queue pair does not ask whether it has become writable, and an edge that was told of is not told
+    /// of again: nothing may be left behind when somebody goes to sleep.
+    fn leave_nothing_behind(self: &Arc<Context>) {
+        let mut driver = self.driver.lock_unpoisoned();
+        driver.attach();
+        self.ask_epoll();
     }
 
     fn has_unpolled(&self) -> bool {
@@ -472,6 +544,46 @@ impl Driver {
     }
 }
 
+/// A thread that sleeps in `wait`. Each has a descriptor of its own, so that none takes the signal that was meant for
+/// another.
+struct Sleeper<'a> {
+    ctx: &'a Arc<Context>,
+    fd: Arc<OwnedFd>,
+}
+
+impl<'a> Sleeper<'a> {
+    /// Announces that this thread goes to sleep. `None` if there is something to do already.
+    fn enter(ctx: &'a Arc<Context>) -> Result<Option<Sleeper<'a>>> {
+        thread_local! {
+            static OWN: std::cell::OnceCell<Arc<OwnedFd>> = const { std::cell::OnceCell::new() };
+        }
+        let fd = OWN.with(|own| {
+            if let Some(fd) = own.get() {
+                return Ok(Arc::clone(fd));
+            }
+            let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(|e| Error::io("waiting", e))?;
+            Ok(Arc::clone(own.get_or_init(|| Arc::new(fd))))
+        })?;
+        ctx.sleepers.lock_unpoisoned().push(Arc::clone(&fd));
+        ctx.asleep.fetch_add(1, Ordering::SeqCst);
+        let sleeper = Sleeper { ctx, fd };
+        ctx.leave_nothing_behind();
+        if ctx.woken.swap(false, Ordering::SeqCst) || ctx.has_unpolled() {
+            return Ok(None);
+        }
+        Ok(Some(sleeper))
+    }
+}
+
+impl Drop for Sleeper<'_> {
+    fn drop(&mut self) {
+        self.ctx.asleep.fetch_sub(1, Ordering::SeqCst);
+        self.ctx.sleepers.lock_unpoisoned().retain(|other| !Arc::ptr_eq(other, &self.fd));
+        let _ = rustix::io::read(&*self.fd, &mut [0; 8]);
+    }
+}
+
 /// The device as the consumer holds it.
 struct Handle(Arc<Context>);
 
@@ -486,7 +598,7 @@ impl std::ops::Deref for Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // Requests that nobody answered hold the context, and are refused when they go.
-        let unheard = std::mem::take(&mut *self.events.lock().expect("no panics under the lock"));
+        let unheard = std::mem::take(&mut *self.events.lock_unpoisoned());
         drop(unheard);
     }
 }
@@ -560,7 +672,8 @@ impl DeviceOps for Handle {
             shared.room.join(&recv_cq).inspect_err(|_| send_cq.room.give_back(caps.max_send))?;
         }
         let id = self.new_id();
-        let qp = Arc::new(Endpoint::new(id, pd, Arc::clone(&self.0), send_cq, recv_cq, caps, shared));
+        let number = self.new_qp_num();
+        let qp = Arc::new(Endpoint::new(id, number, pd, Arc::clone(&self.0), send_cq, recv_cq, caps, shared));
         self.insert(id, Entity::QueuePair(Arc::clone(&qp)));
         Ok(qp)
     }
@@ -585,7 +698,7 @@ impl DeviceOps for Handle {
     }
 
     fn poll_event(&self) -> Option<Event> {
-        let next = || self.events.lock().expect("no panics under the lock").pop_front();
+        let next = || self.events.lock_unpoisoned().pop_front();
         let event = next().or_else(|| {
             self.drive();
             next()
@@ -598,12 +711,7 @@ impl DeviceOps for Handle {
 
     fn arm(&self) -> bool {
         self.armed.store(true, Ordering::SeqCst);
-        let mut driver = self.driver.lock().expect("no panics under the lock");
-        driver.attach();
-        // Polling a queue pair does not ask whether it has become writable, and an edge that was told of is not told
-        // of again: nothing may be left behind when the caller goes to sleep.
-        self.ask_epoll();
-        drop(driver);
+        self.leave_nothing_behind();
         if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
             self.armed.store(false, Ordering::SeqCst);
             return false;
@@ -613,9 +721,7 @@ impl DeviceOps for Handle {
 
     fn wake(&self) {
         self.woken.store(true, Ordering::SeqCst);
-        if self.armed.swap(false, Ordering::SeqCst) {
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        }
+        self.rouse();
     }
 
     fn wait_fd(&self) -> BorrowedFd<'_> {
@@ -643,18 +749,17 @@ impl DeviceOps for Handle {
             std::hint::spin_loop();
         }
         self.spin.store(spin.as_nanos() as u64 / 2, Ordering::Relaxed);
-        if !self.arm() {
-            return Ok(());
-        }
+        let Some(sleeper) = Sleeper::enter(self)? else { return Ok(()) };
         let limit = timeout.map(|t| t.saturating_sub(start.elapsed()));
         let limit = limit.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
-        let mut fds = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
+        use rustix::event::{PollFd, PollFlags};
+        let mut fds = [PollFd::new(&self.epoll, PollFlags::IN), PollFd::new(&sleeper.fd, PollFlags::IN)];
         let slept = Instant::now();
         match rustix::event::poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(Error::io("waiting", e)),
         }
-        self.armed.store(false, Ordering::SeqCst);
+        drop(sleeper);
         self.woken.store(false, Ordering::SeqCst);
         // Woken so soon that a little spinning would have caught it: spin next time.
         if slept.elapsed() < SPIN_MAX {

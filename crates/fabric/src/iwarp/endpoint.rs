@@ -10,6 +10,7 @@ use crate::ConnectionInfo;
 use crate::memory::{Access, Stream};
 use crate::path::{self, Path};
 use crate::provider::{Event, QueuePairOps, RegionOps};
+use crate::sync::LockUnpoisoned;
 use crate::types::{
     ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
 };
@@ -22,8 +23,15 @@ use std::time::{Duration, Instant};
 const TURN: usize = 4 << 20;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);
+/// Octets that a peer may still send after our Terminate.
+const LINGER_OCTETS: usize = 256 << 20;
+/// How long an orderly end may make no progress.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) struct Endpoint {
+    /// How the device knows it.
+    id: u64,
+    /// How consumers and peers know it.
     number: u32,
     pd: u32,
     ctx: Arc<Context>,
@@ -52,6 +60,8 @@ enum Phase {
     Lingering {
         stream: TcpStream,
         deadline: Instant,
+        /// Octets thrown away.
+        read: usize,
     },
     Over,
 }
@@ -79,6 +89,8 @@ struct Live {
     writable: bool,
     /// The peer's half is shut, behind what is still to be read: no edge will tell of that again.
     hung_up: bool,
+    /// When an end that makes no progress is given up; and how much had been sent when it was set.
+    deadline: Option<(Instant, u64)>,
     /// Our half is shut.
     shut: bool,
     /// The peer's half is shut.
@@ -104,7 +116,9 @@ pub(super) enum Turn {
 }
 
 impl Endpoint {
+    #[expect(clippy::too_many_arguments, reason = "what a queue pair is made of")]
     pub(super) fn new(
+        id: u64,
         number: u32,
         pd: u32,
         ctx: Arc<Context>,
@@ -115,11 +129,11 @@ impl Endpoint {
     ) -> Endpoint {
         let state =
             State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
-        Endpoint { number, pd, ctx, send_cq, recv_cq, caps, shared, state: Mutex::new(state) }
+        Endpoint { id, number, pd, ctx, send_cq, recv_cq, caps, shared, state: Mutex::new(state) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panics under the lock")
+        self.state.lock_unpoisoned()
     }
 
     fn deliver(&self, completions: &mut Vec<(Side, WorkCompletion)>) {
@@ -149,16 +163,14 @@ impl Endpoint {
     ) -> Result<()> {
         let mut guard = self.lock();
         self.check_idle(&guard)?;
-        self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
+        self.ctx.watch(&stream, self.id).map_err(|e| Error::io("watching a connection", e))?;
+        // Before anything can come of the octets that were early, the end included.
+        self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
         self.go_live(&mut guard, stream, peer, agreement, false, reply, early);
         let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false });
         drop(guard);
         self.after(turn);
         Ok(())
-    }
-
-    pub(super) fn announce_accepted(&self) {
-        self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -213,6 +225,7 @@ impl Endpoint {
             readable: true,
             writable: true,
             hung_up: false,
+            deadline: None,
             shut: false,
             ended: false,
         }));
@@ -230,17 +243,21 @@ impl Endpoint {
     /// Puts the socket of a live connection into the device's epoll set, or takes it out.
     pub(super) fn set_watched(&self, watched: bool) {
         let guard = self.lock();
-        let Phase::Live(live) = &guard.phase else { return };
+        let stream = match &guard.phase {
+            Phase::Live(live) => &live.stream,
+            Phase::Lingering { stream, .. } => stream,
+            _ => return,
+        };
         if !watched {
-            self.ctx.unwatch(&live.stream);
-        } else if let Err(error) = self.ctx.watch(&live.stream, self.number) {
+            self.ctx.unwatch(stream);
+        } else if let Err(error) = self.ctx.watch(stream, self.id) {
             tracing::debug!(%error, "watching a connection again");
         }
     }
 
     fn after(&self, turn: Turn) {
         if turn == Turn::Unfinished {
-            self.ctx.mark_ready(self.number);
+            self.ctx.mark_ready(self.id);
         }
     }
 
@@ -250,24 +267,65 @@ impl Endpoint {
         match &guard.phase {
             Phase::Connecting(c) if c.deadline <= now => self.end(&mut guard, ConnectionError::TimedOut),
             Phase::Lingering { deadline, .. } if *deadline <= now => self.over(&mut guard),
+            Phase::Live(live) if live.deadline.is_some_and(|(by, _)| by <= now) => self.give_up(&mut guard, now),
             _ => {}
         }
-        matches!(guard.phase, Phase::Connecting(_) | Phase::Lingering { .. })
+        match &guard.phase {
+            Phase::Connecting(_) | Phase::Lingering { .. } => true,
+            Phase::Live(live) => live.deadline.is_some(),
+            Phase::Idle | Phase::Over => false,
+        }
     }
 
+    /// An end has taken long. It goes on as long as the peer takes something.
+    fn give_up(&self, state: &mut State, now: Instant) {
+        let Phase::Live(live) = &mut state.phase else { return };
+        let sent = live.connection.sent();
+        if live.deadline.is_some_and(|(_, before)| before < sent) {
+            live.deadline = Some((now + CLOSE_TIMEOUT, sent));
+            return;
+        }
+        live.connection.fail_lost(ConnectionError::TimedOut);
+        live.connection.tx_abandon();
+        live.ended = true;
+        self.settle(state);
+    }
+
+    /// As [`Endpoint::serve_now`]. A panic, which would be a fault of ours that a peer has found, ends this
+    /// connection and no other.
     fn serve(&self, state: &mut State, socket: Readiness) -> Turn {
+        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve_now(state, socket)));
+        served.unwrap_or_else(|_| {
+            self.contain(state);
+            Turn::Waiting
+        })
+    }
+
+    /// Ends a connection whose state cannot be trusted any more.
+    fn contain(&self, state: &mut State) {
+        tracing::error!(qp = self.number, "a connection's state machine panicked; please report this");
+        state.phase = Phase::Over;
+        self.announce_end(state, ConnectionError::Lost("an internal error".into()));
+        self.ctx.live_changed();
+    }
+
+    fn serve_now(&self, state: &mut State, socket: Readiness) -> Turn {
         match &mut state.phase {
             Phase::Idle | Phase::Over => Turn::Waiting,
             Phase::Connecting(_) => self.advance_connect(state),
-            Phase::Lingering { stream, .. } => {
-                let mut sink = [0; 4096];
-                while let Ok(n @ 1..) = std::io::Read::read(stream, &mut sink) {
-                    let _ = n;
+            Phase::Lingering { stream, deadline, read } => {
+                let before = *read;
+                while *read - before < TURN
+                    && let Ok(n @ 1..) = socket::discard(stream, TURN)
+                {
+                    *read += n;
                 }
-                if socket.readable && is_at_end(stream) {
+                let spent = *read - before >= TURN;
+                if *read >= LINGER_OCTETS || *deadline <= Instant::now() || (!spent && is_at_end(stream)) {
                     self.over(state);
+                    return Turn::Waiting;
                 }
-                Turn::Waiting
+                if spent { Turn::Unfinished } else { Turn::Waiting }
             }
             Phase::Live(live) => {
                 live.readable |= socket.readable;
@@ -282,21 +340,38 @@ impl Endpoint {
         let State { phase: Phase::Live(live), iovecs, .. } = state else { return Turn::Waiting };
         let received = receive(live, iovecs);
         let sent = transmit(live, iovecs);
+        if live.connection.is_over() {
+            live.connection.fail_lost(ConnectionError::Closed);
+        }
         // What was received may have been a request for something to send, and the other way
         // round a full pipe may have been emptied; one pass of each is enough per turn.
+        if self.settle(state) {
+            return Turn::Waiting;
+        }
+        if received == Turn::Unfinished || sent == Turn::Unfinished { Turn::Unfinished } else { Turn::Waiting }
+    }
+
+    /// Moves an end on, after the queues have had their turn. True if the connection is no longer live.
+    fn settle(&self, state: &mut State) -> bool {
+        let Phase::Live(live) = &mut state.phase else { return true };
         let mut completions = std::mem::take(&mut live.connection.completions);
         self.deliver(&mut completions);
         live.connection.completions = completions;
-
-        if live.connection.failure.is_some() && live.connection.tx_idle() {
+        let failed = live.connection.failure.is_some();
+        if failed && live.connection.tx_idle() {
             self.wind_up(state);
-            return Turn::Waiting;
+            return true;
         }
         if live.connection.is_closing() && live.connection.is_drained() && !live.shut {
             live.shut = true;
             let _ = live.stream.shutdown(Shutdown::Write);
         }
-        if received == Turn::Unfinished || sent == Turn::Unfinished { Turn::Unfinished } else { Turn::Waiting }
+        if (failed || live.connection.is_closing()) && live.deadline.is_none() {
+            let patience = if failed { LINGER } else { CLOSE_TIMEOUT };
+            live.deadline = Some((Instant::now() + patience, live.connection.sent()));
+            self.ctx.start_timer();
+        }
+        false
     }
 
     /// The connection has failed or ended, and what could be said has been said.
@@ -309,7 +384,7 @@ impl Endpoint {
         let _ = stream.shutdown(Shutdown::Write);
         if told_peer && !ended {
             // Closing now would reset the connection and could destroy the Terminate on its way.
-            state.phase = Phase::Lingering { stream, deadline: Instant::now() + LINGER };
+            state.phase = Phase::Lingering { stream, deadline: Instant::now() + LINGER, read: 0 };
             self.ctx.start_timer();
         }
         self.ctx.live_changed();
@@ -384,12 +459,7 @@ impl Endpoint {
             }
         }
         let sent = transmit(live, &mut state.iovecs);
-        let mut completions = std::mem::take(&mut live.connection.completions);
-        self.deliver(&mut completions);
-        live.connection.completions = completions;
-        if live.connection.failure.is_some() {
-            self.wind_up(state);
-        }
+        self.settle(state);
         drop(guard);
         self.after(sent);
         result
@@ -553,13 +623,20 @@ impl QueuePairOps for Endpoint {
         access: Access,
         wr_id: Option<u64>,
     ) -> Result<Arc<dyn RegionOps>> {
-        if !matches!(self.lock().phase, Phase::Live(_)) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Phase::Live(live) = &mut state.phase else {
             return Err(Error::State { qp_num: self.number, state: "not connected" });
-        }
+        };
+        live.connection.check_postable()?;
         let window = self.ctx.bind(Stream { pd: self.pd, qp_num: self.number }, region, offset, len, access)?;
         if let Some(wr_id) = wr_id {
-            self.send_cq.push(WorkCompletion::of_binding(wr_id, self.number));
+            live.connection.post_bind(wr_id)?;
         }
+        let sent = transmit(live, &mut state.iovecs);
+        self.settle(state);
+        drop(guard);
+        self.after(sent);
         Ok(window)
     }
 
@@ -575,7 +652,7 @@ impl QueuePairOps for Endpoint {
         })?;
         let tuned = socket::tune(&stream);
         tuned.map_err(|source| Error::Io { op: "preparing the socket to", peer: Some(addr), source })?;
-        self.ctx.watch(&stream, self.number).map_err(|e| Error::io("watching a connection", e))?;
+        self.ctx.watch(&stream, self.id).map_err(|e| Error::io("watching a connection", e))?;
         guard.phase = Phase::Connecting(Connecting {
             stream,
             peer: addr,
@@ -596,7 +673,7 @@ impl QueuePairOps for Endpoint {
         match &mut guard.phase {
             Phase::Live(live) => {
                 live.connection.close();
-                let turn = self.serve_live(&mut guard);
+                let turn = self.serve(&mut guard, Readiness::default());
                 drop(guard);
                 self.after(turn);
             }
@@ -629,7 +706,10 @@ impl QueuePairOps for Endpoint {
     fn destroy(&self) {
         let mut guard = self.lock();
         if let Phase::Live(live) = &mut guard.phase {
-            let _ = transmit(live, &mut IoVecs::default());
+            let last = std::panic::AssertUnwindSafe(|| transmit(live, &mut IoVecs::default()));
+            if std::panic::catch_unwind(last).is_ok() {
+                live.connection.give_back_receives();
+            }
         }
         guard.phase = Phase::Over;
         guard.posted.clear();
@@ -639,7 +719,7 @@ impl QueuePairOps for Endpoint {
             Some(shared) => shared.room.leave(&self.recv_cq),
             None => self.recv_cq.room.give_back(self.caps.max_recv),
         }
-        self.ctx.forget(self.number);
+        self.ctx.forget(self.id);
     }
 
     fn as_any(&self) -> &dyn std::any::Any {

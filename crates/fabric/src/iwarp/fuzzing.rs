@@ -36,7 +36,7 @@ pub fn receive(data: &[u8]) {
         rtr: None,
         revision: 2,
     };
-    let table = Arc::new(RegionTable::new());
+    let table = Arc::new(RegionTable::foreseeable());
     let buffer = Arc::new(Buffer::new(3 * LEN).expect("memory"));
     buffer.write(0, &[0xa5; 3 * LEN]);
     let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;

@@ -7,6 +7,7 @@ use super::socket;
 use crate::ListenOptions;
 use crate::path;
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
+use crate::sync::LockUnpoisoned;
 use crate::types::{ConnectParams, Error, Result};
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -21,13 +22,13 @@ const SNIFF_LEN: usize = 4;
 const ACCEPT_TURN: usize = 64;
 
 pub(super) struct ListeningSocket {
-    pub(super) id: u32,
+    pub(super) id: u64,
     socket: TcpListener,
     options: ListenOptions,
 }
 
 impl ListeningSocket {
-    pub(super) fn bind(id: u32, addr: SocketAddr, options: &ListenOptions) -> Result<ListeningSocket> {
+    pub(super) fn bind(id: u64, addr: SocketAddr, options: &ListenOptions) -> Result<ListeningSocket> {
         let failed = |e: rustix::io::Errno| Error::Io { op: "listening on", peer: Some(addr), source: e.into() };
         use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with, sockopt};
         let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -48,8 +49,12 @@ impl ListeningSocket {
         for _ in 0..ACCEPT_TURN {
             match self.socket.accept() {
                 Ok((stream, peer)) => {
-                    if ctx.pending_requests() >= self.options.max_pending {
-                        tracing::warn!(%peer, "too many connections in set-up, closing");
+                    // Rather the oldest than the newest: who has said nothing for long is not likely to.
+                    while ctx.pending_requests() >= self.options.max_pending.max(1) && ctx.drop_oldest_request() {
+                        tracing::debug!(%peer, "too many connections in set-up, closing the oldest");
+                    }
+                    if ctx.pending_requests() >= self.options.max_pending.max(1) {
+                        tracing::warn!(%peer, "too many requests that nobody has answered, closing");
                         continue;
                     }
                     if let Err(error) = ctx.begin_request(stream, peer, self.options.accept_foreign) {
@@ -57,6 +62,8 @@ impl ListeningSocket {
                     }
                 }
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return false,
+                // Of one connection, not of listening (accept(2)).
+                Err(e) if is_of_one_connection(&e) => {}
                 Err(e) => {
                     // Out of descriptors or memory: what waits keeps until the next tick.
                     tracing::warn!(error = %e, "cannot accept");
@@ -69,10 +76,19 @@ impl ListeningSocket {
     }
 }
 
+fn is_of_one_connection(error: &std::io::Error) -> bool {
+    use libc::{
+        ECONNABORTED, EHOSTDOWN, EHOSTUNREACH, EINTR, ENETDOWN, ENETUNREACH, ENONET, ENOPROTOOPT, EOPNOTSUPP, EPROTO,
+    };
+    const CODES: [i32; 10] =
+        [ECONNABORTED, EHOSTDOWN, EHOSTUNREACH, EINTR, ENETDOWN, ENETUNREACH, ENONET, ENOPROTOOPT, EOPNOTSUPP, EPROTO];
+    error.raw_os_error().is_some_and(|code| CODES.contains(&code))
+}
+
 /// The consumer's handle.
 pub(super) struct ListenerHandle {
     pub(super) ctx: Arc<Context>,
-    pub(super) id: u32,
+    pub(super) id: u64,
     pub(super) addr: SocketAddr,
 }
 
@@ -90,7 +106,7 @@ impl Drop for ListenerHandle {
 
 /// A connection from which the request frame is being read.
 pub(super) struct Inbound {
-    pub(super) id: u32,
+    pub(super) id: u64,
     pub(super) state: Mutex<Option<Reading>>,
 }
 
@@ -115,17 +131,20 @@ impl Reading {
 impl Inbound {
     /// Reads on; leaves the device's tables once there is nothing more to read.
     pub(super) fn turn(&self, ctx: &Arc<Context>) {
-        let mut guard = self.state.lock().expect("no panics under the lock");
+        let mut guard = self.state.lock_unpoisoned();
         let Some(mut reading) = guard.take() else { return };
         match reading.advance() {
             Outcome::Waiting => *guard = Some(reading),
             Outcome::Over => ctx.forget(self.id),
             Outcome::Request(frame, used) => {
                 ctx.unwatch(&reading.stream);
+                // Counted until it is answered.
+                let place = PendingPlace::take(ctx);
                 ctx.forget(self.id);
                 let early = reading.seen.split_off(used);
                 ctx.push_event(Event::Request(Box::new(Request {
                     ctx: Arc::clone(ctx),
+                    _place: place,
                     stream: Some(reading.stream),
                     peer: reading.peer,
                     frame,
@@ -145,7 +164,7 @@ impl Inbound {
 
     /// Looks at the clock. True while there is a deadline to keep.
     pub(super) fn tick(&self, ctx: &Context, now: Instant) -> bool {
-        let mut guard = self.state.lock().expect("no panics under the lock");
+        let mut guard = self.state.lock_unpoisoned();
         match &*guard {
             Some(reading) if reading.deadline <= now => {
                 tracing::debug!(peer = %reading.peer, "no request frame in time");
@@ -194,10 +213,27 @@ impl Reading {
 /// A whole request, waiting for the consumer's answer.
 struct Request {
     ctx: Arc<Context>,
+    _place: PendingPlace,
     stream: Option<TcpStream>,
     peer: SocketAddr,
     frame: Frame,
     early: Vec<u8>,
+}
+
+/// A place among the requests that have not been answered.
+pub(super) struct PendingPlace(Arc<Context>);
+
+impl PendingPlace {
+    pub(super) fn take(ctx: &Arc<Context>) -> PendingPlace {
+        ctx.pending_changed(true);
+        PendingPlace(Arc::clone(ctx))
+    }
+}
+
+impl Drop for PendingPlace {
+    fn drop(&mut self) {
+        self.0.pending_changed(false);
+    }
 }
 
 impl RequestOps for Request {
@@ -223,9 +259,7 @@ impl RequestOps for Request {
         let prefs = self.ctx.config().preferences(params)?;
         let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
         let stream = self.stream.take().expect("answered once");
-        endpoint.accept(stream, self.peer, agreement, reply.encode(), &self.early)?;
-        endpoint.announce_accepted();
-        Ok(())
+        endpoint.accept(stream, self.peer, agreement, reply.encode(), &self.early)
     }
 
     fn reject(mut self: Box<Self>, private_data: &[u8]) {

@@ -31,6 +31,8 @@ pub(crate) mod tx;
 
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod simulation_hostile;
 
 /// A list of memory for one vectored system call.
 #[derive(Default)]

@@ -21,7 +21,7 @@ use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
 use super::terminate::{self, DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
 use super::tx::{MARKER_INTERVAL, MARKER_LEN};
-use crate::memory::{Access, LocalPiece, Placement, Region};
+use crate::memory::{Access, LocalPiece, Placement, Region, shared};
 use crate::types::{ConnectionError, SendOp, Status};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -94,6 +94,8 @@ pub(crate) struct Receiver {
     /// Next message sequence number of each untagged queue, and offset inside that message.
     msn: [u32; 4],
     mo: [u32; 4],
+    /// What kind of message has begun on each untagged queue.
+    begun: [Option<Opcode>; 4],
     /// No FPDU has arrived yet, and this end waits for the initiator's.
     first: Option<Option<ReadyToReceive>>,
     /// Octets of an unfinished RDMA Write, reported with a following immediate.
@@ -132,6 +134,7 @@ impl Receiver {
             marker_area: Vec::new(),
             msn: [1; 4],
             mo: [0; 4],
+            begun: [None; 4],
             first: responder.then_some(agreement.rtr),
             write_len: 0,
             last_write_len: 0,
@@ -249,12 +252,11 @@ impl Connection {
 
     /// TCP reached its end.
     pub(crate) fn rx_eof(&mut self) {
-        let cause = if self.rx.is_between_fpdus() {
-            ConnectionError::Closed
+        if self.rx.is_between_fpdus() {
+            self.end_of_peer();
         } else {
-            ConnectionError::Lost("the stream ended inside a message".into())
-        };
-        self.fail_lost(cause);
+            self.fail_lost(ConnectionError::Lost("the stream ended inside a message".into()));
+        }
     }
 
     fn parse(&mut self, mut bytes: &[u8]) -> Result<(), TerminateCode> {
@@ -398,6 +400,10 @@ impl Connection {
             return Err(RdmaOperation::UnexpectedOpcode.into());
         }
         self.check_sequence(qn, expected_qn, msn, mo)?;
+        if self.rx.begun[qn as usize].is_some_and(|begun| begun != opcode) {
+            // Another kind of message has begun on this queue and is not over.
+            return Err(RdmaOperation::UnexpectedOpcode.into());
+        }
         if let Some(fixed) = fixed {
             // These messages are one segment of one size.
             if len > fixed {
@@ -412,7 +418,8 @@ impl Connection {
             return Err(DdpUntagged::NoBuffer.into());
         }
         if fixed.is_some() || opcode == Opcode::Terminate {
-            if len > FIXED_LEN {
+            // So is a Terminate, of whatever size; pieces of it would add up to more than there is room for.
+            if len > FIXED_LEN || !last {
                 return Err(DdpUntagged::TooLong.into());
             }
             self.rx.targets.push(Target { ptr: self.rx.fixed.as_mut_ptr(), len });
@@ -497,11 +504,14 @@ impl Connection {
             Header::Untagged { opcode, last, invalidate, qn, mo, .. } => {
                 if !last {
                     self.rx.mo[qn as usize] = mo.checked_add(len).ok_or(DdpUntagged::InvalidMo)?;
+                    self.rx.begun[qn as usize] = Some(opcode);
                     return Ok(());
                 }
                 self.rx.mo[qn as usize] = 0;
+                self.rx.begun[qn as usize] = None;
+                let whole = mo.checked_add(len).ok_or(DdpUntagged::InvalidMo)?;
                 self.rx.msn[qn as usize] = self.rx.msn[qn as usize].wrapping_add(1);
-                self.deliver_untagged(opcode, invalidate, mo + len)
+                self.deliver_untagged(opcode, invalidate, whole)
             }
         }
     }
@@ -555,7 +565,8 @@ impl Connection {
         let source = if request.len == 0 {
             None
         } else {
-            Some(self.table.remote_source(self.stream(), request.source_stag, request.source_to, request.len)?)
+            let (stag, to) = (request.source_stag, request.source_to);
+            Some(self.table.remote_source(self.stream(), stag, to, request.len)?)
         };
         if request.sink_to.checked_add(request.len.into()).is_none() {
             return Err(RdmaProtection::ToWrap.into());
@@ -575,9 +586,8 @@ impl Connection {
         let super::connection::LocalData::Pieces(pieces) = &entry.data else {
             unreachable!("atomics have no inline payload")
         };
-        let value = response.original.to_ne_bytes();
-        // SAFETY: the piece is 8 octets of a live region with local write (checked when posted).
-        unsafe { std::ptr::copy_nonoverlapping(value.as_ptr(), pieces[0].ptr, value.len()) };
+        // SAFETY: the piece is 8 bytes of a live region with local write (checked when posted).
+        unsafe { shared::store(pieces[0].ptr, &response.original.to_ne_bytes()) };
         self.finish_send(seq, Status::Success);
         Ok(())
     }
@@ -597,7 +607,7 @@ impl Receiver {
             let now = from.len().min(target.len);
             // SAFETY: the target was validated by `begin_segment` and is held by `placement` or
             // its queue entry; `from` is the stash, which no region contains.
-            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), target.ptr, now) };
+            unsafe { shared::store(target.ptr, &from[..now]) };
             from = &from[now..];
             self.consume_target(now);
         }

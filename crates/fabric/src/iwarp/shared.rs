@@ -4,6 +4,7 @@ use super::connection::SharedReceives;
 use super::device::Context;
 use crate::provider::{CompletionQueueOps, SharedReceiveOps};
 use crate::reservation::{HasRoom, Reservation, SharedRoom};
+use crate::sync::LockUnpoisoned;
 use crate::types::{RecvRequest, Result, WorkCompletion};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -12,7 +13,8 @@ use std::sync::{Arc, Mutex};
 pub(super) struct CompletionRing {
     pub(super) ctx: Arc<Context>,
     pub(super) room: Reservation,
-    queue: Mutex<VecDeque<WorkCompletion>>,
+    /// `None` once nobody can poll it any more.
+    queue: Mutex<Option<VecDeque<WorkCompletion>>>,
 }
 
 impl HasRoom for CompletionRing {
@@ -23,19 +25,26 @@ impl HasRoom for CompletionRing {
 
 impl CompletionRing {
     pub(super) fn new(ctx: Arc<Context>, capacity: usize) -> CompletionRing {
-        CompletionRing { ctx, room: Reservation::new(capacity), queue: Mutex::default() }
+        CompletionRing { ctx, room: Reservation::new(capacity), queue: Mutex::new(Some(VecDeque::new())) }
     }
 
     pub(super) fn push(&self, completion: WorkCompletion) {
-        self.queue.lock().expect("no panics under the lock").push_back(completion);
+        let mut queue = self.queue.lock_unpoisoned();
+        // Completions nobody can poll any more must not keep the device awake.
+        let Some(queue) = &mut *queue else { return };
+        queue.push_back(completion);
         self.ctx.count_unpolled();
     }
 
     fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        let mut queue = self.queue.lock().expect("no panics under the lock");
-        let n = queue.len().min(max);
-        out.extend(queue.drain(..n));
-        drop(queue);
+        let n = match &mut *self.queue.lock_unpoisoned() {
+            Some(queue) => {
+                let n = queue.len().min(max);
+                out.extend(queue.drain(..n));
+                n
+            }
+            None => 0,
+        };
         if n > 0 {
             self.ctx.discount_unpolled(n);
         }
@@ -63,9 +72,8 @@ impl CompletionQueueOps for CompletionQueueHandle {
 
 impl Drop for CompletionQueueHandle {
     fn drop(&mut self) {
-        // Completions nobody can poll any more must not keep the device awake.
-        let left = std::mem::take(&mut *self.0.queue.lock().expect("no panics under the lock"));
-        self.0.ctx.discount_unpolled(left.len());
+        let left = self.0.queue.lock_unpoisoned().take();
+        self.0.ctx.discount_unpolled(left.map_or(0, |queue| queue.len()));
     }
 }
 

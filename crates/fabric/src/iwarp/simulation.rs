@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 const PD: u32 = 7;
 
-struct Rng(u64);
+pub(super) struct Rng(u64);
 
 impl Rng {
     fn next(&mut self) -> u64 {
@@ -33,17 +33,22 @@ impl Rng {
     }
 }
 
-struct End {
-    connection: Connection,
-    table: Arc<RegionTable>,
-    buffer: Arc<Buffer>,
-    region: Arc<Region>,
+pub(super) struct End {
+    pub(super) connection: Connection,
+    pub(super) table: Arc<RegionTable>,
+    pub(super) buffer: Arc<Buffer>,
+    pub(super) region: Arc<Region>,
     /// On their way to this end.
-    wire: VecDeque<u8>,
-    done: Vec<(Side, WorkCompletion)>,
+    pub(super) wire: VecDeque<u8>,
+    pub(super) done: Vec<(Side, WorkCompletion)>,
 }
 
-fn agreement(crc: bool, send_markers: bool, receive_markers: bool, rtr: Option<ReadyToReceive>) -> Agreement {
+pub(super) fn agreement(
+    crc: bool,
+    send_markers: bool,
+    receive_markers: bool,
+    rtr: Option<ReadyToReceive>,
+) -> Agreement {
     Agreement {
         send_markers,
         receive_markers,
@@ -60,8 +65,8 @@ fn agreement(crc: bool, send_markers: bool, receive_markers: bool, rtr: Option<R
 const BUFFER: usize = 1 << 20;
 
 impl End {
-    fn new(agreement: Agreement, initiator: bool, max_ulpdu: u16) -> End {
-        let table = Arc::new(RegionTable::new());
+    pub(super) fn new(agreement: Agreement, initiator: bool, max_ulpdu: u16) -> End {
+        let table = Arc::new(RegionTable::foreseeable());
         let buffer = Arc::new(Buffer::new(BUFFER).unwrap());
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
         // SAFETY: the buffer is the owner of its own memory.
@@ -82,16 +87,16 @@ impl End {
         End { connection, table, buffer, region, wire: VecDeque::new(), done: Vec::new() }
     }
 
-    fn sge(&self, offset: usize, len: usize) -> Sge {
+    pub(super) fn sge(&self, offset: usize, len: usize) -> Sge {
         Sge { addr: offset as u64, len: len as u32, lkey: self.region.stag() }
     }
 
-    fn remote(&self, offset: usize) -> RemoteAddr {
+    pub(super) fn remote(&self, offset: usize) -> RemoteAddr {
         RemoteAddr { addr: offset as u64, rkey: self.region.stag() }
     }
 
     /// Lets the simulated kernel take some octets.
-    fn transmit(&mut self, to: &mut VecDeque<u8>, most: usize) -> bool {
+    pub(super) fn transmit(&mut self, to: &mut VecDeque<u8>, most: usize) -> bool {
         if !self.connection.tx_fill() {
             return false;
         }
@@ -110,7 +115,7 @@ impl End {
     }
 
     /// Delivers some octets.
-    fn receive(&mut self, most: usize) -> bool {
+    pub(super) fn receive(&mut self, most: usize) -> bool {
         if self.wire.is_empty() || self.connection.failure.is_some() {
             self.wire.clear();
             return false;
@@ -137,36 +142,36 @@ impl End {
         true
     }
 
-    fn fill(&self, seed: u64) {
+    pub(super) fn fill(&self, seed: u64) {
         let mut rng = Rng(seed);
         let bytes: Vec<u8> = (0..BUFFER).map(|_| rng.next() as u8).collect();
         self.buffer.write(0, &bytes);
     }
 
-    fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
+    pub(super) fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.buffer.read(offset, &mut out);
         out
     }
 
-    fn failure(&self) -> Option<TerminateCode> {
+    pub(super) fn failure(&self) -> Option<TerminateCode> {
         match self.connection.failure {
             Some(ConnectionError::Protocol(code)) => Some(code),
             _ => None,
         }
     }
 
-    fn post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
+    pub(super) fn post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
         self.post_flags(wr_id, op, sges, SendFlags::SIGNALED);
     }
 
-    fn post_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
+    pub(super) fn post_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
         self.connection.post_send(&SendRequest { wr_id, op, payload: Payload::Sges(sges), flags }).unwrap();
     }
 }
 
 /// Runs both ends until nothing moves.
-fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
+pub(super) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     loop {
         let mut moved = false;
         for _ in 0..4 {
@@ -190,7 +195,7 @@ fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     }
 }
 
-fn pair(seed: u64) -> (End, End, Rng) {
+pub(super) fn pair(seed: u64) -> (End, End, Rng) {
     let mut rng = Rng(seed);
     let crc = rng.below(2) == 0;
     let (ma, mb) = (rng.below(2) == 0, rng.below(2) == 0);
@@ -351,19 +356,19 @@ fn no_more_reads_are_outstanding_than_agreed() {
 }
 
 /// A peer that sends whatever it likes, with correct framing.
-struct Liar {
-    position: u64,
+pub(super) struct Liar {
+    pub(super) position: u64,
 }
 
 impl Liar {
-    fn fpdu(&mut self, header: Header, payload: &[u8]) -> Vec<u8> {
+    pub(super) fn fpdu(&mut self, header: Header, payload: &[u8]) -> Vec<u8> {
         let mut head = [0; 18];
         let n = header.encode(&mut head);
         self.raw(&[&head[..n], payload].concat())
     }
 
     /// An FPDU around any ULPDU, with CRC.
-    fn raw(&mut self, ulpdu: &[u8]) -> Vec<u8> {
+    pub(super) fn raw(&mut self, ulpdu: &[u8]) -> Vec<u8> {
         let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
         out.extend_from_slice(ulpdu);
         while !out.len().is_multiple_of(4) {
@@ -377,17 +382,17 @@ impl Liar {
     }
 }
 
-fn victim() -> (End, Liar) {
+pub(super) fn victim() -> (End, Liar) {
     let end = End::new(agreement(true, false, false, None), true, 1442);
     (end, Liar { position: 0 })
 }
 
-fn feed(end: &mut End, bytes: &[u8]) {
+pub(super) fn feed(end: &mut End, bytes: &[u8]) {
     end.wire.extend(bytes);
     while end.receive(1 << 20) {}
 }
 
-fn untagged(opcode: Opcode, qn: u32, msn: u32, mo: u32, last: bool) -> Header {
+pub(super) fn untagged(opcode: Opcode, qn: u32, msn: u32, mo: u32, last: bool) -> Header {
     Header::Untagged { opcode, last, invalidate: 0, qn, msn, mo }
 }
 
@@ -402,7 +407,7 @@ fn expect_terminate(mut end: End, wanted: impl Into<TerminateCode>) {
     assert_eq!(super::terminate::decode(&bytes[20..bytes.len() - 4]), Some(wanted));
 }
 
-fn post_receive(end: &mut End, len: usize) {
+pub(super) fn post_receive(end: &mut End, len: usize) {
     let sge = end.sge(0, len);
     end.connection.post_recv(&RecvRequest { wr_id: 1, sges: &[sge] }).unwrap();
 }

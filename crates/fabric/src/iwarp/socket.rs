@@ -113,3 +113,11 @@ fn outcome(rc: isize) -> io::Result<Option<usize>> {
         _ => Err(error),
     }
 }
+
+/// Throws away up to `len` octets of what has come, without a copy (tcp(7), MSG_TRUNC).
+pub(super) fn discard(stream: &TcpStream, len: usize) -> std::io::Result<usize> {
+    use std::os::fd::AsRawFd;
+    // SAFETY: with MSG_TRUNC the kernel writes nothing to the buffer of a TCP socket, which may be null.
+    let n = unsafe { libc::recv(stream.as_raw_fd(), std::ptr::null_mut(), len, libc::MSG_TRUNC | libc::MSG_DONTWAIT) };
+    if n < 0 { Err(std::io::Error::last_os_error()) } else { Ok(n as usize) }
+}

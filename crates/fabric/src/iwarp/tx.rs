@@ -1,9 +1,13 @@
 //! The transmit path: messages become DDP segments, segments become FPDUs, FPDUs become a list
 //! of memory pieces for one vectored send.
 //!
-//! Payload is never copied: a piece points into the consumer's registered memory. Headers, pads,
-//! CRCs, markers and inline payloads live in a scratch area that stays put until the kernel has
-//! taken it.
+//! Payload of Sends and Writes is not copied: a piece points into the consumer's registered memory, which the
+//! verbs contract forbids it to change before the completion. Headers, pads, CRCs, markers and inline payloads live in
+//! a scratch area that stays put until the kernel has taken it.
+//!
+//! Payload of Read Responses is copied, while the region is held against invalidation. That memory is not ours to rely
+//! on: its owner may change it at any time, so the CRC has to be of the octets that are sent, and may
+//! revoke the right to it, after which none of it may be read any more.
 
 use super::IoVecs;
 use super::connection::{Connection, LocalData, Outstanding, Response};
@@ -11,6 +15,8 @@ use super::crc::RunningCrc;
 use super::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
+use super::terminate::{RdmaProtection, TerminateCode};
+use crate::memory::{Placement, shared};
 use crate::types::{SendFlags, SendOp, Status};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -24,13 +30,26 @@ const FIXED_LEN: usize = 64;
 const BATCH_OCTETS: usize = 1 << 20;
 const BATCH_PIECES: usize = 256;
 const BATCH_SCRATCH: usize = 32 << 10;
+/// Copies stay in the processor's cache until the kernel takes them.
+const BATCH_BOUNCE: usize = 256 << 10;
 /// Payload pieces up to this size are copied beside their header: cheaper than one more iovec.
 const COPY_BELOW: usize = 256;
 
 /// Where the octets of a piece are.
 enum Piece {
-    Scratch { at: usize, len: usize },
-    Memory { ptr: *const u8, len: usize },
+    Scratch {
+        at: usize,
+        len: usize,
+    },
+    /// A copy, in `bounce`.
+    Bounce {
+        at: usize,
+        len: usize,
+    },
+    Memory {
+        ptr: *const u8,
+        len: usize,
+    },
 }
 
 /// Which queue entry a message came from.
@@ -87,6 +106,8 @@ pub(crate) struct Transmitter {
 
     pieces: Vec<Piece>,
     scratch: Vec<u8>,
+    /// Payload of read responses.
+    bounce: Vec<u8>,
     batch_octets: usize,
     /// First piece, and offset in it, that the kernel has not taken.
     taken_piece: usize,
@@ -99,12 +120,9 @@ pub(crate) struct Transmitter {
     fpdu_ends: VecDeque<u64>,
     /// The last FPDU border that `taken` has passed.
     last_border: u64,
-    /// Memory of a dead connection's last FPDU.
-    kept: Option<Kept>,
+    /// The last message was a response: the send queue is next, if there is anything in it.
+    responded: bool,
 }
-
-/// Queue entries whose memory the kernel may still have to read.
-pub(super) type Kept = (VecDeque<super::connection::SendEntry>, VecDeque<Response>);
 
 // SAFETY: the raw pointers in `pieces` refer to registered memory kept mapped by the send queue
 // or response entry they came from, which outlives them (entries leave only after `advance`
@@ -129,6 +147,7 @@ impl Transmitter {
             control_only: false,
             pieces: Vec::new(),
             scratch: Vec::new(),
+            bounce: Vec::new(),
             batch_octets: 0,
             taken_piece: 0,
             taken_offset: 0,
@@ -136,7 +155,7 @@ impl Transmitter {
             marks: VecDeque::new(),
             fpdu_ends: VecDeque::new(),
             last_border: 0,
-            kept: None,
+            responded: false,
         }
     }
 
@@ -163,9 +182,9 @@ impl Transmitter {
     }
 
     /// Forgets consumer data. With a Terminate queued, an FPDU of which the kernel took a part is
-    /// still completed, because only then can the peer read what follows; `keep` holds the memory
-    /// it comes from.
-    pub(super) fn drop_data(&mut self, keep: Kept) {
+    /// still completed, because only then can the peer read what follows; from a copy, because the memory is the
+    /// consumer's again when its request has been flushed.
+    pub(super) fn drop_data(&mut self) {
         self.marks.clear();
         self.current = None;
         self.immediate = None;
@@ -176,7 +195,6 @@ impl Transmitter {
         let mid_fpdu = self.taken != self.last_border;
         if self.terminate.is_some() && mid_fpdu {
             self.truncate_batch(border);
-            self.kept = Some(keep);
         } else {
             self.position = self.taken;
             self.clear_batch();
@@ -185,20 +203,26 @@ impl Transmitter {
         let _ = self.crc.take();
     }
 
-    /// Cuts the batch at stream position `end`, a border of FPDUs beyond `taken`.
+    /// Cuts the batch at stream position `end`, a border of FPDUs beyond `taken`, and copies what is left of it.
     fn truncate_batch(&mut self, end: u64) {
-        let mut left = (end - self.taken) as usize + self.taken_offset;
-        let mut count = self.taken_piece;
-        for piece in &mut self.pieces[self.taken_piece..] {
-            if left == 0 {
-                break;
+        let mut left = (end - self.taken) as usize;
+        let mut rest = Vec::with_capacity(left);
+        let mut skip = std::mem::take(&mut self.taken_offset);
+        for piece in &self.pieces[self.taken_piece..] {
+            let take = (piece.len() - skip).min(left);
+            match *piece {
+                Piece::Scratch { at, .. } => rest.extend_from_slice(&self.scratch[at + skip..at + skip + take]),
+                Piece::Bounce { at, .. } => rest.extend_from_slice(&self.bounce[at + skip..at + skip + take]),
+                // SAFETY: the entry that the piece came from is still there: its caller flushes it afterwards.
+                Piece::Memory { ptr, .. } => unsafe { shared::append(&mut rest, ptr.add(skip), take) },
             }
-            let (Piece::Scratch { len, .. } | Piece::Memory { len, .. }) = piece;
-            *len = (*len).min(left);
-            left -= *len;
-            count += 1;
+            left -= take;
+            skip = 0;
         }
-        self.pieces.truncate(count);
+        self.clear_batch();
+        self.batch_octets = rest.len();
+        self.pieces.push(Piece::Scratch { at: 0, len: rest.len() });
+        self.scratch = rest;
         self.position = end;
     }
 
@@ -210,13 +234,13 @@ impl Transmitter {
         self.immediate = None;
         self.marks.clear();
         self.clear_batch();
-        self.kept = None;
         self.control_only = true;
     }
 
     fn clear_batch(&mut self) {
         self.pieces.clear();
         self.scratch.clear();
+        self.bounce.clear();
         self.batch_octets = 0;
         self.taken_piece = 0;
         self.taken_offset = 0;
@@ -229,6 +253,7 @@ impl Transmitter {
         for piece in &self.pieces[self.taken_piece..] {
             let (ptr, len) = match *piece {
                 Piece::Scratch { at, len } => (self.scratch[at..at + len].as_ptr(), len),
+                Piece::Bounce { at, len } => (self.bounce[at..at + len].as_ptr(), len),
                 Piece::Memory { ptr, len } => (ptr, len),
             };
             // `skip < len`: `advance` moves past whole pieces.
@@ -240,7 +265,7 @@ impl Transmitter {
     fn push_scratch(&mut self, bytes: &[u8]) {
         let at = self.scratch.len();
         self.scratch.extend_from_slice(bytes);
-        self.crc.update(bytes);
+        self.crc.update(&self.scratch[at..]);
         self.account_scratch(at, bytes.len());
     }
 
@@ -280,18 +305,43 @@ impl Transmitter {
         while len > 0 {
             self.marker_if_due();
             let n = len.min(self.until_marker());
-            // SAFETY: inside a local piece that `table.resolve` or `remote_source` checked and
-            // whose region is alive. The consumer must not write it meanwhile; if it does, the
-            // octets (and CRC) sent are unspecified, as with any verbs device.
-            let bytes = unsafe { std::slice::from_raw_parts(ptr, n) };
             if n <= COPY_BELOW {
-                self.push_scratch(bytes);
+                let at = self.scratch.len();
+                // SAFETY: inside a local piece that `table.resolve` checked and whose region is alive.
+                unsafe { shared::append(&mut self.scratch, ptr, n) };
+                self.crc.update(&self.scratch[at..]);
+                self.account_scratch(at, n);
             } else {
+                // SAFETY: as above. The consumer must not write it before the completion.
+                let bytes = unsafe { std::slice::from_raw_parts(ptr, n) };
                 self.crc.update(bytes);
                 self.pieces.push(Piece::Memory { ptr, len: n });
                 self.position += n as u64;
                 self.batch_octets += n;
             }
+            ptr = ptr.wrapping_add(n);
+            len -= n;
+        }
+    }
+
+    /// Copies payload that its owner may change at any time.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` must be mapped, and held against invalidation.
+    unsafe fn emit_copy(&mut self, mut ptr: *const u8, mut len: usize) {
+        while len > 0 {
+            self.marker_if_due();
+            let n = len.min(self.until_marker());
+            let at = self.bounce.len();
+            // SAFETY: the caller's promise.
+            unsafe { shared::append(&mut self.bounce, ptr, n) };
+            self.crc.update(&self.bounce[at..]);
+            match self.pieces.last_mut() {
+                Some(Piece::Bounce { at: start, len: held }) if *start + *held == at => *held += n,
+                _ => self.pieces.push(Piece::Bounce { at, len: n }),
+            }
+            self.position += n as u64;
+            self.batch_octets += n;
             ptr = ptr.wrapping_add(n);
             len -= n;
         }
@@ -346,15 +396,24 @@ impl Connection {
             while self.tx.batch_octets < BATCH_OCTETS
                 && self.tx.pieces.len() < BATCH_PIECES
                 && self.tx.scratch.len() < BATCH_SCRATCH
+                && self.tx.bounce.len() < BATCH_BOUNCE
             {
                 if self.tx.current.is_none() {
                     self.tx.current = self.next_message();
                 }
                 let Some(message) = self.tx.current.take() else { break };
-                self.tx.current = self.build_segment(message);
+                match self.build_segment(message) {
+                    Ok(rest) => self.tx.current = rest,
+                    Err(code) => self.fail_protocol(code, None),
+                }
             }
         }
         !self.tx.pieces.is_empty()
+    }
+
+    /// Octets that the kernel has taken so far.
+    pub(crate) fn sent(&self) -> u64 {
+        self.tx.taken
     }
 
     /// What the kernel should take next; see [`Connection::tx_advance`].
@@ -366,9 +425,7 @@ impl Connection {
     pub(crate) fn tx_advance(&mut self, mut n: usize) {
         self.tx.taken += n as u64;
         while n > 0 {
-            let len = match self.tx.pieces[self.tx.taken_piece] {
-                Piece::Scratch { len, .. } | Piece::Memory { len, .. } => len,
-            };
+            let len = self.tx.pieces[self.tx.taken_piece].len();
             let left = len - self.tx.taken_offset;
             if n < left {
                 self.tx.taken_offset += n;
@@ -380,7 +437,6 @@ impl Connection {
         }
         if self.tx.taken_piece == self.tx.pieces.len() {
             self.tx.clear_batch();
-            self.tx.kept = None;
         }
         while let Some(end) = self.tx.fpdu_ends.pop_front_if(|end| *end <= self.tx.taken) {
             self.tx.last_border = end;
@@ -401,8 +457,8 @@ impl Connection {
         }
     }
 
-    /// Chooses the next message: Terminate, then the ready indication, then an owed response,
-    /// then the send queue.
+    /// Chooses the next message: Terminate, then the ready indication, then owed responses and the send
+    /// queue in turn, so that a peer that keeps reading does not silence us.
     fn next_message(&mut self) -> Option<Message> {
         if let Some(payload) = self.tx.terminate.take() {
             let msn = self.tx.next_msn(queue::TERMINATE);
@@ -422,10 +478,18 @@ impl Connection {
             let payload: [u8; IMMEDIATE_LEN] = u64::from(value).to_be_bytes();
             return Some(Message::fixed(Source::Sq(seq), kind, SmallVec::from_slice(&payload), true));
         }
-        if self.responses.started < self.responses.head + self.responses.entries.len() as u64 {
+        let owed = self.responses.started < self.responses.head + self.responses.entries.len() as u64;
+        if owed && !std::mem::replace(&mut self.tx.responded, true) {
             return Some(self.response_message());
         }
-        self.send_queue_message()
+        let next = self.send_queue_message();
+        match next {
+            None if owed => Some(self.response_message()),
+            next => {
+                self.tx.responded = false;
+                next
+            }
+        }
     }
 
     fn ready_message(&mut self, ready: ReadyToReceive) -> Message {
@@ -464,6 +528,12 @@ impl Connection {
     }
 
     fn send_queue_message(&mut self) -> Option<Message> {
+        // What is only of this end is done when its turn comes.
+        while self.sq.next_unstarted()?.local {
+            let seq = self.sq.started;
+            self.sq.started += 1;
+            self.finish_send(seq, Status::Success);
+        }
         let entry = self.sq.next_unstarted()?;
         if entry.flags.contains(SendFlags::FENCE) && !self.outstanding.is_empty() {
             return None;
@@ -529,7 +599,11 @@ impl Connection {
     }
 
     /// Puts one segment into the batch; returns the message if more of it is left.
-    fn build_segment(&mut self, mut message: Message) -> Option<Message> {
+    ///
+    /// # Errors
+    /// If the peer has lost the right to what it reads.
+    fn build_segment(&mut self, mut message: Message) -> Result<Option<Message>, TerminateCode> {
+        let _placement = self.hold_source(&message)?;
         let header_len = match message.kind {
             Kind::Tagged { .. } => TAGGED_LEN,
             Kind::Untagged { .. } => UNTAGGED_LEN,
@@ -550,12 +624,24 @@ impl Connection {
         self.tx.end_fpdu(header_len + n);
         message.sent += n as u32;
         if !last {
-            return Some(message);
+            return Ok(Some(message));
         }
         if message.completes {
             self.tx.marks.push_back((self.tx.position, message.source));
         }
-        None
+        Ok(None)
+    }
+
+    /// Holds the memory of a read response against invalidation while a segment of it is built.
+    fn hold_source(&self, message: &Message) -> Result<Option<Placement>, TerminateCode> {
+        let Source::Response = message.source else { return Ok(None) };
+        let index = (self.responses.started - 1 - self.responses.head) as usize;
+        match &self.responses.entries[index] {
+            Response::Read { source: Some(piece), .. } => {
+                piece.region().enter().map(Some).ok_or(RdmaProtection::InvalidStag.into())
+            }
+            _ => Ok(None),
+        }
     }
 
     fn emit_payload(&mut self, message: &mut Message, n: usize) {
@@ -587,13 +673,26 @@ impl Connection {
         while left > 0 {
             let piece = &pieces[message.piece];
             let now = left.min(piece.len as usize - message.piece_offset);
-            self.tx.emit_memory(piece.ptr.wrapping_add(message.piece_offset), now);
+            let ptr = piece.ptr.wrapping_add(message.piece_offset);
+            match message.source {
+                // SAFETY: `remote_source` checked the piece, and `hold_source` holds it.
+                Source::Response => unsafe { self.tx.emit_copy(ptr, now) },
+                Source::Sq(_) | Source::Control => self.tx.emit_memory(ptr, now),
+            }
             left -= now;
             message.piece_offset += now;
             if message.piece_offset == piece.len as usize {
                 message.piece += 1;
                 message.piece_offset = 0;
             }
+        }
+    }
+}
+
+impl Piece {
+    fn len(&self) -> usize {
+        match *self {
+            Piece::Scratch { len, .. } | Piece::Bounce { len, .. } | Piece::Memory { len, .. } => len,
         }
     }
 }

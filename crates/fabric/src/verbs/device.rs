@@ -11,6 +11,7 @@ use super::shared::{SharedHandle, SharedReceives};
 use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
+use crate::sync::LockUnpoisoned;
 use crate::{DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -368,7 +369,7 @@ fn device_lost(verbs: *mut ibv_context) {
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().expect("no panics under the lock")
+    mutex.lock_unpoisoned()
 }
 
 impl Context {

@@ -9,6 +9,7 @@ use super::memory::{RegionHandle, Spare, Window, WindowHandle};
 use super::shared::SharedReceives;
 use crate::memory::Access;
 use crate::provider::{QueuePairOps, RegionOps};
+use crate::sync::LockUnpoisoned;
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, Payload, QueuePairCaps, RecvRequest, Result,
     SendFlags, SendOp, SendRequest, WorkCompletion,
@@ -29,7 +30,7 @@ const RECEIVED: u64 = 1;
 static QUEUE_PAIRS: LazyLock<Mutex<HashMap<usize, Weak<Endpoint>>>> = LazyLock::new(Mutex::default);
 
 pub(super) fn by_queue_pair(raw: usize) -> Option<Arc<Endpoint>> {
-    QUEUE_PAIRS.lock().expect("no panics under the lock").get(&raw)?.upgrade()
+    QUEUE_PAIRS.lock_unpoisoned().get(&raw)?.upgrade()
 }
 
 /// Every queue pair of this hardware.
@@ -169,12 +170,12 @@ impl Endpoint {
             Endpoint { context, raw, number, caps, max_inline, state, shared, windows, spare, send_cq, recv_cq, pd };
         let endpoint = Arc::new(endpoint);
         let known = Arc::downgrade(&endpoint);
-        QUEUE_PAIRS.lock().expect("no panics under the lock").insert(raw as usize, known);
+        QUEUE_PAIRS.lock_unpoisoned().insert(raw as usize, known);
         Ok(endpoint)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panics under the lock")
+        self.state.lock_unpoisoned()
     }
 
     /// A request is done: what it was.
@@ -560,7 +561,7 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         QueuePairOps::destroy(self);
         self.context.forget(0, self.number);
-        QUEUE_PAIRS.lock().expect("no panics under the lock").remove(&(self.raw as usize));
+        QUEUE_PAIRS.lock_unpoisoned().remove(&(self.raw as usize));
         // Windows hold their queue pair in the device.
         self.lock().sent.clear();
         let windows = std::mem::take(&mut *lock(&self.windows));
