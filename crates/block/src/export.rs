@@ -5,6 +5,7 @@
 
 use crate::backend::{Backend, FileBackend, Geometry, MemoryBackend, Mode};
 use crate::cache::{self, Cache};
+use crate::identity::{self, Identity};
 use crate::layer::{Delay, Fault, Kind, Log, Overlay, Rate, Stripe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,8 +19,8 @@ pub struct Export {
     pub name: String,
     /// For people.
     pub description: String,
-    /// The same whenever this disk is served: initiators know it again by this.
-    pub identity: String,
+    /// The same whenever this disk is served, and no other's: initiators know it again by this.
+    pub identity: Identity,
     /// The disk, with its layers.
     pub backend: Arc<dyn Backend>,
     /// Nobody may change it.
@@ -30,6 +31,8 @@ pub struct Export {
     pub target: Option<String>,
     /// Octets of a SCSI logical block.
     pub sector: u32,
+    /// Who may use it, by name; everybody who may use the service, if there are none.
+    pub allow: Vec<String>,
 }
 
 /// What the text of an export says, before anything is opened.
@@ -49,6 +52,10 @@ pub struct Spec {
     pub target: Option<String>,
     /// Octets of a SCSI logical block.
     pub sector: u32,
+    /// What tells the disk from others, if it is not to be found out.
+    pub uuid: Option<Identity>,
+    /// Initiators and NBD clients that may use it, by name; everybody who may use the service, if there are none.
+    pub allow: Vec<String>,
     /// From the lowest to the highest.
     pub layers: Vec<Layer>,
 }
@@ -111,7 +118,7 @@ impl Spec {
             if !spec.option(key, value)? && !spec.layer(key, value)? {
                 return Err(format!(
                     "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
-                     target=NAME, sector=512|4096 and {LAYERS}"
+                     target=NAME, sector=512|4096, uuid=UUID, allow=NAME[|NAME...] and {LAYERS}"
                 ));
             }
         }
@@ -152,6 +159,8 @@ impl Spec {
             chunk: None,
             target: None,
             sector: 512,
+            uuid: None,
+            allow: Vec::new(),
             layers: Vec::new(),
         })
     }
@@ -169,6 +178,9 @@ impl Spec {
             ("target", value) => self.target = Some(value.into()),
             ("sector", "512") => self.sector = 512,
             ("sector", "4096") => self.sector = 4096,
+            ("uuid", value) => self.uuid = Some(identity::parse(value)?),
+            ("allow", "") => return Err("allow=NAME wants a name; write NAME|NAME for several".into()),
+            ("allow", names) => self.allow = names.split('|').map(String::from).collect(),
             ("sector", other) => return Err(format!("'{other}' is no length of a sector; there are 512 and 4096")),
             _ => return Ok(false),
         }
@@ -214,7 +226,7 @@ impl Spec {
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
-        let identity = format!("{}={description}", self.name);
+        let identity = self.uuid.unwrap_or_else(|| identity::of(&self.source));
         Ok(Export {
             name: self.name.clone(),
             description,
@@ -224,11 +236,17 @@ impl Spec {
             chunk,
             target: self.target.clone(),
             sector: self.sector,
+            allow: self.allow.clone(),
         })
     }
 }
 
 impl Export {
+    /// Whether somebody of one of these names may use it: an initiator's own, or the one it has proved by CHAP.
+    pub fn is_open_to<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> bool {
+        self.allow.is_empty() || names.into_iter().any(|name| self.allow.iter().any(|allowed| allowed == name))
+    }
+
     /// What clients are told.
     pub fn geometry(&self) -> Geometry {
         let geometry = self.backend.geometry();

@@ -15,6 +15,7 @@ pub mod backend;
 pub mod cache;
 pub mod export;
 mod gate;
+mod identity;
 pub mod iscsi;
 pub mod layer;
 pub mod nbd;

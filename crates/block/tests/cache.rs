@@ -130,7 +130,11 @@ impl Client {
                     return self.judge(sector, &octets);
                 }
                 let segment = self.supply.reserve(1).await.segment(len);
-                let Ok(segment) = self.cache.read(at, segment).await else { return };
+                let reading = self.cache.read(at, segment);
+                // One that nobody waits for any more is dropped where it stands.
+                let patience = [1, 3, 10_000][self.random.below(3) as usize];
+                let Ok(read) = tokio::time::timeout(Duration::from_millis(patience), reading).await else { return };
+                let Ok(segment) = read else { return };
                 self.judge(sector, segment.as_slice());
             }
         }

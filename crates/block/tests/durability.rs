@@ -78,7 +78,8 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
         let export = Export {
             name: "d".into(),
             description: "a forgetful disk".into(),
-            identity: "d".into(),
+            identity: [1; 16],
+            allow: Vec::new(),
             backend: Arc::clone(&disk) as _,
             read_only: false,
             // Long writes are in pieces.

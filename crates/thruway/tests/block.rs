@@ -91,10 +91,10 @@ fn libnbd_and_qemu_copy_what_is_there() {
         let block = format!("{name}={source},ro{options}");
         let disks = Disks::serve(&["--block", &block, "--block", "m=mem:40M", "--nbd", "127.0.0.1:0", "--nbd", &unix]);
         let from = disks.nbd(name);
-        ok("qemu-img", &["compare", "-f", "raw", "-F", "raw", &from, source]);
+        ok("qemu-img", &["compare", "-U", "-f", "raw", "-F", "raw", &from, source]);
         ok("nbdcopy", &[&from, &disks.nbd("m")]);
         let back = format!("nbd+unix:///m?socket={}", text(&socket));
-        ok("qemu-img", &["compare", "-f", "raw", "-F", "raw", &back, source]);
+        ok("qemu-img", &["compare", "-U", "-f", "raw", "-F", "raw", &back, source]);
         let map = ok("nbdinfo", &["--map", &from]);
         assert!(map.contains("hole,zero"), "{map}");
         disks.stop();
@@ -202,6 +202,166 @@ fn a_disk_that_grows_or_shrinks_is_noticed() {
     );
     libnbd(&disks.nbd("d"), &script);
     assert_eq!((size(), last()), (10 << 20, (10 << 11) - 1));
+}
+
+#[test]
+fn what_a_disk_grows_by_is_seen_through_a_cache_though_the_end_was_in_the_middle_of_a_block() {
+    let lab = Lab::new();
+    let file = lab.path("disk.img");
+    fs::write(&file, vec![b'a'; 10_000]).unwrap();
+    let block = format!("d={},cache=1M:16K:writeback", text(&file));
+    let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0"]);
+    let script = format!(
+        "h.connect_uri(uri)\nassert h.pread(10000, 0) == b'a' * 10000\nh.pwrite(b'w', 9999)\n\
+         with open('{}', 'ab') as f: f.write(b'n' * 40000)\n\
+         h = nbd.NBD()\nh.connect_uri(uri)\nassert h.get_size() == 50000\n\
+         assert h.pread(40001, 9999) == b'w' + b'n' * 40000\nh.pwrite(b'x' * 100, 12000)\nh.flush()\n",
+        text(&file)
+    );
+    libnbd(&disks.nbd("d"), &script);
+    let found = fs::read(&file).unwrap();
+    assert_eq!(
+        (found.len(), found[9999], &found[11_999..12_101]),
+        (50_000, b'w', &*[&b"n"[..], &[b'x'; 100], b"n"].concat())
+    );
+}
+
+#[test]
+fn a_disk_is_served_once() {
+    let lab = Lab::new();
+    let file = image(&lab, "disk.img");
+    let (a, b) = (format!("a={}", text(&file)), format!("b={}", text(&file)));
+    let refused = |args: &[&str]| {
+        let output = run(THRUWAY, &[&["serve"], args].concat());
+        assert!(!output.status.success(), "{args:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let said = refused(&["--block", &a, "--block", &b, "--nbd", "127.0.0.1:0"]);
+    assert!(said.contains("in use") && said.contains("disk.img"), "{said}");
+    let disks = Disks::serve(&["--block", &a, "--nbd", "127.0.0.1:0"]);
+    for options in ["", ",ro", ",mode=direct"] {
+        let said = refused(&["--block", &format!("{b}{options}"), "--nbd", "127.0.0.1:0"]);
+        assert!(said.contains("in use"), "{said}");
+    }
+    // qemu and we see each other's locks, both ways.
+    assert!(!run("qemu-io", &["-f", "raw", "-c", "write 0 512", text(&file)]).status.success());
+    disks.stop();
+    let mut qemu = Command::new("qemu-io")
+        .args(["-f", "raw", text(&file)])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut prompt = [0; 8];
+    qemu.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
+    assert!(refused(&["--block", &a, "--nbd", "127.0.0.1:0"]).contains("in use"));
+    drop(qemu.stdin.take());
+    qemu.wait().unwrap();
+    // Who only reads may share with those who only read.
+    let (a, b) = (format!("{a},ro"), format!("{b},ro"));
+    Disks::serve(&["--block", &a, "--block", &b, "--nbd", "127.0.0.1:0"]).stop();
+}
+
+#[test]
+fn writes_beside_each_other_in_a_page_never_undo_one_another() {
+    let lab = Lab::new();
+    for mode in ["writeback", "direct", "cached"] {
+        let file = lab.path(mode);
+        fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let block = format!("d={},mode={mode}", text(&file));
+        let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0", "--reactors", "2"]);
+        // Each connection writes its own part of a page: one all that direct I/O takes, others odd pieces.
+        libnbd(
+            &disks.nbd("d"),
+            "import threading\nfailed = []\n\
+             def use(at, length):\n\
+            \x20 try:\n\
+            \x20   h = nbd.NBD()\n\
+            \x20   h.connect_uri(uri)\n\
+            \x20   for i in range(300):\n\
+            \x20     mine = bytes([i % 251 + 1]) * length\n\
+            \x20     h.pwrite(mine, at)\n\
+            \x20     if h.pread(length, at) != mine: raise Exception('%d is lost at %d' % (i, at))\n\
+            \x20 except Exception as e: failed.append(e)\n\
+             parts = [(0, 1024), (1024, 100), (1124, 924), (2048, 512), (2560, 1), (2561, 1500), (4061, 4200)]\n\
+             threads = [threading.Thread(target=use, args=part) for part in parts]\n\
+             for t in threads: t.start()\n\
+             for t in threads: t.join()\n\
+             assert not failed, failed\n",
+        );
+    }
+}
+
+/// A loop device over a file; gone when dropped.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn over(file: &Path) -> LoopDevice {
+        LoopDevice(ok("losetup", &["--find", "--show", text(file)]).trim().to_string())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        run("losetup", &["--detach", &self.0]);
+    }
+}
+
+#[test]
+fn a_device_is_written_so_that_whoever_reads_it_through_the_page_cache_sees_it() {
+    let lab = Lab::new();
+    let device = LoopDevice::over(&image(&lab, "disk.img"));
+    let block = format!("d={},mode=cached", device.0);
+    let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0"]);
+    libnbd(
+        &disks.nbd("d"),
+        "h.connect_uri(uri)\n\
+         for i in range(200):\n\
+        \x20 at = i % 50 * 65536\n\
+        \x20 h.pread(65536, at)\n\
+        \x20 mine = bytes([i]) * 4096\n\
+        \x20 h.pwrite(mine, at + 8192)\n\
+        \x20 assert h.pread(4096, at + 8192) == mine, i\n",
+    );
+    // It is ours alone.
+    let other = run(THRUWAY, &["serve", "--block", &format!("e={}", device.0), "--nbd", "127.0.0.1:0"]);
+    assert!(!other.status.success());
+    assert!(String::from_utf8_lossy(&other.stderr).contains("in use"), "{other:?}");
+}
+
+#[test]
+fn a_sync_that_failed_once_is_told_to_everybody_who_flushes_until_the_disk_is_opened_again() {
+    let lab = Lab::new();
+    let small = lab.path("small");
+    fs::create_dir(&small).unwrap();
+    ok("mount", &["-t", "tmpfs", "-o", "size=1M", "tmpfs", text(&small)]);
+    let image = small.join("disk.img");
+    fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+    {
+        let device = LoopDevice::over(&image);
+        let block = format!("d={}", device.0);
+        let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0"]);
+        libnbd(
+            &disks.nbd("d"),
+            "h.connect_uri(uri)\n\
+             other = nbd.NBD()\n\
+             other.connect_uri(uri)\n\
+             other.flush()\n\
+             for i in range(4): h.pwrite(b'x' * (1 << 20), i << 20)\n\
+             def fails(what):\n\
+            \x20 try: what()\n\
+            \x20 except nbd.Error as e: assert e.errnum in (errno.EIO, errno.ENOSPC), e\n\
+            \x20 else: raise AssertionError('it is lost, and nobody says so')\n\
+             fails(h.flush)\n\
+             fails(other.flush)\n\
+             fails(h.flush)\n\
+             fails(lambda: other.pwrite(b'y' * 512, 0, nbd.CMD_FLAG_FUA))\n\
+             third = nbd.NBD()\n\
+             third.connect_uri(uri)\n\
+             fails(third.flush)\n",
+        );
+    }
+    ok("umount", &[text(&small)]);
 }
 
 #[test]

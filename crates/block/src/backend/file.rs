@@ -1,8 +1,12 @@
 //! A disk in a file or on a block device.
 //!
-//! Direct I/O goes past the page cache, from and to the memory that the network uses; what is not aligned
-//! for it goes through the page cache, which the kernel keeps coherent with it, as it does for other users
-//! of the same device.
+//! Direct I/O goes past the page cache, from and to the memory that the network uses. The kernel keeps the two
+//! coherent only where they do not meet at the same time in the same page; so every disk is written either past the page
+//! cache or through it, never both: what is not aligned for direct I/O is read, changed and written by direct I/O,
+//! under a lock.
+//!
+//! A sync that fails says that some write since the last one is lost, once and to whoever asks first. So it is
+//! remembered: from then on no flush of this disk succeeds until it is opened again.
 
 use super::dirty;
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
@@ -17,6 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use thruway_engine::{Segment, Segments, page_cache, reactor};
+use tokio::sync::{Mutex, RwLock};
 
 /// Which way data goes to the storage and back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +48,11 @@ pub struct FileBackend {
     size: AtomicU64,
     punches: AtomicBool,
     zeroes: AtomicBool,
+    /// A device discards, though what is read afterwards may be anything.
+    discards: bool,
+    syncs: Syncs,
+    /// Held together by writes past the page cache, alone by one that changes a part of what can be written so.
+    aligned: RwLock<()>,
     /// How what need not wait is done at once, without the ring.
     at_once: AtOnce,
     /// Who reads on through the page cache. The kernel looks after them too, but loses its way where several read, or one
@@ -60,11 +70,52 @@ struct AtOnce {
     patient: bool,
 }
 
+/// Syncs of one file: one at a time, shared by all who were waiting when it began.
+#[derive(Default)]
+struct Syncs {
+    turn: Mutex<()>,
+    /// Syncs that have begun.
+    begun: AtomicU64,
+    /// One has failed.
+    lost: AtomicBool,
+}
+
+impl Syncs {
+    /// Has the file synced after now.
+    async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
+        let arrived = self.begun.load(Ordering::SeqCst);
+        let _turn = self.turn.lock().await;
+        self.check()?;
+        // One that began after we came is over, and well.
+        if self.begun.load(Ordering::SeqCst) > arrived {
+            return Ok(());
+        }
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        let synced = reactor::ring().sync(file).await;
+        self.note(synced)
+    }
+
+    /// Remembers a failure, which the kernel tells only once.
+    fn note(&self, result: io::Result<()>) -> io::Result<()> {
+        if let Err(error) = &result
+            && !self.lost.swap(true, Ordering::SeqCst)
+        {
+            tracing::error!(%error, "writes were lost: no flush of this disk succeeds until it is opened again");
+        }
+        result
+    }
+
+    fn check(&self) -> io::Result<()> {
+        if self.lost.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
+    }
+}
+
 impl AtOnce {
-    fn of(file: &File) -> AtOnce {
+    fn of(file: &File, is_device: bool) -> AtOnce {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
         const EXT4_MAGIC: i64 = 0xef53;
-        let kind = rustix::fs::fstatfs(file).map_or(0, |fs| fs.f_type);
+        // Of a device it would be asked where its node is, which says nothing of the device.
+        let kind = if is_device { 0 } else { rustix::fs::fstatfs(file).map_or(0, |fs| fs.f_type) };
         let (memory, patient) = (kind == TMPFS_MAGIC, kind == EXT4_MAGIC);
         AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(!patient), memory, patient }
     }
@@ -126,10 +177,21 @@ impl FileBackend {
     /// If it cannot be opened, or is neither.
     pub fn open(path: &Path, mode: Mode, read_only: bool) -> io::Result<FileBackend> {
         let open = |flags| OpenOptions::new().read(true).write(!read_only).custom_flags(flags).open(path);
-        let cached = Arc::new(open(0)?);
+        let is_device = |stat: &rustix::fs::Stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+        // A device that is mounted, or somebody else's, is not ours to write to.
+        let exclusive = !read_only && rustix::fs::stat(path).is_ok_and(|stat| is_device(&stat));
+        let in_use = |error: io::Error| match error.raw_os_error() {
+            Some(libc::EBUSY) if exclusive => io::Error::other("the device is in use (mounted, or served already)"),
+            _ => error,
+        };
+        let first = if exclusive { OFlags::EXCL.bits() as i32 } else { 0 };
+        let cached = Arc::new(open(first | OFlags::NONBLOCK.bits() as i32).map_err(in_use)?);
         let kind = FileType::from_raw_mode(rustix::fs::fstat(&*cached)?.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
+        }
+        if kind == FileType::RegularFile {
+            lock_file(&cached, read_only)?;
         }
         let direct = match mode {
             Mode::Writeback => None,
@@ -145,11 +207,17 @@ impl FileBackend {
         let alignment = direct.as_ref().map_or(1, |file| direct_alignment(file));
         let is_device = kind == FileType::BlockDevice;
         let size = AtomicU64::new(size_of(&cached)?);
-        let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
-        let at_once = AtOnce::of(&cached);
+        // Without this the kernel would write the zeroes itself, which nobody who discards has asked for.
+        let zeroes_fast = !is_device || queue_limit(&cached, "write_zeroes_max_bytes").is_some_and(|max| max > 0);
+        let discards = is_device && queue_limit(&cached, "discard_max_bytes").is_some_and(|max| max > 0);
+        let (punches, zeroes) = (AtomicBool::new(zeroes_fast), AtomicBool::new(zeroes_fast));
+        let at_once = AtOnce::of(&cached, is_device);
         let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
         Ok(FileBackend {
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
+            discards,
+            syncs: Syncs::default(),
+            aligned: RwLock::new(()),
             cached,
             direct,
             mode,
@@ -179,19 +247,94 @@ impl FileBackend {
             read_only: false,
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
-            at_once: AtOnce::of(&file),
+            at_once: AtOnce::of(&file, false),
+            discards: false,
+            syncs: Syncs::default(),
+            aligned: RwLock::new(()),
             streams: Streams::new(0),
             cached: Arc::new(file),
         })
     }
 
-    /// The file for a request: the one open for direct I/O if its mode says so and it is aligned.
-    fn file(&self, direct: bool, at: u64, segment: &Segment) -> &Arc<File> {
-        let aligned = (at | segment.len() as u64 | segment.as_ptr() as u64).is_multiple_of(self.alignment);
-        match &self.direct {
-            Some(file) if direct && aligned => file,
-            _ => &self.cached,
+    /// The file that writes go to past the page cache, if they do.
+    fn written_directly(&self) -> Option<&Arc<File>> {
+        // Of a device the kernel does not drop the cached pages that an asynchronous direct write changes
+        // (mm/filemap.c): who reads it through the page cache has to write it so.
+        let through = self.mode == Mode::Writeback || (self.mode == Mode::Cached && self.is_device);
+        self.direct.as_ref().filter(|_| !through)
+    }
+
+    fn is_aligned(&self, at: u64, segment: &Segment) -> bool {
+        (at | segment.len() as u64 | segment.as_ptr() as u64).is_multiple_of(self.alignment)
+    }
+
+    /// A segment for direct I/O around a range, and where it begins.
+    async fn around(&self, at: u64, len: usize) -> io::Result<(u64, Segment)> {
+        let start = at / self.alignment * self.alignment;
+        let end = (at + len as u64).next_multiple_of(self.alignment);
+        let len = (end - start) as usize;
+        let room = Segments::new(1, len.next_multiple_of(4096)).map_err(io::Error::other)?;
+        Ok((start, room.reserve(1).await.segment(len)))
+    }
+
+    /// Reads past the page cache what is not aligned for it.
+    async fn read_around(&self, file: &Arc<File>, at: u64, segment: &mut Segment) -> io::Result<()> {
+        let (start, around) = self.around(at, segment.len()).await?;
+        let around = self.read_to_end(file, start, around).await?;
+        let from = (at - start) as usize;
+        let len = segment.len();
+        segment.as_mut_slice().copy_from_slice(&around.as_slice()[from..][..len]);
+        Ok(())
+    }
+
+    /// Reads; what is behind the end of a file is zeroes.
+    async fn read_to_end(&self, file: &Arc<File>, at: u64, mut segment: Segment) -> io::Result<Segment> {
+        let size = size_of(&self.cached)?;
+        let there = size.saturating_sub(at).min(segment.len() as u64) as usize;
+        if there < segment.len() {
+            let mut rest = segment.split_off(there);
+            rest.as_mut_slice().fill(0);
+            // The last sector of a file whose length is none of its multiples is read through the page cache.
+            let whole = there as u64 / self.alignment * self.alignment;
+            let mut tail = segment.split_off(whole as usize);
+            if !segment.is_empty() {
+                let (result, back) = reactor::ring().read(file, at, segment).await;
+                segment = back;
+                result?;
+            }
+            if !tail.is_empty() {
+                let (result, back) = reactor::ring().read(&self.cached, at + whole, tail).await;
+                tail = back;
+                result?;
+            }
+            segment.join(tail);
+            segment.join(rest);
+            return Ok(segment);
         }
+        let (result, segment) = reactor::ring().read(file, at, segment).await;
+        result.map(|()| segment)
+    }
+
+    /// Writes past the page cache.
+    async fn write_directly(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        if self.is_aligned(at, &segment) {
+            let _together = self.aligned.read().await;
+            return reactor::ring().write(file, at, segment, durable).await.0;
+        }
+        // Whoever writes the rest of the page at the same time must not have it undone.
+        let _alone = self.aligned.write().await;
+        let (start, around) = self.around(at, segment.len()).await?;
+        let mut around = self.read_to_end(file, start, around).await?;
+        around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
+        let size = size_of(&self.cached)?;
+        if start + around.len() as u64 <= size || self.is_device {
+            return reactor::ring().write(file, start, around, durable).await.0;
+        }
+        // The file must not grow: its last part goes through the page cache, and at once to the disk.
+        let end = (at + segment.len() as u64).max(size.min(start + around.len() as u64));
+        drop(around.split_off((end - start) as usize));
+        let written = reactor::ring().write(&self.cached, start, around, true).await.0;
+        self.syncs.note(written)
     }
 
     async fn write_zeroes(&self, mut at: u64, len: u64) -> io::Result<()> {
@@ -202,11 +345,27 @@ impl FileBackend {
         while at < end {
             let part = (end - at).min(PIECE as u64);
             let segment = supply.reserve(1).await.segment(part as usize);
-            let file = self.file(self.mode != Mode::Writeback, at, &segment);
-            reactor::ring().write(file, at, segment, false).await.0?;
+            self.put(at, segment, false).await?;
             at += part;
         }
         Ok(())
+    }
+
+    /// Writes by the way that the mode says.
+    async fn put(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        if durable {
+            self.syncs.check()?;
+        }
+        match self.written_directly() {
+            Some(file) => self.write_directly(file, at, segment, durable).await,
+            None => {
+                // Written through is written down.
+                let sync = durable || self.mode == Mode::Cached;
+                let written = reactor::ring().write(&self.cached, at, segment, sync).await.0;
+                // Its error may be another write's.
+                if sync { self.syncs.note(written) } else { written }
+            }
+        }
     }
 
     /// Tries `fallocate`; false if it is not to be had for this file.
@@ -268,15 +427,86 @@ fn size_of(file: &File) -> io::Result<u64> {
     Ok(stat.st_size as u64)
 }
 
-/// What a device has on one of its members (the chunk of an array), or writes at least.
-fn member_len(device: &File) -> Option<u32> {
+/// A limit of a block device's queue, as sysfs tells it.
+fn queue_limit(device: &File, name: &str) -> Option<u64> {
     let number = rustix::fs::fstat(device).ok()?.st_rdev;
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
     // A partition's queue is its disk's.
     ["", "../"].iter().find_map(|of| {
-        let path = format!("/sys/dev/block/{major}:{minor}/{of}queue/minimum_io_size");
+        let path = format!("/sys/dev/block/{major}:{minor}/{of}queue/{name}");
         std::fs::read_to_string(path).ok()?.trim().parse().ok()
     })
+}
+
+/// What a device has on one of its members (the chunk of an array), or writes at least.
+fn member_len(device: &File) -> Option<u32> {
+    queue_limit(device, "minimum_io_size").and_then(|len| u32::try_from(len).ok()).filter(|len| len.is_power_of_two())
+}
+
+/// `BLKDISCARD`. Where the device cannot, nothing is lost.
+fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
+    // linux/fs.h: _IO(0x12, 119)
+    const BLKDISCARD: libc::c_ulong = 0x1277;
+    const SECTOR: u64 = 512;
+    let (from, to) = (at.next_multiple_of(SECTOR), (at + len) / SECTOR * SECTOR);
+    if from >= to {
+        return Ok(());
+    }
+    let range = [from, to - from];
+    // SAFETY: the request takes two numbers at this address.
+    let rc = unsafe { libc::ioctl(device.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        _ if rc == 0 => Ok(()),
+        Some(libc::EOPNOTSUPP | libc::EINVAL) => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// Keeps others from writing to a file that is served, and us from one that others write to or rely on: other exports,
+/// other daemons, and qemu, whose protocol of locks this is (qemu's block/file-posix.c). An octet from 100 on says what
+/// its holder does, one from 200 on what it cannot bear others to do.
+fn lock_file(file: &File, read_only: bool) -> io::Result<()> {
+    const READ: i64 = 0;
+    const WRITE: i64 = 1;
+    const RESIZE: i64 = 3;
+    const DOES: i64 = 100;
+    const CANNOT_BEAR: i64 = 200;
+    let does: &[i64] = if read_only { &[READ] } else { &[READ, WRITE] };
+    let lock = |octet: i64, kind: libc::c_int| {
+        // SAFETY: an all-zero structure is a valid one.
+        let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+        (lock.l_type, lock.l_start, lock.l_len) = (kind as libc::c_short, octet, 1);
+        lock
+    };
+    let held = does.iter().map(|what| DOES + what).chain([WRITE, RESIZE].map(|what| CANNOT_BEAR + what));
+    for octet in held {
+        let lock = lock(octet, libc::F_RDLCK);
+        // SAFETY: the structure outlives the call; the lock goes with the open file.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } != 0 {
+            let error = io::Error::last_os_error();
+            if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) {
+                return Err(in_use());
+            }
+            tracing::warn!(%error, "the file cannot be locked: nothing keeps others from writing to it");
+            return Ok(());
+        }
+    }
+    // Having said so, whoever comes later sees us, and we see whoever was here.
+    let unbearable = does.iter().map(|what| CANNOT_BEAR + what).chain([WRITE, RESIZE].map(|what| DOES + what));
+    for octet in unbearable {
+        let mut lock = lock(octet, libc::F_WRLCK);
+        // SAFETY: the structure outlives the call, which writes to it who holds such a lock.
+        let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } == 0;
+        if asked && libc::c_int::from(lock.l_type) != libc::F_UNLCK {
+            return Err(in_use());
+        }
+    }
+    Ok(())
+}
+
+fn in_use() -> io::Error {
+    io::Error::other("the file is in use: it is served already, or another program has locked it")
 }
 
 /// What direct I/O must be aligned to: what `statx` says, or else a page.
@@ -303,7 +533,8 @@ impl Backend for FileBackend {
             // The page cache and file systems work in pages.
             physical: self.alignment.max(4096) as u32,
             read_only: self.read_only,
-            discard: self.punches.load(Ordering::Relaxed) && !self.read_only,
+            discard: (self.discards || self.punches.load(Ordering::Relaxed)) && !self.read_only,
+            discard_zeroes: self.punches.load(Ordering::Relaxed),
             fast_zero: self.zeroes.load(Ordering::Relaxed) && !self.read_only,
             shared: true,
         }
@@ -314,19 +545,21 @@ impl Backend for FileBackend {
             return Box::pin(std::future::ready(Ok(segment)));
         }
         Box::pin(async move {
-            let file = self.file(self.mode == Mode::Direct, at, &segment);
-            let (result, mut segment) = reactor::ring().read(file, at, segment).await;
+            let direct = self.direct.as_ref().filter(|_| self.mode == Mode::Direct);
+            if let Some(file) = direct
+                && !self.is_aligned(at, &segment)
+            {
+                self.read_around(file, at, &mut segment).await?;
+                return Ok(segment);
+            }
+            let file = direct.unwrap_or(&self.cached);
+            let (result, segment) = reactor::ring().read(file, at, segment).await;
             match result {
-                // The last sector of a file whose length is none of its multiples.
                 Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-                    let size = size_of(&self.cached)?;
-                    let there = size.saturating_sub(at).min(segment.len() as u64) as usize;
-                    if there < segment.len() {
+                    if at + segment.len() as u64 > size_of(&self.cached)? {
                         return Err(e);
                     }
-                    let (result, back) = reactor::ring().read(&self.cached, at, segment).await;
-                    segment = back;
-                    result.map(|()| segment)
+                    self.read_to_end(file, at, segment).await
                 }
                 other => other.map(|()| segment),
             }
@@ -337,20 +570,16 @@ impl Backend for FileBackend {
         if self.mode == Mode::Writeback && !durable && self.at_once.write(&self.cached, at, &segment) {
             return Box::pin(std::future::ready(Ok(())));
         }
-        Box::pin(async move {
-            let file = self.file(self.mode != Mode::Writeback, at, &segment);
-            // Past the page cache, or through it: written through is written down.
-            let sync = durable || (self.mode == Mode::Cached && Arc::ptr_eq(file, &self.cached));
-            reactor::ring().write(file, at, segment, sync).await.0
-        })
+        Box::pin(self.put(at, segment, durable))
     }
 
     fn flush(&self) -> Op<'_, ()> {
         Box::pin(async move {
+            // A disk that nobody writes to has nothing to flush.
             if self.read_only {
                 return Ok(());
             }
-            reactor::ring().sync(&self.cached).await
+            self.syncs.sync(&self.cached).await
         })
     }
 
@@ -371,6 +600,11 @@ impl Backend for FileBackend {
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
         Box::pin(async move {
+            if self.discards {
+                let file = Arc::clone(&self.cached);
+                let done = tokio::task::spawn_blocking(move || discard_blocks(&file, at, len)).await;
+                return done.map_err(io::Error::other)?;
+            }
             let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             // Only advice: where it cannot be followed, nothing is lost.
             self.allocate(&self.punches, punch, at, len).await.map(drop)

@@ -118,6 +118,7 @@ impl Backend for MemoryBackend {
             physical: 1,
             read_only: false,
             discard: true,
+            discard_zeroes: true,
             fast_zero: true,
             shared: true,
         }

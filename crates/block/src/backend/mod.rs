@@ -35,6 +35,8 @@ pub struct Geometry {
     pub read_only: bool,
     /// Discarding gives storage back.
     pub discard: bool,
+    /// What has been discarded reads as zeroes.
+    pub discard_zeroes: bool,
     /// Zeroes can be written without sending them to the storage.
     pub fast_zero: bool,
     /// What one client has flushed, every client's later reads see, and writes of several

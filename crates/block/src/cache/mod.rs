@@ -24,11 +24,13 @@ use partition::{Found, Partition, Partitions};
 use smallvec::SmallVec;
 use std::fmt;
 use std::io;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor::Spreader;
 use thruway_engine::{Segment, Segments};
+use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, RwLock, oneshot};
 
 /// How a cache is made.
@@ -125,6 +127,8 @@ pub(crate) struct Inner {
     /// Held alone while ranges are zeroed, which nothing else may see half done.
     whole: RwLock<()>,
     dirty_max: u64,
+    /// Octets of the disk, as they were when it was last used.
+    size: AtomicU64,
     /// Told when a block has become clean.
     cleaned: Notify,
     /// Told when so much has become dirty that the writer must not sleep.
@@ -165,10 +169,12 @@ impl Cache {
         }
         let partitions = Partitions::new(nodes, &config, (blocks / partitions as u64) as usize)?;
         let copies = Segments::new(WRITE_OUT, config.block as usize).map_err(io::Error::other)?;
+        let below_size = below.geometry().size;
         let inner = Arc::new_cyclic(|this| Inner {
             below,
             dirty_max: config.size / 4,
             streams: Streams::new(config.read_ahead),
+            size: AtomicU64::new(below_size),
             config,
             partitions,
             reactors,
@@ -202,7 +208,8 @@ impl Inner {
 
     /// Octets of a block: fewer than others' if the disk ends in it.
     fn len_of(&self, block: u64) -> usize {
-        let size = self.below.geometry().size;
+        // What it has grown by is not here until somebody asks for it.
+        let size = self.size.load(Ordering::Relaxed);
         size.saturating_sub(block * self.block_len()).min(self.block_len()) as usize
     }
 
@@ -236,7 +243,26 @@ impl Inner {
         count(if near { &self.counters.local } else { &self.counters.remote }, len as u64);
     }
 
+    /// A request reaches beyond where the disk ended: the block in which it did has octets by now that it had not.
+    async fn see_size(&self, end: u64) -> io::Result<()> {
+        let seen = self.size.load(Ordering::Relaxed);
+        if end <= seen {
+            return Ok(());
+        }
+        let size = self.below.geometry().size;
+        if seen == size {
+            return Ok(());
+        }
+        let _alone = self.whole.write().await;
+        let last = seen.min(size) / self.block_len();
+        self.write_out(last).await?;
+        self.partitions.forget_clean(last..last + 1);
+        self.size.store(size, Ordering::Relaxed);
+        Ok(())
+    }
+
     async fn read(&self, at: u64, mut segment: Segment) -> io::Result<Segment> {
+        self.see_size(at + segment.len() as u64).await?;
         let _together = self.whole.read().await;
         // Longer ones have been announced.
         if segment.len() <= SMALL {
@@ -282,7 +308,7 @@ impl Inner {
         for part in self.parts(at, len) {
             let partition = self.partitions.of(part.block);
             let (slot, ptr) = partition.lock().lend(part.block)?;
-            let pin = Pin { inner: self.this.upgrade()?, block: part.block, slot };
+            let pin = Lending { inner: self.this.upgrade()?, block: part.block, slot };
             pieces.push(Memory::new(ptr.wrapping_add(part.within), part.len, Arc::new(pin)));
         }
         for part in self.parts(at, len) {
@@ -308,7 +334,7 @@ impl Inner {
                     return Ok(());
                 }
                 Found::Busy => told.await,
-                Found::Full => self.make_room(partition).await?,
+                Found::Full => self.make_room(partition, told).await?,
                 Found::Claimed(claim) => {
                     if counted {
                         count(&self.counters.misses, 1);
@@ -327,25 +353,22 @@ impl Inner {
         }
     }
 
-    /// All slots of a partition are dirty or in use: waits until one is not.
-    async fn make_room(&self, partition: &Partition) -> io::Result<()> {
-        let told = self.cleaned.notified();
-        tokio::pin!(told);
-        told.as_mut().enable();
+    /// All slots of a partition are dirty or in use: waits until one is not. `changed` has been listening since before
+    /// that was found.
+    async fn make_room(&self, partition: &Partition, changed: Pin<&mut Notified<'_>>) -> io::Result<()> {
         let dirty = partition.lock().oldest_dirty(1);
         match dirty.first() {
             Some(block) => self.write_out(*block).await,
             None => {
-                tokio::select! {
-                    () = &mut told => {}
-                    () = partition.changed.notified() => {}
-                }
+                // Whatever makes a slot free or clean says so.
+                changed.await;
                 Ok(())
             }
         }
     }
 
     async fn write(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        self.see_size(at + segment.len() as u64).await?;
         // Before anything is held: the writer that is waited for must get at everything.
         while self.config.write_back && self.dirty() > self.dirty_max {
             self.wait_for_writer().await?;
@@ -380,7 +403,7 @@ impl Inner {
                 match changed {
                     Found::There => break,
                     Found::Busy => told.await,
-                    Found::Full => self.make_room(partition).await?,
+                    Found::Full => self.make_room(partition, told).await?,
                     // Only a part is written: the rest must be there first.
                     Found::Claimed(claim) => {
                         drop(partition.guard(part.block, claim));
@@ -420,7 +443,16 @@ impl Inner {
     }
 
     /// Writes a block out, if it is dirty, and waits for it if it is being written already.
+    ///
+    /// A task of its own does it, which nobody takes away by losing interest: a write that is given up half way
+    /// could reach the disk after a later one.
     async fn write_out(&self, block: u64) -> io::Result<()> {
+        let Some(this) = self.this.upgrade() else { return Ok(()) };
+        let written = tokio::task::spawn_local(async move { this.write_out_now(block).await });
+        written.await.map_err(io::Error::other)?
+    }
+
+    async fn write_out_now(&self, block: u64) -> io::Result<()> {
         let partition = self.partitions.of(block);
         loop {
             let mut copy = self.copies.reserve(1).await.segment(self.config.block as usize);
@@ -502,8 +534,10 @@ impl Inner {
                 }
                 continue;
             }
-            let _together = self.whole.read().await;
-            if let Err(error) = all(blocks.into_iter().map(|block| self.write_out(block))).await {
+            let together = self.whole.read().await;
+            let written = all(blocks.into_iter().map(|block| self.write_out(block))).await;
+            drop(together);
+            if let Err(error) = written {
                 // The blocks stay dirty: nothing is lost, and the next flush says that it fails.
                 tracing::warn!(%error, "writing out of the block cache");
                 tokio::time::sleep(Duration::from_secs(1)).await;
@@ -527,7 +561,13 @@ impl Inner {
     async fn zero<'a>(&'a self, at: u64, len: u64, below: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
         // Nothing is loaded or written out meanwhile.
         let _alone = self.whole.write().await;
-        below().await?;
+        let done = below().await;
+        let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
+        if done.is_err() {
+            // How much of it was done is not known; what is dirty is the last word all the same.
+            self.partitions.forget_clean(first..last);
+            return done;
+        }
         // What is there in part stays, what is there whole goes.
         let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
         self.partitions.each_in(first..last, |block, data| {
@@ -541,7 +581,7 @@ impl Inner {
 
     /// Loads what a sequential reader will ask for next.
     fn look_ahead(&self, at: u64, len: u64) {
-        let Some(fetch) = self.streams.read(at, len, self.below.geometry().size) else { return };
+        let Some(fetch) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
         let blocks = fetch.start / self.block_len()..fetch.end.div_ceil(self.block_len());
         let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
         if absent.is_empty() {
@@ -557,13 +597,13 @@ impl Inner {
 }
 
 /// Keeps a block's memory what it is while it is being sent.
-struct Pin {
+struct Lending {
     inner: Arc<Inner>,
     block: u64,
     slot: u32,
 }
 
-impl Drop for Pin {
+impl Drop for Lending {
     fn drop(&mut self) {
         self.inner.partitions.of(self.block).give_back(self.slot);
     }

@@ -159,6 +159,23 @@ impl Partitions {
         }
     }
 
+    /// Drops the clean blocks of a range.
+    pub(super) fn forget_clean(&self, range: std::ops::Range<u64>) {
+        for partition in &self.partitions {
+            let mut table = partition.lock();
+            let clean = |slot: &Slot| slot.state == State::There && slot.dirty.is_none() && !slot.writing;
+            let some: Vec<u32> = table
+                .blocks
+                .iter()
+                .filter(|(b, slot)| range.contains(*b) && **slot != HELD && clean(&table.slots[**slot as usize]))
+                .map(|(_, slot)| *slot)
+                .collect();
+            some.into_iter().for_each(|index| table.release(index));
+            drop(table);
+            partition.changed.notify_waiters();
+        }
+    }
+
     /// Waits until a block is nobody's and makes it the caller's, whether it is there or not.
     pub(super) async fn hold(&self, block: u64) -> Hold<'_> {
         let partition = self.of(block);
@@ -326,6 +343,10 @@ impl Table {
         state.grains.add(within, data.len());
         let there = state.segment.as_mut().expect("a block that is there has memory").as_mut_slice();
         there[within..][..data.len()].copy_from_slice(data);
+        if matches!(found, Found::Claimed(_)) {
+            // The disk may end in the block. Behind its end there is nothing, whatever the slot held before.
+            there[within + data.len()..].fill(0);
+        }
         self.policy.touch(slot);
         Found::There
     }

@@ -102,7 +102,15 @@ impl Backend for Overlay {
     fn geometry(&self) -> Geometry {
         let below = self.below.geometry();
         let size = below.size.min(self.changed.len() as u64 * 64 * GRAIN);
-        Geometry { size, physical: GRAIN as u32, read_only: false, discard: false, fast_zero: false, ..below }
+        Geometry {
+            size,
+            physical: GRAIN as u32,
+            read_only: false,
+            discard: false,
+            discard_zeroes: false,
+            fast_zero: false,
+            ..below
+        }
     }
 
     fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {

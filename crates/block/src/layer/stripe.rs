@@ -75,6 +75,7 @@ impl Backend for Stripe {
             physical: all.iter().map(|g| g.physical).max().unwrap_or(1),
             read_only: all.iter().any(|g| g.read_only),
             discard: all.iter().all(|g| g.discard),
+            discard_zeroes: all.iter().all(|g| g.discard_zeroes),
             fast_zero: all.iter().all(|g| g.fast_zero),
             shared: all.iter().all(|g| g.shared),
         }

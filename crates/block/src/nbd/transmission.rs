@@ -68,6 +68,20 @@ pub(super) async fn serve(agreement: Agreement, mut reader: Reader, writer: Writ
     result
 }
 
+/// A request is answered even if what does it panics.
+struct Answered {
+    connection: Rc<Connection>,
+    request: Request,
+}
+
+impl Drop for Answered {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.connection.fail(&self.request, error::EIO, "a bug of the server");
+        }
+    }
+}
+
 impl Connection {
     fn backend(&self) -> &dyn Backend {
         &*self.agreement.export.backend
@@ -95,6 +109,7 @@ impl Connection {
             reader.skip(payload).await?;
             let connection = Rc::clone(self);
             reactor::start(async move {
+                let _answered = Answered { connection: Rc::clone(&connection), request };
                 match connection.check(&request, extended) {
                     Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "no payload belongs here"),
                     Ok(()) if request.command == Command::Write => {
@@ -363,16 +378,18 @@ impl Connection {
             durable,
             single,
             failed: Cell::new(None),
+            unwritten: Cell::new(0),
             turn: Cell::new(Some(turn)),
         });
         for (at, len) in pieces(request.offset, request.len, self.agreement.export.chunk) {
             let mut segment = self.writes.piece(len).await?;
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
+            write.unwritten.set(write.unwritten.get() + 1);
             reactor::start(async move {
-                let result = write.connection.backend().write(at, segment, durable && single).await;
-                if let Err(e) = result {
-                    write.failed.set(Some(e));
+                match write.connection.backend().write(at, segment, durable && single).await {
+                    Ok(()) => write.unwritten.set(write.unwritten.get() - 1),
+                    Err(e) => write.failed.set(Some(e)),
                 }
             });
         }
@@ -417,6 +434,8 @@ struct Write {
     durable: bool,
     single: bool,
     failed: Cell<Option<io::Error>>,
+    /// Pieces of which it is not known that they are written.
+    unwritten: Cell<usize>,
     turn: Cell<Option<OwnedSemaphorePermit>>,
 }
 
@@ -431,7 +450,12 @@ impl Drop for Write {
     fn drop(&mut self) {
         let connection = Rc::clone(&self.connection);
         let (request, turn) = (self.request, self.turn.take());
-        let result = self.failed.take().map_or(Ok(()), Err);
+        let result = match self.failed.take() {
+            Some(error) => Err(error),
+            // Whoever was writing a piece has panicked, or was told to stop.
+            None if self.unwritten.get() > 0 => Err(io::Error::from_raw_os_error(libc::EIO)),
+            None => Ok(()),
+        };
         if self.single || !self.durable || result.is_err() {
             return connection.finish(&request, result);
         }

@@ -8,8 +8,8 @@ pub(super) const COMPARE_MAX: u8 = 255;
 pub(super) const UNMAP_MAX: u32 = 1 << 20;
 /// Ranges of one UNMAP.
 pub(super) const UNMAP_RANGES_MAX: u32 = 256;
-/// Blocks of one WRITE SAME.
-pub(super) const WRITE_SAME_MAX: u64 = 1 << 26;
+/// Blocks of one WRITE SAME: few enough to be written, if they have to be, in an initiator's time limit.
+pub(super) const WRITE_SAME_MAX: u64 = 1 << 16;
 /// Octets moved by one command.
 pub(super) const TRANSFER_MAX: u64 = 32 << 20;
 
@@ -68,22 +68,21 @@ fn padded<const N: usize>(text: &str) -> [u8; N] {
     out
 }
 
-/// Of the name, so that a unit is known again wherever and whenever it is served.
-fn digest(unit: &Unit) -> u64 {
-    // FNV-1a
-    let seed = 0xcbf2_9ce4_8422_2325u64;
-    unit.export.identity.bytes().fold(seed, |hash, octet| (hash ^ u64::from(octet)).wrapping_mul(0x0100_0000_01b3))
-}
-
 fn serial(unit: &Unit) -> String {
-    format!("{:016x}", digest(unit))
+    unit.export.identity.iter().map(|octet| format!("{octet:02x}")).collect()
 }
 
 fn identification(unit: &Unit) -> Vec<u8> {
     let mut page = Vec::new();
     // NAA, locally assigned: associated with the logical unit.
     page.extend_from_slice(&[0x01, 0x03, 0, 8]);
-    page.extend_from_slice(&(digest(unit) >> 4 | 3 << 60).to_be_bytes());
+    let id = &unit.export.identity;
+    let number = u64::from_be_bytes(id[..8].try_into().expect("8 of 16"))
+        ^ u64::from_be_bytes(id[8..].try_into().expect("8 of 16"));
+    page.extend_from_slice(&(number >> 4 | 3 << 60).to_be_bytes());
+    // UUID (SPC-5).
+    page.extend_from_slice(&[0x01, 0x0a, 0, 18, 0x10, 0]);
+    page.extend_from_slice(id);
     // T10 vendor identification.
     let text = format!("THRUWAY {}", serial(unit));
     page.extend_from_slice(&[0x02, 0x01, 0, text.len() as u8]);
@@ -121,7 +120,12 @@ fn characteristics() -> Vec<u8> {
 }
 
 fn provisioning(unit: &Unit) -> Vec<u8> {
-    let discard = unit.export.geometry().discard;
-    // LBPU, LBPWS, LBPWS10, LBPRZ; thin provisioned.
-    if discard { vec![0, 0xe4, 2, 0] } else { vec![0, 0, 0, 0] }
+    let geometry = unit.export.geometry();
+    match (geometry.discard, geometry.discard_zeroes) {
+        // LBPU, LBPWS, LBPWS10, LBPRZ; thin provisioned.
+        (true, true) => vec![0, 0xe4, 2, 0],
+        // LBPU only: what is unmapped may read as anything.
+        (true, false) => vec![0, 0x80, 2, 0],
+        (false, _) => vec![0, 0, 0, 0],
+    }
 }

@@ -68,10 +68,13 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
             each_piece(len, transfer, work).await
         }
         Verb::Write => {
-            let _together = unit.atomic.read().await;
             let single = len.min(transfer.expected()) <= unit.export.chunk.into();
             let durable = command.fua && single;
-            let work = |segment, offset| write(backend, at + offset, segment, durable);
+            // Whoever owes us data holds nobody up: the lock is for what is here.
+            let work = async |segment, offset| {
+                let _together = unit.atomic.read().await;
+                write(backend, at + offset, segment, durable).await
+            };
             let outcome = each_piece(len, transfer, work).await?;
             if command.fua && !single {
                 backend.flush().await.map_err(write_error)?;
@@ -79,8 +82,8 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
             Ok(outcome)
         }
         Verb::WriteVerify => {
-            let _together = unit.atomic.read().await;
             let work = async |segment: Segment, offset| {
+                let _together = unit.atomic.read().await;
                 let sent = segment.as_slice().to_vec();
                 write(backend, at + offset, segment, true).await?;
                 let back = load(unit, at + offset, sent.len(), transfer).await?;
@@ -89,8 +92,8 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
             each_piece(len, transfer, work).await
         }
         Verb::OrWrite => {
-            let _alone = unit.atomic.write().await;
             let work = async |mut segment: Segment, offset| {
+                let _alone = unit.atomic.write().await;
                 let old = load(unit, at + offset, segment.len(), transfer).await?;
                 segment.as_mut_slice().iter_mut().zip(old.as_slice()).for_each(|(new, old)| *new |= old);
                 write(backend, at + offset, segment, command.fua).await
@@ -309,9 +312,19 @@ pub(super) async fn unmap(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Transfer) 
     };
     let block = u64::from(unit.block_len);
     let _together = unit.atomic.read().await;
+    let backend = &unit.export.backend;
+    // As the provisioning page says: zeroes, or whatever the device likes. Never by writing.
+    let zeroes = backend.geometry().discard_zeroes;
     for (lba, blocks) in ranges {
-        if let Err(e) = unit.export.backend.zero(lba * block, blocks * block, Zero::MAY_DISCARD).await {
-            return write_error(e).into();
+        let (at, len) = (lba * block, blocks * block);
+        let done = match zeroes {
+            true => backend.zero(at, len, Zero::MAY_DISCARD | Zero::FAST_ONLY).await,
+            false => backend.discard(at, len).await,
+        };
+        match done {
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => return Sense::INVALID_FIELD.into(),
+            Err(e) => return write_error(e).into(),
+            Ok(()) => {}
         }
     }
     Outcome::moved(list.len() as u64)

@@ -344,8 +344,8 @@ impl Unit {
         data[13] = self.physical_exponent();
         let geometry = self.export.geometry();
         if geometry.discard {
-            // LBPME, LBPRZ: what is unmapped reads as zeroes.
-            data[14] = 0xc0;
+            // LBPME; and LBPRZ where what is unmapped reads as zeroes.
+            data[14] = if geometry.discard_zeroes { 0xc0 } else { 0x80 };
         }
         Outcome::data(data, be32(cdb, 10) as usize)
     }
@@ -496,6 +496,64 @@ mod tests {
             let refused = unit.execute(&a, &write, &Given::new(&data, 512)).await;
             assert_eq!(refused.status, Status::ReservationConflict);
         });
+    }
+
+    /// Data that is promised and never sent.
+    struct Owed(Given<'static>);
+
+    impl Transfer for Owed {
+        fn expected(&self) -> u64 {
+            self.0.expected()
+        }
+
+        fn send(&self, offset: u64, body: crate::net::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
+            self.0.send(offset, body)
+        }
+
+        fn receive(&self) -> crate::scsi::Step<'_, Option<std::io::Result<(u64, Segment)>>> {
+            Box::pin(std::future::pending())
+        }
+
+        fn supply(&self) -> &crate::supply::Supply {
+            self.0.supply()
+        }
+
+        fn can_lend(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn who_owes_its_data_holds_up_nobody() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "a"), nexus(2, "b"));
+            let (_a, _b) = (unit.attach(&a), unit.attach(&b));
+            for nexus in [&a, &b] {
+                unit.execute(nexus, &[0; 16], &Given::new(&[], 0)).await;
+            }
+            // Compare and write, or-write (16), write same (16), write (16).
+            for code in [0x89, 0x8b, 0x93, 0x8a] {
+                let mut cdb = [0; 16];
+                cdb[0] = code;
+                cdb[13] = 1;
+                let owed = Owed(Given::new(&[], if code == 0x89 { 1024 } else { 512 }));
+                let mut waiting = Box::pin(unit.execute(&a, &cdb, &owed));
+                assert!((&mut waiting).now_or_never().is_none(), "{code:#x} waits for its data");
+                let (compare, data) = (compare_and_write(), [0; 1024]);
+                let given = Given::new(&data, 1024);
+                let other = unit.execute(&b, &compare, &given).now_or_never();
+                assert_eq!(other.expect("it need not wait").status, Status::Good, "beside {code:#x}");
+            }
+        });
+    }
+
+    fn compare_and_write() -> [u8; 16] {
+        let mut cdb = [0; 16];
+        (cdb[0], cdb[13]) = (0x89, 1);
+        cdb
     }
 
     #[test]

@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use std::io;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use thruway_block::backend::{Backend, Extent, Geometry, Op, Zero};
 use thruway_engine::Segment;
@@ -11,8 +11,11 @@ pub const SECTOR: usize = 512;
 pub const SECTORS: u64 = 1024;
 
 /// A disk with a cache of its own, which it may lose.
+///
+/// What has been begun is done, whether or not anybody still waits for it, as by the kernel.
+#[derive(Clone)]
 pub struct Disk {
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 struct State {
@@ -46,7 +49,8 @@ impl Disk {
     pub fn new(seed: u64, failing: u64) -> Disk {
         let durable = vec![0; SECTORS as usize * SECTOR];
         let current = durable.clone();
-        Disk { state: Mutex::new(State { durable, current, pending: Vec::new(), random: seed | 1, failing }) }
+        let state = State { durable, current, pending: Vec::new(), random: seed | 1, failing };
+        Disk { state: Arc::new(Mutex::new(state)) }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -95,6 +99,11 @@ impl Disk {
     }
 }
 
+/// Something that is done to its end once it is first waited for.
+fn begun(work: impl Future<Output = io::Result<()>> + 'static) -> Op<'static, ()> {
+    Box::pin(async move { tokio::task::spawn_local(work).await.map_err(io::Error::other)? })
+}
+
 impl Backend for Disk {
     fn geometry(&self) -> Geometry {
         Geometry {
@@ -104,6 +113,7 @@ impl Backend for Disk {
             physical: 512,
             read_only: false,
             discard: true,
+            discard_zeroes: false,
             fast_zero: true,
             shared: true,
         }
@@ -123,14 +133,15 @@ impl Backend for Disk {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        Box::pin(async move {
-            self.dawdle().await;
-            if self.fails() {
+        let disk = self.clone();
+        begun(async move {
+            disk.dawdle().await;
+            if disk.fails() {
                 return Err(io::Error::from_raw_os_error(5));
             }
-            self.lock().put(at, segment.as_slice().to_vec());
-            self.dawdle().await;
-            if durable { self.flush().await } else { Ok(()) }
+            disk.lock().put(at, segment.as_slice().to_vec());
+            disk.dawdle().await;
+            if durable { disk.flush().await } else { Ok(()) }
         })
     }
 
@@ -147,10 +158,11 @@ impl Backend for Disk {
     }
 
     fn zero(&self, at: u64, len: u64, _how: Zero) -> Op<'_, ()> {
-        Box::pin(async move {
-            self.dawdle().await;
-            self.lock().put(at, vec![0; len as usize]);
-            self.dawdle().await;
+        let disk = self.clone();
+        begun(async move {
+            disk.dawdle().await;
+            disk.lock().put(at, vec![0; len as usize]);
+            disk.dawdle().await;
             Ok(())
         })
     }

@@ -707,6 +707,8 @@ impl DeviceOps for Handle {
     }
 
     fn arm(&self) -> bool {
+        // Level-triggered: what woke somebody before must not keep the descriptor readable for ever.
+        let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
         self.0.drain_channel();
         for queue in self.0.queues() {
             // SAFETY: a live queue of a live context.
