@@ -23,6 +23,8 @@ pub struct Export {
     pub identity: Identity,
     /// The disk, with its layers.
     pub backend: Arc<dyn Backend>,
+    /// What sort of thing the data is in.
+    pub kind: &'static str,
     /// Nobody may change it.
     pub read_only: bool,
     /// Requests are cut into pieces of this length, which go to storage and network on their own.
@@ -231,6 +233,7 @@ impl Spec {
             name: self.name.clone(),
             description,
             identity,
+            kind: kind(&self.source),
             backend,
             read_only,
             chunk,
@@ -242,9 +245,9 @@ impl Spec {
 }
 
 impl Export {
-    /// Whether somebody of one of these names may use it: an initiator's own, or the one it has proved by CHAP.
+    /// Whether somebody of one of these names may use it. In iSCSI names the case of letters means nothing (RFC 3722).
     pub fn is_open_to<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> bool {
-        self.allow.is_empty() || names.into_iter().any(|name| self.allow.iter().any(|allowed| allowed == name))
+        self.allow.is_empty() || names.into_iter().any(|name| self.allow.iter().any(|allowed| is_same(allowed, name)))
     }
 
     /// What clients are told.
@@ -258,6 +261,21 @@ impl Export {
 fn hinted(preferred: u32) -> u32 {
     let is_one = (CHUNK_MIN..=CHUNK_MAX).contains(&u64::from(preferred)) && preferred.is_power_of_two();
     if is_one { preferred } else { CHUNK }
+}
+
+fn is_same(allowed: &str, name: &str) -> bool {
+    let folds = ["iqn.", "eui.", "naa."].iter().any(|kind| allowed.starts_with(kind));
+    allowed == name || (folds && allowed.eq_ignore_ascii_case(name))
+}
+
+/// What clients are told: not where it is.
+fn kind(source: &Source) -> &'static str {
+    match source {
+        Source::Path(path) if path.starts_with("/dev") => "a device",
+        Source::Path(_) => "a file",
+        Source::Memory(_) => "memory",
+        Source::Stripe { .. } => "a stripe",
+    }
 }
 
 fn describe(source: &Source) -> String {

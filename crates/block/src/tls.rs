@@ -36,6 +36,15 @@ pub fn server(cert: &Path, key: &Path, ca: Option<&Path>) -> Result<Arc<ServerCo
     Ok(Arc::new(config))
 }
 
+/// What the certificate that a client has shown says that it is called (the DNS names among its subject's alternative
+/// names).
+pub(crate) fn names<S>(stream: &tokio_rustls::server::TlsStream<S>) -> Vec<String> {
+    let (_, connection) = stream.get_ref();
+    let certificate = connection.peer_certificates().and_then(|chain| chain.first());
+    let parsed = certificate.and_then(|certificate| webpki::EndEntityCert::try_from(certificate).ok());
+    parsed.map(|certificate| certificate.valid_dns_names().map(str::to_owned).collect()).unwrap_or_default()
+}
+
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let fail = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
     let found: Result<Vec<_>, _> = CertificateDer::pem_file_iter(path).map_err(|e| fail(&e))?.collect();

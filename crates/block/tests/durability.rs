@@ -76,6 +76,7 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
     for seed in 1..25 {
         let disk = Arc::new(Disk::new(seed, 0));
         let export = Export {
+            kind: "a test",
             name: "d".into(),
             description: "a forgetful disk".into(),
             identity: [1; 16],
@@ -89,7 +90,13 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
         };
         let reactors = Reactors::start(Some(2)).unwrap();
         let listen = vec![Address::Tcp("127.0.0.1:0".parse().unwrap())];
-        let config = Config { listen, exports: vec![Arc::new(export)].into(), tls: None, connections_max: 8 };
+        let config = Config {
+            listen,
+            exports: vec![Arc::new(export)].into(),
+            tls: None,
+            own_user_only: true,
+            connections_max: 8,
+        };
         let server = Server::start(config, &reactors).unwrap();
         let address = server.addresses()[0].to_string();
         let clients: Vec<_> = (0..CLIENTS)

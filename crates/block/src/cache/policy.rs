@@ -59,6 +59,11 @@ impl Policy {
         state.life = state.life.wrapping_add(1);
         (state.key, state.uses, state.live) = (key, 0, true);
         let place = Place { slot, life: state.life };
+        // Places of what has been removed are passed over when their turn comes, which it may never.
+        if self.small.len() + self.main.len() > 2 * self.slots.len() {
+            self.forget_dead();
+        }
+        let state = &mut self.slots[slot as usize];
         state.in_small = !self.ghost_set.remove(&key);
         if !state.in_small {
             self.main.push_back(place);
@@ -66,6 +71,13 @@ impl Policy {
             self.small.push_back(place);
             self.small_live += 1;
         }
+    }
+
+    fn forget_dead(&mut self) {
+        let slots = &self.slots;
+        let is_live = |place: &Place| slots[place.slot as usize].live && slots[place.slot as usize].life == place.life;
+        self.small.retain(is_live);
+        self.main.retain(is_live);
     }
 
     /// A slot has been used.

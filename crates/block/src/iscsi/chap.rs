@@ -15,25 +15,54 @@ const CHALLENGE: usize = 32;
 const CHALLENGE_MAX: usize = 1024;
 
 /// Who may log in, and who we say we are.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Clone, Default, PartialEq, Eq)]
 pub struct Secrets {
-    /// Secrets of initiators by their CHAP names.
-    pub initiators: HashMap<String, String>,
+    /// Initiators by their CHAP names.
+    pub initiators: HashMap<String, Known>,
     /// Our own name and secret, for initiators that want to know.
     pub target: Option<(String, String)>,
 }
 
+/// An initiator that may log in.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Known {
+    /// What it proves to know.
+    pub secret: String,
+    /// The iSCSI names that are its own; empty for the ones that it is the first to use.
+    pub iqns: Vec<String>,
+}
+
+impl std::fmt::Debug for Secrets {
+    /// Names only.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let target = self.target.as_ref().map(|(name, _)| name);
+        f.debug_struct("Secrets").field("initiators", &self.initiators.keys()).field("target", &target).finish()
+    }
+}
+
 impl Secrets {
-    /// Reads a file: lines `initiator NAME SECRET` and at most one `target NAME SECRET`; `#` begins a comment.
+    /// Reads a file: lines `initiator NAME SECRET [IQN[,IQN...]]` and at most one `target NAME SECRET`; `#` begins a
+    /// comment.
     ///
     /// # Errors
     /// A sentence that names the file and the line.
     pub fn load(path: &Path) -> Result<Secrets, String> {
+        use std::os::unix::fs::PermissionsExt;
         let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let mode = std::fs::metadata(path).map_err(|e| format!("{}: {e}", path.display()))?.permissions().mode();
+        if mode & 0o077 != 0 {
+            let mode = format!("{:03o}", mode & 0o777);
+            tracing::warn!(path = %path.display(), mode, "others on this machine can use this file of secrets: chmod 600");
+        }
         Secrets::parse(&text).map_err(|(line, what)| format!("{}:{line}: {what}", path.display()))
     }
 
-    fn parse(text: &str) -> Result<Secrets, (usize, &'static str)> {
+    /// Whether an iSCSI name is said to be an initiator's own.
+    pub(super) fn is_bound(&self, name: &str, iqn: &str) -> bool {
+        self.initiators.get(name).is_some_and(|known| known.iqns.iter().any(|own| own.eq_ignore_ascii_case(iqn)))
+    }
+
+    pub(super) fn parse(text: &str) -> Result<Secrets, (usize, &'static str)> {
         let mut secrets = Secrets::default();
         for (index, line) in text.lines().enumerate() {
             let wrong = |what| Err((index + 1, what));
@@ -42,21 +71,29 @@ impl Secrets {
                 continue;
             }
             let words: Vec<&str> = line.split_whitespace().collect();
-            let [role, name, secret] = words[..] else {
-                return wrong("write 'initiator NAME SECRET' or 'target NAME SECRET'");
+            let (role, name, secret, iqns) = match words[..] {
+                [role, name, secret] => (role, name, secret, ""),
+                ["initiator", name, secret, iqns] => ("initiator", name, secret, iqns),
+                _ => return wrong("write 'initiator NAME SECRET [IQN,IQN...]' or 'target NAME SECRET'"),
             };
             // RFC 7143 9.2.1: shorter ones can be guessed from one exchange.
             if secret.len() < 12 {
                 return wrong("a CHAP secret has at least 12 octets");
             }
             match role {
-                "initiator" => drop(secrets.initiators.insert(name.into(), secret.into())),
+                "initiator" => {
+                    let iqns = iqns.split(',').filter(|iqn| !iqn.is_empty()).map(str::to_ascii_lowercase).collect();
+                    let known = Known { secret: secret.into(), iqns };
+                    if secrets.initiators.insert(name.into(), known).is_some() {
+                        return wrong("there is an initiator of this name already");
+                    }
+                }
                 "target" => secrets.target = Some((name.into(), secret.into())),
-                _ => return wrong("write 'initiator NAME SECRET' or 'target NAME SECRET'"),
+                _ => return wrong("write 'initiator NAME SECRET [IQN,IQN...]' or 'target NAME SECRET'"),
             }
         }
         if let Some((_, own)) = &secrets.target
-            && secrets.initiators.values().any(|secret| secret == own)
+            && secrets.initiators.values().any(|known| known.secret == *own)
         {
             return Err((0, "the target's secret must not be one of an initiator's"));
         }
@@ -82,8 +119,8 @@ pub enum Chap {
         /// Challenge.
         challenge: Vec<u8>,
     },
-    /// The initiator is who it says it is.
-    Done,
+    /// The initiator knows the secret of this name.
+    Done(String),
 }
 
 /// Why an initiator is refused.
@@ -119,8 +156,9 @@ impl Chap {
                 let (Some(name), Some(response)) = (keys.get("CHAP_N"), keys.get("CHAP_R").and_then(binary)) else {
                     return Err(Refused::Malformed);
                 };
-                let secret = secrets.initiators.get(name).ok_or(Refused::Failed)?;
-                let right = respond(algorithm, identifier, secret, &challenge);
+                let initiator = name.to_owned();
+                let known = secrets.initiators.get(name).ok_or(Refused::Failed)?;
+                let right = respond(algorithm, identifier, &known.secret, &challenge);
                 if !equal(&right, &response) {
                     return Err(Refused::Failed);
                 }
@@ -136,10 +174,10 @@ impl Chap {
                     answer.push("CHAP_N", name);
                     answer.push("CHAP_R", hex(&respond(algorithm, id, secret, &theirs)));
                 }
-                *self = Chap::Done;
+                *self = Chap::Done(initiator);
                 Ok(())
             }
-            Chap::Done => Err(Refused::Malformed),
+            Chap::Done(_) => Err(Refused::Malformed),
         }
     }
 }

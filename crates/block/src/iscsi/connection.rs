@@ -571,6 +571,7 @@ impl Connection {
             let mut answer = Vec::new();
             for (key, value) in &keys.0 {
                 match key.as_str() {
+                    "SendTargets" if !answer.is_empty() => answer.extend(b"SendTargets=Reject\0"),
                     "SendTargets" => match self.targets.send_targets(value, &self.session, &self.portal) {
                         Some(list) => answer.extend(list.into_bytes()),
                         None => answer.extend(b"SendTargets=Reject\0"),

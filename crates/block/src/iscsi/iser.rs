@@ -13,6 +13,7 @@ use super::login::{ISER_DATA_MAX, Transport};
 use super::pdu::{BHS, Header};
 use super::server::{Dialogue, LoggedIn, Shared, Step};
 use super::target::Targets;
+use crate::net::is_ours;
 use crate::net::{Address, Body};
 use crate::octets::{be32, be64};
 use std::cell::{Cell, RefCell};
@@ -399,6 +400,9 @@ pub struct Config {
     pub provider: Provider,
     /// What to serve.
     pub targets: Arc<Targets>,
+    /// Of those who come over the loopback interface, only the user that this process runs as, and root; of what an
+    /// RDMA device brings, nobody knows the user.
+    pub own_user_only: bool,
     /// Connections at one time; more are refused.
     pub connections_max: usize,
 }
@@ -410,6 +414,7 @@ pub struct Server {
 }
 
 struct Service {
+    own_user_only: bool,
     provider: Provider,
     shared: Shared,
 }
@@ -421,6 +426,7 @@ impl Server {
     /// A sentence that names the address that cannot be listened at, or says why there is no device.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
         let service = Arc::new(Service {
+            own_user_only: config.own_user_only && matches!(config.provider, Provider::Iwarp(_)),
             provider: config.provider,
             shared: Shared::new("iSER", config.targets, config.connections_max),
         });
@@ -432,7 +438,7 @@ impl Server {
             addresses.push(Address::Tcp(listener.local_addr()));
             let (service, spreader) = (Arc::clone(&service), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
-                let ended = accept(&device, &service, &spreader).await;
+                let ended = accept(&device, listener.local_addr(), &service, &spreader).await;
                 drop(listener);
                 tracing::error!(?ended, "no iSER connections are accepted any more");
             });
@@ -451,13 +457,17 @@ impl Server {
     }
 }
 
-async fn accept(device: &Device, service: &Arc<Service>, reactors: &Spreader) -> io::Result<()> {
+async fn accept(device: &Device, local: SocketAddr, service: &Arc<Service>, reactors: &Spreader) -> io::Result<()> {
     let fd = device.wait_fd().try_clone_to_owned()?;
     // SAFETY: as in `drive`.
     let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
     loop {
         while let Some(event) = device.poll_event() {
             if let ConnectionEvent::Request(request) = event {
+                if service.own_user_only && !is_ours(request.peer(), local) {
+                    request.reject(&[]);
+                    continue;
+                }
                 let Some(place) = service.shared.gate.enter(request.peer()) else {
                     request.reject(&[]);
                     continue;

@@ -84,6 +84,8 @@ pub struct Identity {
     pub cid: u16,
     /// Which target; `None` for discovery.
     pub target: Option<String>,
+    /// The CHAP name whose secret it knows.
+    pub proved: Option<String>,
 }
 
 /// Statuses of a login response: class and detail.
@@ -270,8 +272,14 @@ impl Login {
         directory.admit(name, target.as_deref())?;
         let mut isid = [0; 6];
         isid.copy_from_slice(&header.0[8..14]);
-        self.identity =
-            Some(Identity { initiator: name.to_owned(), isid, tsih: header.get16(14), cid: header.get16(20), target });
+        self.identity = Some(Identity {
+            initiator: name.to_owned(),
+            isid,
+            tsih: header.get16(14),
+            cid: header.get16(20),
+            target,
+            proved: None,
+        });
         Ok(())
     }
 
@@ -294,7 +302,12 @@ impl Login {
                 return Err(status::INITIATOR_ERROR);
             }
             match self.chap.step(secrets, keys, answer) {
-                Ok(()) => self.authenticated = matches!(self.chap, Chap::Done),
+                Ok(()) => {
+                    if let (Chap::Done(name), Some(identity)) = (&self.chap, &mut self.identity) {
+                        identity.proved = Some(name.clone());
+                        self.authenticated = true;
+                    }
+                }
                 Err(Refused::Malformed) => return Err(status::INITIATOR_ERROR),
                 Err(Refused::Failed) => return Err(status::AUTHENTICATION),
             }

@@ -24,6 +24,8 @@ pub struct Config {
     pub listen: Vec<SocketAddr>,
     /// What to serve.
     pub targets: Arc<Targets>,
+    /// Of those who come over the loopback interface, only the user that this process runs as, and root.
+    pub own_user_only: bool,
     /// Connections at one time; more are closed at once.
     pub connections_max: usize,
 }
@@ -81,12 +83,16 @@ impl Server {
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
         let shared = Arc::new(Shared::new("iSCSI", config.targets, config.connections_max));
         let mut addresses = Vec::new();
+        let own_user_only = config.own_user_only;
         for address in config.listen {
             let listener = Listener::bind(&Address::Tcp(address))?;
             addresses.push(listener.address());
             let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
                 let serve = |socket: Socket| {
+                    if own_user_only && !socket.is_ours() {
+                        return;
+                    }
                     let Some(place) = shared.gate.enter(socket.peer()) else { return };
                     let shared = Arc::clone(&shared);
                     place.serve(&spreader, move || async move { shared.serve(socket).await });

@@ -28,6 +28,19 @@ impl Target {
         self.units.get(usize::from(lun?))
     }
 
+    /// Whether an initiator may use it: by the name it has proved by CHAP, or by its iSCSI name, if that is said to be its
+    /// own in the file of secrets, or there is none and everybody is believed.
+    fn is_open_to(&self, identity: &Identity, secrets: Option<&Secrets>) -> bool {
+        let own = |iqn: &str| match secrets {
+            Some(secrets) => identity.proved.as_ref().is_some_and(|name| secrets.is_bound(name, iqn)),
+            None => true,
+        };
+        // What is no iSCSI name could be taken for one of CHAP.
+        let iqn = Some(identity.initiator.as_str()).filter(|iqn| iqn.contains('.') && own(iqn));
+        let names = || [iqn, identity.proved.as_deref()].into_iter().flatten();
+        self.units.iter().all(|unit| unit.export.is_open_to(names()))
+    }
+
     /// The data of REPORT LUNS (SPC-4 6.33).
     pub fn report_luns(&self) -> Vec<u8> {
         let mut data = ((self.units.len() * 8) as u32).to_be_bytes().to_vec();
@@ -51,6 +64,44 @@ pub struct Targets {
 struct Sessions {
     by_handle: HashMap<u16, Arc<Session>>,
     last: u16,
+    claims: Claims,
+}
+
+/// iSCSI names, and the CHAP name that each belongs to: sessions and reservations are an iSCSI name's, and whoever
+/// knows one secret must not have another's.
+#[derive(Default)]
+struct Claims {
+    by_iqn: HashMap<String, String>,
+}
+
+impl Claims {
+    /// Most iSCSI names of a CHAP name that has none of its own in the file.
+    const MAX: usize = 64;
+
+    fn claim(&mut self, name: &str, iqn: &str, secrets: &Secrets) -> Result<(), u16> {
+        let iqn = iqn.to_ascii_lowercase();
+        let own = secrets.initiators.get(name).map_or(&[][..], |known| &known.iqns);
+        let listed = |iqns: &[String]| iqns.contains(&iqn);
+        if !own.is_empty() {
+            return if listed(own) { Ok(()) } else { Err(refused(name, &iqn, "it has others of its own")) };
+        }
+        if secrets.initiators.values().any(|known| listed(&known.iqns)) {
+            return Err(refused(name, &iqn, "it is another's"));
+        }
+        if let Some(owner) = self.by_iqn.get(&iqn) {
+            return if owner == name { Ok(()) } else { Err(refused(name, &iqn, "another has used it first")) };
+        }
+        if self.by_iqn.values().filter(|owner| *owner == name).count() >= Claims::MAX {
+            return Err(refused(name, &iqn, "it has used too many others"));
+        }
+        self.by_iqn.insert(iqn, name.to_owned());
+        Ok(())
+    }
+}
+
+fn refused(name: &str, iqn: &str, why: &'static str) -> u16 {
+    tracing::warn!(name, iqn, why, "an initiator may not use this iSCSI name");
+    status::AUTHORIZATION
 }
 
 /// A session in full feature phase.
@@ -100,7 +151,12 @@ impl Targets {
             return None;
         }
         let mut text = String::new();
-        for target in self.targets.iter().filter(wanted) {
+        for target in self
+            .targets
+            .iter()
+            .filter(wanted)
+            .filter(|target| target.is_open_to(&session.identity, self.secrets.as_ref()))
+        {
             let _ = write!(text, "TargetName={}\0TargetAddress={portal},1\0", target.name);
         }
         Some(text)
@@ -115,7 +171,13 @@ impl Targets {
             None => None,
             Some(name) => Some(self.find(name).ok_or(status::NOT_FOUND)?),
         };
+        if target.as_ref().is_some_and(|target| !target.is_open_to(&identity, self.secrets.as_ref())) {
+            return Err(status::AUTHORIZATION);
+        }
         let mut sessions = self.sessions.lock().expect("no panics under the lock");
+        if let (Some(secrets), Some(name)) = (&self.secrets, &identity.proved) {
+            sessions.claims.claim(name, &identity.initiator, secrets)?;
+        }
         if identity.tsih != 0 {
             // A second connection of a session, or an old one of it in a new guise: there is one only.
             let known = sessions.by_handle.contains_key(&identity.tsih);
@@ -128,6 +190,7 @@ impl Targets {
             let old = &s.identity;
             target.is_some()
                 && (&old.initiator, &old.isid, &old.target) == (&identity.initiator, &identity.isid, &identity.target)
+                && old.proved == identity.proved
         };
         let old: Vec<u16> = sessions.by_handle.values().filter(|s| same(s)).map(|s| s.handle).collect();
         let mut replaces = Vec::new();
@@ -241,6 +304,7 @@ mod tests {
             initiator: "iqn.i".into(),
             isid: [1, 2, 3, 4, 5, 6],
             target: Some("iqn.t".into()),
+            proved: None,
             tsih: 0,
             cid: 0,
         };
@@ -257,5 +321,56 @@ mod tests {
         assert!((&mut settled).now_or_never().is_none());
         drop(under_way);
         assert!((&mut settled).now_or_never().is_some());
+    }
+
+    fn named(initiator: &str, proved: &str) -> Identity {
+        Identity {
+            initiator: initiator.into(),
+            isid: [1, 2, 3, 4, 5, 6],
+            target: Some("iqn.t".into()),
+            proved: Some(proved.into()),
+            tsih: 0,
+            cid: 0,
+        }
+    }
+
+    fn targets(export: &str, chap: &str) -> Targets {
+        let unit = Arc::new(Unit::new(Arc::new(Spec::parse(export).unwrap().open(None).unwrap()), 512));
+        let secrets = Secrets::parse(chap).unwrap();
+        Targets::new(vec![Target { name: "iqn.t".into(), units: vec![unit] }], Some(secrets), Vec::new())
+    }
+
+    #[test]
+    fn whoever_knows_one_secret_cannot_take_anothers_session() {
+        let targets = targets(
+            "d=mem:1M",
+            "initiator a secret-of-a-12\ninitiator b secret-of-b-12\n\
+             initiator c secret-of-c-12 iqn.c,iqn.C2\n",
+        );
+        let first = targets.open(named("iqn.b", "b")).unwrap();
+        for stolen in ["iqn.b", "IQN.B", "iqn.c", "iqn.c2"] {
+            assert_eq!(targets.open(named(stolen, "a")).err(), Some(status::AUTHORIZATION), "{stolen}");
+        }
+        assert!(first.replaced.notified().now_or_never().is_none(), "it goes on");
+        assert_eq!(targets.open(named("iqn.a", "c")).err(), Some(status::AUTHORIZATION), "c has names of its own");
+        for (own, name) in [("iqn.b", "b"), ("iqn.a", "a"), ("iqn.a2", "a"), ("iqn.c2", "c")] {
+            assert!(targets.open(named(own, name)).is_ok(), "{own}");
+        }
+    }
+
+    #[test]
+    fn a_disk_is_open_to_those_it_names_only() {
+        let chap = "initiator a secret-of-a-12\ninitiator b secret-of-b-12\ninitiator c secret-of-c-12 iqn.c\n";
+        let targets = targets("d=mem:1M,allow=b|iqn.C|iqn.d", chap);
+        for (iqn, name) in [("iqn.a", "a"), ("b", "a"), ("iqn.d", "a")] {
+            assert_eq!(targets.open(named(iqn, name)).err(), Some(status::AUTHORIZATION), "{iqn}");
+        }
+        assert!(targets.open(named("iqn.b", "b")).is_ok());
+        assert!(targets.open(named("iqn.c", "c")).is_ok());
+        let discover = |name: &str| {
+            let session = targets.open(Identity { target: None, ..named(&format!("iqn.{name}"), name) }).unwrap();
+            targets.send_targets("All", &session, "portal").unwrap()
+        };
+        assert_eq!((discover("a").as_str(), discover("b").is_empty()), ("", false));
     }
 }

@@ -57,6 +57,8 @@ pub enum Next {
 /// A negotiation.
 pub struct Handshake {
     exports: Arc<[Arc<Export>]>,
+    /// What the client has proved to be called.
+    names: Vec<String>,
     no_zeroes: bool,
     tls: Tls,
     encrypted: bool,
@@ -82,6 +84,7 @@ impl Handshake {
         let flags = HandshakeFlags::from_bits(u32::from_be_bytes(client))?;
         Some(Handshake {
             exports,
+            names: Vec::new(),
             no_zeroes: flags.contains(HandshakeFlags::NO_ZEROES),
             tls,
             encrypted: false,
@@ -106,9 +109,10 @@ impl Handshake {
         Next::Reply(option_reply(number, reply::ERR_TOO_BIG, b"the option is too long"))
     }
 
-    /// TLS is up; what was agreed on before does not count.
-    pub fn encrypted(&mut self) {
+    /// TLS is up, with a client of these names; what was agreed on before does not count.
+    pub fn encrypted(&mut self, names: Vec<String>) {
         self.encrypted = true;
+        self.names = names;
         self.form = Form::Simple;
         self.context_of = None;
     }
@@ -135,12 +139,17 @@ impl Handshake {
         }
     }
 
+    /// The exports that this client may use; of others it is not told.
+    fn visible(&self) -> impl Iterator<Item = &Arc<Export>> {
+        self.exports.iter().filter(|export| export.is_open_to(self.names.iter().map(String::as_str)))
+    }
+
     /// The export of a name; the empty one means the first.
     fn find(&self, name: &[u8]) -> Option<&Arc<Export>> {
         if name.is_empty() {
-            return self.exports.iter().find(|e| e.name.is_empty()).or(self.exports.first());
+            return self.visible().find(|e| e.name.is_empty()).or(self.visible().next());
         }
-        self.exports.iter().find(|e| e.name.as_bytes() == name)
+        self.visible().find(|e| e.name.as_bytes() == name)
     }
 
     fn agreement(&self, export: &Arc<Export>) -> Agreement {
@@ -178,10 +187,10 @@ impl Handshake {
             return refuse(option::LIST, reply::ERR_INVALID, "LIST has no data");
         }
         let mut out = Vec::new();
-        for export in &*self.exports {
+        for export in self.visible() {
             let mut data = (export.name.len() as u32).to_be_bytes().to_vec();
             data.extend_from_slice(export.name.as_bytes());
-            data.extend_from_slice(export.description.as_bytes());
+            data.extend_from_slice(export.kind.as_bytes());
             out.extend(option_reply(option::LIST, reply::SERVER, &data));
         }
         out.extend(option_reply(option::LIST, reply::ACK, b""));
@@ -207,7 +216,7 @@ impl Handshake {
             tell(info::NAME, export.name.as_bytes());
         }
         if wanted.contains(&info::DESCRIPTION) {
-            tell(info::DESCRIPTION, export.description.as_bytes());
+            tell(info::DESCRIPTION, export.kind.as_bytes());
         }
         let sizes = [geometry.block, geometry.preferred.max(4096), PAYLOAD_MAX];
         tell(info::BLOCK_SIZE, &sizes.map(u32::to_be_bytes).concat());

@@ -23,6 +23,8 @@ pub struct Config {
     pub exports: Arc<[Arc<Export>]>,
     /// TLS, which is then required.
     pub tls: Option<Arc<ServerConfig>>,
+    /// Of those who come over the loopback interface, only the user that this process runs as, and root.
+    pub own_user_only: bool,
     /// Connections at one time; more are closed at once.
     pub connections_max: usize,
 }
@@ -35,6 +37,7 @@ pub struct Server {
 struct Shared {
     exports: Arc<[Arc<Export>]>,
     tls: Option<TlsAcceptor>,
+    own_user_only: bool,
     gate: Arc<Gate>,
 }
 
@@ -47,6 +50,7 @@ impl Server {
         let shared = Arc::new(Shared {
             exports: config.exports,
             tls: config.tls.map(TlsAcceptor::from),
+            own_user_only: config.own_user_only,
             gate: Gate::new("NBD", config.connections_max),
         });
         let mut addresses = Vec::new();
@@ -56,6 +60,9 @@ impl Server {
             let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
                 let serve = |socket: Socket| {
+                    if shared.own_user_only && !socket.is_ours() {
+                        return;
+                    }
                     let Some(place) = shared.gate.enter(socket.peer()) else { return };
                     let shared = Arc::clone(&shared);
                     place.serve(&spreader, move || async move { shared.serve(socket).await });
@@ -129,8 +136,9 @@ impl Shared {
                     let (Some(acceptor), Stream::Plain(plain)) = (&self.tls, stream) else {
                         return Err(invalid("TLS within TLS"));
                     };
-                    stream = Stream::Tls(Box::new(acceptor.accept(plain).await?));
-                    handshake.encrypted();
+                    let encrypted = acceptor.accept(plain).await?;
+                    handshake.encrypted(crate::tls::names(&encrypted));
+                    stream = Stream::Tls(Box::new(encrypted));
                 }
             }
         }

@@ -7,6 +7,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use thruway_engine::local_peer;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 /// Where to listen.
@@ -113,6 +114,15 @@ impl Listener {
     }
 }
 
+/// Whether the user that this process runs as, or root, is at the other end of a connection over the loopback interface.
+pub(crate) fn is_ours(peer: SocketAddr, local: SocketAddr) -> bool {
+    let ours = local_peer::owner(peer, local).is_some_and(local_peer::is_us);
+    if !ours {
+        tracing::warn!(%peer, "another user of this machine is sent away (--anonymous lets everybody in)");
+    }
+    ours
+}
+
 /// A failed accept is the peer's doing, or a shortage that passes.
 async fn pause(error: &io::Error) {
     tracing::warn!(%error, "accepting a connection");
@@ -151,6 +161,13 @@ impl Socket {
             Socket::Tcp(_, peer) => peer.to_string(),
             Socket::Unix(_) => "a local client".into(),
         }
+    }
+
+    /// Whether the user that this process runs as, or root, is at the other end of a connection over the loopback
+    /// interface; of a socket in the file system its permissions have decided.
+    pub fn is_ours(&self) -> bool {
+        let Socket::Tcp(stream, peer) = self else { return true };
+        stream.local_addr().is_ok_and(|local| is_ours(*peer, local))
     }
 
     /// The address that the peer connected to; empty for sockets in the file system.

@@ -7,6 +7,7 @@ mod reader;
 mod stream;
 mod writer;
 
+pub(crate) use listener::is_ours;
 pub use listener::{Address, Listener, Socket};
 pub use message::{Body, Message};
 pub use reader::Reader;

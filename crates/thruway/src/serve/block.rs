@@ -47,8 +47,8 @@ pub struct BlockArgs {
     /// What the names of targets begin with; ':NAME' follows
     #[arg(long, value_name = "IQN", default_value = "iqn.2026-11.org.thruway", value_parser = parse_iqn)]
     iqn: String,
-    /// Let in iSCSI initiators that know a secret of this file: lines 'initiator NAME SECRET', and
-    /// 'target NAME SECRET' to prove who we are
+    /// Let in iSCSI initiators that know a secret of this file: lines 'initiator NAME SECRET [IQN,IQN...]', whose
+    /// iSCSI names are then theirs alone, and 'target NAME SECRET' to prove who we are
     #[arg(long, value_name = "FILE")]
     chap: Option<PathBuf>,
     /// Let in only iSCSI initiators of this name; may be repeated
@@ -134,7 +134,21 @@ impl BlockArgs {
             (Some(cert), Some(key)) => Some(tls::server(cert, key, self.tls_ca.as_deref().map(Path::new))?),
             _ => None,
         };
-        let config = nbd::Config { listen, exports: exports.into(), tls, connections_max: self.max_connections };
+        if self.tls_ca.is_none() {
+            for export in exports.iter().filter(|export| !export.allow.is_empty()) {
+                tracing::warn!(
+                    export = export.name,
+                    "it is served to those it allows only, and NBD without --tls-ca knows nobody's name"
+                );
+            }
+        }
+        let config = nbd::Config {
+            listen,
+            exports: exports.into(),
+            tls,
+            own_user_only: self.tls_ca.is_none() && !anonymous,
+            connections_max: self.max_connections,
+        };
         nbd::Server::start(config, reactors).map(Some)
     }
 
@@ -152,6 +166,13 @@ impl BlockArgs {
             let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
             let unit = Arc::new(Unit::new(Arc::clone(export), export.sector));
             match targets.iter_mut().find(|t| t.name == name) {
+                // A session is a target's, all units of it.
+                Some(target) if target.units[0].export.allow != export.allow => {
+                    return Err(format!(
+                        "block export '{}' is a unit of target {name} as others are, and allows others to use it",
+                        export.name
+                    ));
+                }
                 Some(target) => target.units.push(unit),
                 None => targets.push(Target { name, units: vec![unit] }),
             }
@@ -159,18 +180,30 @@ impl BlockArgs {
         Ok(Arc::new(Targets::new(targets, secrets, self.initiator.clone())))
     }
 
-    fn iscsi(&self, targets: &Arc<Targets>, reactors: &Reactors) -> Result<Option<iscsi::Server>, String> {
+    /// Nobody proves anything: then it is for us.
+    fn own_initiators_only(&self, anonymous: bool) -> bool {
+        self.chap.is_none() && !anonymous
+    }
+
+    fn iscsi(
+        &self,
+        targets: &Arc<Targets>,
+        anonymous: bool,
+        reactors: &Reactors,
+    ) -> Result<Option<iscsi::Server>, String> {
         if self.iscsi.is_empty() {
             return Ok(None);
         }
         let (listen, targets) = (self.iscsi.clone(), Arc::clone(targets));
-        let config = iscsi::Config { listen, targets, connections_max: self.max_connections };
+        let own_user_only = self.own_initiators_only(anonymous);
+        let config = iscsi::Config { listen, targets, own_user_only, connections_max: self.max_connections };
         iscsi::Server::start(config, reactors).map(Some)
     }
 
     fn iser(
         &self,
         targets: &Arc<Targets>,
+        anonymous: bool,
         fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
         reactors: &Reactors,
     ) -> Result<Option<iser::Server>, String> {
@@ -181,6 +214,7 @@ impl BlockArgs {
             listen: self.iser.clone(),
             provider: fabric(&self.iser)?,
             targets: Arc::clone(targets),
+            own_user_only: self.own_initiators_only(anonymous),
             connections_max: self.max_connections,
         };
         iser::Server::start(config, reactors).map(Some)
@@ -215,8 +249,8 @@ impl BlockService {
         }
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let targets = args.targets(&exports, anonymous)?;
-        let iscsi = args.iscsi(&targets, &reactors)?;
-        let iser = args.iser(&targets, fabric, &reactors)?;
+        let iscsi = args.iscsi(&targets, anonymous, &reactors)?;
+        let iser = args.iser(&targets, anonymous, fabric, &reactors)?;
         Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))
     }
 
