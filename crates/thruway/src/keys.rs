@@ -12,8 +12,8 @@ use thruway_transfer::auth::KeyPair;
   thruway keygen --output /etc/thruway/host   a daemon's own key
 
 Give the public half to a daemon's administrator, who adds it to the file that
-'thruway serve --authorized-keys FILE' reads, one key a line, 'ro' before it to
-allow reading only.")]
+'thruway serve --authorized-keys FILE' reads, one key a line. Options stand before
+it: 'ro KEY' may only read, 'create,export=incoming KEY' only add there.")]
 pub struct KeygenArgs {
     /// File for the secret half; the public half goes beside it as FILE.pub
     #[arg(long, short, value_name = "FILE")]
