@@ -630,6 +630,38 @@ fn what_was_flushed_survives_a_kill() {
 }
 
 #[test]
+fn what_was_acknowledged_before_the_daemon_stopped_is_in_the_file() {
+    let lab = Lab::new();
+    let file = lab.path("disk.img");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let block = format!("d={},cache=64M:writeback", text(&file));
+    let disks = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0"]);
+    // A client that writes as fast as it can, never flushes, and says what was acknowledged until it is cut off.
+    let script = "import nbd, sys\nh = nbd.NBD()\nh.connect_uri(sys.argv[1])\nn = 0\ntry:\n\
+        \x20 while True:\n\
+        \x20   h.pwrite((n + 1).to_bytes(8, 'little') * 512, n % 16384 * 4096)\n\
+        \x20   n += 1\n\
+        \x20   if n == 1000: print('go', flush=True)\n\
+        except nbd.Error: print(n)\n";
+    let mut client =
+        Command::new("/usr/bin/python3").args(["-c", script, &disks.nbd("d")]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(client.stdout.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    disks.stop();
+    line.clear();
+    said.read_line(&mut line).unwrap();
+    client.wait().unwrap();
+    let acknowledged: u64 = line.trim().parse().unwrap();
+    let found = fs::read(&file).unwrap();
+    for n in acknowledged.saturating_sub(16_384)..acknowledged {
+        let at = (n % 16_384 * 4096) as usize;
+        let there = u64::from_le_bytes(found[at..at + 8].try_into().unwrap());
+        assert!(there > n, "write {n} of {acknowledged} was acknowledged, and {there} is there");
+    }
+}
+
+#[test]
 fn faults_are_told_to_the_client_and_an_overlay_keeps_the_disk_as_it_is() {
     let lab = Lab::new();
     let file = image(&lab, "disk.img");

@@ -9,6 +9,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 
@@ -32,6 +33,7 @@ pub struct Config {
 /// A running NBD server. It ends with its reactors.
 pub struct Server {
     addresses: Vec<Address>,
+    shared: Arc<Shared>,
 }
 
 struct Shared {
@@ -39,6 +41,7 @@ struct Shared {
     tls: Option<TlsAcceptor>,
     own_user_only: bool,
     gate: Arc<Gate>,
+    closing: watch::Sender<bool>,
 }
 
 impl Server {
@@ -52,6 +55,7 @@ impl Server {
             tls: config.tls.map(TlsAcceptor::from),
             own_user_only: config.own_user_only,
             gate: Gate::new("NBD", config.connections_max),
+            closing: watch::Sender::new(false),
         });
         let mut addresses = Vec::new();
         for address in &config.listen {
@@ -60,7 +64,7 @@ impl Server {
             let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
                 let serve = |socket: Socket| {
-                    if shared.own_user_only && !socket.is_ours() {
+                    if *shared.closing.borrow() || (shared.own_user_only && !socket.is_ours()) {
                         return;
                     }
                     let Some(place) = shared.gate.enter(socket.peer()) else { return };
@@ -71,12 +75,19 @@ impl Server {
                 tracing::error!(?accepted, "no NBD connections are accepted any more");
             });
         }
-        Ok(Server { addresses })
+        Ok(Server { addresses, shared })
     }
 
     /// Where it listens, with the ports that the system chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
+    }
+
+    /// Ends every connection when what it has asked for is done, and waits for that, or for `limit`. Nothing is
+    /// acknowledged after it.
+    pub fn shut_down(&self, limit: Duration) {
+        self.shared.closing.send_replace(true);
+        self.shared.gate.wait_until_empty(limit);
     }
 }
 
@@ -84,14 +95,18 @@ impl Shared {
     async fn serve(&self, socket: Socket) -> io::Result<()> {
         let peer = socket.peer();
         let stream = socket.open()?;
-        let negotiated = tokio::time::timeout(HANDSHAKE_LIMIT, self.negotiate(stream)).await;
+        let mut closing = self.closing.subscribe();
+        let negotiated = tokio::select! {
+            negotiated = tokio::time::timeout(HANDSHAKE_LIMIT, self.negotiate(stream)) => negotiated,
+            _ = closing.wait_for(|closing| *closing) => return Ok(()),
+        };
         let Some((stream, agreement)) = negotiated.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else {
             return Ok(());
         };
         let name = &agreement.export.name;
         tracing::info!(peer, export = name, form = ?agreement.form, "an NBD client is served");
         let (reader, writer) = stream.split();
-        transmission::serve(agreement, reader, writer).await
+        transmission::serve(agreement, reader, writer, self.closing.subscribe()).await
     }
 
     /// Negotiates; `None` if the client leaves in order.

@@ -19,7 +19,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use thruway_engine::{Segment, reactor};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Requests of a connection under way at one time; then it is not read from.
 const REQUESTS_MAX: usize = 512;
@@ -40,11 +40,16 @@ struct Connection {
     long: Arc<Semaphore>,
 }
 
-/// Serves requests until the client leaves.
+/// Serves requests until the client leaves or the server closes; a request of which something has come is still served.
 ///
 /// # Errors
 /// If the connection is lost or the client breaks the protocol.
-pub(super) async fn serve(agreement: Agreement, mut reader: Reader, writer: Writer) -> io::Result<()> {
+pub(super) async fn serve(
+    agreement: Agreement,
+    mut reader: Reader,
+    writer: Writer,
+    closing: watch::Receiver<bool>,
+) -> io::Result<()> {
     let chunk = agreement.export.chunk as usize;
     let connection = Rc::new(Connection {
         can_lend: writer.can_lend(),
@@ -58,7 +63,7 @@ pub(super) async fn serve(agreement: Agreement, mut reader: Reader, writer: Writ
     let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
     let under_way = Arc::new(Semaphore::new(REQUESTS_MAX));
     let result = tokio::select! {
-        result = connection.receive(&mut reader, &under_way) => result,
+        result = connection.receive(&mut reader, &under_way, closing) => result,
         () = connection.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
     };
     // What has been asked for is still done and answered.
@@ -87,12 +92,22 @@ impl Connection {
         &*self.agreement.export.backend
     }
 
-    async fn receive(self: &Rc<Self>, reader: &mut Reader, under_way: &Arc<Semaphore>) -> io::Result<()> {
+    async fn receive(
+        self: &Rc<Self>,
+        reader: &mut Reader,
+        under_way: &Arc<Semaphore>,
+        mut closing: watch::Receiver<bool>,
+    ) -> io::Result<()> {
         let extended = self.agreement.form == Form::Extended;
         let header_len = Request::header_len(extended);
         loop {
             self.replies.room().await;
-            let Some(header) = reader.peek(header_len).await? else { return Ok(()) };
+            let header = tokio::select! {
+                biased;
+                header = reader.peek(header_len) => header?,
+                _ = closing.wait_for(|closing| *closing) => None,
+            };
+            let Some(header) = header else { return Ok(()) };
             let request = Request::decode(header, extended)
                 .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a request without its magic number"))?;
             reader.consume(header_len);

@@ -262,6 +262,10 @@ impl BlockService {
         if let Some(iser) = &self.iser {
             iser.shut_down(Duration::from_secs(6));
         }
+        // Last those whom nothing asks to leave: after the flush nothing may be acknowledged.
+        if let Some(nbd) = &self.nbd {
+            nbd.shut_down(Duration::from_secs(6));
+        }
         for export in &self.exports {
             let (tell, told) = std::sync::mpsc::channel();
             let disk = Arc::clone(export);
