@@ -1,6 +1,14 @@
 # What tests in the guest share. A test is a script in tests/ that sources nothing: this is sourced for it, with
 # `set -euo pipefail`. It fails by ending with a status other than 0.
 
+# fails CMD...: runs what must fail. (`! CMD` cannot: the shell's -e passes over whatever is negated.)
+fails() {
+    if "$@"; then
+        echo "this should have failed: $*" >&2
+        exit 1
+    fi
+}
+
 # hosts NAME...: a network namespace for each, all on one Ethernet segment; the first is 10.0.0.1, and so on.
 hosts() {
     local n=0 name

@@ -37,5 +37,5 @@ rdma link add rxe0 type rxe netdev eth0
 lend - 7304 --provider verbs
 drive - 10.0.0.254 7304 verbs
 # Nobody there, and somebody who lends nothing: said, not waited for.
-! fio --name=nobody "--ioengine=external:$FIO_ENGINE" --hostname=10.0.0.1 --port=7309 --rw=read >/tmp/said 2>&1
+fails fio --name=nobody "--ioengine=external:$FIO_ENGINE" --hostname=10.0.0.1 --port=7309 --rw=read >/tmp/said 2>&1
 grep -q "Connection refused" /tmp/said || { cat /tmp/said; exit 1; }

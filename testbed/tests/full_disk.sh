@@ -7,7 +7,7 @@ mkfs.ext4 -q -m 0 /tmp/disk
 mount -o loop /tmp/disk /tmp/served
 "$THRUWAY" serve --quiet --listen 127.0.0.1:7117 --export e=/tmp/served &
 until_listening - 7117
-! "$THRUWAY" cp --quiet /tmp/large tw://127.0.0.1:7117/e/copy 2>/tmp/said
+fails "$THRUWAY" cp --quiet /tmp/large tw://127.0.0.1:7117/e/copy 2>/tmp/said
 grep -q "No space left on device" /tmp/said
 [[ ! -e /tmp/served/copy ]]
 truncate -s 80M /tmp/disk

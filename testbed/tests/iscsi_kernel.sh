@@ -23,7 +23,7 @@ CONF
 iscsiadm -m discovery -t sendtargets -p 127.0.0.1:3260 | tee /tmp/found
 grep -q "$iqn" /tmp/found
 # Without the secret nobody gets in.
-! iscsiadm -m node -T $iqn -p 127.0.0.1:3260 --login >/dev/null 2>&1
+fails iscsiadm -m node -T $iqn -p 127.0.0.1:3260 --login >/dev/null 2>&1
 set_node node.session.auth.authmethod CHAP
 set_node node.session.auth.username alice
 set_node node.session.auth.password wonderland-12

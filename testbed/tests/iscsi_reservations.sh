@@ -1,6 +1,6 @@
 # title: two of Linux's iSCSI initiators on one disk: persistent reservations, and both paths as one by multipath
 # limit: 120
-"$THRUWAY" serve --json --block a=mem:64M,target=t --iscsi 127.0.0.1:3260 >/tmp/serve.json &
+"$THRUWAY" serve --json --block a=mem:64M,target=t --iscsi 127.0.0.1:3260 --nbd 127.0.0.1:10809 >/tmp/serve.json &
 until_written /tmp/serve.json
 initiator_start
 for name in one two; do
@@ -26,16 +26,22 @@ sg_persist --out --register --param-sark=0x1 $one >/dev/null
 sg_persist --out --reserve --param-rk=0x1 --prout-type=5 $one >/dev/null
 sg_persist --in --read-reservation $two | grep -q 'Key=0x1'
 write $one
-! write $two
+fails write $two
+# A client of NBD is somebody who is not registered.
+nbd-client -N a 127.0.0.1 10809 /dev/nbd0 >/dev/null
+fails write /dev/nbd0
+dd if=/dev/nbd0 of=/dev/null bs=4096 count=1 iflag=direct status=none
 dd if=$two of=/dev/null bs=4096 count=1 iflag=direct status=none
 sg_persist --out --register --param-sark=0x2 $two >/dev/null
 write $two
 # The second takes it over from the first.
 sg_persist --out --preempt --param-rk=0x2 --param-sark=0x1 --prout-type=5 $two >/dev/null
 write $two
-! write $one
+fails write $one
 sg_persist --out --clear --param-rk=0x2 $two >/dev/null
 write $one
+write /dev/nbd0
+nbd-client -d /dev/nbd0 >/dev/null
 
 # Both are one disk: they say the same name, and are joined by it.
 same_id() { [[ $(sg_inq --page=0x83 "$1" | grep -m1 -A1 'NAA') == $(sg_inq --page=0x83 "$2" | grep -m1 -A1 'NAA') ]]; }

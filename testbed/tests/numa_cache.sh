@@ -15,4 +15,4 @@ kill $daemon
 wait $daemon
 same /tmp/disk.img /tmp/other.img
 grep 'requests forwarded' /tmp/serve.log
-! grep -q ' 0 requests forwarded' /tmp/serve.log
+fails grep -q ' 0 requests forwarded' /tmp/serve.log

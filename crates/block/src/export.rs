@@ -5,6 +5,7 @@
 
 use crate::backend::{Backend, FileBackend, Geometry, MemoryBackend, Mode};
 use crate::cache::{self, Cache};
+use crate::fence::Fence;
 use crate::identity::{self, Identity};
 use crate::layer::{Delay, Fault, Kind, Log, Overlay, Rate, Stripe};
 use std::path::{Path, PathBuf};
@@ -35,6 +36,8 @@ pub struct Export {
     pub sector: u32,
     /// Who may use it, by name; everybody who may use the service, if there are none.
     pub allow: Vec<String>,
+    /// What SCSI reservations mean to those who know none.
+    pub fence: Fence,
 }
 
 /// What the text of an export says, before anything is opened.
@@ -240,6 +243,7 @@ impl Spec {
             target: self.target.clone(),
             sector: self.sector,
             allow: self.allow.clone(),
+            fence: Fence::default(),
         })
     }
 }

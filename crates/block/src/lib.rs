@@ -14,6 +14,7 @@
 pub mod backend;
 pub mod cache;
 pub mod export;
+pub mod fence;
 mod gate;
 mod identity;
 pub mod iscsi;

@@ -81,6 +81,7 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
             description: "a forgetful disk".into(),
             identity: [1; 16],
             allow: Vec::new(),
+            fence: thruway_block::fence::Fence::default(),
             backend: Arc::clone(&disk) as _,
             read_only: false,
             // Long writes are in pieces.

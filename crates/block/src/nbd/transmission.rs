@@ -7,7 +7,7 @@
 
 use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
-use crate::backend::{Backend, Extent, Zero};
+use crate::backend::{Backend, Extent, Op, Zero};
 use crate::net::{Body, Message, Reader, Writer};
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
@@ -196,7 +196,7 @@ impl Connection {
             Command::BlockStatus => return self.block_status(request).await,
             Command::Flush => self.backend().flush().await,
             Command::Cache => self.backend().prefetch(at, len).await,
-            Command::Trim => match self.backend().discard(at, len).await {
+            Command::Trim => match self.changing(|| self.backend().discard(at, len)).await {
                 Ok(()) if durable => self.backend().flush().await,
                 other => other,
             },
@@ -205,11 +205,17 @@ impl Connection {
                 how.set(Zero::MAY_DISCARD, !request.flags.contains(CommandFlags::NO_HOLE));
                 how.set(Zero::FAST_ONLY, request.flags.contains(CommandFlags::FAST_ZERO));
                 how.set(Zero::DURABLE, durable);
-                self.backend().zero(at, len, how).await
+                self.changing(|| self.backend().zero(at, len, how)).await
             }
             Command::Write | Command::Disconnect | Command::Unknown(_) => unreachable!("checked before"),
         };
         self.finish(&request, result);
+    }
+
+    /// Does a change, if no reservation forbids it.
+    async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
+        let _passing = self.agreement.export.fence.change().await?;
+        change().await
     }
 
     /// The answer to a request without data.
@@ -250,6 +256,9 @@ impl Connection {
     }
 
     async fn read(self: Rc<Self>, request: Request) {
+        if let Err(e) = self.agreement.export.fence.read() {
+            return self.fail(&request, error::of(&e), "the disk is reserved by an initiator");
+        }
         let len = request.len as usize;
         if len > SMALL {
             self.backend().announce(request.offset, request.len);
@@ -402,7 +411,12 @@ impl Connection {
             let write = Rc::clone(&write);
             write.unwritten.set(write.unwritten.get() + 1);
             reactor::start(async move {
-                match write.connection.backend().write(at, segment, durable && single).await {
+                let export = &write.connection.agreement.export;
+                let written = async {
+                    let _passing = export.fence.change().await?;
+                    export.backend.write(at, segment, durable && single).await
+                };
+                match written.await {
                     Ok(()) => write.unwritten.set(write.unwritten.get() - 1),
                     Err(e) => write.failed.set(Some(e)),
                 }

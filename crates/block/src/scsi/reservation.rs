@@ -4,6 +4,7 @@
 
 use super::unit::{Attention, State};
 use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};
+use crate::fence::Closed;
 use std::sync::Arc;
 
 /// Registrations of a unit; more are refused.
@@ -81,6 +82,16 @@ impl Reservations {
     /// A reset.
     pub fn release_all_units(&mut self) {
         self.unit = None;
+    }
+
+    /// What the unit is closed to for those who have no registration.
+    pub fn closed_to_others(&self) -> Closed {
+        match &self.holder {
+            _ if self.unit.is_some() => Closed::ToAll,
+            Some(holder) if holder.kind.excludes_readers() => Closed::ToAll,
+            Some(_) => Closed::ToChanges,
+            None => Closed::Open,
+        }
     }
 
     fn key_of(&self, port: &str) -> Option<u64> {

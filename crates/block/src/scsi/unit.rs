@@ -116,6 +116,7 @@ impl Unit {
     /// A unit with blocks of `block_len` octets, a power of two.
     pub fn new(export: Arc<Export>, block_len: u32) -> Unit {
         let size = AtomicU64::new(export.geometry().size);
+        export.fence.put_up();
         Unit {
             export,
             block_len,
@@ -151,6 +152,7 @@ impl Unit {
         let result = change(&mut state);
         let guarded = !state.reservations.is_empty() || !state.attentions.is_empty();
         self.guarded.store(guarded, Ordering::Release);
+        self.export.fence.close(state.reservations.closed_to_others());
         result
     }
 
@@ -213,6 +215,12 @@ impl Unit {
         {
             return outcome;
         }
+        // RESERVE
+        if matches!(cdb[0], 0x16 | 0x56) {
+            let outcome = self.answer(nexus, cdb);
+            self.export.fence.settle().await;
+            return outcome;
+        }
         if let Some(command) = cdb::decode(cdb) {
             return match command {
                 Ok(command) => media::execute(self, command, transfer).await,
@@ -229,6 +237,7 @@ impl Unit {
             0x5f => match media::parameters(transfer, be32(cdb, 5) as usize).await {
                 Ok(list) => {
                     let (outcome, aborted) = self.with_state(|state| super::reservation::out(state, nexus, cdb, &list));
+                    self.export.fence.settle().await;
                     if !aborted.is_empty() {
                         // Who was shut out must not be heard of again.
                         self.clear(|other| other.id != nexus.id && aborted.contains(&other.port)).await;
@@ -554,6 +563,40 @@ mod tests {
         let mut cdb = [0; 16];
         (cdb[0], cdb[13]) = (0x89, 1);
         cdb
+    }
+
+    #[test]
+    fn a_reservation_shuts_out_clients_that_know_none_once_what_they_have_begun_is_done() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let fence = &unit.export.fence;
+            let a = Nexus { id: 1, port: "a".into() };
+            let _a = unit.attach(&a);
+            unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
+            done(&unit, &a, &reserve_out(0), &keys(0, 7)).await;
+            assert!(fence.change().await.is_ok(), "nobody holds it yet");
+            let passing = fence.change().await.unwrap();
+            // Write exclusive, registrants only.
+            let list = keys(7, 0);
+            let (cdb, given) = (reserve_out(1), Given::new(&list, 24));
+            let mut reserving = Box::pin(unit.execute(&a, &cdb, &given));
+            assert!((&mut reserving).now_or_never().is_none(), "a write is under way");
+            drop(passing);
+            assert_eq!(reserving.await.status, Status::Good);
+            assert_eq!(fence.change().await.unwrap_err().raw_os_error(), Some(libc::EPERM));
+            assert!(fence.read().is_ok());
+            done(&unit, &a, &reserve_out(2), &keys(7, 0)).await;
+            assert!(fence.change().await.is_ok());
+            // RESERVE(6) is for one session alone; a reset ends it.
+            done(&unit, &a, &reserve_out(3), &keys(7, 0)).await;
+            let mut reserve = [0; 16];
+            reserve[0] = 0x16;
+            done(&unit, &a, &reserve, &[]).await;
+            assert!(fence.read().is_err() && fence.change().await.is_err());
+            unit.detach(&a);
+            assert!(fence.read().is_ok() && fence.change().await.is_ok());
+        });
     }
 
     #[test]
