@@ -231,7 +231,10 @@ impl Spec {
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
-        let identity = self.uuid.unwrap_or_else(|| identity::of(&self.source));
+        // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
+        let is_overlay = self.layers.iter().any(|layer| matches!(layer, Layer::Overlay(..)));
+        let found = || if is_overlay { thruway_engine::security::random() } else { identity::of(&self.source) };
+        let identity = self.uuid.unwrap_or_else(found);
         Ok(Export {
             name: self.name.clone(),
             description,

@@ -105,6 +105,16 @@ impl Syncs {
         result
     }
 
+    /// The same of a write that brings its own sync: without room, or refused, nothing was synced and nothing is lost.
+    fn note_lost(&self, result: io::Result<()>) -> io::Result<()> {
+        match &result {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EINVAL)) => {
+                result
+            }
+            _ => self.note(result),
+        }
+    }
+
     fn check(&self) -> io::Result<()> {
         if self.lost.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
@@ -319,7 +329,8 @@ impl FileBackend {
     async fn write_directly(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         if self.is_aligned(at, &segment) {
             let _together = self.aligned.read().await;
-            return reactor::ring().write(file, at, segment, durable).await.0;
+            let written = reactor::ring().write(file, at, segment, durable).await.0;
+            return if durable { self.syncs.note_lost(written) } else { written };
         }
         // Whoever writes the rest of the page at the same time must not have it undone.
         let _alone = self.aligned.write().await;
@@ -328,13 +339,14 @@ impl FileBackend {
         around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
         let size = size_of(&self.cached)?;
         if start + around.len() as u64 <= size || self.is_device {
-            return reactor::ring().write(file, start, around, durable).await.0;
+            let written = reactor::ring().write(file, start, around, durable).await.0;
+            return if durable { self.syncs.note_lost(written) } else { written };
         }
         // The file must not grow: its last part goes through the page cache, and at once to the disk.
         let end = (at + segment.len() as u64).max(size.min(start + around.len() as u64));
         drop(around.split_off((end - start) as usize));
-        let written = reactor::ring().write(&self.cached, start, around, true).await.0;
-        self.syncs.note(written)
+        reactor::ring().write(&self.cached, start, around, false).await.0?;
+        self.syncs.sync(&self.cached).await
     }
 
     async fn write_zeroes(&self, mut at: u64, len: u64) -> io::Result<()> {
@@ -361,9 +373,9 @@ impl FileBackend {
             None => {
                 // Written through is written down.
                 let sync = durable || self.mode == Mode::Cached;
-                let written = reactor::ring().write(&self.cached, at, segment, sync).await.0;
-                // Its error may be another write's.
-                if sync { self.syncs.note(written) } else { written }
+                // In two steps: that there is no room is an error of this write, what the sync says is of all before it.
+                reactor::ring().write(&self.cached, at, segment, false).await.0?;
+                if sync { self.syncs.sync(&self.cached).await } else { Ok(()) }
             }
         }
     }
@@ -586,8 +598,12 @@ impl Backend for FileBackend {
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
         Box::pin(async move {
             let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let range = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+            // Who changes a part of a page must not bring back what it was.
+            let together = self.aligned.read().await;
             let done = (how.contains(Zero::MAY_DISCARD) && self.allocate(&self.punches, punch, at, len).await?)
-                || self.allocate(&self.zeroes, libc::FALLOC_FL_ZERO_RANGE, at, len).await?;
+                || self.allocate(&self.zeroes, range, at, len).await?;
+            drop(together);
             if !done {
                 if how.contains(Zero::FAST_ONLY) {
                     return Err(unsupported());
@@ -600,6 +616,7 @@ impl Backend for FileBackend {
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
         Box::pin(async move {
+            let _together = self.aligned.read().await;
             if self.discards {
                 let file = Arc::clone(&self.cached);
                 let done = tokio::task::spawn_blocking(move || discard_blocks(&file, at, len)).await;

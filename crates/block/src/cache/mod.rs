@@ -127,6 +127,8 @@ pub(crate) struct Inner {
     /// Held alone while ranges are zeroed, which nothing else may see half done.
     whole: RwLock<()>,
     dirty_max: u64,
+    /// Held together by writes out of the cache, which may go on when whoever wanted them has gone.
+    writing: Arc<RwLock<()>>,
     /// Octets of the disk, as they were when it was last used.
     size: AtomicU64,
     /// Told when a block has become clean.
@@ -174,6 +176,7 @@ impl Cache {
             below,
             dirty_max: config.size / 4,
             streams: Streams::new(config.read_ahead),
+            writing: Arc::default(),
             size: AtomicU64::new(below_size),
             config,
             partitions,
@@ -254,9 +257,12 @@ impl Inner {
             return Ok(());
         }
         let _alone = self.whole.write().await;
+        drop(self.writing.write().await);
+        // Others may have seen it meanwhile.
+        let (seen, size) = (self.size.load(Ordering::Relaxed), self.below.geometry().size);
         let last = seen.min(size) / self.block_len();
         self.write_out(last).await?;
-        self.partitions.forget_clean(last..last + 1);
+        self.partitions.forget_clean(last..u64::MAX);
         self.size.store(size, Ordering::Relaxed);
         Ok(())
     }
@@ -300,7 +306,8 @@ impl Inner {
 
     /// Lends all of a range, if all of it is there and near.
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        if len < LEND_MIN || self.elsewhere(at, len).is_some() {
+        let beyond = at + len as u64 > self.size.load(Ordering::Relaxed);
+        if len < LEND_MIN || beyond || self.elsewhere(at, len).is_some() {
             return None;
         }
         let _together = self.whole.try_read().ok()?;
@@ -448,7 +455,11 @@ impl Inner {
     /// could reach the disk after a later one.
     async fn write_out(&self, block: u64) -> io::Result<()> {
         let Some(this) = self.this.upgrade() else { return Ok(()) };
-        let written = tokio::task::spawn_local(async move { this.write_out_now(block).await });
+        let under_way = Arc::clone(&self.writing).read_owned().await;
+        let written = tokio::task::spawn_local(async move {
+            let _under_way = under_way;
+            this.write_out_now(block).await
+        });
         written.await.map_err(io::Error::other)?
     }
 
@@ -508,13 +519,21 @@ impl Inner {
 
     /// Starts the task that writes out what has been dirty for long, or is too much.
     fn start_writer(&self) {
-        if self.writer_runs.swap(true, Ordering::AcqRel) {
+        if self.writer_runs.swap(true, Ordering::SeqCst) {
             return;
         }
         let Some(this) = self.this.upgrade() else { return };
         tokio::task::spawn_local(async move {
-            let _end = WriterEnd(Arc::clone(&this));
-            this.write_behind().await;
+            loop {
+                let end = WriterEnd(Arc::clone(&this));
+                this.write_behind().await;
+                drop(end);
+                // Somebody may have made something dirty, and found the writer running, after it had looked for the
+                // last time.
+                if this.dirty() == 0 || this.writer_runs.swap(true, Ordering::SeqCst) {
+                    return;
+                }
+            }
         });
     }
 
@@ -561,6 +580,7 @@ impl Inner {
     async fn zero<'a>(&'a self, at: u64, len: u64, below: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
         // Nothing is loaded or written out meanwhile.
         let _alone = self.whole.write().await;
+        drop(self.writing.write().await);
         let done = below().await;
         let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
         if done.is_err() {
@@ -613,7 +633,7 @@ struct WriterEnd(Arc<Inner>);
 
 impl Drop for WriterEnd {
     fn drop(&mut self) {
-        self.0.writer_runs.store(false, Ordering::Release);
+        self.0.writer_runs.store(false, Ordering::SeqCst);
     }
 }
 
@@ -703,6 +723,7 @@ impl Backend for Cache {
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
         Box::pin(async move {
             let inner = &self.inner;
+            inner.see_size(at + len).await?;
             let _together = inner.whole.read().await;
             let len = len.min(inner.config.size / 4) as usize;
             try_join_all(inner.parts(at, len).map(|part| inner.present(part.block, false))).await.map(drop)

@@ -143,6 +143,10 @@ impl Queue {
         message.extend_from_slice(&header.0);
         body.octets(|part| message.extend_from_slice(part));
         message.resize(message.len().next_multiple_of(4), 0);
+        if message.len() > SLOT {
+            tracing::error!(len = message.len(), "a control message longer than any: a bug of the server");
+            return self.fail();
+        }
         self.overflow.borrow_mut().push_back((message, invalidate.filter(|_| self.revocable)));
         self.fill_slots();
         self.work.notify_one();
@@ -451,6 +455,11 @@ impl Server {
         &self.addresses
     }
 
+    /// From now on nobody is let in, and who is in is asked to log out.
+    pub fn close(&self) {
+        self.service.shared.close();
+    }
+
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub fn shut_down(&self, limit: Duration) {
         self.service.shared.shut_down(limit);
@@ -464,6 +473,10 @@ async fn accept(device: &Device, local: SocketAddr, service: &Arc<Service>, reac
     loop {
         while let Some(event) = device.poll_event() {
             if let ConnectionEvent::Request(request) = event {
+                if *service.shared.closing.borrow() {
+                    request.reject(&[]);
+                    continue;
+                }
                 if service.own_user_only && !is_ours(request.peer(), local) {
                     request.reject(&[]);
                     continue;

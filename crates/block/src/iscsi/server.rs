@@ -1,7 +1,7 @@
 //! iSCSI connections over TCP, from their acceptance to the end of their login.
 
 use super::connection::{self, DEPTH, Parts, Serials};
-use super::login::{Login, Next, Params, Transport, refusal};
+use super::login::{Login, Next, Params, Transport, refusal, status};
 use super::pdu::{BHS, Header, padding};
 use super::target::{Session, Targets};
 use crate::gate::Gate;
@@ -48,9 +48,14 @@ impl Shared {
         Shared { targets, gate: Gate::new(protocol, connections_max), closing: watch::Sender::new(false) }
     }
 
+    /// From now on nobody is let in, and who is in is asked to log out.
+    pub(super) fn close(&self) {
+        self.closing.send_replace(true);
+    }
+
     /// Asks every initiator to log out and waits for that, or for `limit`.
     pub(super) fn shut_down(&self, limit: Duration) {
-        self.closing.send_replace(true);
+        self.close();
         self.gate.wait_until_empty(limit);
     }
 
@@ -90,7 +95,7 @@ impl Server {
             let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
                 let serve = |socket: Socket| {
-                    if own_user_only && !socket.is_ours() {
+                    if *shared.closing.borrow() || (own_user_only && !socket.is_ours()) {
                         return;
                     }
                     let Some(place) = shared.gate.enter(socket.peer()) else { return };
@@ -107,6 +112,11 @@ impl Server {
     /// Where it listens, with the ports that the system chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
+    }
+
+    /// From now on nobody is let in, and who is in is asked to log out.
+    pub fn close(&self) {
+        self.shared.close();
     }
 
     /// Asks every initiator to log out and waits for that, or for `limit`.
@@ -148,7 +158,10 @@ impl Shared {
             let data = &rest[header.ahs_len()..][..header.data_len()];
             let (answer, text, next) = dialogue.request(&header, data, &self.targets);
             let pad = [0; 3];
+            // Closed again if the answer does not get through.
+            let opened = Opened::of(&next, &self.targets);
             stream.write_all(&[&answer.0[..], &text, &pad[..padding(text.len())]].concat()).await?;
+            opened.keep();
             match next {
                 Step::More => {}
                 Step::Refused => return Ok(None),
@@ -172,6 +185,28 @@ pub(super) enum Step {
     Done(LoggedIn),
 }
 
+/// A session of which the initiator does not know yet; closed when dropped.
+struct Opened<'a>(Option<(Arc<Session>, &'a Targets)>);
+
+impl<'a> Opened<'a> {
+    fn of(step: &Step, targets: &'a Targets) -> Opened<'a> {
+        let Step::Done(logged_in) = step else { return Opened(None) };
+        Opened(Some((Arc::clone(&logged_in.session), targets)))
+    }
+
+    fn keep(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        if let Some((session, targets)) = self.0.take() {
+            targets.close(&session);
+        }
+    }
+}
+
 /// A login, with its serial numbers and the session that it leads to.
 pub(super) struct Dialogue {
     login: Login,
@@ -187,6 +222,10 @@ impl Dialogue {
     pub(super) fn request(&mut self, header: &Header, data: &[u8], targets: &Targets) -> (Header, Vec<u8>, Step) {
         let cmd_sn = header.cmd_sn();
         let (mut answer, text, opened) = match self.login.request(header, data, targets) {
+            // Longer than what any initiator takes during a login, and than a slot of iSER.
+            Next::Continue(text, _) | Next::Done(text, ..) if text.len() > LOGIN_DATA_MAX => {
+                (refusal(header, status::INITIATOR_ERROR), Vec::new(), None)
+            }
             Next::Continue(text, answer) => (answer, text, None),
             Next::Refuse(answer) => (answer, Vec::new(), None),
             Next::Done(text, answer, agreed) => match targets.open(agreed.0) {

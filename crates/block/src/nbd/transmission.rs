@@ -402,14 +402,13 @@ impl Connection {
             durable,
             single,
             failed: Cell::new(None),
-            unwritten: Cell::new(0),
+            unwritten: Cell::new(pieces(request.offset, request.len, self.agreement.export.chunk).count()),
             turn: Cell::new(Some(turn)),
         });
         for (at, len) in pieces(request.offset, request.len, self.agreement.export.chunk) {
             let mut segment = self.writes.piece(len).await?;
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
-            write.unwritten.set(write.unwritten.get() + 1);
             reactor::start(async move {
                 let export = &write.connection.agreement.export;
                 let written = async {

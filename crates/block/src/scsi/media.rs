@@ -242,7 +242,8 @@ async fn verify_same(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) ->
 async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Result<Outcome, Sense> {
     let block_len = u64::from(unit.block_len);
     // No blocks at all means all that follow.
-    let blocks = if command.blocks == 0 { unit.blocks() - command.lba } else { command.blocks };
+    let rest = unit.blocks().checked_sub(command.lba).ok_or(Sense::OUT_OF_RANGE)?;
+    let blocks = if command.blocks == 0 { rest } else { command.blocks };
     if blocks > WRITE_SAME_MAX {
         return Err(Sense::invalid_field(10));
     }

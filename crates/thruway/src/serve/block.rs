@@ -245,7 +245,16 @@ impl BlockService {
         let mut exports: Vec<Arc<Export>> = Vec::new();
         for spec in &args.block {
             let opened = spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name));
-            exports.push(Arc::new(opened?));
+            let opened = opened?;
+            if let Some(other) =
+                exports.iter().find(|e| e.identity == opened.identity && !(e.read_only && opened.read_only))
+            {
+                return Err(format!(
+                    "block exports '{}' and '{}' have one identity; initiators would take them for one disk: give uuid=",
+                    other.name, opened.name
+                ));
+            }
+            exports.push(Arc::new(opened));
         }
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let targets = args.targets(&exports, anonymous)?;
@@ -256,6 +265,12 @@ impl BlockService {
 
     /// Lets clients that can be told leave in order.
     pub fn shut_down(&self) {
+        if let Some(iscsi) = &self.iscsi {
+            iscsi.close();
+        }
+        if let Some(iser) = &self.iser {
+            iser.close();
+        }
         if let Some(iscsi) = &self.iscsi {
             iscsi.shut_down(Duration::from_secs(6));
         }

@@ -13,7 +13,7 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -67,6 +67,8 @@ struct Pending {
     files: Mutex<u64>,
     fewer: Condvar,
     open: AtomicU64,
+    /// Nothing is put in place any more.
+    stopped: AtomicBool,
 }
 
 impl Pending {
@@ -87,7 +89,8 @@ impl Committer {
 
     /// Waits until there is room for more files.
     pub(crate) fn wait_for_room(&self) {
-        let waited = self.pending.fewer.wait_while(self.pending.files(), |files| *files >= PENDING_MAX);
+        let is_full = |files: &mut u64| *files >= PENDING_MAX && !self.pending.stopped.load(Ordering::SeqCst);
+        let waited = self.pending.fewer.wait_while(self.pending.files(), is_full);
         drop(waited.expect("no panics under the lock"));
     }
 
@@ -96,6 +99,9 @@ impl Committer {
         if files.is_empty() {
             return;
         }
+        let sender = self.sender.lock().expect("no panics under the lock");
+        // Where nobody takes them, nobody would ever count them off.
+        let Some(sender) = &*sender else { return };
         for file in files.iter_mut().filter(|f| f.file.is_some()) {
             if self.pending.open.fetch_add(1, Ordering::SeqCst) >= OPEN_MAX {
                 // Opened again when its turn comes; descriptors are few.
@@ -104,9 +110,7 @@ impl Committer {
             }
         }
         *self.pending.files() += files.len() as u64;
-        if let Some(sender) = &*self.sender.lock().expect("no panics under the lock") {
-            let _ = sender.send(files);
-        }
+        let _ = sender.send(files);
     }
 
     /// Files submitted and not in place yet.
@@ -120,6 +124,10 @@ impl Committer {
         if let Some(thread) = self.thread.lock().expect("no panics under the lock").take() {
             let _ = thread.join();
         }
+        let files = self.pending.files();
+        self.pending.stopped.store(true, Ordering::SeqCst);
+        drop(files);
+        self.pending.fewer.notify_all();
     }
 }
 

@@ -124,6 +124,9 @@ impl Files {
     /// Unpacks a pack's records. The block is free when this returns.
     pub(super) fn unpack(&self, block: &Block, len: u32) {
         self.committer.wait_for_room();
+        if self.over.load(Ordering::SeqCst) {
+            return;
+        }
         let mut rest = &block.payload()[..len as usize];
         let mut finished = Vec::new();
         let mut last_dir: Option<(Vec<u8>, Arc<OwnedFd>)> = None;
@@ -199,7 +202,8 @@ impl Files {
                 self.counters.bytes.fetch_add(len, Ordering::Relaxed);
             }
             Record::Begin { file, .. } => self.opened(*file, b"", Ok(None)),
-            Record::Keep { .. } => self.defer(record, false),
+            Record::Keep { .. } if !self.discard => self.defer(record, false),
+            Record::Keep { .. } => {}
             Record::Attributes { .. } => {}
             _ => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
         }

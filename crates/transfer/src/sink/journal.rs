@@ -237,6 +237,8 @@ struct State {
     position: u64,
     /// It cannot be written any more, or is gone.
     failed: bool,
+    /// A sync has failed; nothing more is recorded.
+    voided: bool,
     /// It stays even if nothing is recorded: something was made that a later attempt must find again.
     kept: bool,
 }
@@ -263,7 +265,7 @@ impl Journal {
         let keep = replay(&mut medium, &mut earlier)?;
         medium.keep(keep)?;
         medium.write_all(&header())?;
-        let state = State { medium, position: keep + RECORD_LEN as u64, failed: false, kept: keep > 0 };
+        let state = State { medium, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
         Ok((Journal { state: Mutex::new(state) }, earlier))
     }
 
@@ -301,6 +303,9 @@ impl Journal {
     /// A sync failed: what is recorded of files that are not in place may be on no medium.
     pub(crate) fn void(&self) {
         self.append(&record(VOID, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
+        // What completes behind it is of no use: the ranges before are not believed, and a file would look whole
+        // without them.
+        self.state().voided = true;
     }
 
     /// Calls `each` for every recorded range of an unfinished file.
@@ -326,7 +331,7 @@ impl Journal {
 
     fn append(&self, records: &[u8]) {
         let mut state = self.state();
-        if state.failed {
+        if state.failed || state.voided {
             return;
         }
         let written = state.medium.write_all(records);

@@ -140,6 +140,12 @@ impl Prepared {
     }
 }
 
+/// A directory in which nothing is and nothing can be made: it has been removed.
+fn nowhere() -> std::io::Result<std::os::fd::OwnedFd> {
+    let dir = tempfile::tempdir()?;
+    Ok(std::fs::File::open(dir.path())?.into())
+}
+
 /// Runs a session's sink end to the end of the data set, and closes the link.
 ///
 /// # Errors
@@ -160,8 +166,7 @@ pub fn run(
     let discard = target.root.is_none();
     let root = match target.root {
         Some(root) => root,
-        // Never written to.
-        None => Arc::new(std::fs::File::open("/").map_err(local)?.into()),
+        None => Arc::new(nowhere().map_err(local)?),
     };
     let options = &terms.options;
     let manner =
@@ -551,5 +556,18 @@ fn store(files: &Arc<Files>, block: Block, header: BlockHeader, digest: Digest) 
                 files.block_done();
             });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// A sink that discards has this for its root: whatever it is told to remove, there is nothing.
+    #[test]
+    fn nowhere_has_nothing_and_takes_nothing() {
+        let root = super::nowhere().unwrap();
+        let names = rustix::fs::Dir::read_from(&root).unwrap();
+        assert_eq!(names.filter(|entry| entry.as_ref().is_ok_and(|e| e.file_name().to_bytes()[0] != b'.')).count(), 0);
+        let mode = rustix::fs::Mode::from_raw_mode(0o700);
+        assert!(rustix::fs::mkdirat(&root, c"d", mode).is_err());
     }
 }

@@ -6,7 +6,7 @@
 use super::Mail;
 use super::files::Files;
 use super::journal::{Identity, Judgement, Present, Version, key_of, nanoseconds};
-use super::readback::Readback;
+use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
 use crate::wire::{Answer, OfferEntry};
 use std::ffi::CStr;
@@ -76,14 +76,19 @@ impl Files {
                 if self.terms.options.preserve { Answer::Attributes } else { Answer::Skip }
             }
             Judgement::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
-                Some((readback, good)) if readback.is_hole_outside(&good, entry.size) => self.resumed(entry.size),
+                Some((readback, checked))
+                    if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
+                {
+                    self.resumed(entry.size)
+                }
                 _ => Answer::Send,
             },
             Judgement::CheckTemporary(unfinished) => {
-                let Some((readback, mut good)) = self.read_back(&place, &temp, &key, &unfinished) else {
+                let Some((readback, Checked { mut good, complete })) = self.read_back(&place, &temp, &key, &unfinished)
+                else {
                     return Answer::Send;
                 };
-                if unfinished.is_whole() && readback.is_hole_outside(&good, entry.size) {
+                if unfinished.is_whole() && complete && readback.is_hole_outside(&good, entry.size) {
                     good = vec![(0, entry.size)];
                 }
                 good.truncate(*room);
@@ -112,10 +117,10 @@ impl Files {
         name: &CStr,
         key: &super::journal::Key,
         unfinished: &super::journal::Unfinished,
-    ) -> Option<(Readback, Vec<(u64, u64)>)> {
+    ) -> Option<(Readback, Checked)> {
         let journal = self.journal.as_ref()?;
         let readback = Readback::open(&place.dir, name, self.terms.verify).ok()?;
-        let good = readback.check(journal, key, unfinished, || !self.over.load(Ordering::SeqCst)).ok()?;
-        Some((readback, good))
+        let checked = readback.check(journal, key, unfinished, || !self.over.load(Ordering::SeqCst)).ok()?;
+        Some((readback, checked))
     }
 }

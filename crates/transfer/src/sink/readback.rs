@@ -9,6 +9,15 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use thruway_engine::integrity::Algorithm;
 
+/// What of the recorded ranges is there.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Checked {
+    /// Those whose content is what was recorded, in order, joined.
+    pub(crate) good: Vec<(u64, u64)>,
+    /// That is all of them. If one is lost, what is zero where it was is no hole.
+    pub(crate) complete: bool,
+}
+
 /// A file whose recorded ranges are to be checked.
 pub(crate) struct Readback {
     file: File,
@@ -31,7 +40,7 @@ impl Readback {
         Ok(Readback { file, verify })
     }
 
-    /// The recorded ranges whose content is what was recorded, in order, joined. Ends early when `go_on` says no.
+    /// Compares the recorded ranges with what is there. Ends early when `go_on` says no.
     ///
     /// # Errors
     /// If the journal cannot be read.
@@ -41,7 +50,8 @@ impl Readback {
         key: &Key,
         of: &Unfinished,
         go_on: impl Fn() -> bool,
-    ) -> io::Result<Vec<(u64, u64)>> {
+    ) -> io::Result<Checked> {
+        let mut complete = self.verify != Algorithm::None;
         let mut buffer = Vec::new();
         let mut good = Vec::new();
         journal.ranges(key, of, |range| {
@@ -51,9 +61,11 @@ impl Readback {
                 if good.len().is_power_of_two() && good.len() >= 1024 {
                     good = join(std::mem::take(&mut good));
                 }
+            } else {
+                complete = false;
             }
         })?;
-        Ok(join(good))
+        Ok(Checked { good: join(good), complete })
     }
 
     fn holds(&self, range: &Range, buffer: &mut Vec<u8>) -> bool {
@@ -122,11 +134,21 @@ mod tests {
         let Judgement::CheckTemporary(unfinished) = found else { panic!("{found:?}") };
         let good = |verify| {
             let readback = Readback::open(&*fd, c"temp", verify).unwrap();
-            readback.check(&journal, &key, &unfinished, || true).unwrap()
+            readback.check(&journal, &key, &unfinished, || true).unwrap().good
         };
         assert_eq!(good(verify), vec![(0, 2 << 20)]);
         let readback = Readback::open(&*fd, c"temp", verify).unwrap();
         assert!(readback.is_hole_outside(&good(verify), version.size) && !readback.is_hole_outside(&[], version.size));
+        let all = |verify| {
+            let readback = Readback::open(&*fd, c"temp", verify).unwrap();
+            readback.check(&journal, &key, &unfinished, || true).unwrap().complete
+        };
+        assert!(all(verify) && !all(Algorithm::None));
+        // Lost by the disk: zeroes, as in a hole.
+        file.write_all_at(&vec![0; 1 << 20], 0).unwrap();
+        assert!(!all(verify));
+        file.write_all_at(&vec![1; 1 << 20], 0).unwrap();
+        assert!(all(verify));
         file.write_all_at(b"x", 5).unwrap();
         assert_eq!(good(verify), vec![(1 << 20, 1 << 20)]);
         file.set_len(1 << 20).unwrap();

@@ -139,10 +139,21 @@ impl Tree {
     pub(crate) fn sync_names(&self) -> io::Result<()> {
         self.volumes.check()?;
         let Changed { dirs, many } = std::mem::take(&mut *self.changed());
-        if !many && dirs.iter().all(|path| self.sync_directory(path).is_ok()) {
-            return Ok(());
+        if many {
+            return self.volumes.sync();
         }
-        self.volumes.sync()
+        for path in &dirs {
+            match self.sync_directory(path) {
+                // It cannot be opened any more by its name; whatever file system it is on is asked as a whole.
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
+                    return self.volumes.sync();
+                }
+                // File systems that do not know how to sync a directory say so.
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return self.volumes.sync(),
+                other => other?,
+            }
+        }
+        Ok(())
     }
 
     fn sync_directory(&self, path: &[u8]) -> io::Result<()> {
@@ -354,7 +365,7 @@ impl Tree {
         let (acls, others): (Vec<_>, Vec<_>) = meta
             .xattrs
             .iter()
-            .filter(|(name, _)| self.may_set(name))
+            .filter(|(name, _)| self.manner.preserve && self.may_set(name))
             .partition(|(name, _)| name.starts_with(b"system."));
         self.write_xattrs(&mut short, fd, c"", &others);
         if !mode_is_right && let Err(e) = self.set_mode(fd, meta) {
@@ -420,7 +431,8 @@ impl Tree {
 
     /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
     pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
-        if !self.manner.preserve && !made {
+        // Whoever may only add leaves what is there as it is.
+        if !made && !(self.manner.preserve && self.manner.replace) {
             return Ok(Shortcomings::new());
         }
         let dir = self.open_to_write(path)?;
