@@ -14,6 +14,9 @@ use std::sync::{Mutex, MutexGuard};
 const VOLUMES_MAX: usize = 64;
 /// `statfs` magic of FUSE, whose `syncfs` does not reach the server.
 const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
+/// Stacked file systems: errors of writing back are kept by the one below, which `syncfs` of these does not ask.
+const OVERLAYFS_SUPER_MAGIC: i64 = 0x794c_7630;
+const ECRYPTFS_SUPER_MAGIC: i64 = 0xf15f;
 
 struct Volume {
     device: u64,
@@ -51,7 +54,8 @@ impl Volumes {
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
-        let by_file = rustix::fs::fstatfs(&fd).is_ok_and(|s| s.f_type == FUSE_SUPER_MAGIC);
+        let by_file = rustix::fs::fstatfs(&fd)
+            .is_ok_and(|s| matches!(s.f_type, FUSE_SUPER_MAGIC | OVERLAYFS_SUPER_MAGIC | ECRYPTFS_SUPER_MAGIC));
         known.push(Volume { device, fd, by_file });
         Ok(())
     }
