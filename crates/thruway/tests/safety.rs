@@ -165,6 +165,20 @@ fn what_is_excluded_stays_at_the_destination() {
 }
 
 #[test]
+fn what_is_excluded_stays_though_a_file_wants_its_directorys_name() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("foo"), "a file");
+    write(target.join("foo/keep.log"), "kept");
+    let out = try_cp(&lab, &args(&[&"-r", &"--delete", &"--exclude", &"*.log", &slash(&source), &target]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("foo") && stderr(&out).contains("in the way"), "{}", stderr(&out));
+    assert!(target.join("foo/keep.log").exists());
+    cp(&lab, &args(&[&"-r", &"--delete", &slash(&source), &target]));
+    assert_eq!(fs::read_to_string(target.join("foo")).unwrap(), "a file");
+}
+
+#[test]
 fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
     for how in ["push", "pull", "local"] {
         let lab = Lab::new();

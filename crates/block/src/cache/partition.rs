@@ -69,7 +69,7 @@ enum State {
 /// What a look into the table found.
 pub(super) enum Found {
     There,
-    /// Somebody else's for now.
+    /// Another task is loading or holding it.
     Busy,
     /// It is not there, and there is no room.
     Full,

@@ -568,10 +568,11 @@ impl Connection {
             let Some(keys) = Keys::decode(data).filter(|_| header.is_final()) else {
                 return self.reject(reject::PROTOCOL_ERROR, header);
             };
-            let mut answer = Vec::new();
+            let (mut answer, mut is_listed) = (Vec::new(), false);
             for (key, value) in &keys.0 {
                 match key.as_str() {
-                    "SendTargets" if !answer.is_empty() => answer.extend(b"SendTargets=Reject\0"),
+                    // Once: a list for each would multiply the answer.
+                    "SendTargets" if std::mem::replace(&mut is_listed, true) => answer.extend(b"SendTargets=Reject\0"),
                     "SendTargets" => match self.targets.send_targets(value, &self.session, &self.portal) {
                         Some(list) => answer.extend(list.into_bytes()),
                         None => answer.extend(b"SendTargets=Reject\0"),

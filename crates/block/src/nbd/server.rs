@@ -83,8 +83,8 @@ impl Server {
         &self.addresses
     }
 
-    /// Ends every connection when what it has asked for is done, and waits for that, or for `limit`. Nothing is
-    /// acknowledged after it.
+    /// Ends every connection when what it has asked for is done, and waits for that, or for `limit`. What is
+    /// still under way then may be acknowledged later.
     pub fn shut_down(&self, limit: Duration) {
         self.shared.closing.send_replace(true);
         self.shared.gate.wait_until_empty(limit);

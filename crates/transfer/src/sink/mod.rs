@@ -140,6 +140,12 @@ impl Prepared {
     }
 }
 
+/// Whether a directory with contents may be removed because a file takes its name: with `--delete`, unless some of
+/// what it holds may be what the filters leave out.
+fn clears_directories(options: &crate::wire::TreeOptions) -> bool {
+    options.delete && options.exclude.is_empty()
+}
+
 /// A directory in which nothing is and nothing can be made: it has been removed.
 fn nowhere() -> std::io::Result<std::os::fd::OwnedFd> {
     let dir = tempfile::tempdir()?;
@@ -169,8 +175,12 @@ pub fn run(
         None => Arc::new(nowhere().map_err(local)?),
     };
     let options = &terms.options;
-    let manner =
-        Manner { preserve: options.preserve, delete: options.delete, trust: target.trust, replace: target.replace };
+    let manner = Manner {
+        preserve: options.preserve,
+        delete: clears_directories(options),
+        trust: target.trust,
+        replace: target.replace,
+    };
     let tree = Arc::new(Tree::new(root, manner));
     let on_commit = on_commit(&counters, &mailer, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);

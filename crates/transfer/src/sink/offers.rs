@@ -69,7 +69,7 @@ impl Files {
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).map(|(identity, _)| identity);
         match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
-            Judgement::Placed => self.resumed(entry.size),
+            Judgement::Placed => self.resumed(&place, entry.size),
             Judgement::UpToDate => {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
                 self.counters.skipped.fetch_add(1, Ordering::Relaxed);
@@ -79,7 +79,7 @@ impl Files {
                 Some((readback, checked))
                     if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
                 {
-                    self.resumed(entry.size)
+                    self.resumed(&place, entry.size)
                 }
                 _ => Answer::Send,
             },
@@ -104,7 +104,10 @@ impl Files {
         }
     }
 
-    fn resumed(&self, size: u64) -> Answer {
+    fn resumed(&self, place: &Place, size: u64) -> Answer {
+        if self.tree.sync_later(&place.dir).is_err() {
+            return Answer::Send;
+        }
         self.counters.resumed_bytes.fetch_add(size, Ordering::Relaxed);
         self.counters.files.fetch_add(1, Ordering::Relaxed);
         Answer::Skip

@@ -115,6 +115,17 @@ impl Tree {
         &self.volumes
     }
 
+    /// An earlier attempt may have made names here that nobody has synced.
+    ///
+    /// # Errors
+    /// If there are too many file systems below the destination.
+    pub(crate) fn sync_later(&self, dir: impl AsFd) -> io::Result<()> {
+        self.volumes.note(dir)?;
+        // Its directories, too, may be that attempt's: the whole file system is asked.
+        self.changed().many = true;
+        Ok(())
+    }
+
     /// Names or attributes in this directory have changed.
     fn change(&self, dir: &[u8]) {
         let mut changed = self.changed();
@@ -305,7 +316,7 @@ impl Tree {
                     removed.failure.map_or(Ok(()), |(_, e)| Err(e))
                 }
                 Err(Errno::NOTEMPTY | Errno::EXIST) => {
-                    refuse("a directory with contents is in the way (--delete removes it)")
+                    refuse("a directory with contents is in the way (--delete without --exclude removes it)")
                 }
                 Err(e) => Err(e.into()),
             },
