@@ -16,6 +16,7 @@ pub mod client;
 pub mod daemon;
 mod doors;
 pub mod filter;
+mod handshakes;
 pub mod link;
 mod protocol;
 pub mod session;

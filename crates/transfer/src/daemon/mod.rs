@@ -8,6 +8,7 @@ mod request;
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
 use crate::doors::Doors;
+use crate::handshakes::{self, Handshakes, Verdict};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink;
@@ -46,9 +47,11 @@ pub const DEV_EXPORT: &str = "dev";
 
 /// Connections whose greeting is being read at one time.
 const GREETINGS_MAX: usize = 512;
-/// Peers that have not proved yet who they are, in all and from one address. Fewer where descriptors are few.
+/// Peers that have not proved yet who they are, in all, from one address, and waiting their turn. Fewer where descriptors
+/// are few.
 const HANDSHAKES_MAX: usize = 256;
 const HANDSHAKES_OF_ONE_MAX: usize = 32;
+const HANDSHAKES_WAITING_MAX: usize = 4096;
 /// Descriptors that such a peer costs, with some to spare.
 const HANDSHAKE_DESCRIPTORS: u64 = 16;
 
@@ -94,8 +97,9 @@ struct Shared {
     engines: Arc<Engines>,
     exports: HashMap<String, Served>,
     authorized: RwLock<AuthorizedKeys>,
-    /// Peers that have not proved yet who they are.
-    handshakes: Mutex<HashMap<IpAddr, usize>>,
+    handshakes: Mutex<Handshakes<Caller>>,
+    /// Where handshakes have ended: the listening thread gives their places to others.
+    over: Mutex<Vec<IpAddr>>,
     doors: Mutex<Doors<Arrival>>,
     next_session: AtomicU32,
     active: AtomicUsize,
@@ -164,7 +168,8 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            handshakes: Mutex::default(),
+            handshakes: Mutex::new(Handshakes::new(handshake_limits())),
+            over: Mutex::default(),
             config,
             engines,
             exports,
@@ -195,6 +200,7 @@ impl Daemon {
     pub fn run(self) -> Result<(), String> {
         let shared = &self.shared;
         while !shared.stop.load(Ordering::SeqCst) {
+            shared.next_handshakes();
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, .. }) => shared.route_stream(stream, prefix),
@@ -221,7 +227,7 @@ impl Shared {
         let (peer, local) = (request.peer(), request.local());
         match Hello::decode(request.private_data()) {
             Ok(Hello::Control { auth, token }) if auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Rdma(request), token, (peer, local));
+                self.call(Arrival::Rdma(request), token, (peer, local));
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
@@ -262,7 +268,7 @@ impl Shared {
         let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
         match hello {
             Hello::Control { auth, token } if *auth == self.config.credentials.kind() => {
-                self.begin(Arrival::Tcp(stream), *token, (peer, local));
+                self.call(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
             Hello::Data { token, .. } => drop(self.hand_in(*token, Arrival::Tcp(stream))),
@@ -277,14 +283,36 @@ impl Shared {
         given_back
     }
 
-    fn begin(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
-        let Some(handshake) = HandshakePlace::take(self, peer.ip().to_canonical()) else {
-            tracing::warn!(%peer, "too many peers that have not proved who they are");
+    /// A caller who wants a session: now, or when it is its turn.
+    fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
+        let caller = Caller { arrival, token, peer, local };
+        let verdict = lock(&self.handshakes).arrive(peer.ip(), caller, Instant::now());
+        self.follow(verdict);
+    }
+
+    /// Gives the places of handshakes that have ended to those who wait.
+    fn next_handshakes(self: &Arc<Shared>) {
+        let over = std::mem::take(&mut *lock(&self.over));
+        for from in over {
+            let verdict = lock(&self.handshakes).over(from, Instant::now());
+            self.follow(verdict);
+        }
+    }
+
+    fn follow(self: &Arc<Shared>, verdict: Verdict<Caller>) {
+        for Caller { arrival, peer, .. } in verdict.refuse {
+            tracing::warn!(%peer, "refused: too many peers that have not proved who they are");
             if let Arrival::Rdma(request) = arrival {
                 request.reject(b"too many handshakes; try again later");
             }
-            return;
-        };
+        }
+        for (from, caller) in verdict.begin {
+            self.begin(caller, HandshakePlace { shared: Arc::clone(self), from });
+        }
+    }
+
+    fn begin(self: &Arc<Shared>, caller: Caller, handshake: HandshakePlace) {
+        let Caller { arrival, token, peer, local } = caller;
         let shared = Arc::clone(self);
         // Its data connections may come as soon as this one has been answered.
         let opened = lock(&self.doors).open(token, Instant::now());
@@ -318,40 +346,24 @@ impl Shared {
     }
 }
 
-/// The place of a peer that has not proved yet who it is.
+/// Somebody who wants a session and has not proved yet who it is.
+struct Caller {
+    arrival: Arrival,
+    token: Token,
+    peer: SocketAddr,
+    local: SocketAddr,
+}
+
+/// The place of a handshake under way: somebody else's when this is dropped.
 struct HandshakePlace {
     shared: Arc<Shared>,
     from: IpAddr,
 }
 
-impl HandshakePlace {
-    /// A place, if there is one: a peer that says nothing keeps its own address out, not everybody.
-    fn take(shared: &Arc<Shared>, from: IpAddr) -> Option<HandshakePlace> {
-        let most = (thruway_engine::limits::open_files() / 2 / HANDSHAKE_DESCRIPTORS) as usize;
-        let most = most.clamp(4, HANDSHAKES_MAX);
-        let mut places = lock(&shared.handshakes);
-        let total: usize = places.values().sum();
-        let own = places.entry(from).or_default();
-        if total >= most || *own >= HANDSHAKES_OF_ONE_MAX.min(most.div_ceil(2)) {
-            if *own == 0 {
-                places.remove(&from);
-            }
-            return None;
-        }
-        *own += 1;
-        Some(HandshakePlace { shared: Arc::clone(shared), from })
-    }
-}
-
 impl Drop for HandshakePlace {
     fn drop(&mut self) {
-        let mut places = lock(&self.shared.handshakes);
-        if let Some(own) = places.get_mut(&self.from) {
-            *own -= 1;
-            if *own == 0 {
-                places.remove(&self.from);
-            }
-        }
+        lock(&self.shared.over).push(self.from);
+        self.shared.listener.wake();
     }
 }
 
@@ -520,6 +532,17 @@ impl Session<'_> {
             Work::List(_) => unreachable!("answered above"),
         };
         outcome.map(Some)
+    }
+}
+
+fn handshake_limits() -> handshakes::Limits {
+    let descriptors = thruway_engine::limits::open_files();
+    let share = |of: u64| usize::try_from(descriptors / of).unwrap_or(usize::MAX);
+    let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
+    handshakes::Limits {
+        all,
+        of_one: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
+        waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),
     }
 }
 

@@ -1,0 +1,235 @@
+//! Peers that have not proved yet who they are: how many at one time, and who is next.
+//!
+//! What a stranger can make the daemon hold is bounded, in all and for each address. A burst is no attack, though: who comes
+//! while all places are taken waits its turn. Addresses take turns, so that one that says nothing, or sends a flood, keeps
+//! itself waiting and nobody else.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, Ipv6Addr};
+use std::time::{Duration, Instant};
+
+/// A caller who has waited this long is told to come again: it would have given up by now, or soon will.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How many there may be.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Handshakes under way.
+    pub all: usize,
+    /// Handshakes under way with one address.
+    pub of_one: usize,
+    /// Callers who wait.
+    pub waiting: usize,
+}
+
+/// Handshakes under way, and the callers who wait for theirs.
+#[derive(Debug)]
+pub(crate) struct Handshakes<T> {
+    limits: Limits,
+    places: HashMap<IpAddr, Place<T>>,
+    /// Addresses with callers who wait, in the order in which they are next.
+    turns: VecDeque<IpAddr>,
+    under_way: usize,
+    waiting: usize,
+}
+
+#[derive(Debug)]
+struct Place<T> {
+    under_way: usize,
+    waiting: VecDeque<(Instant, T)>,
+}
+
+/// What to do now.
+#[derive(Debug)]
+pub(crate) struct Verdict<T> {
+    /// Handshakes to begin; each is told of by [`Handshakes::over`] when it has ended.
+    pub begin: Vec<(IpAddr, T)>,
+    /// Callers to be told that there are too many.
+    pub refuse: Vec<T>,
+}
+
+impl<T> Handshakes<T> {
+    pub(crate) fn new(limits: Limits) -> Handshakes<T> {
+        Handshakes { limits, places: HashMap::new(), turns: VecDeque::new(), under_way: 0, waiting: 0 }
+    }
+
+    /// Somebody calls.
+    pub(crate) fn arrive(&mut self, from: IpAddr, caller: T, now: Instant) -> Verdict<T> {
+        let from = site(from);
+        let place = self.places.entry(from).or_insert_with(|| Place { under_way: 0, waiting: VecDeque::new() });
+        if place.waiting.is_empty() {
+            self.turns.push_back(from);
+        }
+        place.waiting.push_back((now, caller));
+        self.waiting += 1;
+        let mut verdict = self.turn(now);
+        if self.waiting > self.limits.waiting {
+            verdict.refuse.extend(self.give_up_newest_of_longest());
+        }
+        verdict
+    }
+
+    /// A handshake with `from` has ended, well or not.
+    pub(crate) fn over(&mut self, from: IpAddr, now: Instant) -> Verdict<T> {
+        let from = site(from);
+        if let Some(place) = self.places.get_mut(&from) {
+            place.under_way = place.under_way.saturating_sub(1);
+            self.under_way = self.under_way.saturating_sub(1);
+        }
+        let verdict = self.turn(now);
+        self.forget(from);
+        verdict
+    }
+
+    /// Gives free places to those who wait, an address at a time.
+    fn turn(&mut self, now: Instant) -> Verdict<T> {
+        let mut verdict = Verdict { begin: Vec::new(), refuse: Vec::new() };
+        // Whoever is passed over once is passed over until something ends.
+        let mut passed_over = 0;
+        while self.under_way < self.limits.all && passed_over < self.turns.len() {
+            let Some(from) = self.turns.pop_front() else { break };
+            let Some(place) = self.places.get_mut(&from) else { continue };
+            while place.waiting.front().is_some_and(|(since, _)| now.duration_since(*since) > PATIENCE) {
+                verdict.refuse.extend(place.waiting.pop_front().map(|(_, caller)| caller));
+                self.waiting -= 1;
+            }
+            let mut begun = false;
+            if place.under_way < self.limits.of_one
+                && let Some((_, caller)) = place.waiting.pop_front()
+            {
+                self.waiting -= 1;
+                place.under_way += 1;
+                self.under_way += 1;
+                verdict.begin.push((from, caller));
+                begun = true;
+            }
+            if place.waiting.is_empty() {
+                self.forget(from);
+            } else {
+                self.turns.push_back(from);
+                passed_over = if begun { 0 } else { passed_over + 1 };
+            }
+        }
+        verdict
+    }
+
+    fn give_up_newest_of_longest(&mut self) -> Option<T> {
+        let (&from, place) = self.places.iter_mut().max_by_key(|(_, place)| place.waiting.len())?;
+        let (_, caller) = place.waiting.pop_back()?;
+        self.waiting -= 1;
+        if place.waiting.is_empty() {
+            self.turns.retain(|turn| *turn != from);
+            self.forget(from);
+        }
+        Some(caller)
+    }
+
+    fn forget(&mut self, from: IpAddr) {
+        if self.places.get(&from).is_some_and(|place| place.under_way == 0 && place.waiting.is_empty()) {
+            self.places.remove(&from);
+        }
+    }
+}
+
+/// What counts as one caller: an address, or the network of 2^64 that one IPv6 host usually has.
+fn site(from: IpAddr) -> IpAddr {
+    match from.to_canonical() {
+        IpAddr::V6(v6) => {
+            let [a, b, c, d, ..] = v6.segments();
+            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
+        }
+        v4 => v4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LIMITS: Limits = Limits { all: 8, of_one: 3, waiting: 20 };
+
+    fn address(number: u8) -> IpAddr {
+        [10, 0, 0, number].into()
+    }
+
+    #[test]
+    fn a_flood_from_one_address_holds_up_no_other() {
+        let (mut handshakes, now) = (Handshakes::new(LIMITS), Instant::now());
+        let mut refused = 0;
+        for number in 0..1000 {
+            refused += handshakes.arrive(address(1), number, now).refuse.len();
+        }
+        assert_eq!(refused, 1000 - 3 - 20);
+        let other = handshakes.arrive(address(2), 1000, now);
+        assert_eq!(other.begin, [(address(2), 1000)]);
+        // Of those who wait, the one with the most loses its newest.
+        for number in 1001..1003 {
+            assert_eq!(handshakes.arrive(address(2), number, now).begin.len(), 1);
+        }
+        assert_eq!(handshakes.arrive(address(2), 1003, now).refuse, [22]);
+    }
+
+    #[test]
+    fn who_has_waited_too_long_is_refused_and_the_rest_go_on() {
+        let (mut handshakes, start) = (Handshakes::new(LIMITS), Instant::now());
+        for number in 0..5 {
+            handshakes.arrive(address(1), number, start);
+        }
+        handshakes.arrive(address(1), 5, start + PATIENCE);
+        let verdict = handshakes.over(address(1), start + PATIENCE + Duration::from_millis(1));
+        assert_eq!(verdict.refuse, [3, 4]);
+        assert_eq!(verdict.begin, [(address(1), 5)]);
+    }
+
+    #[test]
+    fn a_host_with_a_network_of_its_own_is_one_caller() {
+        let (mut handshakes, now) = (Handshakes::new(LIMITS), Instant::now());
+        let begun = (0..100u128).map(|low| {
+            let from = Ipv6Addr::from(0x2001_0db8_0000_0001_u128 << 64 | low).into();
+            handshakes.arrive(from, low, now).begin.len()
+        });
+        assert_eq!(begun.sum::<usize>(), LIMITS.of_one);
+    }
+
+    proptest! {
+        /// Everybody is begun or refused exactly once, nobody waits beside a free place, and no bound is passed.
+        #[test]
+        fn everybody_gets_one_answer(calls in prop::collection::vec((0u8..6, any::<bool>(), 0u64..3000), 0..400)) {
+            let (mut handshakes, mut now) = (Handshakes::new(LIMITS), Instant::now());
+            let (mut under_way, mut answered, mut next) = (Vec::new(), Vec::new(), 0);
+            for (number, arrives, later) in calls {
+                now += Duration::from_millis(later);
+                let verdict = if arrives || under_way.is_empty() {
+                    next += 1;
+                    handshakes.arrive(address(number), next - 1, now)
+                } else {
+                    let ended = under_way.swap_remove(usize::from(number) % under_way.len());
+                    handshakes.over(ended, now)
+                };
+                for (from, caller) in verdict.begin {
+                    under_way.push(from);
+                    answered.push(caller);
+                }
+                answered.extend(verdict.refuse);
+                prop_assert!(under_way.len() <= LIMITS.all);
+                for number in 0..6 {
+                    let of_one = under_way.iter().filter(|from| **from == address(number)).count();
+                    prop_assert!(of_one <= LIMITS.of_one);
+                    let waits = handshakes.places.get(&address(number)).is_some_and(|p| !p.waiting.is_empty());
+                    prop_assert!(!waits || of_one == LIMITS.of_one || under_way.len() == LIMITS.all);
+                }
+                prop_assert!(handshakes.waiting <= LIMITS.waiting);
+            }
+            while let Some(from) = under_way.pop() {
+                let verdict = handshakes.over(from, now);
+                under_way.extend(verdict.begin.iter().map(|(from, _)| *from));
+                answered.extend(verdict.begin.into_iter().map(|(_, caller)| caller));
+                answered.extend(verdict.refuse);
+            }
+            answered.sort_unstable();
+            prop_assert_eq!(answered, (0..next).collect::<Vec<_>>());
+            prop_assert!(handshakes.places.is_empty() && handshakes.turns.is_empty());
+        }
+    }
+}
