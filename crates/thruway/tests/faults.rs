@@ -170,9 +170,12 @@ enum Fault {
     Cut,
     /// The octet changes on its way from the client.
     Corrupt,
+    /// Every connection dies there.
+    CutAlways,
 }
 
-/// Forwards connections, and lets `fault` happen at the `at`th octet; then it is well again.
+/// Forwards connections, and lets `fault` happen at the `at`th octet; then, but for [`Fault::CutAlways`], it is well
+/// again.
 fn proxy(to: SocketAddr, fault: Fault, at: i64) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
@@ -182,7 +185,10 @@ fn proxy(to: SocketAddr, fault: Fault, at: i64) -> SocketAddr {
             let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else { return };
             let pairs = [(client.try_clone().unwrap(), server.try_clone().unwrap(), true), (server, client, false)];
             for (from, into, from_client) in pairs {
-                let left = Arc::clone(&left);
+                let left = match fault {
+                    Fault::CutAlways => Arc::new(AtomicI64::new(at)),
+                    _ => Arc::clone(&left),
+                };
                 let counts = from_client || fault == Fault::Cut;
                 std::thread::spawn(move || forward(from, into, fault, counts.then_some(&*left)));
             }
@@ -197,7 +203,7 @@ fn forward(mut from: TcpStream, mut into: TcpStream, fault: Fault, left: Option<
         let before = left.map_or(0, |left| left.fetch_sub(n as i64, Ordering::SeqCst));
         if before > 0 && before <= n as i64 {
             match fault {
-                Fault::Cut => break,
+                Fault::Cut | Fault::CutAlways => break,
                 Fault::Corrupt => buffer[before as usize - 1] ^= 0x20,
             }
         }
@@ -224,6 +230,56 @@ fn a_cut_connection_is_made_again_within_the_command() {
         assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
         no_leftovers(&served);
     }
+}
+
+#[test]
+fn attempts_that_get_nowhere_end_and_those_that_get_on_do_not() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let proxy = proxy(daemon.addr.parse().unwrap(), Fault::CutAlways, 12 << 20);
+    // What goes nowhere is never there already.
+    let nowhere = args(&[&"--retries", &"2", &big, &format!("tw://{proxy}/dev/null")]);
+    assert_eq!(try_cp(&lab, &nowhere).status.code(), Some(1));
+    let result = cp(&lab, &args(&[&"--retries", &"1", &"--streams", &"1", &big, &format!("tw://{proxy}/e/copy")]));
+    assert!(result["retries"].as_u64().unwrap() > 1, "{result}");
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+}
+
+#[test]
+fn a_job_that_its_own_predecessor_still_holds_waits_for_it() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 24 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let command = args(&[&"--bwlimit", &"16M", &big, &daemon.url("e/copy")]);
+    let mut child = spawn_cp(&lab, &command);
+    until_recorded(&served, 4 * MIB);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Somebody still has the journal, for longer than the daemon waits.
+    let journals = fs::read_dir(&served).unwrap().flatten().map(|e| e.path());
+    let journal = { journals }.find(|path| path.extension() == Some(OsStr::new("journal"))).unwrap();
+    let held = fs::File::open(&journal).unwrap();
+    held.lock().unwrap();
+    let mut second = thruway(lab.dir.path())
+        .args(["cp", "--json"])
+        .args(&command)
+        .env("THRUWAY_LOG", "warn")
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut told = std::io::BufReader::new(second.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("is under way") {
+        line.clear();
+        assert!(std::io::BufRead::read_line(&mut told, &mut line).unwrap() > 0, "it gave up: {:?}", second.wait());
+    }
+    drop(held);
+    let mut rest = String::new();
+    told.read_to_string(&mut rest).unwrap();
+    assert!(second.wait().unwrap().success(), "{line}{rest}");
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
 }
 
 #[test]
@@ -303,6 +359,32 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
     assert!(stderr(&out).contains("changed while it was read"), "{}", stderr(&out));
     assert!(!served.join("big").exists());
     assert_eq!(fs::read_to_string(served.join("other")).unwrap(), "other");
+}
+
+#[test]
+fn a_file_that_grows_and_changes_is_not_copied_as_a_mixture() {
+    for provider in ["iwarp", "tcp"] {
+        let lab = Lab::new();
+        let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+        let daemon = lab.serve(&served);
+        let command =
+            args(&[&"--provider", &provider, &"--depth", &"4", &"--bwlimit", &"16M", &big, &daemon.url("e/")]);
+        let child = thruway(lab.dir.path())
+            .args(["cp", "--quiet"])
+            .args(&command)
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        until_written(&served, 4 * MIB);
+        // As a database that is reorganised, or a log that is rewritten: longer, and another at its beginning.
+        let file = fs::OpenOptions::new().write(true).open(&big).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"other", 0).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"more", 32 * MIB).unwrap();
+        let out = child.wait_with_output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("changed while it was read"), "{provider}: {}", stderr(&out));
+        assert!(!served.join("big").exists(), "{provider}");
+    }
 }
 
 #[test]

@@ -260,6 +260,21 @@ fn names_like_our_own_are_files_like_any_other() {
     assert_same(&source, &served, Compare::Content);
     let listed = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
     assert!(String::from_utf8_lossy(&listed.stdout).contains(".report.txt.tw-20240101"));
+    // What another copy is writing right here is no file yet.
+    let source = lab.mkdir("receiving");
+    let unfinished = format!(".f.tw-{}", "0123abcd".repeat(4));
+    write(source.join(&unfinished), "half");
+    write(source.join("whole"), "x");
+    for list in [
+        args(&[&"-r", &slash(&source), &daemon.url("e/")]),
+        args(&[&source.join(&unfinished), &source.join("whole"), &daemon.url("e/")]),
+    ] {
+        let out = try_cp(&lab, &list);
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("files of unfinished copies"), "{}", stderr(&out));
+        assert!(served.join("whole").exists() && !served.join(&unfinished).exists());
+        fs::remove_file(served.join("whole")).unwrap();
+    }
 }
 
 #[test]
@@ -321,6 +336,21 @@ fn files_of_one_name_do_not_overwrite_each_other() {
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("not overwriting"), "{}", stderr(&out));
     assert_eq!(fs::read_to_string(target.join("x")).unwrap(), "from a");
+    // Nor does a directory take the place of a file, or a file that of a directory.
+    write(lab.path("c/x/inner"), "from c");
+    for (first, second, kept) in [("a", "c", "x"), ("c", "a", "x/inner")] {
+        let target = lab.mkdir(&format!("target-{first}"));
+        let (first, second) = (slash(&lab.path(first)), slash(&lab.path(second)));
+        let out = try_cp(&lab, &args(&[&"-r", &"--delete", &first, &second, &target]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("not overwriting"), "{}", stderr(&out));
+        assert!(target.join(kept).is_file(), "{kept}");
+    }
+    // Directories become one.
+    write(lab.path("d/x/other"), "from d");
+    let both = lab.mkdir("both");
+    cp(&lab, &args(&[&"-r", &slash(&lab.path("c")), &slash(&lab.path("d")), &both]));
+    assert_eq!(names(&both.join("x")), ["inner", "other"]);
 }
 
 #[test]
@@ -366,6 +396,36 @@ fn an_attribute_that_cannot_be_kept_does_not_cost_the_file() {
         .unwrap();
     assert_eq!(String::from_utf8_lossy(&out.stdout).trim_end(), "content", "{}", stderr(&out));
     assert_eq!(stderr(&out).matches("not supported by the destination").count(), 1, "{}", stderr(&out));
+}
+
+#[test]
+fn attributes_that_one_attempt_could_not_keep_are_told_by_the_next() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    write(source.join("a-small"), "content");
+    fs::write(source.join("b-large"), noise(24 << 20, 1)).unwrap();
+    for name in ["a-small", "b-large"] {
+        let mut set = Command::new("setfattr");
+        set.args(["-n", "user.origin", "-v", "http://x"]).arg(source.join(name));
+        assert!(set.status().unwrap().success());
+    }
+    // ramfs has no attributes of users. The first attempt is killed when the small file is in place.
+    let target = lab.mkdir("ramfs");
+    let script = "mount -t ramfs none \"$1\" || exit 9
+        \"$0\" cp --quiet --bwlimit 8M -rp \"$2\"/ \"$1\"/ 2>/dev/null & first=$!
+        until [ -e \"$1\"/a-small ]; do kill -0 $first || exit 8; done
+        kill -9 $first; wait $first
+        \"$0\" cp --json -rp \"$2\"/ \"$1\"/ && exit 7
+        cmp \"$1\"/a-small \"$2\"/a-small && cmp \"$1\"/b-large \"$2\"/b-large || exit 6";
+    let out = Command::new("unshare")
+        .args(["--mount", "bash", "-c", script, THRUWAY])
+        .args([&target, &source])
+        .env("XDG_CONFIG_HOME", lab.dir.path())
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{:?}: {}", out.status, stderr(&out));
+    assert!(stderr(&out).contains("not supported by the destination"), "{}", stderr(&out));
+    assert!(parse(&out)["resumed_bytes"].as_u64().unwrap() > 0, "the small file was not sent again");
 }
 
 #[test]

@@ -93,6 +93,20 @@ impl Principal {
         Some(Allowed { rights, base })
     }
 
+    /// The identity of a job of this principal's: two principals that call their jobs alike have two jobs.
+    pub fn job(&self, asked: &[u8; 16]) -> [u8; 16] {
+        let mut hasher = blake3::Hasher::new_derive_key("thruway job of a principal");
+        hasher.update(asked);
+        match self {
+            Principal::Operator => hasher.update(b"operator"),
+            Principal::Anonymous => hasher.update(b"anonymous"),
+            Principal::Key(key, _) => hasher.update(b"key ").update(key.bytes()),
+        };
+        let mut job = [0; 16];
+        hasher.finalize_xof().fill(&mut job);
+        job
+    }
+
     /// Whether there is anything in this export that the principal may do.
     pub fn knows(&self, export: &str) -> bool {
         match self {

@@ -41,6 +41,16 @@ pub struct Remote {
     pub transport: Transport,
 }
 
+impl Remote {
+    /// Turns to the next address, and comes back to this one after the others.
+    fn next_address(&mut self) {
+        if !self.others.is_empty() {
+            let next = self.others.remove(0);
+            self.others.push(std::mem::replace(&mut self.addr, next));
+        }
+    }
+}
+
 /// What the local end is.
 #[derive(Clone)]
 pub enum Local {
@@ -91,7 +101,7 @@ pub type Reach<'a> = dyn Fn() -> Result<Remote, String> + 'a;
 /// How a job ended.
 #[derive(Debug, Clone)]
 pub struct Finished {
-    /// Totals over all attempts.
+    /// Totals of the last attempt, in which what those before it did counts as resumed.
     pub summary: Summary,
     /// Attempts after the first.
     pub retries: u32,
@@ -104,8 +114,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Attempts to reach a peer that has never been reached.
 const FIRST_ATTEMPTS: u32 = 3;
 
-/// Runs a job. After a loss it is tried again, with pauses that grow to half a minute; whoever gets on
-/// in an attempt has all retries again. `reach` reaches the peer anew for that, if its address is not enough.
+/// Runs a job. After a loss it is tried again, with pauses that grow to half a minute; all retries are to be had again
+/// when more is durable at the sink than any attempt before had found there. `reach` reaches the peer anew for that, if its address is not enough.
 ///
 /// # Errors
 /// [`SessionError`] of the last attempt.
@@ -117,17 +127,22 @@ pub fn run(
     reach: Option<&Reach<'_>>,
 ) -> Result<Finished, SessionError> {
     engine.attract();
-    let mut state = Attempts { remote: job.remote.clone(), again: false, renamed: false, reached: false };
+    let mut state = Attempts { remote: job.remote.clone(), renamed: false, reached: false };
     let (mut retries, mut idle) = (0, 0);
+    // The most that an attempt has found done by those before it.
+    let mut furthest = 0;
     loop {
-        let before = progress.bytes.load(Ordering::Relaxed);
+        let before = progress.resumed.load(Ordering::Relaxed);
         match attempt(job, engine, progress, on_report, &mut state) {
             Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
             Err(error) if error.is_transient() => {
-                if progress.bytes.load(Ordering::Relaxed) > before {
-                    idle = 0;
+                // Bytes that are sent again and again, and kept nowhere, are no progress.
+                let found = progress.resumed.load(Ordering::Relaxed) - before;
+                if found > furthest {
+                    (furthest, idle) = (found, 0);
                 }
-                let most = if state.reached { job.retries } else { job.retries.min(FIRST_ATTEMPTS) };
+                let there = state.reached || matches!(error, SessionError::Aborted(..));
+                let most = if there { job.retries } else { job.retries.min(FIRST_ATTEMPTS) };
                 if idle >= most {
                     return Err(error);
                 }
@@ -142,7 +157,6 @@ pub fn run(
                         Err(why) => tracing::warn!(why, "the peer cannot be reached"),
                     }
                 }
-                state.again = true;
             }
             Err(error) => return Err(error),
         }
@@ -152,8 +166,6 @@ pub fn run(
 /// What one attempt leaves to the next.
 struct Attempts {
     remote: Remote,
-    /// It is not the first.
-    again: bool,
     /// The peer said that the single source gets the target's name.
     renamed: bool,
     /// A session has been agreed on.
@@ -168,8 +180,9 @@ fn attempt(
     state: &mut Attempts,
 ) -> Result<(Summary, String), SessionError> {
     let mut options = job.options.clone();
-    // Files this very run has put in place are not to be sent twice.
-    if state.again {
+    // Files this very run has put in place are not to be sent twice. What was there before it is forgotten
+    // once a session has been agreed on.
+    if state.reached {
         options.no_resume = false;
     }
     let direction = match job.local {
@@ -284,15 +297,17 @@ fn request_session(
     early: Option<(Role, Option<u32>)>,
     mut request: SessionRequest,
 ) -> Result<Link, SessionError> {
+    let mut tried = 0;
     let (mut link, key) = loop {
         let device = remote.fabric.open()?;
         let call = Call { addr: remote.addr, credentials: &remote.credentials, token, early };
         match Link::connect(device, remote.transport, &call) {
             Ok(connected) => break connected,
             // A name may have addresses at which nobody listens.
-            Err(error) if error.is_transient() && !remote.others.is_empty() => {
+            Err(error) if error.is_transient() && tried < remote.others.len() => {
                 tracing::debug!(addr = %remote.addr, %error, "trying the next address");
-                remote.addr = remote.others.remove(0);
+                tried += 1;
+                remote.next_address();
             }
             Err(error) => return Err(error.into()),
         }

@@ -171,6 +171,9 @@ pub struct Progress {
     pub files: AtomicU64,
     /// Octets known to be moved in all, so far.
     pub total_bytes: AtomicU64,
+    /// What did not have to be sent because it is durable at the sink: bytes, and one for each file. An
+    /// attempt that finds more of that than those before it has got on.
+    pub resumed: AtomicU64,
     /// No more will be found.
     pub total_known: AtomicBool,
 }
@@ -196,6 +199,9 @@ pub enum SessionError {
     /// This end cannot go on.
     #[error("{0}")]
     Local(String),
+    /// This end is at the same job already.
+    #[error("{0}")]
+    Busy(String),
     /// A block did not arrive as it was sent.
     #[error("block {sequence} arrived damaged ({what})")]
     Damaged {
@@ -218,20 +224,26 @@ impl SessionError {
             SessionError::Link(error) => error.is_transient(),
             SessionError::Damaged { .. } => true,
             SessionError::Aborted(code, _) => code.is_transient(),
-            SessionError::Local(_) => false,
+            SessionError::Local(_) | SessionError::Busy(_) => false,
         }
     }
 }
 
 impl SessionError {
+    /// What the peer is told; `None` if the peer is the one who knows.
+    pub(crate) fn code(&self) -> Option<AbortCode> {
+        match self {
+            SessionError::Local(_) => Some(AbortCode::Failed),
+            SessionError::Busy(_) => Some(AbortCode::Busy),
+            SessionError::Damaged { .. } => Some(AbortCode::Damaged),
+            SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)) => Some(AbortCode::Protocol),
+            SessionError::Link(_) | SessionError::Aborted(..) => None,
+        }
+    }
+
     /// Tells the peer why the session ends here, if the peer is not the one who knows.
     pub(crate) fn tell(&self, link: &mut crate::link::Link) {
-        let code = match self {
-            SessionError::Local(_) => AbortCode::Failed,
-            SessionError::Damaged { .. } => AbortCode::Damaged,
-            SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)) => AbortCode::Protocol,
-            SessionError::Link(_) | SessionError::Aborted(..) => return,
-        };
+        let Some(code) = self.code() else { return };
         let mut why = self.to_string();
         let cut = (0..=1000).rev().find(|i| why.is_char_boundary(*i)).unwrap_or(0);
         why.truncate(cut);

@@ -69,22 +69,17 @@ pub(crate) fn read_open(file: BorrowedFd<'_>) -> io::Result<Vec<(Vec<u8>, Vec<u8
     }
 }
 
-/// Sets an attribute.
-pub(crate) fn write(dir: BorrowedFd<'_>, name: &CStr, attribute: &[u8], value: &[u8]) -> io::Result<()> {
-    let path = path_of(dir, name);
+/// Sets an attribute of what is open, a symbolic link opened as a path included.
+pub(crate) fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<()> {
     let attribute = CString::new(attribute)?;
-    Ok(if name.is_empty() {
-        rustix::fs::setxattr(&path, &attribute, value, XattrFlags::empty())
-    } else {
-        rustix::fs::lsetxattr(&path, &attribute, value, XattrFlags::empty())
-    }?)
+    Ok(rustix::fs::setxattr(path_of(fd, c""), &attribute, value, XattrFlags::empty())?)
 }
 
-/// Gives one file of a directory the access control list of another, if that has one. Best effort.
-pub(crate) fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: &CStr) {
+/// Gives an open file the access control list of an entry of a directory, if that has one. Best effort.
+pub(crate) fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: BorrowedFd<'_>) {
     const ACL: &CStr = c"system.posix_acl_access";
     let mut value = vec![0; 4096];
     if let Ok(n) = rustix::fs::lgetxattr(path_of(dir, from), ACL, value.as_mut_slice()) {
-        let _ = rustix::fs::lsetxattr(path_of(dir, to), ACL, &value[..n], XattrFlags::empty());
+        let _ = rustix::fs::setxattr(path_of(to, c""), ACL, &value[..n], XattrFlags::empty());
     }
 }

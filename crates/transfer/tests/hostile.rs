@@ -341,6 +341,8 @@ fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
         Record::Dir { path: b"a/../../b".to_vec(), meta: meta.clone() },
         Record::Symlink { path: b"x/../../y".to_vec(), target: b"z".to_vec(), meta: meta.clone() },
         Record::Link { path: b"fine".to_vec(), target: b"../secret".to_vec() },
+        Record::File { path: b".thruway-00112233445566778899aabbccddeeff.journal".to_vec(), meta: meta.clone() },
+        Record::File { path: b"d/.f.tw-00112233445566778899aabbccddeeff".to_vec(), meta: meta.clone() },
         Record::Begin { file: 1, path: b"a\0b".to_vec(), meta: meta.clone(), resume: false },
         // Kinds that the request did not ask for.
         Record::Keep { path: Vec::new(), below: 0, names: Vec::new(), end: KeepEnd::Complete },
@@ -355,6 +357,26 @@ fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
         assert!(said.contains("path") || said.contains("asked for"), "{record:?}: {said}");
     }
     lab.until_empty("a bad record");
+    lab.check_alive();
+}
+
+#[test]
+fn a_source_goes_on_only_with_what_it_was_told_is_there() {
+    let lab = Lab::new();
+    let meta = Meta { mode: 0o644, size: 4, ..Meta::default() };
+    std::fs::write(lab.dir.path().join("there"), "here").unwrap();
+    for record in [
+        Record::Begin { file: 1, path: b"there".to_vec(), meta: meta.clone(), resume: true },
+        Record::Attributes { path: b"there".to_vec(), meta: Meta { mode: 0o777, ..meta.clone() } },
+    ] {
+        let mut liar = lab.session();
+        let (block, header) = liar.pack(&[(record.clone(), b"")], 0);
+        liar.write(block, header);
+        let said = liar.ended();
+        assert!(said.contains("unexpected"), "{record:?}: {said}");
+    }
+    std::fs::remove_file(lab.dir.path().join("there")).unwrap();
+    lab.until_empty("a continuation of nothing");
     lab.check_alive();
 }
 

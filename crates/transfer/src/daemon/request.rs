@@ -2,6 +2,7 @@
 
 use super::{DEV_EXPORT, Shared};
 use crate::access::{Allowed, Principal, Rights};
+use crate::session::SessionError;
 use crate::sink::{self, Prepared, Target, Trust};
 use crate::source::{Root, this_machine};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
@@ -108,7 +109,9 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
             if asked.options.delete && !allowed.rights.contains(Rights::DELETE) {
                 return refuse("you have no right to delete here (--delete)");
             }
-            open_push(export, asked, allowed)
+            // What one principal leaves unfinished is no other's to go on with.
+            let job = principal.job(&asked.job);
+            open_push(export, asked, job, allowed)
         }
         Direction::Pull => {
             let root_of = |s: &wire::SourceSpec| {
@@ -142,7 +145,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
     match asked.direction {
         Direction::Push if asked.path == b"null" => {
             let target = Target { root: None, job: asked.job, names: None, trust: Trust::Peer, replace: true };
-            let prepared = Prepared::new(target, &asked.options).map_err(|e| (AbortCode::Failed, e.to_string()))?;
+            let prepared = Prepared::new(target, &asked.options).map_err(told)?;
             Ok(Work::Push(Box::new(prepared), Push { rename: None, destination: None }))
         }
         Direction::Pull if asked.sources.len() == 1 && asked.sources[0].path == b"zero" => {
@@ -157,7 +160,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
 /// Where a push goes: an existing directory takes the sources by their names; otherwise a
 /// single source gets the target's name, unless a slash asks for a directory. An attempt that
 /// is repeated goes where the first one went, though the target is there by now.
-fn open_push(export: &Served, asked: &SessionRequest, allowed: Allowed) -> Result<Work, Refusal> {
+fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Allowed) -> Result<Work, Refusal> {
     let (base, path) = base_of(export, &asked.path, allowed.base)?;
     let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(&asked.path), sentence(e)));
     let by_name = || -> Result<(OwnedFd, Option<Vec<u8>>), Refusal> {
@@ -167,7 +170,7 @@ fn open_push(export: &Served, asked: &SessionRequest, allowed: Allowed) -> Resul
     let (dir, rename) = match export.open_dir(&base, path) {
         Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
         Ok(dir) => match by_name() {
-            Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &asked.job) => (parent, name),
+            Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &job) => (parent, name),
             _ => (dir, None),
         },
         Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
@@ -186,13 +189,17 @@ fn open_push(export: &Served, asked: &SessionRequest, allowed: Allowed) -> Resul
         Destination { machine: this_machine(), device: stat.st_dev, inode: stat.st_ino, name: rename.clone() };
     let target = Target {
         root: Some(Arc::new(dir)),
-        job: asked.job,
+        job,
         names: rename.clone().map(|name| vec![name]),
         trust: allowed.rights.trust(),
         replace: allowed.rights.contains(Rights::REPLACE),
     };
-    let prepared = Prepared::new(target, &asked.options).map_err(|e| (AbortCode::Failed, e.to_string()))?;
+    let prepared = Prepared::new(target, &asked.options).map_err(told)?;
     Ok(Work::Push(Box::new(prepared), Push { rename, destination: Some(destination) }))
+}
+
+fn told(error: SessionError) -> Refusal {
+    (error.code().unwrap_or(AbortCode::Failed), error.to_string())
 }
 
 fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()> {

@@ -9,7 +9,7 @@
 
 use super::journal::{Identity, Journal, Key, Version};
 use super::tree::{Place, Tree};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::AtFlags;
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
@@ -35,8 +35,22 @@ pub(crate) struct Finished {
     pub(crate) key: Key,
     pub(crate) version: Version,
     pub(crate) identity: Identity,
-    /// The open file, where it is still open.
-    pub(crate) file: Option<Arc<File>>,
+    /// Not all of its attributes could be kept.
+    pub(crate) lacking: bool,
+    pub(crate) content: Content,
+}
+
+/// How far a finished file's content is on its way to the medium.
+pub(crate) enum Content {
+    /// It is still open: to be synced through the descriptor that it was written through, which no error passes by.
+    Open(Arc<File>),
+    /// Synced.
+    Synced,
+    /// Syncing it failed, which the kernel will not say again.
+    Lost(io::Error),
+    /// Not open any more: an error may have been told to somebody else, but not to those who sync its file system
+    /// through a descriptor from before the first write.
+    Closed,
 }
 
 /// What becomes of files.
@@ -58,6 +72,7 @@ pub(crate) type OnCommit = Box<dyn Fn(Committed<'_>) + Send>;
 pub(crate) struct Committer {
     sender: Mutex<Option<Sender<Vec<Finished>>>>,
     pending: Arc<Pending>,
+    tree: Arc<Tree>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -82,9 +97,10 @@ impl Committer {
         let (sender, receiver) = channel();
         let pending = Arc::new(Pending::default());
         let count = Arc::clone(&pending);
-        let run = move || commit_groups(&receiver, &tree, journal.as_deref(), &on_commit, &count);
+        let of_thread = Arc::clone(&tree);
+        let run = move || commit_groups(&receiver, &of_thread, journal.as_deref(), &on_commit, &count);
         let thread = std::thread::Builder::new().name("commit".into()).stack_size(256 << 10).spawn(run)?;
-        Ok(Committer { sender: Mutex::new(Some(sender)), pending, thread: Mutex::new(Some(thread)) })
+        Ok(Committer { sender: Mutex::new(Some(sender)), pending, tree, thread: Mutex::new(Some(thread)) })
     }
 
     /// Waits until there is room for more files.
@@ -94,23 +110,46 @@ impl Committer {
         drop(waited.expect("no panics under the lock"));
     }
 
+    /// What to do with a file that has been written, and is one of a group of which so many are kept open: where
+    /// the group will be synced with its file systems it need not stay open.
+    pub(crate) fn keep(&self, file: File, open: usize) -> Content {
+        if open < ONE_BY_ONE_MAX {
+            return Content::Open(Arc::new(file));
+        }
+        match self.by_file().then(|| file.sync_all()) {
+            None => Content::Closed,
+            Some(Ok(())) => Content::Synced,
+            Some(Err(e)) => Content::Lost(e),
+        }
+    }
+
     /// Hands over finished files.
     pub(crate) fn submit(&self, mut files: Vec<Finished>) {
         if files.is_empty() {
             return;
         }
-        let sender = self.sender.lock().expect("no panics under the lock");
+        let sender = self.sender.lock().expect("no panics under the lock").clone();
         // Where nobody takes them, nobody would ever count them off.
-        let Some(sender) = &*sender else { return };
-        for file in files.iter_mut().filter(|f| f.file.is_some()) {
+        let Some(sender) = sender else { return };
+        for file in &mut files {
+            let Content::Open(open) = &file.content else { continue };
             if self.pending.open.fetch_add(1, Ordering::SeqCst) >= OPEN_MAX {
-                // Opened again when its turn comes; descriptors are few.
+                // Descriptors are few.
                 self.pending.open.fetch_sub(1, Ordering::SeqCst);
-                file.file = None;
+                file.content = match self.by_file().then(|| open.sync_all()) {
+                    None => Content::Closed,
+                    Some(Ok(())) => Content::Synced,
+                    Some(Err(e)) => Content::Lost(e),
+                };
             }
         }
         *self.pending.files() += files.len() as u64;
         let _ = sender.send(files);
+    }
+
+    /// Whether files are only made durable by syncing each.
+    fn by_file(&self) -> bool {
+        self.tree.volumes().any_by_file()
     }
 
     /// Files submitted and not in place yet.
@@ -143,18 +182,13 @@ fn commit_groups(
         while let Ok(more) = receiver.try_recv() {
             group.extend(more);
         }
-        let open = group.iter().filter(|f| f.file.is_some()).count() as u64;
+        let open = group.iter().filter(|f| matches!(f.content, Content::Open(_))).count() as u64;
         let count = group.len() as u64;
         let directories = Directories { tree, last: Mutex::default() };
         if lost {
             group.iter().for_each(|file| directories.discard(file));
         } else {
-            let outcome = commit(
-                &group,
-                journal,
-                |group| make_durable(group, tree, &directories),
-                |file| directories.place(file),
-            );
+            let outcome = commit(&group, journal, |group| make_durable(group, tree), |file| directories.place(file));
             match outcome {
                 // Failures are reported before the group counts as done: the session ends when all are.
                 Ok(placed) => {
@@ -187,11 +221,17 @@ fn commit_groups(
 pub(crate) trait Commit {
     /// Name within the job, version at the source, and which file it is here.
     fn named(&self) -> (&Key, &Version, Identity);
+    /// Not all of its attributes could be kept.
+    fn is_lacking(&self) -> bool;
 }
 
 impl Commit for Finished {
     fn named(&self) -> (&Key, &Version, Identity) {
         (&self.key, &self.version, self.identity)
+    }
+
+    fn is_lacking(&self) -> bool {
+        self.lacking
     }
 }
 
@@ -216,7 +256,7 @@ pub(crate) fn commit<I: Commit>(
     if let Some(journal) = journal {
         let placed = group.iter().zip(&outcomes).filter_map(|(file, outcome)| {
             let (key, version, identity) = file.named();
-            Some((key, version, identity, *outcome.as_ref().ok()?))
+            Some((key, version, identity, *outcome.as_ref().ok()?, file.is_lacking()))
         });
         journal.placed(placed);
     }
@@ -224,26 +264,27 @@ pub(crate) fn commit<I: Commit>(
 }
 
 /// Syncs a group.
-fn make_durable(group: &[Finished], tree: &Tree, directories: &Directories<'_>) -> io::Result<()> {
+fn make_durable(group: &[Finished], tree: &Tree) -> io::Result<()> {
     let volumes = tree.volumes();
     volumes.check()?;
-    if group.len() > ONE_BY_ONE_MAX && !volumes.any_by_file() {
+    let lost = group.iter().find_map(|file| match &file.content {
+        Content::Lost(e) => Some(e.raw_os_error().map_or(io::ErrorKind::Other.into(), io::Error::from_raw_os_error)),
+        _ => None,
+    });
+    if let Some(e) = lost {
+        return Err(e);
+    }
+    let by_file = volumes.any_by_file();
+    if group.len() > ONE_BY_ONE_MAX && !by_file {
         return volumes.sync();
     }
     for file in group {
-        match &file.file {
-            Some(open) => open.sync_all()?,
-            None => {
-                let place = directories.of(file)?;
-                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-                match rustix::fs::openat(&place.dir, &file.temp, flags, Mode::empty()) {
-                    Ok(fd) => rustix::fs::fsync(fd)?,
-                    // A mode that does not even let its owner read.
-                    Err(rustix::io::Errno::ACCESS) => volumes.sync()?,
-                    Err(e) => return Err(e.into()),
-                }
-            }
+        if let Content::Open(open) = &file.content {
+            open.sync_all()?;
         }
+    }
+    if group.iter().any(|file| matches!(file.content, Content::Closed)) {
+        volumes.sync()?;
     }
     Ok(())
 }

@@ -5,59 +5,146 @@ use super::Mail;
 use super::files::Files;
 use super::remove::Remover;
 use crate::filter::Filter;
-use crate::wire::{KeepEnd, Record, ReportKind};
+use crate::wire::{KeepEnd, Meta, Record, ReportKind};
+use rustix::fs::{Mode, OFlags};
+use std::collections::hash_map::Entry::{Occupied, Vacant};
 use std::collections::{HashMap, HashSet};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Records are kept in memory up to this many bytes, then in a temporary file.
+/// Records are kept in memory up to this many bytes, then in a file without a name.
 const IN_MEMORY: usize = 1 << 20;
-/// Bytes of names to keep in one directory, beyond which nothing is removed from it.
+/// Where that file cannot be in the destination, it takes no more than this of the directory for temporary files.
+const ELSEWHERE_MAX: u64 = 256 << 20;
+/// Bytes of names to keep, in one directory or gathered at one time, beyond which nothing is removed from them.
 const KEEP_BYTES_MAX: usize = 256 << 20;
+/// Before each record: where the directory before it is, and what is known of its own.
+const LINK_LEN: u64 = 9;
+/// There is none before it.
+const NOWHERE: u64 = u64::MAX;
 
 /// Records that wait.
 pub(super) struct Deferred {
-    spool: tempfile::SpooledTempFile,
-    /// Where the directories are, in the order they came, and whether this session made them.
-    directories: Vec<(u64, bool)>,
+    spool: Spool,
+    /// Where a file for them goes; `None`: among the temporary files of this machine.
+    place: Option<Arc<OwnedFd>>,
+    /// Where the last directory is; each knows the one before it, so that memory does not grow with the tree.
+    last_directory: u64,
     len: u64,
 }
 
-impl Default for Deferred {
-    fn default() -> Deferred {
-        Deferred { spool: tempfile::SpooledTempFile::new(IN_MEMORY), directories: Vec::new(), len: 0 }
-    }
+enum Spool {
+    Memory(io::Cursor<Vec<u8>>),
+    File(File),
 }
 
 impl Deferred {
+    /// Records of a copy into `root`. `elsewhere`: nothing is to be written there.
+    pub(super) fn new(root: &Arc<OwnedFd>, elsewhere: bool) -> Deferred {
+        let place = (!elsewhere).then(|| Arc::clone(root));
+        Deferred { spool: Spool::Memory(io::Cursor::default()), place, last_directory: NOWHERE, len: 0 }
+    }
+
     /// Keeps a record; `made` if it is of a directory that this session made.
     pub(super) fn push(&mut self, record: &Record, made: bool) -> io::Result<()> {
         let encoded = record.encode();
-        if matches!(record, Record::Dir { .. }) {
-            self.directories.push((self.len, made));
-        }
         let prefix = Record::prefix(encoded.len(), 0);
-        self.spool.write_all(&prefix)?;
-        self.spool.write_all(&encoded)?;
-        self.len += (prefix.len() + encoded.len()) as u64;
+        let mut entry = Vec::with_capacity(LINK_LEN as usize + prefix.len() + encoded.len());
+        entry.extend_from_slice(&self.last_directory.to_le_bytes());
+        entry.push(made.into());
+        entry.extend_from_slice(&prefix);
+        entry.extend_from_slice(&encoded);
+        if matches!(&self.spool, Spool::Memory(bytes) if bytes.get_ref().len() + entry.len() > IN_MEMORY) {
+            let mut file = self.file()?;
+            if let Spool::Memory(bytes) = &self.spool {
+                file.write_all(bytes.get_ref())?;
+            }
+            self.spool = Spool::File(file);
+        }
+        match &mut self.spool {
+            Spool::Memory(bytes) => bytes.get_mut().extend_from_slice(&entry),
+            Spool::File(_) if self.place.is_none() && self.len > ELSEWHERE_MAX => {
+                return Err(io::Error::other("the tree has too many entries"));
+            }
+            Spool::File(file) => file.write_all(&entry)?,
+        }
+        if matches!(record, Record::Dir { .. }) {
+            self.last_directory = self.len;
+        }
+        self.len += entry.len() as u64;
         Ok(())
+    }
+
+    /// A file without a name in the destination, whose quota and room are the copy's own affair; elsewhere only if
+    /// that is not possible.
+    fn file(&mut self) -> io::Result<File> {
+        if let Some(root) = &self.place {
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            if let Ok(fd) = rustix::fs::openat(root, c".", flags, Mode::from_raw_mode(0o600)) {
+                return Ok(File::from(fd));
+            }
+        }
+        self.place = None;
+        tempfile::tempfile()
+    }
+
+    fn reader(&mut self, at: u64) -> io::Result<&mut dyn Read> {
+        match &mut self.spool {
+            Spool::Memory(bytes) => {
+                bytes.set_position(at);
+                Ok(bytes)
+            }
+            Spool::File(file) => {
+                file.seek(SeekFrom::Start(at))?;
+                Ok(file)
+            }
+        }
     }
 
     /// Calls `each` for all records, in the order they came.
     fn for_each(&mut self, mut each: impl FnMut(Record)) -> io::Result<()> {
-        self.spool.seek(SeekFrom::Start(0))?;
-        let mut reader = io::BufReader::new(&mut self.spool);
+        let end = self.len;
+        let mut reader = io::BufReader::new(self.reader(0)?);
         let mut at = 0;
-        while at < self.len {
-            let (record, size) = read_record(&mut reader)?;
-            at += size;
-            each(record);
+        while at < end {
+            let entry = read_entry(&mut reader)?;
+            at += entry.len;
+            each(entry.record);
+        }
+        Ok(())
+    }
+
+    /// Calls `each` for all directories, the last first, and with whether this session made them.
+    fn directories_backwards(&mut self, mut each: impl FnMut(Vec<u8>, Meta, bool)) -> io::Result<()> {
+        let mut at = self.last_directory;
+        while at != NOWHERE {
+            let entry = read_entry(&mut self.reader(at)?)?;
+            if let Record::Dir { path, meta } = entry.record {
+                each(path, meta, entry.made);
+            }
+            if entry.directory_before != NOWHERE && entry.directory_before >= at {
+                return Err(io::Error::other("its records are damaged"));
+            }
+            at = entry.directory_before;
         }
         Ok(())
     }
 }
 
-fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
+struct Entry {
+    record: Record,
+    made: bool,
+    directory_before: u64,
+    /// Bytes in the spool.
+    len: u64,
+}
+
+fn read_entry(from: &mut impl Read) -> io::Result<Entry> {
+    let mut link = [0; LINK_LEN as usize];
+    from.read_exact(&mut link)?;
     let mut prefix = [0; crate::wire::RECORD_PREFIX_LEN];
     from.read_exact(&mut prefix)?;
     let len = u32::from_be_bytes(prefix[..4].try_into().expect("4 bytes")) as usize;
@@ -65,7 +152,12 @@ fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
     whole.resize(prefix.len() + len, 0);
     from.read_exact(&mut whole[prefix.len()..])?;
     let (record, _, _) = Record::split_first(&whole).map_err(io::Error::other)?;
-    Ok((record, whole.len() as u64))
+    Ok(Entry {
+        record,
+        made: link[8] != 0,
+        directory_before: u64::from_le_bytes(link[..8].try_into().expect("8 bytes")),
+        len: LINK_LEN + whole.len() as u64,
+    })
 }
 
 /// Names that stay in a directory, from as many sources as meet in it.
@@ -73,8 +165,36 @@ fn read_record(from: &mut impl Read) -> io::Result<(Record, u64)> {
 struct Keep {
     names: HashSet<Vec<u8>>,
     bytes: usize,
+    /// More than can be kept in memory.
+    too_many: bool,
     /// Sources whose whole list is here.
     complete: u32,
+}
+
+/// How many sources have listed each directory; `None` if one of them could not list it whole.
+#[derive(Default)]
+struct Lists {
+    counts: HashMap<Vec<u8>, Option<u32>>,
+    bytes: usize,
+}
+
+impl Lists {
+    fn add(&mut self, path: Vec<u8>, complete: bool) {
+        if self.bytes > KEEP_BYTES_MAX {
+            return;
+        }
+        let len = path.len();
+        match self.counts.entry(path) {
+            Occupied(mut known) => {
+                let count = known.get_mut();
+                *count = count.filter(|_| complete).map(|count| count + 1);
+            }
+            Vacant(new) => {
+                new.insert(complete.then_some(1));
+                self.bytes += len + 64;
+            }
+        }
+    }
 }
 
 impl Files {
@@ -101,34 +221,34 @@ impl Files {
 
     fn finalize_from(&self, deferred: &mut Deferred, may_remove: bool) -> io::Result<()> {
         // Several sources may meet in one directory: what one of them has the others must not remove.
-        let mut lists: HashMap<Vec<u8>, u32> = HashMap::new();
-        let mut incomplete: HashSet<Vec<u8>> = HashSet::new();
+        let mut lists = Lists::default();
         deferred.for_each(|record| match record {
             Record::Link { path, target } => match self.tree.link(&path, &target) {
                 Ok(()) => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
                 Err(e) => self.fail(&path, &e),
             },
-            Record::Keep { path, end: KeepEnd::Complete, .. } => *lists.entry(path).or_default() += 1,
-            Record::Keep { path, end: KeepEnd::Incomplete, .. } => drop(incomplete.insert(path)),
+            Record::Keep { path, end: KeepEnd::Complete, .. } => lists.add(path, true),
+            Record::Keep { path, end: KeepEnd::Incomplete, .. } => lists.add(path, false),
             _ => {}
         })?;
-        lists.retain(|path, _| !incomplete.contains(path));
+        let Lists { mut counts, bytes } = lists;
+        if bytes > KEEP_BYTES_MAX {
+            let why = "nothing was removed: there are too many directories to keep their names in memory";
+            self.report(b"", ReportKind::Incomplete, why.into());
+            counts.clear();
+        }
+        let lists: HashMap<Vec<u8>, u32> =
+            counts.into_iter().filter_map(|(path, count)| Some((path, count?))).collect();
         if !lists.is_empty() && !may_remove {
             let why = "nothing was removed, because the source could not be read whole (--ignore-errors removes all the same)";
             self.report(b"", ReportKind::Incomplete, why.into());
         } else if !lists.is_empty() {
             self.remove(deferred, &lists)?;
         }
-        for (at, made) in std::mem::take(&mut deferred.directories).into_iter().rev() {
-            deferred.spool.seek(SeekFrom::Start(at))?;
-            if let (Record::Dir { path, meta }, _) = read_record(&mut deferred.spool)? {
-                match self.tree.finish_directory(&path, &meta, made) {
-                    Ok(short) => self.fell_short(&path, short),
-                    Err(e) => self.fail(&path, &e),
-                }
-            }
-        }
-        Ok(())
+        deferred.directories_backwards(|path, meta, made| match self.tree.finish_directory(&path, &meta, made) {
+            Ok(short) => self.fell_short(&path, short),
+            Err(e) => self.fail(&path, &e),
+        })
     }
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
@@ -136,12 +256,20 @@ impl Files {
         let remover = Remover { filter: &filter, dry_run: self.terms.options.dry_run };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
+        // Of all that are being gathered.
+        let mut bytes = 0;
         deferred.for_each(|record| {
             let Record::Keep { path, below, names, end } = record else { return };
             let Some(sources) = lists.get(&path) else { return };
             let keep = gathering.entry(path.clone()).or_default();
-            keep.bytes += names.iter().map(|n| n.len() + 64).sum::<usize>();
-            if keep.bytes <= KEEP_BYTES_MAX {
+            let more: usize = names.iter().map(|n| n.len() + 64).sum();
+            if keep.too_many || bytes + more > KEEP_BYTES_MAX {
+                bytes -= std::mem::take(&mut keep.bytes);
+                keep.names = HashSet::new();
+                keep.too_many = true;
+            } else {
+                bytes += more;
+                keep.bytes += more;
                 keep.names.extend(names);
             }
             keep.complete += u32::from(end == KeepEnd::Complete);
@@ -149,7 +277,8 @@ impl Files {
                 return;
             }
             let keep = gathering.remove(&path).expect("just there");
-            if keep.bytes > KEEP_BYTES_MAX {
+            bytes -= keep.bytes;
+            if keep.too_many {
                 let why = "nothing was removed here: the directory has too many names to keep in memory";
                 return self.report(&path, ReportKind::Incomplete, why.into());
             }
@@ -165,5 +294,57 @@ impl Files {
                 Err(e) => self.report(&path, ReportKind::Incomplete, format!("nothing was removed here: {e}")),
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dir(number: usize) -> Record {
+        Record::Dir { path: number.to_string().into_bytes(), meta: Meta::default() }
+    }
+
+    #[test]
+    fn records_come_back_in_order_and_directories_backwards_whatever_they_are_kept_in() {
+        let root = tempfile::tempdir().unwrap();
+        let fd: Arc<OwnedFd> = Arc::new(File::open(root.path()).unwrap().into());
+        for (count, elsewhere) in [(0, false), (10, false), (40_000, false), (40_000, true)] {
+            let mut deferred = Deferred::new(&fd, elsewhere);
+            for number in 0..count {
+                let link = Record::Link { path: number.to_string().into_bytes(), target: b"t".to_vec() };
+                deferred.push(&link, false).unwrap();
+                deferred.push(&dir(number), number % 3 == 0).unwrap();
+            }
+            assert_eq!(matches!(deferred.spool, Spool::File(_)), count > 10);
+            let mut seen = 0;
+            deferred
+                .for_each(|record| {
+                    if let Record::Dir { path, .. } = record {
+                        assert_eq!(path, seen.to_string().into_bytes());
+                        seen += 1;
+                    }
+                })
+                .unwrap();
+            assert_eq!(seen, count);
+            deferred
+                .directories_backwards(|path, _, made| {
+                    seen -= 1;
+                    assert_eq!((path, made), (seen.to_string().into_bytes(), seen % 3 == 0));
+                })
+                .unwrap();
+            assert_eq!(seen, 0);
+        }
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_directory_that_one_source_could_not_list_is_no_list() {
+        let mut lists = Lists::default();
+        for (path, complete) in [("a", true), ("a", true), ("b", true), ("b", false), ("b", true), ("c", false)] {
+            lists.add(path.into(), complete);
+        }
+        let of = |path: &str| lists.counts[path.as_bytes()];
+        assert_eq!((of("a"), of("b"), of("c")), (Some(2), None, None));
     }
 }

@@ -2,24 +2,25 @@
 //!
 //! Runs on workers and on the storage thread; the session's own thread only counts.
 
-use super::commit::{Committer, Finished};
+use super::attributes::Shortcomings;
+use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
 use super::journal::{Earlier, Identity, Journal, Key, Range, Version, key_of};
 use super::scope::Scope;
-use super::tree::{Place, Shortcomings, Tree, temp_name};
+use super::tree::{Place, Tree, temp_name};
 use super::{Counters, Mail};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
-use crate::session::{Engine, FirstFailure, Mailer, Terms};
+use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, Mode, OFlags};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
@@ -30,6 +31,9 @@ const DIRECT_FROM: u64 = 256 << 20;
 const ALIGN: u64 = 4096;
 /// Finished files of one pack that are handed to the commit stage together.
 const SUBMIT: usize = 256;
+
+/// Records that a source has been asked for and not sent yet. One that sends what it is asked for comes nowhere near.
+const PROMISES_MAX: usize = 1 << 18;
 
 /// Digest of a block's payload; zeroes where nothing is verified.
 pub(super) type Digest = [u8; DIGEST_LEN];
@@ -52,8 +56,11 @@ pub(super) struct Files {
     /// Rung when a large file has begun, or the session is over.
     pub(super) begun: Condvar,
     pub(super) deferred: Mutex<Deferred>,
+    pub(super) progress: Arc<Progress>,
     /// Files that are being written or wait to be put in place.
     pub(super) in_flight: Mutex<HashSet<Key>>,
+    /// What the source may do because an offer of this session was answered so.
+    pub(super) promised: Mutex<HashMap<Key, Promise>>,
     /// The session is over; long work may stop.
     pub(super) over: AtomicBool,
 }
@@ -84,7 +91,30 @@ pub(super) struct LargeFile {
     written: AtomicU32,
 }
 
+/// What was answered to an offer, and is good for one record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Promise {
+    /// Parts of its temporary file, which is this one, need not be sent.
+    Resume(Identity),
+    /// Its attributes are to be sent; `ours` if this job has put it in place.
+    Attributes { ours: bool },
+}
+
 impl Files {
+    /// Gives the source leave to send a record that needs it; false if it has too much of that already.
+    pub(super) fn promise(&self, key: Key, promise: Promise) -> bool {
+        let mut promised = self.promised.lock().expect("no panics under the lock");
+        let room = promised.len() < PROMISES_MAX;
+        if room {
+            promised.insert(key, promise);
+        }
+        room
+    }
+
+    fn redeem(&self, path: &[u8]) -> Option<Promise> {
+        self.promised.lock().expect("no panics under the lock").remove(&key_of(path))
+    }
+
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
         // What would fail every other file too ends the session.
         if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
@@ -99,7 +129,7 @@ impl Files {
 
     /// Attributes of an entry that is in place could not be kept.
     pub(super) fn fell_short(&self, path: &[u8], short: Shortcomings) {
-        for message in short {
+        for message in short.told {
             self.report(path, ReportKind::Incomplete, message);
         }
     }
@@ -163,12 +193,17 @@ impl Files {
         last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
     ) {
         match record {
-            Record::File { path, meta } => match self.small_file(&path, &meta, content, last_dir) {
+            Record::File { path, meta } => match self.small_file(&path, &meta, content, finished.len(), last_dir) {
                 Ok(file) => finished.push(file),
                 Err(e) => self.fail(&path, &e),
             },
             Record::Begin { file, path, meta, resume } => {
-                let opened = self.open_large(&path, meta, resume);
+                let resumed = match (resume, self.redeem(&path)) {
+                    (false, _) => None,
+                    (true, Some(Promise::Resume(identity))) => Some(identity),
+                    (true, _) => return self.violation(Violation::Unexpected("continuation of a file")),
+                };
+                let opened = self.open_large(&path, meta, resumed);
                 self.opened(file, &path, opened);
             }
             Record::Dir { ref path, ref meta } => {
@@ -186,10 +221,16 @@ impl Files {
             }
             Record::Symlink { path, target, meta } => self.other(&path, self.tree.symlink(&path, &target, &meta)),
             Record::Special { path, meta, rdev } => self.other(&path, self.tree.special(&path, &meta, rdev)),
-            Record::Attributes { path, meta } => match self.tree.refresh(&path, &meta) {
-                Ok(short) => self.fell_short(&path, short),
-                Err(e) => self.fail(&path, &e),
-            },
+            Record::Attributes { path, meta } => {
+                let Some(Promise::Attributes { ours }) = self.redeem(&path) else {
+                    return self.violation(Violation::Unexpected("attributes of a file"));
+                };
+                let may = if ours { Ok(()) } else { self.tree.may_replace() };
+                match may.and_then(|()| self.tree.refresh(&path, &meta)) {
+                    Ok(short) => self.fell_short(&path, short),
+                    Err(e) => self.fail(&path, &e),
+                }
+            }
             Record::Link { .. } | Record::Keep { .. } => self.defer(&record, false),
         }
     }
@@ -231,6 +272,7 @@ impl Files {
         path: &[u8],
         meta: &Meta,
         content: &[u8],
+        open: usize,
         last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
     ) -> io::Result<Finished> {
         let (parent, name) = super::tree::split(path);
@@ -245,7 +287,7 @@ impl Files {
         let name = CString::new(name)?;
         let key = key_of(path);
         self.enter(key)?;
-        let written = self.write_small(&Place { dir, name }, (path, parent, key), meta, content);
+        let written = self.write_small(&Place { dir, name }, (path, parent, key), meta, content, open);
         if written.is_err() {
             self.leave(&key);
         }
@@ -258,6 +300,7 @@ impl Files {
         (path, parent, key): (&[u8], &[u8], Key),
         meta: &Meta,
         content: &[u8],
+        open_files: usize,
     ) -> io::Result<Finished> {
         let temp = temp_name(&place.name, &self.job, &key);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -274,23 +317,25 @@ impl Files {
         let mut file = File::from(opened?);
         let named = file.write_all(content).and_then(|()| {
             let short = self.tree.apply(file.as_fd(), meta, mode_is_right);
-            self.fell_short(path, short);
-            Identity::of(&file, c"")
+            Ok((Identity::of(&file, c"")?.0, short))
         });
-        let (identity, _) = named.inspect_err(|_| {
+        let (identity, short) = named.inspect_err(|_| {
             let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
         })?;
         self.counters.bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
+        let lacking = !short.is_none();
+        self.fell_short(path, short);
         let version = version_of(meta);
         let (parent, name) = (parent.to_vec(), place.name.clone());
-        Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, file: None })
+        let content = self.committer.keep(file, open_files);
+        Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, lacking, content })
     }
 
-    fn open_large(&self, path: &[u8], meta: Meta, resume: bool) -> io::Result<Option<Arc<LargeFile>>> {
+    fn open_large(&self, path: &[u8], meta: Meta, resumed: Option<Identity>) -> io::Result<Option<Arc<LargeFile>>> {
         let place = self.tree.place(path)?;
         let key = key_of(path);
         self.enter(key)?;
-        let opened = self.open_temporary(path, &place, key, meta, resume);
+        let opened = self.open_temporary(path, &place, key, meta, resumed);
         if opened.is_err() {
             self.leave(&key);
         }
@@ -303,11 +348,11 @@ impl Files {
         Place { dir, name }: &Place,
         key: Key,
         meta: Meta,
-        resume: bool,
+        resumed: Option<Identity>,
     ) -> io::Result<LargeFile> {
         let temp = temp_name(name, &self.job, &key);
         let mut flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        if !resume {
+        if resumed.is_none() {
             // A new file, not the old one emptied: what is recorded of that one is not true of this.
             match rustix::fs::unlinkat(dir, &temp, AtFlags::empty()) {
                 Ok(()) | Err(rustix::io::Errno::NOENT) => {}
@@ -320,21 +365,26 @@ impl Files {
         let file = File::from(self.tree.writing(parent, open)?);
         let (identity, stat) = Identity::of(&file, c"")?;
         let version = version_of(&meta);
-        if !resume {
+        if let Some(resumed) = resumed {
+            // The file that was read back, and no other that has come by its name since, or that has a second name.
+            if resumed != identity || stat.stx_nlink != 1 || stat.stx_size != meta.size {
+                return Err(io::Error::other("its temporary file was changed"));
+            }
+        } else {
             if let Some(journal) = &self.journal {
                 journal.begun(&key, &version, identity);
             }
             file.set_len(meta.size)?;
-        } else if stat.stx_size != meta.size {
-            return Err(io::Error::other("its temporary file was changed"));
         }
         let wanted = match self.terms.options.direct {
             Direct::Off => false,
             Direct::On => true,
             Direct::Auto => meta.size >= DIRECT_FROM && is_disk(&file),
         };
+        // By its descriptor: its name may be another's by now.
+        let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
         let direct = wanted
-            .then(|| rustix::fs::openat(dir, &temp, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
+            .then(|| rustix::fs::open(&itself, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
             .and_then(Result::ok)
             .map(|fd| Arc::new(File::from(fd)));
         Ok(LargeFile {
@@ -507,6 +557,7 @@ impl Files {
             return self.mailer.send(Mail::Progressed);
         }
         let short = self.tree.apply(file.file.as_fd(), &file.meta, false);
+        let lacking = !short.is_none();
         self.fell_short(&file.path, short);
         if let Some(journal) = &self.journal {
             journal.whole(&file.key, &file.version, file.identity);
@@ -520,7 +571,8 @@ impl Files {
             key: file.key,
             version: file.version,
             identity: file.identity,
-            file: Some(Arc::clone(&file.file)),
+            lacking,
+            content: Content::Open(Arc::clone(&file.file)),
         }]);
     }
 

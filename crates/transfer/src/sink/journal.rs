@@ -13,7 +13,7 @@
 use crate::auth::to_hex;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
 use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -89,6 +89,14 @@ pub(crate) fn nanoseconds(time: rustix::fs::StatxTimestamp) -> i64 {
 }
 
 impl Identity {
+    /// A hash that also tells file systems apart.
+    pub(crate) fn hash_on(&self, stat: &Statx) -> u64 {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.inode.to_le_bytes()).update(&self.born.to_le_bytes());
+        hasher.update(&stat.stx_dev_major.to_le_bytes()).update(&stat.stx_dev_minor.to_le_bytes());
+        u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
+    }
+
     /// The identity of an open file, or of the one with this name in a directory.
     pub(crate) fn of(dir: impl AsFd, name: &CStr) -> io::Result<(Identity, Statx)> {
         let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
@@ -104,6 +112,8 @@ impl Identity {
 pub(crate) struct Earlier {
     /// Files in place: fingerprint and change time by [`short`] key.
     placed: HashMap<u64, (u64, i64)>,
+    /// Those of them, by [`short`] key, whose attributes could not all be kept.
+    lacking: HashSet<u64>,
     /// Large files with recorded ranges.
     unfinished: HashMap<Key, Unfinished>,
 }
@@ -156,7 +166,7 @@ impl Earlier {
         if let Some(present) = present {
             let placed = (version.fingerprint(present.identity), present.ctime);
             if self.placed.get(&short(key)) == Some(&placed) {
-                return Judgement::Placed;
+                return Judgement::Placed { lacking: self.lacking.contains(&short(key)) };
             }
             if update && present.as_new {
                 return Judgement::UpToDate;
@@ -179,8 +189,8 @@ impl Earlier {
 /// What is known of an offered file.
 #[derive(Debug)]
 pub(crate) enum Judgement {
-    /// Put in place by an earlier attempt, and not changed since.
-    Placed,
+    /// Put in place by an earlier attempt, and not changed since; `lacking` some of its attributes.
+    Placed { lacking: bool },
     /// As new as the source's.
     UpToDate,
     /// Perhaps in place: if all that is recorded can be read back, and the rest are holes.
@@ -289,10 +299,11 @@ impl Journal {
         self.append(&record(WHOLE, key, version.fingerprint(identity), 0, 0, &[0; DIGEST_LEN]));
     }
 
-    /// These files were synced, have their names, and their inodes last changed at these times.
-    pub(crate) fn placed<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version, Identity, i64)>) {
-        let of = |(key, v, i, ctime): (&Key, &Version, Identity, i64)| {
-            record(PLACED, key, v.fingerprint(i), ctime as u64, 0, &[0; DIGEST_LEN])
+    /// These files were synced, have their names, and their inodes last changed at these times. `lacking`: not all
+    /// of their attributes could be kept, which a later attempt has to try, or tell, again.
+    pub(crate) fn placed<'a>(&self, files: impl Iterator<Item = (&'a Key, &'a Version, Identity, i64, bool)>) {
+        let of = |(key, v, i, ctime, lacking): (&Key, &Version, Identity, i64, bool)| {
+            record(PLACED, key, v.fingerprint(i), ctime as u64, lacking.into(), &[0; DIGEST_LEN])
         };
         let records: Vec<u8> = files.flat_map(of).collect();
         if !records.is_empty() {
@@ -370,7 +381,7 @@ impl Drop for Journal {
 }
 
 pub(crate) fn name_of(job: &[u8; 16]) -> CString {
-    let name = [JOURNAL_PREFIX, to_hex(&job[..8]).as_bytes(), JOURNAL_SUFFIX].concat();
+    let name = [JOURNAL_PREFIX, to_hex(job).as_bytes(), JOURNAL_SUFFIX].concat();
     CString::new(name).expect("letters and digits")
 }
 
@@ -541,7 +552,14 @@ impl Earlier {
                     entry.whole = true;
                 }
             }
-            PLACED => drop(self.placed.insert(short(&key), (fingerprint, field(record, 28) as i64))),
+            PLACED => {
+                self.placed.insert(short(&key), (fingerprint, field(record, 28) as i64));
+                if range_of(record).len == 0 {
+                    self.lacking.remove(&short(&key));
+                } else {
+                    self.lacking.insert(short(&key));
+                }
+            }
             VOID => self.unfinished.clear(),
             _ => {}
         }
@@ -638,7 +656,7 @@ mod tests {
 
     fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
         let present = Some(Present { identity: i, ctime, as_new: false });
-        matches!(earlier.judge((key, v), present, false, || None), Judgement::Placed)
+        matches!(earlier.judge((key, v), present, false, || None), Judgement::Placed { .. })
     }
 
     #[test]
@@ -647,7 +665,7 @@ mod tests {
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(earlier.is_empty());
         let (a, b) = (key_of(b"a"), key_of(b"b"));
-        journal.placed([(&a, &V, I, 77)].into_iter());
+        journal.placed([(&a, &V, I, 77, false)].into_iter());
         journal.begun(&b, &V, I);
         for (offset, len) in [(50, 10), (0, 20), (20, 5)] {
             journal.range(&b, &V, I, &range(offset, len));
@@ -664,15 +682,25 @@ mod tests {
             assert_eq!(ranges(&Version { mtime: (5, 7), ..V }, I), vec![]);
             assert_eq!(ranges(&Version { ctime: (5, 7), ..V }, I), vec![], "the modification time was put back");
         }
-        let (_, other) = Journal::open(&fd, &[2; 16]).unwrap();
+        let (other_job, other) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(other.is_empty());
+        drop(other_job);
+        let present = Some(Present { identity: I, ctime: 77, as_new: false });
+        for lacking in [true, false, true] {
+            let (journal, _) = Journal::open(&fd, &[2; 16]).unwrap();
+            journal.placed([(&a, &V, I, 77, lacking)].into_iter());
+            drop(journal);
+            let (_, earlier) = Journal::open(&fd, &[2; 16]).unwrap();
+            let judged = earlier.judge((&a, &V), present, false, || None);
+            assert!(matches!(judged, Judgement::Placed { lacking: l } if l == lacking), "{judged:?}");
+        }
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         let busy = Journal::open(&fd, &[1; 16]).map(drop).unwrap_err();
         assert_eq!(busy.kind(), io::ErrorKind::ResourceBusy, "one attempt at a time");
         journal.restart();
         drop(journal);
         assert!(Journal::open(&fd, &[1; 16]).unwrap().1.is_empty());
-        assert_eq!(std::fs::read_dir(keep.path()).unwrap().count(), 0, "nothing recorded, nothing left");
+        assert_eq!(std::fs::read_dir(keep.path()).unwrap().count(), 1, "nothing recorded, nothing left");
     }
 
     #[test]
@@ -686,7 +714,7 @@ mod tests {
             (journal, ranges, placed(&earlier, &key_of(b"p"), &V, I, 3))
         };
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
-        journal.placed([(&key_of(b"p"), &V, I, 3)].into_iter());
+        journal.placed([(&key_of(b"p"), &V, I, 3, false)].into_iter());
         journal.begun(&key, &V, I);
         journal.range(&key, &V, I, &range(0, 10));
         let (journal, ranges, _) = known(journal);
@@ -723,7 +751,7 @@ mod tests {
         assert!(
             matches!(earlier.judge((&key, &V), present, false, || None), Judgement::CheckInPlace(u) if u.is_whole())
         );
-        journal.placed([(&key, &V, I, 8)].into_iter());
+        journal.placed([(&key, &V, I, 8, false)].into_iter());
         drop(journal);
         let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         let changed = earlier.judge((&key, &V), present, false, || None);

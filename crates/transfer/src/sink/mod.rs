@@ -6,6 +6,7 @@
 //! every round trip until the pool is out; a source without credit asks, and is answered as soon
 //! as one block is free.
 
+mod attributes;
 pub(crate) mod commit;
 mod deferred;
 mod files;
@@ -18,9 +19,9 @@ mod scope;
 mod tree;
 mod volumes;
 
+pub use attributes::Trust;
 pub(crate) use journal::replay_for_fuzzing;
-pub use tree::Trust;
-pub(crate) use tree::split;
+pub(crate) use tree::{is_own_name, split};
 
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
 use crate::protocol::Violation;
@@ -30,6 +31,7 @@ use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, ReportKind, Summary, TreeOptions,
 };
 use commit::{Committed, Committer};
+use deferred::Deferred;
 use files::{Digest, Files};
 use flow::Flow;
 use journal::{Earlier, Journal};
@@ -181,6 +183,7 @@ pub fn run(
         trust: target.trust,
         replace: target.replace,
     };
+    let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner));
     let on_commit = on_commit(&counters, &mailer, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
@@ -198,7 +201,9 @@ pub fn run(
         discard,
         large: Mutex::default(),
         begun: Condvar::new(),
-        deferred: Mutex::default(),
+        deferred: Mutex::new(Deferred::new(&tree_root, options.dry_run || discard)),
+        progress: Arc::clone(progress),
+        promised: Mutex::default(),
         in_flight: Mutex::default(),
         over: AtomicBool::new(false),
     });
@@ -234,6 +239,7 @@ pub fn run(
     drop(sink);
     files.close();
     committer.stop();
+    files.tree.lock_again();
     // A source that takes its leave has heard how it went. If it has not, the same job will come
     // again, and the journal tells it what is done; with failures left, it tries what is missing. Where the job
     // is this end's own, this end knows.
@@ -303,7 +309,7 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
                 std::thread::sleep(Duration::from_millis(20));
             }
             Err(e) if e.kind() == ErrorKind::ResourceBusy => {
-                return Err(SessionError::Local("another copy of the same sources to here is under way".into()));
+                return Err(SessionError::Busy("another copy of the same sources to here is under way".into()));
             }
             Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
                 tracing::warn!(error = %e, "no journal can be kept: an interrupted copy will begin anew");

@@ -4,10 +4,11 @@
 //! that much from the disk.
 
 use super::Mail;
-use super::files::Files;
-use super::journal::{Identity, Judgement, Present, Version, key_of, nanoseconds};
+use super::files::{Files, Promise};
+use super::journal::{Identity, Judgement, Key, Present, Version, key_of, nanoseconds};
 use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
+use crate::session::Progress;
 use crate::wire::{Answer, OfferEntry};
 use std::ffi::CStr;
 use std::io;
@@ -67,19 +68,24 @@ impl Files {
             as_new: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec) >= entry.mtime,
         });
         let temp = temp_name(&place.name, &self.job, &key);
-        let look = || find(&temp).map(|(identity, _)| identity);
+        let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
         match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
-            Judgement::Placed => self.resumed(&place, entry.size),
+            Judgement::Placed { lacking } => self.resumed(&place, key, entry.size, lacking),
             Judgement::UpToDate => {
+                let preserve = self.terms.options.preserve;
+                if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
+                    return Answer::Send;
+                }
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
                 self.counters.skipped.fetch_add(1, Ordering::Relaxed);
-                if self.terms.options.preserve { Answer::Attributes } else { Answer::Skip }
+                if preserve { Answer::Attributes } else { Answer::Skip }
             }
             Judgement::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
                 Some((readback, checked))
                     if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
                 {
-                    self.resumed(&place, entry.size)
+                    // Whether all attributes could be kept was not recorded any more.
+                    self.resumed(&place, key, entry.size, true)
                 }
                 _ => Answer::Send,
             },
@@ -88,6 +94,8 @@ impl Files {
                 else {
                     return Answer::Send;
                 };
+                // What was read back is what is written on.
+                let Ok(identity) = readback.identity() else { return Answer::Send };
                 if unfinished.is_whole() && complete && readback.is_hole_outside(&good, entry.size) {
                     good = vec![(0, entry.size)];
                 }
@@ -97,20 +105,32 @@ impl Files {
                 }
                 *room -= good.len();
                 let have: u64 = good.iter().map(|r| r.1).sum();
-                self.counters.resumed_bytes.fetch_add(have, Ordering::Relaxed);
+                if !self.promise(key, Promise::Resume(identity)) {
+                    return Answer::Send;
+                }
+                self.has_got_on(have);
                 Answer::Except(good)
             }
             Judgement::Missing => Answer::Send,
         }
     }
 
-    fn resumed(&self, place: &Place, size: u64) -> Answer {
-        if self.tree.sync_later(&place.dir).is_err() {
+    /// A file that an earlier attempt has put in place; `lacking` if some of its attributes may not be there.
+    fn resumed(&self, place: &Place, key: Key, size: u64, lacking: bool) -> Answer {
+        if self.tree.sync_later(&place.dir).is_err()
+            || (lacking && !self.promise(key, Promise::Attributes { ours: true }))
+        {
             return Answer::Send;
         }
-        self.counters.resumed_bytes.fetch_add(size, Ordering::Relaxed);
+        self.tree.remember(&place.dir, &place.name);
+        self.has_got_on(size);
         self.counters.files.fetch_add(1, Ordering::Relaxed);
-        Answer::Skip
+        if lacking { Answer::Attributes } else { Answer::Skip }
+    }
+
+    fn has_got_on(&self, bytes: u64) {
+        self.counters.resumed_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Progress::add(&self.progress.resumed, 1 + bytes);
     }
 
     /// The recorded ranges of a file that are really there.
@@ -118,7 +138,7 @@ impl Files {
         &self,
         place: &Place,
         name: &CStr,
-        key: &super::journal::Key,
+        key: &Key,
         unfinished: &super::journal::Unfinished,
     ) -> Option<(Readback, Checked)> {
         let journal = self.journal.as_ref()?;

@@ -1,6 +1,6 @@
 //! Reads back what an earlier attempt wrote, from the medium and not from the page cache.
 
-use super::journal::{Journal, Key, Range, Unfinished, join};
+use super::journal::{Identity, Journal, Key, Range, Unfinished, join};
 use rustix::fs::{Advice, Mode, OFlags};
 use std::ffi::CStr;
 use std::fs::File;
@@ -38,6 +38,14 @@ impl Readback {
         let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
         let _ = rustix::fs::fadvise(&file, 0, None, Advice::Sequential);
         Ok(Readback { file, verify })
+    }
+
+    /// Which file it is that is read.
+    ///
+    /// # Errors
+    /// If it cannot be asked.
+    pub(crate) fn identity(&self) -> io::Result<Identity> {
+        Identity::of(&self.file, c"").map(|(identity, _)| identity)
     }
 
     /// Compares the recorded ranges with what is there. Ends early when `go_on` says no.
@@ -108,7 +116,7 @@ impl Readback {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sink::journal::{Identity, Judgement, Version, key_of};
+    use crate::sink::journal::{Judgement, Version, key_of};
     use std::sync::Arc;
 
     #[test]

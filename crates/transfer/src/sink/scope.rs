@@ -55,8 +55,12 @@ impl Scope {
             | Record::Attributes { path, .. } => self.path(path)?,
         }
         match record {
-            Record::Keep { names, .. } => {
+            Record::Keep { path, below, names, .. } => {
                 self.allow(self.delete)?;
+                let ends = |at: usize| at == 0 || at == path.len() || path.get(at) == Some(&b'/');
+                if !ends(*below as usize) {
+                    return Err(Malformed("where a path below its source begins"));
+                }
                 let plain = |n: &Vec<u8>| !n.is_empty() && !n.contains(&b'/') && check_path(n).is_ok();
                 if names.iter().all(plain) { Ok(()) } else { Err(Malformed("name to keep")) }
             }
@@ -70,6 +74,9 @@ impl Scope {
     /// [`Malformed`] if nobody asked for it.
     pub(crate) fn path(&self, path: &[u8]) -> Result<(), Malformed> {
         check_path(path)?;
+        if path.split(|b| *b == b'/').any(super::is_own_name) {
+            return Err(Malformed("path: a name that only receivers give"));
+        }
         let first = path.split(|b| *b == b'/').next().unwrap_or_default();
         let asked = self.names.as_ref().is_none_or(|names| names.iter().any(|n| n == first));
         self.allow(!path.is_empty() && asked && (self.recursive || first.len() == path.len()))
@@ -145,6 +152,28 @@ mod tests {
         let contents = scope(&["tree", ""], all);
         assert!(contents.check(&keep("")).is_ok() && contents.check(&file("anything/at/all")).is_ok());
         assert!(contents.check(&dir("")).is_ok() && contents.check(&file("../x")).is_err());
+    }
+
+    #[test]
+    fn names_of_our_own_files_and_paths_that_end_in_mid_name_are_not_taken() {
+        let tree = scope(&["tree"], |o| (o.recursive, o.delete) = (true, true));
+        let own = "tree/.f.tw-0123abcd0123abcd0123abcd0123abcd";
+        for record in [
+            file(own),
+            dir(own),
+            file(&format!("{own}/f")),
+            file("tree/.thruway-00112233445566778899aabbccddeeff.journal"),
+        ] {
+            assert!(tree.check(&record).is_err(), "{record:?}");
+        }
+        let keep =
+            |below| Record::Keep { path: b"tree/sub".to_vec(), below, names: Vec::new(), end: KeepEnd::Complete };
+        for below in [0, 4, 8] {
+            assert!(tree.check(&keep(below)).is_ok());
+        }
+        for below in [1, 5, 9, u32::MAX] {
+            assert!(tree.check(&keep(below)).is_err(), "{below}");
+        }
     }
 
     #[test]

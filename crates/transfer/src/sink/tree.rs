@@ -4,47 +4,43 @@
 //! nor a link that somebody swaps in leads anywhere else; the last component is only ever named relative to a
 //! directory opened that way, and never followed.
 
+use super::attributes::{Shortcomings, Told, Trust, Unopened};
 use super::journal::{Identity, nanoseconds};
 use super::remove::{Removed, Remover};
 use super::volumes::Volumes;
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Timespec, Timestamps};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What temporary files of ours are called: `.NAME.tw-XXXXXXXX`.
+/// What temporary files of ours are called: `.NAME.tw-` and [`TAG_LEN`] hexadecimal digits.
 const TEMP_MARK: &[u8] = b".tw-";
-/// How journals are called: `.thruway-XXXXXXXX.journal`.
+/// Nobody else meets a temporary file of ours by chance, or makes one of the same name for another job.
+const TAG_LEN: usize = 32;
+/// How journals are called: `.thruway-JOB.journal`.
 pub(crate) const JOURNAL_PREFIX: &[u8] = b".thruway-";
 pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
 /// Directories that are synced one by one at the end; more, and their file systems are synced whole.
 const CHANGED_MAX: usize = 8;
+/// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
+const OURS_MAX: usize = 8 << 20;
 /// A file of ours that a job may still be writing is not removed before this age.
 const OWN_AGE_MAX_S: i64 = 24 * 3600;
 
 /// Whether a name is one that sinks give to their own files.
 pub(crate) fn is_own_name(name: &[u8]) -> bool {
-    let is_temp = name.first() == Some(&b'.')
-        && name.len() > 13
-        && &name[name.len() - 12..name.len() - 8] == TEMP_MARK
-        && name[name.len() - 8..].iter().all(u8::is_ascii_hexdigit);
-    is_temp || (name.starts_with(JOURNAL_PREFIX) && name.ends_with(JOURNAL_SUFFIX))
-}
-
-/// How far a source is trusted with attributes that give rights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trust {
-    /// The user of this machine asked for the copy: owners, set-id bits, devices, privileged extended
-    /// attributes are kept where the process may.
-    Operator,
-    /// Somebody else did: none of those.
-    Peer,
+    let is_temp = || {
+        let (rest, tag) = name.split_at_checked(name.len().checked_sub(TAG_LEN)?)?;
+        let rest = rest.strip_suffix(TEMP_MARK)?;
+        (rest.len() > 1 && rest[0] == b'.' && tag.iter().all(u8::is_ascii_hexdigit)).then_some(())
+    };
+    let job = name.strip_prefix(JOURNAL_PREFIX).and_then(|rest| rest.strip_suffix(JOURNAL_SUFFIX));
+    is_temp().is_some() || job.is_some_and(|job| job.len() == TAG_LEN && job.iter().all(u8::is_ascii_hexdigit))
 }
 
 /// How a tree is written.
@@ -62,14 +58,16 @@ pub(crate) struct Manner {
 /// A directory tree that is written to.
 pub(crate) struct Tree {
     root: Arc<OwnedFd>,
-    manner: Manner,
-    umask: u32,
-    privileged: bool,
+    pub(super) manner: Manner,
+    pub(super) umask: u32,
+    pub(super) privileged: bool,
     volumes: Volumes,
     changed: Mutex<Changed>,
     /// Directories made writable for the time of the copy, and the modes they had.
     unlocked: Mutex<Vec<(Vec<u8>, u32)>>,
-    told: Told,
+    /// What this session has put in place, by hash of its identity.
+    ours: Mutex<HashSet<u64>>,
+    pub(super) told: Told,
 }
 
 /// Directories in which names or attributes have changed since they were last synced.
@@ -79,16 +77,6 @@ struct Changed {
     /// More than those.
     many: bool,
 }
-
-/// Shortcomings of the whole target, told once and not for every file.
-#[derive(Default)]
-struct Told {
-    no_attributes: AtomicBool,
-    no_owners: AtomicBool,
-}
-
-/// Attributes of an entry that could not be kept, as sentences. The entry itself is in place.
-pub(crate) type Shortcomings = Vec<String>;
 
 /// Where an entry goes: its directory and its name there.
 pub(crate) struct Place {
@@ -107,6 +95,7 @@ impl Tree {
             volumes: Volumes::default(),
             changed: Mutex::default(),
             unlocked: Mutex::default(),
+            ours: Mutex::default(),
             told: Told::default(),
         }
     }
@@ -291,6 +280,7 @@ impl Tree {
             Err(Errno::EXIST) => {
                 let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
                 if FileType::from_raw_mode(stat.st_mode).is_dir() {
+                    self.remember(&place.dir, &place.name);
                     return Ok(false);
                 }
                 self.clear_way(&place, &stat, false)?;
@@ -298,13 +288,41 @@ impl Tree {
             }
             Err(e) => return Err(e.into()),
         }
+        self.remember(&place.dir, &place.name);
         self.change(parent);
         Ok(true)
+    }
+
+    /// From now on, the entry is known as one that this session has put in place, or found as it should be.
+    pub(crate) fn remember(&self, dir: impl AsFd, name: &CStr) {
+        if let Ok((identity, stat)) = Identity::of(dir, name) {
+            self.remember_identity(identity, &stat);
+        }
+    }
+
+    fn remember_identity(&self, identity: Identity, stat: &rustix::fs::Statx) {
+        let mut ours = self.ours.lock().expect("no panics under the lock");
+        if ours.len() < OURS_MAX {
+            ours.insert(identity.hash_on(stat));
+        }
+    }
+
+    /// Whether what has this name may make way: not if it came with this very copy, under a name that is
+    /// another one to the source and the same to this file system.
+    fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
+        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
+        if !self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(&stat)) {
+            return Ok(());
+        }
+        let why = "another entry of this copy has this name here (a file system may take names that differ in case \
+                   for one); not overwriting it";
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
     }
 
     /// Removes what is in the way of an entry of another type. `special` entries may replace devices.
     fn clear_way(&self, place: &Place, stat: &Stat, special: bool) -> io::Result<()> {
         self.may_replace()?;
+        self.is_of_this_copy(place)?;
         let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why.to_string()));
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
@@ -330,7 +348,9 @@ impl Tree {
         }
     }
 
-    fn may_replace(&self) -> io::Result<()> {
+    /// # Errors
+    /// If the peer may only add.
+    pub(crate) fn may_replace(&self) -> io::Result<()> {
         if self.manner.replace {
             return Ok(());
         }
@@ -338,114 +358,12 @@ impl Tree {
         Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
     }
 
-    /// The permissions an entry gets, before it is known whose it is.
-    fn mode(&self, meta: &Meta) -> u32 {
-        match (self.manner.preserve, self.manner.trust) {
-            (false, _) => meta.mode & 0o777 & !self.umask,
-            (true, Trust::Operator) => meta.mode & 0o7777,
-            (true, Trust::Peer) if FileType::from_raw_mode(meta.mode).is_dir() => meta.mode & 0o1777,
-            (true, Trust::Peer) => meta.mode & 0o777,
-        }
-    }
-
-    /// The mode to make a file with, and whether that is all its mode needs.
-    ///
-    /// A file is made with its final permissions only if that gives nobody more than the whole
-    /// file will: special bits are set last, when owner and content are right, and a file that its owner may not
-    /// write could not be given extended attributes.
-    pub(crate) fn mode_at_creation(&self, meta: &Meta) -> (Mode, bool) {
-        let wanted = self.mode(meta);
-        let plain = wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
-        if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
-    }
-
-    /// Applies attributes to an open file or directory; those that could not be kept are told.
-    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> Shortcomings {
-        let mut short = Shortcomings::new();
-        let keeps_owner = self.manner.preserve && self.manner.trust == Trust::Operator;
-        if keeps_owner {
-            if self.privileged {
-                if let Err(e) = rustix::fs::fchown(fd, uid(meta), gid(meta)) {
-                    self.tell_owner(&mut short, e.into());
-                }
-            } else {
-                // A member of the group may give a file to it; if not, the group stays ours.
-                let _ = rustix::fs::fchown(fd, None, gid(meta));
-            }
-        }
-        let (acls, others): (Vec<_>, Vec<_>) = meta
-            .xattrs
-            .iter()
-            .filter(|(name, _)| self.manner.preserve && self.may_set(name))
-            .partition(|(name, _)| name.starts_with(b"system."));
-        self.write_xattrs(&mut short, fd, c"", &others);
-        if !mode_is_right && let Err(e) = self.set_mode(fd, meta) {
-            short.push(format!("mode {:o}: {e}", self.mode(meta)));
-        }
-        // Behind the mode, which they are finer than.
-        self.write_xattrs(&mut short, fd, c"", &acls);
-        if self.manner.preserve
-            && let Err(e) = rustix::fs::futimens(fd, &times(meta))
-        {
-            short.push(format!("times: {}", io::Error::from(e)));
-        }
-        short
-    }
-
-    /// Set-id bits only go to files that have the owner and group they were meant for.
-    fn set_mode(&self, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
-        let mut mode = self.mode(meta);
-        if self.manner.preserve && mode & 0o6000 != 0 {
-            let stat = rustix::fs::fstat(fd)?;
-            if stat.st_uid != meta.uid {
-                mode &= !0o4000;
-            }
-            if stat.st_gid != meta.gid {
-                mode &= !0o2000;
-            }
-        }
-        Ok(rustix::fs::fchmod(fd, Mode::from_raw_mode(mode))?)
-    }
-
-    fn may_set(&self, name: &[u8]) -> bool {
-        name.starts_with(b"user.")
-            || name.starts_with(b"system.posix_acl_")
-            || (self.privileged && self.manner.trust == Trust::Operator)
-    }
-
-    fn write_xattrs(
-        &self,
-        short: &mut Shortcomings,
-        fd: BorrowedFd<'_>,
-        name: &CStr,
-        attributes: &[&(Vec<u8>, Vec<u8>)],
-    ) {
-        for (attribute, value) in attributes {
-            let Err(e) = crate::xattr::write(fd, name, attribute, value) else { continue };
-            if e.raw_os_error() != Some(libc::ENOTSUP) {
-                short.push(format!("extended attribute {}: {e}", crate::escape(attribute)));
-            } else if !self.told.no_attributes.swap(true, Ordering::Relaxed) {
-                let namespace = attribute.split(|b| *b == b'.').next().unwrap_or_default();
-                short.push(format!(
-                    "extended attributes ({}.*) are not supported by the destination and not kept, here and elsewhere",
-                    crate::escape(namespace)
-                ));
-            }
-        }
-    }
-
-    fn tell_owner(&self, short: &mut Shortcomings, error: io::Error) {
-        if !self.told.no_owners.swap(true, Ordering::Relaxed) {
-            short.push(format!("owners are not kept by the destination, here and elsewhere: {error}"));
-        }
-    }
-
     /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
     pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
         // Whoever may only add leaves what is there as it is.
         let is_ours_to_change = made || (self.manner.preserve && self.manner.replace);
         if !is_ours_to_change {
-            return Ok(Shortcomings::new());
+            return Ok(Shortcomings::default());
         }
         let dir = self.open_to_write(path)?;
         self.change(path);
@@ -458,12 +376,11 @@ impl Tree {
         if wanted != now {
             rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
         }
-        Ok(Shortcomings::new())
+        Ok(Shortcomings::default())
     }
 
     /// Applies the attributes of a file whose content is right already.
     pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
-        self.may_replace()?;
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
@@ -481,7 +398,7 @@ impl Tree {
         let place = self.place(path)?;
         let target = CString::new(target)?;
         self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
-        Ok(self.apply_unopened(&place, meta))
+        Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
     }
 
     /// Makes a special file, replacing what is there.
@@ -497,14 +414,7 @@ impl Tree {
         let place = self.place(path)?;
         let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
         self.replace(path, &place, true, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
-        let mut short = self.apply_unopened(&place, meta);
-        // The umask took bits away.
-        if let Err(e) =
-            rustix::fs::chmodat(&place.dir, &place.name, Mode::from_raw_mode(self.mode(meta)), AtFlags::empty())
-        {
-            short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
-        }
-        Ok(short)
+        Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
     }
 
     /// Gives an existing file another name, replacing what is there.
@@ -527,42 +437,31 @@ impl Tree {
         self.change(parent);
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Err(Errno::EXIST) => {}
-            other => return Ok(other?),
+            other => {
+                other?;
+                self.remember(&place.dir, &place.name);
+                return Ok(());
+            }
         }
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
             self.clear_way(place, &stat, special)?;
-            return Ok(make(&place.dir, &place.name)?);
+            make(&place.dir, &place.name)?;
+            self.remember(&place.dir, &place.name);
+            return Ok(());
         }
         self.may_replace()?;
+        self.is_of_this_copy(place)?;
         let temp = temp_name(&place.name, &[0x5a; 16], &super::journal::key_of(path));
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
         make(&place.dir, &temp)?;
         let moved = rustix::fs::renameat(&place.dir, &temp, &place.dir, &place.name);
         // Renaming one name of a file over another of the same leaves both.
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
-        Ok(moved?)
-    }
-
-    /// Applies attributes to an entry that is not opened, because that would follow or block.
-    fn apply_unopened(&self, place: &Place, meta: &Meta) -> Shortcomings {
-        let mut short = Shortcomings::new();
-        if !self.manner.preserve {
-            return short;
-        }
-        if self.privileged && self.manner.trust == Trust::Operator {
-            let flags = AtFlags::SYMLINK_NOFOLLOW;
-            if let Err(e) = rustix::fs::chownat(&place.dir, &place.name, uid(meta), gid(meta), flags) {
-                self.tell_owner(&mut short, e.into());
-            }
-        }
-        let allowed: Vec<_> = meta.xattrs.iter().filter(|(name, _)| self.may_set(name)).collect();
-        self.write_xattrs(&mut short, place.dir.as_fd(), &place.name, &allowed);
-        if let Err(e) = rustix::fs::utimensat(&place.dir, &place.name, &times(meta), AtFlags::SYMLINK_NOFOLLOW) {
-            short.push(format!("times: {}", io::Error::from(e)));
-        }
-        short
+        moved?;
+        self.remember(&place.dir, &place.name);
+        Ok(())
     }
 
     /// Gives a finished file its name; says when its inode last changed then.
@@ -578,8 +477,9 @@ impl Tree {
     ) -> io::Result<i64> {
         self.change(parent);
         let Place { dir, name } = place;
-        let (found, _) = Identity::of(dir, temp)?;
-        if found != identity {
+        let file = Unopened::look(dir, temp)?;
+        let (found, _) = Identity::of(&file, c"")?;
+        if found != identity || !file.is(FileType::RegularFile) {
             return Err(io::Error::other("its temporary file was replaced by another"));
         }
         let rename = || rustix::fs::renameat_with(dir, temp, dir, name, RenameFlags::NOREPLACE);
@@ -587,7 +487,7 @@ impl Tree {
             Ok(()) => {}
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
                 match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-                    Ok(stat) => self.make_way(place, temp, &stat)?,
+                    Ok(stat) => self.make_way(place, &file, &stat)?,
                     Err(Errno::NOENT) => {}
                     Err(e) => return Err(e.into()),
                 }
@@ -595,23 +495,27 @@ impl Tree {
             }
             Err(e) => return Err(e.into()),
         }
-        let (_, stat) = Identity::of(dir, name)?;
+        let (placed, stat) = Identity::of(dir, name)?;
+        if placed != identity {
+            return Err(io::Error::other("something else took its name in the same moment"));
+        }
+        self.remember_identity(placed, &stat);
         Ok(nanoseconds(stat.stx_ctime))
     }
 
     /// Prepares for a file to take the place of another: without `preserve` it keeps whose that was
     /// and who could read it.
-    fn make_way(&self, place: &Place, temp: &CStr, stat: &Stat) -> io::Result<()> {
+    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat) -> io::Result<()> {
         self.may_replace()?;
+        self.is_of_this_copy(place)?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if !self.manner.preserve => {
                 self.changed().many = true;
                 if self.privileged {
-                    let (uid, gid) = (rustix::fs::Uid::from_raw(stat.st_uid), rustix::fs::Gid::from_raw(stat.st_gid));
-                    rustix::fs::chownat(&place.dir, temp, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
+                    file.chown(stat.st_uid, stat.st_gid)?;
                 }
-                rustix::fs::chmodat(&place.dir, temp, Mode::from_raw_mode(stat.st_mode & 0o1777), AtFlags::empty())?;
-                crate::xattr::copy_acl(place.dir.as_fd(), &place.name, temp);
+                file.chmod(stat.st_mode & 0o1777)?;
+                crate::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
                 Ok(())
             }
             FileType::RegularFile | FileType::Symlink => Ok(()),
@@ -688,29 +592,14 @@ pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
 /// The temporary name of a file of a job.
 pub(crate) fn temp_name(name: &CStr, job: &[u8; 16], key: &[u8; 16]) -> CString {
     // Names have at most 255 bytes.
-    const KEPT: usize = 255 - 1 - TEMP_MARK.len() - 8;
+    const KEPT: usize = 255 - 1 - TEMP_MARK.len() - TAG_LEN;
     let bytes = name.to_bytes();
-    let tag: Vec<u8> = job.iter().zip(key).take(4).map(|(a, b)| a ^ b).collect();
+    let tag = blake3::Hasher::new().update(job).update(key).finalize();
     let mut out = vec![b'.'];
     out.extend_from_slice(&bytes[..bytes.len().min(KEPT)]);
     out.extend_from_slice(TEMP_MARK);
-    out.extend_from_slice(crate::auth::to_hex(&tag).as_bytes());
+    out.extend_from_slice(crate::auth::to_hex(&tag.as_bytes()[..TAG_LEN / 2]).as_bytes());
     CString::new(out).expect("made of names and digits")
-}
-
-fn times(meta: &Meta) -> Timestamps {
-    let mtime = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
-    // Nobody has read the copy yet.
-    let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
-    Timestamps { last_access: omit, last_modification: mtime }
-}
-
-fn uid(meta: &Meta) -> Option<rustix::fs::Uid> {
-    Some(rustix::fs::Uid::from_raw(meta.uid))
-}
-
-fn gid(meta: &Meta) -> Option<rustix::fs::Gid> {
-    Some(rustix::fs::Gid::from_raw(meta.gid))
 }
 
 /// The process's umask, read without changing it.
@@ -848,7 +737,7 @@ mod tests {
             )],
             ..Meta::default()
         };
-        assert_eq!(tree.apply(handle.as_fd(), &meta, false), Shortcomings::new());
+        assert_eq!(tree.apply(handle.as_fd(), &meta, false), Shortcomings::default());
         let stat = handle.metadata().unwrap();
         assert_eq!((stat.mode() & 0o7777, stat.uid()), (0o755, rustix::process::geteuid().as_raw()));
         assert_eq!(rustix::fs::flistxattr(&handle, &mut [0; 100]).unwrap(), 0);
@@ -877,7 +766,13 @@ mod tests {
     #[test]
     fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
         let dir = tempfile::tempdir().unwrap();
-        for path in ["keep", "gone", "sub/deep/file", ".x.tw-0123abcd", ".y.tw-0123abcd"] {
+        for path in [
+            "keep",
+            "gone",
+            "sub/deep/file",
+            ".x.tw-0123abcd0123abcd0123abcd0123abcd",
+            ".y.tw-0123abcd0123abcd0123abcd0123abcd",
+        ] {
             let path = dir.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
@@ -893,14 +788,99 @@ mod tests {
     }
 
     #[test]
+    fn what_somebody_swaps_in_gets_neither_name_nor_attributes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+        fs::create_dir(&root).unwrap();
+        file(dir.path(), "outside", 0o600);
+        let before = fs::metadata(&outside).unwrap();
+        let untouched = || {
+            let now = fs::metadata(&outside).unwrap();
+            assert_eq!((now.mode(), now.uid(), now.mtime()), (before.mode(), before.uid(), before.mtime()));
+        };
+        let tree = tree_with(&root, false, false, Trust::Operator);
+        let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), c"temp", identity);
+        fs::write(root.join("f"), "what was there").unwrap();
+        fs::set_permissions(root.join("f"), fs::Permissions::from_mode(0o666)).unwrap();
+        // A link where the temporary file was; another file; the same file with a second name.
+        let identity = file(&root, "temp", 0o644);
+        fs::rename(root.join("temp"), root.join("aside")).unwrap();
+        symlink(&outside, root.join("temp")).unwrap();
+        assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+        fs::remove_file(root.join("temp")).unwrap();
+        fs::write(root.join("temp"), "another").unwrap();
+        assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+        fs::remove_file(root.join("temp")).unwrap();
+        fs::hard_link(root.join("aside"), root.join("temp")).unwrap();
+        assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+        fs::remove_file(root.join("aside")).unwrap();
+        put(identity).unwrap();
+        assert_eq!(fs::metadata(root.join("f")).unwrap().mode() & 0o777, 0o666);
+        // A link to something else, where a pipe was just made.
+        let preserving = tree_with(&root, true, false, Trust::Operator);
+        let meta = Meta { mode: 0o010_666, mtime: (5, 0), ..Meta::default() };
+        symlink(&outside, root.join("pipe")).unwrap();
+        let fd = fs::File::open(&root).unwrap();
+        assert!(!preserving.apply_unopened(&fd, c"pipe", FileType::Fifo, &meta).is_none());
+        untouched();
+        // Attributes of a link are its own.
+        let short = preserving.apply_unopened(&fd, c"pipe", FileType::Symlink, &meta);
+        assert!(short.is_none(), "{short:?}");
+        assert_eq!(fs::symlink_metadata(root.join("pipe")).unwrap().mtime(), 5);
+        untouched();
+    }
+
+    #[test]
+    fn one_entry_of_a_copy_does_not_take_the_place_of_another() {
+        // As where names that differ in case are one: the second comes to the place of the first.
+        let dir = tempfile::tempdir().unwrap();
+        let tree = tree_with(dir.path(), false, true, Trust::Operator);
+        let put = |name: &CStr, content: &str| {
+            let identity = file(dir.path(), "temp", 0o644);
+            fs::write(dir.path().join("temp"), content).unwrap();
+            let place = Place { dir: Arc::clone(&tree.root), name: name.into() };
+            tree.put_in_place(b"", &place, c"temp", identity)
+        };
+        fs::write(dir.path().join("f"), "old").unwrap();
+        put(c"f", "first").unwrap();
+        for error in [
+            put(c"f", "second").unwrap_err(),
+            tree.symlink(b"f", b"x", &Meta::default()).unwrap_err(),
+            tree.make_directory(b"f", &Meta::default()).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("another entry of this copy"), "{error}");
+        }
+        assert_eq!(fs::read_to_string(dir.path().join("f")).unwrap(), "first");
+        tree.make_directory(b"d", &Meta::default()).unwrap();
+        fs::write(dir.path().join("d/inner"), "").unwrap();
+        assert!(put(c"d", "file").is_err() && dir.path().join("d/inner").exists());
+        assert!(!tree.make_directory(b"d", &Meta::default()).unwrap(), "directories become one");
+    }
+
+    #[test]
+    fn names_of_an_earlier_attempt_are_synced_with_ours() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = tree(dir.path());
+        tree.sync_names().unwrap();
+        tree.sync_later(&tree.root).unwrap();
+        assert!(tree.changed().many, "its file system is asked as a whole");
+        tree.volumes.lose();
+        assert!(tree.sync_names().is_err());
+    }
+
+    #[test]
     fn own_names_are_told_from_others() {
         let name = temp_name(c"report.pdf", &[1; 16], &[2; 16]);
         assert!(is_own_name(name.to_bytes()));
         let long = CString::new(vec![b'a'; 255]).unwrap();
         assert!(temp_name(&long, &[1; 16], &[2; 16]).to_bytes().len() <= 255);
-        for name in [&b"report.pdf"[..], b".tw-12345678", b".thruway", b".a.tw-1234567g"] {
+        for name in [&b"report.pdf"[..], b".tw-0123abcd0123abcd0123abcd0123abcd", b".thruway", b".a.tw-20240101"] {
             assert!(!is_own_name(name));
         }
-        assert!(is_own_name(b".thruway-00aa.journal"));
+        let journal = super::super::journal::name_of(&[7; 16]);
+        assert!(is_own_name(journal.to_bytes()) && !is_own_name(b".thruway-notes.journal"));
+        for (job, key) in [([1; 16], [1; 16]), ([2; 16], [2; 16]), ([1; 16], [2; 16])] {
+            assert!((job, key) == ([1; 16], [2; 16]) || temp_name(c"report.pdf", &job, &key) != name);
+        }
     }
 }

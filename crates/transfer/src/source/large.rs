@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::Block;
-use thruway_engine::integrity::DIGEST_LEN;
+use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
 
 /// A large file on its way.
 pub(crate) struct LargeFile {
@@ -23,9 +23,12 @@ pub(crate) struct LargeFile {
     pub(super) path: Vec<u8>,
     pub(super) endless: bool,
     pub(super) failure: FirstFailure,
+    /// What has been read of it, to be read again if it has grown.
+    pub(super) sent: Sent,
     /// Reads under way, and one for the walker until it has issued them all.
     pub(super) open: AtomicU32,
     pub(super) blocks: AtomicU32,
+    pub(super) engine: Arc<Engine>,
     pub(super) mailer: Mailer<Mail>,
     pub(super) open_files: Arc<OpenFiles>,
 }
@@ -44,15 +47,25 @@ impl Finish {
         Finish { engine: Arc::clone(engine), terms: terms.clone(), mailer: mailer.clone(), after }
     }
 
-    pub(super) fn load(self, block: Block, mut header: BlockHeader) {
+    /// Sends a loaded block on its way; `large` is the file that it is a piece of.
+    pub(super) fn load(self, block: Block, mut header: BlockHeader, large: Option<Arc<LargeFile>>) {
         let engine = Arc::clone(&self.engine);
-        if self.terms.verify == thruway_engine::integrity::Algorithm::None {
-            return self.seal(block, header);
+        if self.terms.verify == Algorithm::None {
+            self.seal(block, header);
+            if let Some(large) = large {
+                large.close();
+            }
+            return;
         }
         engine.workers.submit(engine.integrity, move || {
             let verify = self.terms.verify;
-            header.digest = header.bind(verify, verify.digest(&block.payload()[..header.len as usize]));
+            let digest = verify.digest(&block.payload()[..header.len as usize]);
+            header.digest = header.bind(verify, digest);
             self.seal(block, header);
+            if let Some(large) = large {
+                large.sent.note(header.offset, header.len, digest);
+                large.close();
+            }
         });
     }
 
@@ -62,7 +75,10 @@ impl Finish {
         let engine = Arc::clone(&self.engine);
         engine.workers.submit(engine.integrity, move || {
             match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
-                Ok(digest) => header.digest = header.bind(self.terms.verify, digest),
+                Ok(digest) => {
+                    header.digest = header.bind(self.terms.verify, digest);
+                    large.sent.note(header.offset, header.len, digest);
+                }
                 Err(e) => {
                     large.failure.set(match e.kind() {
                         io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
@@ -81,7 +97,7 @@ impl Finish {
         });
     }
 
-    fn seal_and_close(self, block: Block, header: BlockHeader, large: &LargeFile) {
+    fn seal_and_close(self, block: Block, header: BlockHeader, large: &Arc<LargeFile>) {
         self.seal(block, header);
         large.close();
     }
@@ -147,21 +163,108 @@ impl OpenFiles {
     }
 }
 
+/// The pieces of a file that have been read, with their digests.
+pub(super) struct Sent {
+    verify: Algorithm,
+    /// `None`: not everything that the sink has of the file is known here.
+    pieces: Mutex<Option<Vec<Piece>>>,
+}
+
+struct Piece {
+    offset: u64,
+    len: u32,
+    digest: [u8; DIGEST_LEN],
+}
+
+/// Pieces of one file that are remembered: 28 MiB, and a file of terabytes.
+const PIECES_MAX: usize = 1 << 20;
+
+impl Sent {
+    /// Of a file of which the sink has something already, or that has no version, too much is unknown.
+    pub(super) fn new(verify: Algorithm, all: bool) -> Sent {
+        Sent { verify, pieces: Mutex::new((all && verify != Algorithm::None).then(Vec::new)) }
+    }
+
+    fn note(&self, offset: u64, len: u32, digest: [u8; DIGEST_LEN]) {
+        let mut pieces = self.pieces.lock().expect("no panics under the lock");
+        if pieces.as_ref().is_some_and(|pieces| pieces.len() >= PIECES_MAX) {
+            *pieces = None;
+        }
+        if let Some(pieces) = &mut *pieces {
+            pieces.push(Piece { offset, len, digest });
+        }
+    }
+
+    /// Whether the first `size` bytes of the file are still what was read of them, holes included.
+    fn still_holds(&self, file: &File, size: u64) -> io::Result<bool> {
+        let Some(mut pieces) = self.pieces.lock().expect("no panics under the lock").take() else { return Ok(false) };
+        pieces.sort_unstable_by_key(|piece| piece.offset);
+        let read: Vec<(u64, u64)> = pieces.iter().map(|piece| (piece.offset, u64::from(piece.len))).collect();
+        for (from, to) in missing_extents(file, size, false, &read)? {
+            // What was a hole may only have become zeroes.
+            if !is_zero(file, from, to)? {
+                return Ok(false);
+            }
+        }
+        for Piece { offset, len, digest } in pieces {
+            if crate::digest_file(file, self.verify, offset, len)? != digest {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn is_zero(file: &File, from: u64, to: u64) -> io::Result<bool> {
+    use std::os::unix::fs::FileExt;
+    let mut buffer = vec![0; 64 << 10];
+    let mut at = from;
+    while at < to {
+        let len = ((to - at) as usize).min(buffer.len());
+        file.read_exact_at(&mut buffer[..len], at)?;
+        if buffer[..len].iter().any(|b| *b != 0) {
+            return Ok(false);
+        }
+        at += len as u64;
+    }
+    Ok(true)
+}
+
 impl LargeFile {
     /// One user less; the last one tells how the file ended.
-    pub(super) fn close(&self) {
+    pub(super) fn close(self: &Arc<LargeFile>) {
         if self.open.fetch_sub(1, Ordering::SeqCst) != 1 {
             return;
         }
-        let mut grown = false;
-        if !self.endless {
-            match rustix::fs::fstat(&self.file) {
-                Ok(after) if same_version(&self.stat, &after) => {}
-                Ok(after) if has_grown(&self.stat, &after) => grown = true,
-                Ok(_) => self.failure.set("changed while it was read"),
-                Err(e) => self.failure.set(io::Error::from(e).to_string()),
-            }
+        if self.endless {
+            return self.end(false);
         }
+        match rustix::fs::fstat(&self.file) {
+            Ok(after) if same_version(&self.stat, &after) => {}
+            Ok(after) if has_grown(&self.stat, &after) => {
+                // Whether it only grew is known when it has been read once more, which takes its time.
+                let file = Arc::clone(self);
+                return self.engine.workers.submit(self.engine.files, move || file.end_grown());
+            }
+            Ok(_) => self.failure.set("changed while it was read"),
+            Err(e) => self.failure.set(io::Error::from(e).to_string()),
+        }
+        self.end(false);
+    }
+
+    fn end_grown(&self) {
+        match self.sent.still_holds(&self.file, self.stat.st_size as u64) {
+            Ok(true) => {}
+            Ok(false) if self.sent.verify == Algorithm::None => {
+                self.failure.set("grew while it was read; without --verify it cannot be told whether it only grew");
+            }
+            Ok(false) => self.failure.set("changed while it was read"),
+            Err(e) => self.failure.set(format!("reading it again after it grew: {e}")),
+        }
+        self.end(true);
+    }
+
+    fn end(&self, grown: bool) {
         let status = match self.failure.get() {
             None if grown => {
                 self.tell(ReportKind::Incomplete, grew(self.stat.st_size as u64));

@@ -3,7 +3,7 @@
 //! Small files are read straight into the block they travel in; large ones are read by the storage stage, holes
 //! left out.
 
-use super::large::{Finish, LargeFile, grew, has_grown, missing_extents, same_version, set_direct};
+use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version, set_direct};
 use super::walk::{Cancelled, Candidate, GLANCE, Walk, Walker, meta_of};
 use crate::protocol::pieces::cut;
 use crate::session::{FirstFailure, Progress};
@@ -104,8 +104,12 @@ impl Walker {
         room[RECORD_PREFIX_LEN..content].copy_from_slice(&record);
         let read = read_full(&file, &mut room[content..content + size]);
         let after = rustix::fs::fstat(&file);
+        // One that has grown may have been written to at its beginning, too.
+        let only_grown = |after: &Stat, room: &[u8]| {
+            has_grown(&stat, after) && is_still(&file, &room[content..content + size]).unwrap_or(false)
+        };
         match (read, after) {
-            (Ok(n), Ok(after)) if n == size && (same_version(&stat, &after) || has_grown(&stat, &after)) => {
+            (Ok(n), Ok(after)) if n == size && (same_version(&stat, &after) || only_grown(&after, room)) => {
                 self.pack.as_mut().expect("room made it").used += content + size;
                 Progress::add(&self.progress.total_bytes, size as u64);
                 if !same_version(&stat, &after) {
@@ -152,8 +156,10 @@ impl Walker {
             path: c.path,
             endless,
             failure: FirstFailure::default(),
+            sent: Sent::new(self.terms.verify, have.is_empty() && !endless),
             open: AtomicU32::new(1),
             blocks: AtomicU32::new(0),
+            engine: Arc::clone(&self.engine),
             mailer: self.mailer.clone(),
             open_files: Arc::clone(&self.open_files),
         });
@@ -213,8 +219,7 @@ impl Walker {
                 if header.len == 0 {
                     header.kind = BlockKind::Void;
                 }
-                finish.load(done.block, header);
-                large.close();
+                finish.load(done.block, header, Some(large));
             });
         }
         Ok(())
@@ -286,7 +291,7 @@ impl Walker {
         }
         let Ok(sequence) = self.sequence() else { return };
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
-        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header);
+        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header, None);
     }
 }
 
@@ -297,6 +302,14 @@ fn has_holes(file: &File, stat: &Stat) -> bool {
         && stat.st_blocks as u64 * 512 < size
         && rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(0)).is_ok_and(|hole| hole < size)
         && rustix::fs::seek(file, rustix::fs::SeekFrom::Start(0)).is_ok()
+}
+
+/// Whether a file still begins with this.
+fn is_still(file: &File, content: &[u8]) -> io::Result<bool> {
+    use std::os::unix::fs::FileExt;
+    let mut now = vec![0; content.len()];
+    file.read_exact_at(&mut now, 0)?;
+    Ok(now == content)
 }
 
 fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {

@@ -13,7 +13,7 @@ use crate::protocol::offers::{self, Offers};
 use crate::session::{Engine, Mailer, Progress, Terms};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
@@ -30,6 +30,9 @@ const PACK_MAX: u64 = 256 << 10;
 const LINKS_MAX: usize = 1 << 18;
 /// Bytes of names in one part of a list of names to keep, at most.
 const KEEP_BYTES: usize = 32 << 10;
+
+/// Said of what no receiver takes: it could be taken for its own.
+const UNFINISHED: &str = "has a name that Thruway gives to files of unfinished copies; it is not copied";
 
 /// How often a waiting walker looks whether the session is over.
 pub(super) const GLANCE: Duration = Duration::from_secs(1);
@@ -63,7 +66,7 @@ pub(super) struct Walker {
     /// More would have to be remembered than can be.
     links_full: bool,
     /// With several sources: what has been sent, by hash of its path. No source overwrites what another has just made.
-    names: Option<HashSet<u64>>,
+    names: Option<HashMap<u64, Named>>,
     /// Where the copy goes, if that is on this machine.
     destination: Option<Destination>,
     offers: Offers<Candidate>,
@@ -147,6 +150,14 @@ impl KeepList {
     }
 }
 
+/// What a name has been used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Named {
+    /// Several sources may meet in it.
+    Directory,
+    Entry,
+}
+
 /// The session is over; unwind.
 pub(super) struct Cancelled;
 pub(super) type Walk<T = ()> = Result<T, Cancelled>;
@@ -183,7 +194,7 @@ impl Walker {
 
     pub(super) fn run(mut self, roots: Vec<Root>) {
         if roots.len() > 1 {
-            self.names = Some(HashSet::new());
+            self.names = Some(HashMap::new());
         }
         let done: Walk = (|| {
             for root in roots {
@@ -251,6 +262,10 @@ impl Walker {
             }
             return self.tree(&fd, root.name, &stat);
         }
+        if crate::sink::is_own_name(&root.name) {
+            self.report(&shown, UNFINISHED);
+            return Ok(());
+        }
         if root.name.is_empty() {
             self.report(&shown, "is not a directory, but its path ends in a slash");
             return Ok(());
@@ -288,6 +303,9 @@ impl Walker {
         todo: &mut Vec<(Vec<u8>, Stat)>,
     ) -> Walk {
         let path = join(to, below);
+        if !path.is_empty() && !self.may_name(&path, Named::Directory) {
+            return Ok(());
+        }
         if !path.is_empty() || self.terms.options.preserve {
             let from = From { root: Arc::clone(root), dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
             let meta = self.meta(&from, &path, stat);
@@ -346,6 +364,10 @@ impl Walker {
                 continue;
             }
             let target = join(to, &inner);
+            if crate::sink::is_own_name(name.to_bytes()) {
+                self.report(&target, UNFINISHED);
+                continue;
+            }
             match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(_) if target.len() > crate::wire::PATH_MAX => {
                     let most = crate::wire::PATH_MAX;
@@ -383,12 +405,24 @@ impl Walker {
         })
     }
 
+    /// With several sources: whether none before this one has sent something else under this name. Directories of one
+    /// name become one.
+    fn may_name(&mut self, path: &[u8], what: Named) -> bool {
+        let Some(names) = &mut self.names else { return true };
+        match names.insert(hash_of(path), what) {
+            None => true,
+            Some(Named::Directory) if what == Named::Directory => true,
+            Some(before) => {
+                names.insert(hash_of(path), before);
+                self.report(path, "another source has an entry of this name; not overwriting it");
+                false
+            }
+        }
+    }
+
     fn entry(&mut self, from: &From, path: Vec<u8>, stat: Stat) -> Walk {
         self.check_cancel()?;
-        if let Some(names) = &mut self.names
-            && !names.insert(hash_of(&path))
-        {
-            self.report(&path, "another source has an entry of this name; not overwriting it");
+        if !self.may_name(&path, Named::Entry) {
             return Ok(());
         }
         let kind = FileType::from_raw_mode(stat.st_mode);
@@ -505,6 +539,12 @@ impl Walker {
                 }
             };
             for (candidate, answer) in self.offers.answered(answers) {
+                let have = match &answer {
+                    Answer::Skip | Answer::Attributes => 1 + candidate.stat.st_size as u64,
+                    Answer::Except(ranges) => 1 + ranges.iter().map(|(_, len)| len).sum::<u64>(),
+                    Answer::Send => 0,
+                };
+                Progress::add(&self.progress.resumed, have);
                 match answer {
                     Answer::Skip => {}
                     Answer::Attributes => {

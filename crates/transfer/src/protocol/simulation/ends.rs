@@ -14,7 +14,7 @@ use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, Credit, FileStatus, HEADER_LEN, Meta, OfferEntry, Record,
     Summary,
 };
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 fn meta(file: &SourceFile) -> Meta {
     Meta { size: file.content.len() as u64, mtime: (file.mtime, 0), ctime: (file.mtime, 0), ..Meta::default() }
@@ -242,6 +242,15 @@ impl Commit for Target {
     fn named(&self) -> (&Key, &Version, Identity) {
         (&self.key, &self.version, identity(self.inode))
     }
+
+    fn is_lacking(&self) -> bool {
+        lacks(&self.name)
+    }
+}
+
+/// Whether the disk refuses some attribute of this file, which whoever succeeds in the end must have heard.
+fn lacks(name: &str) -> bool {
+    name.bytes().last().is_some_and(|b| b % 2 == 1)
 }
 
 fn identity(inode: usize) -> Identity {
@@ -270,6 +279,8 @@ pub(super) struct SinkEnd {
     pub(super) concluded: bool,
     /// A sync has failed.
     lost: bool,
+    /// Files of which the user has heard, in this attempt, that some attribute is lacking.
+    told: HashSet<String>,
 }
 
 impl SinkEnd {
@@ -291,6 +302,7 @@ impl SinkEnd {
             summary: Summary::default(),
             concluded: false,
             lost: false,
+            told: HashSet::new(),
         })
     }
 
@@ -340,10 +352,18 @@ impl SinkEnd {
             Answer::Skip
         };
         match judgement {
-            Judgement::Placed => done(&mut self.summary),
+            Judgement::Placed { lacking } => {
+                // Its attributes are sent again, and refused again.
+                assert_eq!(lacking, lacks(&name));
+                self.told.extend(lacking.then_some(name));
+                done(&mut self.summary)
+            }
             Judgement::UpToDate => unreachable!("nobody asked for an update"),
             Judgement::CheckInPlace(unfinished) => match self.read_back(&name, &key, &unfinished) {
-                good if good == [(0, entry.size)] => done(&mut self.summary),
+                good if good == [(0, entry.size)] => {
+                    self.told.extend(lacks(&name).then_some(name));
+                    done(&mut self.summary)
+                }
                 _ => Answer::Send,
             },
             Judgement::CheckTemporary(unfinished) => {
@@ -452,7 +472,7 @@ impl SinkEnd {
             disk.write(inode, 0, content).map_err(|e| Failed(e.to_string()))?;
             drop(disk);
             self.summary.bytes += content.len() as u64;
-            self.commits.push_back(target);
+            self.finished(target);
             return Ok(());
         };
         drop(disk);
@@ -494,8 +514,13 @@ impl SinkEnd {
     fn check_file(&mut self, number: u64) {
         if let Some(Ended { file: Some(target), whole: true }) = self.files.take_ended(number) {
             self.journal.whole(&target.key, &target.version, identity(target.inode));
-            self.commits.push_back(target);
+            self.finished(target);
         }
+    }
+
+    fn finished(&mut self, target: Target) {
+        self.told.extend(target.is_lacking().then(|| target.name.clone()));
+        self.commits.push_back(target);
     }
 
     /// The commit stage takes a group.
@@ -557,6 +582,10 @@ impl SinkEnd {
                 self.disk.lock().sync_names().map_err(|e| Failed(e.to_string()))
             };
             synced?;
+            let disk = self.disk.lock();
+            let silent = disk.names().find(|name| *name != JOURNAL && lacks(name) && !self.told.contains(*name));
+            assert!(silent.is_none() || disk.is_dead(), "{silent:?} is lacking something and nobody was told");
+            drop(disk);
             net.say_to_source(&Control::DataSetReply(self.summary));
         }
         Ok(())

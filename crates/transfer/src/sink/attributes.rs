@@ -1,0 +1,245 @@
+//! What entries get besides their content: owner, permissions, extended attributes, times.
+//!
+//! Attributes are only ever given to something that has been opened and looked at, never to a name: between two system
+//! calls a name may come to mean something else, a link to `/etc/shadow` included.
+
+use super::tree::Tree;
+use crate::wire::Meta;
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How far a source is trusted with attributes that give rights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trust {
+    /// The user of this machine asked for the copy: owners, set-id bits, devices, privileged extended
+    /// attributes are kept where the process may.
+    Operator,
+    /// Somebody else did: none of those.
+    Peer,
+}
+
+/// Shortcomings of the whole target, told once and not for every file.
+#[derive(Default)]
+pub(super) struct Told {
+    no_attributes: AtomicBool,
+    no_owners: AtomicBool,
+}
+
+/// Attributes of an entry that could not be kept. The entry itself is in place.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Shortcomings {
+    /// Sentences; what has been told for the whole target is not told again.
+    pub(super) told: Vec<String>,
+    any: bool,
+}
+
+impl Shortcomings {
+    pub(super) fn push(&mut self, sentence: String) {
+        self.told.push(sentence);
+        self.any = true;
+    }
+
+    /// Whether nothing fell short.
+    pub(crate) fn is_none(&self) -> bool {
+        !self.any
+    }
+}
+
+/// An entry that cannot be opened for reading without following or waiting, and what it is.
+pub(super) struct Unopened {
+    fd: OwnedFd,
+    pub(super) stat: Stat,
+}
+
+impl Unopened {
+    /// The entry of this name in a directory, a symbolic link itself included.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(super) fn look(dir: impl AsFd, name: &CStr) -> rustix::io::Result<Unopened> {
+        let fd = rustix::fs::openat(dir, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        let stat = rustix::fs::fstat(&fd)?;
+        Ok(Unopened { fd, stat })
+    }
+
+    /// A path that leads to this very entry, whatever its names have come to mean.
+    fn path(&self) -> String {
+        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
+    }
+
+    /// Whether it is an entry of this kind with one name: what somebody put there in place of ours may have several.
+    pub(super) fn is(&self, kind: FileType) -> bool {
+        FileType::from_raw_mode(self.stat.st_mode) == kind && self.stat.st_nlink <= 1
+    }
+
+    pub(super) fn chmod(&self, mode: u32) -> rustix::io::Result<()> {
+        rustix::fs::chmod(self.path(), Mode::from_raw_mode(mode))
+    }
+
+    pub(super) fn chown(&self, uid: u32, gid: u32) -> rustix::io::Result<()> {
+        let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+        rustix::fs::chownat(&self.fd, c"", Some(uid), Some(gid), AtFlags::EMPTY_PATH)
+    }
+
+    fn set_times(&self, times: &Timestamps) -> rustix::io::Result<()> {
+        rustix::fs::utimensat(CWD, self.path(), times, AtFlags::empty())
+    }
+}
+
+impl AsFd for Unopened {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Tree {
+    /// The permissions an entry gets, before it is known whose it is.
+    pub(super) fn mode(&self, meta: &Meta) -> u32 {
+        match (self.manner.preserve, self.manner.trust) {
+            (false, _) => meta.mode & 0o777 & !self.umask,
+            (true, Trust::Operator) => meta.mode & 0o7777,
+            (true, Trust::Peer) if FileType::from_raw_mode(meta.mode).is_dir() => meta.mode & 0o1777,
+            (true, Trust::Peer) => meta.mode & 0o777,
+        }
+    }
+
+    /// The mode to make a file with, and whether that is all its mode needs.
+    ///
+    /// A file is made with its final permissions only if that gives nobody more than the whole
+    /// file will: special bits are set last, when owner and content are right, and a file that its owner may not
+    /// write could not be given extended attributes.
+    pub(crate) fn mode_at_creation(&self, meta: &Meta) -> (Mode, bool) {
+        let wanted = self.mode(meta);
+        let plain = wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
+        if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
+    }
+
+    fn keeps_owner(&self) -> bool {
+        self.manner.preserve && self.manner.trust == Trust::Operator
+    }
+
+    /// Applies attributes to an open file or directory; those that could not be kept are told.
+    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> Shortcomings {
+        let mut short = Shortcomings::default();
+        if self.keeps_owner() {
+            let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
+            if self.privileged {
+                if let Err(e) = rustix::fs::fchown(fd, Some(uid), Some(gid)) {
+                    self.tell_owner(&mut short, e.into());
+                }
+            } else {
+                // A member of the group may give a file to it; if not, the group stays ours.
+                let _ = rustix::fs::fchown(fd, None, Some(gid));
+            }
+        }
+        let (acls, others): (Vec<_>, Vec<_>) = meta
+            .xattrs
+            .iter()
+            .filter(|(name, _)| self.manner.preserve && self.may_set(name))
+            .partition(|(name, _)| name.starts_with(b"system."));
+        self.write_xattrs(&mut short, fd, &others);
+        if !mode_is_right && let Err(e) = self.set_mode(fd, meta) {
+            short.push(format!("mode {:o}: {e}", self.mode(meta)));
+        }
+        // Behind the mode, which they are finer than.
+        self.write_xattrs(&mut short, fd, &acls);
+        if self.manner.preserve
+            && let Err(e) = rustix::fs::futimens(fd, &times(meta))
+        {
+            short.push(format!("times: {}", io::Error::from(e)));
+        }
+        short
+    }
+
+    /// Set-id bits only go to files that have the owner and group they were meant for.
+    fn set_mode(&self, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
+        let mut mode = self.mode(meta);
+        if self.manner.preserve && mode & 0o6000 != 0 {
+            let stat = rustix::fs::fstat(fd)?;
+            if stat.st_uid != meta.uid {
+                mode &= !0o4000;
+            }
+            if stat.st_gid != meta.gid {
+                mode &= !0o2000;
+            }
+        }
+        Ok(rustix::fs::fchmod(fd, Mode::from_raw_mode(mode))?)
+    }
+
+    /// Applies attributes to a symbolic link or special file that was just made under this name.
+    pub(super) fn apply_unopened(&self, dir: impl AsFd, name: &CStr, kind: FileType, meta: &Meta) -> Shortcomings {
+        let mut short = Shortcomings::default();
+        let entry = match Unopened::look(dir, name) {
+            Ok(entry) if entry.is(kind) => entry,
+            Ok(_) => {
+                short.push("something else has its name by now; its attributes were left alone".into());
+                return short;
+            }
+            Err(e) => {
+                short.push(format!("its attributes: {}", io::Error::from(e)));
+                return short;
+            }
+        };
+        if self.keeps_owner()
+            && self.privileged
+            && let Err(e) = entry.chown(meta.uid, meta.gid)
+        {
+            self.tell_owner(&mut short, e.into());
+        }
+        // The umask took bits away; a link has none.
+        if kind != FileType::Symlink
+            && let Err(e) = entry.chmod(self.mode(meta))
+        {
+            short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
+        }
+        if !self.manner.preserve {
+            return short;
+        }
+        let allowed: Vec<_> = meta.xattrs.iter().filter(|(name, _)| self.may_set(name)).collect();
+        self.write_xattrs(&mut short, entry.as_fd(), &allowed);
+        if let Err(e) = entry.set_times(&times(meta)) {
+            short.push(format!("times: {}", io::Error::from(e)));
+        }
+        short
+    }
+
+    fn may_set(&self, name: &[u8]) -> bool {
+        name.starts_with(b"user.")
+            || name.starts_with(b"system.posix_acl_")
+            || (self.privileged && self.manner.trust == Trust::Operator)
+    }
+
+    fn write_xattrs(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, attributes: &[&(Vec<u8>, Vec<u8>)]) {
+        for (attribute, value) in attributes {
+            let Err(e) = crate::xattr::write(fd, attribute, value) else { continue };
+            if e.raw_os_error() != Some(libc::ENOTSUP) {
+                short.push(format!("extended attribute {}: {e}", crate::escape(attribute)));
+            } else if self.told.no_attributes.swap(true, Ordering::Relaxed) {
+                short.any = true;
+            } else {
+                let namespace = attribute.split(|b| *b == b'.').next().unwrap_or_default();
+                short.push(format!(
+                    "extended attributes ({}.*) are not supported by the destination and not kept, here and elsewhere",
+                    crate::escape(namespace)
+                ));
+            }
+        }
+    }
+
+    fn tell_owner(&self, short: &mut Shortcomings, error: io::Error) {
+        short.any = true;
+        if !self.told.no_owners.swap(true, Ordering::Relaxed) {
+            short.push(format!("owners are not kept by the destination, here and elsewhere: {error}"));
+        }
+    }
+}
+
+fn times(meta: &Meta) -> Timestamps {
+    let mtime = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
+    // Nobody has read the copy yet.
+    let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
+    Timestamps { last_access: omit, last_modification: mtime }
+}
