@@ -24,7 +24,8 @@ write $two
 # Write exclusive, registrants only: who is not registered reads, but does not write.
 sg_persist --out --register --param-sark=0x1 $one >/dev/null
 sg_persist --out --reserve --param-rk=0x1 --prout-type=5 $one >/dev/null
-sg_persist --in --read-reservation $two | grep -q 'Key=0x1'
+sg_persist --in --read-reservation $two >/tmp/reservation
+grep -q 'Key=0x1' /tmp/reservation
 write $one
 fails write $two
 # A client of NBD is somebody who is not registered.
