@@ -8,6 +8,7 @@ use crate::cache::{self, Cache};
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
 use crate::layer::{Delay, Fault, Kind, Log, Overlay, Rate, Stripe};
+use crate::served::Served;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +24,7 @@ pub struct Export {
     /// The same whenever this disk is served, and no other's: initiators know it again by this.
     pub identity: Identity,
     /// The disk, with its layers.
-    pub backend: Arc<dyn Backend>,
+    pub backend: Arc<Served>,
     /// What sort of thing the data is in.
     pub kind: &'static str,
     /// Nobody may change it.
@@ -240,7 +241,7 @@ impl Spec {
             description,
             identity,
             kind: kind(&self.source),
-            backend,
+            backend: Arc::new(Served::new(backend)),
             read_only,
             chunk,
             target: self.target.clone(),

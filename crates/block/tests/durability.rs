@@ -82,7 +82,7 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
             identity: [1; 16],
             allow: Vec::new(),
             fence: thruway_block::fence::Fence::default(),
-            backend: Arc::clone(&disk) as _,
+            backend: Arc::new(thruway_block::Served::new(Arc::clone(&disk) as _)),
             read_only: false,
             // Long writes are in pieces.
             chunk: 16 << 10,

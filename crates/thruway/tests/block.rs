@@ -197,6 +197,10 @@ fn a_disk_that_grows_or_shrinks_is_noticed() {
          try: h.pread(512, 20 << 20)\n\
          except nbd.Error: pass\n\
          else: raise AssertionError('it should fail')\n\
+         for change in [lambda at: h.pwrite(b'x' * 512, at), lambda at: h.zero(4096, at, nbd.CMD_FLAG_NO_HOLE)]:\n\
+        \x20 try: change(20 << 20)\n\
+        \x20 except nbd.Error: pass\n\
+        \x20 else: raise AssertionError('it should fail, and the file not grow again')\n\
          assert len(h.pread(512, 1 << 20)) == 512\n",
         text(&file)
     );
@@ -260,6 +264,15 @@ fn a_disk_is_served_once() {
     // Who only reads may share with those who only read.
     let (a, b) = (format!("{a},ro"), format!("{b},ro"));
     Disks::serve(&["--block", &a, "--block", &b, "--nbd", "127.0.0.1:0"]).stop();
+    // A device, too: who only reads would be shown what nobody has told it of.
+    let device = LoopDevice::over(&file);
+    let (a, b) = (format!("a={}", device.0), format!("b={},ro", device.0));
+    for (first, second) in [(&a, &b), (&b, &a)] {
+        let disks = Disks::serve(&["--block", first, "--nbd", "127.0.0.1:0"]);
+        let said = refused(&["--block", second, "--nbd", "127.0.0.1:0"]);
+        assert!(said.contains("in use"), "{first}, {second}: {said}");
+        disks.stop();
+    }
 }
 
 #[test]

@@ -200,9 +200,7 @@ impl FileBackend {
         if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
         }
-        if kind == FileType::RegularFile {
-            lock_file(&cached, read_only)?;
-        }
+        lock_file(&cached, read_only)?;
         let direct = match mode {
             Mode::Writeback => None,
             Mode::Direct | Mode::Cached => match open(OFlags::DIRECT.bits() as i32) {
@@ -361,6 +359,14 @@ impl FileBackend {
             at += part;
         }
         Ok(())
+    }
+
+    /// Whether a change is inside of the file as it is now: one that has been made shorter must not grow again.
+    fn check_inside(&self, at: u64, len: u64) -> io::Result<()> {
+        if self.is_device || at + len <= size_of(&self.cached)? {
+            return Ok(());
+        }
+        Err(io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
     /// Writes by the way that the mode says.
@@ -579,6 +585,9 @@ impl Backend for FileBackend {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        if let Err(error) = self.check_inside(at, segment.len() as u64) {
+            return Box::pin(std::future::ready(Err(error)));
+        }
         if self.mode == Mode::Writeback && !durable && self.at_once.write(&self.cached, at, &segment) {
             return Box::pin(std::future::ready(Ok(())));
         }
@@ -597,6 +606,7 @@ impl Backend for FileBackend {
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
         Box::pin(async move {
+            self.check_inside(at, len)?;
             let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             let range = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
             // Who changes a part of a page must not bring back what it was.

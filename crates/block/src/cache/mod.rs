@@ -127,8 +127,9 @@ pub(crate) struct Inner {
     /// Held alone while ranges are zeroed, which nothing else may see half done.
     whole: RwLock<()>,
     dirty_max: u64,
-    /// Held together by writes out of the cache, which may go on when whoever wanted them has gone.
-    writing: Arc<RwLock<()>>,
+    /// Held together by loads and by writes out of the cache, which may go on when whoever wanted them has gone. Held
+    /// alone only by whoever holds `whole` alone.
+    under_way: Arc<RwLock<()>>,
     /// Octets of the disk, as they were when it was last used.
     size: AtomicU64,
     /// Told when a block has become clean.
@@ -176,7 +177,7 @@ impl Cache {
             below,
             dirty_max: config.size / 4,
             streams: Streams::new(config.read_ahead),
-            writing: Arc::default(),
+            under_way: Arc::default(),
             size: AtomicU64::new(below_size),
             config,
             partitions,
@@ -257,7 +258,7 @@ impl Inner {
             return Ok(());
         }
         let _alone = self.whole.write().await;
-        drop(self.writing.write().await);
+        drop(self.under_way.write().await);
         // Others may have seen it meanwhile.
         let (seen, size) = (self.size.load(Ordering::Relaxed), self.below.geometry().size);
         let last = seen.min(size) / self.block_len();
@@ -347,17 +348,36 @@ impl Inner {
                         count(&self.counters.misses, 1);
                     }
                     count(&self.counters.evictions, u64::from(claim.evicted));
-                    let mut claim = partition.guard(block, claim);
-                    let len = self.len_of(block);
-                    let (mut segment, spare) = claim.take(len);
-                    if len > 0 {
-                        segment = self.below.read(block * self.block_len(), segment).await?;
-                    }
-                    claim.fill(segment, spare);
-                    return Ok(());
+                    // Nobody holds it alone: whoever wants to waits for `whole` first, which our caller holds.
+                    let (Some(this), Ok(under_way)) =
+                        (self.this.upgrade(), Arc::clone(&self.under_way).try_read_owned())
+                    else {
+                        drop(partition.guard(block, claim));
+                        drop(self.under_way.read().await);
+                        continue;
+                    };
+                    // A task of its own, which nobody takes away by losing interest: the kernel would keep the
+                    // memory, and who waits for room would not be told when it comes back.
+                    let loaded = tokio::task::spawn_local(async move {
+                        let _under_way = under_way;
+                        this.load(block, claim).await
+                    });
+                    return loaded.await.map_err(io::Error::other)?;
                 }
             }
         }
+    }
+
+    /// Fills a slot that was claimed for a block.
+    async fn load(&self, block: u64, claim: partition::Claim) -> io::Result<()> {
+        let mut claim = self.partitions.of(block).guard(block, claim);
+        let len = self.len_of(block);
+        let (mut segment, spare) = claim.take(len);
+        if len > 0 {
+            segment = self.below.read(block * self.block_len(), segment).await?;
+        }
+        claim.fill(segment, spare);
+        Ok(())
     }
 
     /// All slots of a partition are dirty or in use: waits until one is not. `changed` has been listening since before
@@ -455,7 +475,7 @@ impl Inner {
     /// could reach the disk after a later one.
     async fn write_out(&self, block: u64) -> io::Result<()> {
         let Some(this) = self.this.upgrade() else { return Ok(()) };
-        let under_way = Arc::clone(&self.writing).read_owned().await;
+        let under_way = Arc::clone(&self.under_way).read_owned().await;
         let written = tokio::task::spawn_local(async move {
             let _under_way = under_way;
             this.write_out_now(block).await
@@ -580,7 +600,7 @@ impl Inner {
     async fn zero<'a>(&'a self, at: u64, len: u64, below: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
         // Nothing is loaded or written out meanwhile.
         let _alone = self.whole.write().await;
-        drop(self.writing.write().await);
+        drop(self.under_way.write().await);
         let done = below().await;
         let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
         if done.is_err() {

@@ -255,12 +255,12 @@ impl Partition {
                     return None;
                 }
                 slot.state = State::Busy;
-                Some(Hold { partition: self, block, slot: Some(index) })
+                Some(Hold { partition: self, block, slot: Some(index), known: false })
             }
             // A block that is not there is held by a number that stands for no slot.
             None => {
                 table.blocks.insert(block, HELD);
-                Some(Hold { partition: self, block, slot: None })
+                Some(Hold { partition: self, block, slot: None, known: false })
             }
         }
     }
@@ -454,11 +454,14 @@ pub(super) struct Hold<'a> {
     partition: &'a Partition,
     block: u64,
     slot: Option<u32>,
+    /// What is in the cache is what is on the disk.
+    known: bool,
 }
 
 impl Hold<'_> {
     /// Changes the block's octets, if it is there.
     pub(super) fn update(&mut self, change: impl FnOnce(&mut [u8])) {
+        self.known = true;
         let mut table = self.partition.lock();
         if let Some(index) = self.slot
             && let Some(segment) = &mut table.slots[index as usize].segment
@@ -479,6 +482,10 @@ impl Hold<'_> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
+        // Whoever wrote panicked, or was told to stop.
+        if !self.known {
+            self.forget();
+        }
         let mut table = self.partition.lock();
         match self.slot {
             Some(index) => table.slots[index as usize].state = State::There,

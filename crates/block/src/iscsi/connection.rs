@@ -10,11 +10,12 @@ use super::pdu::{BHS, Header, NO_TAG, Sum, digest, op, padding, reject};
 use super::target::{Session, Targets};
 use super::task::Task;
 use super::text::Keys;
+use crate::generations::UnderWay;
 use crate::net::{Body, Message, Reader, Writer};
 use crate::octets::be32;
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
-use crate::scsi::{Nexus, Outcome, Sense, UnderWay, Unit, absent, only_reads};
+use crate::scsi::{Nexus, Outcome, Sense, Unit, absent, only_reads};
 use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -482,7 +483,7 @@ impl Connection {
             };
             // The window is open again before the answer says how far.
             over.end();
-            let cleared = under_way.as_ref().is_some_and(UnderWay::is_cleared);
+            let cleared = under_way.as_ref().is_some_and(UnderWay::is_over_due);
             if let Some(outcome) = outcome.filter(|_| !task.is_aborted() && !cleared) {
                 task.finish(outcome).await;
             }
@@ -767,7 +768,7 @@ async fn execute(unit: &Unit, cdb: &[u8; 16], task: &Rc<Task>, under_way: &Under
     tokio::select! {
         biased;
         outcome = &mut work => return Some(outcome),
-        () = under_way.cleared() => task.abort(),
+        () = under_way.over_due() => task.abort(),
     }
     // What only reads may be dropped where it stands. That there is no data to send says nothing: WRITE SAME needs none.
     if !only_reads(cdb) {

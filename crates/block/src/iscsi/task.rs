@@ -27,6 +27,8 @@ pub(super) struct Task {
     incoming: RefCell<Incoming>,
     arrived: Notify,
     aborted: Cell<bool>,
+    /// Of that being so.
+    abortion: Notify,
     pub lun_number: Option<u16>,
     advertised: Advertised,
     /// Octets that came unasked: advertised buffers begin behind them.
@@ -89,6 +91,7 @@ impl Task {
             incoming: RefCell::new(incoming),
             arrived: Notify::new(),
             aborted: Cell::new(false),
+            abortion: Notify::new(),
             lun_number: header.lun(),
             advertised,
             unasked_len: Cell::new(0),
@@ -100,6 +103,7 @@ impl Task {
     pub(super) fn abort(&self) {
         self.aborted.set(true);
         self.arrived.notify_one();
+        self.abortion.notify_waiters();
     }
 
     /// Whose it is.
@@ -109,8 +113,14 @@ impl Task {
 
     /// Resolves when it has been aborted.
     async fn until_aborted(&self) {
-        while !self.aborted.get() {
-            self.arrived.notified().await;
+        loop {
+            let told = self.abortion.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if self.aborted.get() {
+                return;
+            }
+            told.await;
         }
     }
 
@@ -430,5 +440,9 @@ impl Transfer for Rc<Task> {
 
     fn can_lend(&self) -> bool {
         self.connection.can_lend
+    }
+
+    fn aborted(&self) -> Step<'_, ()> {
+        Box::pin(self.until_aborted())
     }
 }

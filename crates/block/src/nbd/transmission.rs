@@ -19,7 +19,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use thruway_engine::{Segment, reactor};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore, watch};
 
 /// Requests of a connection under way at one time; then it is not read from.
 const REQUESTS_MAX: usize = 512;
@@ -38,6 +38,8 @@ struct Connection {
     reads: Supply,
     writes: Supply,
     long: Arc<Semaphore>,
+    /// What was under way when this connection first changed something is over.
+    settled: OnceCell<()>,
 }
 
 /// Serves requests until the client leaves or the server closes; a request of which something has come is still served.
@@ -57,6 +59,7 @@ pub(super) async fn serve(
         reads: Supply::new(chunk),
         writes: Supply::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
+        settled: OnceCell::new(),
         agreement,
     });
     let sender = Rc::clone(&connection);
@@ -212,8 +215,10 @@ impl Connection {
         self.finish(&request, result);
     }
 
-    /// Does a change, if no reservation forbids it.
+    /// Does a change, if no reservation forbids it. A client that has lost its connection sends what was not answered
+    /// again by another: what the first had begun must be over before anything of the second changes the disk.
     async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
+        self.settled.get_or_init(|| self.agreement.export.backend.settle()).await;
         let _passing = self.agreement.export.fence.change().await?;
         change().await
     }
@@ -410,11 +415,8 @@ impl Connection {
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
             reactor::start(async move {
-                let export = &write.connection.agreement.export;
-                let written = async {
-                    let _passing = export.fence.change().await?;
-                    export.backend.write(at, segment, durable && single).await
-                };
+                let connection = &write.connection;
+                let written = connection.changing(|| connection.backend().write(at, segment, durable && single));
                 match written.await {
                     Ok(()) => write.unwritten.set(write.unwritten.get() - 1),
                     Err(e) => write.failed.set(Some(e)),

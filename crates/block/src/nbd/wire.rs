@@ -129,6 +129,7 @@ pub mod error {
     pub const ENOSPC: u32 = 28;
     pub const EOVERFLOW: u32 = 75;
     pub const ENOTSUP: u32 = 95;
+    pub const ESHUTDOWN: u32 = 108;
 
     /// The number for a failure of the storage.
     pub fn of(error: &std::io::Error) -> u32 {
@@ -138,6 +139,7 @@ pub mod error {
             Some(libc::EINVAL) => EINVAL,
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => ENOSPC,
             Some(libc::EOPNOTSUPP) => ENOTSUP,
+            Some(libc::ESHUTDOWN) => ESHUTDOWN,
             _ => EIO,
         }
     }

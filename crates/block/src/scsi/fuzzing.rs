@@ -51,6 +51,10 @@ impl Transfer for Given<'_> {
     fn can_lend(&self) -> bool {
         self.expected.is_multiple_of(2)
     }
+
+    fn aborted(&self) -> Step<'_, ()> {
+        Box::pin(std::future::pending())
+    }
 }
 
 /// Commands of a hostile initiator with their data, one after the other, on a disk in memory.

@@ -83,18 +83,20 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         }
         Verb::WriteVerify => {
             let work = async |segment: Segment, offset| {
+                let back = room(segment.len(), transfer).await?;
                 let _together = unit.atomic.read().await;
                 let sent = segment.as_slice().to_vec();
                 write(backend, at + offset, segment, true).await?;
-                let back = load(unit, at + offset, sent.len(), transfer).await?;
+                let back = backend.read(at + offset, back).await.map_err(read_error)?;
                 same(&sent, back.as_slice(), offset)
             };
             each_piece(len, transfer, work).await
         }
         Verb::OrWrite => {
             let work = async |mut segment: Segment, offset| {
+                let old = room(segment.len(), transfer).await?;
                 let _alone = unit.atomic.write().await;
-                let old = load(unit, at + offset, segment.len(), transfer).await?;
+                let old = backend.read(at + offset, old).await.map_err(read_error)?;
                 segment.as_mut_slice().iter_mut().zip(old.as_slice()).for_each(|(new, old)| *new |= old);
                 write(backend, at + offset, segment, command.fua).await
             };
@@ -112,6 +114,7 @@ fn write_error(error: io::Error) -> Sense {
     tracing::warn!(%error, "writing for SCSI");
     match error.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => Sense::NO_SPACE,
+        Some(libc::ESHUTDOWN) => Sense::NOT_READY,
         _ => Sense::WRITE_ERROR,
     }
 }
@@ -124,6 +127,21 @@ async fn write(backend: &dyn Backend, at: u64, segment: Segment, durable: bool) 
 async fn load(unit: &Unit, at: u64, len: usize, transfer: &dyn Transfer) -> Result<Segment, Sense> {
     let segment = transfer.supply().piece(len).await.map_err(read_error)?;
     unit.export.backend.read(at, segment).await.map_err(read_error)
+}
+
+/// A block of the transfer's, for a command that will hold others up: taken before it does, because what is being sent
+/// to an initiator that does not read may have them all.
+async fn room(len: usize, transfer: &dyn Transfer) -> Result<Segment, Sense> {
+    Ok(rooms(&[len], transfer).await?.remove(0))
+}
+
+/// Several of them at once.
+async fn rooms(lens: &[usize], transfer: &dyn Transfer) -> Result<Vec<Segment>, Sense> {
+    tokio::select! {
+        biased;
+        segments = transfer.supply().burst(lens) => segments.map_err(write_error),
+        () = transfer.aborted() => Err(Sense::DATA_PHASE),
+    }
 }
 
 fn same(a: &[u8], b: &[u8], offset: u64) -> Result<(), Sense> {
@@ -250,16 +268,17 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
     let moved = if command.no_data { 0 } else { block_len };
     exactly(moved, transfer)?;
     let block = gather(moved as usize, transfer).await?;
-    let _together = unit.atomic.read().await;
     let (at, len) = (command.lba * block_len, blocks * block_len);
     let backend = &*unit.export.backend;
     if block.iter().all(|octet| *octet == 0) {
+        let _together = unit.atomic.read().await;
         let how = if command.unmap { Zero::MAY_DISCARD } else { Zero::empty() };
         backend.zero(at, len, how).await.map_err(write_error)?;
         return Ok(Outcome::moved(moved));
     }
     for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
-        let mut segment = transfer.supply().piece(piece).await.map_err(write_error)?;
+        let mut segment = room(piece, transfer).await?;
+        let _together = unit.atomic.read().await;
         segment.as_mut_slice().chunks_mut(block.len()).for_each(|part| part.copy_from_slice(&block[..part.len()]));
         write(backend, piece_at, segment, false).await?;
     }
@@ -278,14 +297,15 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     let at = command.lba * u64::from(unit.block_len);
     let data = gather(2 * len, transfer).await?;
     let (expected, new) = data.split_at(len);
+    let lens: Vec<usize> = pieces(at, len as u64, unit.export.chunk).map(|(_, piece)| piece).collect();
+    let mut rooms = rooms(&[&lens[..], &lens].concat(), transfer).await?.into_iter();
     let _alone = unit.atomic.write().await;
-    for (piece_at, piece) in pieces(at, len as u64, unit.export.chunk) {
-        let there = load(unit, piece_at, piece, transfer).await?;
+    for ((piece_at, piece), room) in pieces(at, len as u64, unit.export.chunk).zip(rooms.by_ref()) {
+        let there = unit.export.backend.read(piece_at, room).await.map_err(read_error)?;
         let offset = (piece_at - at) as usize;
         same(&expected[offset..offset + piece], there.as_slice(), offset as u64)?;
     }
-    for (piece_at, piece) in pieces(at, len as u64, unit.export.chunk) {
-        let mut segment = transfer.supply().piece(piece).await.map_err(write_error)?;
+    for ((piece_at, piece), mut segment) in pieces(at, len as u64, unit.export.chunk).zip(rooms) {
         let offset = (piece_at - at) as usize;
         segment.as_mut_slice().copy_from_slice(&new[offset..offset + piece]);
         write(&*unit.export.backend, piece_at, segment, command.fua).await?;

@@ -16,7 +16,7 @@ mod reservation;
 mod sense;
 mod unit;
 
-pub use attached::{Attached, UnderWay};
+pub use attached::Attached;
 pub use cdb::only_reads;
 pub use inquiry::absent;
 pub use sense::{Sense, Status};
@@ -49,6 +49,9 @@ pub trait Transfer {
 
     /// What backends lend can be sent as it is.
     fn can_lend(&self) -> bool;
+
+    /// Resolves when nobody waits for the command's end any more, but those who wait for it to do nothing more.
+    fn aborted(&self) -> Step<'_, ()>;
 }
 
 /// How a command ended.

@@ -447,8 +447,9 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let mut export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
-            let witness = Arc::new(Witness { below: Arc::clone(&export.backend), seen: Mutex::default() });
-            export.backend = Arc::clone(&witness) as _;
+            let below = Arc::clone(&export.backend) as Arc<dyn Backend>;
+            let witness = Arc::new(Witness { below, seen: Mutex::default() });
+            export.backend = Arc::new(crate::Served::new(Arc::clone(&witness) as _));
             let unit = Unit::new(Arc::new(export), 512);
             let nexus = Nexus { id: 1, port: "a".into() };
             const FUA: u8 = 8;
@@ -495,7 +496,7 @@ mod tests {
             let mut preempting = Box::pin(unit.execute(&b, &cdb, &given));
             let soon = tokio::time::timeout(Duration::from_secs(9), &mut preempting).await;
             assert!(soon.is_err(), "the write may still reach the disk");
-            assert!(under_way.is_cleared());
+            assert!(under_way.is_over_due());
             writing.await;
             drop(under_way);
             assert_eq!(preempting.await.status, Status::Good);
@@ -530,6 +531,89 @@ mod tests {
         fn can_lend(&self) -> bool {
             false
         }
+
+        fn aborted(&self) -> crate::scsi::Step<'_, ()> {
+            Box::pin(std::future::pending())
+        }
+    }
+
+    /// The initiator does not read: all blocks that data is sent from are on their way to it.
+    struct Full<'a> {
+        given: Given<'a>,
+        supply: crate::supply::Supply,
+        aborted: tokio::sync::Notify,
+        _on_their_way: Vec<Segment>,
+    }
+
+    impl Full<'_> {
+        async fn new(data: &[u8]) -> Full<'_> {
+            let supply = crate::supply::Supply::new(64 << 10);
+            let mut on_their_way = Vec::new();
+            // Without tokio's budget, which so many would exhaust.
+            while let Some(segment) = tokio::task::unconstrained(supply.piece(512)).now_or_never() {
+                on_their_way.push(segment.unwrap());
+            }
+            let given = Given::new(data, data.len() as u64);
+            Full { given, supply, aborted: tokio::sync::Notify::new(), _on_their_way: on_their_way }
+        }
+    }
+
+    impl Transfer for Full<'_> {
+        fn expected(&self) -> u64 {
+            self.given.expected()
+        }
+
+        fn send(&self, offset: u64, body: crate::net::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
+            self.given.send(offset, body)
+        }
+
+        fn receive(&self) -> crate::scsi::Step<'_, Option<std::io::Result<(u64, Segment)>>> {
+            self.given.receive()
+        }
+
+        fn supply(&self) -> &crate::supply::Supply {
+            &self.supply
+        }
+
+        fn can_lend(&self) -> bool {
+            false
+        }
+
+        fn aborted(&self) -> crate::scsi::Step<'_, ()> {
+            Box::pin(self.aborted.notified())
+        }
+    }
+
+    #[test]
+    fn who_does_not_read_holds_up_nobody_and_can_be_cleared() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "a"), nexus(2, "b"));
+            let (_a, _b) = (unit.attach(&a), unit.attach(&b));
+            for nexus in [&a, &b] {
+                unit.execute(nexus, &[0; 16], &Given::new(&[], 0)).await;
+            }
+            // Compare and write, or-write (16), write same (16), write and verify (16).
+            for code in [0x89, 0x8b, 0x93, 0x8e] {
+                let mut cdb = [0; 16];
+                cdb[0] = code;
+                cdb[13] = 1;
+                // Something that WRITE SAME does not take for zeroes.
+                let data = [if code == 0x93 { 1 } else { 0 }; 1024];
+                let full = Full::new(&data[..if code == 0x89 { 1024 } else { 512 }]).await;
+                let mut waiting = Box::pin(unit.execute(&a, &cdb, &full));
+                assert!((&mut waiting).now_or_never().is_none(), "{code:#x} waits for room");
+                let (compare, zeroes) = (compare_and_write(), [0; 1024]);
+                let given = Given::new(&zeroes, 1024);
+                let other = unit.execute(&b, &compare, &given).now_or_never();
+                assert_eq!(other.expect("it need not wait").status, Status::Good, "beside {code:#x}");
+                full.aborted.notify_one();
+                let ended = waiting.now_or_never().expect("whoever clears it does not wait for its initiator");
+                assert_ne!(ended.status, Status::Good);
+            }
+        });
     }
 
     #[test]

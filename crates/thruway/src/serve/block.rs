@@ -11,7 +11,7 @@ use thruway_block::iscsi::iser;
 use thruway_block::iscsi::target::{Target, Targets};
 use thruway_block::net::Address;
 use thruway_block::scsi::Unit;
-use thruway_block::{Export, iscsi, nbd, tls};
+use thruway_block::{Backend, Export, iscsi, nbd, tls};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
 
@@ -221,6 +221,9 @@ impl BlockArgs {
     }
 }
 
+/// How long requests that are still under way when their clients have been told to leave may take.
+const LAST_REQUESTS: Duration = Duration::from_secs(10);
+
 /// The running block service.
 pub struct BlockService {
     nbd: Option<nbd::Server>,
@@ -284,9 +287,11 @@ impl BlockService {
         for export in &self.exports {
             let (tell, told) = std::sync::mpsc::channel();
             let disk = Arc::clone(export);
-            self.reactors.handles()[0].spawn(move || async move { drop(tell.send(disk.backend.flush().await)) });
+            // Whatever connections are left: what is not done by then is not acknowledged.
+            let close = async move |disk: Arc<Export>| disk.backend.close(LAST_REQUESTS).await;
+            self.reactors.handles()[0].spawn(move || async move { drop(tell.send(close(disk).await)) });
             if let Ok(Err(error)) = told.recv() {
-                eprintln!("thruway serve: block export '{}' could not be flushed: {error}", export.name);
+                eprintln!("thruway serve: stopping block export '{}': {error}", export.name);
             }
             if let Some(report) = export.backend.report() {
                 tracing::info!(export = export.name, "{report}");

@@ -44,15 +44,22 @@ impl Nbd {
     /// The daemon's answer: what was read, or `None` if the storage has failed.
     pub fn ask(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<Option<Vec<u8>>> {
         self.send(command, at, len, data)?;
-        let mut reply = [0; 16];
-        self.0.read_exact(&mut reply)?;
-        assert_eq!(reply[..4], 0x6744_6698u32.to_be_bytes());
-        if reply[4..8] != [0; 4] {
-            assert_eq!(reply[4..8], 5u32.to_be_bytes(), "an input/output error and no other");
+        if !self.answer()? {
             return Ok(None);
         }
         let mut found = vec![0; if command.1 == READ { len as usize } else { 0 }];
         self.0.read_exact(&mut found)?;
         Ok(Some(found))
+    }
+
+    /// The beginning of an answer; false if the storage has failed.
+    pub fn answer(&mut self) -> io::Result<bool> {
+        let mut reply = [0; 16];
+        self.0.read_exact(&mut reply)?;
+        assert_eq!(reply[..4], 0x6744_6698u32.to_be_bytes());
+        if reply[4..8] != [0; 4] {
+            assert_eq!(reply[4..8], 5u32.to_be_bytes(), "an input/output error and no other");
+        }
+        Ok(reply[4..8] == [0; 4])
     }
 }

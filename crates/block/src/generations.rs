@@ -1,0 +1,126 @@
+//! What is under way, by generations: whoever has to wait for all that was begun before, and for nothing that is begun
+//! meanwhile, begins a new generation and waits for the end of the one before.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use tokio::sync::{Mutex, Notify};
+
+/// Things under way, whichever reactor they are on.
+#[derive(Debug, Default)]
+pub struct Generations {
+    generation: AtomicU64,
+    /// Of even and of odd generations.
+    running: [AtomicUsize; 2],
+    changed: Notify,
+    /// One turns at a time: there is never anything of more than two generations.
+    turning: Mutex<()>,
+}
+
+/// Something under way, until it is dropped.
+#[derive(Debug)]
+pub struct UnderWay {
+    of: Arc<Generations>,
+    generation: u64,
+}
+
+impl Generations {
+    fn running(&self, generation: u64) -> &AtomicUsize {
+        &self.running[(generation & 1) as usize]
+    }
+
+    /// Something begins.
+    pub fn begin(self: &Arc<Self>) -> UnderWay {
+        loop {
+            let generation = self.generation.load(Ordering::SeqCst);
+            self.running(generation).fetch_add(1, Ordering::SeqCst);
+            let begun = UnderWay { of: Arc::clone(self), generation };
+            // Who turns now either sees that it runs, or is seen.
+            if self.generation.load(Ordering::SeqCst) == generation {
+                return begun;
+            }
+        }
+    }
+
+    /// Nothing is under way.
+    pub fn is_idle(&self) -> bool {
+        self.running.iter().all(|running| running.load(Ordering::SeqCst) == 0)
+    }
+
+    /// Waits until `done`, which depends on what is told by `changed`.
+    async fn until(&self, done: impl Fn() -> bool) {
+        loop {
+            let told = self.changed.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if done() {
+                return;
+            }
+            told.await;
+        }
+    }
+
+    /// Waits until nothing is under way; whatever is begun meanwhile is waited for too.
+    pub async fn idle(&self) {
+        self.until(|| self.is_idle()).await;
+    }
+
+    /// Waits until everything that was begun before is over. It can see that it is waited for
+    /// ([`UnderWay::is_over_due`]).
+    pub async fn turn(&self) {
+        let _alone = self.turning.lock().await;
+        // Of the generation before something is left if whoever turned it did not wait to the end.
+        let generation = self.generation.load(Ordering::SeqCst);
+        self.until(|| self.running(generation + 1).load(Ordering::SeqCst) == 0).await;
+        self.generation.store(generation + 1, Ordering::SeqCst);
+        self.changed.notify_waiters();
+        self.until(|| self.running(generation).load(Ordering::SeqCst) == 0).await;
+    }
+}
+
+impl UnderWay {
+    /// A new generation has begun since: somebody waits for this one to end.
+    pub fn is_over_due(&self) -> bool {
+        self.of.generation.load(Ordering::SeqCst) != self.generation
+    }
+
+    /// Resolves when somebody waits for it to end.
+    pub async fn over_due(&self) {
+        self.of.until(|| self.is_over_due()).await;
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if self.of.running(self.generation).fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.of.changed.notify_waiters();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+
+    #[test]
+    fn a_turn_waits_for_what_was_begun_before_and_for_nothing_else() {
+        let generations = Arc::new(Generations::default());
+        let (one, two) = (generations.begin(), generations.begin());
+        let mut due = Box::pin(one.over_due());
+        assert!((&mut due).now_or_never().is_none());
+        let mut turn = Box::pin(generations.turn());
+        assert!((&mut turn).now_or_never().is_none());
+        assert!((&mut due).now_or_never().is_some() && two.is_over_due());
+        let three = generations.begin();
+        assert!(!three.is_over_due());
+        drop(two);
+        assert!((&mut turn).now_or_never().is_none());
+        drop(due);
+        drop(one);
+        assert!((&mut turn).now_or_never().is_some());
+        assert!(generations.turn().now_or_never().is_none(), "the third is under way");
+        assert!(generations.idle().now_or_never().is_none());
+        drop(three);
+        assert!(generations.turn().now_or_never().is_some() && generations.idle().now_or_never().is_some());
+    }
+}

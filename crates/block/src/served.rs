@@ -1,0 +1,205 @@
+//! The top of an export's disk: what clients change is counted, can be waited for, and can be ended.
+//!
+//! A daemon that stops flushes its disks. What is acknowledged after that flush may be lost with it, so there must be a
+//! moment from which nothing is: whatever connections are left, whatever protocol they speak, and however long the
+//! storage takes. Here is the one place that all of them pass.
+
+use crate::backend::{Backend, Op, Zero};
+use crate::generations::Generations;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+use thruway_engine::Segment;
+
+/// A disk that is served.
+pub struct Served {
+    below: Arc<dyn Backend>,
+    changes: Arc<Generations>,
+    state: AtomicU8,
+}
+
+/// Everything is let through.
+const OPEN: u8 = 0;
+/// Nothing new is.
+const CLOSING: u8 = 1;
+/// What was under way and comes to its end now is not believed.
+const CLOSED: u8 = 2;
+
+impl Served {
+    /// A disk to be served.
+    pub fn new(below: Arc<dyn Backend>) -> Served {
+        Served { below, changes: Arc::default(), state: AtomicU8::new(OPEN) }
+    }
+
+    /// Waits until every change that was begun before is over. Whoever comes back after a lost connection could else
+    /// have what it writes now undone by what it wrote then.
+    pub async fn settle(&self) {
+        self.changes.turn().await;
+    }
+
+    /// Refuses changes from now on, waits for those under way, and flushes the disk. What takes longer than `limit` is not
+    /// acknowledged any more.
+    ///
+    /// # Errors
+    /// If the flush fails, or if something was still under way.
+    pub async fn close(&self, limit: Duration) -> io::Result<()> {
+        self.state.fetch_max(CLOSING, Ordering::SeqCst);
+        let ended = tokio::time::timeout(limit, self.changes.idle()).await;
+        self.state.store(CLOSED, Ordering::SeqCst);
+        self.below.flush().await?;
+        ended.map_err(|_| io::Error::other("requests were still under way, and were not acknowledged"))
+    }
+
+    /// Does a change, if changes are let through.
+    fn change<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()> + 'a) -> Op<'a, ()> {
+        let under_way = self.changes.begin();
+        // After it counts: who closes either waits for it, or is seen.
+        if self.state.load(Ordering::SeqCst) != OPEN {
+            return Box::pin(std::future::ready(Err(shut_down())));
+        }
+        let change = change();
+        Box::pin(async move {
+            let result = change.await;
+            let closed = self.state.load(Ordering::SeqCst) == CLOSED;
+            drop(under_way);
+            if closed { Err(shut_down()) } else { result }
+        })
+    }
+}
+
+fn shut_down() -> io::Error {
+    io::Error::from_raw_os_error(libc::ESHUTDOWN)
+}
+
+impl Backend for Served {
+    crate::layer::pass!(geometry, extents, announce, lend, prefetch, report);
+
+    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+        self.below.read(at, segment)
+    }
+
+    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+        self.change(move || self.below.write(at, segment, durable))
+    }
+
+    fn flush(&self) -> Op<'_, ()> {
+        self.change(|| self.below.flush())
+    }
+
+    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+        self.change(move || self.below.zero(at, len, how))
+    }
+
+    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.change(move || self.below.discard(at, len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::MemoryBackend;
+    use futures_util::FutureExt;
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+    use thruway_engine::Segments;
+    use tokio::sync::Notify;
+
+    /// A disk whose changes wait until they are told to go on.
+    struct Slow {
+        below: MemoryBackend,
+        go_on: Notify,
+        is_slow: AtomicBool,
+        seen: Mutex<Vec<&'static str>>,
+    }
+
+    impl Backend for Slow {
+        crate::layer::pass!(geometry, extents);
+
+        fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
+            self.below.read(at, segment)
+        }
+
+        fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
+            Box::pin(async move {
+                if self.is_slow.load(Ordering::SeqCst) {
+                    self.go_on.notified().await;
+                }
+                self.seen.lock().unwrap().push("write");
+                self.below.write(at, segment, durable).await
+            })
+        }
+
+        fn flush(&self) -> Op<'_, ()> {
+            self.seen.lock().unwrap().push("flush");
+            self.below.flush()
+        }
+
+        fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
+            self.below.zero(at, len, how)
+        }
+
+        fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
+            self.below.discard(at, len)
+        }
+    }
+
+    fn slow() -> (Arc<Slow>, Served, Segments) {
+        let slow = Arc::new(Slow {
+            below: MemoryBackend::new(1 << 20).unwrap(),
+            go_on: Notify::new(),
+            is_slow: AtomicBool::new(true),
+            seen: Mutex::default(),
+        });
+        (Arc::clone(&slow), Served::new(slow), Segments::new(4, 4096).unwrap())
+    }
+
+    async fn segment(memory: &Segments) -> Segment {
+        memory.reserve(1).await.segment(512)
+    }
+
+    const SOON: Duration = Duration::from_secs(3600);
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_acknowledged_after_the_last_flush() {
+        let (slow, served, memory) = slow();
+        let mut early = served.write(0, segment(&memory).await, false);
+        assert!((&mut early).now_or_never().is_none());
+        let mut close = Box::pin(served.close(SOON));
+        assert!((&mut close).now_or_never().is_none(), "a write is under way");
+        for refused in [served.write(0, segment(&memory).await, false), served.flush(), served.discard(0, 512)] {
+            assert_eq!(refused.await.unwrap_err().raw_os_error(), Some(libc::ESHUTDOWN));
+        }
+        slow.go_on.notify_one();
+        early.await.unwrap();
+        close.await.unwrap();
+        assert_eq!(*slow.seen.lock().unwrap(), ["write", "flush"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_takes_too_long_is_not_acknowledged() {
+        let (slow, served, memory) = slow();
+        let mut late = served.write(0, segment(&memory).await, false);
+        assert!((&mut late).now_or_never().is_none());
+        assert!(served.close(Duration::from_secs(1)).await.is_err(), "and that is told");
+        slow.go_on.notify_one();
+        assert_eq!(late.await.unwrap_err().raw_os_error(), Some(libc::ESHUTDOWN));
+        assert_eq!(*slow.seen.lock().unwrap(), ["flush", "write"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn settling_waits_for_what_was_begun_and_holds_up_nobody() {
+        let (slow, served, memory) = slow();
+        let mut old = served.write(0, segment(&memory).await, false);
+        assert!((&mut old).now_or_never().is_none());
+        let mut settle = Box::pin(served.settle());
+        assert!((&mut settle).now_or_never().is_none());
+        slow.is_slow.store(false, Ordering::SeqCst);
+        served.write(0, segment(&memory).await, false).await.unwrap();
+        assert!((&mut settle).now_or_never().is_none());
+        slow.go_on.notify_one();
+        old.await.unwrap();
+        settle.await;
+    }
+}
