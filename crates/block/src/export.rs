@@ -4,6 +4,7 @@
 //! are set on the disk or put a layer on what stands to the left of them.
 
 use crate::backend::{Backend, FileBackend, Geometry, MemoryBackend, Mode};
+use crate::cache::persist::{CacheFile, Leftover};
 use crate::cache::{self, Cache};
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
@@ -100,7 +101,7 @@ pub enum Layer {
 }
 
 /// The layers that there are, as they are written.
-pub const LAYERS: &str = "cache=SIZE[:writeback][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME], \
+pub const LAYERS: &str = "cache=SIZE[:writeback[:volatile]][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME], \
                           fault=[read:|write:|flush:]PROBABILITY, log=FILE";
 
 /// The default length of pieces.
@@ -225,16 +226,19 @@ impl Spec {
         let overlaid = self.layers.iter().any(|l| matches!(l, Layer::Overlay(_)));
         let cached = self.layers.iter().any(|l| matches!(l, Layer::Cache(_)));
         let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
-        let mut backend = open_source(&self.source, mode, self.read_only || overlaid)?;
+        let read_only = self.read_only || overlaid;
+        let mut backend = open_source(&self.source, mode, read_only)?;
+        let own = identity::of(&self.source);
+        let mut kept = self.kept(&own, &backend, read_only, reactors)?;
         let chunk = self.chunk.unwrap_or_else(|| hinted(backend.geometry().preferred));
         for layer in &self.layers {
-            backend = put_on(layer, backend, reactors)?;
+            backend = put_on(layer, backend, reactors, &mut kept)?;
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
         // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
         let is_overlay = self.layers.iter().any(|layer| matches!(layer, Layer::Overlay(..)));
-        let found = || if is_overlay { thruway_engine::security::random() } else { identity::of(&self.source) };
+        let found = || if is_overlay { thruway_engine::security::random() } else { own };
         let identity = self.uuid.unwrap_or_else(found);
         Ok(Export {
             name: self.name.clone(),
@@ -249,6 +253,71 @@ impl Spec {
             allow: self.allow.clone(),
             fence: Fence::default(),
         })
+    }
+}
+
+impl Spec {
+    /// The file that a write-back cache of the disk is kept in, if it is to have one. What an earlier daemon left there is
+    /// on the disk then.
+    fn kept(
+        &self,
+        own: &Identity,
+        disk: &Arc<dyn Backend>,
+        read_only: bool,
+        reactors: Option<&Reactors>,
+    ) -> Result<Option<CacheFile>, String> {
+        if !outlives_us(&self.source) {
+            return Ok(None);
+        }
+        let is_kept = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back && !config.volatile);
+        let count = if read_only { 0 } else { self.layers.iter().filter(is_kept).count() };
+        if count > 1 {
+            return Err("of several caches with writeback only one can outlive the daemon: write :volatile".into());
+        }
+        let Some(file) = CacheFile::open(own, count > 0)? else { return Ok(None) };
+        let file = match file.leftover()? {
+            None => file,
+            Some(left) if read_only => {
+                return Err(format!(
+                    "{} blocks that an earlier daemon acknowledged are not on the disk yet: serve it once so that it \
+                     may be written to",
+                    left.len()
+                ));
+            }
+            Some(left) => replay(file, left, disk, reactors.ok_or("nobody is there to write to the disk")?)?,
+        };
+        if count > 0 {
+            return Ok(Some(file));
+        }
+        file.remove();
+        Ok(None)
+    }
+}
+
+/// Writes to a disk what an earlier daemon had in its cache.
+fn replay(file: CacheFile, left: Leftover, disk: &Arc<dyn Backend>, reactors: &Reactors) -> Result<CacheFile, String> {
+    let (tell, told) = std::sync::mpsc::channel();
+    let (blocks, disk) = (left.len(), Arc::clone(disk));
+    reactors.handles()[0].spawn(move || async move {
+        let replayed = file.replay(&left, &*disk).await;
+        let _ = tell.send(replayed.map(|octets| (file, octets)));
+    });
+    let failed = |e: &dyn std::fmt::Display| format!("writing what an earlier daemon had in its cache: {e}");
+    let (file, octets) = told.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
+    tracing::warn!(
+        blocks,
+        octets,
+        "an earlier daemon ended without warning: what it had in its cache is on the disk now"
+    );
+    Ok(file)
+}
+
+/// Whether a disk is there when we are not.
+fn outlives_us(source: &Source) -> bool {
+    match source {
+        Source::Path(_) => true,
+        Source::Memory(_) => false,
+        Source::Stripe { members, .. } => members.iter().all(outlives_us),
     }
 }
 
@@ -307,12 +376,24 @@ fn open_source(source: &Source, mode: Mode, read_only: bool) -> Result<Arc<dyn B
     })
 }
 
-fn put_on(layer: &Layer, below: Arc<dyn Backend>, reactors: Option<&Reactors>) -> Result<Arc<dyn Backend>, String> {
+fn put_on(
+    layer: &Layer,
+    below: Arc<dyn Backend>,
+    reactors: Option<&Reactors>,
+    kept: &mut Option<CacheFile>,
+) -> Result<Arc<dyn Backend>, String> {
     Ok(match layer {
         Layer::Cache(config) => {
             let nodes = reactors.map_or(vec![0], Reactors::nodes);
-            let cache = Cache::new(below, config.clone(), &nodes, reactors.map(Reactors::spreader));
-            Arc::new(cache.map_err(|e| format!("cache: {e}"))?)
+            let file = if config.write_back && !config.volatile { kept.take() } else { None };
+            let no_room = |e: std::io::Error| match e.raw_os_error() {
+                Some(libc::ENOSPC | libc::ENOMEM) => {
+                    format!("cache: {e} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")
+                }
+                _ => format!("cache: {e}"),
+            };
+            let reactors = reactors.map(Reactors::spreader);
+            Arc::new(Cache::in_file(below, config.clone(), &nodes, reactors, file).map_err(no_room)?)
         }
         Layer::Overlay(dir) => {
             let fail = |e: std::io::Error| format!("overlay in {}: {e}", dir.display());
@@ -366,8 +447,12 @@ fn parse_cache(text: &str) -> Result<cache::Config, String> {
     for word in words {
         match word {
             "writeback" => config.write_back = true,
+            "volatile" => config.volatile = true,
             size => config.block = u32::try_from(parse_size(size)?).map_err(|_| format!("'{size}' is too large"))?,
         }
+    }
+    if config.volatile && !config.write_back {
+        return Err("':volatile' says something of ':writeback' only".into());
     }
     Ok(config)
 }

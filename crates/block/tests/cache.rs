@@ -175,6 +175,7 @@ fn simulate(seed: u64, write_back: bool, failing: u64) {
         let disk = Arc::new(Disk::new(seed, failing));
         // Far fewer blocks than the disk has.
         let config = Config {
+            volatile: false,
             size: [128 << 10, 256 << 10][random.below(2) as usize],
             block: 4096,
             neighbours: 1 + random.below(3),

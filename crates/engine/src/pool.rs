@@ -53,6 +53,15 @@ impl BlockPool {
         BlockPool::with_memory(count, payload_len, Buffer::sparse)
     }
 
+    /// Blocks in memory that is there already.
+    ///
+    /// # Panics
+    /// As [`BlockPool::new`], or if the memory is too short.
+    pub fn over(buffer: Buffer, count: usize, payload_len: usize) -> Arc<BlockPool> {
+        assert!(buffer.len() >= count * (HEADROOM + payload_len), "the blocks lie inside of the memory");
+        BlockPool::with_memory(count, payload_len, |_| Ok(buffer)).expect("nothing is mapped")
+    }
+
     fn with_memory(
         count: usize,
         payload_len: usize,

@@ -82,6 +82,26 @@ impl Buffer {
         Ok(buffer)
     }
 
+    /// Memory that is a part of a file: changes are the file's, and of whoever else has it mapped. The file must keep its
+    /// length for as long, and be one that has room for all of it: memory that turns out not to be there ends the
+    /// process.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be mapped, [`Error::Limit`] for a length of zero or an offset that is no multiple of a
+    /// page.
+    pub fn of_file(file: impl std::os::fd::AsFd, offset: u64, len: usize) -> Result<Buffer> {
+        if len == 0 || !offset.is_multiple_of(PAGE as u64) {
+            return Err(Error::Limit { what: "part of a file to map: length", got: len as u64, limit: 1 });
+        }
+        let len = len.next_multiple_of(PAGE);
+        let (all, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        // SAFETY: a fresh mapping at an address of the kernel's choice. Whoever else changes the file changes memory that
+        // is shared with devices and peers anyway, and is only copied to and from.
+        let ptr = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, all, flags, file, offset) }
+            .map_err(|e| Error::io("mapping a file", e))?;
+        Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
+    }
+
     fn advise(&self, advice: Advice) {
         // SAFETY: advice on our own mapping that changes no contents; refusal is harmless.
         let _ = unsafe { rustix::mm::madvise(self.as_ptr().cast(), self.len, advice) };

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use support::{Lab, THRUWAY};
+use support::{Lab, THRUWAY, caches_of};
 
 /// A daemon that serves disks; killed when dropped.
 struct Disks {
@@ -41,8 +41,11 @@ impl Disks {
 
 impl Drop for Disks {
     fn drop(&mut self) {
+        let kept = caches_of(self.child.id());
         let _ = self.child.kill();
         let _ = self.child.wait();
+        // What nobody will come back for.
+        kept.iter().for_each(|file| drop(fs::remove_file(file)));
     }
 }
 
@@ -631,14 +634,59 @@ fn what_was_flushed_survives_a_kill() {
              h.flush()\n\
              h.pwrite(b'fua' * 1000, 12 << 20, nbd.CMD_FLAG_FUA)\n",
         );
+        let kept = caches_of(disks.child.id());
         disks.child.kill().unwrap();
         disks.child.wait().unwrap();
+        kept.iter().for_each(|file| fs::remove_file(file).unwrap());
         let found = fs::read(&file).unwrap();
         for i in 0..64usize {
             let at = i * 131_072 + 512;
             assert!(found[at..at + 70_000].iter().all(|octet| *octet == i as u8 + 1), "write {i} with '{options}'");
         }
         assert!(found[12 << 20..].starts_with(b"fuafua"), "{options}");
+    }
+}
+
+#[test]
+fn what_a_write_back_cache_acknowledged_survives_a_kill_of_the_daemon() {
+    let lab = Lab::new();
+    for (cache, again) in [
+        ("cache=8M:writeback:16K", "cache=8M:writeback:16K"),
+        // Whatever the disk is served with next.
+        ("cache=8M:writeback", "cache=2M:writeback:4K"),
+        ("cache=8M:writeback", "mode=direct"),
+    ] {
+        let file = lab.path("disk.img");
+        fs::File::create(&file).unwrap().set_len(16 << 20).unwrap();
+        let block = |options: &str| format!("d={},{options}", text(&file));
+        let mut disks = Disks::serve(&["--block", &block(cache), "--nbd", "127.0.0.1:0"]);
+        // Nothing is flushed; some of it is written out before its time all the same.
+        libnbd(
+            &disks.nbd("d"),
+            "h.connect_uri(uri)\n\
+             for i in range(100): h.pwrite(bytes([i + 1]) * 30000, i * 100000 + 512)\n\
+             h.pwrite(b'again' * 100, 512)\n",
+        );
+        let kept = caches_of(disks.child.id());
+        assert_eq!(kept.len(), 1, "{kept:?}");
+        disks.child.kill().unwrap();
+        disks.child.wait().unwrap();
+        assert!(kept[0].exists());
+        let refused = run(THRUWAY, &["serve", "--block", &block("ro"), "--nbd", "127.0.0.1:0"]);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains("not on the disk yet"), "{said}");
+        // The client goes on with the next daemon, flushes, and may believe what it is told.
+        let disks = Disks::serve(&["--block", &block(again), "--nbd", "127.0.0.1:0"]);
+        libnbd(
+            &disks.nbd("d"),
+            "h.connect_uri(uri)\nh.flush()\n\
+             for i in range(1, 100): assert h.pread(30000, i * 100000 + 512) == bytes([i + 1]) * 30000, i\n\
+             assert h.pread(600, 512) == b'again' * 100 + b'\\x01' * 100\n",
+        );
+        disks.stop();
+        assert!(!kept[0].exists(), "an orderly end leaves nothing");
+        let found = fs::read(&file).unwrap();
+        assert!((1..100usize).all(|i| found[i * 100_000 + 512..][..30_000].iter().all(|octet| *octet == i as u8 + 1)));
     }
 }
 

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use support::nbd::{FLUSH, FUA, Nbd, READ, WRITE};
-use support::{Lab, THRUWAY};
+use support::{Lab, THRUWAY, caches_of};
 
 const SECTOR: usize = 4096;
 const SIZE: u64 = 32 << 20;
@@ -85,8 +85,10 @@ impl Disks {
 impl Drop for Disks {
     fn drop(&mut self) {
         if let Some(mut child) = self.child.lock().unwrap().take() {
+            let kept = caches_of(child.id());
             let _ = child.kill();
             let _ = child.wait();
+            kept.iter().for_each(|file| drop(fs::remove_file(file)));
         }
     }
 }
@@ -204,10 +206,9 @@ impl Client {
         known.later.insert(version);
         match result {
             Ok(Some(_)) => {
+                // It is the machine that may forget what was not flushed, not the daemon.
                 known.now = [version].into();
-                if durable != 0 {
-                    known.later = [version].into();
-                }
+                known.later = [version].into();
             }
             Ok(None) => {
                 self.counts.failed += 1;

@@ -20,6 +20,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 use thruway_engine::{Segment, Segments, page_cache, reactor};
 use tokio::sync::{Mutex, RwLock};
 
@@ -200,7 +201,7 @@ impl FileBackend {
         if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
         }
-        lock_file(&cached, read_only)?;
+        lock_file(&cached, read_only, true)?;
         let direct = match mode {
             Mode::Writeback => None,
             Mode::Direct | Mode::Cached => match open(OFlags::DIRECT.bits() as i32) {
@@ -212,6 +213,11 @@ impl FileBackend {
                 Err(error) => return Err(error),
             },
         };
+        if let Some(direct) = &direct {
+            // Of a daemon that was killed, requests may still be on their way to the disk. They hold the file that they
+            // go to, and with it this lock.
+            lock_file(direct, read_only, false)?;
+        }
         let alignment = direct.as_ref().map_or(1, |file| direct_alignment(file));
         let is_device = kind == FileType::BlockDevice;
         let size = AtomicU64::new(size_of(&cached)?);
@@ -481,10 +487,27 @@ fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// How long what a daemon that was killed has under way may take.
+const PREDECESSOR: Duration = Duration::from_secs(2);
+
 /// Keeps others from writing to a file that is served, and us from one that others write to or rely on: other exports,
 /// other daemons, and qemu, whose protocol of locks this is (qemu's block/file-posix.c). An octet from 100 on says what
 /// its holder does, one from 200 on what it cannot bear others to do.
-fn lock_file(file: &File, read_only: bool) -> io::Result<()> {
+///
+/// `alone`: nobody else of us has it open yet, and whoever has may be about to go.
+fn lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
+    let start = std::time::Instant::now();
+    loop {
+        match try_lock_file(file, read_only, alone) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && start.elapsed() < PREDECESSOR => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => return other,
+        }
+    }
+}
+
+fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     const READ: i64 = 0;
     const WRITE: i64 = 1;
     const RESIZE: i64 = 3;
@@ -510,6 +533,9 @@ fn lock_file(file: &File, read_only: bool) -> io::Result<()> {
             return Ok(());
         }
     }
+    if !alone {
+        return Ok(());
+    }
     // Having said so, whoever comes later sees us, and we see whoever was here.
     let unbearable = does.iter().map(|what| CANNOT_BEAR + what).chain([WRITE, RESIZE].map(|what| DOES + what));
     for octet in unbearable {
@@ -524,7 +550,8 @@ fn lock_file(file: &File, read_only: bool) -> io::Result<()> {
 }
 
 fn in_use() -> io::Error {
-    io::Error::other("the file is in use: it is served already, or another program has locked it")
+    let why = "the file is in use: it is served already, or another program has locked it";
+    io::Error::new(io::ErrorKind::ResourceBusy, why)
 }
 
 /// What direct I/O must be aligned to: what `statx` says, or else a page.

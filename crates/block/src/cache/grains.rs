@@ -21,6 +21,18 @@ impl Grains {
         Grains { set: 0, grain: (block as u32 / 64).max(GRAIN_MIN) }
     }
 
+    /// A set that was kept as a number.
+    pub(super) fn of(block: usize, bits: u64) -> Grains {
+        let empty = Grains::none(block);
+        let count = block as u32 / empty.grain;
+        Grains { set: bits & (u64::MAX >> (64 - count.min(64))), ..empty }
+    }
+
+    /// The set as a number.
+    pub(super) fn bits(&self) -> u64 {
+        self.set
+    }
+
     /// The grains that these octets touch are in it.
     pub(super) fn add(&mut self, within: usize, len: usize) {
         if len == 0 {

@@ -13,6 +13,7 @@
 
 mod grains;
 mod partition;
+pub(crate) mod persist;
 pub mod policy;
 
 use crate::backend::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, all};
@@ -21,6 +22,7 @@ use crate::streams::Streams;
 use crate::supply::SMALL;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
+use persist::{CacheFile, Layout};
 use smallvec::SmallVec;
 use std::fmt;
 use std::io;
@@ -46,6 +48,8 @@ pub struct Config {
     pub partitions: usize,
     /// Writes are done when they are in the cache; the disk gets them later, at the latest with a flush.
     pub write_back: bool,
+    /// What is dirty need not outlive the daemon.
+    pub volatile: bool,
     /// Octets that are read ahead of a sequential reader.
     pub read_ahead: u64,
 }
@@ -53,7 +57,15 @@ pub struct Config {
 impl Config {
     /// A cache of this size, as it serves most.
     pub fn new(size: u64) -> Config {
-        Config { size, block: 64 << 10, neighbours: 4, partitions: 16, write_back: false, read_ahead: 1 << 20 }
+        Config {
+            size,
+            block: 64 << 10,
+            neighbours: 4,
+            partitions: 16,
+            write_back: false,
+            volatile: false,
+            read_ahead: 1 << 20,
+        }
     }
 }
 
@@ -121,6 +133,8 @@ pub(crate) struct Inner {
     below: Arc<dyn Backend>,
     config: Config,
     partitions: Partitions,
+    /// The memory that outlives us.
+    layout: Option<Layout>,
     /// Reactors, to find one of another node; none if there is one node only.
     reactors: Option<Spreader>,
     counters: Counters,
@@ -151,7 +165,7 @@ struct Part {
 }
 
 impl Cache {
-    /// A cache of a disk, spread over these memory nodes.
+    /// A cache of a disk, spread over these memory nodes. What is dirty in it is lost with the process.
     ///
     /// # Errors
     /// If a number makes no sense, or the memory is not to be had.
@@ -160,6 +174,17 @@ impl Cache {
         config: Config,
         nodes: &[u32],
         reactors: Option<Spreader>,
+    ) -> io::Result<Cache> {
+        Cache::in_file(below, config, nodes, reactors, None)
+    }
+
+    /// As [`Cache::new`], in a file that outlives the process, if there is one.
+    pub(crate) fn in_file(
+        below: Arc<dyn Backend>,
+        config: Config,
+        nodes: &[u32],
+        reactors: Option<Spreader>,
+        file: Option<CacheFile>,
     ) -> io::Result<Cache> {
         let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         if !config.block.is_power_of_two() || !(4096..=1 << 20).contains(&config.block) {
@@ -170,7 +195,9 @@ impl Cache {
         if config.partitions == 0 || config.neighbours == 0 || blocks < 4 * partitions as u64 {
             return wrong("a cache has at least four blocks for each of its partitions");
         }
-        let partitions = Partitions::new(nodes, &config, (blocks / partitions as u64) as usize)?;
+        let slots = (blocks / partitions as u64) as usize;
+        let layout = file.map(|file| file.lay_out(config.block as usize, partitions, slots)).transpose()?;
+        let partitions = Partitions::new(nodes, &config, slots, layout.as_ref())?;
         let copies = Segments::new(WRITE_OUT, config.block as usize).map_err(io::Error::other)?;
         let below_size = below.geometry().size;
         let inner = Arc::new_cyclic(|this| Inner {
@@ -181,6 +208,7 @@ impl Cache {
             size: AtomicU64::new(below_size),
             config,
             partitions,
+            layout,
             reactors,
             counters: Counters::default(),
             whole: RwLock::new(()),
@@ -196,6 +224,15 @@ impl Cache {
     /// What it has done.
     pub fn counters(&self) -> &Counters {
         &self.inner.counters
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // What is dirty still is the next daemon's to write.
+        if let Some(layout) = self.layout.as_ref().filter(|_| self.partitions.dirty() == 0) {
+            layout.remove();
+        }
     }
 }
 

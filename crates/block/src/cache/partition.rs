@@ -2,6 +2,7 @@
 
 use super::Config;
 use super::grains::Grains;
+use super::persist::{Layout, Records};
 use super::policy::Policy;
 use std::collections::HashMap;
 use std::io;
@@ -39,6 +40,8 @@ pub(super) struct Table {
     /// Dirty blocks of all partitions.
     dirty: Arc<AtomicU64>,
     pool: Arc<BlockPool>,
+    /// Where what is dirty is written down, for the next daemon.
+    records: Option<Records>,
     /// Slots that are lent, and how many may be.
     lent: usize,
     lent_max: usize,
@@ -84,12 +87,19 @@ pub(super) struct Claim {
 }
 
 impl Partitions {
-    pub(super) fn new(nodes: &[u32], config: &Config, slots: usize) -> io::Result<Partitions> {
+    pub(super) fn new(nodes: &[u32], config: &Config, slots: usize, layout: Option<&Layout>) -> io::Result<Partitions> {
         let dirty = Arc::new(AtomicU64::new(0));
         let mut partitions = Vec::new();
         for node in nodes {
             for _ in 0..config.partitions {
-                partitions.push(Partition::new(*node, config.block as usize, slots, Arc::clone(&dirty))?);
+                let (pool, records) = match layout {
+                    Some(layout) => {
+                        let (pool, records) = layout.partition(partitions.len())?;
+                        (pool, Some(records))
+                    }
+                    None => (BlockPool::new(slots, config.block as usize).map_err(io::Error::other)?, None),
+                };
+                partitions.push(Partition::new(*node, pool, records, Arc::clone(&dirty)));
             }
         }
         let (per_node, neighbours) = (config.partitions, config.neighbours);
@@ -192,9 +202,9 @@ impl Partitions {
 }
 
 impl Partition {
-    fn new(node: u32, block: usize, slots: usize, dirty: Arc<AtomicU64>) -> io::Result<Partition> {
-        let pool = BlockPool::new(slots, block).map_err(io::Error::other)?;
+    fn new(node: u32, pool: Arc<BlockPool>, records: Option<Records>, dirty: Arc<AtomicU64>) -> Partition {
         pool.bind(node);
+        let block = pool.payload_len();
         let slots: Vec<Slot> = std::iter::from_fn(|| pool.try_take())
             .map(|memory| Slot {
                 block: 0,
@@ -215,8 +225,9 @@ impl Partition {
             slots,
             dirty,
             pool,
+            records,
         };
-        Ok(Partition { node, table: Mutex::new(table), changed: Notify::new() })
+        Partition { node, table: Mutex::new(table), changed: Notify::new() }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
@@ -339,6 +350,9 @@ impl Table {
         if state.dirty.is_none() {
             state.dirty = Some(Instant::now());
             self.dirty.fetch_add(1, Ordering::Relaxed);
+            if let (Some(records), Some(segment)) = (&self.records, &state.segment) {
+                records.name(slot, block, segment.offset_in_pool());
+            }
         }
         state.grains.add(within, data.len());
         let there = state.segment.as_mut().expect("a block that is there has memory").as_mut_slice();
@@ -346,6 +360,9 @@ impl Table {
         if matches!(found, Found::Claimed(_)) {
             // The disk may end in the block. Behind its end there is nothing, whatever the slot held before.
             there[within + data.len()..].fill(0);
+        }
+        if let Some(records) = &self.records {
+            records.add(slot, state.grains);
         }
         self.policy.touch(slot);
         Found::There
@@ -379,6 +396,9 @@ impl Table {
         self.blocks.remove(&slot.block);
         slot.state = State::Free;
         slot.grains.take();
+        if let Some(records) = self.records.as_ref().filter(|_| slot.dirty.is_some()) {
+            records.set(index, slot.grains);
+        }
         if slot.dirty.take().is_some() {
             self.dirty.fetch_sub(1, Ordering::Relaxed);
         }
@@ -524,6 +544,11 @@ impl Drop for WriteOut<'_> {
             if !self.done {
                 slot.grains.join(self.grains);
             }
+            let (grains, records) = (slot.grains, table.records.as_ref());
+            if let Some(records) = records {
+                records.set(index, grains);
+            }
+            let slot = &mut table.slots[index as usize];
             // What has been changed meanwhile is dirty again.
             if slot.grains.is_empty() && slot.dirty.take().is_some() {
                 table.dirty.fetch_sub(1, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 
 pub mod nbd;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -240,4 +240,12 @@ pub fn awkward_tree(root: &Path) {
 /// What the programs under test log; set `THRUWAY_TEST_LOG` to see more.
 fn log_level() -> String {
     std::env::var("THRUWAY_TEST_LOG").unwrap_or_else(|_| "error".into())
+}
+
+/// Files that the write-back caches of a daemon keep their memory in.
+pub fn caches_of(pid: u32) -> Vec<PathBuf> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let mapped =
+        maps.lines().filter_map(|line| line.find("/dev/shm/thruway-cache-").map(|at| PathBuf::from(&line[at..])));
+    mapped.collect::<BTreeSet<_>>().into_iter().collect()
 }

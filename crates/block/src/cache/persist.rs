@@ -1,0 +1,415 @@
+//! What outlives the daemon: the blocks of a write-back cache, in a file in memory.
+//!
+//! A client has been told that a write is done when it is in the cache. If the daemon is killed then, and another started,
+//! the client goes on with that one, flushes, and is told that all is well: so what was dirty must still be there. The
+//! cache's memory is therefore a file of `/dev/shm`, which the next daemon finds, and writes to the disk before it
+//! serves it. It does not outlive the machine: that is what flushes are for.
+//!
+//! The file is a header, a record for each slot, and the slots' memory. A record says which block the slot holds and which
+//! grains of it are not on the disk. It is changed in an order that is right wherever the process stops: a grain is said to
+//! be dirty after its octets are there and before the client is told, and clean after they are on the disk. Whoever
+//! replays a grain too many writes what is there already, or what nobody was told of.
+
+use super::grains::Grains;
+use crate::backend::{Backend, all};
+use crate::identity::Identity;
+use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use thruway_engine::Segments;
+use thruway_engine::pool::{BlockPool, HEADROOM};
+use thruway_fabric::Buffer;
+
+/// Where files outlive processes and take no disk.
+const DIRECTORY: &str = "/dev/shm";
+const MAGIC: [u8; 8] = *b"TWCACHE1";
+const PAGE: u64 = 4096;
+const RECORD_LEN: usize = 32;
+/// Of a record: the block, where in the file its octets are, and the dirty grains. Eight octets each.
+const BLOCK: usize = 0;
+const OFFSET: usize = 8;
+const GRAINS: usize = 16;
+/// Blocks that are replayed at one time.
+const REPLAYED: usize = 16;
+
+/// The file of one disk's cache, locked.
+pub(crate) struct CacheFile {
+    file: File,
+    path: PathBuf,
+    identity: Identity,
+}
+
+/// What a cache left that was not closed.
+pub(crate) struct Leftover {
+    block_len: u32,
+    dirty: Vec<Record>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Record {
+    block: u64,
+    offset: u64,
+    grains: Grains,
+}
+
+impl CacheFile {
+    /// The file of a disk's cache; `None` if there is none and none is to be made.
+    ///
+    /// # Errors
+    /// A sentence that names the file: if it is another's, or cannot be used.
+    pub(crate) fn open(identity: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
+        CacheFile::open_in(Path::new(DIRECTORY), identity, make)
+    }
+
+    fn open_in(directory: &Path, identity: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
+        let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
+        let user = rustix::process::geteuid().as_raw();
+        let path = directory.join(format!("thruway-cache-{user}-{digits}"));
+        let failed = |e: io::Error| format!("{}: {e}", path.display());
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let flags = if make { flags | OFlags::CREATE } else { flags };
+        loop {
+            let file = match rustix::fs::open(&path, flags, Mode::from_raw_mode(0o600)) {
+                Ok(fd) => File::from(fd),
+                Err(rustix::io::Errno::NOENT) if !make => return Ok(None),
+                Err(e) => return Err(failed(e.into())),
+            };
+            let stat = rustix::fs::fstat(&file).map_err(|e| failed(e.into()))?;
+            let is_ours = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file()
+                && stat.st_uid == user
+                && stat.st_mode & 0o077 == 0
+                && stat.st_nlink <= 1;
+            if !is_ours {
+                return Err(format!("{}: is there and not a cache of ours; remove it", path.display()));
+            }
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => {
+                    return Err(format!("{}: another daemon serves this disk", path.display()));
+                }
+                Err(e) => return Err(failed(e.into())),
+            }
+            // Its last holder may have removed it between our opening and locking it.
+            if rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink > 0) {
+                return Ok(Some(CacheFile { file, path, identity: *identity }));
+            }
+        }
+    }
+
+    /// What an earlier daemon left in it.
+    ///
+    /// # Errors
+    /// A sentence, if it is not what one could have left.
+    pub(crate) fn leftover(&self) -> Result<Option<Leftover>, String> {
+        let damaged = || {
+            let path = self.path.display();
+            format!("{path}: is damaged; remove it to give up what was written and not flushed before the daemon ended")
+        };
+        let len = self.file.metadata().map_err(|e| format!("{}: {e}", self.path.display()))?.len();
+        let mut header = [0; PAGE as usize];
+        // One that was made and not used yet has no header.
+        if len < PAGE || self.file.read_exact_at(&mut header, 0).is_err() || header[..8] == [0; 8] {
+            return Ok(None);
+        }
+        let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 octets"));
+        let (block_len, count) = (number(24), number(32));
+        if header[..8] != MAGIC
+            || header[8..24] != self.identity
+            || !block_len.is_power_of_two()
+            || !(4096..=1 << 20).contains(&block_len)
+            || count > len / block_len
+        {
+            return Err(damaged());
+        }
+        let mut records = vec![0; count as usize * RECORD_LEN];
+        self.file.read_exact_at(&mut records, PAGE).map_err(|_| damaged())?;
+        let mut dirty = Vec::new();
+        for record in records.chunks_exact(RECORD_LEN) {
+            let field = |at: usize| u64::from_le_bytes(record[at..at + 8].try_into().expect("8 octets"));
+            let grains = Grains::of(block_len as usize, field(GRAINS));
+            if grains.is_empty() {
+                continue;
+            }
+            let (block, offset) = (field(BLOCK), field(OFFSET));
+            if offset.checked_add(block_len).is_none_or(|end| end > len) || block.checked_mul(block_len).is_none() {
+                return Err(damaged());
+            }
+            dirty.push(Record { block, offset, grains });
+        }
+        dirty.sort_unstable_by_key(|record| record.block);
+        Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty }))
+    }
+
+    /// Writes what was left to the disk that it belongs to. How many octets that were.
+    ///
+    /// # Errors
+    /// If the disk fails. Then the file stays.
+    pub(crate) async fn replay(&self, leftover: &Leftover, below: &dyn Backend) -> io::Result<u64> {
+        let (block_len, size) = (u64::from(leftover.block_len), below.geometry().size);
+        let room = Segments::new(REPLAYED, block_len as usize).map_err(io::Error::other)?;
+        let mut octets = 0;
+        for some in leftover.dirty.chunks(REPLAYED) {
+            let mut writes = Vec::new();
+            for Record { block, offset, grains } in some {
+                let mut copy = room.reserve(1).await.segment(block_len as usize);
+                self.file.read_exact_at(copy.as_mut_slice(), *offset)?;
+                let start = block * block_len;
+                drop(copy.split_off(size.saturating_sub(start).min(block_len) as usize));
+                for (within, part) in grains.cut(copy) {
+                    octets += part.len() as u64;
+                    writes.push(below.write(start + within, part, false));
+                }
+            }
+            all(writes).await?;
+        }
+        below.flush().await?;
+        Ok(octets)
+    }
+
+    /// Makes it the memory of a cache, in which nothing is.
+    ///
+    /// # Errors
+    /// If there is no room for it.
+    pub(crate) fn lay_out(self, block_len: usize, partitions: usize, slots: usize) -> io::Result<Layout> {
+        let count = partitions * slots;
+        let records_len = (count * RECORD_LEN).next_multiple_of(PAGE as usize) as u64;
+        let pool_len = (slots * (HEADROOM + block_len)) as u64;
+        let len = PAGE + records_len + partitions as u64 * pool_len;
+        self.file.set_len(0)?;
+        self.file.set_len(len)?;
+        // Memory that turns out not to be there would end the process.
+        rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, len)?;
+        let records = Arc::new(Buffer::of_file(&self.file, PAGE, records_len as usize).map_err(io::Error::other)?);
+        let mut header = MAGIC.to_vec();
+        header.extend(self.identity);
+        header.extend((block_len as u64).to_le_bytes());
+        header.extend((count as u64).to_le_bytes());
+        self.file.write_all_at(&header, 0)?;
+        let data_at = PAGE + records_len;
+        Ok(Layout { file: self, records, data_at, pool_len, block_len, slots })
+    }
+
+    /// Nothing in it is needed any more.
+    pub(crate) fn remove(&self) {
+        if let Err(error) = rustix::fs::unlinkat(rustix::fs::CWD, &self.path, AtFlags::empty()) {
+            tracing::warn!(path = %self.path.display(), %error, "removing the memory of a cache");
+        }
+    }
+}
+
+impl Leftover {
+    /// Blocks.
+    pub(crate) fn len(&self) -> usize {
+        self.dirty.len()
+    }
+}
+
+/// The memory of a cache.
+pub(crate) struct Layout {
+    file: CacheFile,
+    records: Arc<Buffer>,
+    data_at: u64,
+    pool_len: u64,
+    block_len: usize,
+    slots: usize,
+}
+
+impl Layout {
+    /// The memory of a partition, and its records.
+    ///
+    /// # Errors
+    /// If it cannot be mapped.
+    pub(super) fn partition(&self, index: usize) -> io::Result<(Arc<BlockPool>, Records)> {
+        let at = self.data_at + index as u64 * self.pool_len;
+        let memory = Buffer::of_file(&self.file.file, at, self.pool_len as usize).map_err(io::Error::other)?;
+        let records = Records { buffer: Arc::clone(&self.records), first: index * self.slots, data_at: at };
+        Ok((BlockPool::over(memory, self.slots, self.block_len), records))
+    }
+
+    /// The cache has nothing any more that is not on the disk.
+    pub(super) fn remove(&self) {
+        self.file.remove();
+    }
+}
+
+/// The records of a partition's slots.
+pub(super) struct Records {
+    buffer: Arc<Buffer>,
+    first: usize,
+    data_at: u64,
+}
+
+impl Records {
+    fn at(&self, slot: u32, field: usize) -> usize {
+        (self.first + slot as usize) * RECORD_LEN + field
+    }
+
+    fn put(&self, slot: u32, field: usize, value: u64) {
+        // What was stored before is there before.
+        fence(Ordering::Release);
+        self.buffer.write(self.at(slot, field), &value.to_le_bytes());
+    }
+
+    /// A slot that had nothing dirty holds this block, whose octets are at `offset` of the partition's memory.
+    pub(super) fn name(&self, slot: u32, block: u64, offset: usize) {
+        self.put(slot, GRAINS, 0);
+        self.put(slot, BLOCK, block);
+        self.put(slot, OFFSET, self.data_at + offset as u64);
+    }
+
+    /// These grains, too, are dirty, and their octets there.
+    pub(super) fn add(&self, slot: u32, grains: Grains) {
+        let mut now = [0; 8];
+        self.buffer.read(self.at(slot, GRAINS), &mut now);
+        self.put(slot, GRAINS, u64::from_le_bytes(now) | grains.bits());
+    }
+
+    /// These grains and no others are dirty.
+    pub(super) fn set(&self, slot: u32, grains: Grains) {
+        self.put(slot, GRAINS, grains.bits());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cache, Config};
+    use super::*;
+    use crate::backend::MemoryBackend;
+    use crate::layer::{Fault, Kind};
+    use thruway_engine::{Reactors, Segment};
+
+    const ID: Identity = [7; 16];
+    const SIZE: u64 = 1 << 20;
+
+    fn segment(octet: u8, len: usize) -> Segment {
+        let memory = Segments::new(1, len.next_multiple_of(4096)).unwrap();
+        let mut segment = futures_util::FutureExt::now_or_never(memory.reserve(1)).unwrap().segment(len);
+        segment.as_mut_slice().fill(octet);
+        segment
+    }
+
+    /// Runs something on a reactor, and ends with it whatever it has begun, as a kill does.
+    fn run<T: Send + 'static, F: Future<Output = T> + 'static>(work: impl FnOnce() -> F + Send + 'static) -> T {
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        reactors.handles()[0].spawn(move || {
+            let work = work();
+            async move { tell.send(work.await).unwrap() }
+        });
+        told.recv().expect("it panicked")
+    }
+
+    fn config() -> Config {
+        Config { block: 16 << 10, partitions: 2, write_back: true, ..Config::new(512 << 10) }
+    }
+
+    async fn octet(disk: &dyn Backend, at: u64) -> u8 {
+        disk.read(at, segment(0, 1)).await.unwrap().as_slice()[0]
+    }
+
+    fn open(directory: &tempfile::TempDir, make: bool) -> Result<Option<CacheFile>, String> {
+        CacheFile::open_in(directory.path(), &ID, make)
+    }
+
+    fn cache(file: CacheFile, disk: &Arc<dyn Backend>) -> Cache {
+        Cache::in_file(Arc::clone(disk), config(), &[0], None, Some(file)).unwrap()
+    }
+
+    #[test]
+    fn what_was_written_and_not_flushed_outlives_the_daemon() {
+        let directory = Arc::new(tempfile::tempdir().unwrap());
+        assert!(open(&directory, false).unwrap().is_none());
+        let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
+        // The disk takes nothing, so that all stays dirty.
+        let broken: Arc<dyn Backend> = Arc::new(Fault::new(Arc::clone(&memory), Kind::Write, 1.0, 1));
+        let file = open(&directory, true).unwrap().unwrap();
+        assert!(open(&directory, true).err().unwrap().contains("another daemon"));
+        let written = run(move || async move {
+            let cache = cache(file, &broken);
+            let mut written = Vec::new();
+            for (at, len) in [(0, 512), (5000, 100), (40_000, 30_000), (SIZE - 100, 100), (5050, 10)] {
+                let value = 1 + written.len() as u8;
+                cache.write(at, segment(value, len), false).await.unwrap();
+                written.push((at, value));
+            }
+            assert!(cache.flush().await.is_err());
+            written
+        });
+        let file = open(&directory, false).unwrap().unwrap();
+        let leftover = file.leftover().unwrap().unwrap();
+        assert!(leftover.len() >= 5);
+        run(move || async move {
+            file.replay(&leftover, &*memory).await.unwrap();
+            for (at, value) in written {
+                assert_eq!(octet(&*memory, at).await, value, "at {at}");
+            }
+            assert_eq!((octet(&*memory, 5099).await, octet(&*memory, 5100).await), (2, 0));
+            // A cache that ends with nothing dirty leaves nothing.
+            let cache = cache(file, &memory);
+            cache.write(0, segment(9, 512), false).await.unwrap();
+            cache.flush().await.unwrap();
+        });
+        assert!(open(&directory, false).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_on_the_disk_is_not_replayed() {
+        let directory = Arc::new(tempfile::tempdir().unwrap());
+        let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
+        let (file, disk) = (open(&directory, true).unwrap().unwrap(), Arc::clone(&memory));
+        run(move || async move {
+            let cache = cache(file, &disk);
+            cache.write(0, segment(1, 4096), false).await.unwrap();
+            cache.write(65536, segment(3, 4096), false).await.unwrap();
+            cache.flush().await.unwrap();
+            cache.write(4096, segment(2, 4096), false).await.unwrap();
+            cache.write(81920, segment(4, 16384), false).await.unwrap();
+            cache.zero(81920, 16384, crate::backend::Zero::empty()).await.unwrap();
+            // Somebody else's by now.
+            disk.write(0, segment(8, 4096), false).await.unwrap();
+        });
+        let file = open(&directory, false).unwrap().unwrap();
+        let leftover = file.leftover().unwrap().unwrap();
+        run(move || async move {
+            assert_eq!(file.replay(&leftover, &*memory).await.unwrap(), 4096);
+            let found = [0, 4096, 65536, 81920].map(|at| octet(&*memory, at));
+            assert_eq!(futures_util::future::join_all(found).await, [8, 2, 3, 0]);
+        });
+    }
+
+    #[test]
+    fn a_file_that_is_damaged_or_anothers_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let open = |make| open(&directory, make);
+        let file = open(true).unwrap().unwrap();
+        let path = file.path.clone();
+        assert!(file.leftover().unwrap().is_none(), "made, and not used yet");
+        let layout = file.lay_out(16 << 10, 1, 4).unwrap();
+        let (pool, records) = layout.partition(0).unwrap();
+        records.name(0, 3, 8192);
+        let mut grains = Grains::none(16 << 10);
+        grains.add(0, 4096);
+        records.add(0, grains);
+        // What is mapped stays locked.
+        drop((layout, pool, records));
+        let whole = std::fs::read(&path).unwrap();
+        assert_eq!(open(false).unwrap().unwrap().leftover().unwrap().unwrap().len(), 1);
+        for (at, octets) in [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (4096, u64::MAX / 4), (4104, u64::MAX)] {
+            let mut damaged = whole.clone();
+            damaged[at..at + 8].copy_from_slice(&octets.to_le_bytes());
+            std::fs::write(&path, damaged).unwrap();
+            assert!(open(false).unwrap().unwrap().leftover().err().unwrap().contains("damaged"), "at {at}");
+        }
+        std::fs::write(&path, &whole).unwrap();
+        let mode = |bits| std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(bits)).unwrap();
+        mode(0o666);
+        assert!(open(true).err().unwrap().contains("not a cache of ours"));
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
+        assert!(open(true).is_err());
+    }
+}
