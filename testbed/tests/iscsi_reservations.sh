@@ -1,7 +1,14 @@
 # title: two of Linux's iSCSI initiators on one disk: persistent reservations, and both paths as one by multipath
 # limit: 120
-"$THRUWAY" serve --json --block a=mem:64M,target=t --iscsi 127.0.0.1:3260 --nbd 127.0.0.1:10809 >/tmp/serve.json &
-until_written /tmp/serve.json
+truncate -s 64M /tmp/disk
+serve() {
+    : >/tmp/serve.json
+    "$THRUWAY" serve --json --state /tmp/state --block a=/tmp/disk,target=t --iscsi 127.0.0.1:3260 \
+        --nbd 127.0.0.1:10809 >/tmp/serve.json &
+    daemon=$!
+    until_written /tmp/serve.json
+}
+serve
 initiator_start
 for name in one two; do
     iscsiadm -m iface -o new -I $name >/dev/null
@@ -43,6 +50,27 @@ sg_persist --out --clear --param-rk=0x2 $two >/dev/null
 write $one
 write /dev/nbd0
 nbd-client -d /dev/nbd0 >/dev/null
+# Whoever has asked for that is kept out by the next daemon, too, by whatever protocol.
+sg_persist --out --register --param-sark=0x1 $one >/dev/null
+sg_persist --out --reserve --param-rk=0x1 --prout-type=5 $one >/dev/null
+[[ ! -e /tmp/state ]]
+sg_persist --out --register-ignore --param-aptpl --param-sark=0x1 $one >/dev/null
+kill -9 $daemon
+wait $daemon || true
+serve
+nbd-client -N a 127.0.0.1 10809 /dev/nbd0 >/dev/null
+fails write /dev/nbd0
+nbd-client -d /dev/nbd0 >/dev/null
+for ((i = 0; i < 400; i++)); do
+    write $one && break
+    read -rt 0.05 <> <(:) || true
+done
+write $one
+fails write $two
+sg_persist --in --read-reservation $two >/tmp/reservation
+grep -q 'Key=0x1' /tmp/reservation
+sg_persist --out --clear --param-rk=0x1 $one >/dev/null
+write $two
 
 # Both are one disk: they say the same name, and are joined by it.
 same_id() { [[ $(sg_inq --page=0x83 "$1" | grep -m1 -A1 'NAA') == $(sg_inq --page=0x83 "$2" | grep -m1 -A1 'NAA') ]]; }

@@ -24,6 +24,8 @@ pub struct Export {
     pub description: String,
     /// The same whenever this disk is served, and no other's: initiators know it again by this.
     pub identity: Identity,
+    /// It is there, and knows itself by that, when this process is not.
+    pub is_lasting: bool,
     /// The disk, with its layers.
     pub backend: Arc<Served>,
     /// What sort of thing the data is in.
@@ -244,6 +246,7 @@ impl Spec {
             name: self.name.clone(),
             description,
             identity,
+            is_lasting: outlives_us(&self.source) && !is_overlay,
             kind: kind(&self.source),
             backend: Arc::new(Served::new(backend)),
             read_only,

@@ -80,6 +80,7 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
             name: "d".into(),
             description: "a forgetful disk".into(),
             identity: [1; 16],
+            is_lasting: false,
             allow: Vec::new(),
             fence: thruway_block::fence::Fence::default(),
             backend: Arc::new(thruway_block::Served::new(Arc::clone(&disk) as _)),

@@ -79,6 +79,7 @@ fn lab() -> Lab {
         name: "d".into(),
         description: "a disk that is stuck".into(),
         identity: [1; 16],
+        is_lasting: false,
         allow: Vec::new(),
         fence: thruway_block::fence::Fence::default(),
         backend: Arc::new(Served::new(Arc::new(stuck))),

@@ -9,6 +9,7 @@ mod attached;
 mod cdb;
 pub mod fuzzing;
 mod inquiry;
+mod lasting;
 mod media;
 mod mode;
 mod opcodes;
@@ -19,6 +20,7 @@ mod unit;
 pub use attached::Attached;
 pub use cdb::only_reads;
 pub use inquiry::absent;
+pub use lasting::Lasting;
 pub use sense::{Sense, Status};
 pub use unit::{Attention, Nexus, Unit};
 

@@ -1,6 +1,7 @@
 //! Who may use a unit: RESERVE(6) (SPC-2) and persistent reservations (SPC-4 5.12, 6.13 to 6.16).
 //!
-//! Registrations belong to initiator ports and outlive their sessions. They do not outlive the daemon.
+//! Registrations belong to initiator ports and outlive their sessions; and the daemon, if whoever registered last asked
+//! for that.
 
 use super::unit::{Attention, State};
 use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};
@@ -39,6 +40,7 @@ impl Type {
     }
 }
 
+#[derive(Clone)]
 struct Registration {
     port: Arc<str>,
     key: u64,
@@ -58,9 +60,78 @@ pub(super) struct Reservations {
     registrations: Vec<Registration>,
     holder: Option<Holder>,
     generation: u32,
+    /// There is a place to keep them.
+    can_last: bool,
+    /// They are to be kept (APTPL).
+    lasts: bool,
 }
 
+/// What outlives a change that could not be kept.
+pub(super) struct Before {
+    registrations: Vec<Registration>,
+    holder: Option<Holder>,
+    lasts: bool,
+}
+
+const FIRST_LINE: &str = "thruway reservations 1";
+
 impl Reservations {
+    /// With a place to keep them, and what is there.
+    ///
+    /// # Errors
+    /// A sentence that names what is wrong with that.
+    pub fn lasting(kept: Option<&str>) -> Result<Reservations, String> {
+        let mut all = Reservations { can_last: true, lasts: kept.is_some(), ..Reservations::default() };
+        let mut lines = kept.unwrap_or(FIRST_LINE).lines();
+        if lines.next() != Some(FIRST_LINE) {
+            return Err(format!("it does not begin with '{FIRST_LINE}'"));
+        }
+        for line in lines {
+            let wrong = || format!("'{line}' is no line of it");
+            let mut words = line.split(' ');
+            let [Some(what), Some(number), Some(port), None] = [(); 4].map(|()| words.next()) else {
+                return Err(wrong());
+            };
+            match what {
+                "registration" if all.registrations.len() < REGISTRATIONS_MAX && all.key_of(port).is_none() => {
+                    let key = u64::from_str_radix(number, 16).map_err(|_| wrong())?;
+                    all.registrations.push(Registration { port: port.into(), key });
+                }
+                "holder" if all.holder.is_none() && all.key_of(port).is_some() => {
+                    let kind = number.parse().ok().and_then(Type::of).ok_or_else(wrong)?;
+                    all.holder = Some(Holder { port: port.into(), kind });
+                }
+                _ => return Err(wrong()),
+            }
+        }
+        Ok(all)
+    }
+
+    /// What is to be kept, a line each; `None` if nothing is.
+    pub fn kept(&self) -> Option<String> {
+        if !self.lasts || self.registrations.is_empty() {
+            return None;
+        }
+        let mut text = format!("{FIRST_LINE}\n");
+        for Registration { port, key } in &self.registrations {
+            text += &format!("registration {key:016x} {port}\n");
+        }
+        if let Some(Holder { port, kind }) = &self.holder {
+            text += &format!("holder {} {port}\n", kind.0);
+        }
+        Some(text)
+    }
+
+    pub fn before(&self) -> Before {
+        Before { registrations: self.registrations.clone(), holder: self.holder.clone(), lasts: self.lasts }
+    }
+
+    /// A change is as if it had not been.
+    pub fn undo(&mut self, before: Before) {
+        let Before { registrations, holder, lasts } = before;
+        (self.registrations, self.holder, self.lasts) = (registrations, holder, lasts);
+    }
+
     pub fn is_empty(&self) -> bool {
         self.unit.is_none() && self.registrations.is_empty()
     }
@@ -168,9 +239,9 @@ pub(super) fn read(state: &mut State, cdb: &[u8; 16]) -> Outcome {
             }
         }
         2 => {
-            // ATP_C: a registration holds for all target ports, of which there is one. Not SIP_C, CRH, PTPL_C. The
-            // mask says which types there are: all of them.
-            data = vec![0, 8, 0x04, 0x80, 0xea, 0x01, 0, 0];
+            // ATP_C: a registration holds for all target ports, of which there is one. PTPL_C and PTPL_A where they can
+            // last, and do. Not SIP_C, CRH. The mask says which types there are: all of them.
+            data = vec![0, 8, 0x04 | u8::from(all.can_last), 0x80 | u8::from(all.lasts), 0xea, 0x01, 0, 0];
             return Outcome::data(data, be16(cdb, 7).into());
         }
         3 => {
@@ -221,17 +292,23 @@ fn change(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8], preempt
         return Sense::PARAMETER_LENGTH.into();
     }
     let (key, new_key, flags) = (be64(list, 0), be64(list, 8), list[20]);
-    // SPEC_I_PT, and APTPL: registrations do not outlive us.
-    if flags & 0x09 != 0 {
+    let registers = action == 0 || action == 6;
+    // SPEC_I_PT; and APTPL, which means nothing but where one registers, if there is no place to keep it.
+    let asks_too_much = registers && flags & 1 != 0 && !state.reservations.can_last;
+    if flags & 0x08 != 0 || asks_too_much {
         return Sense::invalid_parameter(20).into();
     }
     let port = &nexus.port;
     let registered = state.reservations.key_of(port);
-    if action == 0 || action == 6 {
+    if registers {
         if action == 0 && registered.unwrap_or(0) != key {
             return Outcome::status(Status::ReservationConflict);
         }
-        return register(state, nexus, new_key);
+        let outcome = register(state, nexus, new_key);
+        if outcome.status == Status::Good {
+            state.reservations.lasts = flags & 1 != 0;
+        }
+        return outcome;
     }
     if registered != Some(key) {
         return Outcome::status(Status::ReservationConflict);

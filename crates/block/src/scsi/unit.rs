@@ -2,7 +2,7 @@
 
 use super::attached::Attached;
 use super::reservation::{Access, Reservations};
-use super::{Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes};
+use super::{Lasting, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes};
 use crate::export::Export;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -67,6 +67,10 @@ pub struct Unit {
     size: AtomicU64,
     /// Held alone by COMPARE AND WRITE and ORWRITE, which are single steps to every other change.
     pub(super) atomic: tokio::sync::RwLock<()>,
+    /// Where reservations are kept that are to outlive us.
+    lasting: Option<Lasting>,
+    /// What is kept there. Held while they are changed, so that what is kept is what was answered last.
+    kept: tokio::sync::Mutex<Option<String>>,
 }
 
 #[derive(Default)]
@@ -124,7 +128,49 @@ impl Unit {
             guarded: AtomicBool::new(false),
             size,
             atomic: tokio::sync::RwLock::new(()),
+            lasting: None,
+            kept: tokio::sync::Mutex::default(),
         }
+    }
+
+    /// Gives reservations a place to outlive the daemon; those that have are in force from now on.
+    ///
+    /// # Errors
+    /// A sentence, if what is kept there cannot be read.
+    pub fn with_lasting(mut self, lasting: Lasting) -> Result<Unit, String> {
+        let kept = lasting.load()?;
+        let reservations = Reservations::lasting(kept.as_deref()).map_err(|why| {
+            format!("reservations in {}: {why}; remove the file to give them up", lasting.path().display())
+        })?;
+        self.with_state(|state| state.reservations = reservations);
+        (self.kept, self.lasting) = (tokio::sync::Mutex::new(kept), Some(lasting));
+        Ok(self)
+    }
+
+    /// PERSISTENT RESERVE OUT: when it is answered, what is to last is kept, and nothing of those who have been shut out
+    /// reaches the disk any more.
+    async fn reserve(&self, nexus: &Nexus, cdb: &[u8; 16], list: &[u8]) -> Outcome {
+        let mut kept = self.kept.lock().await;
+        let before = self.with_state(|state| state.reservations.before());
+        let (outcome, aborted) = self.with_state(|state| super::reservation::out(state, nexus, cdb, list));
+        let to_keep = self.with_state(|state| state.reservations.kept());
+        if let Some(lasting) = self.lasting.clone().filter(|_| to_keep != *kept) {
+            let text = to_keep.clone();
+            let saved = tokio::task::spawn_blocking(move || lasting.save(text.as_deref())).await;
+            if let Err(error) = saved.map_err(std::io::Error::other).flatten() {
+                tracing::error!(%error, export = self.export.name, "keeping reservations");
+                self.with_state(|state| state.reservations.undo(before));
+                return Sense::TARGET_FAILURE.into();
+            }
+            *kept = to_keep;
+        }
+        drop(kept);
+        self.export.fence.settle().await;
+        if !aborted.is_empty() {
+            // Who was shut out must not be heard of again.
+            self.clear(|other| other.id != nexus.id && aborted.contains(&other.port)).await;
+        }
+        outcome
     }
 
     /// Blocks there are now.
@@ -235,15 +281,7 @@ impl Unit {
                 Err(sense) => sense.into(),
             },
             0x5f => match media::parameters(transfer, be32(cdb, 5) as usize).await {
-                Ok(list) => {
-                    let (outcome, aborted) = self.with_state(|state| super::reservation::out(state, nexus, cdb, &list));
-                    self.export.fence.settle().await;
-                    if !aborted.is_empty() {
-                        // Who was shut out must not be heard of again.
-                        self.clear(|other| other.id != nexus.id && aborted.contains(&other.port)).await;
-                    }
-                    outcome
-                }
+                Ok(list) => self.reserve(nexus, cdb, &list).await,
                 Err(sense) => sense.into(),
             },
             _ => self.answer(nexus, cdb),
@@ -505,6 +543,75 @@ mod tests {
             assert_eq!(told.sense.map(|sense| sense.code), Some(0x2a05));
             let refused = unit.execute(&a, &write, &Given::new(&data, 512)).await;
             assert_eq!(refused.status, Status::ReservationConflict);
+        });
+    }
+
+    #[test]
+    fn reservations_that_are_to_last_are_in_force_from_the_start() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let state = tempfile::tempdir().unwrap();
+            let unit = || {
+                let export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
+                Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16])).unwrap()
+            };
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "iqn.a,i,0x1"), nexus(2, "iqn.b,i,0x1"));
+            let attach = async |unit: &Unit| {
+                for nexus in [&a, &b] {
+                    unit.attach(nexus);
+                    unit.execute(nexus, &[0; 16], &Given::new(&[], 0)).await;
+                }
+            };
+            let aptpl = |key: u64| {
+                let mut list = keys(0, key);
+                list[20] = 1;
+                list
+            };
+            let mut write = [0; 16];
+            (write[0], write[8]) = (0x2a, 1);
+            let data = [1; 512];
+            let refused = async |unit: &Unit, nexus: &Nexus| {
+                unit.execute(nexus, &write, &Given::new(&data, 512)).await.status == Status::ReservationConflict
+            };
+            let first = unit();
+            attach(&first).await;
+            // Without asking for it they go.
+            done(&first, &a, &reserve_out(0), &keys(0, 7)).await;
+            done(&first, &a, &reserve_out(1), &keys(7, 0)).await;
+            assert!(refused(&first, &b).await);
+            let second = unit();
+            attach(&second).await;
+            assert!(!refused(&second, &b).await);
+            done(&second, &a, &reserve_out(0), &aptpl(7)).await;
+            done(&second, &a, &reserve_out(1), &keys(7, 0)).await;
+            // APTPL means nothing but where one registers.
+            done(&second, &b, &reserve_out(0), &aptpl(9)).await;
+            let third = unit();
+            assert!(third.export.fence.change().await.is_err(), "before any initiator is here");
+            attach(&third).await;
+            assert!(!refused(&third, &a).await && !refused(&third, &b).await);
+            // Preempted is preempted for good, too.
+            done(&third, &a, &reserve_out(4), &keys(7, 9)).await;
+            let fourth = unit();
+            attach(&fourth).await;
+            assert!(!refused(&fourth, &a).await && refused(&fourth, &b).await);
+            // What cannot be kept is not done.
+            std::fs::remove_dir_all(state.path().join("reservations")).unwrap();
+            std::fs::write(state.path().join("reservations"), "in the way").unwrap();
+            let register = fourth.execute(&b, &reserve_out(0), &Given::new(&aptpl(3), 24)).await;
+            assert_eq!(register.sense.map(|sense| sense.key), Some(4));
+            assert!(refused(&fourth, &b).await, "it is not registered");
+            std::fs::remove_file(state.path().join("reservations")).unwrap();
+            done(&fourth, &a, &reserve_out(3), &keys(7, 0)).await;
+            assert!(!refused(&unit(), &b).await);
+            for nonsense in ["", "thruway reservations 1\nholder 5 iqn.a", "thruway reservations 1\nregistration x y"] {
+                std::fs::create_dir_all(state.path().join("reservations")).unwrap();
+                std::fs::write(state.path().join("reservations").join("01".repeat(16)), nonsense).unwrap();
+                let export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
+                let refused = Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16]));
+                assert!(refused.err().unwrap().contains("remove the file"), "{nonsense:?}");
+            }
         });
     }
 

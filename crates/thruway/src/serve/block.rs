@@ -10,7 +10,7 @@ use thruway_block::iscsi::chap::Secrets;
 use thruway_block::iscsi::iser;
 use thruway_block::iscsi::target::{Target, Targets};
 use thruway_block::net::Address;
-use thruway_block::scsi::Unit;
+use thruway_block::scsi::{Lasting, Unit};
 use thruway_block::{Backend, Export, iscsi, nbd, tls};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
@@ -54,12 +54,26 @@ pub struct BlockArgs {
     /// Let in only iSCSI initiators of this name; may be repeated
     #[arg(long, value_name = "IQN")]
     initiator: Vec<String>,
+    /// Where to keep reservations that are to outlive the daemon [default: /var/lib/thruway for root,
+    /// ~/.local/state/thruway for others]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
     /// Connections of each protocol of the block service at one time
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_connections: usize,
     /// Threads of the block service [default: one for each core]
     #[arg(long, value_name = "N")]
     reactors: Option<usize>,
+}
+
+/// Where a program of this user keeps what is to outlive it.
+fn default_state() -> Option<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        return Some("/var/lib/thruway".into());
+    }
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = set("XDG_STATE_HOME").or_else(|| Some(set("HOME")?.join(".local/state")));
+    Some(base?.join("thruway"))
 }
 
 fn parse_iqn(text: &str) -> Result<String, String> {
@@ -162,9 +176,14 @@ impl BlockArgs {
             return Err(format!("iSCSI at {open} could be used by anybody: give --chap FILE, or --anonymous"));
         }
         let mut targets: Vec<Target> = Vec::new();
+        let state = self.state.clone().or_else(default_state);
         for export in exports {
             let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
-            let unit = Arc::new(Unit::new(Arc::clone(export), export.sector));
+            let mut unit = Unit::new(Arc::clone(export), export.sector);
+            if let Some(state) = state.as_ref().filter(|_| export.is_lasting) {
+                unit = unit.with_lasting(Lasting::of(state, &export.identity))?;
+            }
+            let unit = Arc::new(unit);
             match targets.iter_mut().find(|t| t.name == name) {
                 // A session is a target's, all units of it.
                 Some(target) if target.units[0].export.allow != export.allow => {

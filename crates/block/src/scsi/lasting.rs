@@ -1,0 +1,77 @@
+//! Reservations that outlive the daemon and a loss of power (APTPL, SPC-4 5.12.5).
+//!
+//! A cluster that has shut somebody out relies on it, whoever starts the daemon again. What is to last is in a file before the
+//! command that asked for it is answered.
+
+use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// The file with the reservations of one disk.
+#[derive(Debug, Clone)]
+pub struct Lasting {
+    path: PathBuf,
+}
+
+/// Longer is no file of ours.
+const LEN_MAX: u64 = 1 << 20;
+
+impl Lasting {
+    /// The file for a disk, in the directory of a daemon's state.
+    pub fn of(state: &Path, identity: &[u8; 16]) -> Lasting {
+        let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
+        Lasting { path: state.join("reservations").join(digits) }
+    }
+
+    /// What has been kept.
+    ///
+    /// # Errors
+    /// A sentence that names the file.
+    pub(super) fn load(&self) -> Result<Option<String>, String> {
+        let failed = |why: &dyn std::fmt::Display| format!("reservations in {}: {why}", self.path.display());
+        let file = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(failed(&e)),
+        };
+        let mut text = String::new();
+        io::Read::read_to_string(&mut io::Read::take(&file, LEN_MAX), &mut text).map_err(|e| failed(&e))?;
+        Ok(Some(text))
+    }
+
+    /// The file, for messages.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Keeps this, or nothing any more; when it returns, that survives a loss of power.
+    ///
+    /// # Errors
+    /// If it may not. What was kept before may be there or not.
+    pub(super) fn save(&self, text: Option<&str>) -> io::Result<()> {
+        let parent = self.path.parent().expect("a file in a directory");
+        match text {
+            Some(text) => {
+                let above = parent.parent().expect("a directory of the state");
+                std::fs::create_dir_all(parent)?;
+                let temp = self.path.with_extension("new");
+                match std::fs::remove_file(&temp) {
+                    Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                    _ => {}
+                }
+                let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+                let mut file = File::from(rustix::fs::open(&temp, flags, Mode::from_raw_mode(0o600))?);
+                file.write_all(text.as_bytes())?;
+                file.sync_all()?;
+                std::fs::rename(&temp, &self.path)?;
+                File::open(above)?.sync_all()?;
+            }
+            None => match std::fs::remove_file(&self.path) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+                other => other?,
+            },
+        }
+        File::open(parent)?.sync_all()
+    }
+}
