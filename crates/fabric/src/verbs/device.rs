@@ -379,6 +379,11 @@ impl Context {
         pd.ok_or(Error::Unsupported("more protection domains than the device has"))
     }
 
+    /// The hardware is gone.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::SeqCst)
+    }
+
     pub(super) fn push_event(&self, event: Event) {
         lock(&self.events).push_back(event);
         self.rouse();
@@ -410,6 +415,11 @@ impl Context {
 
     pub(super) fn numbered(&self, number: u32) -> Option<Arc<Endpoint>> {
         lock(&self.by_number).get(&number)?.upgrade()
+    }
+
+    /// Whoever calls a listener of this token is let through to whoever polls for events.
+    pub(super) fn expect_calls(&self, token: u64) {
+        lock(&self.listeners).insert(token);
     }
 
     pub(super) fn forget_listener(&self, token: u64) {
@@ -685,9 +695,7 @@ impl DeviceOps for Handle {
     }
 
     fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
-        let listener = VerbsListener::bind(&self.0, addr, options)?;
-        lock(&self.0.listeners).insert(listener.token);
-        Ok(Box::new(listener))
+        Ok(Box::new(VerbsListener::bind(&self.0, addr, options)?))
     }
 
     fn adopt(&self, _stream: TcpStream) -> Result<()> {

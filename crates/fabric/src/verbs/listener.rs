@@ -36,6 +36,8 @@ impl VerbsListener {
                 return Err(failed());
             }
             let mut listener = VerbsListener { context: Arc::clone(context), id, token, local: addr };
+            // Before anybody can call: who drives the device meanwhile must know whose the call is.
+            context.expect_calls(token);
             if (context.lib.rdma_bind_addr)(id, (&raw const at).cast()) != 0
                 || (context.lib.rdma_listen)(id, backlog) != 0
             {

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// How often a message is offered to a peer that has no receive posted (some seconds).
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 const RETRIES: u8 = 7;
-/// After so long a device that has not flushed a dead queue pair's requests (siw, if the peer closed
-/// first) will not.
+/// After so long siw, which may not flush a dead queue pair's requests if the peer closed first, will not; and no device
+/// that is gone will. Of any other, however slow, a request that is not flushed may still be using its memory.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(100);
 /// Milliseconds that one look for a way to a peer may take; as many looks as there is time for.
 const RESOLVE_STEP_MS: i32 = 300;
@@ -38,7 +38,8 @@ impl Endpoint {
             drop(state);
             return self.send_cq.fetch(&self.context);
         }
-        if state.ended.is_some_and(|at| now.duration_since(at) > FLUSH_PATIENCE) {
+        let never = self.context.siw || self.context.is_lost();
+        if never && state.ended.is_some_and(|at| now.duration_since(at) > FLUSH_PATIENCE) {
             state.ended = None;
             let flushed = |posted: Posted| {
                 if let Some(window) = posted.window {
