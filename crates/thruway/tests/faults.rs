@@ -411,3 +411,41 @@ fn a_file_that_grows_while_it_is_read_arrives_as_it_was_and_that_is_told() {
         assert!(fs::read(served.join("big")).unwrap() == noise(32 << 20, 7));
     }
 }
+
+#[test]
+fn a_revoked_key_ends_what_it_had_begun_and_nobody_elses() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+    let key = |name: &str| {
+        let path = lab.path(name);
+        assert!(thruway(lab.dir.path()).arg("keygen").arg("--output").arg(&path).output().unwrap().status.success());
+        (fs::read_to_string(path.with_extension("pub")).unwrap(), path)
+    };
+    let ((mine, my_key), (others, others_key)) = (key("mine"), key("others"));
+    let allowed = lab.path("authorized");
+    fs::write(&allowed, format!("{mine}\n{others}\n")).unwrap();
+    let start = || {
+        let args = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+        // Somebody who is not the daemon's own user has no rights but by key.
+        Daemon::start(&[&args[..], &[&export("e", &served, "")]].concat())
+    };
+    let daemon = start();
+    let push = |key: &Path, name: &str, retries: &str| {
+        let url = daemon.url(&format!("e/{name}"));
+        let list = args(&[&"--key", &key, &"--bwlimit", &"8M", &"--retries", &retries, &big, &url]);
+        let mut command = thruway(lab.dir.path());
+        command.args(["cp", "--quiet"]).args(list).stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let (revoked, going_on) = (push(&my_key, "mine-copy", "5"), push(&others_key, "others-copy", "0"));
+    until_recorded(&served, 6 * MIB);
+    fs::write(&allowed, &others).unwrap();
+    let pid = daemon.child.id().to_string();
+    assert!(Command::new("kill").args(["-HUP", &pid]).status().unwrap().success());
+    let out = revoked.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("your key has been revoked"), "{}", stderr(&out));
+    assert!(!served.join("mine-copy").exists());
+    let out = going_on.wait_with_output().unwrap();
+    assert!(out.status.success(), "{}", stderr(&out));
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("others-copy")).unwrap());
+}

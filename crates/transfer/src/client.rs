@@ -251,6 +251,7 @@ fn attempt(
         sealer: data_key.map(|key| Arc::new(Sealer::new(&key))),
         options,
         rate_limit: job.rate_limit,
+        cancel: None,
     };
     let outcome = match (&job.local, prepared) {
         (Local::Sources(sources), _) => {

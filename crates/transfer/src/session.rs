@@ -5,7 +5,7 @@ use crate::wire::{AbortCode, Report, Summary, TreeOptions};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
 use thruway_engine::stage::{StageId, StageStats};
@@ -160,6 +160,47 @@ pub struct Terms {
     pub options: TreeOptions,
     /// Octets per second to keep under.
     pub rate_limit: Option<u64>,
+    /// Ends the session from outside.
+    pub cancel: Option<Cancel>,
+}
+
+/// Ends a session from outside: its user has no right to it any more, or the daemon stops.
+#[derive(Clone)]
+pub struct Cancel(Arc<Cancelled>);
+
+struct Cancelled {
+    why: OnceLock<(AbortCode, &'static str)>,
+    device: Device,
+}
+
+impl Cancel {
+    /// For a session whose thread waits on this device.
+    pub fn new(device: &Device) -> Cancel {
+        Cancel(Arc::new(Cancelled { why: OnceLock::new(), device: device.clone() }))
+    }
+
+    /// Ends it; the peer is told this.
+    pub fn cancel(&self, code: AbortCode, why: &'static str) {
+        let _ = self.0.why.set((code, why));
+        self.0.device.wake();
+    }
+
+    /// # Errors
+    /// If the session is to end.
+    pub(crate) fn check(&self) -> Result<(), SessionError> {
+        match self.0.why.get() {
+            None => Ok(()),
+            Some((code, why)) => Err(SessionError::Cancelled(*code, why)),
+        }
+    }
+}
+
+impl Terms {
+    /// # Errors
+    /// If the session is to end.
+    pub(crate) fn check_cancel(&self) -> Result<(), SessionError> {
+        self.cancel.as_ref().map_or(Ok(()), Cancel::check)
+    }
 }
 
 /// Counters that others may watch while a session runs.
@@ -199,6 +240,9 @@ pub enum SessionError {
     /// This end cannot go on.
     #[error("{0}")]
     Local(String),
+    /// It was ended from outside.
+    #[error("{1}")]
+    Cancelled(AbortCode, &'static str),
     /// This end is at the same job already.
     #[error("{0}")]
     Busy(String),
@@ -224,7 +268,7 @@ impl SessionError {
             SessionError::Link(error) => error.is_transient(),
             SessionError::Damaged { .. } => true,
             SessionError::Aborted(code, _) => code.is_transient(),
-            SessionError::Local(_) | SessionError::Busy(_) => false,
+            SessionError::Local(_) | SessionError::Busy(_) | SessionError::Cancelled(..) => false,
         }
     }
 }
@@ -235,6 +279,7 @@ impl SessionError {
         match self {
             SessionError::Local(_) => Some(AbortCode::Failed),
             SessionError::Busy(_) => Some(AbortCode::Busy),
+            SessionError::Cancelled(code, _) => Some(*code),
             SessionError::Damaged { .. } => Some(AbortCode::Damaged),
             SessionError::Link(LinkError::Malformed(_) | LinkError::Unexpected(_)) => Some(AbortCode::Protocol),
             SessionError::Link(_) | SessionError::Aborted(..) => None,

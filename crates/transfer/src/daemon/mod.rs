@@ -10,7 +10,7 @@ use crate::auth::{Credentials, PublicKey};
 use crate::doors::Doors;
 use crate::handshakes::{self, Handshakes, Verdict};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
-use crate::session::{Engines, OnReport, Progress, SessionError, Terms};
+use crate::session::{Cancel, Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink;
 use crate::source;
 use crate::wire::{
@@ -21,7 +21,7 @@ use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
@@ -101,6 +101,9 @@ struct Shared {
     /// Where handshakes have ended: the listening thread gives their places to others.
     over: Mutex<Vec<IpAddr>>,
     doors: Mutex<Doors<Arrival>>,
+    /// Sessions under way, by a number of their own.
+    running: Mutex<HashMap<u64, Running>>,
+    next_running: AtomicU64,
     next_session: AtomicU32,
     active: AtomicUsize,
     /// Threads that read a greeting.
@@ -117,12 +120,25 @@ impl Stopper {
     /// Makes [`Daemon::run`] return.
     pub fn stop(&self) {
         self.0.stop.store(true, Ordering::SeqCst);
+        for running in lock(&self.0.running).values() {
+            running.cancel.cancel(AbortCode::Busy, "the daemon stops");
+        }
         self.0.listener.wake();
     }
 
-    /// From now on these keys may use the daemon. Sessions that have begun go on.
+    /// From now on these keys may use the daemon. Sessions of others, and of those whose rights are not the same any
+    /// more, end.
     pub fn set_authorized(&self, keys: AuthorizedKeys) {
-        *self.0.authorized.write().expect("no panics under the lock") = keys;
+        let mut authorized = self.0.authorized.write().expect("no panics under the lock");
+        *authorized = keys;
+        for running in lock(&self.0.running).values() {
+            let Principal::Key(key, _) = &running.principal else { continue };
+            match authorized.principal(key) {
+                Some(now) if now == running.principal => {}
+                Some(_) => running.cancel.cancel(AbortCode::Busy, "your rights have changed"),
+                None => running.cancel.cancel(AbortCode::Refused, "your key has been revoked"),
+            }
+        }
     }
 }
 
@@ -174,6 +190,8 @@ impl Daemon {
             engines,
             exports,
             doors: Mutex::default(),
+            running: Mutex::default(),
+            next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
             greeting: AtomicUsize::new(0),
@@ -213,7 +231,7 @@ impl Daemon {
             }
         }
         drop(self.listeners);
-        // Sessions under way are ended by their own stop check.
+        // Sessions under way have been told to end.
         let patience = Instant::now();
         while shared.active.load(Ordering::SeqCst) > 0 && patience.elapsed() < Duration::from_secs(5) {
             let _ = self.device.wait(Some(Duration::from_millis(50)));
@@ -367,6 +385,33 @@ impl Drop for HandshakePlace {
     }
 }
 
+/// A session under way.
+struct Running {
+    principal: Principal,
+    cancel: Cancel,
+}
+
+/// Keeps a session among those that can be ended from outside.
+struct Listed<'a> {
+    shared: &'a Shared,
+    number: u64,
+}
+
+impl<'a> Listed<'a> {
+    fn new(shared: &'a Shared, principal: &Principal, cancel: &Cancel) -> Listed<'a> {
+        let number = shared.next_running.fetch_add(1, Ordering::Relaxed);
+        let running = Running { principal: principal.clone(), cancel: cancel.clone() };
+        lock(&shared.running).insert(number, running);
+        Listed { shared, number }
+    }
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        lock(&self.shared.running).remove(&self.number);
+    }
+}
+
 /// The place of a session among those that there may be at one time.
 struct SessionPlace<'a>(&'a Shared);
 
@@ -416,6 +461,12 @@ impl Session<'_> {
             };
             return self.refuse(link, AbortCode::Refused, why.into());
         };
+        let cancel = Cancel::new(link.device());
+        let _listed = Listed::new(self.shared, &principal, &cancel);
+        // Whoever has changed the keys since we looked has not seen us.
+        if self.principal(key, owner).as_ref() != Some(&principal) {
+            return self.refuse(link, AbortCode::Busy, "your rights have just changed".into());
+        }
         drop(handshake);
         self.known.store(true, Ordering::SeqCst);
         let Some(_place) = SessionPlace::take(self.shared) else {
@@ -428,7 +479,7 @@ impl Session<'_> {
             Ok(work) => work,
             Err((code, why)) => return self.refuse(link, code, why),
         };
-        self.negotiate(link, Channels::Take(arrivals), &asked, work)
+        self.negotiate(link, Channels::Take(arrivals), &asked, work, cancel)
     }
 
     fn refuse(&self, mut link: Link, code: AbortCode, why: String) -> Result<Option<Summary>, SessionError> {
@@ -454,6 +505,7 @@ impl Session<'_> {
         channels: Channels,
         asked: &SessionRequest,
         work: Work,
+        cancel: Cancel,
     ) -> Result<Option<Summary>, SessionError> {
         let session = self.shared.next_session.fetch_add(1, Ordering::SeqCst);
         let (offers, discard) = match &work {
@@ -517,6 +569,7 @@ impl Session<'_> {
             sealer: asked.data_key.map(|key| Arc::new(Sealer::new(&key))),
             options: asked.options.clone(),
             rate_limit: asked.rate_limit,
+            cancel: Some(cancel),
         };
         let progress = Arc::new(Progress::default());
         let on_report: OnReport = Arc::new(|report| {

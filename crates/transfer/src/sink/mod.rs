@@ -347,6 +347,7 @@ struct Sink<'a> {
 impl Sink<'_> {
     fn run(&mut self) -> Outcome {
         loop {
+            self.terms.check_cancel()?;
             if let Some(summary) = self.take_mail()? {
                 return Ok(summary);
             }

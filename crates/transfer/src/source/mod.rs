@@ -100,6 +100,7 @@ pub fn run(
         growth: Growth::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
         streaming: HashMap::new(),
+        terms,
     };
     let result = source.run();
     if let Err(error) = &result {
@@ -138,6 +139,7 @@ struct Source<'a> {
     sent: u64,
     /// Files of which a piece is being sent from the file itself, by its sequence number.
     streaming: HashMap<u32, Arc<LargeFile>>,
+    terms: &'a Terms,
 }
 
 /// Tells this machine, since it was started, from every other.
@@ -230,6 +232,7 @@ impl Ahead {
 impl Source<'_> {
     fn run(&mut self) -> Outcome {
         loop {
+            self.terms.check_cancel()?;
             self.take_mail()?;
             self.step()?;
             self.link.take_arrivals(self.channels, Role::Source)?;
