@@ -449,3 +449,43 @@ fn a_revoked_key_ends_what_it_had_begun_and_nobody_elses() {
     assert!(out.status.success(), "{}", stderr(&out));
     assert!(fs::read(&big).unwrap() == fs::read(served.join("others-copy")).unwrap());
 }
+
+#[test]
+fn a_daemon_that_has_become_another_user_has_that_users_rights() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    // What only root may read, and a place for everybody.
+    fs::write(served.join("roots"), "secret").unwrap();
+    fs::create_dir(served.join("pub")).unwrap();
+    let mode = |path: &Path, bits: u32| {
+        fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(bits)).unwrap();
+    };
+    mode(lab.dir.path(), 0o711);
+    mode(&served.join("roots"), 0o600);
+    mode(&served.join("pub"), 0o777);
+    fs::write(lab.path("mine"), "x").unwrap();
+    mode(&lab.path("mine"), 0o4755);
+    let args_of = |user: &str| {
+        let list = [OsStr::new("--user"), OsStr::new(user), OsStr::new("--anonymous"), OsStr::new("--export")];
+        list.map(OsStr::to_os_string).into_iter().chain([export("e", &served, "")]).collect::<Vec<_>>()
+    };
+    let list = args_of("nobody");
+    let daemon = Daemon::start(&list.iter().map(OsString::as_os_str).collect::<Vec<_>>());
+    let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
+    let of = |what: &str| status.lines().find_map(|line| line.strip_prefix(what)).unwrap().trim().to_string();
+    assert!(!of("Uid:").split_whitespace().any(|uid| uid == "0") && of("CapEff:") == "0000000000000000", "{status}");
+    // Every thread of it, those of before included.
+    for task in fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap() {
+        let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        assert!(
+            status.lines().any(|line| line.starts_with("Uid:") && !line.split_whitespace().any(|word| word == "0"))
+        );
+    }
+    let out = try_cp(&lab, &args(&[&daemon.url("e/roots"), &lab.path("stolen")]));
+    assert!(stderr(&out).contains("Permission denied"), "{}", stderr(&out));
+    cp(&lab, &args(&[&"-p", &lab.path("mine"), &daemon.url("e/pub/copy")]));
+    let copy = fs::metadata(served.join("pub/copy")).unwrap();
+    assert!(copy.uid() != 0 && copy.mode() & 0o7000 == 0);
+    let out = thruway(lab.dir.path()).arg("serve").args(args_of("no-such-user")).output().unwrap();
+    assert!(stderr(&out).contains("no user 'no-such-user'"), "{}", stderr(&out));
+}

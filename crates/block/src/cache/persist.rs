@@ -196,7 +196,9 @@ impl CacheFile {
     /// Nothing in it is needed any more.
     pub(crate) fn remove(&self) {
         if let Err(error) = rustix::fs::unlinkat(rustix::fs::CWD, &self.path, AtFlags::empty()) {
-            tracing::warn!(path = %self.path.display(), %error, "removing the memory of a cache");
+            // In a directory that everybody may write to only its owner may do that; giving its memory back is as good.
+            let emptied = self.file.set_len(0);
+            tracing::debug!(path = %self.path.display(), %error, ?emptied, "removing the memory of a cache");
         }
     }
 }

@@ -85,6 +85,11 @@ fn parse_iqn(text: &str) -> Result<String, String> {
 }
 
 impl BlockArgs {
+    /// Where to keep what is to outlive the daemon.
+    pub fn state(&self) -> Option<PathBuf> {
+        self.state.clone().or_else(default_state).filter(|_| !self.block.is_empty())
+    }
+
     /// Refuses what would be without effect.
     pub fn check(&self) -> Result<(), String> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
@@ -176,7 +181,7 @@ impl BlockArgs {
             return Err(format!("iSCSI at {open} could be used by anybody: give --chap FILE, or --anonymous"));
         }
         let mut targets: Vec<Target> = Vec::new();
-        let state = self.state.clone().or_else(default_state);
+        let state = self.state();
         for export in exports {
             let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
             let mut unit = Unit::new(Arc::clone(export), export.sector);

@@ -2,8 +2,10 @@
 
 mod block;
 mod config;
+mod user;
 
 use self::block::{BlockArgs, BlockService};
+use self::user::User;
 use crate::endpoint::DEFAULT_PORT;
 use crate::{Cli, Command, Common, Failed, keys};
 use clap::{Args, Parser, ValueEnum};
@@ -79,6 +81,9 @@ pub struct ServeArgs {
     /// Refuse copies whose data is not verified
     #[arg(long)]
     require_verification: bool,
+    /// Become this user when everything is open that only root may open
+    #[arg(long, value_name = "NAME", value_parser = User::parse)]
+    user: Option<User>,
     /// Most sessions at a time
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_sessions: u32,
@@ -184,12 +189,15 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
     let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
     if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
+        become_user(args)?;
         announce(None, blocks.as_ref(), args, common);
         signals.forever().find(|signal| *signal != SIGHUP);
         blocks.iter().for_each(BlockService::shut_down);
         return Ok(());
     }
     let (daemon, credentials) = transfer(args)?;
+    // Nobody has been listened to yet.
+    become_user(args)?;
     let stopper = daemon.stopper();
     let keys = args.authorized_keys.clone();
     std::thread::spawn(move || {
@@ -219,6 +227,23 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     let result = daemon.run();
     blocks.iter().for_each(BlockService::shut_down);
     result
+}
+
+/// Gives up root, if that is asked for, and makes sure that what is opened later can be opened without.
+fn become_user(args: &ServeArgs) -> Result<(), String> {
+    let Some(user) = &args.user else { return Ok(()) };
+    if let Some(state) = args.block.state()
+        && let Err(error) = user.make_directory(&state)
+    {
+        tracing::warn!(path = %state.display(), %error, "no place for reservations that are to outlive the daemon");
+    }
+    user.become_it()?;
+    if let Some(path) = &args.authorized_keys
+        && let Err(e) = AuthorizedKeys::load(path)
+    {
+        return Err(format!("{e}: the user must be able to read it, for SIGHUP"));
+    }
+    Ok(())
 }
 
 /// Says what would keep the daemon from starting.
