@@ -5,7 +5,7 @@
 //!   loads nothing, and who has no free block grants no credit.
 //! - [`stage`]: queues and the parallel workers behind them (CPU work and blocking file calls),
 //!   with the monitor that moves workers to where the queue is.
-//! - [`storage`]: the event-driven storage stage, one thread over io_uring.
+//! - [`storage`]: the event-driven storage stage, one thread over io_uring, or several where that is forbidden.
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
 //!   small requests run on; [`segment`]: the parts of blocks that their requests carry.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
@@ -29,6 +29,17 @@ pub mod storage;
 pub mod text;
 pub mod topology;
 pub mod units;
+
+/// Says, once, that there is no io_uring here and why.
+pub(crate) fn without_io_uring(error: &std::io::Error) {
+    static TOLD: std::sync::Once = std::sync::Once::new();
+    TOLD.call_once(|| {
+        tracing::warn!(
+            %error,
+            "no io_uring (a container's seccomp profile, or sysctl kernel.io_uring_disabled): storage works without, slower"
+        );
+    });
+}
 
 pub use pool::{Block, BlockPool};
 pub use reactor::{Reactors, Ring};

@@ -1,4 +1,5 @@
-//! The storage stage: one thread, many requests under way, io_uring underneath.
+//! The storage stage: one thread, many requests under way, io_uring underneath. Where that is forbidden (containers,
+//! hardened systems), as many threads as are worth while, and a system call for each request.
 //!
 //! Requests carry blocks by ownership and come back through their completion closure, which runs
 //! on the storage thread and must only pass the result on. Files may be open for direct I/O or
@@ -13,13 +14,16 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Requests under way at once; more wait in the queue.
 const DEPTH: u32 = 128;
+/// Threads where there is no io_uring.
+const THREADS: usize = 16;
 /// Pools whose memory can be registered with the ring at once; the others do without.
 const FIXED_MAX: u32 = 64;
 
@@ -77,6 +81,8 @@ struct Counters {
 struct Shared {
     queue: Mutex<VecDeque<Request>>,
     wake: OwnedFd,
+    /// Rung for threads that work without a ring.
+    ready: Condvar,
     sleeping: AtomicBool,
     stop: AtomicBool,
     counters: Counters,
@@ -85,14 +91,14 @@ struct Shared {
 /// The storage stage of a process.
 pub struct Storage {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Storage {
     /// Starts the stage.
     ///
     /// # Errors
-    /// If the kernel offers no io_uring, or forbids it (`kernel.io_uring_disabled`).
+    /// If no thread can be started.
     pub fn new() -> io::Result<Storage> {
         Storage::near(&[])
     }
@@ -102,26 +108,48 @@ impl Storage {
     /// # Errors
     /// As [`Storage::new`].
     pub fn near(cpus: &[u32]) -> io::Result<Storage> {
-        let cpus = cpus.to_vec();
-        let ring = IoUring::builder().build(DEPTH).map_err(|e| {
-            io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
-        })?;
+        let ring = match IoUring::builder().build(DEPTH) {
+            Ok(ring) => Some(ring),
+            Err(error) => {
+                crate::without_io_uring(&error);
+                None
+            }
+        };
+        Storage::with(ring, cpus)
+    }
+
+    fn with(ring: Option<IoUring>, cpus: &[u32]) -> io::Result<Storage> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         let shared = Arc::new(Shared {
             queue: Mutex::new(VecDeque::new()),
             wake,
+            ready: Condvar::new(),
             sleeping: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             counters: Counters::default(),
         });
-        let inner = Arc::clone(&shared);
-        let fixed = FixedBuffers::new(&ring);
-        let run = move || {
-            topology::bind_thread(&cpus);
-            Loop { ring, shared: inner, slots: Vec::new(), free: Vec::new(), under_way: 0, fixed }.run();
-        };
-        let thread = std::thread::Builder::new().name("storage".into()).spawn(run)?;
-        Ok(Storage { shared, thread: Some(thread) })
+        let mut storage = Storage { shared: Arc::clone(&shared), threads: Vec::new() };
+        let thread = || std::thread::Builder::new().name("storage".into());
+        match ring {
+            Some(ring) => {
+                let cpus = cpus.to_vec();
+                let fixed = FixedBuffers::new(&ring);
+                storage.threads.push(thread().spawn(move || {
+                    topology::bind_thread(&cpus);
+                    Loop { ring, shared, slots: Vec::new(), free: Vec::new(), under_way: 0, fixed }.run();
+                })?);
+            }
+            None => {
+                for _ in 0..THREADS {
+                    let (shared, cpus) = (Arc::clone(&shared), cpus.to_vec());
+                    storage.threads.push(thread().stack_size(128 << 10).spawn(move || {
+                        topology::bind_thread(&cpus);
+                        shared.work();
+                    })?);
+                }
+            }
+        }
+        Ok(storage)
     }
 
     /// Queues a request.
@@ -166,7 +194,27 @@ impl Storage {
 }
 
 impl Shared {
+    /// Does one request after the other, until there are none and will be none.
+    fn work(&self) {
+        loop {
+            let before = Instant::now();
+            let queue = self.queue.lock().expect("no panics under the lock");
+            let idle = |queue: &mut VecDeque<Request>| queue.is_empty() && !self.stop.load(Ordering::SeqCst);
+            let mut queue = self.ready.wait_while(queue, idle).expect("no panics under the lock");
+            let Some(mut request) = queue.pop_front() else { return };
+            drop(queue);
+            add(&self.counters.wait_ns, before);
+            add(&self.counters.queue_ns, request.queued);
+            let started = Instant::now();
+            let result = request.perform();
+            add(&self.counters.service_ns, started);
+            self.counters.tasks.fetch_add(1, Ordering::Relaxed);
+            (request.completion)(Done { block: request.block, result });
+        }
+    }
+
     fn wake(&self) {
+        self.ready.notify_one();
         if self.sleeping.swap(false, Ordering::SeqCst) {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
@@ -177,11 +225,39 @@ impl Drop for Storage {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.sleeping.store(true, Ordering::SeqCst);
+        // Under the lock: whoever looks at it now sees it, or is rung for.
+        drop(self.shared.queue.lock());
+        self.shared.ready.notify_all();
         self.shared.wake();
-        if let Some(thread) = self.thread.take()
-            && thread.thread().id() != std::thread::current().id()
-        {
-            let _ = thread.join();
+        for thread in self.threads.drain(..) {
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Request {
+    /// Does it by system calls.
+    fn perform(&mut self) -> io::Result<u32> {
+        match self.op {
+            StorageOp::Read { len, .. } => {
+                let buffer = &mut self.block.payload_mut()[..len as usize];
+                let mut done = 0;
+                while done < buffer.len() {
+                    match self.file.read_at(&mut buffer[done..], self.offset + done as u64) {
+                        Ok(0) => break,
+                        Ok(n) => done += n,
+                        Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                        Err(e) => return Err(e),
+                    }
+                }
+                Ok(done as u32)
+            }
+            StorageOp::Write { skip, len, .. } => {
+                let data = &self.block.payload()[skip as usize..(skip + len) as usize];
+                self.file.write_all_at(data, self.offset).map(|()| len)
+            }
         }
     }
 }
@@ -411,9 +487,17 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
+    /// With a ring, and without.
+    fn storages() -> [Storage; 2] {
+        [Storage::new().unwrap(), Storage::with(None, &[]).unwrap()]
+    }
+
     #[test]
     fn many_writes_and_reads_come_back_with_their_blocks_and_data() {
-        let storage = Storage::new().unwrap();
+        storages().into_iter().for_each(write_and_read);
+    }
+
+    fn write_and_read(storage: Storage) {
         let pool = BlockPool::new(300, 8192).unwrap();
         let file = Arc::new(tempfile::tempfile().unwrap());
         let (tx, rx) = mpsc::channel();
@@ -447,7 +531,10 @@ mod tests {
 
     #[test]
     fn a_failed_request_returns_its_block_and_the_cause() {
-        let storage = Storage::new().unwrap();
+        storages().into_iter().for_each(fail);
+    }
+
+    fn fail(storage: Storage) {
         let pool = BlockPool::new(1, 4096).unwrap();
         let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
         let (tx, rx) = mpsc::channel();

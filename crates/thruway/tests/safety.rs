@@ -608,3 +608,54 @@ fn a_name_with_several_addresses_is_tried_until_one_answers() {
     let url = format!("tw://localhost:{port}/e/f");
     cp(&lab, &args(&[&url, &lab.path("copy")]));
 }
+
+#[test]
+fn where_io_uring_is_forbidden_everything_works_without() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    awkward_tree(&source);
+    fs::write(source.join("large"), noise(20 << 20, 3)).unwrap();
+    let forbidden = |args: &[&OsStr]| {
+        let mut command = Command::new("strace");
+        command
+            .args(["-f", "-qq", "-e", "trace=io_uring_setup", "-e", "inject=io_uring_setup:error=EPERM", "-o"])
+            .args([OsStr::new("/dev/null"), OsStr::new(THRUWAY)])
+            .args(args)
+            .env("XDG_CONFIG_HOME", lab.dir.path());
+        command
+    };
+    let copy = lab.path("copy");
+    let list = args(&[&"cp", &"--json", &"-rp", &"--encrypt", &"on", &"--direct", &"on", &slash(&source), &copy]);
+    let out = forbidden(&list.iter().map(OsString::as_os_str).collect::<Vec<_>>()).output().unwrap();
+    assert!(out.status.success(), "{}", stderr(&out));
+    assert!(stderr(&out).contains("no io_uring"), "{}", stderr(&out));
+    assert_same(&source, &copy, Compare::Everything);
+    // A disk: by all ways to the file, and a cache.
+    for options in ["", ",mode=direct", ",mode=cached", ",cache=4M:writeback"] {
+        let file = lab.path("disk.img");
+        fs::File::create(&file).unwrap().set_len(16 << 20).unwrap();
+        let block = format!("d={}{options}", file.to_str().unwrap());
+        let mut daemon = forbidden(&["serve", "--json", "--nbd", "127.0.0.1:0", "--block", &block].map(OsStr::new))
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let stdout = daemon.stdout.as_mut().unwrap();
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut line).unwrap();
+        let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let uri = format!("nbd://{}/d", announced["nbd"][0].as_str().unwrap());
+        let commands = ["write -P 7 512 3000k", "write -z 64k 128k", "discard 1M 64k", "flush", "read -P 7 512 60k"];
+        let commands = commands.iter().flat_map(|command| ["-c", *command]);
+        let out = Command::new("qemu-io").args(["-f", "raw"]).args(commands).arg(&uri).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout).into_owned();
+        assert!(out.status.success() && !said.contains("verification failed"), "{options}: {said}{}", stderr(&out));
+        // strace's child.
+        let children = format!("/proc/{0}/task/{0}/children", daemon.id());
+        let pid = fs::read_to_string(children).unwrap().trim().to_string();
+        assert!(Command::new("kill").arg(&pid).status().unwrap().success());
+        assert!(daemon.wait().unwrap().success());
+        let found = fs::read(&file).unwrap();
+        assert!(found[512..60_000].iter().all(|octet| *octet == 7) && found[65536..196_608].iter().all(|o| *o == 0));
+    }
+}

@@ -65,7 +65,7 @@ impl Engines {
     /// An engine for each node on which this process may run.
     ///
     /// # Errors
-    /// If memory or io_uring is not to be had.
+    /// If memory is not to be had.
     pub fn new() -> io::Result<Arc<Engines>> {
         let nodes = topology::usable_nodes();
         let engines = match nodes.len() {
@@ -98,7 +98,7 @@ impl Engine {
     /// Makes a pool of `blocks` blocks of `block_len` octets, and the stages.
     ///
     /// # Errors
-    /// If memory or io_uring is not to be had.
+    /// If memory is not to be had.
     pub fn new(blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
         Engine::on(None, blocks, block_len)
     }

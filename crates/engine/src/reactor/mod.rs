@@ -17,6 +17,9 @@ use std::thread::JoinHandle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
 
+/// Threads of a reactor that wait in system calls, where there is no io_uring.
+const BLOCKING_MAX: usize = 32;
+
 type Start = Box<dyn FnOnce() + Send>;
 
 /// A set of reactors.
@@ -110,7 +113,7 @@ impl Reactors {
     /// Starts one reactor for each core that this process may use, `count` in all if given.
     ///
     /// # Errors
-    /// If the kernel offers no io_uring, or no thread can be started.
+    /// If no thread can be started.
     pub fn start(count: Option<usize>) -> io::Result<Reactors> {
         Reactors::over(&topology::usable_nodes(), count)
     }
@@ -138,8 +141,12 @@ impl Reactors {
     }
 
     fn add(&mut self, index: usize, node: u32, cpu: Option<u32>) -> io::Result<()> {
-        let ring = Ring::build()?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        self.add_with(Ring::build(), index, node, cpu)
+    }
+
+    fn add_with(&mut self, ring: Ring, index: usize, node: u32, cpu: Option<u32>) -> io::Result<()> {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_io().enable_time().max_blocking_threads(BLOCKING_MAX).build()?;
         let (start, started) = unbounded_channel();
         let load: Arc<AtomicUsize> = Arc::default();
         let own = Arc::clone(&load);
@@ -210,10 +217,22 @@ mod tests {
     use std::fs::File;
     use std::sync::mpsc;
 
+    /// With rings, and without.
+    fn sets() -> [Reactors; 2] {
+        let mut without = Reactors { reactors: Vec::new(), threads: Vec::new() };
+        for index in 0..2 {
+            without.add_with(Ring::by_threads(), index, 0, None).unwrap();
+        }
+        [Reactors::start(Some(2)).unwrap(), without]
+    }
+
     #[test]
     fn reads_and_writes_complete_wherever_they_were_started() {
+        sets().into_iter().for_each(read_and_write);
+    }
+
+    fn read_and_write(reactors: Reactors) {
         let file = Arc::new(tempfile::tempfile().unwrap());
-        let reactors = Reactors::start(Some(2)).unwrap();
         let (tx, rx) = mpsc::channel();
         for (i, reactor) in reactors.handles().iter().enumerate() {
             let (file, tx) = (Arc::clone(&file), tx.clone());
@@ -230,8 +249,15 @@ mod tests {
         let supply = Segments::new(1, 8192).unwrap();
         let mut segment = supply.reserve(1).await.segment(8192);
         segment.as_mut_slice().fill(value);
-        let (result, mut segment) = ring().write(&file, at, segment, false).await;
+        let (result, segment) = ring().write(&file, at, segment, false).await;
         result?;
+        let (result, mut segment) = ring().write(&file, at, segment, true).await;
+        result?;
+        ring().sync(&file).await?;
+        ring().prefetch(&file, at, 8192).await?;
+        ring().allocate(&file, libc::FALLOC_FL_KEEP_SIZE, at, 8192).await?;
+        let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
+        assert!(ring().allocate(&read_only, 0, 0, 1).await.is_err());
         segment.as_mut_slice().fill(0);
         let (result, segment) = ring().read(&file, at, segment).await;
         result?;
@@ -241,14 +267,15 @@ mod tests {
 
     #[test]
     fn a_read_past_the_end_says_so() {
-        let file = Arc::new(tempfile::tempfile().unwrap());
-        let reactors = Reactors::start(Some(1)).unwrap();
-        let (tx, rx) = mpsc::channel();
-        reactors.handles()[0].spawn(move || async move {
-            let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(4096);
-            tx.send(ring().read(&file, 0, segment).await.0).unwrap();
-        });
-        assert_eq!(rx.recv().unwrap().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        for reactors in sets() {
+            let file = Arc::new(tempfile::tempfile().unwrap());
+            let (tx, rx) = mpsc::channel();
+            reactors.handles()[0].spawn(move || async move {
+                let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(4096);
+                tx.send(ring().read(&file, 0, segment).await.0).unwrap();
+            });
+            assert_eq!(rx.recv().unwrap().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        }
     }
 
     #[test]

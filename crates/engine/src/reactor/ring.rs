@@ -3,15 +3,20 @@
 //! Requests made in one turn of the event loop are handed to the kernel together, in one system call, by a
 //! task that runs after those that made them; what completes at once (cached pages) is collected by the same
 //! call. For everything else the event loop watches the ring's own descriptor, so an idle reactor sleeps.
+//!
+//! Where io_uring is forbidden (containers, hardened systems), a request is a system call on a thread that may wait.
 
 use crate::segment::Segment;
 use io_uring::{IoUring, opcode, squeue, types};
+use rustix::io::ReadWriteFlags;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::future::{Future, poll_fn};
 use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -26,7 +31,7 @@ const UNDER_WAY_MAX: usize = 512;
 
 /// A ring that is not at work yet.
 pub struct Ring {
-    ring: IoUring,
+    ring: Option<IoUring>,
 }
 
 thread_local! {
@@ -43,7 +48,7 @@ pub fn ring() -> Requests {
 
 /// Where tasks of a reactor start requests.
 #[derive(Clone)]
-pub struct Requests(Rc<RefCell<State>>);
+pub struct Requests(Option<Rc<RefCell<State>>>);
 
 struct State {
     ring: IoUring,
@@ -75,41 +80,44 @@ enum Slot {
 }
 
 impl Ring {
-    /// Makes a ring.
-    ///
-    /// # Errors
-    /// If the kernel offers no io_uring, or forbids it.
-    pub fn build() -> io::Result<Ring> {
-        let ring = IoUring::builder().setup_cqsize(2 * UNDER_WAY_MAX as u32).build(ENTRIES).map_err(|e| {
-            io::Error::new(e.kind(), format!("io_uring is not available ({e}); see sysctl kernel.io_uring_disabled"))
-        })?;
-        Ok(Ring { ring })
+    /// Makes a ring, or what does its work if there is to be none.
+    pub fn build() -> Ring {
+        match IoUring::builder().setup_cqsize(2 * UNDER_WAY_MAX as u32).build(ENTRIES) {
+            Ok(ring) => Ring { ring: Some(ring) },
+            Err(error) => {
+                crate::without_io_uring(&error);
+                Ring::by_threads()
+            }
+        }
+    }
+
+    /// What does a ring's work where there is none.
+    pub(super) fn by_threads() -> Ring {
+        Ring { ring: None }
     }
 
     /// Makes this the ring of the calling thread. The returned task does its work.
-    pub(super) fn install(self) -> impl Future<Output = ()> {
-        let state = State {
-            ring: self.ring,
-            slots: Vec::new(),
-            free: Vec::new(),
-            waiting: VecDeque::new(),
-            under_way: 0,
-            driver: None,
+    pub(super) fn install(self) -> Pin<Box<dyn Future<Output = ()>>> {
+        let Some(ring) = self.ring else {
+            CURRENT.set(Some(Requests(None)));
+            return Box::pin(std::future::pending());
         };
-        let requests = Requests(Rc::new(RefCell::new(state)));
-        CURRENT.set(Some(requests.clone()));
-        drive(requests)
+        let state =
+            State { ring, slots: Vec::new(), free: Vec::new(), waiting: VecDeque::new(), under_way: 0, driver: None };
+        let state = Rc::new(RefCell::new(state));
+        CURRENT.set(Some(Requests(Some(Rc::clone(&state)))));
+        Box::pin(drive(state))
     }
 }
 
-async fn drive(requests: Requests) {
-    let fd = Watched(requests.0.borrow().ring.as_raw_fd(), requests.clone());
+async fn drive(requests: Rc<RefCell<State>>) {
+    let fd = Watched(requests.borrow().ring.as_raw_fd(), Rc::clone(&requests));
     // SAFETY: `Watched` keeps the ring, and so the descriptor open and the same, until it is dropped with the
     // registration.
     let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }.expect("a ring can be watched");
     poll_fn::<(), _>(|cx| {
         loop {
-            let idle = requests.0.borrow_mut().turn(cx);
+            let idle = requests.borrow_mut().turn(cx);
             if !idle {
                 continue;
             }
@@ -123,7 +131,7 @@ async fn drive(requests: Requests) {
 }
 
 /// The ring's descriptor, which tells of completions.
-struct Watched(RawFd, #[expect(dead_code, reason = "keeps the ring")] Requests);
+struct Watched(RawFd, #[expect(dead_code, reason = "keeps the ring")] Rc<RefCell<State>>);
 
 impl AsRawFd for Watched {
     fn as_raw_fd(&self) -> RawFd {
@@ -178,7 +186,7 @@ impl State {
 
 /// A request under way.
 struct Under {
-    requests: Requests,
+    requests: Rc<RefCell<State>>,
     index: usize,
     taken: bool,
 }
@@ -188,7 +196,7 @@ impl Future for Under {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let index = self.index;
-        let mut state = self.requests.0.borrow_mut();
+        let mut state = self.requests.borrow_mut();
         match &mut state.slots[index] {
             Slot::UnderWay { waker, .. } => {
                 *waker = Some(cx.waker().clone());
@@ -212,7 +220,7 @@ impl Drop for Under {
         if self.taken {
             return;
         }
-        let mut state = self.requests.0.borrow_mut();
+        let mut state = self.requests.borrow_mut();
         match std::mem::replace(&mut state.slots[self.index], Slot::Free) {
             Slot::UnderWay { _file, segment, .. } => {
                 state.slots[self.index] = Slot::Abandoned { _file, _segment: segment };
@@ -223,8 +231,8 @@ impl Drop for Under {
 }
 
 impl Requests {
-    fn start(&self, file: &Arc<File>, segment: Option<Segment>, entry: squeue::Entry) -> Under {
-        let mut state = self.0.borrow_mut();
+    fn start(requests: &Rc<RefCell<State>>, file: &Arc<File>, segment: Option<Segment>, entry: squeue::Entry) -> Under {
+        let mut state = requests.borrow_mut();
         let slot = Slot::UnderWay { waker: None, _file: Arc::clone(file), segment };
         let index = match state.free.pop() {
             Some(index) => {
@@ -241,14 +249,18 @@ impl Requests {
             driver.wake_by_ref();
         }
         drop(state);
-        Under { requests: self.clone(), index, taken: false }
+        Under { requests: Rc::clone(requests), index, taken: false }
     }
 
     /// Fills the segment from `offset` of the file.
     ///
     /// The result is an error of kind [`io::ErrorKind::UnexpectedEof`] if the file ends before.
-    pub async fn read(&self, file: &Arc<File>, offset: u64, segment: Segment) -> (io::Result<()>, Segment) {
-        self.transfer(file, offset, segment, |fd, ptr, len, at| opcode::Read::new(fd, ptr, len).offset(at).build())
+    pub async fn read(&self, file: &Arc<File>, offset: u64, mut segment: Segment) -> (io::Result<()>, Segment) {
+        let Some(requests) = &self.0 else {
+            let file = Arc::clone(file);
+            return on_thread(move || (file.read_exact_at(segment.as_mut_slice(), offset), segment)).await;
+        };
+        transfer(requests, file, offset, segment, |fd, ptr, len, at| opcode::Read::new(fd, ptr, len).offset(at).build())
             .await
     }
 
@@ -260,35 +272,29 @@ impl Requests {
         segment: Segment,
         sync: bool,
     ) -> (io::Result<()>, Segment) {
+        let Some(requests) = &self.0 else {
+            let file = Arc::clone(file);
+            return on_thread(move || (write_all(&file, offset, segment.as_slice(), sync), segment)).await;
+        };
         let flags = if sync { libc::RWF_DSYNC } else { 0 };
         let entry = move |fd, ptr: *mut u8, len, at| {
             opcode::Write::new(fd, ptr.cast_const(), len).offset(at).rw_flags(flags).build()
         };
-        self.transfer(file, offset, segment, entry).await
+        transfer(requests, file, offset, segment, entry).await
     }
 
-    async fn transfer(
-        &self,
-        file: &Arc<File>,
-        offset: u64,
-        mut segment: Segment,
-        entry: impl Fn(types::Fd, *mut u8, u32, u64) -> squeue::Entry,
-    ) -> (io::Result<()>, Segment) {
-        let mut done = 0;
-        while done < segment.len() {
-            let left = (segment.len() - done) as u32;
-            let at = segment.as_ptr().wrapping_add(done);
-            let entry = entry(types::Fd(file.as_raw_fd()), at, left, offset + done as u64);
-            let (result, back) = self.start(file, Some(segment), entry).await;
-            segment = back.expect("the slot kept the segment");
-            match result {
-                0 => return (Err(io::ErrorKind::UnexpectedEof.into()), segment),
-                n if n > 0 => done += n as usize,
+    async fn plain(&self, file: &Arc<File>, call: Call) -> io::Result<()> {
+        let Some(requests) = &self.0 else {
+            let file = Arc::clone(file);
+            return on_thread(move || call.perform(&file)).await;
+        };
+        loop {
+            match Requests::start(requests, file, None, call.entry(file)).await.0 {
+                e if e >= 0 => return Ok(()),
                 e if matches!(-e, libc::EINTR | libc::EAGAIN) => {}
-                e => return (Err(io::Error::from_raw_os_error(-e)), segment),
+                e => return Err(io::Error::from_raw_os_error(-e)),
             }
         }
-        (Ok(()), segment)
     }
 
     /// Makes everything written to the file durable, with what is needed to read it.
@@ -296,9 +302,7 @@ impl Requests {
     /// # Errors
     /// The kernel's.
     pub async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
-        let fd = types::Fd(file.as_raw_fd());
-        let entry = || opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build();
-        self.plain(file, entry).await
+        self.plain(file, Call::Sync).await
     }
 
     /// Has a range read into the page cache (`posix_fadvise`, WILLNEED).
@@ -306,8 +310,7 @@ impl Requests {
     /// # Errors
     /// The kernel's.
     pub async fn prefetch(&self, file: &Arc<File>, offset: u64, len: u64) -> io::Result<()> {
-        let (fd, advice) = (types::Fd(file.as_raw_fd()), libc::POSIX_FADV_WILLNEED);
-        self.plain(file, || opcode::Fadvise::new(fd, len as libc::off_t, advice).offset(offset).build()).await
+        self.plain(file, Call::Prefetch { offset, len }).await
     }
 
     /// `fallocate(2)`.
@@ -315,19 +318,91 @@ impl Requests {
     /// # Errors
     /// The kernel's.
     pub async fn allocate(&self, file: &Arc<File>, mode: i32, offset: u64, len: u64) -> io::Result<()> {
-        let fd = types::Fd(file.as_raw_fd());
-        self.plain(file, || opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()).await
+        self.plain(file, Call::Allocate { mode, offset, len }).await
     }
+}
 
-    async fn plain(&self, file: &Arc<File>, entry: impl Fn() -> squeue::Entry) -> io::Result<()> {
-        loop {
-            match self.start(file, None, entry()).await.0 {
-                e if e >= 0 => return Ok(()),
-                e if matches!(-e, libc::EINTR | libc::EAGAIN) => {}
-                e => return Err(io::Error::from_raw_os_error(-e)),
+/// A request without data.
+#[derive(Clone, Copy)]
+enum Call {
+    Sync,
+    Prefetch { offset: u64, len: u64 },
+    Allocate { mode: i32, offset: u64, len: u64 },
+}
+
+impl Call {
+    fn entry(self, file: &File) -> squeue::Entry {
+        let fd = types::Fd(file.as_raw_fd());
+        match self {
+            Call::Sync => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+            Call::Prefetch { offset, len } => {
+                opcode::Fadvise::new(fd, len as libc::off_t, libc::POSIX_FADV_WILLNEED).offset(offset).build()
             }
+            Call::Allocate { mode, offset, len } => opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build(),
         }
     }
+
+    fn perform(self, file: &File) -> io::Result<()> {
+        match self {
+            Call::Sync => rustix::fs::fdatasync(file),
+            Call::Prefetch { offset, len } => {
+                rustix::fs::fadvise(file, offset, NonZeroU64::new(len), rustix::fs::Advice::WillNeed)
+            }
+            Call::Allocate { mode, offset, len } => {
+                let mode = rustix::fs::FallocateFlags::from_bits_retain(mode.cast_unsigned());
+                rustix::fs::fallocate(file, mode, offset, len)
+            }
+        }?;
+        Ok(())
+    }
+}
+
+/// Does something that may wait on a thread of its own. If nobody waits for it any more, it is done all the same.
+async fn on_thread<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(call).await {
+        Ok(done) => done,
+        Err(failed) if failed.is_panic() => std::panic::resume_unwind(failed.into_panic()),
+        // The reactor ends, and who waits with it.
+        Err(_) => std::future::pending().await,
+    }
+}
+
+/// Writes all of it; with `sync`, down to the storage.
+fn write_all(file: &File, mut offset: u64, mut data: &[u8], sync: bool) -> io::Result<()> {
+    let flags = if sync { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() };
+    while !data.is_empty() {
+        match rustix::io::pwritev2(file, &[io::IoSlice::new(data)], offset, flags) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => (offset, data) = (offset + n as u64, &data[n..]),
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+async fn transfer(
+    requests: &Rc<RefCell<State>>,
+    file: &Arc<File>,
+    offset: u64,
+    mut segment: Segment,
+    entry: impl Fn(types::Fd, *mut u8, u32, u64) -> squeue::Entry,
+) -> (io::Result<()>, Segment) {
+    let mut done = 0;
+    while done < segment.len() {
+        let left = (segment.len() - done) as u32;
+        let at = segment.as_ptr().wrapping_add(done);
+        let entry = entry(types::Fd(file.as_raw_fd()), at, left, offset + done as u64);
+        let (result, back) = Requests::start(requests, file, Some(segment), entry).await;
+        segment = back.expect("the slot kept the segment");
+        match result {
+            0 => return (Err(io::ErrorKind::UnexpectedEof.into()), segment),
+            n if n > 0 => done += n as usize,
+            e if matches!(-e, libc::EINTR | libc::EAGAIN) => {}
+            e => return (Err(io::Error::from_raw_os_error(-e)), segment),
+        }
+    }
+    (Ok(()), segment)
 }
 
 impl Drop for State {
