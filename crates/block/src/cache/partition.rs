@@ -153,6 +153,7 @@ impl Partitions {
     pub(super) fn each_in(&self, range: std::ops::Range<u64>, mut keep: impl FnMut(u64, &mut [u8]) -> bool) {
         for partition in &self.partitions {
             let mut table = partition.lock();
+            let table = &mut *table;
             let some: Vec<(u64, u32)> = table
                 .blocks
                 .iter()
@@ -161,7 +162,17 @@ impl Partitions {
                 .collect();
             for (block, index) in some {
                 let slot = &mut table.slots[index as usize];
-                let kept = slot.segment.as_mut().is_some_and(|segment| keep(block, segment.as_mut_slice()));
+                let records = table.records.as_ref().filter(|_| slot.dirty.is_some());
+                let kept = match (&mut slot.segment, records) {
+                    (None, _) => false,
+                    (Some(segment), None) => keep(block, segment.as_mut_slice()),
+                    (Some(segment), Some(records)) => {
+                        let mut kept = false;
+                        let offset = segment.offset_in_pool();
+                        records.change(segment.as_mut_slice(), offset, |octets| kept = keep(block, octets));
+                        kept
+                    }
+                };
                 if !kept {
                     table.release(index);
                 }
@@ -354,9 +365,17 @@ impl Table {
                 records.name(slot, block, segment.offset_in_pool());
             }
         }
+        let dirty_already = !state.grains.is_empty() || state.writing;
         state.grains.add(within, data.len());
-        let there = state.segment.as_mut().expect("a block that is there has memory").as_mut_slice();
-        there[within..][..data.len()].copy_from_slice(data);
+        let segment = state.segment.as_mut().expect("a block that is there has memory");
+        let offset = segment.offset_in_pool() + within;
+        let there = segment.as_mut_slice();
+        match &self.records {
+            Some(records) if dirty_already => {
+                records.change(&mut there[within..][..data.len()], offset, |there| there.copy_from_slice(data));
+            }
+            _ => there[within..][..data.len()].copy_from_slice(data),
+        }
         if matches!(found, Found::Claimed(_)) {
             // The disk may end in the block. Behind its end there is nothing, whatever the slot held before.
             there[within + data.len()..].fill(0);

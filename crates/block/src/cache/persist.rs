@@ -8,7 +8,8 @@
 //! The file is a header, a record for each slot, and the slots' memory. A record says which block the slot holds and which
 //! grains of it are not on the disk. It is changed in an order that is right wherever the process stops: a grain is said to
 //! be dirty after its octets are there and before the client is told, and clean after they are on the disk. Whoever
-//! replays a grain too many writes what is there already, or what nobody was told of.
+//! replays a grain too many writes what is there already, or what nobody was told of. What is dirty and is changed again
+//! is put aside first, and taken back if the process stops in the middle: no sector is half old and half new.
 
 use super::grains::Grains;
 use crate::backend::{Backend, all};
@@ -33,6 +34,9 @@ const RECORD_LEN: usize = 32;
 const BLOCK: usize = 0;
 const OFFSET: usize = 8;
 const GRAINS: usize = 16;
+/// Of the record behind those of a partition's slots: where in the file octets are being changed that are dirty, and how
+/// many; none, if that is zero. What they were is behind the partition's slots.
+const CHANGED_LEN: usize = 16;
 /// Blocks that are replayed at one time.
 const REPLAYED: usize = 16;
 
@@ -47,6 +51,16 @@ pub(crate) struct CacheFile {
 pub(crate) struct Leftover {
     block_len: u32,
     dirty: Vec<Record>,
+    /// Changes that were not finished.
+    unfinished: Vec<Unfinished>,
+}
+
+/// Octets at `offset` were being changed; `len` of what they were is at `aside`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Unfinished {
+    offset: u64,
+    len: u64,
+    aside: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,20 +130,35 @@ impl CacheFile {
             return Ok(None);
         }
         let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 octets"));
-        let (block_len, count) = (number(24), number(32));
+        let (block_len, partitions, slots) = (number(24), number(32), number(40));
+        let fits = |count: Option<u64>| count.is_some_and(|count| count <= len / block_len.max(1));
         if header[..8] != MAGIC
             || header[8..24] != self.identity
             || !block_len.is_power_of_two()
             || !(4096..=1 << 20).contains(&block_len)
-            || count > len / block_len
+            || !fits(slots.checked_add(1).and_then(|each| partitions.checked_mul(each)))
         {
             return Err(damaged());
         }
-        let mut records = vec![0; count as usize * RECORD_LEN];
+        let shape = Shape { block_len: block_len as usize, partitions: partitions as usize, slots: slots as usize };
+        if len < shape.len() {
+            return Err(damaged());
+        }
+        let mut records = vec![0; shape.records_len() as usize];
         self.file.read_exact_at(&mut records, PAGE).map_err(|_| damaged())?;
-        let mut dirty = Vec::new();
-        for record in records.chunks_exact(RECORD_LEN) {
+        let (mut dirty, mut unfinished) = (Vec::new(), Vec::new());
+        let records = records.chunks_exact(RECORD_LEN).take(shape.partitions * (shape.slots + 1));
+        for (index, record) in records.enumerate() {
             let field = |at: usize| u64::from_le_bytes(record[at..at + 8].try_into().expect("8 octets"));
+            if index % (shape.slots + 1) == shape.slots {
+                let (offset, changed) = (field(OFFSET), field(CHANGED_LEN));
+                let aside = shape.aside(index / (shape.slots + 1));
+                if changed > block_len || offset.checked_add(changed).is_none_or(|end| end > len) {
+                    return Err(damaged());
+                }
+                unfinished.extend((changed > 0).then_some(Unfinished { offset, len: changed, aside }));
+                continue;
+            }
             let grains = Grains::of(block_len as usize, field(GRAINS));
             if grains.is_empty() {
                 continue;
@@ -141,7 +170,7 @@ impl CacheFile {
             dirty.push(Record { block, offset, grains });
         }
         dirty.sort_unstable_by_key(|record| record.block);
-        Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty }))
+        Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty, unfinished }))
     }
 
     /// Writes what was left to the disk that it belongs to. How many octets that were.
@@ -157,6 +186,13 @@ impl CacheFile {
             for Record { block, offset, grains } in some {
                 let mut copy = room.reserve(1).await.segment(block_len as usize);
                 self.file.read_exact_at(copy.as_mut_slice(), *offset)?;
+                for Unfinished { offset: at, len, aside } in &leftover.unfinished {
+                    // A change is inside of one block.
+                    if let Some(within) = at.checked_sub(*offset).filter(|within| within + len <= block_len) {
+                        let was = &mut copy.as_mut_slice()[within as usize..(within + len) as usize];
+                        self.file.read_exact_at(was, *aside)?;
+                    }
+                }
                 let start = block * block_len;
                 drop(copy.split_off(size.saturating_sub(start).min(block_len) as usize));
                 for (within, part) in grains.cut(copy) {
@@ -175,22 +211,19 @@ impl CacheFile {
     /// # Errors
     /// If there is no room for it.
     pub(crate) fn lay_out(self, block_len: usize, partitions: usize, slots: usize) -> io::Result<Layout> {
-        let count = partitions * slots;
-        let records_len = (count * RECORD_LEN).next_multiple_of(PAGE as usize) as u64;
-        let pool_len = (slots * (HEADROOM + block_len)) as u64;
-        let len = PAGE + records_len + partitions as u64 * pool_len;
+        let shape = Shape { block_len, partitions, slots };
+        let len = shape.len();
         self.file.set_len(0)?;
         self.file.set_len(len)?;
         // Memory that turns out not to be there would end the process.
         rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, len)?;
-        let records = Arc::new(Buffer::of_file(&self.file, PAGE, records_len as usize).map_err(io::Error::other)?);
+        let records_len = shape.records_len() as usize;
+        let records = Arc::new(Buffer::of_file(&self.file, PAGE, records_len).map_err(io::Error::other)?);
         let mut header = MAGIC.to_vec();
         header.extend(self.identity);
-        header.extend((block_len as u64).to_le_bytes());
-        header.extend((count as u64).to_le_bytes());
+        [block_len, partitions, slots].iter().for_each(|number| header.extend((*number as u64).to_le_bytes()));
         self.file.write_all_at(&header, 0)?;
-        let data_at = PAGE + records_len;
-        Ok(Layout { file: self, records, data_at, pool_len, block_len, slots })
+        Ok(Layout { file: self, records, shape })
     }
 
     /// Nothing in it is needed any more.
@@ -210,14 +243,44 @@ impl Leftover {
     }
 }
 
+/// What is where in the file: a header; of every partition a record for each slot and one more; of every partition its
+/// slots, and room for what a block of it was.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    block_len: usize,
+    partitions: usize,
+    slots: usize,
+}
+
+impl Shape {
+    fn records_len(&self) -> u64 {
+        (self.partitions * (self.slots + 1) * RECORD_LEN).next_multiple_of(PAGE as usize) as u64
+    }
+
+    fn pool_len(&self) -> u64 {
+        (self.slots * (HEADROOM + self.block_len)) as u64
+    }
+
+    /// Where a partition's slots are.
+    fn pool(&self, partition: usize) -> u64 {
+        PAGE + self.records_len() + partition as u64 * (self.pool_len() + self.block_len as u64)
+    }
+
+    /// Where what a partition changes is put aside.
+    fn aside(&self, partition: usize) -> u64 {
+        self.pool(partition) + self.pool_len()
+    }
+
+    fn len(&self) -> u64 {
+        self.pool(self.partitions)
+    }
+}
+
 /// The memory of a cache.
 pub(crate) struct Layout {
     file: CacheFile,
     records: Arc<Buffer>,
-    data_at: u64,
-    pool_len: u64,
-    block_len: usize,
-    slots: usize,
+    shape: Shape,
 }
 
 impl Layout {
@@ -226,10 +289,14 @@ impl Layout {
     /// # Errors
     /// If it cannot be mapped.
     pub(super) fn partition(&self, index: usize) -> io::Result<(Arc<BlockPool>, Records)> {
-        let at = self.data_at + index as u64 * self.pool_len;
-        let memory = Buffer::of_file(&self.file.file, at, self.pool_len as usize).map_err(io::Error::other)?;
-        let records = Records { buffer: Arc::clone(&self.records), first: index * self.slots, data_at: at };
-        Ok((BlockPool::over(memory, self.slots, self.block_len), records))
+        let Shape { block_len, slots, .. } = self.shape;
+        let map = |at, len| Buffer::of_file(&self.file.file, at, len).map_err(io::Error::other);
+        let data_at = self.shape.pool(index);
+        let memory = map(data_at, self.shape.pool_len() as usize)?;
+        let aside = map(self.shape.aside(index), block_len)?;
+        let first = index * (slots + 1);
+        let records = Records { buffer: Arc::clone(&self.records), first, slots: slots as u32, data_at, aside };
+        Ok((BlockPool::over(memory, slots, block_len), records))
     }
 
     /// The cache has nothing any more that is not on the disk.
@@ -242,10 +309,24 @@ impl Layout {
 pub(super) struct Records {
     buffer: Arc<Buffer>,
     first: usize,
+    slots: u32,
     data_at: u64,
+    /// What is being changed, as it was.
+    aside: Buffer,
 }
 
 impl Records {
+    /// Changes octets that are dirty, at `offset` of the partition's memory. If the process ends in the middle, they are
+    /// what they were.
+    pub(super) fn change(&self, octets: &mut [u8], offset: usize, change: impl FnOnce(&mut [u8])) {
+        self.aside.write(0, octets);
+        self.put(self.slots, OFFSET, self.data_at + offset as u64);
+        self.put(self.slots, CHANGED_LEN, octets.len() as u64);
+        fence(Ordering::SeqCst);
+        change(octets);
+        self.put(self.slots, CHANGED_LEN, 0);
+    }
+
     fn at(&self, slot: u32, field: usize) -> usize {
         (self.first + slot as usize) * RECORD_LEN + field
     }
@@ -384,6 +465,38 @@ mod tests {
     }
 
     #[test]
+    fn what_was_being_changed_when_the_daemon_ended_is_what_it_was() {
+        let directory = Arc::new(tempfile::tempdir().unwrap());
+        let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
+        let layout = open(&directory, true).unwrap().unwrap().lay_out(16 << 10, 2, 4).unwrap();
+        let (pool, records) = layout.partition(1).unwrap();
+        let mut slot = Segment::new(pool.try_take().unwrap(), 16 << 10);
+        records.name(0, 3, slot.offset_in_pool());
+        slot.as_mut_slice().fill(1);
+        let mut grains = Grains::none(16 << 10);
+        grains.add(0, 16 << 10);
+        records.add(0, grains);
+        let offset = slot.offset_in_pool() + 1000;
+        records.change(&mut slot.as_mut_slice()[1000..1100], offset, |octets| octets.fill(2));
+        // This one ends in the middle.
+        let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            records.change(&mut slot.as_mut_slice()[1050..5000], offset + 50, |octets| {
+                octets[..2000].fill(3);
+                panic!("killed");
+            });
+        }));
+        assert!(stopped.is_err());
+        drop((layout, records, slot, pool));
+        let file = open(&directory, false).unwrap().unwrap();
+        let leftover = file.leftover().unwrap().unwrap();
+        run(move || async move {
+            file.replay(&leftover, &*memory).await.unwrap();
+            let found = [999, 1000, 1049, 1050, 1099, 1100, 4999].map(|at| octet(&*memory, 3 * 16384 + at));
+            assert_eq!(futures_util::future::join_all(found).await, [1, 2, 2, 2, 2, 1, 1]);
+        });
+    }
+
+    #[test]
     fn a_file_that_is_damaged_or_anothers_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let open = |make| open(&directory, make);
@@ -400,7 +513,11 @@ mod tests {
         drop((layout, pool, records));
         let whole = std::fs::read(&path).unwrap();
         assert_eq!(open(false).unwrap().unwrap().leftover().unwrap().unwrap().len(), 1);
-        for (at, octets) in [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (4096, u64::MAX / 4), (4104, u64::MAX)] {
+        let wrong =
+            [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (40, u64::MAX), (4096, u64::MAX / 4), (4104, u64::MAX)];
+        // The record behind those of the slots: so many octets are being changed, of a file that has fewer.
+        let behind = 4096 + 4 * RECORD_LEN as u64;
+        for (at, octets) in wrong.into_iter().chain([(behind as usize + CHANGED_LEN, u64::MAX)]) {
             let mut damaged = whole.clone();
             damaged[at..at + 8].copy_from_slice(&octets.to_le_bytes());
             std::fs::write(&path, damaged).unwrap();
