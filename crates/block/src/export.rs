@@ -274,10 +274,13 @@ impl Spec {
         }
         let is_kept = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back && !config.volatile);
         let count = if read_only { 0 } else { self.layers.iter().filter(is_kept).count() };
-        if count > 1 {
-            return Err("of several caches with writeback only one can outlive the daemon: write :volatile".into());
+        let writeback = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back);
+        if count > 0 && self.layers.iter().filter(writeback).count() > 1 {
+            return Err(
+                "what a cache with writeback acknowledged outlives the daemon only if there is one such cache".into()
+            );
         }
-        let Some(file) = CacheFile::open(own, count > 0)? else { return Ok(None) };
+        let Some(file) = CacheFile::open(own, &identity::stamp(&self.source), count > 0)? else { return Ok(None) };
         let file = match file.leftover()? {
             None => file,
             Some(left) if read_only => {

@@ -56,6 +56,33 @@ pub(crate) fn of(source: &Source) -> Identity {
     }
 }
 
+/// Tells what is at the source's paths now from what was there before, where the identity is made of the path.
+pub(crate) fn stamp(source: &Source) -> Identity {
+    match source {
+        Source::Memory(_) => [0; 16],
+        Source::Stripe { members, .. } => {
+            let members: Vec<Identity> = members.iter().map(stamp).collect();
+            digest(&[b"stamps", &members.concat()])
+        }
+        Source::Path(path) => {
+            let Ok(file) = File::open(path) else { return [0; 16] };
+            let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+            let Ok(stat) = rustix::fs::statx(&file, c"", AtFlags::EMPTY_PATH, mask) else { return [0; 16] };
+            if FileType::from_raw_mode(stat.stx_mode.into()) == FileType::BlockDevice {
+                let device = format!("/sys/dev/block/{}:{}", stat.stx_rdev_major, stat.stx_rdev_minor);
+                // Counted up whenever a device gets another medium, or another gets its name.
+                let read = |what: &str| std::fs::read(format!("{device}/{what}"));
+                let sequence = read("diskseq").or_else(|_| read("../diskseq")).unwrap_or_default();
+                let backing = read("loop/backing_file").unwrap_or_default();
+                return digest(&[b"device", device.as_bytes(), &sequence, &backing]);
+            }
+            let birth = stat.stx_btime;
+            let numbers = [stat.stx_ino, birth.tv_sec.cast_unsigned(), birth.tv_nsec.into()];
+            digest(&[b"file", &numbers.map(u64::to_be_bytes).concat()])
+        }
+    }
+}
+
 fn of_path(path: &Path) -> io::Result<Identity> {
     let file = File::open(path)?;
     let stat = rustix::fs::fstat(&file)?;

@@ -19,6 +19,9 @@ pub struct Served {
     state: AtomicU8,
 }
 
+/// How long the last flush may take: a supervisor would end the daemon about then.
+const FLUSH_LIMIT: Duration = Duration::from_secs(60);
+
 /// Everything is let through.
 const OPEN: u8 = 0;
 /// Nothing new is.
@@ -47,7 +50,8 @@ impl Served {
         self.state.fetch_max(CLOSING, Ordering::SeqCst);
         let ended = tokio::time::timeout(limit, self.changes.idle()).await;
         self.state.store(CLOSED, Ordering::SeqCst);
-        self.below.flush().await?;
+        let late = |_| io::Error::other("the flush takes too long; what was not flushed before may not be on the disk");
+        tokio::time::timeout(FLUSH_LIMIT, self.below.flush()).await.map_err(late)??;
         ended.map_err(|_| io::Error::other("requests were still under way, and were not acknowledged"))
     }
 

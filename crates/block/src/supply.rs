@@ -41,10 +41,17 @@ impl Supply {
         Ok(self.class(len)?.reserve(1).await.segment(len))
     }
 
-    /// Waits for the blocks of a burst: pieces of these lengths, of one size.
+    /// Waits for the blocks of a burst: pieces of these lengths, of one size. So many that others would have none left
+    /// get memory of their own.
     pub async fn burst(&self, lens: &[usize]) -> std::io::Result<Vec<Segment>> {
         let longest = lens.iter().copied().max().unwrap_or(0);
-        let mut reservation = self.class(longest)?.reserve(lens.len()).await;
+        let class = self.class(longest)?;
+        let mut reservation = if lens.len() <= class.pool().count() / 2 {
+            class.reserve(lens.len()).await
+        } else {
+            let own = Segments::new(lens.len(), class.pool().payload_len()).map_err(std::io::Error::other)?;
+            own.reserve(lens.len()).await
+        };
         Ok(lens.iter().map(|len| reservation.segment(*len)).collect())
     }
 

@@ -389,12 +389,13 @@ fn a_file_that_grows_and_changes_is_not_copied_as_a_mixture() {
 
 #[test]
 fn a_file_that_grows_while_it_is_read_arrives_as_it_was_and_that_is_told() {
-    for provider in ["iwarp", "tcp"] {
+    for (provider, direct) in [("iwarp", "auto"), ("tcp", "auto"), ("iwarp", "on")] {
         let lab = Lab::new();
         let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
         let daemon = lab.serve(&served);
         let command =
-            args(&[&"--provider", &provider, &"--depth", &"4", &"--bwlimit", &"16M", &big, &daemon.url("e/")]);
+            args(&[&"--provider", &provider, &"--direct", &direct, &"--depth", &"4", &"--bwlimit", &"16M", &big]);
+        let command = [command, args(&[&daemon.url("e/")])].concat();
         let child = thruway(lab.dir.path())
             .args(["cp", "--json"])
             .args(&command)

@@ -399,6 +399,31 @@ fn an_attribute_that_cannot_be_kept_does_not_cost_the_file() {
 }
 
 #[test]
+fn names_of_one_file_stay_that_however_often_they_are_copied() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    write(source.join("a"), "content");
+    for name in ["b", "c", "d"] {
+        fs::hard_link(source.join("a"), source.join(name)).unwrap();
+    }
+    let copy = lab.path("copy");
+    for options in [&["-rp"][..], &["-rp", "--update"], &["-rp", "--update", "--delete"], &["-rp"]] {
+        let mut list: Vec<OsString> = options.iter().map(OsString::from).collect();
+        list.extend(args(&[&slash(&source), &copy]));
+        cp(&lab, &list);
+        assert_same(&source, &copy, Compare::Everything);
+        let inodes: Vec<u64> = ["a", "b", "c", "d"].map(|name| fs::metadata(copy.join(name)).unwrap().ino()).into();
+        assert!(inodes.iter().all(|inode| *inode == inodes[0]), "{options:?}: {inodes:?}");
+    }
+    // A directory whose name is one of ours, on the command line.
+    let unfinished = lab.path(&format!(".f.tw-{}", "0123abcd".repeat(4)));
+    write(unfinished.join("x"), "y");
+    let out = try_cp(&lab, &args(&[&"-r", &unfinished, &lab.path("source/a"), &lab.mkdir("into")]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("files of unfinished copies") && lab.path("into/a").exists(), "{}", stderr(&out));
+}
+
+#[test]
 fn attributes_that_one_attempt_could_not_keep_are_told_by_the_next() {
     let lab = Lab::new();
     let source = lab.mkdir("source");
@@ -416,6 +441,10 @@ fn attributes_that_one_attempt_could_not_keep_are_told_by_the_next() {
         until [ -e \"$1\"/a-small ]; do kill -0 $first || exit 8; done
         kill -9 $first; wait $first
         \"$0\" cp --json -rp \"$2\"/ \"$1\"/ && exit 7
+        # What has been told is still known, and nothing is sent again, the next time either.
+        for again in 1 2; do
+            \"$0\" cp --json -rp \"$2\"/ \"$1\"/ 2>/dev/null | grep -q '\"bytes\":0,' || exit 5
+        done
         cmp \"$1\"/a-small \"$2\"/a-small && cmp \"$1\"/b-large \"$2\"/b-large || exit 6";
     let out = Command::new("unshare")
         .args(["--mount", "bash", "-c", script, THRUWAY])

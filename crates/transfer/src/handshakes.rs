@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
 /// A caller who has waited this long is told to come again: it would have given up by now, or soon will.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
 
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]

@@ -45,6 +45,8 @@ pub(crate) struct CacheFile {
     file: File,
     path: PathBuf,
     identity: Identity,
+    /// What is there under this identity now.
+    stamp: Identity,
 }
 
 /// What a cache left that was not closed.
@@ -75,14 +77,26 @@ impl CacheFile {
     ///
     /// # Errors
     /// A sentence that names the file: if it is another's, or cannot be used.
-    pub(crate) fn open(identity: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
-        CacheFile::open_in(Path::new(DIRECTORY), identity, make)
+    pub(crate) fn open(identity: &Identity, stamp: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
+        CacheFile::open_in(Path::new(DIRECTORY), identity, stamp, make)
     }
 
-    fn open_in(directory: &Path, identity: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
+    fn open_in(
+        directory: &Path,
+        identity: &Identity,
+        stamp: &Identity,
+        make: bool,
+    ) -> Result<Option<CacheFile>, String> {
         let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
         let user = rustix::process::geteuid().as_raw();
         let path = directory.join(format!("thruway-cache-{user}-{digits}"));
+        if let Some(others) = others_file(directory, &path, &digits) {
+            return Err(format!(
+                "{}: another user's daemon had this disk, and what it had acknowledged may be there only: start it as \
+                 that user once, or remove the file to give that up",
+                others.display()
+            ));
+        }
         let failed = |e: io::Error| format!("{}: {e}", path.display());
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let flags = if make { flags | OFlags::CREATE } else { flags };
@@ -109,7 +123,7 @@ impl CacheFile {
             }
             // Its last holder may have removed it between our opening and locking it.
             if rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink > 0) {
-                return Ok(Some(CacheFile { file, path, identity: *identity }));
+                return Ok(Some(CacheFile { file, path, identity: *identity, stamp: *stamp }));
             }
         }
     }
@@ -170,6 +184,13 @@ impl CacheFile {
             dirty.push(Record { block, offset, grains });
         }
         dirty.sort_unstable_by_key(|record| record.block);
+        if !dirty.is_empty() && header[48..64] != self.stamp {
+            return Err(format!(
+                "{}: holds what an earlier daemon acknowledged for another disk at the same place; bring that back, or \
+                 remove the file to give it up",
+                self.path.display()
+            ));
+        }
         Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty, unfinished }))
     }
 
@@ -179,6 +200,12 @@ impl CacheFile {
     /// If the disk fails. Then the file stays.
     pub(crate) async fn replay(&self, leftover: &Leftover, below: &dyn Backend) -> io::Result<u64> {
         let (block_len, size) = (u64::from(leftover.block_len), below.geometry().size);
+        if leftover.dirty.last().is_some_and(|last| last.block * block_len >= size) {
+            return Err(io::Error::other(format!(
+                "the disk ends before what is in {}; make it as long as it was",
+                self.path.display()
+            )));
+        }
         let room = Segments::new(REPLAYED, block_len as usize).map_err(io::Error::other)?;
         let mut octets = 0;
         for some in leftover.dirty.chunks(REPLAYED) {
@@ -222,6 +249,7 @@ impl CacheFile {
         let mut header = MAGIC.to_vec();
         header.extend(self.identity);
         [block_len, partitions, slots].iter().for_each(|number| header.extend((*number as u64).to_le_bytes()));
+        header.extend(self.stamp);
         self.file.write_all_at(&header, 0)?;
         Ok(Layout { file: self, records, shape })
     }
@@ -234,6 +262,18 @@ impl CacheFile {
             tracing::debug!(path = %self.path.display(), %error, ?emptied, "removing the memory of a cache");
         }
     }
+}
+
+/// The file of this disk that is another user's.
+fn others_file(directory: &Path, own: &Path, digits: &str) -> Option<PathBuf> {
+    let names = std::fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path());
+    let same = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.strip_prefix("thruway-cache-").and_then(|rest| rest.split_once('-')).is_some_and(|(_, of)| of == digits)
+    };
+    // An empty one is what is left where its owner could not remove it.
+    let holds = |path: &PathBuf| std::fs::symlink_metadata(path).is_ok_and(|meta| meta.len() > 0);
+    { names }.find(|path| path != own && same(path) && holds(path))
 }
 
 impl Leftover {
@@ -395,7 +435,7 @@ mod tests {
     }
 
     fn open(directory: &tempfile::TempDir, make: bool) -> Result<Option<CacheFile>, String> {
-        CacheFile::open_in(directory.path(), &ID, make)
+        CacheFile::open_in(directory.path(), &ID, &ID, make)
     }
 
     fn cache(file: CacheFile, disk: &Arc<dyn Backend>) -> Cache {
@@ -513,6 +553,21 @@ mod tests {
         drop((layout, pool, records));
         let whole = std::fs::read(&path).unwrap();
         assert_eq!(open(false).unwrap().unwrap().leftover().unwrap().unwrap().len(), 1);
+        let another = CacheFile::open_in(directory.path(), &ID, &[9; 16], false).unwrap().unwrap();
+        assert!(another.leftover().err().unwrap().contains("another disk"));
+        drop(another);
+        let short: Arc<dyn Backend> = Arc::new(MemoryBackend::new(40_000).unwrap());
+        let (file, left) = (open(false).unwrap().unwrap(), open(false));
+        assert!(left.err().unwrap().contains("another daemon"));
+        let leftover = file.leftover().unwrap().unwrap();
+        assert!(
+            run(move || async move { file.replay(&leftover, &*short).await.is_err() }),
+            "the third block is beyond"
+        );
+        let others = path.with_file_name(path.file_name().unwrap().to_str().unwrap().replacen("cache-", "cache-9", 1));
+        std::fs::copy(&path, &others).unwrap();
+        assert!(open(true).err().unwrap().contains("another user"));
+        std::fs::remove_file(others).unwrap();
         let wrong =
             [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (40, u64::MAX), (4096, u64::MAX / 4), (4104, u64::MAX)];
         // The record behind those of the slots: so many octets are being changed, of a file that has fewer.

@@ -161,7 +161,8 @@ impl Connection {
     /// A connection in full feature phase.
     pub(super) fn new(parts: Parts, carrier: Carrier, lend: bool) -> Rc<Connection> {
         let units = parts.session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
-        let chunk = units.iter().map(|u| u.export.chunk).min().unwrap_or(64 << 10);
+        // A piece of any of them has room in one block.
+        let chunk = units.iter().map(|u| u.export.chunk).max().unwrap_or(64 << 10);
         Rc::new(Connection {
             chunk,
             can_lend: lend,

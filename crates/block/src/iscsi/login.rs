@@ -256,7 +256,8 @@ impl Login {
 
     fn identify(&mut self, header: &Header, keys: &Keys, directory: &dyn Directory) -> Result<(), u16> {
         let name = keys.get("InitiatorName").filter(|n| !n.is_empty()).ok_or(status::MISSING_PARAMETER)?;
-        if name.len() > 223 {
+        // Names have neither blanks nor control characters (RFC 3722).
+        if name.len() > 223 || name.chars().any(|c| c.is_whitespace() || c.is_control()) {
             return Err(status::INITIATOR_ERROR);
         }
         self.discovery = match keys.get("SessionType") {

@@ -84,7 +84,7 @@ impl Server {
     }
 
     /// Ends every connection when what it has asked for is done, and waits for that, or for `limit`. What is
-    /// still under way then may be acknowledged later.
+    /// still under way then is its disk's affair.
     pub fn shut_down(&self, limit: Duration) {
         self.shared.closing.send_replace(true);
         self.shared.gate.wait_until_empty(limit);

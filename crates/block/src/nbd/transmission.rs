@@ -27,6 +27,8 @@ const REQUESTS_MAX: usize = 512;
 const LONG_MAX: usize = 1;
 /// Pieces of a read under way at one time.
 const PIECES_MAX: usize = 32;
+/// Zeroes that are written, or octets discarded, in one step.
+const STRETCH: u64 = 256 << 20;
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
 
@@ -199,7 +201,7 @@ impl Connection {
             Command::BlockStatus => return self.block_status(request).await,
             Command::Flush => self.backend().flush().await,
             Command::Cache => self.backend().prefetch(at, len).await,
-            Command::Trim => match self.changing(|| self.backend().discard(at, len)).await {
+            Command::Trim => match self.stretch(at, len, |at, len| self.backend().discard(at, len)).await {
                 Ok(()) if durable => self.backend().flush().await,
                 other => other,
             },
@@ -207,12 +209,23 @@ impl Connection {
                 let mut how = Zero::empty();
                 how.set(Zero::MAY_DISCARD, !request.flags.contains(CommandFlags::NO_HOLE));
                 how.set(Zero::FAST_ONLY, request.flags.contains(CommandFlags::FAST_ZERO));
-                how.set(Zero::DURABLE, durable);
-                self.changing(|| self.backend().zero(at, len, how)).await
+                let done = self.stretch(at, len, |at, len| self.backend().zero(at, len, how)).await;
+                if done.is_ok() && durable { self.backend().flush().await } else { done }
             }
             Command::Write | Command::Disconnect | Command::Unknown(_) => unreachable!("checked before"),
         };
         self.finish(&request, result);
+    }
+
+    /// Does a change of a range of any length a stretch at a time: what waits for changes under way waits for one of them.
+    async fn stretch<'a>(&'a self, at: u64, len: u64, change: impl Fn(u64, u64) -> Op<'a, ()>) -> io::Result<()> {
+        let mut done = 0;
+        while done < len {
+            let next = (len - done).min(STRETCH);
+            self.changing(|| change(at + done, next)).await?;
+            done += next;
+        }
+        Ok(())
     }
 
     /// Does a change, if no reservation forbids it. A client that has lost its connection sends what was not answered

@@ -53,8 +53,7 @@ impl Lasting {
         let parent = self.path.parent().expect("a file in a directory");
         match text {
             Some(text) => {
-                let above = parent.parent().expect("a directory of the state");
-                std::fs::create_dir_all(parent)?;
+                make_directories(parent)?;
                 let temp = self.path.with_extension("new");
                 match std::fs::remove_file(&temp) {
                     Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -65,7 +64,6 @@ impl Lasting {
                 file.write_all(text.as_bytes())?;
                 file.sync_all()?;
                 std::fs::rename(&temp, &self.path)?;
-                File::open(above)?.sync_all()?;
             }
             None => match std::fs::remove_file(&self.path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -74,4 +72,18 @@ impl Lasting {
         }
         File::open(parent)?.sync_all()
     }
+}
+
+/// Makes what is missing of a path, durably.
+fn make_directories(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let above = path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    make_directories(above)?;
+    match std::fs::create_dir(path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    File::open(above)?.sync_all()
 }

@@ -92,6 +92,7 @@ impl Reservations {
             let [Some(what), Some(number), Some(port), None] = [(); 4].map(|()| words.next()) else {
                 return Err(wrong());
             };
+            let port = &*read_name(port).ok_or_else(wrong)?;
             match what {
                 "registration" if all.registrations.len() < REGISTRATIONS_MAX && all.key_of(port).is_none() => {
                     let key = u64::from_str_radix(number, 16).map_err(|_| wrong())?;
@@ -114,10 +115,10 @@ impl Reservations {
         }
         let mut text = format!("{FIRST_LINE}\n");
         for Registration { port, key } in &self.registrations {
-            text += &format!("registration {key:016x} {port}\n");
+            text += &format!("registration {key:016x} {}\n", written(port));
         }
         if let Some(Holder { port, kind }) = &self.holder {
-            text += &format!("holder {} {port}\n", kind.0);
+            text += &format!("holder {} {}\n", kind.0, written(port));
         }
         Some(text)
     }
@@ -201,6 +202,28 @@ impl Reservations {
     fn remove(&mut self, port: &str) {
         self.registrations.retain(|r| &*r.port != port);
     }
+}
+
+/// A port's name as one word, whatever is in it: what a line is made of cannot be said by a name.
+fn written(port: &str) -> String {
+    let plain = |b: u8| b.is_ascii_graphic() && b != b'%';
+    port.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02x}") }).collect()
+}
+
+fn read_name(word: &str) -> Option<String> {
+    let mut bytes = Vec::new();
+    let mut rest = word.as_bytes();
+    while let Some((first, later)) = rest.split_first() {
+        rest = later;
+        if *first != b'%' {
+            bytes.push(*first);
+            continue;
+        }
+        let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        rest = &rest[2..];
+    }
+    String::from_utf8(bytes).ok()
 }
 
 /// What a command does to the medium, as reservations see it (SPC-4 table 66, SBC-3 table 13).

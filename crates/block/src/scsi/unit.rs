@@ -69,8 +69,8 @@ pub struct Unit {
     pub(super) atomic: tokio::sync::RwLock<()>,
     /// Where reservations are kept that are to outlive us.
     lasting: Option<Lasting>,
-    /// What is kept there. Held while they are changed, so that what is kept is what was answered last.
-    kept: tokio::sync::Mutex<Option<String>>,
+    /// What is kept there, if that is known. Held while they are changed, so that what is kept is what was answered last.
+    kept: tokio::sync::Mutex<Option<Option<String>>>,
 }
 
 #[derive(Default)]
@@ -143,7 +143,7 @@ impl Unit {
             format!("reservations in {}: {why}; remove the file to give them up", lasting.path().display())
         })?;
         self.with_state(|state| state.reservations = reservations);
-        (self.kept, self.lasting) = (tokio::sync::Mutex::new(kept), Some(lasting));
+        (self.kept, self.lasting) = (tokio::sync::Mutex::new(Some(kept)), Some(lasting));
         Ok(self)
     }
 
@@ -154,7 +154,9 @@ impl Unit {
         let before = self.with_state(|state| state.reservations.before());
         let (outcome, aborted) = self.with_state(|state| super::reservation::out(state, nexus, cdb, list));
         let to_keep = self.with_state(|state| state.reservations.kept());
-        if let Some(lasting) = self.lasting.clone().filter(|_| to_keep != *kept) {
+        if let Some(lasting) = self.lasting.clone().filter(|_| kept.as_ref() != Some(&to_keep)) {
+            // Until it is done, and if it is not, the old or the new may be there.
+            *kept = None;
             let text = to_keep.clone();
             let saved = tokio::task::spawn_blocking(move || lasting.save(text.as_deref())).await;
             if let Err(error) = saved.map_err(std::io::Error::other).flatten() {
@@ -162,7 +164,7 @@ impl Unit {
                 self.with_state(|state| state.reservations.undo(before));
                 return Sense::TARGET_FAILURE.into();
             }
-            *kept = to_keep;
+            *kept = Some(to_keep);
         }
         drop(kept);
         self.export.fence.settle().await;

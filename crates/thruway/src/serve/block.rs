@@ -283,8 +283,9 @@ impl BlockService {
             }
             exports.push(Arc::new(opened));
         }
-        let nbd = args.nbd(&exports, anonymous, &reactors)?;
+        // Reservations that outlive daemons are in force before anybody is served.
         let targets = args.targets(&exports, anonymous)?;
+        let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let iscsi = args.iscsi(&targets, anonymous, &reactors)?;
         let iser = args.iser(&targets, anonymous, fabric, &reactors)?;
         Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))

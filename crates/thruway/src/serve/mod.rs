@@ -196,7 +196,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         return Ok(());
     }
     let (daemon, credentials) = transfer(args)?;
-    // Nobody has been listened to yet.
+    // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
     let stopper = daemon.stopper();
     let keys = args.authorized_keys.clone();

@@ -303,7 +303,14 @@ impl Shared {
 
     /// A caller who wants a session: now, or when it is its turn.
     fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
-        let caller = Caller { arrival, token, peer, local };
+        // Its data connections may come as soon as it has connected, and wait with it.
+        let opened = lock(&self.doors).open(token, Instant::now());
+        let Some(arrivals) = opened else {
+            tracing::warn!(%peer, "refused: the token of another session");
+            return;
+        };
+        let door = Door { shared: Arc::clone(self), token };
+        let caller = Caller { arrival, arrivals, door, peer, local };
         let verdict = lock(&self.handshakes).arrive(peer.ip(), caller, Instant::now());
         self.follow(verdict);
     }
@@ -330,15 +337,8 @@ impl Shared {
     }
 
     fn begin(self: &Arc<Shared>, caller: Caller, handshake: HandshakePlace) {
-        let Caller { arrival, token, peer, local } = caller;
+        let Caller { arrival, arrivals, door, peer, local } = caller;
         let shared = Arc::clone(self);
-        // Its data connections may come as soon as this one has been answered.
-        let opened = lock(&self.doors).open(token, Instant::now());
-        let Some(arrivals) = opened else {
-            tracing::warn!(%peer, "refused: the token of another session");
-            return;
-        };
-        let door = Door { shared: Arc::clone(self), token };
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
             let known = AtomicBool::new(false);
@@ -367,7 +367,8 @@ impl Shared {
 /// Somebody who wants a session and has not proved yet who it is.
 struct Caller {
     arrival: Arrival,
-    token: Token,
+    arrivals: Receiver<Arrival>,
+    door: Door,
     peer: SocketAddr,
     local: SocketAddr,
 }
@@ -463,6 +464,9 @@ impl Session<'_> {
         };
         let cancel = Cancel::new(link.device());
         let _listed = Listed::new(self.shared, &principal, &cancel);
+        if self.shared.stop.load(Ordering::SeqCst) {
+            return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
+        }
         // Whoever has changed the keys since we looked has not seen us.
         if self.principal(key, owner).as_ref() != Some(&principal) {
             return self.refuse(link, AbortCode::Busy, "your rights have just changed".into());

@@ -86,6 +86,14 @@ impl Deferred {
             if let Ok(fd) = rustix::fs::openat(root, c".", flags, Mode::from_raw_mode(0o600)) {
                 return Ok(File::from(fd));
             }
+            // File systems that know no files without names have one that had one.
+            let digits = crate::auth::to_hex(&thruway_engine::security::random::<16>());
+            let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
+            if let Ok(fd) = rustix::fs::openat(root, &name, flags, Mode::from_raw_mode(0o600)) {
+                rustix::fs::unlinkat(root, &name, rustix::fs::AtFlags::empty())?;
+                return Ok(File::from(fd));
+            }
         }
         self.place = None;
         tempfile::tempfile()

@@ -61,6 +61,8 @@ pub(super) struct Files {
     pub(super) in_flight: Mutex<HashSet<Key>>,
     /// What the source may do because an offer of this session was answered so.
     pub(super) promised: Mutex<HashMap<Key, Promise>>,
+    /// Rung when there are fewer, or the session is over.
+    pub(super) redeemed: Condvar,
     /// The session is over; long work may stop.
     pub(super) over: AtomicBool,
 }
@@ -101,18 +103,27 @@ pub(super) enum Promise {
 }
 
 impl Files {
-    /// Gives the source leave to send a record that needs it; false if it has too much of that already.
+    /// Gives the source leave to send a record that needs it; where it has too much of that already, when it has sent
+    /// some of them. False if the session is over.
     pub(super) fn promise(&self, key: Key, promise: Promise) -> bool {
-        let mut promised = self.promised.lock().expect("no panics under the lock");
-        let room = promised.len() < PROMISES_MAX;
-        if room {
-            promised.insert(key, promise);
+        if self.terms.options.dry_run {
+            return true;
         }
-        room
+        let full =
+            |promised: &mut HashMap<Key, Promise>| promised.len() >= PROMISES_MAX && !self.over.load(Ordering::SeqCst);
+        let promised = self.promised.lock().expect("no panics under the lock");
+        let mut promised = self.redeemed.wait_while(promised, full).expect("no panics under the lock");
+        if self.over.load(Ordering::SeqCst) {
+            return false;
+        }
+        promised.insert(key, promise);
+        true
     }
 
     fn redeem(&self, path: &[u8]) -> Option<Promise> {
-        self.promised.lock().expect("no panics under the lock").remove(&key_of(path))
+        let promise = self.promised.lock().expect("no panics under the lock").remove(&key_of(path));
+        self.redeemed.notify_one();
+        promise
     }
 
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
@@ -227,7 +238,14 @@ impl Files {
                 };
                 let may = if ours { Ok(()) } else { self.tree.may_replace() };
                 match may.and_then(|()| self.tree.refresh(&path, &meta)) {
-                    Ok(short) => self.fell_short(&path, short),
+                    Ok((short, identity, ctime)) => {
+                        // Its change time is another now: without a record of that it would be sent again.
+                        if let Some(journal) = self.journal.as_ref().filter(|_| ours) {
+                            let (key, version) = (key_of(&path), version_of(&meta));
+                            journal.placed([(&key, &version, identity, ctime, !short.is_none())].into_iter());
+                        }
+                        self.fell_short(&path, short);
+                    }
                     Err(e) => self.fail(&path, &e),
                 }
             }
@@ -433,6 +451,8 @@ impl Files {
         self.over.store(true, Ordering::SeqCst);
         self.large().over = true;
         self.begun.notify_all();
+        drop(self.promised.lock());
+        self.redeemed.notify_all();
     }
 
     /// Writes a piece of a large file.

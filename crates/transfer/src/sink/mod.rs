@@ -204,6 +204,7 @@ pub fn run(
         deferred: Mutex::new(Deferred::new(&tree_root, options.dry_run || discard)),
         progress: Arc::clone(progress),
         promised: Mutex::default(),
+        redeemed: Condvar::new(),
         in_flight: Mutex::default(),
         over: AtomicBool::new(false),
     });

@@ -307,11 +307,22 @@ impl Tree {
         }
     }
 
+    fn is_ours(&self, dir: impl AsFd, name: &CStr) -> io::Result<bool> {
+        let (identity, stat) = match Identity::of(dir, name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            other => other?,
+        };
+        let ours = self.ours.lock().expect("no panics under the lock");
+        // Who remembers no more than that knows nothing of the rest.
+        Ok(ours.len() >= OURS_MAX || ours.contains(&identity.hash_on(&stat)))
+    }
+
     /// Whether what has this name may make way: not if it came with this very copy, under a name that is
     /// another one to the source and the same to this file system.
     fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
         let (identity, stat) = Identity::of(&place.dir, &place.name)?;
-        if !self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(&stat)) {
+        let ours = self.ours.lock().expect("no panics under the lock");
+        if !ours.contains(&identity.hash_on(&stat)) {
             return Ok(());
         }
         let why = "another entry of this copy has this name here (a file system may take names that differ in case \
@@ -380,7 +391,9 @@ impl Tree {
     }
 
     /// Applies the attributes of a file whose content is right already.
-    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
+    ///
+    /// With what fell short, which file it is and when its inode changed last.
+    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<(Shortcomings, Identity, i64)> {
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
@@ -390,7 +403,9 @@ impl Tree {
         }
         self.volumes.note(&place.dir)?;
         self.changed().many = true;
-        Ok(self.apply(file.as_fd(), meta, false))
+        let short = self.apply(file.as_fd(), meta, false);
+        let (identity, stat) = Identity::of(&file, c"")?;
+        Ok((short, identity, nanoseconds(stat.stx_ctime)))
     }
 
     /// Makes a symbolic link, replacing what is there.
@@ -420,6 +435,11 @@ impl Tree {
     /// Gives an existing file another name, replacing what is there.
     pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
         let (from, to) = (self.find(target)?, self.place(path)?);
+        let of = |place: &Place| Identity::of(&place.dir, &place.name).map(|(identity, stat)| identity.hash_on(&stat));
+        // Moving one name of a file over another does nothing, and is not to be taken for more.
+        if of(&to).is_ok_and(|there| of(&from).is_ok_and(|target| target == there)) {
+            return Ok(());
+        }
         self.replace(path, &to, true, |dir, name| {
             rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
         })
@@ -546,6 +566,11 @@ impl Tree {
             let name = entry.file_name();
             let bytes = name.to_bytes();
             if matches!(bytes, b"." | b"..") || keep.contains(bytes) || name == own || is_fresh_own(&dir, name) {
+                continue;
+            }
+            // Where two names are one, what came under the other is not in the list, and is here all the same.
+            if self.is_ours(&dir, name)? {
+                total.left += 1;
                 continue;
             }
             let removed = remover.remove(&*dir, name, below);
@@ -855,6 +880,21 @@ mod tests {
         fs::write(dir.path().join("d/inner"), "").unwrap();
         assert!(put(c"d", "file").is_err() && dir.path().join("d/inner").exists());
         assert!(!tree.make_directory(b"d", &Meta::default()).unwrap(), "directories become one");
+    }
+
+    #[test]
+    fn what_came_with_a_copy_is_not_removed_by_it() {
+        // As where names that differ in case are one: it is here under a name that is not in the list.
+        let dir = tempfile::tempdir().unwrap();
+        let tree = tree(dir.path());
+        let identity = file(dir.path(), "temp", 0o644);
+        tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), c"temp", identity).unwrap();
+        fs::write(dir.path().join("old"), "").unwrap();
+        let filter = Filter::new(&TreeOptions::default()).unwrap();
+        let keep = HashSet::from([b"README".to_vec()]);
+        let removed = tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run: false }).unwrap();
+        assert_eq!((removed.count, removed.left), (1, 1));
+        assert!(dir.path().join("Readme").exists() && !dir.path().join("old").exists());
     }
 
     #[test]

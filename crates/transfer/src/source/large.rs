@@ -7,7 +7,7 @@ use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report, Report
 use rustix::fs::{OFlags, Stat};
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::Block;
@@ -166,6 +166,8 @@ impl OpenFiles {
 /// The pieces of a file that have been read, with their digests.
 pub(super) struct Sent {
     verify: Algorithm,
+    /// The session is over: nobody wants to know any more.
+    cancel: Arc<AtomicBool>,
     /// `None`: not everything that the sink has of the file is known here.
     pieces: Mutex<Option<Vec<Piece>>>,
 }
@@ -176,13 +178,13 @@ struct Piece {
     digest: [u8; DIGEST_LEN],
 }
 
-/// Pieces of one file that are remembered: 28 MiB, and a file of terabytes.
+/// Pieces of one file that are remembered: 32 MiB, and a file of a terabyte in pieces of 1 MiB.
 const PIECES_MAX: usize = 1 << 20;
 
 impl Sent {
     /// Of a file of which the sink has something already, or that has no version, too much is unknown.
-    pub(super) fn new(verify: Algorithm, all: bool) -> Sent {
-        Sent { verify, pieces: Mutex::new((all && verify != Algorithm::None).then(Vec::new)) }
+    pub(super) fn new(verify: Algorithm, all: bool, cancel: Arc<AtomicBool>) -> Sent {
+        Sent { verify, cancel, pieces: Mutex::new((all && verify != Algorithm::None).then(Vec::new)) }
     }
 
     fn note(&self, offset: u64, len: u32, digest: [u8; DIGEST_LEN]) {
@@ -207,6 +209,9 @@ impl Sent {
             }
         }
         for Piece { offset, len, digest } in pieces {
+            if self.cancel.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
             if crate::digest_file(file, self.verify, offset, len)? != digest {
                 return Ok(false);
             }
@@ -253,12 +258,17 @@ impl LargeFile {
     }
 
     fn end_grown(&self) {
+        // No read of the storage stage is under way any more; what is read now need not be aligned.
+        let direct = rustix::fs::fcntl_getfl(&self.file).map(|flags| (flags, flags.contains(OFlags::DIRECT)));
+        if let Ok((flags, true)) = direct {
+            let _ = rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT);
+        }
         match self.sent.still_holds(&self.file, self.stat.st_size as u64) {
             Ok(true) => {}
             Ok(false) if self.sent.verify == Algorithm::None => {
                 self.failure.set("grew while it was read; without --verify it cannot be told whether it only grew");
             }
-            Ok(false) => self.failure.set("changed while it was read"),
+            Ok(false) => self.failure.set("changed while it was read, or grew and could not be told from one that did"),
             Err(e) => self.failure.set(format!("reading it again after it grew: {e}")),
         }
         self.end(true);

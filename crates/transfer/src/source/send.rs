@@ -156,7 +156,7 @@ impl Walker {
             path: c.path,
             endless,
             failure: FirstFailure::default(),
-            sent: Sent::new(self.terms.verify, have.is_empty() && !endless),
+            sent: Sent::new(self.terms.verify, have.is_empty() && !endless, Arc::clone(&self.cancel)),
             open: AtomicU32::new(1),
             blocks: AtomicU32::new(0),
             engine: Arc::clone(&self.engine),

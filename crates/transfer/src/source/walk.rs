@@ -54,7 +54,7 @@ pub(super) struct Walker {
     pub(super) terms: Terms,
     pub(super) mailer: Mailer<Mail>,
     verdicts: Option<Receiver<Vec<Answer>>>,
-    cancel: Arc<AtomicBool>,
+    pub(super) cancel: Arc<AtomicBool>,
     pub(super) progress: Arc<Progress>,
     filter: Filter,
     pub(super) pack: Option<Pack>,
@@ -254,6 +254,10 @@ impl Walker {
                 return Ok(());
             }
         };
+        if crate::sink::is_own_name(&root.name) {
+            self.report(&shown, UNFINISHED);
+            return Ok(());
+        }
         let fd = Arc::new(fd);
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if !self.terms.options.recursive {
@@ -261,10 +265,6 @@ impl Walker {
                 return Ok(());
             }
             return self.tree(&fd, root.name, &stat);
-        }
-        if crate::sink::is_own_name(&root.name) {
-            self.report(&shown, UNFINISHED);
-            return Ok(());
         }
         if root.name.is_empty() {
             self.report(&shown, "is not a directory, but its path ends in a slash");
@@ -541,7 +541,11 @@ impl Walker {
             for (candidate, answer) in self.offers.answered(answers) {
                 let have = match &answer {
                     Answer::Skip | Answer::Attributes => 1 + candidate.stat.st_size as u64,
-                    Answer::Except(ranges) => 1 + ranges.iter().map(|(_, len)| len).sum::<u64>(),
+                    // The peer's numbers.
+                    Answer::Except(ranges) => {
+                        let sum = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
+                        1 + sum.min(candidate.stat.st_size as u64)
+                    }
                     Answer::Send => 0,
                 };
                 Progress::add(&self.progress.resumed, have);
