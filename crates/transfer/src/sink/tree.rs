@@ -378,6 +378,8 @@ impl Tree {
         }
         let dir = self.open_to_write(path)?;
         self.change(path);
+        // The mode that it had is not to come back.
+        self.unlocked.lock().expect("no panics under the lock").retain(|(unlocked, _)| unlocked != path);
         if self.manner.preserve {
             return Ok(self.apply(dir.as_fd(), meta, false));
         }
