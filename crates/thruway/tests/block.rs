@@ -691,6 +691,19 @@ fn what_a_write_back_cache_acknowledged_survives_a_kill_of_the_daemon() {
 }
 
 #[test]
+fn a_cache_that_has_no_room_is_refused_and_leaves_nothing() {
+    let lab = Lab::new();
+    let block = format!("d={},cache=8M:writeback", text(&image(&lab, "disk.img")));
+    // As in a container.
+    let script =
+        "mount -t tmpfs -o size=2m none /dev/shm || exit 9; \"$0\" serve --block \"$1\" --nbd 127.0.0.1:0; ls /dev/shm";
+    let refused = run("unshare", &["--mount", "sh", "-c", script, THRUWAY, &block]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("/dev/shm") && said.contains(":volatile"), "{said}");
+    assert_eq!(String::from_utf8_lossy(&refused.stdout), "", "something is left");
+}
+
+#[test]
 fn what_was_acknowledged_before_the_daemon_stopped_is_in_the_file() {
     let lab = Lab::new();
     let file = lab.path("disk.img");

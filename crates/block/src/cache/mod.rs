@@ -197,7 +197,8 @@ impl Cache {
         }
         let slots = (blocks / partitions as u64) as usize;
         let layout = file.map(|file| file.lay_out(config.block as usize, partitions, slots)).transpose()?;
-        let partitions = Partitions::new(nodes, &config, slots, layout.as_ref())?;
+        let partitions = Partitions::new(nodes, &config, slots, layout.as_ref())
+            .inspect_err(|_| layout.iter().for_each(Layout::remove))?;
         let copies = Segments::new(WRITE_OUT, config.block as usize).map_err(io::Error::other)?;
         let below_size = below.geometry().size;
         let inner = Arc::new_cyclic(|this| Inner {

@@ -94,7 +94,7 @@ impl Partitions {
             for _ in 0..config.partitions {
                 let (pool, records) = match layout {
                     Some(layout) => {
-                        let (pool, records) = layout.partition(partitions.len())?;
+                        let (pool, records) = layout.partition(partitions.len(), *node)?;
                         (pool, Some(records))
                     }
                     None => (BlockPool::new(slots, config.block as usize).map_err(io::Error::other)?, None),

@@ -233,25 +233,39 @@ impl CacheFile {
         Ok(octets)
     }
 
-    /// Makes it the memory of a cache, in which nothing is.
+    /// Makes it the memory of a cache, in which nothing is. Nothing is left of it if that fails.
     ///
     /// # Errors
     /// If there is no room for it.
     pub(crate) fn lay_out(self, block_len: usize, partitions: usize, slots: usize) -> io::Result<Layout> {
         let shape = Shape { block_len, partitions, slots };
-        let len = shape.len();
+        match self.begin(&shape) {
+            Ok(records) => Ok(Layout { file: self, records, shape }),
+            Err(e) => {
+                self.remove();
+                Err(e)
+            }
+        }
+    }
+
+    /// Its length, its header, and its records.
+    fn begin(&self, shape: &Shape) -> io::Result<Arc<Buffer>> {
         self.file.set_len(0)?;
-        self.file.set_len(len)?;
-        // Memory that turns out not to be there would end the process.
-        rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, len)?;
-        let records_len = shape.records_len() as usize;
-        let records = Arc::new(Buffer::of_file(&self.file, PAGE, records_len).map_err(io::Error::other)?);
+        self.file.set_len(shape.len())?;
+        self.allocate(0, shape.pool(0))?;
+        let records = Buffer::of_file(&self.file, PAGE, shape.records_len() as usize).map_err(io::Error::other)?;
         let mut header = MAGIC.to_vec();
         header.extend(self.identity);
+        let Shape { block_len, partitions, slots } = *shape;
         [block_len, partitions, slots].iter().for_each(|number| header.extend((*number as u64).to_le_bytes()));
         header.extend(self.stamp);
         self.file.write_all_at(&header, 0)?;
-        Ok(Layout { file: self, records, shape })
+        Ok(Arc::new(records))
+    }
+
+    /// Takes the memory of a part now: some that turned out not to be there later would end the process.
+    fn allocate(&self, at: u64, len: u64) -> io::Result<()> {
+        Ok(rustix::fs::fallocate(&self.file, FallocateFlags::empty(), at, len)?)
     }
 
     /// Nothing in it is needed any more.
@@ -324,11 +338,11 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// The memory of a partition, and its records.
+    /// The memory of a partition, on this memory node, and its records.
     ///
     /// # Errors
-    /// If it cannot be mapped.
-    pub(super) fn partition(&self, index: usize) -> io::Result<(Arc<BlockPool>, Records)> {
+    /// If there is no room for it, or it cannot be mapped.
+    pub(super) fn partition(&self, index: usize, node: u32) -> io::Result<(Arc<BlockPool>, Records)> {
         let Shape { block_len, slots, .. } = self.shape;
         let map = |at, len| Buffer::of_file(&self.file.file, at, len).map_err(io::Error::other);
         let data_at = self.shape.pool(index);
@@ -336,7 +350,11 @@ impl Layout {
         let aside = map(self.shape.aside(index), block_len)?;
         let first = index * (slots + 1);
         let records = Records { buffer: Arc::clone(&self.records), first, slots: slots as u32, data_at, aside };
-        Ok((BlockPool::over(memory, slots, block_len), records))
+        let pool = BlockPool::over(memory, slots, block_len);
+        // Where memory is taken is decided when it is taken.
+        pool.bind(node);
+        self.file.allocate(data_at, self.shape.pool_len() + block_len as u64)?;
+        Ok((pool, records))
     }
 
     /// The cache has nothing any more that is not on the disk.
@@ -509,7 +527,7 @@ mod tests {
         let directory = Arc::new(tempfile::tempdir().unwrap());
         let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
         let layout = open(&directory, true).unwrap().unwrap().lay_out(16 << 10, 2, 4).unwrap();
-        let (pool, records) = layout.partition(1).unwrap();
+        let (pool, records) = layout.partition(1, 0).unwrap();
         let mut slot = Segment::new(pool.try_take().unwrap(), 16 << 10);
         records.name(0, 3, slot.offset_in_pool());
         slot.as_mut_slice().fill(1);
@@ -543,8 +561,10 @@ mod tests {
         let file = open(true).unwrap().unwrap();
         let path = file.path.clone();
         assert!(file.leftover().unwrap().is_none(), "made, and not used yet");
-        let layout = file.lay_out(16 << 10, 1, 4).unwrap();
-        let (pool, records) = layout.partition(0).unwrap();
+        assert!(file.lay_out(1 << 20, 1, 1 << 40).is_err());
+        assert!(!path.exists(), "no room, and nothing left that takes it");
+        let layout = open(true).unwrap().unwrap().lay_out(16 << 10, 1, 4).unwrap();
+        let (pool, records) = layout.partition(0, 0).unwrap();
         records.name(0, 3, 8192);
         let mut grains = Grains::none(16 << 10);
         grains.add(0, 4096);
