@@ -115,7 +115,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 const FIRST_ATTEMPTS: u32 = 3;
 
 /// Runs a job. After a loss it is tried again, with pauses that grow to half a minute; all retries are to be had again
-/// when more is durable at the sink than any attempt before had found there. `reach` reaches the peer anew for that, if its address is not enough.
+/// when more is durable at the sink than any attempt before had found there. `reach` reaches the peer anew for that,
+/// if its address is not enough.
 ///
 /// # Errors
 /// [`SessionError`] of the last attempt.

@@ -231,6 +231,9 @@ impl Daemon {
             }
         }
         drop(self.listeners);
+        // Who waits its turn waits in vain, and keeps what it waits for alive.
+        let waiting = std::mem::replace(&mut *lock(&shared.handshakes), Handshakes::new(handshake_limits()));
+        drop(waiting);
         // Sessions under way have been told to end.
         let patience = Instant::now();
         while shared.active.load(Ordering::SeqCst) > 0 && patience.elapsed() < Duration::from_secs(5) {
