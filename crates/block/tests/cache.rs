@@ -15,6 +15,9 @@ use thruway_block::cache::{Cache, Config};
 use thruway_engine::Segments;
 
 const CLIENTS: u64 = 6;
+/// Up to here clients have every sixth sector each, so that they meet in every block; from here on a stretch each.
+const MIXED: u64 = SECTORS / 2;
+const STRETCH: u64 = (SECTORS - MIXED) / CLIENTS;
 /// Sectors of the longest read.
 const READ_MAX: u64 = 80;
 
@@ -39,6 +42,10 @@ impl Random {
         self.0.set(x);
         (x >> 11) % n
     }
+}
+
+fn owner(sector: u64) -> u64 {
+    if sector < MIXED { sector % CLIENTS } else { (sector - MIXED) / STRETCH }
 }
 
 fn fill(sector: &mut [u8], number: u64, version: u64) {
@@ -77,37 +84,53 @@ struct Client {
 
 impl Client {
     fn own(&self) -> u64 {
-        self.random.below(SECTORS / CLIENTS) * CLIENTS + self.id
+        match self.random.below(2) {
+            0 => self.random.below(MIXED / CLIENTS) * CLIENTS + self.id,
+            _ => MIXED + self.id * STRETCH + self.random.below(STRETCH),
+        }
+    }
+
+    /// How many sectors from this one on are changed together.
+    fn together(&self, sector: u64) -> u64 {
+        let own = (sector..SECTORS.min(sector + READ_MAX)).take_while(|s| owner(*s) == self.id).count() as u64;
+        if self.random.below(3) == 0 { 1 + self.random.below(own) } else { 1 }
     }
 
     async fn step(&mut self) {
         let sector = self.own();
         let at = sector * SECTOR as u64;
         match self.random.below(20) {
-            0..=8 => {
+            0..=7 => {
                 self.next += 1;
                 let wanted = self.next;
-                self.known.borrow_mut().entry(sector).or_default().tried = wanted;
-                let mut segment = self.supply.reserve(1).await.segment(SECTOR);
-                fill(segment.as_mut_slice(), sector, wanted);
+                let count = self.together(sector);
+                let mut segment = self.supply.reserve(1).await.segment(count as usize * SECTOR);
+                for (octets, sector) in segment.as_mut_slice().chunks_mut(SECTOR).zip(sector..) {
+                    self.known.borrow_mut().entry(sector).or_default().tried = wanted;
+                    fill(octets, sector, wanted);
+                }
                 let durable = self.random.below(8) == 0;
                 let result = self.cache.write(at, segment, durable).await;
-                self.settle(sector, wanted, durable, result);
+                (sector..sector + count).for_each(|sector| self.settle(sector, wanted, durable, &result));
             }
-            9 => {
-                self.known.borrow_mut().entry(sector).or_default().unsure = true;
-                if self.cache.zero(at, SECTOR as u64, Zero::MAY_DISCARD).await.is_ok() {
-                    let mut known = self.known.borrow_mut();
-                    let known = known.entry(sector).or_default();
-                    // A zeroed sector shows version 0, and may again after a crash.
-                    *known = Known { shown: 0, unsure: false, safe: 0, ..*known };
+            8 | 9 => {
+                let sectors = sector..sector + self.together(sector);
+                let len = (sectors.end - sectors.start) * SECTOR as u64;
+                sectors.clone().for_each(|sector| self.known.borrow_mut().entry(sector).or_default().unsure = true);
+                if self.cache.zero(at, len, Zero::MAY_DISCARD).await.is_ok() {
+                    for sector in sectors {
+                        let mut known = self.known.borrow_mut();
+                        let known = known.entry(sector).or_default();
+                        // A zeroed sector shows version 0, and may again after a crash.
+                        *known = Known { shown: 0, unsure: false, safe: 0, ..*known };
+                    }
                 }
             }
             10 => {
                 let before: Vec<(u64, Known)> = self.known.borrow().iter().map(|(s, k)| (*s, *k)).collect();
                 if self.cache.flush().await.is_ok() {
                     let mut known = self.known.borrow_mut();
-                    for (sector, then) in before.into_iter().filter(|(s, k)| s % CLIENTS == self.id && !k.unsure) {
+                    for (sector, then) in before.into_iter().filter(|(s, k)| owner(*s) == self.id && !k.unsure) {
                         known.get_mut(&sector).unwrap().safe = then.shown;
                     }
                 }
@@ -145,14 +168,14 @@ impl Client {
         for (i, octets) in octets.chunks(SECTOR).enumerate() {
             let number = first + i as u64;
             let found = version(octets, number);
-            if number % CLIENTS == self.id {
+            if owner(number) == self.id {
                 let known = self.known.borrow().get(&number).copied().unwrap_or_default();
                 assert!(known.unsure || found == known.shown, "sector {number}: {found}, {known:?}");
             }
         }
     }
 
-    fn settle(&self, sector: u64, wanted: u64, durable: bool, result: io::Result<()>) {
+    fn settle(&self, sector: u64, wanted: u64, durable: bool, result: &io::Result<()>) {
         let mut known = self.known.borrow_mut();
         let known = known.entry(sector).or_default();
         match result {
@@ -263,5 +286,37 @@ fn a_disk_that_takes_nothing_any_more_fails_writes_and_holds_nobody() {
         cache.flush().await.unwrap();
         let segment = supply.reserve(1).await.segment(4096);
         cache.write(63 * 4096, segment, true).await.unwrap();
+    });
+}
+
+/// One who trims slowly holds up nobody who uses another part of the disk, cached or not.
+#[test]
+fn zeroing_holds_up_only_who_uses_what_is_zeroed() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        for write_back in [false, true] {
+            let disk = Arc::new(Disk::new(1, 0));
+            let config = Config { block: 4096, partitions: 2, write_back, ..Config::new(128 << 10) };
+            let cache = Arc::new(Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap());
+            let supply = Segments::new(4, 4096).unwrap();
+            let block = async || supply.reserve(1).await.segment(4096);
+            cache.read(0, block().await).await.unwrap();
+            let zeroes = disk.hold_zeroes();
+            let zeroing = tokio::task::spawn_local({
+                let cache = Arc::clone(&cache);
+                async move { cache.zero(8 * 4096, 16 * 4096, Zero::empty()).await }
+            });
+            tokio::task::yield_now().await;
+            cache.read(0, block().await).await.unwrap();
+            cache.read(7 * 4096, block().await).await.unwrap();
+            cache.write(24 * 4096, block().await, true).await.unwrap();
+            cache.flush().await.unwrap();
+            let within = cache.read(23 * 4096, block().await);
+            let within = tokio::time::timeout(Duration::from_secs(60), within).await;
+            assert!(within.is_err(), "what is being zeroed was shown");
+            drop(zeroes);
+            zeroing.await.unwrap().unwrap();
+            cache.read(23 * 4096, block().await).await.unwrap();
+        }
     });
 }

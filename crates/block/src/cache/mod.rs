@@ -12,9 +12,11 @@
 //! is held until they have, so that nobody loads what is about to change.
 
 mod grains;
+mod order;
 mod partition;
 pub(crate) mod persist;
 pub mod policy;
+mod range_lock;
 
 use crate::backend::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, all};
 use crate::pieces::pieces;
@@ -23,6 +25,7 @@ use crate::supply::SMALL;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
 use persist::{CacheFile, Layout};
+use range_lock::{Alone, RangeLock, Who};
 use smallvec::SmallVec;
 use std::fmt;
 use std::io;
@@ -33,7 +36,7 @@ use std::time::Duration;
 use thruway_engine::reactor::Spreader;
 use thruway_engine::{Segment, Segments};
 use tokio::sync::futures::Notified;
-use tokio::sync::{Notify, RwLock, oneshot};
+use tokio::sync::{Notify, oneshot};
 
 /// How a cache is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,12 +141,10 @@ pub(crate) struct Inner {
     /// Reactors, to find one of another node; none if there is one node only.
     reactors: Option<Spreader>,
     counters: Counters,
-    /// Held alone while ranges are zeroed, which nothing else may see half done.
-    whole: RwLock<()>,
+    /// Had alone for ranges that are being zeroed, which nothing else may see half done. Shared by requests, and by
+    /// loads and writes out of the cache, which may go on when whoever wanted them has gone.
+    ranges: Arc<RangeLock>,
     dirty_max: u64,
-    /// Held together by loads and by writes out of the cache, which may go on when whoever wanted them has gone. Held
-    /// alone only by whoever holds `whole` alone.
-    under_way: Arc<RwLock<()>>,
     /// Octets of the disk, as they were when it was last used.
     size: AtomicU64,
     /// Told when a block has become clean.
@@ -205,14 +206,13 @@ impl Cache {
             below,
             dirty_max: config.size / 4,
             streams: Streams::new(config.read_ahead),
-            under_way: Arc::default(),
             size: AtomicU64::new(below_size),
             config,
             partitions,
             layout,
             reactors,
             counters: Counters::default(),
-            whole: RwLock::new(()),
+            ranges: Arc::default(),
             cleaned: Notify::new(),
             pressed: Notify::new(),
             copies,
@@ -246,6 +246,11 @@ impl Inner {
         let block_len = self.block_len();
         let part = move |(at, len)| Part { block: at / block_len, within: (at % block_len) as usize, len };
         pieces(at, len as u64, self.config.block).map(part)
+    }
+
+    /// The blocks that a range touches.
+    fn blocks(&self, at: u64, len: u64) -> std::ops::Range<u64> {
+        at / self.block_len()..(at + len).div_ceil(self.block_len())
     }
 
     /// Octets of a block: fewer than others' if the disk ends in it.
@@ -295,12 +300,11 @@ impl Inner {
         if seen == size {
             return Ok(());
         }
-        let _alone = self.whole.write().await;
-        drop(self.under_way.write().await);
+        let alone = Arc::new(self.ranges.alone(0..u64::MAX).await);
         // Others may have seen it meanwhile.
         let (seen, size) = (self.size.load(Ordering::Relaxed), self.below.geometry().size);
         let last = seen.min(size) / self.block_len();
-        self.write_out(last).await?;
+        self.write_out_under(last, alone.clone()).await?;
         self.partitions.forget_clean(last..u64::MAX);
         self.size.store(size, Ordering::Relaxed);
         Ok(())
@@ -308,7 +312,7 @@ impl Inner {
 
     async fn read(&self, at: u64, mut segment: Segment) -> io::Result<Segment> {
         self.see_size(at + segment.len() as u64).await?;
-        let _together = self.whole.read().await;
+        let _shared = self.ranges.share(self.blocks(at, segment.len() as u64), Who::Request).await;
         // Longer ones have been announced.
         if segment.len() <= SMALL {
             self.look_ahead(at, segment.len() as u64);
@@ -349,7 +353,7 @@ impl Inner {
         if len < LEND_MIN || beyond || self.elsewhere(at, len).is_some() {
             return None;
         }
-        let _together = self.whole.try_read().ok()?;
+        let _shared = self.ranges.try_share(self.blocks(at, len as u64), Who::Request)?;
         let mut pieces = SmallVec::new();
         for part in self.parts(at, len) {
             let partition = self.partitions.of(part.block);
@@ -386,18 +390,17 @@ impl Inner {
                         count(&self.counters.misses, 1);
                     }
                     count(&self.counters.evictions, u64::from(claim.evicted));
-                    // Nobody holds it alone: whoever wants to waits for `whole` first, which our caller holds.
-                    let (Some(this), Ok(under_way)) =
-                        (self.this.upgrade(), Arc::clone(&self.under_way).try_read_owned())
-                    else {
+                    let shared = self.ranges.try_share(block..block + 1, Who::Internal);
+                    let (Some(this), Some(shared)) = (self.this.upgrade(), shared) else {
+                        // It is being zeroed.
                         drop(partition.guard(block, claim));
-                        drop(self.under_way.read().await);
+                        drop(self.ranges.share(block..block + 1, Who::Internal).await);
                         continue;
                     };
                     // A task of its own, which nobody takes away by losing interest: the kernel would keep the
                     // memory, and who waits for room would not be told when it comes back.
                     let loaded = tokio::task::spawn_local(async move {
-                        let _under_way = under_way;
+                        let _shared = shared;
                         this.load(block, claim).await
                     });
                     return loaded.await.map_err(io::Error::other)?;
@@ -421,9 +424,9 @@ impl Inner {
     /// All slots of a partition are dirty or in use: waits until one is not. `changed` has been listening since before
     /// that was found.
     async fn make_room(&self, partition: &Partition, changed: Pin<&mut Notified<'_>>) -> io::Result<()> {
-        let dirty = partition.lock().oldest_dirty(1);
-        match dirty.first() {
-            Some(block) => self.write_out(*block).await,
+        let dirty = partition.lock().oldest_dirty();
+        match dirty {
+            Some(block) => self.write_out(block).await,
             None => {
                 // Whatever makes a slot free or clean says so.
                 changed.await;
@@ -438,13 +441,13 @@ impl Inner {
         while self.config.write_back && self.dirty() > self.dirty_max {
             self.wait_for_writer().await?;
         }
-        let together = self.whole.read().await;
+        let blocks = self.blocks(at, segment.len() as u64);
+        let shared = self.ranges.share(blocks.clone(), Who::Request).await;
         if self.config.write_back {
             self.write_in(at, &segment).await?;
             if durable {
-                let (first, last) = (at / self.block_len(), (at + segment.len() as u64).div_ceil(self.block_len()));
-                all((first..last).map(|block| self.write_out(block))).await?;
-                drop(together);
+                all(blocks.map(|block| self.write_out(block))).await?;
+                drop(shared);
                 return self.below.flush().await;
             }
             return Ok(());
@@ -487,24 +490,21 @@ impl Inner {
 
     /// Through to the disk: the blocks are nobody else's until they are written.
     async fn write_through(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
-        let data = segment.as_slice().to_vec();
         let mut held = Vec::new();
-        for part in self.parts(at, data.len()) {
+        for part in self.parts(at, segment.len()) {
             held.push(self.partitions.hold(part.block).await);
         }
-        let written = self.below.write(at, segment, durable).await;
-        let mut offset = 0;
-        for (part, mut hold) in self.parts(at, data.len()).zip(held) {
-            match &written {
-                Ok(()) => {
-                    hold.update(|there| there[part.within..][..part.len].copy_from_slice(&data[offset..][..part.len]))
-                }
-                // What is on the disk now is not known.
-                Err(_) => hold.forget(),
-            }
-            offset += part.len;
+        // Nobody sees what is held.
+        let mut data = segment.as_slice();
+        for (part, hold) in self.parts(at, segment.len()).zip(&mut held) {
+            let (here, later) = data.split_at(part.len);
+            hold.update(|there| there[part.within..][..part.len].copy_from_slice(here));
+            data = later;
         }
-        written
+        // If it fails, what is on the disk is not known, and what is held is forgotten.
+        self.below.write(at, segment, durable).await?;
+        held.into_iter().for_each(partition::Hold::written);
+        Ok(())
     }
 
     /// Writes a block out, if it is dirty, and waits for it if it is being written already.
@@ -512,10 +512,15 @@ impl Inner {
     /// A task of its own does it, which nobody takes away by losing interest: a write that is given up half way
     /// could reach the disk after a later one.
     async fn write_out(&self, block: u64) -> io::Result<()> {
+        let shared = self.ranges.share(block..block + 1, Who::Internal).await;
+        self.write_out_under(block, shared).await
+    }
+
+    /// As [`Inner::write_out`], with what keeps others from having the block alone.
+    async fn write_out_under(&self, block: u64, lock: impl Sized + 'static) -> io::Result<()> {
         let Some(this) = self.this.upgrade() else { return Ok(()) };
-        let under_way = Arc::clone(&self.under_way).read_owned().await;
         let written = tokio::task::spawn_local(async move {
-            let _under_way = under_way;
+            let _lock = lock;
             this.write_out_now(block).await
         });
         written.await.map_err(io::Error::other)?
@@ -568,7 +573,6 @@ impl Inner {
             return Ok(());
         }
         // The writer gets nowhere. Whether the disk is only slow or takes nothing any more, a block tells.
-        let _together = self.whole.read().await;
         match self.partitions.dirty_since(Duration::ZERO, 1).first() {
             Some(block) => self.write_out(*block).await,
             None => Ok(()),
@@ -611,9 +615,7 @@ impl Inner {
                 }
                 continue;
             }
-            let together = self.whole.read().await;
             let written = all(blocks.into_iter().map(|block| self.write_out(block))).await;
-            drop(together);
             if let Err(error) = written {
                 // The blocks stay dirty: nothing is lost, and the next flush says that it fails.
                 tracing::warn!(%error, "writing out of the block cache");
@@ -623,51 +625,50 @@ impl Inner {
     }
 
     async fn flush(&self) -> io::Result<()> {
-        {
-            let _together = self.whole.read().await;
-            let blocks = self.partitions.dirty_since(Duration::ZERO, usize::MAX);
-            // A bounded number at a time: copies are taken for all that are started.
-            for some in blocks.chunks(WRITE_OUT) {
-                all(some.iter().map(|block| self.write_out(*block))).await?;
-            }
-        }
+        self.write_out_all(&self.partitions.dirty_since(Duration::ZERO, usize::MAX)).await?;
         self.below.flush().await
+    }
+
+    async fn write_out_all(&self, blocks: &[u64]) -> io::Result<()> {
+        // A bounded number at a time: copies are taken for all that are started.
+        for some in blocks.chunks(WRITE_OUT) {
+            all(some.iter().map(|block| self.write_out(*block))).await?;
+        }
+        Ok(())
     }
 
     /// Has a range zeroed below, or discarded, and then here.
     async fn zero<'a>(&'a self, at: u64, len: u64, below: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
-        // Nothing is loaded or written out meanwhile.
-        let _alone = self.whole.write().await;
-        drop(self.under_way.write().await);
+        // Nothing of it is used, loaded or written out meanwhile.
+        let blocks = self.blocks(at, len);
+        let _alone: Alone = self.ranges.alone(blocks.clone()).await;
         let done = below().await;
-        let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
         if done.is_err() {
             // How much of it was done is not known; what is dirty is the last word all the same.
-            self.partitions.forget_clean(first..last);
+            self.partitions.forget_clean(blocks);
             return done;
         }
         // What is there in part stays, what is there whole goes.
-        let (first, last) = (at / self.block_len(), (at + len).div_ceil(self.block_len()));
-        self.partitions.each_in(first..last, |block, data| {
+        self.partitions.each_in(blocks, |block, data| {
             let start = block * self.block_len();
             let (from, to) = (at.max(start), (at + len).min(start + self.block_len()));
             data[(from - start) as usize..(to - start) as usize].fill(0);
             to - from < self.block_len()
         });
+        self.cleaned.notify_waiters();
         Ok(())
     }
 
     /// Loads what a sequential reader will ask for next.
     fn look_ahead(&self, at: u64, len: u64) {
         let Some(fetch) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
-        let blocks = fetch.start / self.block_len()..fetch.end.div_ceil(self.block_len());
+        let blocks = self.blocks(fetch.start, fetch.end - fetch.start);
         let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
         if absent.is_empty() {
             return;
         }
         let Some(this) = self.this.upgrade() else { return };
         tokio::task::spawn_local(async move {
-            let _together = this.whole.read().await;
             count(&this.counters.read_ahead, absent.len() as u64);
             let _ = try_join_all(absent.into_iter().map(|block| this.present(block, false))).await;
         });
@@ -758,14 +759,7 @@ impl Backend for Cache {
         Box::pin(async move {
             // What is dirty may be where the disk still has a hole.
             let inner = &self.inner;
-            if inner.partitions.dirty() > 0 {
-                let _together = inner.whole.read().await;
-                let blocks = at / inner.block_len()..(at + len).div_ceil(inner.block_len());
-                let dirty = inner.partitions.dirty_since(Duration::ZERO, usize::MAX);
-                for block in dirty.into_iter().filter(|block| blocks.contains(block)) {
-                    inner.write_out(block).await?;
-                }
-            }
+            inner.write_out_all(&inner.partitions.dirty_in(inner.blocks(at, len))).await?;
             inner.below.extents(at, len).await
         })
     }
@@ -782,8 +776,8 @@ impl Backend for Cache {
         Box::pin(async move {
             let inner = &self.inner;
             inner.see_size(at + len).await?;
-            let _together = inner.whole.read().await;
             let len = len.min(inner.config.size / 4) as usize;
+            let _shared = inner.ranges.share(inner.blocks(at, len as u64), Who::Request).await;
             try_join_all(inner.parts(at, len).map(|part| inner.present(part.block, false))).await.map(drop)
         })
     }

@@ -2,11 +2,13 @@
 
 use super::Config;
 use super::grains::Grains;
+use super::order::Order;
 use super::persist::{Layout, Records};
 use super::policy::Policy;
 use std::collections::HashMap;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_engine::Segment;
@@ -20,6 +22,8 @@ pub(super) struct Partitions {
     per_node: usize,
     neighbours: u64,
     dirty: Arc<AtomicU64>,
+    /// Where the next search for dirty blocks begins, so that none is always the last.
+    next: AtomicUsize,
 }
 
 /// A partition.
@@ -37,6 +41,8 @@ pub(super) struct Table {
     slots: Vec<Slot>,
     free: Vec<u32>,
     policy: Policy,
+    /// The dirty slots, in the order in which they became dirty.
+    dirty_order: Order,
     /// Dirty blocks of all partitions.
     dirty: Arc<AtomicU64>,
     pool: Arc<BlockPool>,
@@ -103,7 +109,7 @@ impl Partitions {
             }
         }
         let (per_node, neighbours) = (config.partitions, config.neighbours);
-        Ok(Partitions { nodes: nodes.to_vec(), partitions, per_node, neighbours, dirty })
+        Ok(Partitions { nodes: nodes.to_vec(), partitions, per_node, neighbours, dirty, next: AtomicUsize::new(0) })
     }
 
     pub(super) fn nodes(&self) -> &[u32] {
@@ -114,7 +120,9 @@ impl Partitions {
         // Groups of neighbours go round the nodes first, so that large ranges are spread evenly.
         let group = block / self.neighbours;
         let nodes = self.nodes.len() as u64;
-        let (node, within) = (group % nodes, group / nodes % self.per_node as u64);
+        // Mixed, because what is used together often lies at a stride: block groups of a file system, aligned images.
+        let mixed = (group / nodes).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let (node, within) = (group % nodes, mixed % self.per_node as u64);
         node as usize * self.per_node + within as usize
     }
 
@@ -132,69 +140,90 @@ impl Partitions {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// Blocks that have been dirty for so long, at most so many.
+    /// Blocks that have been dirty for so long, at most so many, in their order on the disk.
     pub(super) fn dirty_since(&self, age: Duration, max: usize) -> Vec<u64> {
         let now = Instant::now();
         let mut found = Vec::new();
-        for partition in &self.partitions {
-            let table = partition.lock();
-            let old = |slot: &&Slot| slot.dirty.is_some_and(|since| now.duration_since(since) >= age);
-            found.extend(table.slots.iter().filter(old).map(|slot| slot.block));
+        let count = self.partitions.len();
+        let first = self.next.fetch_add(1, Ordering::Relaxed);
+        for index in 0..count {
+            let table = self.partitions[(first + index) % count].lock();
+            let slots = table.dirty_order.iter().map(|slot| &table.slots[slot as usize]);
+            let old = slots.take_while(|slot| slot.dirty.is_some_and(|since| now.duration_since(since) >= age));
+            found.extend(old.take(max - found.len()).map(|slot| slot.block));
             if found.len() >= max {
                 break;
             }
         }
-        found.truncate(max);
         found.sort_unstable();
         found
     }
 
-    /// Shows every block of a range that is there to `keep`, which may change it; those it does not keep go.
-    pub(super) fn each_in(&self, range: std::ops::Range<u64>, mut keep: impl FnMut(u64, &mut [u8]) -> bool) {
+    /// Dirty blocks of a range.
+    pub(super) fn dirty_in(&self, range: Range<u64>) -> Vec<u64> {
+        if self.dirty() == 0 {
+            return Vec::new();
+        }
+        if range.end - range.start > self.dirty() {
+            let mut all = self.dirty_since(Duration::ZERO, usize::MAX);
+            all.retain(|block| range.contains(block));
+            return all;
+        }
+        range.filter(|block| self.of(*block).lock().slot(*block).is_some_and(|slot| slot.dirty.is_some())).collect()
+    }
+
+    /// Goes through the blocks of a range that are there.
+    fn for_each(&self, range: Range<u64>, mut act: impl FnMut(&mut Table, u32)) {
         for partition in &self.partitions {
             let mut table = partition.lock();
             let table = &mut *table;
-            let some: Vec<(u64, u32)> = table
-                .blocks
-                .iter()
-                .filter(|(b, slot)| range.contains(*b) && **slot != HELD)
-                .map(|(b, s)| (*b, *s))
-                .collect();
-            for (block, index) in some {
-                let slot = &mut table.slots[index as usize];
-                let records = table.records.as_ref().filter(|_| slot.dirty.is_some());
-                let kept = match (&mut slot.segment, records) {
-                    (None, _) => false,
-                    (Some(segment), None) => keep(block, segment.as_mut_slice()),
-                    (Some(segment), Some(records)) => {
-                        let mut kept = false;
-                        let offset = segment.offset_in_pool();
-                        records.change(segment.as_mut_slice(), offset, |octets| kept = keep(block, octets));
-                        kept
-                    }
-                };
-                if !kept {
-                    table.release(index);
-                }
+            let there = |slot: &Slot| slot.state == State::There;
+            // Whatever is less: the range, or what is there.
+            let some: Vec<u32> = if range.end - range.start < table.blocks.len() as u64 {
+                let known = range.clone().filter_map(|block| table.blocks.get(&block).copied());
+                known.filter(|slot| *slot != HELD && there(&table.slots[*slot as usize])).collect()
+            } else {
+                let known = table.blocks.iter().filter(|(block, slot)| range.contains(*block) && **slot != HELD);
+                known.map(|(_, slot)| *slot).filter(|slot| there(&table.slots[*slot as usize])).collect()
+            };
+            if some.is_empty() {
+                continue;
             }
+            some.into_iter().for_each(|index| act(table, index));
+            partition.changed.notify_waiters();
         }
     }
 
+    /// Shows every block of a range that is there to `keep`, which may change it; those it does not keep go.
+    pub(super) fn each_in(&self, range: Range<u64>, mut keep: impl FnMut(u64, &mut [u8]) -> bool) {
+        self.for_each(range, |table, index| {
+            let slot = &mut table.slots[index as usize];
+            let block = slot.block;
+            let records = table.records.as_ref().filter(|_| slot.dirty.is_some());
+            let kept = match (&mut slot.segment, records) {
+                (None, _) => false,
+                (Some(segment), None) => keep(block, segment.as_mut_slice()),
+                (Some(segment), Some(records)) => {
+                    let mut kept = false;
+                    let offset = segment.offset_in_pool();
+                    records.change(segment.as_mut_slice(), offset, |octets| kept = keep(block, octets));
+                    kept
+                }
+            };
+            if !kept {
+                table.release(index);
+            }
+        });
+    }
+
     /// Drops the clean blocks of a range.
-    pub(super) fn forget_clean(&self, range: std::ops::Range<u64>) {
-        for partition in &self.partitions {
-            let mut table = partition.lock();
-            let clean = |slot: &Slot| slot.state == State::There && slot.dirty.is_none() && !slot.writing;
-            let some: Vec<u32> = table
-                .blocks
-                .iter()
-                .filter(|(b, slot)| range.contains(*b) && **slot != HELD && clean(&table.slots[**slot as usize]))
-                .map(|(_, slot)| *slot)
-                .collect();
-            some.into_iter().for_each(|index| table.release(index));
-            drop(table);
-            partition.changed.notify_waiters();
-        }
+    pub(super) fn forget_clean(&self, range: Range<u64>) {
+        self.for_each(range, |table, index| {
+            let slot = &table.slots[index as usize];
+            if slot.dirty.is_none() && !slot.writing {
+                table.release(index);
+            }
+        });
     }
 
     /// Waits until a block is nobody's and makes it the caller's, whether it is there or not.
@@ -231,6 +260,7 @@ impl Partition {
             blocks: HashMap::with_capacity(slots.len()),
             free: (0..slots.len() as u32).rev().collect(),
             policy: Policy::new(slots.len()),
+            dirty_order: Order::new(slots.len()),
             lent: 0,
             lent_max: slots.len() / 4,
             slots,
@@ -277,12 +307,12 @@ impl Partition {
                     return None;
                 }
                 slot.state = State::Busy;
-                Some(Hold { partition: self, block, slot: Some(index), known: false })
+                Some(Hold { partition: self, block, slot: Some(index), written: false })
             }
             // A block that is not there is held by a number that stands for no slot.
             None => {
                 table.blocks.insert(block, HELD);
-                Some(Hold { partition: self, block, slot: None, known: false })
+                Some(Hold { partition: self, block, slot: None, written: false })
             }
         }
     }
@@ -302,6 +332,10 @@ impl Table {
         useit(slot.segment.as_mut()?.as_mut_slice());
         self.policy.touch(index);
         Some(())
+    }
+
+    fn slot(&self, block: u64) -> Option<&Slot> {
+        self.blocks.get(&block).filter(|index| **index != HELD).map(|index| &self.slots[*index as usize])
     }
 
     pub(super) fn knows(&self, block: u64) -> bool {
@@ -338,6 +372,9 @@ impl Table {
             }
             self.free.insert(0, index);
         }
+        if self.dirty_order.len() == self.slots.len() {
+            return None;
+        }
         let slots = &self.slots;
         let pinned = |slot: u32| {
             let slot = &slots[slot as usize];
@@ -360,6 +397,7 @@ impl Table {
         state.state = State::There;
         if state.dirty.is_none() {
             state.dirty = Some(Instant::now());
+            self.dirty_order.push(slot);
             self.dirty.fetch_add(1, Ordering::Relaxed);
             if let (Some(records), Some(segment)) = (&self.records, &state.segment) {
                 records.name(slot, block, segment.offset_in_pool());
@@ -387,12 +425,18 @@ impl Table {
         Found::There
     }
 
-    /// The blocks that have been dirty longest.
-    pub(super) fn oldest_dirty(&self, max: usize) -> Vec<u64> {
-        let mut dirty: Vec<(Instant, u64)> =
-            self.slots.iter().filter(|s| !s.writing).filter_map(|s| Some((s.dirty?, s.block))).collect();
-        dirty.sort_unstable();
-        dirty.into_iter().take(max).map(|(_, block)| block).collect()
+    /// The block that has been dirty longest of those that are not being written.
+    pub(super) fn oldest_dirty(&self) -> Option<u64> {
+        let mut slots = self.dirty_order.iter().map(|slot| &self.slots[slot as usize]);
+        slots.find(|slot| !slot.writing).map(|slot| slot.block)
+    }
+
+    /// A slot is not dirty any more.
+    fn clean(&mut self, index: u32) {
+        if self.slots[index as usize].dirty.take().is_some() {
+            self.dirty_order.remove(index);
+            self.dirty.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     /// Copies what is dirty of a block. `None` if nothing is, `Some(None)` if it is being written already.
@@ -418,9 +462,7 @@ impl Table {
         if let Some(records) = self.records.as_ref().filter(|_| slot.dirty.is_some()) {
             records.set(index, slot.grains);
         }
-        if slot.dirty.take().is_some() {
-            self.dirty.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.clean(index);
         self.policy.remove(index);
         // What is being sent is nobody else's until it has been.
         if self.slots[index as usize].lent == 0 {
@@ -494,13 +536,12 @@ pub(super) struct Hold<'a> {
     block: u64,
     slot: Option<u32>,
     /// What is in the cache is what is on the disk.
-    known: bool,
+    written: bool,
 }
 
 impl Hold<'_> {
     /// Changes the block's octets, if it is there.
     pub(super) fn update(&mut self, change: impl FnOnce(&mut [u8])) {
-        self.known = true;
         let mut table = self.partition.lock();
         if let Some(index) = self.slot
             && let Some(segment) = &mut table.slots[index as usize].segment
@@ -509,8 +550,13 @@ impl Hold<'_> {
         }
     }
 
+    /// What it was changed to is on the disk.
+    pub(super) fn written(mut self) {
+        self.written = true;
+    }
+
     /// The block is not there any more.
-    pub(super) fn forget(&mut self) {
+    fn forget(&mut self) {
         if let Some(index) = self.slot.take() {
             let mut table = self.partition.lock();
             table.release(index);
@@ -521,8 +567,8 @@ impl Hold<'_> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        // Whoever wrote panicked, or was told to stop.
-        if !self.known {
+        // The write failed, or whoever wrote panicked or was told to stop.
+        if !self.written {
             self.forget();
         }
         let mut table = self.partition.lock();
@@ -567,10 +613,9 @@ impl Drop for WriteOut<'_> {
             if let Some(records) = records {
                 records.set(index, grains);
             }
-            let slot = &mut table.slots[index as usize];
             // What has been changed meanwhile is dirty again.
-            if slot.grains.is_empty() && slot.dirty.take().is_some() {
-                table.dirty.fetch_sub(1, Ordering::Relaxed);
+            if grains.is_empty() {
+                table.clean(index);
             }
         }
         drop(table);

@@ -16,6 +16,8 @@ pub const SECTORS: u64 = 1024;
 #[derive(Clone)]
 pub struct Disk {
     state: Arc<Mutex<State>>,
+    /// Taken by zeroing.
+    zeroes: Arc<tokio::sync::Mutex<()>>,
 }
 
 struct State {
@@ -50,7 +52,7 @@ impl Disk {
         let durable = vec![0; SECTORS as usize * SECTOR];
         let current = durable.clone();
         let state = State { durable, current, pending: Vec::new(), random: seed | 1, failing };
-        Disk { state: Arc::new(Mutex::new(state)) }
+        Disk { state: Arc::new(Mutex::new(state)), zeroes: Arc::default() }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -74,6 +76,11 @@ impl Disk {
     /// From now on nothing fails.
     pub fn fail_never(&self) {
         self.lock().failing = 0;
+    }
+
+    /// Until what is returned is dropped, zeroing does not end.
+    pub fn hold_zeroes(&self) -> tokio::sync::OwnedMutexGuard<()> {
+        Arc::clone(&self.zeroes).try_lock_owned().expect("nothing is being zeroed")
     }
 
     fn fails(&self) -> bool {
@@ -161,6 +168,7 @@ impl Backend for Disk {
         let disk = self.clone();
         begun(async move {
             disk.dawdle().await;
+            let _held = disk.zeroes.lock().await;
             disk.lock().put(at, vec![0; len as usize]);
             disk.dawdle().await;
             Ok(())

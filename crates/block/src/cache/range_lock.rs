@@ -1,0 +1,270 @@
+//! A lock on ranges of blocks: many may share a range, one may have it alone, and what does not overlap never meets.
+//!
+//! Requests share the blocks they touch; whoever zeroes or discards a range has it alone. What a request needs done
+//! inside the cache (a load, a write-out to make room) shares its block too, and may outlast the request.
+//!
+//! Whoever wants a range alone keeps later *requests* out from the beginning, so that it is not starved, but lets
+//! *internal* work through until everything that shares its range has ended: a request that it waits for may need
+//! that work. From then on nothing gets in. It needs nothing of the cache any more by then, so nobody waits in a circle.
+//!
+//! Those who share register in one of several shards, by thread: an uncontended lock each. Who wants a range alone
+//! goes through all shards.
+
+use slab::Slab;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use tokio::sync::Notify;
+
+const SHARDS: usize = 16;
+
+/// Who shares a range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Who {
+    /// Waits for those who want the range alone, too.
+    Request,
+    /// Waits only for those who have it.
+    Internal,
+}
+
+#[derive(Default)]
+pub(super) struct RangeLock {
+    shards: [Shard; SHARDS],
+    /// Every range that is wanted or had alone.
+    exclusive: Mutex<Vec<(u64, Range<u64>)>>,
+    next_id: AtomicU64,
+    /// Told when somebody who was waited for has gone.
+    changed: Notify,
+}
+
+/// Apart from its neighbours' cache lines.
+#[derive(Default)]
+#[repr(align(128))]
+struct Shard(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    shared: Slab<Range<u64>>,
+    exclusive: Vec<Exclusive>,
+}
+
+struct Exclusive {
+    id: u64,
+    range: Range<u64>,
+    /// It is had; before, it is only wanted.
+    held: bool,
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// This thread's shard.
+fn shard() -> usize {
+    static THREADS: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static SHARD: usize = THREADS.fetch_add(1, Ordering::Relaxed) % SHARDS);
+    SHARD.with(|shard| *shard)
+}
+
+impl RangeLock {
+    /// Shares a range until what is returned is dropped; `None` if that would have to wait.
+    pub(super) fn try_share(self: &Arc<Self>, range: Range<u64>, who: Who) -> Option<Shared> {
+        let shard = shard();
+        let mut state = self.shards[shard].lock();
+        let held_up = |e: &Exclusive| (e.held || who == Who::Request) && overlap(&e.range, &range);
+        if state.exclusive.iter().any(held_up) {
+            return None;
+        }
+        let key = state.shared.insert(range);
+        drop(state);
+        Some(Shared { lock: Arc::clone(self), shard, key })
+    }
+
+    /// Shares a range until what is returned is dropped.
+    pub(super) async fn share(self: &Arc<Self>, range: Range<u64>, who: Who) -> Shared {
+        self.when_changed(|| self.try_share(range.clone(), who)).await
+    }
+
+    /// Has a range alone until what is returned is dropped.
+    pub(super) async fn alone(self: &Arc<Self>, range: Range<u64>) -> Alone {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let alone = self.when_changed(|| self.want(id, &range)).await;
+        self.when_changed(|| self.have(id, &range)).await;
+        alone
+    }
+
+    async fn when_changed<T>(&self, mut attempt: impl FnMut() -> Option<T>) -> T {
+        loop {
+            if let Some(done) = attempt() {
+                return done;
+            }
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            // It may have changed before we listened.
+            if let Some(done) = attempt() {
+                return done;
+            }
+            changed.await;
+        }
+    }
+
+    /// Keeps requests out of a range, unless somebody else does already.
+    fn want(self: &Arc<Self>, id: u64, range: &Range<u64>) -> Option<Alone> {
+        let mut all = self.exclusive.lock().expect("no panics under the lock");
+        if all.iter().any(|(_, other)| overlap(other, range)) {
+            return None;
+        }
+        all.push((id, range.clone()));
+        for shard in &self.shards {
+            shard.lock().exclusive.push(Exclusive { id, range: range.clone(), held: false });
+        }
+        Some(Alone { lock: Arc::clone(self), id })
+    }
+
+    /// Keeps everybody out of a range, if nobody shares it any more.
+    fn have(&self, id: u64, range: &Range<u64>) -> Option<()> {
+        // All at once, or somebody could come in where we have looked already.
+        let mut states: Vec<MutexGuard<'_, State>> = self.shards.iter().map(Shard::lock).collect();
+        if states.iter().any(|state| state.shared.iter().any(|(_, shared)| overlap(shared, range))) {
+            return None;
+        }
+        for state in &mut states {
+            state.exclusive.iter_mut().filter(|e| e.id == id).for_each(|e| e.held = true);
+        }
+        Some(())
+    }
+}
+
+impl Shard {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("no panics under the lock")
+    }
+}
+
+/// A range that is shared.
+pub(super) struct Shared {
+    lock: Arc<RangeLock>,
+    shard: usize,
+    key: usize,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let mut state = self.lock.shards[self.shard].lock();
+        state.shared.remove(self.key);
+        let waited_for = !state.exclusive.is_empty();
+        drop(state);
+        if waited_for {
+            self.lock.changed.notify_waiters();
+        }
+    }
+}
+
+/// A range that is wanted or had alone.
+pub(super) struct Alone {
+    lock: Arc<RangeLock>,
+    id: u64,
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        for shard in &self.lock.shards {
+            shard.lock().exclusive.retain(|e| e.id != self.id);
+        }
+        self.lock.exclusive.lock().expect("no panics under the lock").retain(|(id, _)| *id != self.id);
+        self.lock.changed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+
+    #[test]
+    fn who_wants_a_range_keeps_requests_out_of_it_and_of_nothing_else() {
+        let lock = Arc::new(RangeLock::default());
+        let reader = lock.try_share(10..20, Who::Request).unwrap();
+        let mut zero = Box::pin(lock.alone(15..30));
+        assert!(zero.as_mut().now_or_never().is_none());
+        assert!(lock.try_share(29..31, Who::Request).is_none());
+        assert!(lock.try_share(30..31, Who::Request).is_some());
+        // What the reader may need done is done.
+        let load = lock.try_share(16..17, Who::Internal).unwrap();
+        drop(reader);
+        assert!(zero.as_mut().now_or_never().is_none());
+        drop(load);
+        let zero = zero.now_or_never().expect("nobody shares it");
+        assert!(lock.try_share(16..17, Who::Internal).is_none());
+        assert!(lock.try_share(0..15, Who::Internal).is_some());
+        drop(zero);
+        assert!(lock.try_share(16..17, Who::Request).is_some());
+    }
+
+    #[test]
+    fn two_that_want_what_overlaps_have_it_in_turn() {
+        let lock = Arc::new(RangeLock::default());
+        let first = lock.alone(0..10).now_or_never().unwrap();
+        let mut second = Box::pin(lock.alone(9..20));
+        assert!(second.as_mut().now_or_never().is_none());
+        let elsewhere = lock.alone(10..12).now_or_never().expect("they do not overlap");
+        drop(first);
+        assert!(second.as_mut().now_or_never().is_none());
+        drop(elsewhere);
+        assert!(second.now_or_never().is_some());
+    }
+
+    #[test]
+    fn who_gives_up_waiting_leaves_nothing_behind() {
+        let lock = Arc::new(RangeLock::default());
+        let reader = lock.try_share(0..10, Who::Request).unwrap();
+        let mut zero = Box::pin(lock.alone(0..10));
+        assert!(zero.as_mut().now_or_never().is_none());
+        drop(zero);
+        assert!(lock.try_share(0..10, Who::Request).is_some());
+        drop(reader);
+    }
+
+    /// Threads share and take ranges alone at random; nobody is ever in a range with one who has it alone.
+    #[test]
+    fn nobody_shares_what_another_has_alone() {
+        const BLOCKS: usize = 32;
+        let lock = Arc::new(RangeLock::default());
+        let inside: Arc<Vec<AtomicU64>> = Arc::new((0..BLOCKS).map(|_| AtomicU64::new(0)).collect());
+        let alone = 1 << 32;
+        let runs: Vec<_> = (0..4_u64)
+            .map(|seed| {
+                let (lock, inside) = (Arc::clone(&lock), Arc::clone(&inside));
+                std::thread::spawn(move || {
+                    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+                    let mut state = seed + 1;
+                    let mut random = |below: usize| {
+                        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+                        (state >> 33) as usize % below
+                    };
+                    for _ in 0..3000 {
+                        let start = random(BLOCKS);
+                        let end = start + 1 + random(BLOCKS - start);
+                        let range = start as u64..end as u64;
+                        let by = if random(8) == 0 { alone } else { 1 };
+                        let (mut shared, mut had) = (None, None);
+                        if by == alone {
+                            had = Some(runtime.block_on(lock.alone(range)));
+                        } else {
+                            shared = Some(runtime.block_on(lock.share(range, Who::Request)));
+                        }
+                        for block in &inside[start..end] {
+                            let others = block.fetch_add(by, Ordering::SeqCst);
+                            assert!(others < alone && (by == 1 || others == 0), "{others:#x}");
+                        }
+                        std::thread::yield_now();
+                        inside[start..end].iter().for_each(|block| _ = block.fetch_sub(by, Ordering::SeqCst));
+                        drop((shared, had));
+                    }
+                })
+            })
+            .collect();
+        runs.into_iter().for_each(|run| run.join().unwrap());
+    }
+}
