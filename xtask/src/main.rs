@@ -15,6 +15,8 @@ cargo xtask TASK
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
+  mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test notices (hours; a part of it
+                is a sample). Takes arguments of cargo-mutants behind it
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD
                                  a command in such a guest, over this machine's files
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["fuzz", seconds] => fuzz(seconds),
+        ["mutants", part, rest @ ..] => mutants(part, rest),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {
             print!("{USAGE}");
@@ -151,6 +154,16 @@ fn sanitize() -> Result<(), String> {
                 -p thruway-fabric -p thruway-engine -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
+}
+
+fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
+    if !has("cargo-mutants") {
+        run("cargo-mutants", "cargo", &["install", "--locked", "cargo-mutants"])?;
+    }
+    // Every n-th of them, so that a part has some of each file.
+    let args = ["mutants", "--output", "target", "--shard", part, "--sharding", "round-robin"];
+    let packages = ["-p", "thruway-block", "-p", "thruway-fabric", "-p", "thruway-transfer"];
+    run("mutants", "cargo", &[&args[..], &packages, rest].concat())
 }
 
 fn fuzz(seconds: &str) -> Result<(), String> {

@@ -93,9 +93,14 @@ impl Device {
         self.0.attributes()
     }
 
-    /// A new protection domain: regions of one cannot be reached through queue pairs of another.
-    pub fn alloc_pd(&self) -> ProtectionDomain {
-        ProtectionDomain { device: self.clone(), number: self.0.alloc_pd() }
+    /// A new protection domain: regions of one cannot be reached through queue pairs of another. The device gets it back
+    /// when the last clone, region and queue pair of it has been dropped.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the device has no more.
+    pub fn alloc_pd(&self) -> Result<ProtectionDomain> {
+        let number = self.0.alloc_pd()?;
+        Ok(ProtectionDomain { device: self.clone(), number, _domain: Arc::new(Domain(self.clone(), number)) })
     }
 
     /// A queue for `capacity` completions.
@@ -207,7 +212,8 @@ pub enum ConnectionEvent {
         stream: TcpStream,
         /// Its other end.
         peer: SocketAddr,
-        /// Octets already read from it, four at most.
+        /// Octets already read from it: four, or as many as it took to see that they are not the device's protocol (532
+        /// at most).
         prefix: Vec<u8>,
     },
 }
@@ -267,6 +273,15 @@ impl Listener {
 pub struct ProtectionDomain {
     device: Device,
     number: u32,
+    _domain: Arc<Domain>,
+}
+
+struct Domain(Device, u32);
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        self.0.0.free_pd(self.1);
+    }
 }
 
 impl ProtectionDomain {
@@ -380,7 +395,7 @@ impl ProtectionDomain {
     }
 }
 
-/// Registered memory. Dropping it revokes both keys; memory that posted requests still need
+/// Registered memory. Dropping it revokes both keys and all windows on it; memory that posted requests still need
 /// stays mapped until they are done.
 pub struct MemoryRegion(Arc<dyn RegionOps>);
 

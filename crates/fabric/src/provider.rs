@@ -13,7 +13,9 @@ use std::time::Duration;
 /// An opened device.
 pub(crate) trait DeviceOps: Send + Sync {
     fn attributes(&self) -> &DeviceAttributes;
-    fn alloc_pd(&self) -> u32;
+    fn alloc_pd(&self) -> Result<u32>;
+    /// Nobody will name it any more. What is of it may live on.
+    fn free_pd(&self, pd: u32);
     /// # Safety
     /// `ptr..ptr+len` must stay mapped while `owner` lives.
     unsafe fn register(

@@ -117,7 +117,7 @@ fn inline(wr_id: u64, op: SendOp) -> SendRequest<'static> {
 #[test]
 fn one_peer_does_not_take_the_device_down() {
     let server = server(false);
-    let (pd, cq) = (server.device.alloc_pd(), server.device.create_cq(512).unwrap());
+    let (pd, cq) = (server.device.alloc_pd().unwrap(), server.device.create_cq(512).unwrap());
     let (mut peer, qp) = server.serve(&pd, &cq);
     peer.write_all(&untagged(7, false, 2, 1, 0, &[0; 60])).unwrap();
     peer.write_all(&untagged(7, true, 2, 1, 60, &[0; 60])).unwrap();
@@ -134,7 +134,7 @@ fn a_peer_may_read_what_its_owner_changes() {
     const LEN: usize = 1 << 20;
     let server = server(true);
     let near = Config::default().open().unwrap();
-    let (near_pd, far_pd) = (near.alloc_pd(), server.device.alloc_pd());
+    let (near_pd, far_pd) = (near.alloc_pd().unwrap(), server.device.alloc_pd().unwrap());
     let pair = pair(&near, &server, &near_pd, &far_pd);
     let (ours, theirs) = (Arc::new(Buffer::new(LEN).unwrap()), Arc::new(Buffer::new(LEN).unwrap()));
     let (near_mr, far_mr) = (near_pd.register(&ours, all()).unwrap(), far_pd.register(&theirs, all()).unwrap());
@@ -168,10 +168,90 @@ fn a_peer_may_read_what_its_owner_changes() {
     drop(pair.far_cq);
 }
 
+/// What a Terminate says: its control field, and how long it is.
+fn terminated(peer: &mut TcpStream) -> ([u8; 4], usize) {
+    peer.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut len = [0; 2];
+    peer.read_exact(&mut len).unwrap();
+    let mut fpdu = vec![0; usize::from(u16::from_be_bytes(len))];
+    peer.read_exact(&mut fpdu).unwrap();
+    assert_eq!(fpdu[1], 0x47, "no Terminate: {fpdu:x?}");
+    (fpdu[18..22].try_into().unwrap(), fpdu.len() - 18)
+}
+
+#[test]
+fn a_read_that_is_refused_is_told_with_its_headers() {
+    let server = server(false);
+    let (pd, cq) = (server.device.alloc_pd().unwrap(), server.device.create_cq(512).unwrap());
+    let (mut peer, _qp) = server.serve(&pd, &cq);
+    let mut request = [0; 28];
+    request[12..16].copy_from_slice(&8_u32.to_be_bytes());
+    request[16..20].copy_from_slice(&0xdead_u32.to_be_bytes());
+    peer.write_all(&untagged(1, true, 1, 1, 0, &request)).unwrap();
+    until("its end", || matches!(server.device.poll_event(), Some(ConnectionEvent::Disconnected { .. })));
+    // RDMAP, remote protection, invalid STag; length, DDP header and the request follow.
+    assert_eq!(terminated(&mut peer), ([0x01, 0x00, 0xe0, 0], 4 + 2 + 18 + 28));
+}
+
+#[test]
+fn a_reply_that_asks_too_much_is_terminated() {
+    let device = Config { crc: false, ..Config::default() }.open().unwrap();
+    let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(512).unwrap());
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let qp = pd.create_qp(&cq, &cq, QueuePairCaps::default()).unwrap();
+    qp.connect(listener.local_addr().unwrap(), &ConnectParams::default()).unwrap();
+    let responder = std::thread::spawn(move || {
+        let (mut peer, _) = listener.accept().unwrap();
+        peer.read_exact(&mut [0; 24]).unwrap();
+        // Peer to peer, RTR by Write, and reads without end.
+        peer.write_all(b"MPA ID Rep Frame\x10\x02\0\x04\x80\x10\xbf\xfe").unwrap();
+        terminated(&mut peer)
+    });
+    let mut cause = None;
+    until("its end", || {
+        match device.poll_event() {
+            Some(ConnectionEvent::Disconnected { cause: why, .. }) => cause = Some(why),
+            Some(ConnectionEvent::Established { .. }) => panic!("established"),
+            _ => {}
+        }
+        cause.is_some()
+    });
+    assert!(matches!(cause, Some(ConnectionError::Protocol(_))), "{cause:?}");
+    // MPA, insufficient IRD.
+    assert_eq!(responder.join().unwrap(), ([0x20, 0x06, 0, 0], 4));
+}
+
+#[test]
+fn who_sends_before_the_reply_is_not_served() {
+    let server = server(false);
+    let mut peer = TcpStream::connect(server.addr()).unwrap();
+    let mut octets = b"MPA ID Req Frame\0\x01\0\0".to_vec();
+    octets.extend(untagged(3, true, 0, 1, 0, b"early"));
+    peer.write_all(&octets).unwrap();
+    peer.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    until("its end", || {
+        assert!(server.device.poll_event().is_none());
+        !peer.read(&mut [0; 20]).is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock)
+    });
+}
+
+#[test]
+fn who_calls_a_device_that_nobody_holds_is_refused() {
+    let Server { device, listener } = server(false);
+    let cq = device.create_cq(16).unwrap();
+    drop(device);
+    let mut peer = raw(listener.local_addr());
+    peer.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    until("a refusal", || {
+        assert_eq!(cq.poll(&mut Vec::new(), 1), 0);
+        !peer.read(&mut [0; 20]).is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock)
+    });
+}
+
 #[test]
 fn half_a_message_does_not_cost_a_shared_receive() {
     let server = server(false);
-    let pd = server.device.alloc_pd();
+    let pd = server.device.alloc_pd().unwrap();
     let buffer = Arc::new(Buffer::new(65536).unwrap());
     let mr = pd.register(&buffer, all()).unwrap();
     let srq = pd.create_srq(4, 1).unwrap();
@@ -217,7 +297,7 @@ fn half_a_message_does_not_cost_a_shared_receive() {
 fn the_end_is_not_told_before_the_beginning() {
     let server = server(false);
     drop(raw(server.addr()));
-    let (pd, cq) = (server.device.alloc_pd(), server.device.create_cq(512).unwrap());
+    let (pd, cq) = (server.device.alloc_pd().unwrap(), server.device.create_cq(512).unwrap());
     let qp = pd.create_qp(&cq, &cq, QueuePairCaps::default()).unwrap();
     server.request().accept(&qp, &ConnectParams::default()).unwrap();
     let mut order = Vec::new();
@@ -262,7 +342,7 @@ fn every_sleeper_is_woken() {
 fn a_queue_that_nobody_can_poll_keeps_nobody_awake() {
     let server = server(true);
     let near = Config::default().open().unwrap();
-    let (near_pd, far_pd) = (near.alloc_pd(), server.device.alloc_pd());
+    let (near_pd, far_pd) = (near.alloc_pd().unwrap(), server.device.alloc_pd().unwrap());
     let pair = pair(&near, &server, &near_pd, &far_pd);
     drop(pair.near_cq);
     pair.far.post_recv(&RecvRequest { wr_id: 1, sges: &[] }).unwrap();
@@ -278,7 +358,7 @@ fn a_queue_that_nobody_can_poll_keeps_nobody_awake() {
 #[test]
 fn a_peer_that_sends_on_after_its_end_does_not_hold_the_driver() {
     let server = server(false);
-    let (pd, cq) = (server.device.alloc_pd(), server.device.create_cq(512).unwrap());
+    let (pd, cq) = (server.device.alloc_pd().unwrap(), server.device.create_cq(512).unwrap());
     let (mut liar, qp) = server.serve(&pd, &cq);
     let (mut honest, honest_qp) = server.serve(&pd, &cq);
     liar.write_all(&untagged(15, true, 0, 1, 0, &[0; 8])).unwrap();
@@ -315,7 +395,7 @@ fn a_peer_that_sends_on_after_its_end_does_not_hold_the_driver() {
 fn a_binding_completes_in_its_turn_and_is_counted() {
     let server = server(true);
     let near = Config::default().open().unwrap();
-    let (near_pd, far_pd) = (near.alloc_pd(), server.device.alloc_pd());
+    let (near_pd, far_pd) = (near.alloc_pd().unwrap(), server.device.alloc_pd().unwrap());
     let pair = pair(&near, &server, &near_pd, &far_pd);
     let buffer = Arc::new(Buffer::new(4096).unwrap());
     let (near_mr, far_mr) = (near_pd.register(&buffer, all()).unwrap(), far_pd.register(&buffer, all()).unwrap());
@@ -342,7 +422,7 @@ fn a_binding_completes_in_its_turn_and_is_counted() {
 #[test]
 fn an_orderly_end_is_over_even_if_the_peer_does_not_end() {
     let server = server(false);
-    let (pd, cq) = (server.device.alloc_pd(), server.device.create_cq(512).unwrap());
+    let (pd, cq) = (server.device.alloc_pd().unwrap(), server.device.create_cq(512).unwrap());
     let (_silent, qp) = server.serve(&pd, &cq);
     qp.post_recv(&RecvRequest { wr_id: 1, sges: &[] }).unwrap();
     qp.disconnect();
@@ -361,7 +441,7 @@ fn what_is_posted_before_both_ends_part_still_arrives() {
     const LEN: usize = 16 << 20;
     let server = server(false);
     let near = Config { crc: false, ..Config::default() }.open().unwrap();
-    let (near_pd, far_pd) = (near.alloc_pd(), server.device.alloc_pd());
+    let (near_pd, far_pd) = (near.alloc_pd().unwrap(), server.device.alloc_pd().unwrap());
     let pair = pair(&near, &server, &near_pd, &far_pd);
     let (ours, theirs) = (Arc::new(Buffer::new(LEN).unwrap()), Arc::new(Buffer::new(LEN).unwrap()));
     ours.write(LEN - 8, b"last one");

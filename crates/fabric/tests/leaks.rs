@@ -20,7 +20,7 @@ fn devices_go_when_nothing_uses_them() {
         conformance::write_then_send(&lab);
         // A request that nobody answers.
         let cq = a.create_cq(1024).unwrap();
-        let qp = a.alloc_pd().create_qp(&cq, &cq, QueuePairCaps::default()).unwrap();
+        let qp = a.alloc_pd().unwrap().create_qp(&cq, &cq, QueuePairCaps::default()).unwrap();
         qp.connect(lab.addr(), &ConnectParams::default()).unwrap();
         for _ in 0..1000 {
             a.progress();

@@ -42,7 +42,7 @@ impl Remote {
     /// [`Error::Connection`] if nobody lends memory there, and those of making a device and a queue pair.
     pub fn open(provider: &Provider, peer: SocketAddr, depth: u32) -> Result<Remote> {
         let device = provider.open()?;
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         // One more for the proof.
         let depth = depth.saturating_add(1);
         let cq = device.create_cq(depth as usize + 1)?;

@@ -47,7 +47,7 @@ impl Target {
     /// As those of opening a device, of [`Buffer::new`], and of listening.
     pub fn open(provider: &Provider, addr: SocketAddr, len: usize) -> Result<Target> {
         let device = provider.open()?;
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         let buffer = Arc::new(Buffer::new(len)?);
         let memory = pd.register(&buffer, Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE)?;
         let cq = device.create_cq((2 * CONNECTIONS_MAX).min(device.attributes().max_completions))?;

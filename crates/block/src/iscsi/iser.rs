@@ -237,7 +237,7 @@ impl End {
     /// Accepts a connection; its private data, and the memory of its slots.
     fn accept(provider: &Provider, request: ConnectionRequest) -> thruway_fabric::Result<(End, Arc<Buffer>, bool)> {
         let device = provider.open()?;
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         let attributes = device.attributes();
         let sends = SEND_DEPTH.min(attributes.max_queue as usize);
         let cq = device.create_cq((sends + RECEIVES).min(attributes.max_completions))?;

@@ -7,7 +7,7 @@
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
 use super::rx::Receiver;
-use super::terminate::{self, DdpUntagged, TerminateCode};
+use super::terminate::{self, DdpUntagged, Offending, TerminateCode};
 use super::tx::Transmitter;
 use crate::memory::{Access, LocalPiece, RegionTable, Stream};
 use crate::sync::LockUnpoisoned;
@@ -399,7 +399,7 @@ impl Connection {
     }
 
     /// Ends the stream because of something the peer did: tells it, flushes everything.
-    pub(crate) fn fail_protocol(&mut self, code: TerminateCode, offending: Option<(u16, &[u8])>) {
+    pub(crate) fn fail_protocol(&mut self, code: TerminateCode, offending: Option<Offending<'_>>) {
         if self.failure.is_some() {
             return;
         }

@@ -142,6 +142,8 @@ pub(super) struct Context {
     live_version: AtomicU64,
     ready: Mutex<VecDeque<u64>>,
     events: Mutex<VecDeque<Event>>,
+    /// The consumer's handle is gone: nobody hears of events any more. Changes under the lock of `events`.
+    abandoned: AtomicBool,
     /// Completions and events not polled yet, and queue pairs in `ready`.
     unpolled: AtomicUsize,
     /// Somebody sleeps on `epoll` by other means than `wait`.
@@ -212,6 +214,7 @@ impl Context {
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
             events: Mutex::new(VecDeque::new()),
+            abandoned: AtomicBool::new(false),
             unpolled: AtomicUsize::new(0),
             armed: AtomicBool::new(false),
             sleepers: Mutex::default(),
@@ -347,7 +350,13 @@ impl Context {
     }
 
     pub(super) fn push_event(&self, event: Event) {
-        self.events.lock_unpoisoned().push_back(event);
+        let mut events = self.events.lock_unpoisoned();
+        if self.abandoned.load(Ordering::SeqCst) {
+            drop(events);
+            return drop(event);
+        }
+        events.push_back(event);
+        drop(events);
         self.count_unpolled();
     }
 
@@ -598,7 +607,10 @@ impl std::ops::Deref for Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // Requests that nobody answered hold the context, and are refused when they go.
-        let unheard = std::mem::take(&mut *self.events.lock_unpoisoned());
+        let mut events = self.events.lock_unpoisoned();
+        self.abandoned.store(true, Ordering::SeqCst);
+        let unheard = std::mem::take(&mut *events);
+        drop(events);
         drop(unheard);
     }
 }
@@ -608,9 +620,13 @@ impl DeviceOps for Handle {
         &self.attributes
     }
 
-    fn alloc_pd(&self) -> u32 {
-        self.next_pd.fetch_add(1, Ordering::Relaxed)
+    fn alloc_pd(&self) -> Result<u32> {
+        // Never used again: one number for each of four thousand million.
+        let number = self.next_pd.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_add(1));
+        number.map_err(|_| Error::Limit { what: "protection domains", got: 1 << 32, limit: u32::MAX.into() })
     }
+
+    fn free_pd(&self, _pd: u32) {}
 
     unsafe fn register(
         &self,

@@ -159,14 +159,13 @@ impl Endpoint {
         peer: SocketAddr,
         agreement: Agreement,
         reply: Vec<u8>,
-        early: &[u8],
     ) -> Result<()> {
         let mut guard = self.lock();
         self.check_idle(&guard)?;
         self.ctx.watch(&stream, self.id).map_err(|e| Error::io("watching a connection", e))?;
-        // Before anything can come of the octets that were early, the end included.
+        // Before anything can come of the connection, its end included.
         self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
-        self.go_live(&mut guard, stream, peer, agreement, false, reply, early);
+        self.go_live(&mut guard, stream, peer, agreement, false, reply, &[]);
         let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false });
         drop(guard);
         self.after(turn);
@@ -419,8 +418,21 @@ impl Endpoint {
                 }
                 match mpa::conclude(&c.prefs, &frame) {
                     Err(code) => {
-                        self.end(state, ConnectionError::Protocol(code));
-                        Turn::Waiting
+                        // The peer is told where there are the means to (RFC 6581 section 9): a reply that is in order
+                        // but for the depths and the first message.
+                        let plain = Frame { enhanced: None, ..frame };
+                        let Ok(agreement) = mpa::conclude(&c.prefs, &plain) else {
+                            self.end(state, ConnectionError::Protocol(code));
+                            return Turn::Waiting;
+                        };
+                        let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {
+                            unreachable!("matched above")
+                        };
+                        self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &[]);
+                        if let Phase::Live(live) = &mut state.phase {
+                            live.connection.fail_protocol(code, None);
+                        }
+                        self.serve_live(state)
                     }
                     Ok(agreement) => {
                         let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {

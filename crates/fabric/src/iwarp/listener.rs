@@ -136,19 +136,17 @@ impl Inbound {
         match reading.advance() {
             Outcome::Waiting => *guard = Some(reading),
             Outcome::Over => ctx.forget(self.id),
-            Outcome::Request(frame, used) => {
+            Outcome::Request(frame) => {
                 ctx.unwatch(&reading.stream);
                 // Counted until it is answered.
                 let place = PendingPlace::take(ctx);
                 ctx.forget(self.id);
-                let early = reading.seen.split_off(used);
                 ctx.push_event(Event::Request(Box::new(Request {
                     ctx: Arc::clone(ctx),
                     _place: place,
                     stream: Some(reading.stream),
                     peer: reading.peer,
                     frame,
-                    early,
                 })));
             }
             Outcome::Foreign => {
@@ -180,7 +178,7 @@ impl Inbound {
 enum Outcome {
     Waiting,
     Over,
-    Request(Frame, usize),
+    Request(Frame),
     Foreign,
 }
 
@@ -198,7 +196,12 @@ impl Reading {
                 Err(_) => return Outcome::Over,
             }
             match Frame::decode(&self.seen, false) {
-                Ok(Some((frame, used))) => return Outcome::Request(frame, used),
+                Ok(Some((frame, used))) if used == self.seen.len() => return Outcome::Request(frame),
+                Ok(Some(_)) => {
+                    // Nothing may come before the reply (RFC 5044 section 7.1.2).
+                    tracing::debug!(peer = %self.peer, "octets behind an MPA request");
+                    return Outcome::Over;
+                }
                 Ok(None) => {}
                 Err(_) if self.accept_foreign => return Outcome::Foreign,
                 Err(code) => {
@@ -217,7 +220,6 @@ struct Request {
     stream: Option<TcpStream>,
     peer: SocketAddr,
     frame: Frame,
-    early: Vec<u8>,
 }
 
 /// A place among the requests that have not been answered.
@@ -259,7 +261,7 @@ impl RequestOps for Request {
         let prefs = self.ctx.config().preferences(params)?;
         let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
         let stream = self.stream.take().expect("answered once");
-        endpoint.accept(stream, self.peer, agreement, reply.encode(), &self.early)
+        endpoint.accept(stream, self.peer, agreement, reply.encode())
     }
 
     fn reject(mut self: Box<Self>, private_data: &[u8]) {

@@ -356,7 +356,7 @@ pub fn conclude(prefs: &Preferences, reply: &Frame) -> Result<Agreement, Termina
     }
     let (mut ird, mut ord, mut rtr) = (prefs.ird, prefs.ord, None);
     if let Some(e) = &reply.enhanced {
-        if e.ord > prefs.ird {
+        if e.ord > prefs.ird && e.ord != DEPTH_MASK {
             return Err(Mpa::InsufficientIrd.into());
         }
         ord = prefs.ord.min(e.ird);
@@ -451,6 +451,19 @@ mod tests {
         octets[..16].copy_from_slice(REPLY_KEY);
         let (echo, _) = Frame::decode(&octets, true).unwrap().unwrap();
         assert!(!conclude(&prefs, &echo).unwrap().extensions);
+    }
+
+    #[test]
+    fn a_depth_of_all_ones_says_nothing() {
+        // RFC 6581 section 9.1: the consumers agree by other means.
+        let prefs = Preferences::default();
+        let (mut reply, _) = accept(&prefs, &request(&prefs, b""), b"");
+        let depths = reply.enhanced.as_mut().unwrap();
+        (depths.ird, depths.ord) = (DEPTH_MASK, DEPTH_MASK);
+        let agreement = conclude(&prefs, &reply).unwrap();
+        assert_eq!((agreement.ird, agreement.ord), (prefs.ird, prefs.ord));
+        reply.enhanced.as_mut().unwrap().ord = prefs.ird + 1;
+        assert_eq!(conclude(&prefs, &reply), Err(Mpa::InsufficientIrd.into()));
     }
 
     #[test]

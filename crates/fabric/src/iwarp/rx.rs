@@ -19,7 +19,7 @@ use super::crc::RunningCrc;
 use super::ddp::{self, Header, queue};
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
-use super::terminate::{self, DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
+use super::terminate::{self, DdpTagged, DdpUntagged, Mpa, Offending, RdmaOperation, RdmaProtection, TerminateCode};
 use super::tx::{MARKER_INTERVAL, MARKER_LEN};
 use crate::memory::{Access, LocalPiece, Placement, Region, shared};
 use crate::types::{ConnectionError, SendOp, Status};
@@ -234,10 +234,17 @@ impl Connection {
         match result {
             Ok(()) => self.failure.is_none(),
             Err(code) => {
-                let head = self.rx.head;
+                let (head, fixed) = (self.rx.head, *self.rx.fixed);
                 let header_len = self.rx.head_len.saturating_sub(2);
-                let known = self.rx.header.is_some();
-                self.fail_protocol(code, known.then(|| (self.rx.ulpdu_len, &head[2..2 + header_len])));
+                // Of what the check of its octets failed there is nothing to be told.
+                let known = self.rx.header.is_some() && code != Mpa::Crc.into();
+                // A Read Request that was understood, and refused (RFC 5040 section 4.8).
+                let is_read = matches!(self.rx.header, Some(Header::Untagged { opcode: Opcode::ReadRequest, .. }));
+                let read = is_read && matches!((code.layer, code.etype), (0, 1 | 2));
+                let whole = self.rx.payload_len == ReadRequest::LEN && self.rx.payload_left == 0;
+                let read_request = if read && whole { fixed.first_chunk() } else { None };
+                let offending = Offending { len: self.rx.ulpdu_len, header: &head[2..2 + header_len], read_request };
+                self.fail_protocol(code, known.then_some(offending));
                 false
             }
         }

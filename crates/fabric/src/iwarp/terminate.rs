@@ -158,21 +158,37 @@ const HDRCT_M: u8 = 0x80;
 const HDRCT_D: u8 = 0x40;
 const HDRCT_R: u8 = 0x20;
 
+/// The segment that a fault was in.
+#[derive(Debug, Clone, Copy)]
+pub struct Offending<'a> {
+    /// Its length: DDP header and payload.
+    pub len: u16,
+    /// Its DDP header.
+    pub header: &'a [u8],
+    /// The Read Request that it carries, if it is one.
+    pub read_request: Option<&'a [u8; super::rdmap::ReadRequest::LEN]>,
+}
+
 /// Writes a Terminate payload: the code and, where the fault was in a segment, its length and
-/// DDP header (RFC 5040 §4.8). Returns the payload's length.
-pub fn encode(code: TerminateCode, offending: Option<(u16, &[u8])>, out: &mut [u8; MAX_LEN]) -> usize {
+/// headers (RFC 5040 §4.8). Returns the payload's length.
+pub fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [u8; MAX_LEN]) -> usize {
     out[0] = code.layer << 4 | code.etype & 0x0f;
     out[1] = code.code;
     out[2] = 0;
     out[3] = 0;
     let mut at = CONTROL_LEN;
-    if let Some((len, header)) = offending {
+    if let Some(Offending { len, header, read_request }) = offending {
         out[2] = HDRCT_M | HDRCT_D;
         out[at..at + 2].copy_from_slice(&len.to_be_bytes());
         at += 2;
         let n = header.len().min(ddp::MAX_HEADER_LEN);
         out[at..at + n].copy_from_slice(&header[..n]);
         at += n;
+        if let Some(request) = read_request {
+            out[2] |= HDRCT_R;
+            out[at..at + request.len()].copy_from_slice(request);
+            at += request.len();
+        }
     }
     at
 }
@@ -200,6 +216,7 @@ pub fn decode(payload: &[u8]) -> Option<TerminateCode> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::rdmap::ReadRequest;
     use super::*;
     use proptest::prelude::*;
 
@@ -207,9 +224,14 @@ mod tests {
     fn a_terminate_keeps_its_code() {
         let header = [0x41u8; ddp::UNTAGGED_LEN];
         let mut out = [0; MAX_LEN];
-        for offending in [None, Some((100, &header[..]))] {
+        let segment = Offending { len: 100, header: &header, read_request: None };
+        let request = [7; ReadRequest::LEN];
+        let read = Offending { read_request: Some(&request), ..segment };
+        for (offending, len) in [(None, 4), (Some(segment), 4 + 2 + 18), (Some(read), 4 + 2 + 18 + 28)] {
             let n = encode(DdpUntagged::TooLong.into(), offending, &mut out);
+            assert_eq!(n, len);
             assert_eq!(decode(&out[..n]), Some(DdpUntagged::TooLong.into()));
+            assert_eq!(decode(&out[..n - 1]), None);
         }
     }
 

@@ -60,6 +60,8 @@ pub(super) struct Context {
     /// Most elements of a read.
     pub(super) max_read_sge: usize,
     events: Mutex<VecDeque<Event>>,
+    /// The consumer's handle is gone: nobody hears of events any more. Changes under the lock of `events`.
+    abandoned: AtomicBool,
     woken: AtomicBool,
     /// Polls that found nothing.
     pub(super) polls: AtomicU32,
@@ -307,6 +309,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         local: Mutex::default(),
         max_read_sge: if iwarp { attr.max_sge_rd.max(1) } else { attr.max_sge.max(1) } as usize,
         events: Mutex::default(),
+        abandoned: AtomicBool::new(false),
         woken: AtomicBool::new(false),
         polls: AtomicU32::new(0),
         sysfs: sysfs_of(name),
@@ -373,10 +376,8 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Context {
-    /// A protection domain; there is none if the device had no more when it was asked for.
-    fn pd(&self, number: u32) -> Result<Arc<ProtectionDomain>> {
-        let pd = lock(&self.pds).get(&number).cloned();
-        pd.ok_or(Error::Unsupported("more protection domains than the device has"))
+    fn pd(&self, number: u32) -> Arc<ProtectionDomain> {
+        Arc::clone(lock(&self.pds).get(&number).expect("its handle lives"))
     }
 
     /// The hardware is gone.
@@ -385,7 +386,13 @@ impl Context {
     }
 
     pub(super) fn push_event(&self, event: Event) {
-        lock(&self.events).push_back(event);
+        let mut events = lock(&self.events);
+        if self.abandoned.load(Ordering::SeqCst) {
+            drop(events);
+            return drop(event);
+        }
+        events.push_back(event);
+        drop(events);
         self.rouse();
     }
 
@@ -584,7 +591,11 @@ pub(super) struct Handle(Arc<Context>);
 impl Drop for Handle {
     fn drop(&mut self) {
         // Requests that nobody answered hold the context, and are refused when they go.
-        drop(std::mem::take(&mut *lock(&self.0.events)));
+        let mut events = lock(&self.0.events);
+        self.0.abandoned.store(true, Ordering::SeqCst);
+        let unheard = std::mem::take(&mut *events);
+        drop(events);
+        drop(unheard);
     }
 }
 
@@ -593,14 +604,20 @@ impl DeviceOps for Handle {
         &self.0.attributes
     }
 
-    fn alloc_pd(&self) -> u32 {
-        let number = self.0.next_pd.fetch_add(1, Ordering::Relaxed);
+    fn alloc_pd(&self) -> Result<u32> {
         // SAFETY: an open context.
         let raw = unsafe { (self.0.lib.ibv_alloc_pd)(self.0.verbs) };
-        if !raw.is_null() {
-            lock(&self.0.pds).insert(number, Arc::new(ProtectionDomain { lib: self.0.lib, raw }));
+        if raw.is_null() {
+            return Err(failed("making a protection domain"));
         }
-        number
+        let number = self.0.next_pd.fetch_add(1, Ordering::Relaxed);
+        lock(&self.0.pds).insert(number, Arc::new(ProtectionDomain { lib: self.0.lib, raw }));
+        Ok(number)
+    }
+
+    fn free_pd(&self, pd: u32) {
+        let gone = lock(&self.0.pds).remove(&pd);
+        drop(gone);
     }
 
     unsafe fn register(
@@ -612,7 +629,7 @@ impl DeviceOps for Handle {
         access: Access,
         owner: Owner,
     ) -> Result<Arc<dyn RegionOps>> {
-        let pd = self.0.pd(pd)?;
+        let pd = self.0.pd(pd);
         // SAFETY: the caller's promise.
         let region = unsafe { Region::register(&self.0, &pd, ptr, len, base, access, owner) }?;
         Ok(Arc::new(RegionHandle(region)))
@@ -642,7 +659,7 @@ impl DeviceOps for Handle {
     }
 
     fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
-        Ok(Arc::new(SharedHandle(SharedReceives::new(&self.0, self.0.pd(pd)?, max_recv, max_sge)?)))
+        Ok(Arc::new(SharedHandle(SharedReceives::new(&self.0, self.0.pd(pd), max_recv, max_sge)?)))
     }
 
     fn create_qp(
@@ -668,7 +685,7 @@ impl DeviceOps for Handle {
             let queue = queue.filter(|q| Arc::ptr_eq(&q.context, &self.0));
             queue.ok_or(Error::Unsupported("a completion queue of another device"))
         };
-        let (pd, send_cq, recv_cq) = (self.0.pd(pd)?, queue(send_cq)?, queue(recv_cq)?);
+        let (pd, send_cq, recv_cq) = (self.0.pd(pd), queue(send_cq)?, queue(recv_cq)?);
         let shared = shared.map(|srq| {
             let found = srq.as_any().downcast_ref::<SharedHandle>().map(|h| Arc::clone(&h.0));
             let found = found.filter(|s| Arc::ptr_eq(&s.context, &self.0) && s.pd.raw == pd.raw);

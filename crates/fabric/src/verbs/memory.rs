@@ -23,6 +23,29 @@ pub(super) struct Region {
     pub(super) writable: bool,
     pub(super) valid: Arc<AtomicBool>,
     owner: Owner,
+    /// What grants rights to parts of it, and grants nothing when it has gone.
+    granted: Mutex<Vec<Grant>>,
+}
+
+enum Grant {
+    Window(Weak<Window>),
+    Part(Weak<Region>),
+}
+
+impl Grant {
+    fn lives(&self) -> bool {
+        match self {
+            Grant::Window(window) => window.strong_count() > 0,
+            Grant::Part(part) => part.strong_count() > 0,
+        }
+    }
+
+    fn revoke(self) {
+        match self {
+            Grant::Window(window) => window.upgrade().iter().for_each(|window| window.end()),
+            Grant::Part(part) => part.upgrade().iter().for_each(|part| part.deregister()),
+        }
+    }
 }
 
 // SAFETY: as for `Context`; `ptr` is only arithmetic.
@@ -93,6 +116,7 @@ impl Region {
             writable: access.contains(Access::LOCAL_WRITE),
             valid: Arc::new(AtomicBool::new(true)),
             owner,
+            granted: Mutex::default(),
         });
         lock(&context.revocable).insert(rkey, Arc::clone(&region.valid));
         lock(&context.local).insert(lkey, Arc::downgrade(&region));
@@ -121,19 +145,40 @@ impl Region {
         let (ptr, base, owner) = (self.ptr.wrapping_add(offset), self.base + offset as u64, Arc::clone(&self.owner));
         // SAFETY: a part of a region whose owner keeps it mapped.
         let part = unsafe { Region::register(&self.context, &self.pd, ptr, len, base, access, owner) }?;
+        self.grant(Grant::Part(Arc::downgrade(&part)))?;
         Ok(Arc::new(RegionHandle(part)))
     }
 
-    /// Takes the keys back.
-    fn retire(&self) {
-        if self.valid.swap(false, Ordering::SeqCst) || lock(&self.raw).is_some() {
+    /// Remembers what is to be revoked with the region, unless that has gone meanwhile.
+    fn grant(&self, grant: Grant) -> Result<()> {
+        let mut granted = lock(&self.granted);
+        if !self.valid.load(Ordering::SeqCst) {
+            drop(granted);
+            grant.revoke();
+            return self.check_part(0, 0, Access::empty());
+        }
+        if granted.len() == granted.capacity() {
+            granted.retain(Grant::lives);
+            let live = granted.len();
+            granted.reserve(live.max(8));
+        }
+        granted.push(grant);
+        Ok(())
+    }
+
+    /// Takes the keys back, and those of everything on it.
+    pub(super) fn deregister(&self) {
+        let granted = {
+            let mut granted = lock(&self.granted);
+            self.valid.store(false, Ordering::SeqCst);
+            std::mem::take(&mut *granted)
+        };
+        // The device keeps a region that has windows.
+        granted.into_iter().for_each(Grant::revoke);
+        if lock(&self.raw).is_some() {
             lock(&self.context.revocable).remove(&self.rkey);
             lock(&self.context.local).remove(&self.lkey);
         }
-    }
-
-    pub(super) fn deregister(&self) {
-        self.retire();
         let Some(raw) = lock(&self.raw).take() else { return };
         // SAFETY: registered by us and deregistered once. When this returns, the device is done
         // with the memory.
@@ -178,8 +223,7 @@ impl RegionOps for RegionHandle {
     }
 
     fn deregister(&self) {
-        // The device keeps a region that has windows; the last of them lets go of it.
-        if Arc::strong_count(&self.0) == 1 { self.0.deregister() } else { self.0.retire() }
+        self.0.deregister();
     }
 
     fn as_any(&self) -> &dyn std::any::Any {
@@ -279,6 +323,7 @@ impl Window {
             region: Arc::clone(region),
         });
         lock(&window.context.revocable).insert(rkey, Arc::clone(&window.valid));
+        region.grant(Grant::Window(Arc::downgrade(&window)))?;
         let mr = lock(&region.raw).unwrap_or(std::ptr::null_mut());
         Ok((window.clone(), bind_mw { mw, rkey, mr, addr: window.base, length: len as u64, mw_access_flags }))
     }

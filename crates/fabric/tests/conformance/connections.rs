@@ -115,7 +115,7 @@ pub fn many_connections(lab: &Lab, count: usize) {
         let _ = device;
         pd.create_qp(cq, cq, caps).unwrap()
     };
-    let (pa, pb) = (lab.a.alloc_pd(), lab.b.alloc_pd());
+    let (pa, pb) = (lab.a.alloc_pd().unwrap(), lab.b.alloc_pd().unwrap());
     let (ca, cb) = (lab.a.create_cq(count * 8).unwrap(), lab.b.create_cq(count * 8).unwrap());
     let buffer = Arc::new(Buffer::new(4096).unwrap());
     let (ma, mb) = (pa.register(&buffer, all()).unwrap(), pb.register(&buffer, all()).unwrap());

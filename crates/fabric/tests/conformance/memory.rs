@@ -86,7 +86,7 @@ pub fn windows_end_with_what_they_are_on(lab: &Lab) {
     assert!(matches!(refused, Err(Error::LocalProtection { .. })), "{refused:?}");
     let outside = b.qp.bind_window(&b.mr, SIZE - 63, 64, Access::REMOTE_READ, None).map(drop);
     assert!(matches!(outside, Err(Error::LocalProtection { .. })), "{outside:?}");
-    let apart = b.device.alloc_pd().register(&b.buffer, all()).unwrap();
+    let apart = b.device.alloc_pd().unwrap().register(&b.buffer, all()).unwrap();
     assert!(b.qp.bind_window(&apart, 0, 64, Access::REMOTE_READ, None).is_err());
     let window = b.qp.bind_window(&b.mr, 0, 4096, Access::REMOTE_WRITE, None).unwrap();
     let remote = RemoteAddr { addr: window.addr(), rkey: window.rkey() };
@@ -119,6 +119,41 @@ pub fn windows_end_with_what_they_are_on(lab: &Lab) {
     a.post(1, send(), &[a.mr.sge(0, 8)]).unwrap();
     lab.ok(&mut b, 1);
     lab.ok(&mut a, 1);
+}
+
+/// Whoever drops a region means all of it: neither its own key nor a window on it works any more, whatever the window's
+/// owner still holds.
+pub fn a_dropped_region_is_shut_with_its_windows(lab: &Lab) {
+    for through_window in [false, true] {
+        let (mut a, b) = lab.pair();
+        let region = b.pd.register(&b.buffer, all()).unwrap();
+        let window = b.qp.bind_window(&region, 0, 4096, Access::REMOTE_WRITE, Some(7)).unwrap();
+        let mut b = b;
+        lab.ok(&mut b, 7);
+        let remote = RemoteAddr { addr: window.addr(), rkey: window.rkey() };
+        a.post(1, write(remote), &[a.mr.sge(0, 8)]).unwrap();
+        lab.ok(&mut a, 1);
+        let target = if through_window { remote } else { region.remote(0) };
+        drop(region);
+        assert!(!window.is_valid());
+        let before = b.bytes(0, 8);
+        a.buffer.write(0, b"too late");
+        a.post(2, write(target), &[a.mr.sge(0, 8)]).unwrap();
+        lab.refused_by_peer(&a);
+        assert_eq!(b.bytes(0, 8), before);
+    }
+}
+
+/// Protection domains are a device's to give, and come back when nothing is of them any more.
+pub fn domains_come_back(lab: &Lab) {
+    let buffer = Arc::new(Buffer::new(SIZE).unwrap());
+    // More than software devices have.
+    for _ in 0..70_000 {
+        lab.b.alloc_pd().unwrap();
+    }
+    let region = lab.b.alloc_pd().unwrap().register(&buffer, all()).unwrap();
+    // What is of a domain keeps it.
+    assert!(region.is_valid());
 }
 
 /// Memory that is not held in place, where the device does without.
@@ -216,7 +251,7 @@ pub fn access_violations(lab: &Lab) {
 pub fn local_protection(lab: &Lab) {
     let (mut a, b) = lab.pair();
     let read_only = a.pd.register(&a.buffer, Access::empty()).unwrap();
-    let other_pd = a.device.alloc_pd();
+    let other_pd = a.device.alloc_pd().unwrap();
     let foreign = other_pd.register(&a.buffer, all()).unwrap();
     let gone = a.pd.register(&a.buffer, all()).unwrap().sge(0, 8);
     let refused = |r: Result<()>| assert!(matches!(r, Err(Error::LocalProtection { .. })), "{r:?}");
@@ -242,7 +277,7 @@ pub fn deregistered_memory_is_not_reachable(lab: &Lab) {
 
 pub fn protection_domains_are_apart(lab: &Lab) {
     let (a, b) = lab.pair();
-    let other = b.device.alloc_pd();
+    let other = b.device.alloc_pd().unwrap();
     let mr = other.register(&b.buffer, all()).unwrap();
     a.post(1, write(mr.remote(0)), &[a.mr.sge(0, 8)]).unwrap();
     lab.refused_by_peer(&a);

@@ -43,7 +43,7 @@ fn all() -> Access {
 
 impl Side {
     fn new(device: &Device, caps: QueuePairCaps) -> Side {
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq((caps.max_send + caps.max_recv) as usize).unwrap();
         let qp = pd.create_qp(&cq, &cq, caps).unwrap();
         let buffer = Arc::new(Buffer::new(SIZE).unwrap());
@@ -204,6 +204,8 @@ pub const BEHAVIOURS: &[Behaviour] = behaviours! {
     solicited_and_invalidate,
     windows,
     windows_end_with_what_they_are_on,
+    a_dropped_region_is_shut_with_its_windows,
+    domains_come_back,
     shared_receives,
     shared_receives_outlive_who_took_them,
     memory_on_demand,

@@ -5,12 +5,12 @@ use super::*;
 /// Three connections, the messages of which come unevenly, with one queue of receives.
 pub fn shared_receives(lab: &Lab) {
     if lab.b.attributes().max_shared_receives == 0 {
-        assert!(matches!(lab.b.alloc_pd().create_srq(8, 1).map(drop), Err(Error::Unsupported(_))));
+        assert!(matches!(lab.b.alloc_pd().unwrap().create_srq(8, 1).map(drop), Err(Error::Unsupported(_))));
         return;
     }
     const SLOT: usize = 4096;
     let caps = QueuePairCaps { max_send: 16, max_recv: 1, max_sge: 2 };
-    let (pa, pb) = (lab.a.alloc_pd(), lab.b.alloc_pd());
+    let (pa, pb) = (lab.a.alloc_pd().unwrap(), lab.b.alloc_pd().unwrap());
     let (ca, cb) = (lab.a.create_cq(64).unwrap(), lab.b.create_cq(3 * 16 + 8).unwrap());
     let (from, to) = (Arc::new(Buffer::new(SIZE).unwrap()), Arc::new(Buffer::new(SIZE).unwrap()));
     let (ma, mb) = (pa.register(&from, all()).unwrap(), pb.register(&to, all()).unwrap());
@@ -36,7 +36,7 @@ pub fn shared_receives(lab: &Lab) {
     assert!(pb.create_qp_with_srq(&cb, &cb, caps, &srq).is_err());
     let own = pairs[0].1.post_recv(&RecvRequest { wr_id: 0, sges: &[] });
     assert!(matches!(own, Err(Error::Unsupported(_))), "{own:?}");
-    let elsewhere = lab.b.alloc_pd();
+    let elsewhere = lab.b.alloc_pd().unwrap();
     assert!(elsewhere.create_qp_with_srq(&cb, &cb, caps, &srq).is_err());
 
     let (mut sent, mut got) = (Vec::new(), Vec::new());
@@ -85,7 +85,7 @@ pub fn shared_receives_outlive_who_took_them(lab: &Lab) {
         return;
     }
     let caps = QueuePairCaps { max_send: 16, max_recv: 1, max_sge: 1 };
-    let (pa, pb) = (lab.a.alloc_pd(), lab.b.alloc_pd());
+    let (pa, pb) = (lab.a.alloc_pd().unwrap(), lab.b.alloc_pd().unwrap());
     let (ca, cb) = (lab.a.create_cq(64).unwrap(), lab.b.create_cq(64).unwrap());
     let buffer = Arc::new(Buffer::new(SIZE).unwrap());
     let (ma, mb) = (pa.register(&buffer, all()).unwrap(), pb.register(&buffer, all()).unwrap());

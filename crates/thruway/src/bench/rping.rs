@@ -101,7 +101,7 @@ const SECOND: usize = DATA + SIZE_MAX as usize;
 
 impl Peer {
     fn new(device: &Device) -> Result<Peer> {
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         let cq = device.create_cq(32)?;
         let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: 8, max_recv: 8, max_sge: 1 })?;
         let buffer = Arc::new(Buffer::new(SECOND + SIZE_MAX as usize)?);

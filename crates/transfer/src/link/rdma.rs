@@ -102,7 +102,7 @@ pub struct Window {
 
 impl RdmaLink {
     fn new(device: Device) -> Result<RdmaLink, LinkError> {
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         // A device with smaller queues serves fewer channels.
         let wanted = 4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize;
         let cq = device.create_cq(wanted.min(device.attributes().max_completions))?;

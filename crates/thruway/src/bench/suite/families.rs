@@ -338,7 +338,7 @@ fn markers(lab: &Lab) -> Result<Findings, String> {
 fn registration(lab: &Lab) -> Result<Findings, String> {
     let fail = |e: thruway_fabric::Error| e.to_string();
     let device = iwarp::Config::default().open().map_err(fail)?;
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().map_err(|e| e.to_string())?;
     let most = 16 * MIB as usize;
     let pool = Lab::buffer(most)?;
     let whole = pd.register(&pool, Access::LOCAL_WRITE).map_err(fail)?;
