@@ -163,7 +163,9 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
     // Every n-th of them, so that a part has some of each file.
     let args = ["mutants", "--output", "target", "--shard", part, "--sharding", "round-robin"];
     let packages = ["-p", "thruway-block", "-p", "thruway-fabric", "-p", "thruway-transfer"];
-    run("mutants", "cargo", &[&args[..], &packages, rest].concat())
+    // Nobody looks into them with a debugger.
+    let vars = [("CARGO_PROFILE_DEV_DEBUG", "0"), ("CARGO_PROFILE_TEST_DEBUG", "0")];
+    run_with("mutants", "cargo", &[&args[..], &packages, rest].concat(), &vars)
 }
 
 fn fuzz(seconds: &str) -> Result<(), String> {

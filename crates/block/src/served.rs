@@ -5,10 +5,10 @@
 //! storage takes. Here is the one place that all of them pass.
 
 use crate::backend::{Backend, Op, Zero};
-use crate::generations::Generations;
+use crate::generations::{Generations, UnderWay};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::Segment;
 
@@ -16,6 +16,8 @@ use thruway_engine::Segment;
 pub struct Served {
     below: Arc<dyn Backend>,
     changes: Arc<Generations>,
+    /// How often somebody has settled.
+    settlements: AtomicU64,
     state: AtomicU8,
 }
 
@@ -32,13 +34,26 @@ const CLOSED: u8 = 2;
 impl Served {
     /// A disk to be served.
     pub fn new(below: Arc<dyn Backend>) -> Served {
-        Served { below, changes: Arc::default(), state: AtomicU8::new(OPEN) }
+        Served { below, changes: Arc::default(), settlements: AtomicU64::new(0), state: AtomicU8::new(OPEN) }
     }
 
     /// Waits until every change that was begun before is over. Whoever comes back after a lost connection could else
-    /// have what it writes now undone by what it wrote then.
-    pub async fn settle(&self) {
+    /// have what it writes now undone by what it wrote then. Returns which settlement this was.
+    pub async fn settle(&self) -> u64 {
+        let settlement = self.settlements.fetch_add(1, Ordering::SeqCst) + 1;
         self.changes.turn().await;
+        settlement
+    }
+
+    /// The latest settlement, finished or not. What was begun ([`Served::begin`]) before this was asked is waited for by
+    /// every later one.
+    pub fn latest_settlement(&self) -> u64 {
+        self.settlements.load(Ordering::SeqCst)
+    }
+
+    /// A change begins; until what is returned is dropped, whoever settles waits for it.
+    pub fn begin(&self) -> UnderWay {
+        self.changes.begin()
     }
 
     /// Refuses changes from now on, waits for those under way, and flushes the disk. What takes longer than `limit` is not

@@ -4,21 +4,24 @@
 mod client;
 
 use client::{FLUSH, FUA, Nbd, READ, WRITE};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use thruway_block::backend::{Extent, MemoryBackend, Op, Zero};
 use thruway_block::nbd::{Config, Server};
 use thruway_block::net::Address;
 use thruway_block::{Backend, Export, Geometry, Served};
-use thruway_engine::{Reactors, Segment};
+use thruway_engine::{Reactors, Segment, Segments};
+use tokio::sync::watch;
 
-/// A disk whose first write takes until it is told to go on.
+/// A disk whose first writes take until it is told to go on.
 struct Stuck {
     below: MemoryBackend,
-    first: AtomicBool,
+    /// So many more.
+    stuck: AtomicUsize,
     begun: Sender<()>,
-    go_on: Mutex<Option<tokio::sync::oneshot::Receiver<()>>>,
+    go_on: watch::Receiver<u32>,
 }
 
 impl Backend for Stuck {
@@ -32,10 +35,14 @@ impl Backend for Stuck {
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
         Box::pin(async move {
-            if !self.first.swap(true, Ordering::SeqCst) {
-                let go_on = self.go_on.lock().unwrap().take().unwrap();
-                self.begun.send(()).unwrap();
-                go_on.await.unwrap();
+            if self.stuck.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
+                let _ = self.begun.send(());
+                let mut go_on = self.go_on.clone();
+                let before = *go_on.borrow();
+                // What begins later ends later still, if it is the first connection's.
+                if before == 0 || segment.as_slice()[0] == 1 {
+                    go_on.wait_for(|go_on| *go_on > before).await.unwrap();
+                }
             }
             self.below.write(at, segment, durable).await
         })
@@ -60,20 +67,21 @@ impl Backend for Stuck {
 
 struct Lab {
     address: String,
+    disk: Arc<Stuck>,
     begun: Receiver<()>,
-    go_on: tokio::sync::oneshot::Sender<()>,
-    _server: Server,
+    go_on: watch::Sender<u32>,
+    server: Server,
     _reactors: Reactors,
 }
 
-fn lab() -> Lab {
-    let ((begun_tell, begun), (go_on, wait)) = (channel(), tokio::sync::oneshot::channel());
-    let stuck = Stuck {
+fn lab(stuck: usize) -> Lab {
+    let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(0));
+    let disk = Arc::new(Stuck {
         below: MemoryBackend::new(1 << 20).unwrap(),
-        first: AtomicBool::new(false),
+        stuck: AtomicUsize::new(stuck),
         begun: begun_tell,
-        go_on: Mutex::new(Some(wait)),
-    };
+        go_on: wait,
+    });
     let export = Export {
         kind: "a test",
         name: "d".into(),
@@ -82,7 +90,7 @@ fn lab() -> Lab {
         is_lasting: false,
         allow: Vec::new(),
         fence: thruway_block::fence::Fence::default(),
-        backend: Arc::new(Served::new(Arc::new(stuck))),
+        backend: Arc::new(Served::new(Arc::clone(&disk) as _)),
         read_only: false,
         chunk: 64 << 10,
         target: None,
@@ -98,12 +106,12 @@ fn lab() -> Lab {
     };
     let server = Server::start(config, &reactors).unwrap();
     let address = server.addresses()[0].to_string();
-    Lab { address, begun, go_on, _server: server, _reactors: reactors }
+    Lab { address, disk, begun, go_on, server, _reactors: reactors }
 }
 
 #[test]
 fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
-    let lab = lab();
+    let lab = lab(1);
     let mut first = Nbd::connect(&lab.address, "d").unwrap();
     first.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
     lab.begun.recv().unwrap();
@@ -116,7 +124,7 @@ fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
     let mut third = Nbd::connect(&lab.address, "d").unwrap();
     assert_eq!(third.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [0; 512], "nothing has overtaken the first");
     assert_eq!(third.ask((0, READ), 4096, 512, &[]).unwrap().unwrap(), [0; 512]);
-    lab.go_on.send(()).unwrap();
+    lab.go_on.send_replace(1);
     for _ in 0..2 {
         second.answer().unwrap();
     }
@@ -124,4 +132,30 @@ fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
     second.ask((0, FLUSH), 0, 0, &[]).unwrap().unwrap();
     assert_eq!(third.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [2; 512]);
     assert_eq!(third.ask((0, READ), 4096, 512, &[]).unwrap().unwrap(), [3; 512]);
+}
+
+/// More requests than are read at one time: those that were still in the socket when the connection was lost have not
+/// been answered, and come again by the next one. They are not begun after it has gone on.
+#[test]
+fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
+    let lab = lab(usize::MAX);
+    let mut first = Nbd::connect(&lab.address, "d").unwrap();
+    first.send_many(1500, (0, WRITE), 0, 1, &[1]).unwrap();
+    lab.begun.recv().unwrap();
+    drop(first);
+    let mut second = Nbd::connect(&lab.address, "d").unwrap();
+    second.send((0, WRITE), 0, 1, &[2]).unwrap();
+    // A read behind the write is answered before it: the write waits for what the first has begun.
+    assert_eq!(second.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [0]);
+    lab.go_on.send_replace(1);
+    second.answer().unwrap();
+    lab.go_on.send_replace(2);
+    drop(second);
+    lab.server.shut_down(Duration::from_secs(60));
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let shown = runtime.block_on(async {
+        let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(1);
+        lab.disk.read(0, segment).await.unwrap()
+    });
+    assert_eq!(shown.as_slice(), [2], "a write of the first came after it");
 }

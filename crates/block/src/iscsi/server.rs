@@ -133,7 +133,7 @@ impl Shared {
         let session = Arc::clone(&logged_in.session);
         let parts = self.parts(&peer, portal, logged_in);
         let result = match session.settled().await {
-            Ok(()) => connection::serve(parts, stream.split()).await,
+            Ok(()) => connection::serve(parts, stream.split()?).await,
             Err(e) => Err(e),
         };
         self.targets.close(&session);

@@ -105,7 +105,7 @@ impl Shared {
         };
         let name = &agreement.export.name;
         tracing::info!(peer, export = name, form = ?agreement.form, "an NBD client is served");
-        let (reader, writer) = stream.split();
+        let (reader, writer) = stream.split()?;
         transmission::serve(agreement, reader, writer, self.closing.subscribe()).await
     }
 

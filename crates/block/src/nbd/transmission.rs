@@ -8,7 +8,7 @@
 use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
 use crate::backend::{Backend, Extent, Op, Zero};
-use crate::net::{Body, Message, Reader, Writer};
+use crate::net::{Body, Message, Peer, Reader, Writer};
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
 use crate::supply::{SMALL, Supply};
@@ -42,6 +42,9 @@ struct Connection {
     long: Arc<Semaphore>,
     /// What was under way when this connection first changed something is over.
     settled: OnceCell<()>,
+    peer: Peer,
+    /// The latest settlement at which the peer was still there.
+    seen: Cell<u64>,
 }
 
 /// Serves requests until the client leaves or the server closes; a request of which something has come is still served.
@@ -62,6 +65,8 @@ pub(super) async fn serve(
         writes: Supply::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
         settled: OnceCell::new(),
+        peer: reader.peer(),
+        seen: Cell::new(0),
         agreement,
     });
     let sender = Rc::clone(&connection);
@@ -229,9 +234,19 @@ impl Connection {
     }
 
     /// Does a change, if no reservation forbids it. A client that has lost its connection sends what was not answered
-    /// again by another: what the first had begun must be over before anything of the second changes the disk.
+    /// again by another: what the first had begun must be over before anything of the second changes the disk, and what
+    /// it had not begun is not begun any more.
     async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
-        self.settled.get_or_init(|| self.agreement.export.backend.settle()).await;
+        let disk = &self.agreement.export.backend;
+        self.settled.get_or_init(|| async { self.seen.set(disk.settle().await) }).await;
+        let _begun = disk.begin();
+        let latest = disk.latest_settlement();
+        if latest != self.seen.get() {
+            if self.peer.has_closed() {
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
+            self.seen.set(latest);
+        }
         let _passing = self.agreement.export.fence.change().await?;
         change().await
     }

@@ -10,6 +10,6 @@ mod writer;
 pub(crate) use listener::is_ours;
 pub use listener::{Address, Listener, Socket};
 pub use message::{Body, Message};
-pub use reader::Reader;
+pub use reader::{Peer, Reader};
 pub use stream::{Plain, Stream};
 pub use writer::Writer;

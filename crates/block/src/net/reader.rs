@@ -2,7 +2,9 @@
 
 use super::Plain;
 use super::stream::either;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use thruway_engine::reactor;
@@ -12,6 +14,7 @@ use tokio_rustls::server::TlsStream;
 /// The receiving half of a connection. What arrives with what was asked for is kept for the next call.
 pub struct Reader {
     half: ReadHalf,
+    peer: Peer,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -20,6 +23,27 @@ pub struct Reader {
 pub(super) enum ReadHalf {
     Plain(Rc<Plain>, Patience),
     Tls(tokio::io::ReadHalf<TlsStream<Plain>>),
+}
+
+/// Who is at the other end of a connection, or not any more.
+#[derive(Clone)]
+pub enum Peer {
+    /// Of a connection as it is.
+    Plain(Rc<Plain>),
+    /// Of one below TLS: another descriptor of it.
+    Tls(Rc<OwnedFd>),
+}
+
+impl Peer {
+    /// Nothing more will come than what is here already: the peer has closed the connection, or it is broken.
+    pub fn has_closed(&self) -> bool {
+        let fd = match self {
+            Peer::Plain(stream) => either!(&**stream, s => s.as_fd()),
+            Peer::Tls(fd) => fd.as_fd(),
+        };
+        let mut poll = [PollFd::from_borrowed_fd(fd, PollFlags::RDHUP)];
+        rustix::event::poll(&mut poll, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
 }
 
 /// How long to spin for what comes next before sleeping: longer while that pays, not at all while it does not.
@@ -99,8 +123,13 @@ impl ReadHalf {
 }
 
 impl Reader {
-    pub(super) fn new(half: ReadHalf) -> Reader {
-        Reader { half, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
+    pub(super) fn new(half: ReadHalf, peer: Peer) -> Reader {
+        Reader { half, peer, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
+    }
+
+    /// Who sends what is read.
+    pub fn peer(&self) -> Peer {
+        self.peer.clone()
     }
 
     /// Waits until the next `len` octets are there and returns them, without consuming them. `None` if

@@ -2,8 +2,9 @@
 
 use super::reader::ReadHalf;
 use super::writer::WriteHalf;
-use super::{Reader, Writer};
+use super::{Peer, Reader, Writer};
 use std::io;
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
@@ -95,16 +96,23 @@ impl Stream {
     }
 
     /// One half for each direction.
-    pub fn split(self) -> (Reader, Writer) {
-        match self {
+    ///
+    /// # Errors
+    /// If there are no more descriptors (TLS).
+    pub fn split(self) -> io::Result<(Reader, Writer)> {
+        Ok(match self {
             Stream::Plain(stream) => {
                 let stream = Rc::new(stream);
-                (Reader::new(ReadHalf::plain(Rc::clone(&stream))), Writer::new(WriteHalf::Plain(stream)))
+                (
+                    Reader::new(ReadHalf::plain(Rc::clone(&stream)), Peer::Plain(Rc::clone(&stream))),
+                    Writer::new(WriteHalf::Plain(stream)),
+                )
             }
             Stream::Tls(stream) => {
+                let peer = either!(stream.get_ref().0, s => s.as_fd().try_clone_to_owned())?;
                 let (read, write) = tokio::io::split(*stream);
-                (Reader::new(ReadHalf::Tls(read)), Writer::new(WriteHalf::Tls(write)))
+                (Reader::new(ReadHalf::Tls(read), Peer::Tls(Rc::new(peer))), Writer::new(WriteHalf::Tls(write)))
             }
-        }
+        })
     }
 }

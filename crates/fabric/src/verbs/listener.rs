@@ -25,6 +25,18 @@ unsafe impl Sync for VerbsListener {}
 
 impl VerbsListener {
     pub(super) fn bind(context: &Arc<Context>, addr: SocketAddr, options: &ListenOptions) -> Result<VerbsListener> {
+        // rdma_cm draws a port without looking at TCP's, which software iWARP shares: one in use says nothing of others.
+        let mut attempts = if addr.port() == 0 { 16 } else { 1 };
+        loop {
+            attempts -= 1;
+            match VerbsListener::bind_once(context, addr, options) {
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::AddrInUse && attempts > 0 => {}
+                result => return result,
+            }
+        }
+    }
+
+    fn bind_once(context: &Arc<Context>, addr: SocketAddr, options: &ListenOptions) -> Result<VerbsListener> {
         let failed = || Error::Io { op: "listening on", peer: Some(addr), source: io::Error::last_os_error() };
         let token = next_token();
         let mut id = std::ptr::null_mut();

@@ -126,19 +126,24 @@ pub fn windows_end_with_what_they_are_on(lab: &Lab) {
 pub fn a_dropped_region_is_shut_with_its_windows(lab: &Lab) {
     for through_window in [false, true] {
         let (mut a, b) = lab.pair();
+        let mut b = b;
+        // From then on the responder may send, too.
+        b.recv(1, 0, 8);
+        a.post(1, send(), &[a.mr.sge(0, 8)]).unwrap();
+        lab.ok(&mut a, 1);
+        lab.ok(&mut b, 1);
         let region = b.pd.register(&b.buffer, all()).unwrap();
         let window = b.qp.bind_window(&region, 0, 4096, Access::REMOTE_WRITE, Some(7)).unwrap();
-        let mut b = b;
         lab.ok(&mut b, 7);
         let remote = RemoteAddr { addr: window.addr(), rkey: window.rkey() };
-        a.post(1, write(remote), &[a.mr.sge(0, 8)]).unwrap();
-        lab.ok(&mut a, 1);
+        a.post(2, write(remote), &[a.mr.sge(0, 8)]).unwrap();
+        lab.ok(&mut a, 2);
         let target = if through_window { remote } else { region.remote(0) };
         drop(region);
         assert!(!window.is_valid());
         let before = b.bytes(0, 8);
         a.buffer.write(0, b"too late");
-        a.post(2, write(target), &[a.mr.sge(0, 8)]).unwrap();
+        a.post(3, write(target), &[a.mr.sge(0, 8)]).unwrap();
         lab.refused_by_peer(&a);
         assert_eq!(b.bytes(0, 8), before);
     }

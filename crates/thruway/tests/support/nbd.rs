@@ -32,13 +32,25 @@ impl Nbd {
         }
     }
 
-    pub fn send(&mut self, (flags, command): (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
+    pub fn send(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
+        self.send_many(1, command, at, len, data)
+    }
+
+    /// The same request many times, all at once.
+    pub fn send_many(
+        &mut self,
+        count: usize,
+        (flags, command): (u16, u16),
+        at: u64,
+        len: u32,
+        data: &[u8],
+    ) -> io::Result<()> {
         let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
         request.extend([flags.to_be_bytes(), command.to_be_bytes()].concat());
         request.extend([7u64.to_be_bytes(), at.to_be_bytes()].concat());
         request.extend(len.to_be_bytes());
         request.extend(data);
-        self.0.write_all(&request)
+        self.0.write_all(&request.repeat(count))
     }
 
     /// The daemon's answer: what was read, or `None` if the storage has failed.
