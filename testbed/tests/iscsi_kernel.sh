@@ -35,6 +35,17 @@ set_node node.session.timeo.replacement_timeout 60
 iscsiadm -m node -T $iqn -p 127.0.0.1:3260 --login
 
 a=$(disk 0)
+# Whoever asks for the state of the path is told, by tools that know the standard.
+sg_inq "$a" >/tmp/inq
+grep -q 'TPGS=1' /tmp/inq
+sg_rtpg --extended --decode "$a" >/tmp/rtpg
+grep -q 'active/optimized' /tmp/rtpg
+for page in sv 0x83 0x86 0x88 0xb0 0xb1 0xb2; do sg_vpd --page=$page "$a" >/tmp/vpd-$page; done
+grep -qi 'relative target port' /tmp/vpd-0x83
+grep -qi 'relative port' /tmp/vpd-0x88
+sg_opcodes --mask "$a" >/tmp/opcodes
+sg_opcodes --tmf "$a" >/tmp/tmf
+grep -qi 'logical unit reset' /tmp/tmf
 file_systems
 
 mkfs.ext4 -qF "$a"

@@ -1,6 +1,6 @@
 //! INQUIRY and vital product data (SPC-4 6.6 and 7.8, SBC-3 6.6).
 
-use super::{Outcome, Sense, Unit, be16};
+use super::{Outcome, Sense, Unit, be16, ports};
 
 /// Blocks of one COMPARE AND WRITE.
 pub(super) const COMPARE_MAX: u8 = 255;
@@ -22,9 +22,11 @@ pub(super) fn inquiry(unit: &Unit, cdb: &[u8; 16]) -> Outcome {
         return Outcome::data(standard(&unit.export.name), allocated);
     }
     let page = match cdb[2] {
-        0x00 => vec![0x00, 0x80, 0x83, 0xb0, 0xb1, 0xb2],
+        0x00 => vec![0x00, 0x80, 0x83, 0x86, 0x88, 0xb0, 0xb1, 0xb2],
         0x80 => serial(unit).into_bytes(),
         0x83 => identification(unit),
+        0x86 => extended(),
+        0x88 => ports::page(),
         0xb0 => block_limits(unit),
         0xb1 => characteristics(),
         0xb2 => provisioning(unit),
@@ -48,6 +50,7 @@ fn standard(name: &str) -> Vec<u8> {
     data[2] = 6; // SPC-4
     data[3] = 0x12; // HISUP, response data format 2
     data[4] = 91;
+    data[5] = ports::TPGS;
     data[7] = 0x02; // CMDQUE
     data[8..16].copy_from_slice(b"THRUWAY ");
     data[16..32].copy_from_slice(&padded::<16>(name));
@@ -88,8 +91,19 @@ fn identification(unit: &Unit) -> Vec<u8> {
     page.extend_from_slice(&[0x02, 0x01, 0, text.len() as u8]);
     page.extend_from_slice(text.as_bytes());
     // Relative target port, and its group.
-    page.extend_from_slice(&[0x51, 0x94, 0, 4, 0, 0, 0, 1]);
-    page.extend_from_slice(&[0x51, 0x95, 0, 4, 0, 0, 0, 1]);
+    for designator in [0x94, 0x95] {
+        page.extend_from_slice(&[0x51, designator, 0, 4, 0, 0]);
+        page.extend_from_slice(&ports::PORT);
+    }
+    page
+}
+
+/// Extended INQUIRY data.
+fn extended() -> Vec<u8> {
+    let mut page = vec![0; 60];
+    page[1] = 0x01; // SIMPSUP
+    page[2] = 0x01; // V_SUP: a flush is worth asking for
+    page[3] = 0x01; // LUICLR: attentions are each initiator's own
     page
 }
 

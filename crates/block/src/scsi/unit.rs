@@ -2,7 +2,7 @@
 
 use super::attached::Attached;
 use super::reservation::{Access, Reservations};
-use super::{Lasting, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes};
+use super::{Lasting, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes, ports};
 use crate::export::Export;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -313,7 +313,12 @@ impl Unit {
             0x25 => self.read_capacity_10(cdb),
             0x37 | 0xb7 => defect_data(cdb),
             0x5e => self.with_state(|state| super::reservation::read(state, cdb)),
-            0xa3 if cdb[1] & 0x1f == 0x0c => opcodes::report(cdb),
+            0xa3 => match cdb[1] & 0x1f {
+                0x0a => ports::groups(cdb),
+                0x0c => opcodes::report(cdb),
+                0x0d => ports::task_management(cdb),
+                _ => Sense::invalid_field(1).into(),
+            },
             _ => Sense::INVALID_OPCODE.into(),
         }
     }
