@@ -320,3 +320,33 @@ fn zeroing_holds_up_only_who_uses_what_is_zeroed() {
         }
     });
 }
+
+/// A disk that ends within a block and grows: what it has behind its old end is shown, whether what the cache has of the block
+/// is clean or dirty.
+#[test]
+fn what_a_disk_has_grown_by_is_shown() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        for (write_back, dirty) in [(false, false), (true, false), (true, true)] {
+            let disk = Arc::new(Disk::new(1, 0));
+            let supply = Segments::new(4, 4096).unwrap();
+            let mut new = supply.reserve(1).await.segment(2048);
+            new.as_mut_slice().fill(7);
+            disk.write(6144, new, true).await.unwrap();
+            disk.resize(6144);
+            let config = Config { block: 4096, partitions: 1, write_back, ..Config::new(128 << 10) };
+            let cache = Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap();
+            cache.read(4096, supply.reserve(1).await.segment(2048)).await.unwrap();
+            if dirty {
+                let mut changed = supply.reserve(1).await.segment(512);
+                changed.as_mut_slice().fill(5);
+                cache.write(4096, changed, false).await.unwrap();
+            }
+            disk.resize(16384);
+            let read = cache.read(6144, supply.reserve(1).await.segment(2048)).await.unwrap();
+            assert!(read.as_slice().iter().all(|octet| *octet == 7), "{write_back} {dirty}");
+            let read = cache.read(4096, supply.reserve(1).await.segment(512)).await.unwrap();
+            assert_eq!(read.as_slice()[0], if dirty { 5 } else { 0 });
+        }
+    });
+}

@@ -4,6 +4,8 @@ mod support;
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 use support::*;
@@ -87,4 +89,28 @@ fn thousands_of_sessions_at_once_are_all_served() {
     for number in 0..SESSIONS {
         assert!(fs::read(served.join(format!("copy{number}"))).unwrap() == content, "copy {number}");
     }
+}
+
+/// Connections from one address that do not say what they want hold up no other address.
+#[test]
+fn who_says_nothing_holds_up_only_its_own_address() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    fs::write(lab.path("source"), noise(LEN, 5)).unwrap();
+    let args = ["--listen", "[::1]:0", "--export"].map(OsStr::new);
+    let daemon = Daemon::start(&[&args[..], &[&export("e", &served, "")]].concat());
+    thruway_engine::limits::raise_open_files();
+    let silent: Vec<_> = (0..1000)
+        .map(|_| {
+            let mut stream = TcpStream::connect(&daemon.addr).unwrap();
+            // What RFTP over TCP begins with, and no more.
+            stream.write_all(b"TWFT").unwrap();
+            stream
+        })
+        .collect();
+    let target = format!("tw://{}/e/copy", daemon.also[0]);
+    let (source, fixed) = (lab.path("source"), ["--provider", "tcp", "--retries", "0"].map(OsStr::new));
+    cp(&lab, &[&fixed[..], &[source.as_os_str(), OsStr::new(&target)]].concat());
+    assert_eq!(fs::read(served.join("copy")).unwrap(), noise(LEN, 5));
+    drop(silent);
 }

@@ -6,7 +6,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use thruway_fabric::Device;
 
 /// A caller who has waited this long is told to come again: it would have given up by now, or soon will.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
@@ -128,6 +130,77 @@ impl<T> Handshakes<T> {
         if self.places.get(&from).is_some_and(|place| place.under_way == 0 && place.waiting.is_empty()) {
             self.places.remove(&from);
         }
+    }
+}
+
+/// [`Handshakes`] that end on threads of their own. One thread lets callers in, and is woken when there may be a place.
+pub(crate) struct Turns<T> {
+    handshakes: Mutex<Handshakes<T>>,
+    /// Where handshakes have ended since that thread last looked.
+    over: Mutex<Vec<IpAddr>>,
+    waker: Device,
+}
+
+/// A handshake under way: its place is another's when this is dropped.
+pub(crate) struct Turn<T> {
+    turns: Arc<Turns<T>>,
+    from: IpAddr,
+}
+
+/// What to do now.
+pub(crate) struct Answer<T> {
+    /// Handshakes to begin.
+    pub begin: Vec<(T, Turn<T>)>,
+    /// Callers to be told that there are too many.
+    pub refuse: Vec<T>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no panics under the lock")
+}
+
+impl<T> Turns<T> {
+    pub(crate) fn new(limits: Limits, waker: Device) -> Arc<Turns<T>> {
+        Arc::new(Turns { handshakes: Mutex::new(Handshakes::new(limits)), over: Mutex::default(), waker })
+    }
+
+    /// Somebody calls.
+    pub(crate) fn arrive(self: &Arc<Self>, from: IpAddr, caller: T) -> Answer<T> {
+        let verdict = lock(&self.handshakes).arrive(from, caller, Instant::now());
+        self.answer(verdict)
+    }
+
+    /// Gives the places of handshakes that have ended to those who wait.
+    pub(crate) fn go_on(self: &Arc<Self>) -> Answer<T> {
+        let over = std::mem::take(&mut *lock(&self.over));
+        let mut all = Verdict { begin: Vec::new(), refuse: Vec::new() };
+        for from in over {
+            let verdict = lock(&self.handshakes).over(from, Instant::now());
+            all.begin.extend(verdict.begin);
+            all.refuse.extend(verdict.refuse);
+        }
+        self.answer(all)
+    }
+
+    fn answer(self: &Arc<Self>, verdict: Verdict<T>) -> Answer<T> {
+        let turn = |(from, caller)| (caller, Turn { turns: Arc::clone(self), from });
+        Answer { begin: verdict.begin.into_iter().map(turn).collect(), refuse: verdict.refuse }
+    }
+
+    /// Who waits its turn waits in vain, and may keep what it waits for alive.
+    pub(crate) fn forget_who_waits(&self) {
+        let mut handshakes = lock(&self.handshakes);
+        let limits = handshakes.limits;
+        let waiting = std::mem::replace(&mut *handshakes, Handshakes::new(limits));
+        drop(handshakes);
+        drop(waiting);
+    }
+}
+
+impl<T> Drop for Turn<T> {
+    fn drop(&mut self) {
+        lock(&self.turns.over).push(self.from);
+        self.turns.waker.wake();
     }
 }
 

@@ -528,7 +528,9 @@ mod tests {
         let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
         let layout = open(&directory, true).unwrap().unwrap().lay_out(16 << 10, 2, 4).unwrap();
         let (pool, records) = layout.partition(1, 0).unwrap();
-        let mut slot = Segment::new(pool.try_take().unwrap(), 16 << 10);
+        // The one that ends where the file does.
+        let last = (0..4).map(|_| pool.try_take().unwrap()).collect::<Vec<_>>().pop().unwrap();
+        let mut slot = Segment::new(last, 16 << 10);
         records.name(0, 3, slot.offset_in_pool());
         slot.as_mut_slice().fill(1);
         let mut grains = Grains::none(16 << 10);
@@ -538,7 +540,7 @@ mod tests {
         records.change(&mut slot.as_mut_slice()[1000..1100], offset, |octets| octets.fill(2));
         // This one ends in the middle.
         let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            records.change(&mut slot.as_mut_slice()[1050..5000], offset + 50, |octets| {
+            records.change(&mut slot.as_mut_slice()[1050..], offset + 50, |octets| {
                 octets[..2000].fill(3);
                 panic!("killed");
             });

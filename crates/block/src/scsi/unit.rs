@@ -798,6 +798,23 @@ mod tests {
     }
 
     #[test]
+    fn actions_that_there_are_not_are_refused() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let a = Nexus { id: 1, port: "a".into() };
+            let _a = unit.attach(&a);
+            unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
+            // REGISTER AND IGNORE EXISTING KEY is the last that there is.
+            done(&unit, &a, &reserve_out(6), &keys(0, 7)).await;
+            for action in 7..32 {
+                let outcome = unit.execute(&a, &reserve_out(action), &Given::new(&keys(7, 7), 24)).await;
+                assert_eq!(outcome.sense, Some(Sense::invalid_field(1)), "{action}");
+            }
+        });
+    }
+
+    #[test]
     fn a_reset_waits_for_what_sessions_have_left_behind() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {

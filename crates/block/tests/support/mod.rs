@@ -29,6 +29,8 @@ struct State {
     random: u64,
     /// One write of so many fails.
     failing: u64,
+    /// Octets that are shown.
+    size: u64,
 }
 
 impl State {
@@ -51,7 +53,7 @@ impl Disk {
     pub fn new(seed: u64, failing: u64) -> Disk {
         let durable = vec![0; SECTORS as usize * SECTOR];
         let current = durable.clone();
-        let state = State { durable, current, pending: Vec::new(), random: seed | 1, failing };
+        let state = State { durable, current, pending: Vec::new(), random: seed | 1, failing, size: SECTORS * SECTOR as u64 };
         Disk { state: Arc::new(Mutex::new(state)), zeroes: Arc::default() }
     }
 
@@ -71,6 +73,11 @@ impl Disk {
             let time = self.lock().draw(5);
             tokio::time::sleep(Duration::from_millis(time)).await;
         }
+    }
+
+    /// From now on it is so long.
+    pub fn resize(&self, size: u64) {
+        self.lock().size = size;
     }
 
     /// From now on nothing fails.
@@ -114,7 +121,7 @@ fn begun(work: impl Future<Output = io::Result<()>> + 'static) -> Op<'static, ()
 impl Backend for Disk {
     fn geometry(&self) -> Geometry {
         Geometry {
-            size: SECTORS * SECTOR as u64,
+            size: self.lock().size,
             block: 1,
             preferred: 4096,
             physical: 512,

@@ -8,7 +8,7 @@ mod request;
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
 use crate::doors::Doors;
-use crate::handshakes::{self, Handshakes, Verdict};
+use crate::handshakes::{Answer, Limits, Turn, Turns};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Cancel, Engines, OnReport, Progress, SessionError, Terms};
 use crate::sink;
@@ -19,7 +19,7 @@ use crate::wire::{
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
@@ -45,8 +45,10 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Connections whose greeting is being read at one time.
+/// Connections whose greeting is being read, in all, from one address, and waiting for it. Fewer where descriptors are few.
 const GREETINGS_MAX: usize = 512;
+const GREETINGS_OF_ONE_MAX: usize = 128;
+const GREETINGS_WAITING_MAX: usize = 4096;
 /// Peers that have not proved yet who they are, in all, from one address, and waiting their turn. Fewer where descriptors
 /// are few.
 const HANDSHAKES_MAX: usize = 256;
@@ -97,17 +99,14 @@ struct Shared {
     engines: Arc<Engines>,
     exports: HashMap<String, Served>,
     authorized: RwLock<AuthorizedKeys>,
-    handshakes: Mutex<Handshakes<Caller>>,
-    /// Where handshakes have ended: the listening thread gives their places to others.
-    over: Mutex<Vec<IpAddr>>,
+    greetings: Arc<Turns<(TcpStream, Vec<u8>)>>,
+    handshakes: Arc<Turns<Caller>>,
     doors: Mutex<Doors<Arrival>>,
     /// Sessions under way, by a number of their own.
     running: Mutex<HashMap<u64, Running>>,
     next_running: AtomicU64,
     next_session: AtomicU32,
     active: AtomicUsize,
-    /// Threads that read a greeting.
-    greeting: AtomicUsize,
     stop: AtomicBool,
     listener: Device,
 }
@@ -184,8 +183,8 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            handshakes: Mutex::new(Handshakes::new(handshake_limits())),
-            over: Mutex::default(),
+            greetings: Turns::new(greeting_limits(), device.clone()),
+            handshakes: Turns::new(handshake_limits(), device.clone()),
             config,
             engines,
             exports,
@@ -194,7 +193,6 @@ impl Daemon {
             next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
-            greeting: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             listener: device.clone(),
         });
@@ -218,10 +216,13 @@ impl Daemon {
     pub fn run(self) -> Result<(), String> {
         let shared = &self.shared;
         while !shared.stop.load(Ordering::SeqCst) {
-            shared.next_handshakes();
+            shared.follow_greetings(shared.greetings.go_on());
+            shared.follow(shared.handshakes.go_on());
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
-                Some(ConnectionEvent::Foreign { stream, prefix, .. }) => shared.route_stream(stream, prefix),
+                Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
+                    shared.follow_greetings(shared.greetings.arrive(peer.ip(), (stream, prefix)));
+                }
                 Some(_) => {}
                 None => {
                     let next = lock(&shared.doors).expire(Instant::now());
@@ -231,9 +232,8 @@ impl Daemon {
             }
         }
         drop(self.listeners);
-        // Who waits its turn waits in vain, and keeps what it waits for alive.
-        let waiting = std::mem::replace(&mut *lock(&shared.handshakes), Handshakes::new(handshake_limits()));
-        drop(waiting);
+        shared.greetings.forget_who_waits();
+        shared.handshakes.forget_who_waits();
         // Sessions under way have been told to end.
         let patience = Instant::now();
         while shared.active.load(Ordering::SeqCst) > 0 && patience.elapsed() < Duration::from_secs(5) {
@@ -263,25 +263,25 @@ impl Shared {
         }
     }
 
-    /// Reads a caller's greeting on a thread of its own, which becomes the session's if it is a
-    /// control connection.
-    fn route_stream(self: &Arc<Shared>, stream: TcpStream, prefix: Vec<u8>) {
-        if self.greeting.fetch_add(1, Ordering::SeqCst) >= GREETINGS_MAX {
-            self.greeting.fetch_sub(1, Ordering::SeqCst);
-            return;
+    /// Reads callers' greetings, each on a thread of its own.
+    fn follow_greetings(self: &Arc<Shared>, answer: Answer<(TcpStream, Vec<u8>)>) {
+        for (stream, _) in answer.refuse {
+            tracing::warn!(peer = ?stream.peer_addr().ok(), "refused: too many connections that have not said what they want");
         }
-        let shared = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
-        let spawned = thread.spawn(move || {
-            let greeting = greet(stream, &prefix);
-            shared.greeting.fetch_sub(1, Ordering::SeqCst);
-            match greeting {
-                Ok(Greeting { hello, stream }) => shared.admit(&hello, stream),
-                Err(error) => tracing::debug!(%error, "no greeting"),
+        for ((stream, prefix), turn) in answer.begin {
+            let shared = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
+            let spawned = thread.spawn(move || {
+                let greeting = greet(stream, &prefix);
+                drop(turn);
+                match greeting {
+                    Ok(Greeting { hello, stream }) => shared.admit(&hello, stream),
+                    Err(error) => tracing::debug!(%error, "no greeting"),
+                }
+            });
+            if let Err(error) = spawned {
+                tracing::warn!(%error, "cannot read a greeting");
             }
-        });
-        if spawned.is_err() {
-            self.greeting.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
@@ -314,32 +314,23 @@ impl Shared {
         };
         let door = Door { shared: Arc::clone(self), token };
         let caller = Caller { arrival, arrivals, door, peer, local };
-        let verdict = lock(&self.handshakes).arrive(peer.ip(), caller, Instant::now());
-        self.follow(verdict);
+        self.follow(self.handshakes.arrive(peer.ip(), caller));
     }
 
-    /// Gives the places of handshakes that have ended to those who wait.
-    fn next_handshakes(self: &Arc<Shared>) {
-        let over = std::mem::take(&mut *lock(&self.over));
-        for from in over {
-            let verdict = lock(&self.handshakes).over(from, Instant::now());
-            self.follow(verdict);
-        }
-    }
-
-    fn follow(self: &Arc<Shared>, verdict: Verdict<Caller>) {
-        for Caller { arrival, peer, .. } in verdict.refuse {
+    /// Begins handshakes whose turn it is.
+    fn follow(self: &Arc<Shared>, answer: Answer<Caller>) {
+        for Caller { arrival, peer, .. } in answer.refuse {
             tracing::warn!(%peer, "refused: too many peers that have not proved who they are");
             if let Arrival::Rdma(request) = arrival {
                 request.reject(b"too many handshakes; try again later");
             }
         }
-        for (from, caller) in verdict.begin {
-            self.begin(caller, HandshakePlace { shared: Arc::clone(self), from });
+        for (caller, turn) in answer.begin {
+            self.begin(caller, turn);
         }
     }
 
-    fn begin(self: &Arc<Shared>, caller: Caller, handshake: HandshakePlace) {
+    fn begin(self: &Arc<Shared>, caller: Caller, handshake: Turn<Caller>) {
         let Caller { arrival, arrivals, door, peer, local } = caller;
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
@@ -374,19 +365,6 @@ struct Caller {
     door: Door,
     peer: SocketAddr,
     local: SocketAddr,
-}
-
-/// The place of a handshake under way: somebody else's when this is dropped.
-struct HandshakePlace {
-    shared: Arc<Shared>,
-    from: IpAddr,
-}
-
-impl Drop for HandshakePlace {
-    fn drop(&mut self) {
-        lock(&self.shared.over).push(self.from);
-        self.shared.listener.wake();
-    }
 }
 
 /// A session under way.
@@ -447,7 +425,7 @@ impl Session<'_> {
         &self,
         arrival: Arrival,
         arrivals: Receiver<Arrival>,
-        handshake: HandshakePlace,
+        handshake: Turn<Caller>,
     ) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
         // Before the handshake: the peer's socket is certainly there.
@@ -595,11 +573,24 @@ impl Session<'_> {
     }
 }
 
-fn handshake_limits() -> handshakes::Limits {
-    let descriptors = thruway_engine::limits::open_files();
-    let share = |of: u64| usize::try_from(descriptors / of).unwrap_or(usize::MAX);
+/// One in so many of the descriptors that there may be.
+fn share_of_descriptors(of: u64) -> usize {
+    usize::try_from(thruway_engine::limits::open_files() / of).unwrap_or(usize::MAX)
+}
+
+fn greeting_limits() -> Limits {
+    let all = share_of_descriptors(8).clamp(4, GREETINGS_MAX);
+    Limits {
+        all,
+        of_one: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
+        waiting: share_of_descriptors(8).clamp(8, GREETINGS_WAITING_MAX),
+    }
+}
+
+fn handshake_limits() -> Limits {
+    let share = share_of_descriptors;
     let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
-    handshakes::Limits {
+    Limits {
         all,
         of_one: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),

@@ -47,7 +47,7 @@ pub(crate) struct Greeting {
 
 /// Reads a caller's greeting; `prefix` is what has been read of it already.
 pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting> {
-    stream.set_read_timeout(Some(GREETING_TIMEOUT))?;
+    let deadline = Instant::now() + GREETING_TIMEOUT;
     let invalid = || io::Error::new(io::ErrorKind::InvalidData, "neither MPA nor RFTP");
     let mut seen = prefix.to_vec();
     let mut need = MAGIC.len() + 2;
@@ -68,7 +68,13 @@ pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting
         }
         // Octet-exact: what follows the greeting is somebody else's.
         let mut chunk = vec![0; need - seen.len()];
+        // All of it by then, not each octet.
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_read_timeout(Some(left))?;
         let n = stream.read(&mut chunk)?;
+        if Instant::now() >= deadline {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         if n == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
