@@ -4,11 +4,11 @@ mod support;
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
@@ -449,6 +449,64 @@ fn a_revoked_key_ends_what_it_had_begun_and_nobody_elses() {
     let out = going_on.wait_with_output().unwrap();
     assert!(out.status.success(), "{}", stderr(&out));
     assert!(fs::read(&big).unwrap() == fs::read(served.join("others-copy")).unwrap());
+}
+
+#[test]
+fn what_a_daemon_of_roots_has_kept_is_the_users_that_it_becomes() {
+    let lab = Lab::new();
+    let (state, digits) = (lab.mkdir("state"), "0123456789abcdef".repeat(2));
+    let kept = lab.mkdir("state/reservations");
+    for name in [digits.as_str(), "somebody-elses"] {
+        fs::write(kept.join(name), "").unwrap();
+    }
+    std::os::unix::fs::symlink("/etc/passwd", kept.join("f".repeat(32))).unwrap();
+    let list = ["--user", "nobody", "--block", "m=mem:1M", "--iscsi", "127.0.0.1:0", "--export"].map(OsStr::new);
+    let served = export("e", &lab.mkdir("served"), "");
+    let rest = [served.as_os_str(), OsStr::new("--anonymous"), OsStr::new("--state"), state.as_os_str()];
+    let _daemon = Daemon::start(&[&list[..], &rest].concat());
+    let owner = |path: &Path| fs::symlink_metadata(path).unwrap().uid();
+    assert!(owner(&kept) != 0 && owner(&kept.join(digits)) == owner(&kept));
+    assert_eq!([&state, &kept.join("somebody-elses"), Path::new("/etc/passwd")].map(owner), [0; 3]);
+}
+
+/// Whatever a daemon is talked into, it opens nothing but what it was told to serve: here, by somebody who can change a link
+/// that it follows.
+#[test]
+fn a_daemon_is_confined_to_what_it_serves() {
+    let lab = Lab::new();
+    let (served, keys, elsewhere) = (lab.mkdir("served"), lab.mkdir("keys"), lab.mkdir("elsewhere"));
+    fs::write(lab.path("f"), "x").unwrap();
+    let output = lab.path("key");
+    assert!(thruway(lab.dir.path()).arg("keygen").arg("--output").arg(&output).output().unwrap().status.success());
+    fs::copy(output.with_extension("pub"), elsewhere.join("authorized")).unwrap();
+    for confined in [true, false] {
+        let authorized = keys.join("authorized");
+        let _ = fs::remove_file(&authorized);
+        fs::write(&authorized, "").unwrap();
+        let mut command = Command::new(THRUWAY);
+        command.args(["serve", "--json", "--listen", "127.0.0.1:0", "--authorized-keys"]).arg(&authorized);
+        command.arg("--export").arg(export("e", &served, "")).args((!confined).then_some("--no-landlock"));
+        command.env("TMPDIR", lab.mkdir("tmp")).env("THRUWAY_LOG", "warn").env("XDG_CONFIG_HOME", lab.mkdir("config"));
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let addr = announced["listening"][0].as_str().unwrap().to_string();
+        let daemon = Daemon { child, addr, also: Vec::new(), public_key: String::new() };
+        fs::remove_file(&authorized).unwrap();
+        std::os::unix::fs::symlink(elsewhere.join("authorized"), &authorized).unwrap();
+        let pid = daemon.child.id().to_string();
+        assert!(Command::new("kill").args(["-HUP", &pid]).status().unwrap().success());
+        let mut line = String::new();
+        while !line.contains("authorized keys") {
+            line.clear();
+            assert!(said.read_line(&mut line).unwrap() > 0, "it says what it has done");
+        }
+        assert_eq!(line.contains("Permission denied"), confined, "{line}");
+        let out = try_cp(&lab, &args(&[&"--key", &output, &"--retries", &"0", &lab.path("f"), &daemon.url("e/f")]));
+        assert_eq!(out.status.success(), !confined, "{}", stderr(&out));
+    }
 }
 
 #[test]

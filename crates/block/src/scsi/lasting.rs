@@ -21,7 +21,18 @@ impl Lasting {
     /// The file for a disk, in the directory of a daemon's state.
     pub fn of(state: &Path, identity: &[u8; 16]) -> Lasting {
         let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
-        Lasting { path: state.join("reservations").join(digits) }
+        Lasting { path: Lasting::directory(state).join(digits) }
+    }
+
+    /// Where the files of all disks are.
+    pub fn directory(state: &Path) -> PathBuf {
+        state.join("reservations")
+    }
+
+    /// Whether a file there has a name that we would give it.
+    pub fn is_name(name: &[u8]) -> bool {
+        let digits = name.strip_suffix(b".new").unwrap_or(name);
+        digits.len() == 32 && digits.iter().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
     }
 
     /// What has been kept.

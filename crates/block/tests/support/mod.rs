@@ -53,7 +53,8 @@ impl Disk {
     pub fn new(seed: u64, failing: u64) -> Disk {
         let durable = vec![0; SECTORS as usize * SECTOR];
         let current = durable.clone();
-        let state = State { durable, current, pending: Vec::new(), random: seed | 1, failing, size: SECTORS * SECTOR as u64 };
+        let state =
+            State { durable, current, pending: Vec::new(), random: seed | 1, failing, size: SECTORS * SECTOR as u64 };
         Disk { state: Arc::new(Mutex::new(state)), zeroes: Arc::default() }
     }
 

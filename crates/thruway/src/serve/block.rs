@@ -90,6 +90,16 @@ impl BlockArgs {
         self.state.clone().or_else(default_state).filter(|_| !self.block.is_empty())
     }
 
+    /// Whether there are initiators, who may ask for what outlives the daemon.
+    pub fn has_initiators(&self) -> bool {
+        !self.iscsi.is_empty() || !self.iser.is_empty()
+    }
+
+    /// Files with secrets and certificates.
+    pub fn secret_files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca].into_iter().flatten()
+    }
+
     /// Refuses what would be without effect.
     pub fn check(&self) -> Result<(), String> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();

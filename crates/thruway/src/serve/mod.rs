@@ -2,6 +2,7 @@
 
 mod block;
 mod config;
+mod confine;
 mod user;
 
 use self::block::{BlockArgs, BlockService};
@@ -14,6 +15,7 @@ use std::ffi::OsString;
 use std::io::BufRead;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use thruway_block::scsi::Lasting;
 use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
@@ -84,6 +86,9 @@ pub struct ServeArgs {
     /// Become this user when everything is open that only root may open
     #[arg(long, value_name = "NAME", value_parser = User::parse)]
     user: Option<User>,
+    /// Do without Landlock, by which the kernel (6.2 or later) keeps the daemon to what it serves
+    #[arg(long)]
+    no_landlock: bool,
     /// Most sessions at a time
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_sessions: u32,
@@ -187,6 +192,11 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     }
     thruway_engine::limits::raise_open_files();
     let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
+    prepare_state(args);
+    // What ssh starts for a user may open what the user may.
+    if !args.no_landlock && !args.secret_from_stdin {
+        confine::confine(args)?;
+    }
     let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
     if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
         become_user(args)?;
@@ -229,14 +239,24 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     result
 }
 
+/// Makes the directory for what is to outlive the daemon, which only initiators ask for.
+fn prepare_state(args: &ServeArgs) {
+    let Some(state) = args.block.state().filter(|_| args.block.has_initiators()) else { return };
+    let made = match &args.user {
+        Some(user) => {
+            let own = user.make_directory(&state);
+            own.and_then(|()| user.take_over(&Lasting::directory(&state), Lasting::is_name))
+        }
+        None => std::fs::create_dir_all(&state),
+    };
+    if let Err(error) = made {
+        tracing::warn!(path = %state.display(), %error, "no place for reservations that are to outlive the daemon");
+    }
+}
+
 /// Gives up root, if that is asked for, and makes sure that what is opened later can be opened without.
 fn become_user(args: &ServeArgs) -> Result<(), String> {
     let Some(user) = &args.user else { return Ok(()) };
-    if let Some(state) = args.block.state()
-        && let Err(error) = user.make_directory(&state)
-    {
-        tracing::warn!(path = %state.display(), %error, "no place for reservations that are to outlive the daemon");
-    }
     user.become_it()?;
     if let Some(path) = &args.authorized_keys
         && let Err(e) = AuthorizedKeys::load(path)

@@ -4,6 +4,7 @@
 //! opened with the user's rights: the file system itself refuses what the user may not.
 
 use nix::unistd;
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
 use std::ffi::CString;
 use std::io;
 use std::path::Path;
@@ -28,10 +29,43 @@ impl User {
     /// If it cannot be made.
     pub fn make_directory(&self, path: &Path) -> io::Result<()> {
         match std::fs::create_dir(path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
-            other => other?,
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            Err(e) => Err(e),
+            Ok(()) => std::os::unix::fs::chown(path, Some(self.0.uid.as_raw()), Some(self.0.gid.as_raw())),
         }
-        std::os::unix::fs::chown(path, Some(self.0.uid.as_raw()), Some(self.0.gid.as_raw()))
+    }
+
+    /// Makes a directory of the daemon's own the user's, with the files in it that `is_ours` knows by name: what a daemon of
+    /// root's has left there is to be found, and kept up.
+    ///
+    /// # Errors
+    /// If it cannot be made, or is somebody else's.
+    pub fn take_over(&self, path: &Path, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
+        self.make_directory(path)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(path, flags, Mode::empty())?;
+        let owner = rustix::fs::fstat(&directory)?.st_uid;
+        if owner == self.0.uid.as_raw() || !rustix::process::geteuid().is_root() {
+            return Ok(());
+        }
+        if owner != 0 {
+            return Err(io::Error::other(format!("it belongs to user {owner}, not to '{}'", self.0.name)));
+        }
+        for entry in rustix::fs::Dir::read_from(&directory)? {
+            let name = entry?.file_name().to_owned();
+            if is_ours(name.to_bytes()) {
+                rustix::fs::chownat(&directory, name, self.uid(), self.gid(), AtFlags::SYMLINK_NOFOLLOW)?;
+            }
+        }
+        Ok(rustix::fs::fchown(&directory, self.uid(), self.gid())?)
+    }
+
+    fn uid(&self) -> Option<Uid> {
+        Some(Uid::from_raw(self.0.uid.as_raw()))
+    }
+
+    fn gid(&self) -> Option<Gid> {
+        Some(Gid::from_raw(self.0.gid.as_raw()))
     }
 
     /// Becomes this user, with all threads (the C library sees to that) and for good.

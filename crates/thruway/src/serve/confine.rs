@@ -1,0 +1,148 @@
+//! Confinement by Landlock (Linux 6.2 and later): the kernel keeps the daemon to what it was told to serve.
+//!
+//! Paths from peers are resolved beneath their export in any case. This is the second wall, for the day on which the first
+//! has a hole: whatever the daemon is talked into, it opens, changes and runs nothing else on this machine. It stands from
+//! before the first thread is started, since a thread's children have its walls and its siblings do not.
+
+use super::ServeArgs;
+use crate::keys::config_dir;
+use landlock::{
+    ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError,
+    path_beneath_rules,
+};
+use std::path::{Path, PathBuf};
+use thruway_block::export::{Layer, Source, Spec};
+use thruway_block::net::Address;
+
+/// Truncation is among the rights from here on. Older kernels go without.
+const RIGHTS: ABI = ABI::V3;
+
+/// What every program needs: libraries and what configures them, this machine's hardware and processes, names and times.
+const READ: &[&str] = &[
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/proc",
+    "/sys",
+    "/run/udev",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.preload",
+    "/etc/libibverbs.d",
+    "/etc/rdma",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+    "/etc/resolv.conf",
+    "/etc/services",
+    "/etc/localtime",
+];
+
+/// Devices without a disk behind them; memory that outlives the daemon; RDMA devices.
+const WRITE: &[&str] =
+    &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm", "/dev/infiniband"];
+
+/// What the daemon may open.
+#[derive(Default)]
+struct Allowed {
+    read: Vec<PathBuf>,
+    write: Vec<PathBuf>,
+}
+
+impl Allowed {
+    /// A file that is read again, and may have been replaced by another of its name; or a link, by what it leads to.
+    fn replaced(&mut self, path: &Path) {
+        self.read.extend(directory(path));
+        self.read.extend(path.canonicalize().ok().as_deref().and_then(directory));
+    }
+
+    fn disk(&mut self, source: &Source) {
+        match source {
+            Source::Path(path) => self.write.push(path.clone()),
+            Source::Memory(_) => {}
+            Source::Stripe { members, .. } => members.iter().for_each(|member| self.disk(member)),
+        }
+    }
+
+    fn export(&mut self, spec: &Spec) {
+        self.disk(&spec.source);
+        for layer in &spec.layers {
+            match layer {
+                Layer::Overlay(dir) => self.write.push(dir.clone()),
+                Layer::Log(file) => self.write.extend(directory(file)),
+                Layer::Cache(_) | Layer::Rate(_) | Layer::Delay(..) | Layer::Fault(..) => {}
+            }
+        }
+    }
+
+    fn of(args: &ServeArgs) -> Allowed {
+        let mut allowed = Allowed::default();
+        allowed.read.extend(READ.iter().map(PathBuf::from));
+        allowed.write.extend(WRITE.iter().map(PathBuf::from));
+        // Records of copies that are written to no export, and of those into file systems that know no files without names.
+        allowed.write.push(std::env::temp_dir());
+        for export in &args.export {
+            let to = if export.read_only { &mut allowed.read } else { &mut allowed.write };
+            to.push(export.dir.clone());
+        }
+        args.authorized_keys.iter().chain(&args.key).for_each(|path| allowed.replaced(path));
+        args.block.secret_files().for_each(|path| allowed.replaced(path));
+        // A key that is kept for this daemon is made when there is none.
+        if args.key.is_none() {
+            let _ = std::fs::create_dir_all(config_dir());
+            allowed.write.push(config_dir());
+        }
+        allowed.write.extend(args.block.state());
+        args.block.block.iter().for_each(|spec| allowed.export(spec));
+        for address in &args.block.nbd {
+            if let Address::Unix(path) = address {
+                allowed.write.extend(directory(path));
+            }
+        }
+        allowed
+    }
+}
+
+fn directory(path: &Path) -> Option<PathBuf> {
+    match path.parent()? {
+        here if here.as_os_str().is_empty() => Some(".".into()),
+        parent => Some(parent.into()),
+    }
+}
+
+/// Confines this process, if the kernel can.
+///
+/// # Errors
+/// A sentence, if it can and something else keeps it from being done.
+pub fn confine(args: &ServeArgs) -> Result<(), String> {
+    let run: BitFlags<AccessFs> = AccessFs::Execute.into();
+    let (read, all) = (AccessFs::ReadFile | AccessFs::ReadDir, AccessFs::from_all(RIGHTS) & !run);
+    // Nothing is run.
+    let ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::from_all(RIGHTS))
+        .and_then(Ruleset::create);
+    let ruleset = match ruleset {
+        Ok(ruleset) => ruleset,
+        Err(error @ (RulesetError::CreateRuleset(_) | RulesetError::HandleAccesses(_))) => {
+            tracing::info!(%error, "this kernel has no Landlock of Linux 6.2 or later: the daemon is not confined by it");
+            return Ok(());
+        }
+        Err(error) => return Err(format!("confining the daemon: {error}")),
+    };
+    let allowed = Allowed::of(args);
+    // What is not there cannot be opened now, and whoever wants it says so.
+    let confined = ruleset
+        .add_rules(path_beneath_rules(&allowed.read, read))
+        .and_then(|ruleset| ruleset.add_rules(path_beneath_rules(&allowed.write, all)))
+        .and_then(|ruleset| ruleset.restrict_self());
+    match confined {
+        Ok(_) => {
+            tracing::info!("confined by Landlock to what is served");
+            Ok(())
+        }
+        Err(error) => Err(format!("confining the daemon (--no-landlock leaves that out): {error}")),
+    }
+}
