@@ -53,7 +53,7 @@ nbd-client -d /dev/nbd0 >/dev/null
 # Whoever has asked for that is kept out by the next daemon, too, by whatever protocol.
 sg_persist --out --register --param-sark=0x1 $one >/dev/null
 sg_persist --out --reserve --param-rk=0x1 --prout-type=5 $one >/dev/null
-[[ ! -e /tmp/state ]]
+[[ ! -e /tmp/state/reservations ]]
 sg_persist --out --register-ignore --param-aptpl --param-sark=0x1 $one >/dev/null
 kill -9 $daemon
 wait $daemon || true

@@ -26,6 +26,9 @@ mod octets;
 mod outbox;
 mod pieces;
 pub mod scsi;
+#[cfg(test)]
+#[path = "../../../fuzz/seeds.rs"]
+mod seeds;
 mod served;
 mod streams;
 mod supply;

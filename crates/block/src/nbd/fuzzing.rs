@@ -27,3 +27,28 @@ pub fn client(data: &[u8]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the fuzzer begins with (`fuzz/seeds`).
+    #[test]
+    fn the_fuzzers_seeds_are_there() {
+        let option = |number: u8, data: &[u8]| [&[number, data.len() as u8][..], data].concat();
+        let info = |name: &[u8]| [&(name.len() as u32).to_be_bytes()[..], name, &[0, 1, 0, 3]].concat();
+        let contexts = [&1_u32.to_be_bytes()[..], b"a", &[0, 0, 0, 1, 0, 0, 0, 15], b"base:allocation"].concat();
+        // List; structured replies, contexts and GO; the old way; TLS.
+        let seeds = [
+            option(3, b""),
+            [option(8, b""), option(10, &contexts), option(7, &info(b"a"))].concat(),
+            [option(11, b""), option(6, &info(b"b")), option(1, b"b")].concat(),
+            [option(5, b""), option(2, b"")].concat(),
+        ];
+        for (number, options) in seeds.iter().enumerate() {
+            let seed = [&[u8::from(number == 3), 0, 0, 3][..], options].concat();
+            client(&seed);
+            crate::seeds::check("nbd_client", number, &seed);
+        }
+    }
+}
