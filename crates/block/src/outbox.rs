@@ -22,8 +22,11 @@ pub(crate) struct Outbox {
 }
 
 impl Outbox {
-    /// Adds a message.
+    /// Adds a message. If nothing can be sent any more it goes, with the blocks that others of the connection wait for.
     pub(crate) fn push(&self, message: Message) {
+        if self.broken.get() {
+            return;
+        }
         self.waiting.set(self.waiting.get() + message.memory());
         self.messages.borrow_mut().push(message);
         self.ready.notify_one();
@@ -60,8 +63,9 @@ impl Outbox {
     pub(crate) async fn run(&self, mut writer: Writer) {
         if let Err(error) = self.send(&mut writer).await {
             tracing::debug!(%error, "sending to a block client");
-            self.messages.borrow_mut().clear();
             self.broken.set(true);
+            let unsent = std::mem::take(&mut *self.messages.borrow_mut());
+            drop(unsent);
             self.broke.notify_one();
             self.sent.notify_waiters();
         }

@@ -38,11 +38,10 @@ impl Served {
     }
 
     /// Waits until every change that was begun before is over. Whoever comes back after a lost connection could else
-    /// have what it writes now undone by what it wrote then. Returns which settlement this was.
-    pub async fn settle(&self) -> u64 {
-        let settlement = self.settlements.fetch_add(1, Ordering::SeqCst) + 1;
+    /// have what it writes now undone by what it wrote then.
+    pub async fn settle(&self) {
+        self.settlements.fetch_add(1, Ordering::SeqCst);
         self.changes.turn().await;
-        settlement
     }
 
     /// The latest settlement, finished or not. What was begun ([`Served::begin`]) before this was asked is waited for by

@@ -20,6 +20,7 @@ struct Stuck {
     below: MemoryBackend,
     /// So many more.
     stuck: AtomicUsize,
+    reads_too: bool,
     begun: Sender<()>,
     go_on: watch::Receiver<u32>,
 }
@@ -30,7 +31,13 @@ impl Backend for Stuck {
     }
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
-        self.below.read(at, segment)
+        Box::pin(async move {
+            if self.reads_too {
+                let _ = self.begun.send(());
+                self.go_on.clone().wait_for(|go_on| *go_on > 0).await.unwrap();
+            }
+            self.below.read(at, segment).await
+        })
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
@@ -74,11 +81,12 @@ struct Lab {
     _reactors: Reactors,
 }
 
-fn lab(stuck: usize) -> Lab {
+fn lab(stuck: usize, reads_too: bool) -> Lab {
     let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(0));
     let disk = Arc::new(Stuck {
         below: MemoryBackend::new(1 << 20).unwrap(),
         stuck: AtomicUsize::new(stuck),
+        reads_too,
         begun: begun_tell,
         go_on: wait,
     });
@@ -109,9 +117,22 @@ fn lab(stuck: usize) -> Lab {
     Lab { address, disk, begun, go_on, server, _reactors: reactors }
 }
 
+impl Lab {
+    /// What the disk begins with when every connection has ended.
+    fn ends_with(&self, value: u8) {
+        self.server.shut_down(Duration::from_secs(60));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let shown = runtime.block_on(async {
+            let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(1);
+            self.disk.below.read(0, segment).await.unwrap()
+        });
+        assert_eq!(shown.as_slice(), [value], "a write of the first came last");
+    }
+}
+
 #[test]
 fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
-    let lab = lab(1);
+    let lab = lab(1, false);
     let mut first = Nbd::connect(&lab.address, "d").unwrap();
     first.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
     lab.begun.recv().unwrap();
@@ -138,7 +159,7 @@ fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
 /// been answered, and come again by the next one. They are not begun after it has gone on.
 #[test]
 fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
-    let lab = lab(usize::MAX);
+    let lab = lab(usize::MAX, false);
     let mut first = Nbd::connect(&lab.address, "d").unwrap();
     first.send_many(1500, (0, WRITE), 0, 1, &[1]).unwrap();
     lab.begun.recv().unwrap();
@@ -151,11 +172,42 @@ fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
     second.answer().unwrap();
     lab.go_on.send_replace(2);
     drop(second);
-    lab.server.shut_down(Duration::from_secs(60));
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let shown = runtime.block_on(async {
-        let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(1);
-        lab.disk.read(0, segment).await.unwrap()
-    });
-    assert_eq!(shown.as_slice(), [2], "a write of the first came after it");
+    lab.ends_with(2);
+}
+
+/// The same, where the lost connection has changed nothing yet: it settles after its successor.
+#[test]
+fn the_first_write_of_a_lost_connection_comes_too_late_too() {
+    let lab = lab(0, true);
+    let mut first = Nbd::connect(&lab.address, "d").unwrap();
+    first.send_many(600, (0, READ), 0, 1, &[]).unwrap();
+    first.send((0, WRITE), 0, 1, &[1]).unwrap();
+    lab.begun.recv().unwrap();
+    // Closed, as far as the server can know; whoever is gone altogether would answer its replies with a reset.
+    first.half_close();
+    let mut second = Nbd::connect(&lab.address, "d").unwrap();
+    for value in [1, 2] {
+        second.ask((0, WRITE), 0, 1, &[value]).unwrap().unwrap();
+    }
+    lab.go_on.send_replace(1);
+    drop(second);
+    lab.ends_with(2);
+}
+
+/// Replies that cannot be sent any more keep nothing: reads still under way wait for the blocks that those had.
+#[test]
+fn clients_that_go_with_many_reads_under_way_leave_nothing() {
+    let lab = lab(0, true);
+    // As many as there may be connections.
+    for _ in 0..8 {
+        let mut client = Nbd::connect(&lab.address, "d").unwrap();
+        client.send_many(800, (0, READ), 0, 1, &[]).unwrap();
+        lab.begun.recv().unwrap();
+    }
+    lab.go_on.send_replace(1);
+    let start = std::time::Instant::now();
+    while Nbd::connect(&lab.address, "d").is_err() {
+        assert!(start.elapsed() < Duration::from_secs(60), "their places are still taken");
+        std::thread::yield_now();
+    }
 }

@@ -12,7 +12,7 @@
 
 use slab::Slab;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::Notify;
 
@@ -30,11 +30,16 @@ pub(super) enum Who {
 #[derive(Default)]
 pub(super) struct RangeLock {
     shards: [Shard; SHARDS],
-    /// Every range that is wanted or had alone.
-    exclusive: Mutex<Vec<(u64, Range<u64>)>>,
-    next_id: AtomicU64,
+    /// Every range that is wanted or had alone, in the order in which they came.
+    exclusive: Mutex<Queue>,
     /// Told when somebody who was waited for has gone.
     changed: Notify,
+}
+
+#[derive(Default)]
+struct Queue {
+    ranges: Vec<(u64, Range<u64>)>,
+    next_id: u64,
 }
 
 /// Apart from its neighbours' cache lines.
@@ -85,11 +90,11 @@ impl RangeLock {
         self.when_changed(|| self.try_share(range.clone(), who)).await
     }
 
-    /// Has a range alone until what is returned is dropped.
+    /// Has a range alone until what is returned is dropped. Those who want what overlaps have it in the order in which
+    /// they came.
     pub(super) async fn alone(self: &Arc<Self>, range: Range<u64>) -> Alone {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let alone = self.when_changed(|| self.want(id, &range)).await;
-        self.when_changed(|| self.have(id, &range)).await;
+        let alone = self.want(&range);
+        self.when_changed(|| self.have(alone.id, &range)).await;
         alone
     }
 
@@ -109,21 +114,28 @@ impl RangeLock {
         }
     }
 
-    /// Keeps requests out of a range, unless somebody else does already.
-    fn want(self: &Arc<Self>, id: u64, range: &Range<u64>) -> Option<Alone> {
-        let mut all = self.exclusive.lock().expect("no panics under the lock");
-        if all.iter().any(|(_, other)| overlap(other, range)) {
-            return None;
-        }
-        all.push((id, range.clone()));
+    /// Keeps requests out of a range.
+    fn want(self: &Arc<Self>, range: &Range<u64>) -> Alone {
+        let mut queue = self.queue();
+        let id = queue.next_id;
+        queue.next_id += 1;
+        queue.ranges.push((id, range.clone()));
+        drop(queue);
         for shard in &self.shards {
             shard.lock().exclusive.push(Exclusive { id, range: range.clone(), held: false });
         }
-        Some(Alone { lock: Arc::clone(self), id })
+        Alone { lock: Arc::clone(self), id }
     }
 
-    /// Keeps everybody out of a range, if nobody shares it any more.
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.exclusive.lock().expect("no panics under the lock")
+    }
+
+    /// Keeps everybody out of a range, if nobody shares it any more, and nobody wanted it before.
     fn have(&self, id: u64, range: &Range<u64>) -> Option<()> {
+        if self.queue().ranges.iter().any(|(other, wanted)| *other < id && overlap(wanted, range)) {
+            return None;
+        }
         // All at once, or somebody could come in where we have looked already.
         let mut states: Vec<MutexGuard<'_, State>> = self.shards.iter().map(Shard::lock).collect();
         if states.iter().any(|state| state.shared.iter().any(|(_, shared)| overlap(shared, range))) {
@@ -152,8 +164,8 @@ pub(super) struct Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let mut state = self.lock.shards[self.shard].lock();
-        state.shared.remove(self.key);
-        let waited_for = !state.exclusive.is_empty();
+        let range = state.shared.remove(self.key);
+        let waited_for = state.exclusive.iter().any(|e| !e.held && overlap(&e.range, &range));
         drop(state);
         if waited_for {
             self.lock.changed.notify_waiters();
@@ -172,7 +184,7 @@ impl Drop for Alone {
         for shard in &self.lock.shards {
             shard.lock().exclusive.retain(|e| e.id != self.id);
         }
-        self.lock.exclusive.lock().expect("no panics under the lock").retain(|(id, _)| *id != self.id);
+        self.lock.queue().ranges.retain(|(id, _)| *id != self.id);
         self.lock.changed.notify_waiters();
     }
 }
@@ -181,6 +193,7 @@ impl Drop for Alone {
 mod tests {
     use super::*;
     use futures_util::FutureExt;
+    use std::sync::atomic::AtomicU64;
 
     #[test]
     fn who_wants_a_range_keeps_requests_out_of_it_and_of_nothing_else() {
@@ -206,13 +219,20 @@ mod tests {
     fn two_that_want_what_overlaps_have_it_in_turn() {
         let lock = Arc::new(RangeLock::default());
         let first = lock.alone(0..10).now_or_never().unwrap();
+        let elsewhere = lock.alone(10..12).now_or_never().expect("they do not overlap");
         let mut second = Box::pin(lock.alone(9..20));
         assert!(second.as_mut().now_or_never().is_none());
-        let elsewhere = lock.alone(10..12).now_or_never().expect("they do not overlap");
+        // Whoever comes later waits, though it could have its range now: or who wants much would wait for ever.
+        let mut later = Box::pin(lock.alone(12..14));
+        assert!(later.as_mut().now_or_never().is_none());
         drop(first);
         assert!(second.as_mut().now_or_never().is_none());
         drop(elsewhere);
-        assert!(second.now_or_never().is_some());
+        assert!(later.as_mut().now_or_never().is_none());
+        let second = second.now_or_never().expect("it is its turn");
+        assert!(later.as_mut().now_or_never().is_none());
+        drop(second);
+        assert!(later.now_or_never().is_some());
     }
 
     #[test]

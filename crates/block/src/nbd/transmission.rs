@@ -43,8 +43,12 @@ struct Connection {
     /// What was under way when this connection first changed something is over.
     settled: OnceCell<()>,
     peer: Peer,
-    /// The latest settlement at which the peer was still there.
-    seen: Cell<u64>,
+    /// The latest settlement when this connection came.
+    came_after: u64,
+    /// It has settled itself.
+    has_settled: Cell<bool>,
+    /// The client has said that it leaves.
+    leaves: Cell<bool>,
 }
 
 /// Serves requests until the client leaves or the server closes; a request of which something has come is still served.
@@ -66,7 +70,9 @@ pub(super) async fn serve(
         long: Arc::new(Semaphore::new(LONG_MAX)),
         settled: OnceCell::new(),
         peer: reader.peer(),
-        seen: Cell::new(0),
+        came_after: agreement.export.backend.latest_settlement(),
+        has_settled: Cell::new(false),
+        leaves: Cell::new(false),
         agreement,
     });
     let sender = Rc::clone(&connection);
@@ -122,6 +128,7 @@ impl Connection {
                 .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a request without its magic number"))?;
             reader.consume(header_len);
             if request.command == Command::Disconnect {
+                self.leaves.set(true);
                 return Ok(());
             }
             let turn = Arc::clone(under_way).acquire_owned().await.expect("the semaphore is never closed");
@@ -238,14 +245,16 @@ impl Connection {
     /// it had not begun is not begun any more.
     async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
         let disk = &self.agreement.export.backend;
-        self.settled.get_or_init(|| async { self.seen.set(disk.settle().await) }).await;
+        let settling = || async {
+            self.has_settled.set(true);
+            disk.settle().await;
+        };
+        self.settled.get_or_init(settling).await;
         let _begun = disk.begin();
-        let latest = disk.latest_settlement();
-        if latest != self.seen.get() {
-            if self.peer.has_closed() {
-                return Err(io::ErrorKind::ConnectionAborted.into());
-            }
-            self.seen.set(latest);
+        // Another has come since, and changes the disk: it may be the one that takes this one's place.
+        let others = disk.latest_settlement() - self.came_after > u64::from(self.has_settled.get());
+        if others && !self.leaves.get() && self.peer.has_closed() {
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
         let _passing = self.agreement.export.fence.change().await?;
         change().await

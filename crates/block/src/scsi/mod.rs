@@ -2,7 +2,7 @@
 //!
 //! - [`Unit`]: a logical unit over an export, with reservations and unit attentions.
 //! - [`Transfer`]: how a carrier moves a command's data; [`Unit::execute`] does the rest.
-//! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`: `ports`: what the
+//! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`, `ports`: what the
 //!   unit says of itself; `reservation`: who may use it.
 
 mod attached;

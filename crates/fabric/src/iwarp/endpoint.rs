@@ -429,6 +429,8 @@ impl Endpoint {
                             unreachable!("matched above")
                         };
                         self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &[]);
+                        // It was never established.
+                        state.info = None;
                         if let Phase::Live(live) = &mut state.phase {
                             live.connection.fail_protocol(code, None);
                         }

@@ -40,10 +40,14 @@ impl Grant {
         }
     }
 
-    fn revoke(self) {
+    /// Takes the right back. False if the device still needs what it is on.
+    fn revoke(&self) -> bool {
         match self {
-            Grant::Window(window) => window.upgrade().iter().for_each(|window| window.end()),
-            Grant::Part(part) => part.upgrade().iter().for_each(|part| part.deregister()),
+            Grant::Window(window) => window.upgrade().is_none_or(|window| window.revoke()),
+            Grant::Part(part) => {
+                part.upgrade().iter().for_each(|part| part.deregister());
+                true
+            }
         }
     }
 }
@@ -149,12 +153,13 @@ impl Region {
         Ok(Arc::new(RegionHandle(part)))
     }
 
-    /// Remembers what is to be revoked with the region, unless that has gone meanwhile.
+    /// Remembers what is to be revoked with the region.
+    ///
+    /// # Errors
+    /// If that has gone meanwhile; then the grant is the caller's to undo.
     fn grant(&self, grant: Grant) -> Result<()> {
         let mut granted = lock(&self.granted);
         if !self.valid.load(Ordering::SeqCst) {
-            drop(granted);
-            grant.revoke();
             return self.check_part(0, 0, Access::empty());
         }
         if granted.len() == granted.capacity() {
@@ -166,20 +171,23 @@ impl Region {
         Ok(())
     }
 
-    /// Takes the keys back, and those of everything on it.
+    /// Takes the keys back, and those of everything on it. While a request that binds a window on it is in a send queue,
+    /// the device needs the region: the end of that request is the end of the region, too.
     pub(super) fn deregister(&self) {
-        let granted = {
+        let mut granted = {
             let mut granted = lock(&self.granted);
             self.valid.store(false, Ordering::SeqCst);
             std::mem::take(&mut *granted)
         };
-        // The device keeps a region that has windows.
-        granted.into_iter().for_each(Grant::revoke);
-        if lock(&self.raw).is_some() {
-            lock(&self.context.revocable).remove(&self.rkey);
-            lock(&self.context.local).remove(&self.lkey);
+        granted.retain(|grant| !grant.revoke());
+        if !granted.is_empty() {
+            lock(&self.granted).extend(granted);
+            return;
         }
         let Some(raw) = lock(&self.raw).take() else { return };
+        // Before the device may give the same keys to another.
+        lock(&self.context.revocable).remove(&self.rkey);
+        lock(&self.context.local).remove(&self.lkey);
         // SAFETY: registered by us and deregistered once. When this returns, the device is done
         // with the memory.
         let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
@@ -323,8 +331,9 @@ impl Window {
             region: Arc::clone(region),
         });
         lock(&window.context.revocable).insert(rkey, Arc::clone(&window.valid));
+        // From here until the request is done, neither the region nor the window goes.
         region.grant(Grant::Window(Arc::downgrade(&window)))?;
-        let mr = lock(&region.raw).unwrap_or(std::ptr::null_mut());
+        let mr = lock(&region.raw).expect("the device keeps a region that is being bound");
         Ok((window.clone(), bind_mw { mw, rkey, mr, addr: window.base, length: len as u64, mw_access_flags }))
     }
 
@@ -342,6 +351,8 @@ impl Window {
         if raw.dropped || !success {
             self.free(&mut raw);
         }
+        drop(raw);
+        self.let_go();
     }
 
     /// Its queue pair goes, or it was never bound.
@@ -350,6 +361,27 @@ impl Window {
         self.retire();
         raw.pending = false;
         self.free(&mut raw);
+        drop(raw);
+        self.let_go();
+    }
+
+    /// Ends it because its region goes. False while the request that binds it is in the send queue: without the window that
+    /// would fail, and the connection with it.
+    fn revoke(&self) -> bool {
+        let mut raw = lock(&self.raw);
+        self.retire();
+        raw.dropped = true;
+        if !raw.pending {
+            self.free(&mut raw);
+        }
+        !raw.pending
+    }
+
+    /// A region that only waited for this goes.
+    fn let_go(&self) {
+        if !self.region.valid.load(Ordering::SeqCst) {
+            self.region.deregister();
+        }
     }
 
     fn retire(&self) -> bool {

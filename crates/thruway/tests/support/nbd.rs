@@ -36,6 +36,11 @@ impl Nbd {
         self.send_many(1, command, at, len, data)
     }
 
+    /// Nothing more will come from here.
+    pub fn half_close(&self) {
+        self.0.shutdown(std::net::Shutdown::Write).unwrap();
+    }
+
     /// The same request many times, all at once.
     pub fn send_many(
         &mut self,
