@@ -15,8 +15,8 @@ cargo xtask TASK
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
-  mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test notices (hours; a part of it
-                is a sample). Takes arguments of cargo-mutants behind it
+  mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
+                part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD
                                  a command in such a guest, over this machine's files

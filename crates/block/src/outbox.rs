@@ -90,3 +90,22 @@ impl Outbox {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::Body;
+    use futures_util::FutureExt;
+    use smallvec::SmallVec;
+    use thruway_engine::Segments;
+
+    #[test]
+    fn what_cannot_be_sent_keeps_no_memory() {
+        let (outbox, supply) = (Outbox::default(), Segments::new(1, 4096).unwrap());
+        outbox.broken.set(true);
+        let segment = supply.reserve(1).now_or_never().unwrap().segment(4096);
+        let body = Body::Segments(SmallVec::from_iter([segment]));
+        outbox.push(Message { header: SmallVec::new(), body, trailer: SmallVec::new() });
+        assert!(supply.reserve(1).now_or_never().is_some(), "another read can go on");
+    }
+}

@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_fabric::Device;
@@ -139,6 +140,8 @@ pub(crate) struct Turns<T> {
     /// Where handshakes have ended since that thread last looked.
     over: Mutex<Vec<IpAddr>>,
     waker: Device,
+    /// Nobody is let in any more. Changes under the lock of `handshakes`.
+    closed: AtomicBool,
 }
 
 /// A handshake under way: its place is another's when this is dropped.
@@ -161,12 +164,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<T> Turns<T> {
     pub(crate) fn new(limits: Limits, waker: Device) -> Arc<Turns<T>> {
-        Arc::new(Turns { handshakes: Mutex::new(Handshakes::new(limits)), over: Mutex::default(), waker })
+        Arc::new(Turns {
+            handshakes: Mutex::new(Handshakes::new(limits)),
+            over: Mutex::default(),
+            waker,
+            closed: AtomicBool::new(false),
+        })
     }
 
     /// Somebody calls.
     pub(crate) fn arrive(self: &Arc<Self>, from: IpAddr, caller: T) -> Answer<T> {
-        let verdict = lock(&self.handshakes).arrive(from, caller, Instant::now());
+        let mut handshakes = lock(&self.handshakes);
+        if self.closed.load(Ordering::SeqCst) {
+            return Answer { begin: Vec::new(), refuse: vec![caller] };
+        }
+        let verdict = handshakes.arrive(from, caller, Instant::now());
+        drop(handshakes);
         self.answer(verdict)
     }
 
@@ -187,9 +200,10 @@ impl<T> Turns<T> {
         Answer { begin: verdict.begin.into_iter().map(turn).collect(), refuse: verdict.refuse }
     }
 
-    /// Who waits its turn waits in vain, and may keep what it waits for alive.
-    pub(crate) fn forget_who_waits(&self) {
+    /// Nobody is let in any more. Who waits its turn waits in vain, and may keep what it waits for alive.
+    pub(crate) fn close(&self) {
         let mut handshakes = lock(&self.handshakes);
+        self.closed.store(true, Ordering::SeqCst);
         let limits = handshakes.limits;
         let waiting = std::mem::replace(&mut *handshakes, Handshakes::new(limits));
         drop(handshakes);

@@ -21,13 +21,11 @@ impl Lasting {
     /// The file for a disk, in the directory of a daemon's state.
     pub fn of(state: &Path, identity: &[u8; 16]) -> Lasting {
         let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
-        Lasting { path: Lasting::directory(state).join(digits) }
+        Lasting { path: state.join(Lasting::DIRECTORY).join(digits) }
     }
 
-    /// Where the files of all disks are.
-    pub fn directory(state: &Path) -> PathBuf {
-        state.join("reservations")
-    }
+    /// Where in the state the files of all disks are.
+    pub const DIRECTORY: &'static str = "reservations";
 
     /// Whether a file there has a name that we would give it.
     pub fn is_name(name: &[u8]) -> bool {

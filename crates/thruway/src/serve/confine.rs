@@ -5,7 +5,6 @@
 //! before the first thread is started, since a thread's children have its walls and its siblings do not.
 
 use super::ServeArgs;
-use crate::keys::config_dir;
 use landlock::{
     ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError,
     path_beneath_rules,
@@ -22,6 +21,9 @@ const READ: &[&str] = &[
     "/usr",
     "/lib",
     "/lib64",
+    "/opt",
+    "/nix/store",
+    "/gnu/store",
     "/proc",
     "/sys",
     "/run/udev",
@@ -49,6 +51,8 @@ const WRITE: &[&str] =
 struct Allowed {
     read: Vec<PathBuf>,
     write: Vec<PathBuf>,
+    /// Directories of sockets, which are made and removed there.
+    sockets: Vec<PathBuf>,
 }
 
 impl Allowed {
@@ -58,20 +62,26 @@ impl Allowed {
         self.read.extend(path.canonicalize().ok().as_deref().and_then(directory));
     }
 
-    fn disk(&mut self, source: &Source) {
+    fn disk(&mut self, source: &Source, read_only: bool) {
         match source {
+            Source::Path(path) if read_only => self.read.push(path.clone()),
             Source::Path(path) => self.write.push(path.clone()),
             Source::Memory(_) => {}
-            Source::Stripe { members, .. } => members.iter().for_each(|member| self.disk(member)),
+            Source::Stripe { members, .. } => members.iter().for_each(|member| self.disk(member, read_only)),
         }
     }
 
     fn export(&mut self, spec: &Spec) {
-        self.disk(&spec.source);
+        let overlaid = spec.layers.iter().any(|layer| matches!(layer, Layer::Overlay(_)));
+        self.disk(&spec.source, spec.read_only || overlaid);
         for layer in &spec.layers {
             match layer {
                 Layer::Overlay(dir) => self.write.push(dir.clone()),
-                Layer::Log(file) => self.write.extend(directory(file)),
+                Layer::Log(file) => {
+                    // The file, and not whatever is beside it: so it has to be there. If it cannot be, opening it says why.
+                    let _ = std::fs::OpenOptions::new().append(true).create(true).open(file);
+                    self.write.push(file.clone());
+                }
                 Layer::Cache(_) | Layer::Rate(_) | Layer::Delay(..) | Layer::Fault(..) => {}
             }
         }
@@ -85,20 +95,17 @@ impl Allowed {
         allowed.write.push(std::env::temp_dir());
         for export in &args.export {
             let to = if export.read_only { &mut allowed.read } else { &mut allowed.write };
-            to.push(export.dir.clone());
+            // What is in it, so that an automount is there before the wall is.
+            to.push(export.dir.join("."));
         }
-        args.authorized_keys.iter().chain(&args.key).for_each(|path| allowed.replaced(path));
-        args.block.secret_files().for_each(|path| allowed.replaced(path));
-        // A key that is kept for this daemon is made when there is none.
-        if args.key.is_none() {
-            let _ = std::fs::create_dir_all(config_dir());
-            allowed.write.push(config_dir());
-        }
+        args.authorized_keys.iter().for_each(|path| allowed.replaced(path));
+        allowed.read.extend(args.block.secret_files().cloned());
+        allowed.read.extend(std::env::current_exe());
         allowed.write.extend(args.block.state());
         args.block.block.iter().for_each(|spec| allowed.export(spec));
         for address in &args.block.nbd {
             if let Address::Unix(path) = address {
-                allowed.write.extend(directory(path));
+                allowed.sockets.extend(directory(path));
             }
         }
         allowed
@@ -119,6 +126,7 @@ fn directory(path: &Path) -> Option<PathBuf> {
 pub fn confine(args: &ServeArgs) -> Result<(), String> {
     let run: BitFlags<AccessFs> = AccessFs::Execute.into();
     let (read, all) = (AccessFs::ReadFile | AccessFs::ReadDir, AccessFs::from_all(RIGHTS) & !run);
+    let sockets = AccessFs::MakeSock | AccessFs::RemoveFile;
     // Nothing is run.
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -127,7 +135,7 @@ pub fn confine(args: &ServeArgs) -> Result<(), String> {
     let ruleset = match ruleset {
         Ok(ruleset) => ruleset,
         Err(error @ (RulesetError::CreateRuleset(_) | RulesetError::HandleAccesses(_))) => {
-            tracing::info!(%error, "this kernel has no Landlock of Linux 6.2 or later: the daemon is not confined by it");
+            tracing::warn!(%error, "not confined: this kernel has no Landlock of Linux 6.2 or later");
             return Ok(());
         }
         Err(error) => return Err(format!("confining the daemon: {error}")),
@@ -137,6 +145,7 @@ pub fn confine(args: &ServeArgs) -> Result<(), String> {
     let confined = ruleset
         .add_rules(path_beneath_rules(&allowed.read, read))
         .and_then(|ruleset| ruleset.add_rules(path_beneath_rules(&allowed.write, all)))
+        .and_then(|ruleset| ruleset.add_rules(path_beneath_rules(&allowed.sockets, sockets)))
         .and_then(|ruleset| ruleset.restrict_self());
     match confined {
         Ok(_) => {

@@ -193,19 +193,21 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     thruway_engine::limits::raise_open_files();
     let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
     prepare_state(args);
+    // Made when there is none, or only read: no affair of a daemon that serves already.
+    let credentials = wants_transfer(args).then(|| credentials(args)).transpose()?;
     // What ssh starts for a user may open what the user may.
     if !args.no_landlock && !args.secret_from_stdin {
         confine::confine(args)?;
     }
     let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
-    if blocks.is_some() && args.listen.is_empty() && args.export.is_empty() && !args.secret_from_stdin {
+    let Some(credentials) = credentials else {
         become_user(args)?;
         announce(None, blocks.as_ref(), args, common);
         signals.forever().find(|signal| *signal != SIGHUP);
         blocks.iter().for_each(BlockService::shut_down);
         return Ok(());
-    }
-    let (daemon, credentials) = transfer(args)?;
+    };
+    let daemon = transfer(args, credentials.clone())?;
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
     let stopper = daemon.stopper();
@@ -245,7 +247,7 @@ fn prepare_state(args: &ServeArgs) {
     let made = match &args.user {
         Some(user) => {
             let own = user.make_directory(&state);
-            own.and_then(|()| user.take_over(&Lasting::directory(&state), Lasting::is_name))
+            own.and_then(|()| user.take_over(&state, Lasting::DIRECTORY, Lasting::is_name))
         }
         None => std::fs::create_dir_all(&state),
     };
@@ -290,8 +292,29 @@ fn check(args: &ServeArgs) -> Result<(), String> {
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("\nthruway serve: ")) }
 }
 
+/// Whether there is more to serve than disks.
+fn wants_transfer(args: &ServeArgs) -> bool {
+    args.block.block.is_empty() || !args.listen.is_empty() || !args.export.is_empty() || args.secret_from_stdin
+}
+
+/// Who the daemon is.
+fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
+    if args.secret_from_stdin {
+        let mut line = String::new();
+        std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
+        return Ok(Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?));
+    }
+    // Clients on this machine remember no keys of daemons.
+    let passing = is_loopback_only(&args.listen) && args.key.is_none();
+    Ok(Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? }))
+}
+
+fn is_loopback_only(listen: &[SocketAddr]) -> bool {
+    listen.iter().all(|a| a.ip().to_canonical().is_loopback())
+}
+
 /// Starts the transfer service.
-fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
+fn transfer(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
     let mut listen = args.listen.clone();
     if listen.is_empty() && args.secret_from_stdin {
         let ip = crate::ssh::reached_at().unwrap_or(std::net::Ipv4Addr::UNSPECIFIED.into());
@@ -307,16 +330,7 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
     let mut exports = args.export.clone();
     // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
     exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
-    let loopback_only = listen.iter().all(|a| a.ip().to_canonical().is_loopback());
-    let credentials = if args.secret_from_stdin {
-        let mut line = String::new();
-        std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
-        Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?)
-    } else {
-        // Clients on this machine remember no keys of daemons.
-        let passing = loopback_only && args.key.is_none();
-        Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? })
-    };
+    let loopback_only = is_loopback_only(&listen);
     let anonymous = args.anonymous;
     // The user that we run as needs no key on this machine, unless keys are insisted on.
     let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
@@ -326,10 +340,10 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
         );
     }
     let fabric = fabric(args.provider, &listen)?;
-    let daemon = Daemon::start(Config {
+    Daemon::start(Config {
         listen,
         exports,
-        credentials: credentials.clone(),
+        credentials,
         authorized,
         anonymous,
         local,
@@ -340,8 +354,7 @@ fn transfer(args: &ServeArgs) -> Result<(Daemon, Credentials), String> {
         blocks: args.depth as usize,
         once: args.once,
         fabric,
-    })?;
-    Ok((daemon, credentials))
+    })
 }
 
 fn announce(

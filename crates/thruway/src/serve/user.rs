@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// A user of this machine.
 #[derive(Debug, Clone)]
-pub struct User(unistd::User);
+pub struct User(unistd::User, Vec<unistd::Gid>);
 
 impl User {
     /// Looks a user up by name.
@@ -19,8 +19,13 @@ impl User {
     /// # Errors
     /// A sentence, if there is none of this name.
     pub fn parse(name: &str) -> Result<User, String> {
-        let found = unistd::User::from_name(name).map_err(|e| format!("looking for user '{name}': {e}"))?;
-        found.map(User).ok_or_else(|| format!("there is no user '{name}' on this machine"))
+        let failed = |e: &dyn std::fmt::Display| format!("looking for user '{name}': {e}");
+        let found = unistd::User::from_name(name).map_err(|e| failed(&e))?;
+        let found = found.ok_or_else(|| format!("there is no user '{name}' on this machine"))?;
+        // Now, while whatever knows them can be asked (a confined daemon may not reach it).
+        let text = CString::new(name).map_err(|e| failed(&e))?;
+        let groups = unistd::getgrouplist(&text, found.gid).map_err(|e| failed(&e))?;
+        Ok(User(found, groups))
     }
 
     /// Makes a directory the user's, if it is not there yet.
@@ -35,21 +40,29 @@ impl User {
         }
     }
 
-    /// Makes a directory of the daemon's own the user's, with the files in it that `is_ours` knows by name: what a daemon of
-    /// root's has left there is to be found, and kept up.
+    /// Makes a directory in a directory of root's the user's, with the files in it that `is_ours` knows by name: what a daemon
+    /// of root's has left there is to be found, and kept up. What is in the user's own directory is the user's to make.
     ///
     /// # Errors
     /// If it cannot be made, or is somebody else's.
-    pub fn take_over(&self, path: &Path, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
-        self.make_directory(path)?;
+    pub fn take_over(&self, parent: &Path, name: &str, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
+        // By descriptors and never through links: whoever may write there must not lead root elsewhere.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let directory = rustix::fs::open(path, flags, Mode::empty())?;
+        let parent = rustix::fs::open(parent, flags, Mode::empty())?;
+        if rustix::fs::fstat(&parent)?.st_uid != 0 || !rustix::process::geteuid().is_root() {
+            return Ok(());
+        }
+        match rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(0o700)) {
+            Err(rustix::io::Errno::EXIST) | Ok(()) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let directory = rustix::fs::openat(&parent, name, flags, Mode::empty())?;
         let owner = rustix::fs::fstat(&directory)?.st_uid;
-        if owner == self.0.uid.as_raw() || !rustix::process::geteuid().is_root() {
+        if owner == self.0.uid.as_raw() {
             return Ok(());
         }
         if owner != 0 {
-            return Err(io::Error::other(format!("it belongs to user {owner}, not to '{}'", self.0.name)));
+            return Err(io::Error::other(format!("{name} belongs to user {owner}, not to '{}'", self.0.name)));
         }
         for entry in rustix::fs::Dir::read_from(&directory)? {
             let name = entry?.file_name().to_owned();
@@ -78,8 +91,7 @@ impl User {
             return Ok(());
         }
         let failed = |what: &str, e: nix::Error| format!("becoming user '{name}': {what}: {e}");
-        let text = CString::new(name.as_str()).map_err(|e| format!("becoming user '{name}': {e}"))?;
-        unistd::initgroups(&text, *gid).map_err(|e| failed("its groups (only root may)", e))?;
+        unistd::setgroups(&self.1).map_err(|e| failed("its groups (only root may)", e))?;
         unistd::setgid(*gid).map_err(|e| failed("its group", e))?;
         unistd::setuid(*uid).map_err(|e| failed("its number", e))?;
         if !uid.is_root() && (unistd::setuid(unistd::Uid::from_raw(0)).is_ok() || unistd::Uid::effective() != *uid) {

@@ -37,6 +37,7 @@ impl Nbd {
     }
 
     /// Nothing more will come from here.
+    #[allow(dead_code)]
     pub fn half_close(&self) {
         self.0.shutdown(std::net::Shutdown::Write).unwrap();
     }

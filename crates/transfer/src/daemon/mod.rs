@@ -173,7 +173,8 @@ impl Daemon {
         let device = config.fabric.open().map_err(|e| e.to_string())?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
-        let options = ListenOptions { accept_foreign: true, ..ListenOptions::default() };
+        let max_pending = share_of_descriptors(4).clamp(16, ListenOptions::default().max_pending);
+        let options = ListenOptions { accept_foreign: true, max_pending, ..ListenOptions::default() };
         for addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
                 tracing::warn!(%addr, "anonymous peers may connect from other hosts");
@@ -232,8 +233,8 @@ impl Daemon {
             }
         }
         drop(self.listeners);
-        shared.greetings.forget_who_waits();
-        shared.handshakes.forget_who_waits();
+        shared.greetings.close();
+        shared.handshakes.close();
         // Sessions under way have been told to end.
         let patience = Instant::now();
         while shared.active.load(Ordering::SeqCst) > 0 && patience.elapsed() < Duration::from_secs(5) {
@@ -266,7 +267,7 @@ impl Shared {
     /// Reads callers' greetings, each on a thread of its own.
     fn follow_greetings(self: &Arc<Shared>, answer: Answer<(TcpStream, Vec<u8>)>) {
         for (stream, _) in answer.refuse {
-            tracing::warn!(peer = ?stream.peer_addr().ok(), "refused: too many connections that have not said what they want");
+            tracing::debug!(peer = ?stream.peer_addr().ok(), "refused: too many connections that have not said what they want");
         }
         for ((stream, prefix), turn) in answer.begin {
             let shared = Arc::clone(self);
