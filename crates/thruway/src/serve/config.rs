@@ -117,7 +117,7 @@ const TABLES: &[Table] = &[
 fn table_of(arg: &Arg) -> Option<&'static str> {
     match arg.get_id().as_str() {
         "config" | "check" | "once" | "block" | "export" => None,
-        "provider" | "anonymous" => Some(""),
+        "provider" | "anonymous" | "no_landlock" => Some(""),
         _ if arg.is_hide_set() || arg.get_long().is_none() => None,
         _ if arg.get_help_heading() == Some(super::block::HEADING) => Some("block"),
         _ => Some("transfer"),
