@@ -29,6 +29,7 @@ pub mod scsi;
 #[cfg(test)]
 #[path = "../../../fuzz/seeds.rs"]
 mod seeds;
+mod sequence;
 mod served;
 mod streams;
 mod supply;

@@ -1,11 +1,14 @@
-//! The top of an export's disk: what clients change is counted, can be waited for, and can be ended.
+//! The top of an export's disk: what clients change is put in order, counted, can be waited for, and can be ended.
 //!
-//! A daemon that stops flushes its disks. What is acknowledged after that flush may be lost with it, so there must be a
-//! moment from which nothing is: whatever connections are left, whatever protocol they speak, and however long the
-//! storage takes. Here is the one place that all of them pass.
+//! Changes that overlap are done in the order in which they were begun ([`Sequence`]), whichever client, connection or
+//! protocol they come by. A daemon that stops flushes its disks. What is acknowledged after that flush may be lost with it,
+//! so there must be a moment from which nothing is: whatever connections are left, and however long the storage takes.
+//! Here is the one place that all of them pass.
 
 use crate::backend::{Backend, Op, Zero};
-use crate::generations::{Generations, UnderWay};
+use crate::generations::Generations;
+use crate::sequence::Sequence;
+use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -15,10 +18,28 @@ use thruway_engine::Segment;
 /// A disk that is served.
 pub struct Served {
     below: Arc<dyn Backend>,
+    sequence: Sequence,
     changes: Arc<Generations>,
-    /// How often somebody has settled.
-    settlements: AtomicU64,
+    changers: Arc<Changers>,
     state: AtomicU8,
+}
+
+/// Connections that have changed a disk, and those of them that are gone.
+#[derive(Debug, Default)]
+struct Changers {
+    come: AtomicU64,
+    gone: AtomicU64,
+}
+
+/// A connection, which may change a disk and can tell whether others do: one of them may be its successor.
+#[derive(Debug)]
+pub(crate) struct Changer {
+    changers: Arc<Changers>,
+    /// Others that changed the disk were there before.
+    has_company: bool,
+    /// How many had come before.
+    came_after: u64,
+    has_changed: Cell<bool>,
 }
 
 /// How long the last flush may take: a supervisor would end the daemon about then.
@@ -34,25 +55,17 @@ const CLOSED: u8 = 2;
 impl Served {
     /// A disk to be served.
     pub fn new(below: Arc<dyn Backend>) -> Served {
-        Served { below, changes: Arc::default(), settlements: AtomicU64::new(0), state: AtomicU8::new(OPEN) }
+        let state = AtomicU8::new(OPEN);
+        Served { below, sequence: Sequence::default(), changes: Arc::default(), changers: Arc::default(), state }
     }
 
-    /// Waits until every change that was begun before is over. Whoever comes back after a lost connection could else
-    /// have what it writes now undone by what it wrote then.
-    pub async fn settle(&self) {
-        self.settlements.fetch_add(1, Ordering::SeqCst);
-        self.changes.turn().await;
-    }
-
-    /// The latest settlement, finished or not. What was begun ([`Served::begin`]) before this was asked is waited for by
-    /// every later one.
-    pub fn latest_settlement(&self) -> u64 {
-        self.settlements.load(Ordering::SeqCst)
-    }
-
-    /// A change begins; until what is returned is dropped, whoever settles waits for it.
-    pub fn begin(&self) -> UnderWay {
-        self.changes.begin()
+    /// A connection comes.
+    pub(crate) fn changer(&self) -> Changer {
+        // Not the other way round: one that goes meanwhile counts as company.
+        let gone = self.changers.gone.load(Ordering::SeqCst);
+        let came_after = self.changers.come.load(Ordering::SeqCst);
+        let changers = Arc::clone(&self.changers);
+        Changer { changers, has_company: came_after > gone, came_after, has_changed: Cell::new(false) }
     }
 
     /// Refuses changes from now on, waits for those under way, and flushes the disk. What takes longer than `limit` is not
@@ -70,19 +83,46 @@ impl Served {
     }
 
     /// Does a change, if changes are let through.
-    fn change<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()> + 'a) -> Op<'a, ()> {
+    fn change<'a>(&'a self, range: Option<(u64, u64)>, change: impl FnOnce() -> Op<'a, ()> + 'a) -> Op<'a, ()> {
         let under_way = self.changes.begin();
         // After it counts: who closes either waits for it, or is seen.
         if self.state.load(Ordering::SeqCst) != OPEN {
             return Box::pin(std::future::ready(Err(shut_down())));
         }
-        let change = change();
         Box::pin(async move {
-            let result = change.await;
+            let turn = match range {
+                Some((at, len)) => Some(self.sequence.begin(at, len).await),
+                None => None,
+            };
+            let result = change().await;
+            drop(turn);
             let closed = self.state.load(Ordering::SeqCst) == CLOSED;
             drop(under_way);
             if closed { Err(shut_down()) } else { result }
         })
+    }
+}
+
+impl Changer {
+    /// The connection changes the disk.
+    pub(crate) fn changes(&self) {
+        if !self.has_changed.replace(true) {
+            self.changers.come.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Others have changed the disk, or were there to change it, since this one has come.
+    pub(crate) fn has_others(&self) -> bool {
+        let come = self.changers.come.load(Ordering::SeqCst) - self.came_after;
+        self.has_company || come > u64::from(self.has_changed.get())
+    }
+}
+
+impl Drop for Changer {
+    fn drop(&mut self) {
+        if self.has_changed.get() {
+            self.changers.gone.fetch_add(1, Ordering::SeqCst);
+        }
     }
 }
 
@@ -98,19 +138,20 @@ impl Backend for Served {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        self.change(move || self.below.write(at, segment, durable))
+        let range = (at, segment.len() as u64);
+        self.change(Some(range), move || self.below.write(at, segment, durable))
     }
 
     fn flush(&self) -> Op<'_, ()> {
-        self.change(|| self.below.flush())
+        self.change(None, || self.below.flush())
     }
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.change(move || self.below.zero(at, len, how))
+        self.change(Some((at, len)), move || self.below.zero(at, len, how))
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.change(move || self.below.discard(at, len))
+        self.change(Some((at, len)), move || self.below.discard(at, len))
     }
 }
 
@@ -207,17 +248,40 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn settling_waits_for_what_was_begun_and_holds_up_nobody() {
+    async fn the_later_of_two_that_overlap_waits_for_the_earlier() {
         let (slow, served, memory) = slow();
         let mut old = served.write(0, segment(&memory).await, false);
         assert!((&mut old).now_or_never().is_none());
-        let mut settle = Box::pin(served.settle());
-        assert!((&mut settle).now_or_never().is_none());
         slow.is_slow.store(false, Ordering::SeqCst);
-        served.write(0, segment(&memory).await, false).await.unwrap();
-        assert!((&mut settle).now_or_never().is_none());
+        let mut new = served.write(511, segment(&memory).await, false);
+        let (mut zero, mut discard) = (served.zero(0, 1, Zero::empty()), served.discard(500, 1));
+        for later in [&mut new, &mut zero, &mut discard] {
+            assert!(later.now_or_never().is_none());
+        }
+        served.write(512 + 511, segment(&memory).await, false).now_or_never().expect("nothing overlaps it").unwrap();
+        served.flush().await.unwrap();
         slow.go_on.notify_one();
-        old.await.unwrap();
-        settle.await;
+        for each in [old, new, zero, discard] {
+            each.await.unwrap();
+        }
+    }
+
+    #[test]
+    fn a_connection_knows_whether_others_change_the_disk() {
+        let (_, served, _) = slow();
+        let (first, second) = (served.changer(), served.changer());
+        first.changes();
+        first.changes();
+        assert!(!first.has_others() && second.has_others());
+        second.changes();
+        assert!(first.has_others());
+        let third = served.changer();
+        drop(first);
+        drop(second);
+        assert!(third.has_others(), "they were there");
+        drop(third);
+        let last = served.changer();
+        last.changes();
+        assert!(!last.has_others());
     }
 }

@@ -1,9 +1,10 @@
-//! A client that has lost its connection comes back by another: nothing of the first overtakes the second.
+//! A client that has lost a connection goes on by another, which may be new or one that it had already: nothing of the first
+//! overtakes the second.
 
 #[path = "../../thruway/tests/support/nbd.rs"]
 mod client;
 
-use client::{FLUSH, FUA, Nbd, READ, WRITE};
+use client::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -22,7 +23,7 @@ struct Stuck {
     stuck: AtomicUsize,
     reads_too: bool,
     begun: Sender<()>,
-    go_on: watch::Receiver<u32>,
+    go_on: watch::Receiver<bool>,
 }
 
 impl Backend for Stuck {
@@ -34,7 +35,7 @@ impl Backend for Stuck {
         Box::pin(async move {
             if self.reads_too {
                 let _ = self.begun.send(());
-                self.go_on.clone().wait_for(|go_on| *go_on > 0).await.unwrap();
+                self.go_on.clone().wait_for(|go_on| *go_on).await.unwrap();
             }
             self.below.read(at, segment).await
         })
@@ -44,12 +45,7 @@ impl Backend for Stuck {
         Box::pin(async move {
             if self.stuck.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
                 let _ = self.begun.send(());
-                let mut go_on = self.go_on.clone();
-                let before = *go_on.borrow();
-                // What begins later ends later still, if it is the first connection's.
-                if before == 0 || segment.as_slice()[0] == 1 {
-                    go_on.wait_for(|go_on| *go_on > before).await.unwrap();
-                }
+                self.go_on.clone().wait_for(|go_on| *go_on).await.unwrap();
             }
             self.below.write(at, segment, durable).await
         })
@@ -76,13 +72,13 @@ struct Lab {
     address: String,
     disk: Arc<Stuck>,
     begun: Receiver<()>,
-    go_on: watch::Sender<u32>,
+    go_on: watch::Sender<bool>,
     server: Server,
     _reactors: Reactors,
 }
 
 fn lab(stuck: usize, reads_too: bool) -> Lab {
-    let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(0));
+    let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(false));
     let disk = Arc::new(Stuck {
         below: MemoryBackend::new(1 << 20).unwrap(),
         stuck: AtomicUsize::new(stuck),
@@ -130,49 +126,79 @@ impl Lab {
     }
 }
 
+/// By which connection a client goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// One that comes when the first is lost.
+    New,
+    /// One of several that it has, and by which it has changed the disk already.
+    Left,
+}
+
+impl Lab {
+    /// A client's first connection, and the one by which it goes on later, if it is there already.
+    fn connect(&self, by: By) -> (Nbd, Option<Nbd>) {
+        let left = (by == By::Left).then(|| {
+            let mut left = Nbd::connect(&self.address, "d").unwrap();
+            left.ask((0, ZEROES), 8192, 512, &[]).unwrap().unwrap();
+            left
+        });
+        (Nbd::connect(&self.address, "d").unwrap(), left)
+    }
+
+    fn go_on(&self, left: Option<Nbd>) -> Nbd {
+        left.unwrap_or_else(|| Nbd::connect(&self.address, "d").unwrap())
+    }
+}
+
 #[test]
 fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
-    let lab = lab(1, false);
-    let mut first = Nbd::connect(&lab.address, "d").unwrap();
-    first.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
-    lab.begun.recv().unwrap();
-    drop(first);
-    let mut second = Nbd::connect(&lab.address, "d").unwrap();
-    // The one that was not answered again, and another after it. Reads wait for nobody.
-    assert_eq!(second.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [0; 512]);
-    second.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
-    second.send((FUA, WRITE), 4096, 512, &[3; 512]).unwrap();
-    let mut third = Nbd::connect(&lab.address, "d").unwrap();
-    assert_eq!(third.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [0; 512], "nothing has overtaken the first");
-    assert_eq!(third.ask((0, READ), 4096, 512, &[]).unwrap().unwrap(), [0; 512]);
-    lab.go_on.send_replace(1);
-    for _ in 0..2 {
+    for by in [By::New, By::Left] {
+        let lab = lab(1, false);
+        let (mut first, left) = lab.connect(by);
+        first.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
+        lab.begun.recv().unwrap();
+        drop(first);
+        let mut second = lab.go_on(left);
+        // The one that was not answered again, and another after it. Reads wait for nobody.
+        assert_eq!(second.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [0; 512]);
+        second.send((0, WRITE), 0, 512, &[1; 512]).unwrap();
+        second.send((FUA, WRITE), 4096, 512, &[3; 512]).unwrap();
         second.answer().unwrap();
+        assert_eq!(second.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [0; 512], "nothing has overtaken the first");
+        assert_eq!(
+            second.ask((0, READ), 4096, 512, &[]).unwrap().unwrap(),
+            [3; 512],
+            "what is elsewhere need not wait"
+        );
+        lab.go_on.send_replace(true);
+        second.answer().unwrap();
+        second.ask((0, WRITE), 0, 512, &[2; 512]).unwrap().unwrap();
+        second.ask((0, FLUSH), 0, 0, &[]).unwrap().unwrap();
+        drop(second);
+        lab.ends_with(2);
     }
-    second.ask((0, WRITE), 0, 512, &[2; 512]).unwrap().unwrap();
-    second.ask((0, FLUSH), 0, 0, &[]).unwrap().unwrap();
-    assert_eq!(third.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [2; 512]);
-    assert_eq!(third.ask((0, READ), 4096, 512, &[]).unwrap().unwrap(), [3; 512]);
 }
 
 /// More requests than are read at one time: those that were still in the socket when the connection was lost have not
 /// been answered, and come again by the next one. They are not begun after it has gone on.
 #[test]
 fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
-    let lab = lab(usize::MAX, false);
-    let mut first = Nbd::connect(&lab.address, "d").unwrap();
-    first.send_many(1500, (0, WRITE), 0, 1, &[1]).unwrap();
-    lab.begun.recv().unwrap();
-    drop(first);
-    let mut second = Nbd::connect(&lab.address, "d").unwrap();
-    second.send((0, WRITE), 0, 1, &[2]).unwrap();
-    // A read behind the write is answered before it: the write waits for what the first has begun.
-    assert_eq!(second.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [0]);
-    lab.go_on.send_replace(1);
-    second.answer().unwrap();
-    lab.go_on.send_replace(2);
-    drop(second);
-    lab.ends_with(2);
+    for by in [By::New, By::Left] {
+        let lab = lab(usize::MAX, false);
+        let (mut first, left) = lab.connect(by);
+        first.send_many(1500, (0, WRITE), 0, 1, &[1]).unwrap();
+        lab.begun.recv().unwrap();
+        drop(first);
+        let mut second = lab.go_on(left);
+        second.send((0, WRITE), 0, 1, &[2]).unwrap();
+        // A read behind the write is answered before it: the write waits for what the first has begun.
+        assert_eq!(second.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [0]);
+        lab.go_on.send_replace(true);
+        second.answer().unwrap();
+        drop(second);
+        lab.ends_with(2);
+    }
 }
 
 /// The same, where the lost connection has changed nothing yet: it settles after its successor.
@@ -189,7 +215,7 @@ fn the_first_write_of_a_lost_connection_comes_too_late_too() {
     for value in [1, 2] {
         second.ask((0, WRITE), 0, 1, &[value]).unwrap().unwrap();
     }
-    lab.go_on.send_replace(1);
+    lab.go_on.send_replace(true);
     drop(second);
     lab.ends_with(2);
 }
@@ -204,7 +230,7 @@ fn clients_that_go_with_many_reads_under_way_leave_nothing() {
         client.send_many(800, (0, READ), 0, 1, &[]).unwrap();
         lab.begun.recv().unwrap();
     }
-    lab.go_on.send_replace(1);
+    lab.go_on.send_replace(true);
     let start = std::time::Instant::now();
     while Nbd::connect(&lab.address, "d").is_err() {
         assert!(start.elapsed() < Duration::from_secs(60), "their places are still taken");

@@ -11,6 +11,7 @@ use crate::backend::{Backend, Extent, Op, Zero};
 use crate::net::{Body, Message, Peer, Reader, Writer};
 use crate::outbox::Outbox;
 use crate::pieces::pieces;
+use crate::served::Changer;
 use crate::supply::{SMALL, Supply};
 use futures_util::stream::{self, StreamExt};
 use smallvec::SmallVec;
@@ -19,7 +20,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use thruway_engine::{Segment, reactor};
-use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Requests of a connection under way at one time; then it is not read from.
 const REQUESTS_MAX: usize = 512;
@@ -40,13 +41,8 @@ struct Connection {
     reads: Supply,
     writes: Supply,
     long: Arc<Semaphore>,
-    /// What was under way when this connection first changed something is over.
-    settled: OnceCell<()>,
+    changer: Changer,
     peer: Peer,
-    /// The latest settlement when this connection came.
-    came_after: u64,
-    /// It has settled itself.
-    has_settled: Cell<bool>,
     /// The client has said that it leaves.
     leaves: Cell<bool>,
 }
@@ -68,10 +64,8 @@ pub(super) async fn serve(
         reads: Supply::new(chunk),
         writes: Supply::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
-        settled: OnceCell::new(),
+        changer: agreement.export.backend.changer(),
         peer: reader.peer(),
-        came_after: agreement.export.backend.latest_settlement(),
-        has_settled: Cell::new(false),
         leaves: Cell::new(false),
         agreement,
     });
@@ -240,23 +234,18 @@ impl Connection {
         Ok(())
     }
 
-    /// Does a change, if no reservation forbids it. A client that has lost its connection sends what was not answered
-    /// again by another: what the first had begun must be over before anything of the second changes the disk, and what
-    /// it had not begun is not begun any more.
+    /// Does a change, if no reservation forbids it.
+    ///
+    /// A client that has lost a connection sends what was not answered again by another, new or one of those that it has
+    /// left. What the lost one had begun is over before anything that overlaps it is begun ([`Served`](crate::Served)); what it
+    /// had not begun must not be begun any more.
     async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
-        let disk = &self.agreement.export.backend;
-        let settling = || async {
-            self.has_settled.set(true);
-            disk.settle().await;
-        };
-        self.settled.get_or_init(settling).await;
-        let _begun = disk.begin();
-        // Another has come since, and changes the disk: it may be the one that takes this one's place.
-        let others = disk.latest_settlement() - self.came_after > u64::from(self.has_settled.get());
-        if others && !self.leaves.get() && self.peer.has_closed() {
+        let _passing = self.agreement.export.fence.change().await?;
+        self.changer.changes();
+        // Nothing is waited for between this and the beginning of the change.
+        if self.changer.has_others() && !self.leaves.get() && self.peer.has_closed() {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        let _passing = self.agreement.export.fence.change().await?;
         change().await
     }
 

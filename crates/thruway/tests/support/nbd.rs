@@ -9,6 +9,8 @@ pub struct Nbd(TcpStream);
 pub const READ: u16 = 0;
 pub const WRITE: u16 = 1;
 pub const FLUSH: u16 = 3;
+#[allow(dead_code)]
+pub const ZEROES: u16 = 6;
 pub const FUA: u16 = 1;
 
 impl Nbd {
