@@ -14,6 +14,7 @@ cargo xtask TASK
   check         format, lints, documentation, licences
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
+  loom          what threads share in the fabric, in every order in which they can do it
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
                 part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
@@ -44,12 +45,19 @@ fn main() -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match args.as_slice() {
         ["test"] => {
-            let tests = || unit().and_then(|()| sanitize()).and_then(|()| vm::test("")).and_then(|()| fuzz("20"));
+            let tests = || {
+                unit()
+                    .and_then(|()| loom())
+                    .and_then(|()| sanitize())
+                    .and_then(|()| vm::test(""))
+                    .and_then(|()| fuzz("20"))
+            };
             setup().and_then(|()| check()).and_then(|()| tests())
         }
         ["check"] => check(),
         ["unit"] => unit(),
         ["sanitize"] => sanitize(),
+        ["loom"] => loom(),
         ["setup"] => setup(),
         ["vm", "test"] => setup().and_then(|()| vm::test("")),
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
@@ -143,6 +151,11 @@ fn check() -> Result<(), String> {
 
 fn unit() -> Result<(), String> {
     run("tests", "cargo", &["test", "--workspace", "--quiet"])
+}
+
+fn loom() -> Result<(), String> {
+    let args = ["test", "--quiet", "--target-dir", "target/loom", "--lib", "-p", "thruway-fabric", "--", "loom_"];
+    run_with("every order of threads", "cargo", &args, &[("RUSTFLAGS", "--cfg loom")])
 }
 
 fn sanitize() -> Result<(), String> {

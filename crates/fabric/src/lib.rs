@@ -29,6 +29,7 @@ mod provider;
 mod reservation;
 mod sync;
 pub mod types;
+mod validity;
 pub mod verbs;
 
 pub use memory::{Access, Buffer};

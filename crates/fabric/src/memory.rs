@@ -6,11 +6,11 @@
 
 use crate::iwarp::terminate::{RdmaProtection, TerminateCode};
 use crate::types::{Error, Result, Sge};
+use crate::validity::Validity;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 bitflags::bitflags! {
@@ -230,9 +230,7 @@ pub(crate) struct Region {
     /// The only queue pair whose peer may use it, if it is a window.
     stream: Option<u32>,
     stag: u32,
-    valid: AtomicBool,
-    /// Placements under way; invalidation waits for them.
-    users: AtomicU32,
+    validity: Validity,
     /// What a window is on. It grants nothing when that is revoked.
     parent: Option<Arc<Region>>,
     _owner: Owner,
@@ -274,26 +272,18 @@ impl Region {
     /// Holds off invalidation; `None` if it has come first. Not to be kept while waiting for
     /// anybody: who invalidates waits for it.
     pub(crate) fn enter(self: &Arc<Region>) -> Option<Placement> {
-        for held in self.parent.iter().chain([self]) {
-            held.users.fetch_add(1, Ordering::SeqCst);
-        }
+        self.parent.iter().chain([self]).for_each(|held| held.validity.enter());
         let placement = Placement(Arc::clone(self));
         self.is_valid().then_some(placement)
     }
 
     /// After this returns no peer's octets land here any more.
     fn invalidate(&self) -> bool {
-        let was = self.valid.swap(false, Ordering::SeqCst);
-        while self.users.load(Ordering::SeqCst) != 0 {
-            // Placements are single non-blocking system calls or copies. A sleep, because a yield to one that was
-            // preempted on this very core would be none under real-time scheduling.
-            std::thread::sleep(std::time::Duration::from_micros(1));
-        }
-        was
+        self.validity.revoke()
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.valid.load(Ordering::SeqCst) && self.parent.as_ref().is_none_or(|p| p.valid.load(Ordering::SeqCst))
+        self.validity.holds() && self.parent.as_ref().is_none_or(|p| p.validity.holds())
     }
 }
 
@@ -308,9 +298,7 @@ impl Placement {
 
 impl Drop for Placement {
     fn drop(&mut self) {
-        for held in self.0.parent.iter().chain([&self.0]) {
-            held.users.fetch_sub(1, Ordering::SeqCst);
-        }
+        self.0.parent.iter().chain([&self.0]).for_each(|held| held.validity.leave());
     }
 }
 
@@ -525,8 +513,7 @@ impl RegionTable {
             pd,
             stream: None,
             stag: 0,
-            valid: AtomicBool::new(true),
-            users: AtomicU32::new(0),
+            validity: Validity::new(),
             parent: None,
             _owner: owner,
         })
@@ -565,8 +552,7 @@ impl RegionTable {
             pd: parent.pd,
             stream: stream.map(|s| s.qp_num),
             stag: 0,
-            valid: AtomicBool::new(true),
-            users: AtomicU32::new(0),
+            validity: Validity::new(),
             parent: Some(Arc::clone(parent)),
             // It is a part of the parent's memory, which the parent's own owner keeps mapped.
             _owner: Arc::clone(parent) as Owner,

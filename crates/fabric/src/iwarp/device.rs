@@ -2,6 +2,7 @@
 //! listeners and completion queues that hang on them.
 
 use super::connection::{MAX_INLINE, MAX_SGE};
+use super::doorbell::{Doorbell, Whom};
 use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
@@ -144,15 +145,10 @@ pub(super) struct Context {
     events: Mutex<VecDeque<Event>>,
     /// The consumer's handle is gone: nobody hears of events any more. Changes under the lock of `events`.
     abandoned: AtomicBool,
-    /// Completions and events not polled yet, and queue pairs in `ready`.
-    unpolled: AtomicUsize,
-    /// Somebody sleeps on `epoll` by other means than `wait`.
-    armed: AtomicBool,
-    /// Threads in `wait`, by the descriptor that wakes each; and how many they are.
+    /// Counts completions and events not polled yet, and queue pairs in `ready`.
+    doorbell: Doorbell,
+    /// Threads in `wait`, by the descriptor that wakes each.
     sleepers: Mutex<Vec<Arc<OwnedFd>>>,
-    asleep: AtomicUsize,
-    /// Somebody called `wake` since the last wait.
-    woken: AtomicBool,
     /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
     spin: AtomicU64,
 }
@@ -215,11 +211,8 @@ impl Context {
             ready: Mutex::new(VecDeque::new()),
             events: Mutex::new(VecDeque::new()),
             abandoned: AtomicBool::new(false),
-            unpolled: AtomicUsize::new(0),
-            armed: AtomicBool::new(false),
             sleepers: Mutex::default(),
-            asleep: AtomicUsize::new(0),
-            woken: AtomicBool::new(false),
+            doorbell: Doorbell::default(),
             spin: AtomicU64::new(0),
         }))
     }
@@ -361,16 +354,14 @@ impl Context {
     }
 
     pub(super) fn count_unpolled(&self) {
-        self.unpolled.fetch_add(1, Ordering::SeqCst);
-        self.rouse();
+        self.rouse(self.doorbell.publish());
     }
 
-    /// Wakes whoever sleeps.
-    fn rouse(&self) {
-        if self.armed.swap(false, Ordering::SeqCst) {
+    fn rouse(&self, whom: Whom) {
+        if whom.armed {
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
-        if self.asleep.load(Ordering::SeqCst) > 0 {
+        if whom.sleepers {
             for sleeper in &*self.sleepers.lock_unpoisoned() {
                 let _ = rustix::io::write(sleeper, &1u64.to_ne_bytes());
             }
@@ -378,7 +369,7 @@ impl Context {
     }
 
     pub(super) fn discount_unpolled(&self, n: usize) {
-        self.unpolled.fetch_sub(n, Ordering::SeqCst);
+        self.doorbell.take(n);
     }
 
     pub(super) fn start_timer(&self) {
@@ -487,8 +478,7 @@ impl Context {
             driver.streak = 0;
             driver.polls = driver.polls.saturating_add(HOT_STREAK);
             // Who sleeps on the epoll set counts on it.
-            let nobody_sleeps = !self.armed.load(Ordering::SeqCst) && self.asleep.load(Ordering::SeqCst) == 0;
-            if driver.polls >= DETACH_AFTER && !driver.detached && nobody_sleeps {
+            if driver.polls >= DETACH_AFTER && !driver.detached && self.doorbell.nobody_sleeps() {
                 driver.detached = true;
                 driver.hot.iter().for_each(|qp| qp.set_watched(false));
             }
@@ -536,10 +526,6 @@ impl Context {
         driver.attach();
         self.ask_epoll();
     }
-
-    fn has_unpolled(&self) -> bool {
-        self.unpolled.load(Ordering::SeqCst) > 0
-    }
 }
 
 impl Driver {
@@ -575,19 +561,14 @@ impl<'a> Sleeper<'a> {
             Ok(Arc::clone(own.get_or_init(|| Arc::new(fd))))
         })?;
         ctx.sleepers.lock_unpoisoned().push(Arc::clone(&fd));
-        ctx.asleep.fetch_add(1, Ordering::SeqCst);
         let sleeper = Sleeper { ctx, fd };
-        ctx.leave_nothing_behind();
-        if ctx.woken.swap(false, Ordering::SeqCst) || ctx.has_unpolled() {
-            return Ok(None);
-        }
-        Ok(Some(sleeper))
+        Ok(ctx.doorbell.lie_down(|| ctx.leave_nothing_behind()).then_some(sleeper))
     }
 }
 
 impl Drop for Sleeper<'_> {
     fn drop(&mut self) {
-        self.ctx.asleep.fetch_sub(1, Ordering::SeqCst);
+        self.ctx.doorbell.get_up();
         self.ctx.sleepers.lock_unpoisoned().retain(|other| !Arc::ptr_eq(other, &self.fd));
         let _ = rustix::io::read(&*self.fd, &mut [0; 8]);
     }
@@ -726,18 +707,11 @@ impl DeviceOps for Handle {
     }
 
     fn arm(&self) -> bool {
-        self.armed.store(true, Ordering::SeqCst);
-        self.leave_nothing_behind();
-        if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
-            self.armed.store(false, Ordering::SeqCst);
-            return false;
-        }
-        true
+        self.doorbell.arm(|| self.leave_nothing_behind())
     }
 
     fn wake(&self) {
-        self.woken.store(true, Ordering::SeqCst);
-        self.rouse();
+        self.rouse(self.doorbell.wake());
     }
 
     fn wait_fd(&self) -> BorrowedFd<'_> {
@@ -745,15 +719,14 @@ impl DeviceOps for Handle {
     }
 
     fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.woken.swap(false, Ordering::SeqCst) || self.has_unpolled() {
+        if self.doorbell.has_rung() {
             return Ok(());
         }
         let spin = Duration::from_nanos(self.spin.load(Ordering::Relaxed));
         let start = Instant::now();
         loop {
             self.drive();
-            if self.woken.load(Ordering::Relaxed) || self.has_unpolled() {
-                self.woken.store(false, Ordering::SeqCst);
+            if self.doorbell.has_rung() {
                 let longer = (spin * 2).clamp(Duration::from_micros(2), SPIN_MAX);
                 self.spin.store(longer.as_nanos() as u64, Ordering::Relaxed);
                 return Ok(());
@@ -776,7 +749,8 @@ impl DeviceOps for Handle {
             Err(e) => return Err(Error::io("waiting", e)),
         }
         drop(sleeper);
-        self.woken.store(false, Ordering::SeqCst);
+        // Whoever has asked for it is answered by our return.
+        self.doorbell.has_rung();
         // Woken so soon that a little spinning would have caught it: spin next time.
         if slept.elapsed() < SPIN_MAX {
             let longer = (spin + Duration::from_micros(5)).min(SPIN_MAX);

@@ -12,6 +12,7 @@
 //! | `endpoint` | one queue pair's socket | system calls |
 //! | `listener` | listening and inbound set-up | system calls |
 //! | `device` | epoll, timers, the tables | system calls |
+//! | `doorbell` | who sleeps, and who has to be woken | none |
 //! | `shared` | completion queues, shared receive queues | none |
 //! | `socket` | socket options and vectored calls | system calls |
 
@@ -19,6 +20,7 @@ pub(crate) mod connection;
 pub(crate) mod crc;
 pub(crate) mod ddp;
 mod device;
+mod doorbell;
 mod endpoint;
 mod listener;
 pub(crate) mod mpa;
