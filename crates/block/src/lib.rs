@@ -24,6 +24,7 @@ pub mod nbd;
 pub mod net;
 mod octets;
 mod outbox;
+mod panics;
 mod pieces;
 pub mod scsi;
 #[cfg(test)]

@@ -6,7 +6,7 @@ use crate::remote::{Provider, daemon};
 use crate::{Common, Failed, ssh, units};
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -317,11 +317,16 @@ fn check_names(local: &[(PathBuf, Vec<u8>)]) -> Result<(), String> {
     Ok(())
 }
 
+/// `DIR/` and `DIR/.` are what is in the directory.
+fn means_contents(source: &OsStr) -> bool {
+    source.as_bytes().ends_with(b"/") || source.as_bytes().ends_with(b"/.")
+}
+
 /// The sources on this machine with the names they get.
 fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
     let named = |(endpoint, text): &(Endpoint, &OsString)| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
-        if text.as_bytes().ends_with(b"/") {
+        if means_contents(text) {
             return Ok((path.clone(), Vec::new()));
         }
         // `.` and `a/..` have no name of their own: their contents are meant.
@@ -474,7 +479,7 @@ fn pull(
             }
             _ => return Err("all sources must be on one host, in one export".into()),
         };
-        let contents = text.as_bytes().ends_with(b"/") || path.is_empty() || path.ends_with(b"..");
+        let contents = means_contents(text) || path.is_empty() || path.ends_with(b"..");
         let name = if contents { Vec::new() } else { path.rsplit(|b| *b == b'/').next().unwrap_or(b"").to_vec() };
         specs.push(SourceSpec { path, name });
     }

@@ -112,6 +112,14 @@ fn names_and_slashes_mean_what_scp_and_rsync_users_expect() {
     // And on one machine.
     cp(&lab, &args(&[&"-r", &source, &here.join("local")]));
     assert!(here.join("local/f").is_file());
+    // As cp and rsync have it: `DIR/.` is `DIR/`, also where the directory is there already.
+    for _ in 0..2 {
+        cp(&lab, &args(&[&"-r", &source.join("."), &daemon.url("e/dot")]));
+        cp(&lab, &args(&[&"-r", &daemon.url("e/dir/."), &here.join("dot")]));
+    }
+    for root in [served.join("dot"), here.join("dot")] {
+        assert_eq!(fs::read_dir(root).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>(), ["f"]);
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ use crate::generations::UnderWay;
 use crate::net::{Body, Message, Reader, Writer};
 use crate::octets::be32;
 use crate::outbox::Outbox;
+use crate::panics::caught;
 use crate::pieces::pieces;
 use crate::scsi::{Nexus, Outcome, Sense, Unit, absent, only_reads};
 use crate::supply::Supply;
@@ -193,7 +194,7 @@ impl Connection {
         mut closing: watch::Receiver<bool>,
     ) -> io::Result<()> {
         tokio::select! {
-            result = receiving => result,
+            result = caught(receiving) => result,
             () = self.carrier_broken() => Err(io::ErrorKind::BrokenPipe.into()),
             () = self.session.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
             () = self.ask_if_there() => Err(io::ErrorKind::TimedOut.into()),

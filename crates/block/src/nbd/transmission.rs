@@ -10,6 +10,7 @@ use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Req
 use crate::backend::{Backend, Extent, Op, Zero};
 use crate::net::{Body, Message, Peer, Reader, Writer};
 use crate::outbox::Outbox;
+use crate::panics::caught;
 use crate::pieces::pieces;
 use crate::served::Changer;
 use crate::supply::{SMALL, Supply};
@@ -73,7 +74,7 @@ pub(super) async fn serve(
     let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
     let under_way = Arc::new(Semaphore::new(REQUESTS_MAX));
     let result = tokio::select! {
-        result = connection.receive(&mut reader, &under_way, closing) => result,
+        result = caught(connection.receive(&mut reader, &under_way, closing)) => result,
         () = connection.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
     };
     // What has been asked for is still done and answered.

@@ -184,12 +184,13 @@ impl Drop for Reactors {
 }
 
 /// Runs a task as far as it goes without waiting, and the rest of it on its own. Most requests of a service have no
-/// rest, and cost no task.
+/// rest, and cost no task. A panic of the task ends the task, not its caller.
 pub fn start(task: impl Future<Output = ()> + 'static) {
     let mut task = Box::pin(task);
     // Whatever it waits for learns of the task that it becomes when that polls it for the first time.
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
-    if task.as_mut().poll(&mut cx).is_pending() {
+    let begun = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task.as_mut().poll(&mut cx)));
+    if begun.is_ok_and(|poll| poll.is_pending()) {
         tokio::task::spawn_local(task);
     }
 }

@@ -1,6 +1,7 @@
 //! A daemon, directories, and a comparison of trees.
 #![allow(dead_code)]
 
+pub mod disks;
 pub mod nbd;
 
 use std::collections::{BTreeMap, BTreeSet};

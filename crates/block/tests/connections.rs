@@ -1,12 +1,12 @@
-//! A client that has lost a connection goes on by another, which may be new or one that it had already: nothing of the first
-//! overtakes the second.
+//! Connections that are lost, or whose requests fail in the worst way: a client that goes on by another connection has nothing
+//! of the first overtake the second, and what one leaves behind is nobody else's trouble.
 
 #[path = "../../thruway/tests/support/nbd.rs"]
 mod client;
 
 use client::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use thruway_block::backend::{Extent, MemoryBackend, Op, Zero};
@@ -22,12 +22,15 @@ struct Stuck {
     /// So many more.
     stuck: AtomicUsize,
     reads_too: bool,
+    /// Whoever asks how long it is panics.
+    has_bug: AtomicBool,
     begun: Sender<()>,
     go_on: watch::Receiver<bool>,
 }
 
 impl Backend for Stuck {
     fn geometry(&self) -> Geometry {
+        assert!(!self.has_bug.load(Ordering::SeqCst), "a bug, as there may be one anywhere");
         self.below.geometry()
     }
 
@@ -43,6 +46,7 @@ impl Backend for Stuck {
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
         Box::pin(async move {
+            assert_ne!(segment.as_slice()[0], BUG, "a bug, as there may be one anywhere");
             if self.stuck.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
                 let _ = self.begun.send(());
                 self.go_on.clone().wait_for(|go_on| *go_on).await.unwrap();
@@ -68,6 +72,9 @@ impl Backend for Stuck {
     }
 }
 
+/// What begins with this cannot be written without a panic.
+const BUG: u8 = 0xdd;
+
 struct Lab {
     address: String,
     disk: Arc<Stuck>,
@@ -83,6 +90,7 @@ fn lab(stuck: usize, reads_too: bool) -> Lab {
         below: MemoryBackend::new(1 << 20).unwrap(),
         stuck: AtomicUsize::new(stuck),
         reads_too,
+        has_bug: AtomicBool::new(false),
         begun: begun_tell,
         go_on: wait,
     });
@@ -236,4 +244,40 @@ fn clients_that_go_with_many_reads_under_way_leave_nothing() {
         assert!(start.elapsed() < Duration::from_secs(60), "their places are still taken");
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn a_request_that_panics_is_answered_and_others_go_on() {
+    let lab = lab(0, false);
+    let (mut one, mut other) = (Nbd::connect(&lab.address, "d").unwrap(), Nbd::connect(&lab.address, "d").unwrap());
+    for _ in 0..3 {
+        assert_eq!(one.ask((0, WRITE), 0, 512, &[BUG; 512]).unwrap(), None);
+        assert!(one.ask((FUA, WRITE), 0, 512, &[7; 512]).unwrap().is_some(), "what overlaps it need not wait for ever");
+        assert_eq!(other.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [7]);
+    }
+    // In pieces, of which one panics.
+    let mut long = vec![1; 256 << 10];
+    long[128 << 10] = BUG;
+    assert_eq!(one.ask((0, WRITE), 64 << 10, 256 << 10, &long).unwrap(), None);
+    drop((one, other));
+    lab.ends_with(7);
+}
+
+/// A bug in the connection itself, which reads requests: it ends, with all that it had, and no other.
+#[test]
+fn a_connection_that_panics_ends_and_no_other() {
+    let lab = lab(0, false);
+    let mut other = Nbd::connect(&lab.address, "d").unwrap();
+    // More than there may be connections.
+    for _ in 0..10 {
+        let mut one = Nbd::connect(&lab.address, "d").unwrap();
+        lab.disk.has_bug.store(true, Ordering::SeqCst);
+        // Whether the disk has grown is looked at before the payload is taken.
+        one.send((0, WRITE), 1 << 20, 512, &[1; 512]).unwrap();
+        assert!(one.answer().is_err(), "it is not answered, and it ends");
+        lab.disk.has_bug.store(false, Ordering::SeqCst);
+        assert!(other.ask((0, WRITE), 0, 1, &[3]).unwrap().is_some());
+    }
+    drop(other);
+    lab.ends_with(3);
 }

@@ -1,0 +1,96 @@
+//! A daemon that serves disks, and the programs that use them.
+#![allow(dead_code)]
+
+use super::{Lab, THRUWAY, caches_of};
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+/// A daemon that serves disks; killed when dropped.
+pub struct Disks {
+    pub child: Child,
+    pub announced: serde_json::Value,
+}
+
+impl Disks {
+    pub fn serve(args: &[&str]) -> Disks {
+        let mut child =
+            Command::new(THRUWAY).args(["serve", "--json"]).args(args).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        Disks { child, announced: serde_json::from_str(&line).expect("the daemon says where it listens") }
+    }
+
+    pub fn at(&self, protocol: &str) -> String {
+        self.announced[protocol][0].as_str().unwrap().to_string()
+    }
+
+    pub fn nbd(&self, export: &str) -> String {
+        format!("nbd://{}/{export}", self.at("nbd"))
+    }
+
+    pub fn stop(mut self) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Disks {
+    fn drop(&mut self) {
+        let kept = caches_of(self.child.id());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // What nobody will come back for.
+        kept.iter().for_each(|file| drop(fs::remove_file(file)));
+    }
+}
+
+pub fn run(program: &str, args: &[&str]) -> Output {
+    Command::new(program).args(args).stdin(Stdio::null()).output().unwrap_or_else(|e| panic!("{program}: {e}"))
+}
+
+/// Runs a program that must succeed; what it says.
+pub fn ok(program: &str, args: &[&str]) -> String {
+    let output = run(program, args);
+    let text = |octets: &[u8]| String::from_utf8_lossy(octets).into_owned();
+    assert!(output.status.success(), "{program} {args:?}\n{}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// A script for libnbd's Python binding, with the URI of the export as its argument.
+pub fn libnbd(uri: &str, script: &str) -> String {
+    let script = format!("import nbd, sys, errno\nh = nbd.NBD()\nuri = sys.argv[1]\n{script}");
+    ok("/usr/bin/python3", &["-c", &script, uri])
+}
+
+/// A file of 40 MiB, half of it octets that cannot be guessed, half of it a hole.
+pub fn image(lab: &Lab, name: &str) -> PathBuf {
+    let path = lab.path(name);
+    let mut octets = vec![0; 20 << 20];
+    fs::File::open("/dev/urandom").unwrap().read_exact(&mut octets).unwrap();
+    let mut file = fs::File::create(&path).unwrap();
+    file.write_all(&octets).unwrap();
+    file.set_len(40 << 20).unwrap();
+    path
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A loop device over a file; gone when dropped.
+pub struct LoopDevice(pub String);
+
+impl LoopDevice {
+    pub fn over(file: &Path) -> LoopDevice {
+        LoopDevice(ok("losetup", &["--find", "--show", text(file)]).trim().to_string())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        run("losetup", &["--detach", &self.0]);
+    }
+}
