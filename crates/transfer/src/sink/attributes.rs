@@ -21,11 +21,15 @@ pub enum Trust {
     Peer,
 }
 
+/// Seconds in which no file system counts more coarsely (vfat: two).
+const TIME_STEP: u64 = 2;
+
 /// Shortcomings of the whole target, told once and not for every file.
 #[derive(Default)]
 pub(super) struct Told {
     no_attributes: AtomicBool,
     no_owners: AtomicBool,
+    no_times: AtomicBool,
 }
 
 /// Attributes of an entry that could not be kept. The entry itself is in place.
@@ -146,10 +150,8 @@ impl Tree {
         }
         // Behind the mode, which they are finer than.
         self.write_xattrs(&mut short, fd, &acls);
-        if self.manner.preserve
-            && let Err(e) = rustix::fs::futimens(fd, &times(meta))
-        {
-            short.push(format!("times: {}", io::Error::from(e)));
+        if self.manner.preserve {
+            self.set_times(&mut short, meta, |times| rustix::fs::futimens(fd, times), fd);
         }
         short
     }
@@ -200,10 +202,36 @@ impl Tree {
         }
         let allowed: Vec<_> = meta.xattrs.iter().filter(|(name, _)| self.may_set(name)).collect();
         self.write_xattrs(&mut short, entry.as_fd(), &allowed);
-        if let Err(e) = entry.set_times(&times(meta)) {
-            short.push(format!("times: {}", io::Error::from(e)));
-        }
+        self.set_times(&mut short, meta, |times| entry.set_times(times), entry.as_fd());
         short
+    }
+
+    /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that
+    /// say so and keep another time.
+    fn set_times(
+        &self,
+        short: &mut Shortcomings,
+        meta: &Meta,
+        set: impl Fn(&Timestamps) -> rustix::io::Result<()>,
+        entry: BorrowedFd<'_>,
+    ) {
+        let last_modification = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
+        // Nobody has read the copy yet. Some know only how to set both.
+        let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
+        for last_access in [omit, last_modification] {
+            if let Err(e) = set(&Timestamps { last_access, last_modification }) {
+                return short.push(format!("times: {}", io::Error::from(e)));
+            }
+            match rustix::fs::fstat(entry) {
+                Ok(stat) if meta.mtime.0.abs_diff(stat.st_mtime) < TIME_STEP => return,
+                Ok(_) => {}
+                Err(e) => return short.push(format!("times: {}", io::Error::from(e))),
+            }
+        }
+        short.any = true;
+        if !self.told.no_times.swap(true, Ordering::Relaxed) {
+            short.push("times are not kept by the destination, here and elsewhere".into());
+        }
     }
 
     fn may_set(&self, name: &[u8]) -> bool {
@@ -235,11 +263,4 @@ impl Tree {
             short.push(format!("owners are not kept by the destination, here and elsewhere: {error}"));
         }
     }
-}
-
-fn times(meta: &Meta) -> Timestamps {
-    let mtime = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
-    // Nobody has read the copy yet.
-    let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
-    Timestamps { last_access: omit, last_modification: mtime }
 }

@@ -16,7 +16,7 @@ use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use std::collections::{HashMap, HashSet};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Write};
 use std::net::TcpStream;
@@ -325,9 +325,9 @@ impl Files {
         let (mode, mode_is_right) = self.tree.mode_at_creation(meta);
         let open = || rustix::fs::openat(&place.dir, &temp, flags, mode);
         let opened = match self.tree.writing(parent, open) {
-            // Left by an attempt that was killed.
+            // Left by an attempt that was killed; what that had asked a server of files to do may still be done meanwhile.
             Err(rustix::io::Errno::EXIST) => {
-                rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty())?;
+                remove_leftover(&place.dir, &temp)?;
                 open()
             }
             other => other,
@@ -372,10 +372,7 @@ impl Files {
         let mut flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         if resumed.is_none() {
             // A new file, not the old one emptied: what is recorded of that one is not true of this.
-            match rustix::fs::unlinkat(dir, &temp, AtFlags::empty()) {
-                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
-                Err(e) => return Err(e.into()),
-            }
+            remove_leftover(dir, &temp)?;
             flags |= OFlags::CREATE | OFlags::EXCL;
         }
         let (parent, _) = super::tree::split(path);
@@ -653,6 +650,14 @@ impl Receive for Files {
 /// Which version of a source file attributes speak of.
 fn version_of(meta: &Meta) -> Version {
     Version { size: meta.size, mtime: meta.mtime, ctime: meta.ctime }
+}
+
+/// Removes a temporary file of an earlier attempt, if there is one.
+fn remove_leftover(dir: impl AsFd, temp: &CStr) -> io::Result<()> {
+    match rustix::fs::unlinkat(dir, temp, AtFlags::empty()) {
+        Ok(()) | Err(rustix::io::Errno::NOENT) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// Whether a file is on a file system on which direct writes pay.
