@@ -10,14 +10,16 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 25] = [
+pub const PACKAGES: [&str; 29] = [
     "bc",
+    "bindfs",
     "bison",
     "build-essential",
     "btrfs-progs",
     "busybox-static",
     "cpio",
     "dmsetup",
+    "dosfstools",
     "flex",
     "ibverbs-providers",
     "ibverbs-utils",
@@ -27,6 +29,8 @@ pub const PACKAGES: [&str; 25] = [
     "libibverbs-dev",
     "librdmacm-dev",
     "nbd-client",
+    "nfs-common",
+    "nfs-kernel-server",
     "open-iscsi",
     "perftest",
     "qemu-system-x86",
