@@ -63,13 +63,19 @@ impl Outbox {
     pub(crate) async fn run(&self, mut writer: Writer) {
         if let Err(error) = self.send(&mut writer).await {
             tracing::debug!(%error, "sending to a block client");
-            self.broken.set(true);
-            let unsent = std::mem::take(&mut *self.messages.borrow_mut());
-            drop(unsent);
-            self.broke.notify_one();
-            self.sent.notify_waiters();
+            self.fail();
         }
         writer.close().await;
+    }
+
+    /// Nothing is sent any more, and the connection ends.
+    pub(crate) fn fail(&self) {
+        self.broken.set(true);
+        let unsent = std::mem::take(&mut *self.messages.borrow_mut());
+        drop(unsent);
+        self.broke.notify_one();
+        self.sent.notify_waiters();
+        self.ready.notify_one();
     }
 
     async fn send(&self, writer: &mut Writer) -> io::Result<()> {
@@ -77,7 +83,7 @@ impl Outbox {
         loop {
             std::mem::swap(&mut batch, &mut *self.messages.borrow_mut());
             if batch.is_empty() {
-                if self.closing.get() {
+                if self.closing.get() || self.broken.get() {
                     return Ok(());
                 }
                 self.ready.notified().await;

@@ -6,8 +6,8 @@
 //! Here is the one place that all of them pass.
 
 use crate::backend::{Backend, Op, Zero};
-use crate::generations::Generations;
-use crate::sequence::Sequence;
+use crate::generations::{Generations, UnderWay};
+use crate::sequence::{Sequence, Turn};
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
@@ -82,24 +82,69 @@ impl Served {
         ended.map_err(|_| io::Error::other("requests were still under way, and were not acknowledged"))
     }
 
-    /// Does a change, if changes are let through.
-    fn change<'a>(&'a self, range: Option<(u64, u64)>, change: impl FnOnce() -> Op<'a, ()> + 'a) -> Op<'a, ()> {
+    /// Begins a change of `len` octets from `at`.
+    ///
+    /// # Errors
+    /// If changes are not let through any more.
+    pub(crate) fn begin(&self, at: u64, len: u64) -> io::Result<Change<'_>> {
         let under_way = self.changes.begin();
         // After it counts: who closes either waits for it, or is seen.
-        if self.state.load(Ordering::SeqCst) != OPEN {
-            return Box::pin(std::future::ready(Err(shut_down())));
-        }
+        self.check(OPEN)?;
+        Ok(Change { served: self, turn: self.sequence.begin(at, len), _under_way: under_way })
+    }
+
+    fn check(&self, most: u8) -> io::Result<()> {
+        if self.state.load(Ordering::SeqCst) > most { Err(shut_down()) } else { Ok(()) }
+    }
+
+    /// A change in one step.
+    fn change<'a>(&'a self, at: u64, len: u64, change: impl FnOnce() -> Op<'a, ()> + 'a) -> Op<'a, ()> {
         Box::pin(async move {
-            let turn = match range {
-                Some((at, len)) => Some(self.sequence.begin(at, len).await),
-                None => None,
-            };
-            let result = change().await;
-            drop(turn);
-            let closed = self.state.load(Ordering::SeqCst) == CLOSED;
-            drop(under_way);
-            if closed { Err(shut_down()) } else { result }
+            let mut begun = self.begin(at, len)?;
+            begun.turn().await?;
+            begun.finish(change()).await
         })
+    }
+}
+
+/// A change of a range that has begun: in one step or in several, all of them within the range.
+pub(crate) struct Change<'a> {
+    served: &'a Served,
+    turn: Turn<'a>,
+    _under_way: UnderWay,
+}
+
+impl Change<'_> {
+    /// Waits until those that were begun before, and overlap it, are over.
+    ///
+    /// # Errors
+    /// If it is too late by then.
+    pub(crate) async fn turn(&mut self) -> io::Result<()> {
+        self.turn.come().await;
+        self.served.check(CLOSING)
+    }
+
+    /// What is before `at` is done, and free for others.
+    pub(crate) fn done_until(&self, at: u64) {
+        self.turn.done_until(at);
+    }
+
+    pub(crate) async fn write(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        self.finish(self.served.below.write(at, segment, durable)).await
+    }
+
+    pub(crate) async fn zero(&self, at: u64, len: u64, how: Zero) -> io::Result<()> {
+        self.finish(self.served.below.zero(at, len, how)).await
+    }
+
+    pub(crate) async fn discard(&self, at: u64, len: u64) -> io::Result<()> {
+        self.finish(self.served.below.discard(at, len)).await
+    }
+
+    /// What comes to its end after the last flush is not acknowledged.
+    async fn finish(&self, step: Op<'_, ()>) -> io::Result<()> {
+        step.await?;
+        self.served.check(CLOSING)
     }
 }
 
@@ -138,20 +183,22 @@ impl Backend for Served {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        let range = (at, segment.len() as u64);
-        self.change(Some(range), move || self.below.write(at, segment, durable))
+        self.change(at, segment.len() as u64, move || self.below.write(at, segment, durable))
     }
 
     fn flush(&self) -> Op<'_, ()> {
-        self.change(None, || self.below.flush())
+        Box::pin(async move {
+            // Of no octet: it overlaps nothing.
+            self.begin(0, 0)?.finish(self.below.flush()).await
+        })
     }
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.change(Some((at, len)), move || self.below.zero(at, len, how))
+        self.change(at, len, move || self.below.zero(at, len, how))
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.change(Some((at, len)), move || self.below.discard(at, len))
+        self.change(at, len, move || self.below.discard(at, len))
     }
 }
 

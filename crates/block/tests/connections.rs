@@ -60,7 +60,14 @@ impl Backend for Stuck {
     }
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.below.zero(at, len, how)
+        Box::pin(async move {
+            // A long one gets so far.
+            if at >= STRETCH {
+                let _ = self.begun.send(());
+                self.go_on.clone().wait_for(|go_on| *go_on).await.unwrap();
+            }
+            self.below.zero(at, len, how).await
+        })
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
@@ -72,6 +79,9 @@ impl Backend for Stuck {
     }
 }
 
+const SIZE: u64 = 512 << 20;
+/// A long zeroing is done in steps of so many octets.
+const STRETCH: u64 = 256 << 20;
 /// What begins with this cannot be written without a panic.
 const BUG: u8 = 0xdd;
 
@@ -87,7 +97,7 @@ struct Lab {
 fn lab(stuck: usize, reads_too: bool) -> Lab {
     let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(false));
     let disk = Arc::new(Stuck {
-        below: MemoryBackend::new(1 << 20).unwrap(),
+        below: MemoryBackend::new(SIZE).unwrap(),
         stuck: AtomicUsize::new(stuck),
         reads_too,
         has_bug: AtomicBool::new(false),
@@ -188,6 +198,29 @@ fn a_write_of_a_lost_connection_does_not_undo_one_of_the_next() {
     }
 }
 
+/// A long request is one, though it is done in steps: what comes later does not come between them, where they overlap. What
+/// is done of it is free.
+#[test]
+fn a_write_does_not_overtake_the_rest_of_a_long_zeroing() {
+    let lab = lab(0, false);
+    let mut first = Nbd::connect(&lab.address, "d").unwrap();
+    // The second waits for the first in its own connection, and holds up nobody elsewhere.
+    first.send_many(2, (0, ZEROES), 0, SIZE as u32, &[]).unwrap();
+    lab.begun.recv().unwrap();
+    let mut second = Nbd::connect(&lab.address, "d").unwrap();
+    second.ask((0, WRITE), 0, 512, &[1; 512]).unwrap().unwrap();
+    second.send((0, WRITE), SIZE - 512, 512, &[2; 512]).unwrap();
+    assert_eq!(second.ask((0, READ), SIZE - 512, 512, &[]).unwrap().unwrap(), [0; 512]);
+    drop(first);
+    lab.go_on.send_replace(true);
+    second.answer().unwrap();
+    // The other zeroing had not begun when its connection was lost.
+    second.ask((0, WRITE), 0, 512, &[3; 512]).unwrap().unwrap();
+    assert_eq!(second.ask((0, READ), SIZE - 512, 512, &[]).unwrap().unwrap(), [2; 512]);
+    drop(second);
+    lab.ends_with(3);
+}
+
 /// More requests than are read at one time: those that were still in the socket when the connection was lost have not
 /// been answered, and come again by the next one. They are not begun after it has gone on.
 #[test]
@@ -273,7 +306,7 @@ fn a_connection_that_panics_ends_and_no_other() {
         let mut one = Nbd::connect(&lab.address, "d").unwrap();
         lab.disk.has_bug.store(true, Ordering::SeqCst);
         // Whether the disk has grown is looked at before the payload is taken.
-        one.send((0, WRITE), 1 << 20, 512, &[1; 512]).unwrap();
+        one.send((0, WRITE), SIZE, 512, &[1; 512]).unwrap();
         assert!(one.answer().is_err(), "it is not answered, and it ends");
         lab.disk.has_bug.store(false, Ordering::SeqCst);
         assert!(other.ask((0, WRITE), 0, 1, &[3]).unwrap().is_some());

@@ -477,7 +477,9 @@ impl Connection {
         let unit = target.unit(task.lun_number).cloned();
         let attached = task.lun_number.and_then(|lun| self.session.units.get(usize::from(lun)));
         let under_way = attached.map(|attached| attached.begin());
+        let bug = Bug(Rc::clone(self));
         reactor::start(async move {
+            let _bug = bug;
             let outcome = match (&unit, &under_way) {
                 _ if cdb[0] == 0xa0 => Some(report_luns(&cdb, target.report_luns())),
                 (Some(unit), Some(under_way)) => execute(unit, &cdb, &task, under_way).await,
@@ -717,6 +719,21 @@ impl Connection {
         ask.set16(42, LOGOUT_LIMIT.as_secs() as u16);
         self.send_status(ask, Body::Empty);
         tokio::time::sleep(LOGOUT_LIMIT).await;
+    }
+}
+
+/// A command that panics is never answered, and its initiator would wait for that: the connection ends, and the initiator
+/// goes on by the next.
+struct Bug(Rc<Connection>);
+
+impl Drop for Bug {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            match &self.0.carrier {
+                Carrier::Tcp(outbox) => outbox.fail(),
+                Carrier::Iser(queue) => queue.fail(),
+            }
+        }
     }
 }
 

@@ -195,7 +195,8 @@ impl Queue {
         self.waiting.borrow().is_empty() && self.overflow.borrow().is_empty()
     }
 
-    fn fail(&self) {
+    /// Nothing is sent any more, and the connection ends.
+    pub(super) fn fail(&self) {
         self.broken.set(true);
         self.waiting.borrow_mut().clear();
         self.overflow.borrow_mut().clear();

@@ -7,12 +7,12 @@
 
 use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
-use crate::backend::{Backend, Extent, Op, Zero};
+use crate::backend::{Backend, Extent, Zero};
 use crate::net::{Body, Message, Peer, Reader, Writer};
 use crate::outbox::Outbox;
 use crate::panics::caught;
 use crate::pieces::pieces;
-use crate::served::Changer;
+use crate::served::{Change, Changer};
 use crate::supply::{SMALL, Supply};
 use futures_util::stream::{self, StreamExt};
 use smallvec::SmallVec;
@@ -31,6 +31,8 @@ const LONG_MAX: usize = 1;
 const PIECES_MAX: usize = 32;
 /// Zeroes that are written, or octets discarded, in one step.
 const STRETCH: u64 = 256 << 20;
+/// Octets zeroed or discarded by one request; of longer ones, a connection has one under way at a time.
+const OWN_TURN: u64 = 1 << 20;
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
 
@@ -42,6 +44,8 @@ struct Connection {
     reads: Supply,
     writes: Supply,
     long: Arc<Semaphore>,
+    /// Had by the one change of more than [`OWN_TURN`] that has begun.
+    long_changes: Semaphore,
     changer: Changer,
     peer: Peer,
     /// The client has said that it leaves.
@@ -65,6 +69,7 @@ pub(super) async fn serve(
         reads: Supply::new(chunk),
         writes: Supply::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
+        long_changes: Semaphore::new(1),
         changer: agreement.export.backend.changer(),
         peer: reader.peer(),
         leaves: Cell::new(false),
@@ -208,7 +213,7 @@ impl Connection {
             Command::BlockStatus => return self.block_status(request).await,
             Command::Flush => self.backend().flush().await,
             Command::Cache => self.backend().prefetch(at, len).await,
-            Command::Trim => match self.stretch(at, len, |at, len| self.backend().discard(at, len)).await {
+            Command::Trim => match self.stretch(at, len, async |change, at, len| change.discard(at, len).await).await {
                 Ok(()) if durable => self.backend().flush().await,
                 other => other,
             },
@@ -216,7 +221,7 @@ impl Connection {
                 let mut how = Zero::empty();
                 how.set(Zero::MAY_DISCARD, !request.flags.contains(CommandFlags::NO_HOLE));
                 how.set(Zero::FAST_ONLY, request.flags.contains(CommandFlags::FAST_ZERO));
-                let done = self.stretch(at, len, |at, len| self.backend().zero(at, len, how)).await;
+                let done = self.stretch(at, len, async |change, at, len| change.zero(at, len, how).await).await;
                 if done.is_ok() && durable { self.backend().flush().await } else { done }
             }
             Command::Write | Command::Disconnect | Command::Unknown(_) => unreachable!("checked before"),
@@ -224,30 +229,52 @@ impl Connection {
         self.finish(&request, result);
     }
 
-    /// Does a change of a range of any length a stretch at a time: what waits for changes under way waits for one of them.
-    async fn stretch<'a>(&'a self, at: u64, len: u64, change: impl Fn(u64, u64) -> Op<'a, ()>) -> io::Result<()> {
+    /// Does a change of a range of any length a stretch at a time: what waits for changes under way waits for one of them,
+    /// and what has been done of it is free for others.
+    async fn stretch(
+        &self,
+        at: u64,
+        len: u64,
+        change: impl AsyncFn(&Change<'_>, u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        // One client's queue of long changes is not what others have to wait for.
+        let _only = match len > OWN_TURN {
+            true => Some(self.long_changes.acquire().await.expect("the semaphore is never closed")),
+            false => None,
+        };
+        let begun = self.begin(at, len).await?;
         let mut done = 0;
         while done < len {
             let next = (len - done).min(STRETCH);
-            self.changing(|| change(at + done, next)).await?;
+            let _passing = self.agreement.export.fence.change().await?;
+            change(&begun, at + done, next).await?;
             done += next;
+            begun.done_until(at + done);
         }
         Ok(())
     }
 
-    /// Does a change, if no reservation forbids it.
+    /// Begins a change, and waits for its turn.
     ///
     /// A client that has lost a connection sends what was not answered again by another, new or one of those that it has
     /// left. What the lost one had begun is over before anything that overlaps it is begun ([`Served`](crate::Served)); what it
     /// had not begun must not be begun any more.
-    async fn changing<'a>(&'a self, change: impl FnOnce() -> Op<'a, ()>) -> io::Result<()> {
-        let _passing = self.agreement.export.fence.change().await?;
+    async fn begin(&self, at: u64, len: u64) -> io::Result<Change<'_>> {
         self.changer.changes();
-        // Nothing is waited for between this and the beginning of the change.
+        // First it has its place, and then it is looked whether it should: what comes in between comes behind it.
+        let mut begun = self.agreement.export.backend.begin(at, len)?;
         if self.changer.has_others() && !self.leaves.get() && self.peer.has_closed() {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        change().await
+        begun.turn().await?;
+        Ok(begun)
+    }
+
+    /// Writes a piece, if no reservation forbids it.
+    async fn write_piece(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        let begun = self.begin(at, segment.len() as u64).await?;
+        let _passing = self.agreement.export.fence.change().await?;
+        begun.write(at, segment, durable).await
     }
 
     /// The answer to a request without data.
@@ -442,9 +469,7 @@ impl Connection {
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
             reactor::start(async move {
-                let connection = &write.connection;
-                let written = connection.changing(|| connection.backend().write(at, segment, durable && single));
-                match written.await {
+                match write.connection.write_piece(at, segment, durable && single).await {
                     Ok(()) => write.unwritten.set(write.unwritten.get() - 1),
                     Err(e) => write.failed.set(Some(e)),
                 }

@@ -6,7 +6,9 @@ use super::{Outcome, Sense, Transfer, Unit, be16, be32, be64};
 use crate::backend::{Backend, Zero};
 use crate::net::Body;
 use crate::pieces::pieces;
+use crate::served::Change;
 use crate::supply::SMALL;
+use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use smallvec::SmallVec;
 use std::io;
@@ -70,11 +72,7 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         Verb::Write => {
             let single = len.min(transfer.expected()) <= unit.export.chunk.into();
             let durable = command.fua && single;
-            // Whoever owes us data holds nobody up: the lock is for what is here.
-            let work = async |segment, offset| {
-                let _together = unit.atomic.read().await;
-                write(backend, at + offset, segment, durable).await
-            };
+            let work = async |segment, offset| write(backend, at + offset, segment, durable).await;
             let outcome = each_piece(len, transfer, work).await?;
             if command.fua && !single {
                 backend.flush().await.map_err(write_error)?;
@@ -84,9 +82,9 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         Verb::WriteVerify => {
             let work = async |segment: Segment, offset| {
                 let back = room(segment.len(), transfer).await?;
-                let _together = unit.atomic.read().await;
                 let sent = segment.as_slice().to_vec();
-                write(backend, at + offset, segment, true).await?;
+                let begun = alone(unit, at + offset, segment.len()).await?;
+                begun.write(at + offset, segment, true).await.map_err(write_error)?;
                 let back = backend.read(at + offset, back).await.map_err(read_error)?;
                 same(&sent, back.as_slice(), offset)
             };
@@ -95,10 +93,10 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         Verb::OrWrite => {
             let work = async |mut segment: Segment, offset| {
                 let old = room(segment.len(), transfer).await?;
-                let _alone = unit.atomic.write().await;
+                let begun = alone(unit, at + offset, segment.len()).await?;
                 let old = backend.read(at + offset, old).await.map_err(read_error)?;
                 segment.as_mut_slice().iter_mut().zip(old.as_slice()).for_each(|(new, old)| *new |= old);
-                write(backend, at + offset, segment, command.fua).await
+                begun.write(at + offset, segment, command.fua).await.map_err(write_error)
             };
             each_piece(len, transfer, work).await
         }
@@ -117,6 +115,14 @@ fn write_error(error: io::Error) -> Sense {
         Some(libc::ESHUTDOWN) => Sense::NOT_READY,
         _ => Sense::WRITE_ERROR,
     }
+}
+
+/// A range that nobody else changes until what is returned is dropped. Whoever owes us data holds nobody up: it is for what is
+/// here.
+async fn alone(unit: &Unit, at: u64, len: usize) -> Result<Change<'_>, Sense> {
+    let mut begun = unit.export.backend.begin(at, len as u64).map_err(write_error)?;
+    begun.turn().await.map_err(write_error)?;
+    Ok(begun)
 }
 
 async fn write(backend: &dyn Backend, at: u64, segment: Segment, durable: bool) -> Result<(), Sense> {
@@ -271,14 +277,15 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
     let (at, len) = (command.lba * block_len, blocks * block_len);
     let backend = &*unit.export.backend;
     if block.iter().all(|octet| *octet == 0) {
-        let _together = unit.atomic.read().await;
         let how = if command.unmap { Zero::MAY_DISCARD } else { Zero::empty() };
         backend.zero(at, len, how).await.map_err(write_error)?;
         return Ok(Outcome::moved(moved));
     }
     for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
         let mut segment = room(piece, transfer).await?;
-        let _together = unit.atomic.read().await;
+        if transfer.aborted().now_or_never().is_some() {
+            return Err(Sense::DATA_PHASE);
+        }
         segment.as_mut_slice().chunks_mut(block.len()).for_each(|part| part.copy_from_slice(&block[..part.len()]));
         write(backend, piece_at, segment, false).await?;
     }
@@ -299,7 +306,7 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     let (expected, new) = data.split_at(len);
     let lens: Vec<usize> = pieces(at, len as u64, unit.export.chunk).map(|(_, piece)| piece).collect();
     let mut rooms = rooms(&[&lens[..], &lens].concat(), transfer).await?.into_iter();
-    let _alone = unit.atomic.write().await;
+    let begun = alone(unit, at, len).await?;
     for ((piece_at, piece), room) in pieces(at, len as u64, unit.export.chunk).zip(rooms.by_ref()) {
         let there = unit.export.backend.read(piece_at, room).await.map_err(read_error)?;
         let offset = (piece_at - at) as usize;
@@ -308,7 +315,7 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     for ((piece_at, piece), mut segment) in pieces(at, len as u64, unit.export.chunk).zip(rooms) {
         let offset = (piece_at - at) as usize;
         segment.as_mut_slice().copy_from_slice(&new[offset..offset + piece]);
-        write(&*unit.export.backend, piece_at, segment, command.fua).await?;
+        begun.write(piece_at, segment, command.fua).await.map_err(write_error)?;
     }
     Ok(Outcome::moved(2 * len as u64))
 }
@@ -332,11 +339,14 @@ pub(super) async fn unmap(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Transfer) 
         Err(sense) => return sense.into(),
     };
     let block = u64::from(unit.block_len);
-    let _together = unit.atomic.read().await;
     let backend = &unit.export.backend;
     // As the provisioning page says: zeroes, or whatever the device likes. Never by writing.
     let zeroes = backend.geometry().discard_zeroes;
     for (lba, blocks) in ranges {
+        // Nobody waits for what has been given up.
+        if transfer.aborted().now_or_never().is_some() {
+            return Sense::DATA_PHASE.into();
+        }
         let (at, len) = (lba * block, blocks * block);
         let done = match zeroes {
             true => backend.zero(at, len, Zero::MAY_DISCARD | Zero::FAST_ONLY).await,

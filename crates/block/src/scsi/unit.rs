@@ -65,8 +65,6 @@ pub struct Unit {
     guarded: AtomicBool,
     /// Size that initiators know of.
     size: AtomicU64,
-    /// Held alone by COMPARE AND WRITE and ORWRITE, which are single steps to every other change.
-    pub(super) atomic: tokio::sync::RwLock<()>,
     /// Where reservations are kept that are to outlive us.
     lasting: Option<Lasting>,
     /// What is kept there, if that is known. Held while they are changed, so that what is kept is what was answered last.
@@ -127,7 +125,6 @@ impl Unit {
             state: Mutex::default(),
             guarded: AtomicBool::new(false),
             size,
-            atomic: tokio::sync::RwLock::new(()),
             lasting: None,
             kept: tokio::sync::Mutex::default(),
         }
