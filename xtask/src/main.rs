@@ -15,6 +15,7 @@ cargo xtask TASK
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   loom          what threads share in the fabric, in every order in which they can do it
+  miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
                 part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         ["unit"] => unit(),
         ["sanitize"] => sanitize(),
         ["loom"] => loom(),
+        ["miri"] => miri(),
         ["setup"] => setup(),
         ["vm", "test"] => setup().and_then(|()| vm::test("")),
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
@@ -167,6 +169,40 @@ fn sanitize() -> Result<(), String> {
                 -p thruway-fabric -p thruway-engine -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
+}
+
+/// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.
+const FOR_MIRI: [(&str, &str); 3] = [
+    ("thruway-fabric", "memory:: mpa:: ddp:: rdmap:: terminate:: reservation::"),
+    ("thruway-engine", "pool:: segment::"),
+    (
+        "thruway-block",
+        "cache::order cache::grains cache::range_lock::tests::w cache::range_lock::tests::two sequence:: generations:: \
+         pieces:: octets:: streams:: outbox:: scsi::cdb nbd::wire iscsi::pdu",
+    ),
+];
+
+fn miri() -> Result<(), String> {
+    if !Command::new("cargo").args(["+nightly", "miri", "--version"]).output().is_ok_and(|o| o.status.success()) {
+        run(
+            "Miri",
+            "rustup",
+            &["toolchain", "install", "nightly", "--profile", "minimal", "-c", "miri", "-c", "rust-src"],
+        )?;
+    }
+    let vars = [
+        // It knows libc's calls and not the processor's.
+        ("RUSTFLAGS", "--cfg rustix_use_libc"),
+        // Registered memory is read in words and octets alike, which its model of weak memory does not know.
+        ("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation"),
+        ("PROPTEST_CASES", "2"),
+    ];
+    for (package, tests) in FOR_MIRI {
+        let args = ["+nightly", "miri", "test", "--target-dir", "target/miri", "--lib", "-p", package, "--"];
+        let tests: Vec<&str> = tests.split_whitespace().collect();
+        run_with(package, "cargo", &[&args[..], &tests].concat(), &vars)?;
+    }
+    Ok(())
 }
 
 fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {

@@ -119,7 +119,7 @@ pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
     let outcome = copy(args, common);
     let (finished, encrypted, stats) = outcome.map_err(|message| {
-        eprintln!("thruway cp: {message}");
+        crate::complain!("thruway cp: {message}");
         Failed
     })?;
     let seconds = start.elapsed().as_secs_f64();
@@ -151,9 +151,9 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         let (path, message) =
             (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
         if path.is_empty() {
-            eprintln!("thruway cp: {message}");
+            crate::complain!("thruway cp: {message}");
         } else {
-            eprintln!("thruway cp: {path}: {message}");
+            crate::complain!("thruway cp: {path}: {message}");
         }
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
@@ -317,6 +317,11 @@ fn check_names(local: &[(PathBuf, Vec<u8>)]) -> Result<(), String> {
     Ok(())
 }
 
+/// A path as errors show it.
+fn shown(path: &Path) -> String {
+    thruway_transfer::escape(path.as_os_str().as_bytes())
+}
+
 /// `DIR/` and `DIR/.` are what is in the directory.
 fn means_contents(source: &OsStr) -> bool {
     source.as_bytes().ends_with(b"/") || source.as_bytes().ends_with(b"/.")
@@ -326,14 +331,16 @@ fn means_contents(source: &OsStr) -> bool {
 fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
     let named = |(endpoint, text): &(Endpoint, &OsString)| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
+        path.symlink_metadata().map_err(|e| format!("{}: {e}", shown(path)))?;
         if means_contents(text) {
-            return Ok((path.clone(), Vec::new()));
+            // Before anything is made for it.
+            return match path.is_dir() {
+                true => Ok((path.clone(), Vec::new())),
+                false => Err(format!("{}: Not a directory", shown(path))),
+            };
         }
         // `.` and `a/..` have no name of their own: their contents are meant.
         let name = path.file_name().map(|n| n.as_bytes().to_vec()).unwrap_or_default();
-        if path.symlink_metadata().is_err() {
-            return Err(format!("{}: No such file or directory", path.display()));
-        }
         Ok((path.clone(), name))
     };
     let local: Vec<_> = sources.iter().map(named).collect::<Result<_, _>>()?;
@@ -432,7 +439,7 @@ fn push_to(
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {
         if let Err(message) = daemon.run() {
-            eprintln!("thruway cp: {message}");
+            crate::complain!("thruway cp: {message}");
         }
     });
     *peer = Some(Peer::Thread(stopper, Some(thread)));
@@ -479,7 +486,7 @@ fn pull(
             }
             _ => return Err("all sources must be on one host, in one export".into()),
         };
-        let contents = means_contents(text) || path.is_empty() || path.ends_with(b"..");
+        let contents = means_contents(text) || path.is_empty();
         let name = if contents { Vec::new() } else { path.rsplit(|b| *b == b'/').next().unwrap_or(b"").to_vec() };
         specs.push(SourceSpec { path, name });
     }
@@ -616,13 +623,19 @@ fn stage_row(stage: &StageStats) -> serde_json::Value {
 }
 
 fn print_stats(stats: &[StageStats]) {
-    eprintln!(
+    crate::complain!(
         "{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}",
-        "stage", "workers", "tasks", "queue us", "service us", "idle s", "longest"
+        "stage",
+        "workers",
+        "tasks",
+        "queue us",
+        "service us",
+        "idle s",
+        "longest"
     );
     for stage in stats {
         let mean = |d: std::time::Duration| d.as_secs_f64() * 1e6 / stage.tasks.max(1) as f64;
-        eprintln!(
+        crate::complain!(
             "{:<10} {:>7} {:>9} {:>12.1} {:>12.1} {:>12.2} {:>8}",
             stage.name,
             stage.workers.map_or("own".into(), |w| w.to_string()),

@@ -82,6 +82,7 @@ fn start_logging(verbose: u8) {
         .with_env_filter(filter)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .with_writer(std::io::stderr)
+        .log_internal_errors(false)
         .without_time()
         .init();
 }

@@ -16,6 +16,18 @@ macro_rules! say {
     ($($text:tt)*) => { $crate::output::say(format_args!($($text)*)) };
 }
 
+/// Writes a line to standard error. If that cannot be done nobody can be told, and the work goes on.
+#[macro_export]
+macro_rules! complain {
+    ($($text:tt)*) => { $crate::output::complain(format_args!($($text)*)) };
+}
+
+/// As [`complain!`].
+pub fn complain(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
 /// As [`say!`].
 pub fn say(text: std::fmt::Arguments<'_>) {
     use std::io::Write;
@@ -23,7 +35,7 @@ pub fn say(text: std::fmt::Arguments<'_>) {
     let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
     if let Err(error) = written {
         if error.kind() != std::io::ErrorKind::BrokenPipe {
-            eprintln!("thruway: standard output: {error}");
+            crate::complain!("thruway: standard output: {error}");
         }
         std::process::exit(1);
     }
@@ -97,7 +109,7 @@ fn show(bar: Option<&ProgressBar>, progress: &Progress, stop: &AtomicBool) {
             }
             None if said.elapsed() >= Duration::from_secs(2) => {
                 said = Instant::now();
-                eprintln!("{text}");
+                crate::complain!("{text}");
             }
             None => {}
         }

@@ -375,3 +375,57 @@ fn the_machines_own_usr_tree_arrives_whole_in_bounded_memory() {
     // The pool is 64 blocks of 1 MiB and their headers.
     assert!(peak < (65 + 64) << 10, "the daemon took {peak} KiB");
 }
+
+#[test]
+fn what_has_more_in_it_than_its_size_is_not_copied_as_nothing() {
+    let lab = Lab::new();
+    let out = try_cp(&lab, &args(&[&"/proc/cpuinfo", &lab.path("copy")]));
+    assert!(!out.status.success() && stderr(&out).contains("/proc/cpuinfo") | stderr(&out).contains("copy"), "{out:?}");
+    assert!(!lab.path("copy").exists());
+}
+
+#[test]
+fn a_copy_goes_on_where_its_messages_cannot_be_written() {
+    let lab = Lab::new();
+    let (source, full) = (lab.mkdir("source"), fs::File::options().write(true).open("/dev/full").unwrap());
+    fs::write(source.join("f"), "content").unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(source.join("pipe")).status().unwrap().success());
+    // That the pipe is left out is told, to nobody.
+    let mut command = thruway(lab.dir.path());
+    command.args(args(&[&"cp", &"-r", &source, &lab.path("copy")])).stdout(full.try_clone().unwrap()).stderr(full);
+    assert_eq!(command.status().unwrap().code(), Some(1));
+    assert_eq!(fs::read_to_string(lab.path("copy/f")).unwrap(), "content");
+}
+
+#[test]
+fn the_directory_that_a_copy_is_made_in_has_its_times_too() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    fs::write(source.join("f"), "content").unwrap();
+    let touch = std::process::Command::new("touch").args(["-d", "@1000000000.5"]).arg(&source).status().unwrap();
+    assert!(touch.success());
+    cp(&lab, &args(&[&"-rp", &source.join("."), &lab.path("copy")]));
+    let daemon = lab.serve(&lab.mkdir("served"));
+    cp(&lab, &args(&[&"-rp", &source, &daemon.url("e/there")]));
+    cp(&lab, &args(&[&"-rp", &daemon.url("e/there"), &lab.path("back")]));
+    for path in ["copy", "served/there", "back"] {
+        let meta = fs::metadata(lab.path(path)).unwrap();
+        assert_eq!((meta.mtime(), meta.mtime_nsec()), (1_000_000_000, 500_000_000), "{path}");
+    }
+}
+
+#[test]
+fn a_source_that_is_not_there_leaves_nothing_behind() {
+    let lab = Lab::new();
+    fs::write(lab.path("file"), "").unwrap();
+    for source in ["none/.", "none/", "file/."] {
+        let out = try_cp(&lab, &args(&[&"-r", &lab.path(source), &lab.path("copy")]));
+        assert!(!out.status.success() && !lab.path("copy").exists(), "{source}");
+    }
+    // `..` at the end of a name is no directory's parent.
+    let served = lab.mkdir("served");
+    fs::create_dir(served.join("a..")).unwrap();
+    let daemon = lab.serve(&served);
+    cp(&lab, &args(&[&"-r", &daemon.url("e/a.."), &lab.mkdir("here")]));
+    assert!(lab.path("here/a..").is_dir());
+}

@@ -30,6 +30,7 @@ pub(super) struct Told {
     no_attributes: AtomicBool,
     no_owners: AtomicBool,
     no_times: AtomicBool,
+    no_modes: AtomicBool,
 }
 
 /// Attributes of an entry that could not be kept. The entry itself is in place.
@@ -218,19 +219,47 @@ impl Tree {
         let last_modification = Timespec { tv_sec: meta.mtime.0, tv_nsec: meta.mtime.1.min(999_999_999).into() };
         // Nobody has read the copy yet. Some know only how to set both.
         let omit = Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT };
+        let mut seen = None;
         for last_access in [omit, last_modification] {
             if let Err(e) = set(&Timestamps { last_access, last_modification }) {
                 return short.push(format!("times: {}", io::Error::from(e)));
             }
             match rustix::fs::fstat(entry) {
-                Ok(stat) if meta.mtime.0.abs_diff(stat.st_mtime) < TIME_STEP => return,
-                Ok(_) => {}
-                Err(e) => return short.push(format!("times: {}", io::Error::from(e))),
+                Ok(stat) => {
+                    let is_right = (stat.st_mtime, stat.st_mtime_nsec) == (meta.mtime.0, meta.mtime.1.into());
+                    seen = Some(stat);
+                    if is_right {
+                        break;
+                    }
+                }
+                Err(e) => return short.push(format!("attributes: {}", io::Error::from(e))),
             }
         }
+        let stat = seen.expect("it has been looked at once");
+        if meta.mtime.0.abs_diff(stat.st_mtime) >= TIME_STEP {
+            self.tell_once(short, &self.told.no_times, "times");
+        }
+        self.look_at_rights(short, meta, &stat);
+    }
+
+    /// Whether owner and permissions are what the entry was given, for the same reason.
+    fn look_at_rights(&self, short: &mut Shortcomings, meta: &Meta, stat: &Stat) {
+        let (owner, group) = (stat.st_uid == meta.uid, stat.st_gid == meta.gid);
+        if self.keeps_owner() && self.privileged && !(owner && group) {
+            self.tell_once(short, &self.told.no_owners, "owners");
+        }
+        let mut mode = self.mode(meta);
+        mode &= !(if owner { 0 } else { 0o4000 } | if group { 0 } else { 0o2000 });
+        if FileType::from_raw_mode(stat.st_mode) != FileType::Symlink && stat.st_mode & 0o7777 != mode {
+            self.tell_once(short, &self.told.no_modes, "permissions");
+        }
+    }
+
+    /// What is told for the whole target and not for every entry.
+    fn tell_once(&self, short: &mut Shortcomings, told: &AtomicBool, what: &str) {
         short.any = true;
-        if !self.told.no_times.swap(true, Ordering::Relaxed) {
-            short.push("times are not kept by the destination, here and elsewhere".into());
+        if !told.swap(true, Ordering::Relaxed) {
+            short.push(format!("{what} are not kept by the destination, here and elsewhere"));
         }
     }
 

@@ -230,7 +230,10 @@ impl Files {
     fn finalize_from(&self, deferred: &mut Deferred, may_remove: bool) -> io::Result<()> {
         // Several sources may meet in one directory: what one of them has the others must not remove.
         let mut lists = Lists::default();
+        // Of a session that is over nothing more is done: its user has taken it back.
+        let is_over = || self.over.load(Ordering::SeqCst);
         deferred.for_each(|record| match record {
+            _ if is_over() => {}
             Record::Link { path, target } => match self.tree.link(&path, &target) {
                 Ok(()) => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
                 Err(e) => self.fail(&path, &e),
@@ -253,15 +256,20 @@ impl Files {
         } else if !lists.is_empty() {
             self.remove(deferred, &lists)?;
         }
-        deferred.directories_backwards(|path, meta, made| match self.tree.finish_directory(&path, &meta, made) {
-            Ok(short) => self.fell_short(&path, short),
-            Err(e) => self.fail(&path, &e),
+        deferred.directories_backwards(|path, meta, made| {
+            if is_over() {
+                return;
+            }
+            match self.tree.finish_directory(&path, &meta, made) {
+                Ok(short) => self.fell_short(&path, short),
+                Err(e) => self.fail(&path, &e),
+            }
         })
     }
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.terms.options).map_err(io::Error::other)?;
-        let remover = Remover { filter: &filter, dry_run: self.terms.options.dry_run };
+        let remover = Remover { filter: &filter, dry_run: self.terms.options.dry_run, is_over: &self.over };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.

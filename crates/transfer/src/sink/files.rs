@@ -171,7 +171,7 @@ impl Files {
         let mut rest = &block.payload()[..len as usize];
         let mut finished = Vec::new();
         let mut last_dir: Option<(Vec<u8>, Arc<OwnedFd>)> = None;
-        while !rest.is_empty() {
+        while !rest.is_empty() && !self.over.load(Ordering::SeqCst) {
             let (record, content, after) = match Record::split_first(rest) {
                 Ok(split) => split,
                 Err(malformed) => {

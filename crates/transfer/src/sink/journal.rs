@@ -12,12 +12,12 @@
 
 use crate::auth::to_hex;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
-use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_engine::integrity::DIGEST_LEN;
@@ -446,7 +446,28 @@ impl Medium for OnDisk {
     }
 
     fn remove(&mut self) -> io::Result<()> {
-        Ok(rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty())?)
+        let stat = rustix::fs::fstat(&self.dir)?;
+        let itself = format!("/proc/self/fd/{}", self.dir.as_fd().as_raw_fd());
+        let remove = || rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty());
+        let removed = match remove() {
+            // The directory has got its permissions by now, and is not to be written to: once more.
+            Err(rustix::io::Errno::ACCESS) => {
+                let mode = Mode::from_raw_mode(stat.st_mode & 0o7777);
+                rustix::fs::chmod(&itself, mode | Mode::RWXU)?;
+                let removed = remove();
+                rustix::fs::chmod(&itself, mode)?;
+                removed
+            }
+            other => other,
+        };
+        // And its times.
+        let time = |tv_sec, tv_nsec| Timespec { tv_sec, tv_nsec };
+        let times = Timestamps {
+            last_access: time(stat.st_atime, stat.st_atime_nsec as _),
+            last_modification: time(stat.st_mtime, stat.st_mtime_nsec as _),
+        };
+        let _ = rustix::fs::utimensat(CWD, &itself, &times, AtFlags::empty());
+        Ok(removed?)
     }
 }
 

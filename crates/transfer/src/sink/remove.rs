@@ -8,6 +8,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Names that are read from a directory before the first of them are removed.
 const BATCH: usize = 64 << 10;
@@ -29,7 +30,12 @@ pub(crate) struct Remover<'a> {
     pub(crate) filter: &'a Filter,
     /// Count, remove nothing.
     pub(crate) dry_run: bool,
+    /// Whoever has asked for it does not want it any more.
+    pub(crate) is_over: &'a AtomicBool,
 }
+
+/// For what is never over before its end.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// A directory that is being emptied.
 struct Level {
@@ -79,6 +85,9 @@ impl Remover<'_> {
         };
         let mut stack = vec![level];
         loop {
+            if self.is_over.load(Ordering::SeqCst) {
+                return Err(io::Error::other("the session is over"));
+            }
             let depth = stack.len();
             let top = stack.last_mut().expect("not empty");
             let Some(name) = top.names.pop() else {
@@ -246,7 +255,7 @@ mod tests {
     use std::fs;
 
     fn remover(filter: &Filter, dry_run: bool) -> Remover<'_> {
-        Remover { filter, dry_run }
+        Remover { filter, dry_run, is_over: &NEVER }
     }
 
     #[test]
@@ -271,6 +280,18 @@ mod tests {
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
         assert!(!dir.path().join("d").exists() && dir.path().join("outside/precious").exists());
+    }
+
+    #[test]
+    fn nothing_more_goes_when_it_is_not_wanted_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
+        fs::create_dir(dir.path().join("d")).unwrap();
+        fs::write(dir.path().join("d/file"), "").unwrap();
+        let filter = Filter::new(&TreeOptions::default()).unwrap();
+        let removed =
+            Remover { filter: &filter, dry_run: false, is_over: &AtomicBool::new(true) }.remove(&fd, c"d", b"");
+        assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use super::attributes::{Shortcomings, Told, Trust, Unopened};
 use super::journal::{Identity, nanoseconds};
-use super::remove::{Removed, Remover};
+use super::remove::{NEVER, Removed, Remover};
 use super::volumes::Volumes;
 use crate::wire::Meta;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
@@ -16,6 +16,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What temporary files of ours are called: `.NAME.tw-` and [`TAG_LEN`] hexadecimal digits.
@@ -341,7 +342,11 @@ impl Tree {
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
                     let filter = crate::filter::Filter::new(&crate::wire::TreeOptions::default());
                     let filter = filter.map_err(io::Error::other)?;
-                    let removed = Remover { filter: &filter, dry_run: false }.remove(&place.dir, &place.name, b"");
+                    let removed = Remover { filter: &filter, dry_run: false, is_over: &NEVER }.remove(
+                        &place.dir,
+                        &place.name,
+                        b"",
+                    );
                     removed.failure.map_or(Ok(()), |(_, e)| Err(e))
                 }
                 Err(Errno::NOTEMPTY | Errno::EXIST) => {
@@ -565,6 +570,9 @@ impl Tree {
         }
         for entry in rustix::fs::Dir::read_from(&*dir)? {
             let entry = entry?;
+            if remover.is_over.load(Ordering::SeqCst) {
+                break;
+            }
             let name = entry.file_name();
             let bytes = name.to_bytes();
             if matches!(bytes, b"." | b"..") || keep.contains(bytes) || name == own || is_fresh_own(&dir, name) {
@@ -691,7 +699,8 @@ mod tests {
         assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
         let keep = HashSet::new();
         let filter = Filter::new(&TreeOptions::default()).unwrap();
-        tree.prune(b"link", b"", &keep, c"journal", &Remover { filter: &filter, dry_run: false }).unwrap();
+        tree.prune(b"link", b"", &keep, c"journal", &Remover { filter: &filter, dry_run: false, is_over: &NEVER })
+            .unwrap();
         assert!(dir.path().join("real/precious").exists());
         if rustix::fs::mknodat(&tree.root, c"dev", FileType::CharacterDevice, Mode::from_raw_mode(0o600), 0x103).is_ok()
         {
@@ -808,7 +817,8 @@ mod tests {
         let tree = tree(dir.path());
         let filter = Filter::new(&TreeOptions::default()).unwrap();
         for dry_run in [true, false] {
-            let removed = tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run }).unwrap();
+            let removed =
+                tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run, is_over: &NEVER }).unwrap();
             assert_eq!((removed.count, removed.left), (4, 0));
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
@@ -894,7 +904,9 @@ mod tests {
         fs::write(dir.path().join("old"), "").unwrap();
         let filter = Filter::new(&TreeOptions::default()).unwrap();
         let keep = HashSet::from([b"README".to_vec()]);
-        let removed = tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run: false }).unwrap();
+        let removed = tree
+            .prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run: false, is_over: &NEVER })
+            .unwrap();
         assert_eq!((removed.count, removed.left), (1, 1));
         assert!(dir.path().join("Readme").exists() && !dir.path().join("old").exists());
     }

@@ -98,18 +98,21 @@ impl Walker {
         let size = size as usize;
         let mut record = Record::File { path: c.path.clone(), meta };
         let record = self.encode(&mut record, size);
-        let room = self.room(RECORD_PREFIX_LEN + record.len() + size)?;
+        // One more than there should be: files of /proc, and of some file systems in user space, have more than they say.
+        let room = self.room(RECORD_PREFIX_LEN + record.len() + size + 1)?;
         let content = RECORD_PREFIX_LEN + record.len();
         room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(record.len(), size));
         room[RECORD_PREFIX_LEN..content].copy_from_slice(&record);
-        let read = read_full(&file, &mut room[content..content + size]);
+        let read = read_full(&file, &mut room[content..content + size + 1], size);
         let after = rustix::fs::fstat(&file);
         // One that has grown may have been written to at its beginning, too.
         let only_grown = |after: &Stat, room: &[u8]| {
             has_grown(&stat, after) && is_still(&file, &room[content..content + size]).unwrap_or(false)
         };
         match (read, after) {
-            (Ok(n), Ok(after)) if n == size && (same_version(&stat, &after) || only_grown(&after, room)) => {
+            (Ok(n), Ok(after))
+                if (n == size && same_version(&stat, &after)) || (n >= size && only_grown(&after, room)) =>
+            {
                 self.pack.as_mut().expect("room made it").used += content + size;
                 Progress::add(&self.progress.total_bytes, size as u64);
                 if !same_version(&stat, &after) {
@@ -118,6 +121,9 @@ impl Walker {
             }
             (Err(e), _) => self.report(&c.path, e.to_string()),
             (_, Err(e)) => self.report(&c.path, io::Error::from(e).to_string()),
+            (Ok(n), Ok(after)) if n > size && same_version(&stat, &after) => {
+                self.report(&c.path, format!("has more in it than the {size} bytes that its file system says"));
+            }
             _ => self.report(&c.path, "changed while it was read"),
         }
         Ok(())
@@ -312,7 +318,8 @@ fn is_still(file: &File, content: &[u8]) -> io::Result<bool> {
     Ok(now == content)
 }
 
-fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
+/// Reads as much as there is room for, or as the file has, of which `enough` may well be all.
+fn read_full(file: &File, mut buffer: &mut [u8], enough: usize) -> io::Result<usize> {
     use std::io::Read;
     let mut file = file;
     let mut total = 0;
@@ -322,6 +329,9 @@ fn read_full(file: &File, mut buffer: &mut [u8]) -> io::Result<usize> {
             Ok(n) => {
                 total += n;
                 buffer = &mut buffer[n..];
+                if total == enough {
+                    break;
+                }
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),

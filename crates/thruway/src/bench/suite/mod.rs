@@ -173,7 +173,7 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
             Err(error) => (Findings::default(), Some(error)),
         };
         if !common.quiet && !common.json {
-            eprintln!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
+            crate::complain!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
         }
         let Family { id, title, source, reported, expected, .. } = *family;
         report.families.push(Entry { id, title, source, reported, expected, error, findings });
