@@ -37,6 +37,9 @@ new_image() {
 # contents DIR: a line for each file that has its name, as sha256sum writes it.
 contents() { (cd "$1" && find . -type f ! -name '.*.tw-*' ! -name '.thruway-*' -print0 | sort -z | xargs -0r sha256sum); }
 
+# names CONTENTS: what `contents` has found, without what is in it.
+names() { cut -c67- "$1" | sort; }
+
 # Two versions of a tree: half the files differ, one is large.
 mkdir -p /tmp/old /mnt/d /mnt/r
 for i in {1..60}; do head -c $((RANDOM + 1)) /dev/urandom >"/tmp/old/$i"; done
@@ -51,7 +54,7 @@ contents /tmp/new >/tmp/contents.new
 sort -u /tmp/contents.{old,new} >/tmp/contents.either
 
 files() {
-    local point name said='' checked=0 every
+    local point name said='' checked=0 every resumed number
     log_on
     case $1 in
         ext4) mkfs.ext4 -qF -E nodiscard /dev/mapper/d ;;
@@ -61,6 +64,7 @@ files() {
     mount /dev/mapper/d /mnt/d
     sync
     mark begun
+    mkdir /mnt/d/tree
     "$THRUWAY" cp -rp --quiet --bwlimit 6M /tmp/old/. /mnt/d/tree
     mark old
     "$THRUWAY" cp -rp --quiet --bwlimit 6M /tmp/new/. /mnt/d/tree
@@ -70,33 +74,42 @@ files() {
     new_image
     # The marks, and some of the others.
     every=$(($(wc -l </tmp/points) / 24 + 1))
+    resumed=0 number=0
     while read -r point name; do
         [[ $name == begun ]] && said=begun
         [[ -n $said ]] || continue
-        [[ $name != - ]] || ((point % every == 0)) || continue
+        number=$((number + 1))
+        [[ $name != - ]] || ((number % every == 0)) || continue
         [[ $name == - ]] || said=$name
         power_fails "$point"
         cp --sparse=always /tmp/image /tmp/after
-        mount -o loop /tmp/after /mnt/r
-        mkdir -p /mnt/r/tree
-        contents /mnt/r/tree | sort >/tmp/found
+        # Where the disk itself was: the same command goes on.
+        mount -o loop /tmp/after /mnt/d
+        mkdir -p /mnt/d/tree
+        contents /mnt/d/tree | sort >/tmp/found
         comm -23 /tmp/found /tmp/contents.either >/tmp/wrong
         [[ ! -s /tmp/wrong ]] || { echo "$1: neither old nor new where the power fails at $point:"; cat /tmp/wrong; exit 1; }
         case $said in
             # What was said to be there is there, and nothing of it goes again.
-            old) (($(wc -l </tmp/found) >= $(wc -l </tmp/contents.old))) ;;
+            old)
+                comm -23 <(names /tmp/contents.old) <(names /tmp/found) >/tmp/wrong
+                [[ ! -s /tmp/wrong ]] || { echo "$1: not there any more at $point:"; cat /tmp/wrong; exit 1; }
+                ;;
             new) sort /tmp/contents.new | cmp - /tmp/found ;;
         esac
         # And it is gone on from.
-        if ((checked % 4 == 0)); then
-            "$THRUWAY" cp -rp --quiet /tmp/new/. /mnt/r/tree
-            contents /mnt/r/tree | cmp - /tmp/contents.new
+        if ((checked % 3 == 0)) && [[ $said != begun ]]; then
+            "$THRUWAY" cp -rp --json /tmp/new/. /mnt/d/tree >/tmp/result
+            contents /mnt/d/tree | cmp - /tmp/contents.new
+            [[ -z $(find /mnt/d/tree -name '*.tw-*') ]]
+            resumed=$((resumed + $(grep -o '"resumed_bytes":[0-9]*' /tmp/result | cut -d: -f2)))
         fi
-        umount /mnt/r
+        umount /mnt/d
         if [[ $1 == ext4 ]]; then fsck.ext4 -fn /tmp/after >/tmp/fsck || { cat /tmp/fsck; exit 1; }; fi
         checked=$((checked + 1))
     done </tmp/points
     ((checked >= 12))
+    ((resumed > 0)) || { echo "$1: nothing was resumed" >&2; exit 1; }
     echo "$1: $checked of $(wc -l </tmp/points) points"
 }
 

@@ -60,6 +60,19 @@ umount /mnt/n
 echo '--- FUSE'
 bindfs /tmp/below /mnt/f
 there_and_back /mnt/f
+# Times of this very moment, which a file system that does nothing would seem to keep.
+mkdir /tmp/fresh
+touch /tmp/fresh/{1..5}
+"$THRUWAY" cp -rp --quiet /tmp/fresh/. /mnt/f/fresh
+[[ $(stat -c %y /tmp/fresh/*) == "$(stat -c %y /mnt/f/fresh/*)" ]]
+umount /mnt/f
+# One that says it keeps permissions and owners, and does not.
+bindfs --chmod-ignore --chown-ignore /tmp/below /mnt/f
+chmod 4755 /tmp/fresh/1
+chown 1000 /tmp/fresh/2
+fails "$THRUWAY" cp -rp --quiet /tmp/fresh/. /mnt/f/rights 2>/tmp/said
+grep -q 'permissions are not kept' /tmp/said
+grep -q 'owners are not kept' /tmp/said
 umount /mnt/f
 
 echo '--- vfat'
