@@ -8,10 +8,9 @@
 use crate::backend::{Backend, Op, Zero};
 use crate::generations::{Generations, UnderWay};
 use crate::sequence::{Sequence, Turn};
-use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::Segment;
 
@@ -39,7 +38,7 @@ pub(crate) struct Changer {
     has_company: bool,
     /// How many had come before.
     came_after: u64,
-    has_changed: Cell<bool>,
+    has_changed: AtomicBool,
 }
 
 /// How long the last flush may take: a supervisor would end the daemon about then.
@@ -65,7 +64,7 @@ impl Served {
         let gone = self.changers.gone.load(Ordering::SeqCst);
         let came_after = self.changers.come.load(Ordering::SeqCst);
         let changers = Arc::clone(&self.changers);
-        Changer { changers, has_company: came_after > gone, came_after, has_changed: Cell::new(false) }
+        Changer { changers, has_company: came_after > gone, came_after, has_changed: AtomicBool::new(false) }
     }
 
     /// Refuses changes from now on, waits for those under way, and flushes the disk. What takes longer than `limit` is not
@@ -151,7 +150,7 @@ impl Change<'_> {
 impl Changer {
     /// The connection changes the disk.
     pub(crate) fn changes(&self) {
-        if !self.has_changed.replace(true) {
+        if !self.has_changed.load(Ordering::Relaxed) && !self.has_changed.swap(true, Ordering::SeqCst) {
             self.changers.come.fetch_add(1, Ordering::SeqCst);
         }
     }
@@ -159,13 +158,13 @@ impl Changer {
     /// Others have changed the disk, or were there to change it, since this one has come.
     pub(crate) fn has_others(&self) -> bool {
         let come = self.changers.come.load(Ordering::SeqCst) - self.came_after;
-        self.has_company || come > u64::from(self.has_changed.get())
+        self.has_company || come > u64::from(self.has_changed.load(Ordering::SeqCst))
     }
 }
 
 impl Drop for Changer {
     fn drop(&mut self) {
-        if self.has_changed.get() {
+        if self.has_changed.load(Ordering::SeqCst) {
             self.changers.gone.fetch_add(1, Ordering::SeqCst);
         }
     }
@@ -208,7 +207,6 @@ mod tests {
     use crate::backend::MemoryBackend;
     use futures_util::FutureExt;
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicBool;
     use thruway_engine::Segments;
     use tokio::sync::Notify;
 

@@ -2,6 +2,7 @@
 
 use super::Nexus;
 use crate::generations::{Generations, UnderWay};
+use crate::served::{Changer, Served};
 use std::sync::Arc;
 
 /// The commands of an initiator port under way on one unit. Clearing them waits for their end, so that nothing of
@@ -10,11 +11,15 @@ pub struct Attached {
     /// Whose they are.
     pub nexus: Nexus,
     commands: Arc<Generations>,
+    /// A client of NBD may go on as an initiator.
+    _changer: Changer,
 }
 
 impl Attached {
-    pub(super) fn new(nexus: Nexus) -> Attached {
-        Attached { nexus, commands: Arc::default() }
+    pub(super) fn new(nexus: Nexus, disk: &Served) -> Attached {
+        let changer = disk.changer();
+        changer.changes();
+        Attached { nexus, commands: Arc::default(), _changer: changer }
     }
 
     /// A command begins. When somebody waits for its end it has been cleared: it is to end, and not to be answered.

@@ -203,7 +203,7 @@ impl Unit {
 
     /// A session begins.
     pub fn attach(&self, nexus: &Nexus) -> Arc<Attached> {
-        let attached = Arc::new(Attached::new(nexus.clone()));
+        let attached = Arc::new(Attached::new(nexus.clone(), &self.export.backend));
         // A change of size is news to the others only.
         self.blocks();
         self.with_state(|state| {
