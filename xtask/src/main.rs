@@ -174,7 +174,8 @@ fn sanitize() -> Result<(), String> {
 /// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.
 const FOR_MIRI: [(&str, &str); 3] = [
     ("thruway-fabric", "memory:: mpa:: ddp:: rdmap:: terminate:: reservation::"),
-    ("thruway-engine", "pool:: segment::"),
+    // One needs advice on memory, which it does not know.
+    ("thruway-engine", "pool:: segment:: --skip who_waits_for_few"),
     (
         "thruway-block",
         "cache::order cache::grains cache::range_lock::tests::w cache::range_lock::tests::two sequence:: generations:: \
