@@ -60,6 +60,14 @@ until_written() {
     return 1
 }
 
+# serve_disk WHAT: a daemon ($daemon) that serves a disk as `d` by NBD, at port 10809.
+serve_disk() {
+    : >/tmp/serve.json
+    "$THRUWAY" serve --json --block "d=$1" --nbd 127.0.0.1:10809 >/tmp/serve.json 2>>/tmp/served &
+    daemon=$!
+    until_written /tmp/serve.json
+}
+
 # same A B: two files or trees are alike.
 same() { diff -r --no-dereference "$1" "$2" >/dev/null || { echo "$1 and $2 differ" >&2; return 1; }; }
 

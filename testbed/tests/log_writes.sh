@@ -1,7 +1,5 @@
 # title: whenever the power fails, every file is whole, old or new, and what was flushed or said to be done is there
 # limit: 400
-truncate -s 400M /tmp/disk
-truncate -s 2G /tmp/log
 replay() { /usr/bin/python3 "$(dirname "${BASH_SOURCE[0]}")/../replay.py" "$@"; }
 
 # log_on: everything that becomes durable on /dev/mapper/d is logged from now on.
@@ -90,7 +88,7 @@ files() {
         comm -23 /tmp/found /tmp/contents.either >/tmp/wrong
         [[ ! -s /tmp/wrong ]] || { echo "$1: neither old nor new where the power fails at $point:"; cat /tmp/wrong; exit 1; }
         case $said in
-            # What was said to be there is there, and nothing of it goes again.
+            # What was said to be there is there.
             old)
                 comm -23 <(names /tmp/contents.old) <(names /tmp/found) >/tmp/wrong
                 [[ ! -s /tmp/wrong ]] || { echo "$1: not there any more at $point:"; cat /tmp/wrong; exit 1; }
@@ -113,15 +111,7 @@ files() {
     echo "$1: $checked of $(wc -l </tmp/points) points"
 }
 
-# serve WHAT: a daemon that serves a disk.
-serve() {
-    : >/tmp/serve.json
-    "$THRUWAY" serve --json --block "d=$1" --nbd 127.0.0.1:10809 >/tmp/serve.json 2>>/tmp/served &
-    daemon=$!
-    until_written /tmp/serve.json
-}
-
-# disks WHAT WHERE: rounds of writes and a flush, or of writes with FUA, by NBD; WHERE the disk is once the power has failed.
+# disks file|device OPTIONS: rounds of writes and a flush, and of writes with FUA, by NBD to such a disk.
 disks() {
     local what=$1 options=$2 round point name checked=0 show=()
     log_on
@@ -130,9 +120,9 @@ disks() {
         mount /dev/mapper/d /mnt/d
         truncate -s 16M /mnt/d/image
         sync
-        serve "/mnt/d/image$options"
+        serve_disk "/mnt/d/image$options"
     else
-        serve "/dev/mapper/d$options"
+        serve_disk "/dev/mapper/d$options"
     fi
     /usr/bin/python3 - <<'END'
 import nbd, subprocess

@@ -90,14 +90,6 @@ transfers() {
     rm -r /mnt/d/tree
 }
 
-# serve WHAT...: a daemon that serves a disk.
-serve() {
-    : >/tmp/serve.json
-    "$THRUWAY" serve --json --block "d=$1" --nbd 127.0.0.1:10809 >/tmp/serve.json 2>>/tmp/served &
-    daemon=$!
-    until_written /tmp/serve.json
-}
-
 # ends: the daemon is killed, and what it had in memory goes with the machine.
 ends() {
     kill -9 $daemon
@@ -114,7 +106,7 @@ disks() {
         rm -f /mnt/d/image
         truncate -s 32M /mnt/d/image
         sync
-        serve "/mnt/d/image$options"
+        serve_disk "/mnt/d/image$options"
         nbd -c 'write -P 7 512 3000K' -c flush -c 'write -P 9 8M 4M'
         disk lies
         ends
@@ -122,7 +114,7 @@ disks() {
         qemu-io -f raw -r -c 'read -P 7 512 3000K' /mnt/d/image >/tmp/qemu
         ! grep -q 'Pattern verification failed' /tmp/qemu || { echo "flushed and not there ($options)" >&2; exit 1; }
 
-        serve "/mnt/d/image$options"
+        serve_disk "/mnt/d/image$options"
         nbd -c 'write -P 1 0 1M' -c flush
         disk fails
         fails nbd -c 'write -P 8 0 1M' -c flush
@@ -152,7 +144,7 @@ done
 # The device itself.
 for options in ,mode=writeback ,mode=direct ,cache=8M:writeback; do
     dd if=/dev/zero of=/dev/mapper/d bs=1M count=16 oflag=direct status=none
-    serve "/dev/mapper/d$options"
+    serve_disk "/dev/mapper/d$options"
     nbd -c 'write -P 7 512 3000K' -c flush
     disk lies
     nbd -c 'write -P 9 512 3000K' -c flush

@@ -4,13 +4,6 @@ mkdir -p /mnt/d /tmp/tree
 for i in {1..20}; do head -c 100000 /dev/urandom >"/tmp/tree/$i"; done
 head -c 8M /dev/urandom >/tmp/tree/large
 
-# serve WHAT: a daemon that serves a disk.
-serve() {
-    : >/tmp/serve.json
-    "$THRUWAY" serve --json --block "d=$1" --nbd 127.0.0.1:10809 >/tmp/serve.json 2>>/tmp/served &
-    daemon=$!
-    until_written /tmp/serve.json
-}
 ends() {
     kill $daemon
     wait $daemon || true
@@ -56,15 +49,14 @@ same /tmp/rest "$(dirname "$(find /tmp/copied -name large)")"
 umount /mnt/d
 # The device itself: what is read there fails, and nothing else; who writes it anew reads it again.
 for options in ,mode=direct ,mode=writeback ,cache=8M ,cache=8M:writeback; do
-    dmsetup message dust 0 quiet >/dev/null 2>&1 || true
-    serve "/dev/mapper/dust$options"
+    serve_disk "/dev/mapper/dust$options"
     at=$((first * 4096 + 8192))
     nbd_fails -r -c "read $at 4K"
     # The page cache reads as much as it likes as one.
     nbd -r -c "read $((at - (1 << 20))) 64K" -c "read $((at + (1 << 20))) 64K"
     ends
 done
-serve /dev/mapper/dust,mode=direct
+serve_disk /dev/mapper/dust,mode=direct
 nbd -c "write -P 5 $at 4K" -c flush -c "read -P 5 $at 4K"
 ends
 dmsetup remove dust
@@ -85,7 +77,7 @@ fails_to "$THRUWAY" cp --quiet --retries 0 /tmp/much /mnt/d/
 [[ ! -e /mnt/d/much ]]
 umount /mnt/d
 for options in ,mode=direct ,mode=writeback ,cache=8M:writeback; do
-    serve "/dev/mapper/thin$options"
+    serve_disk "/dev/mapper/thin$options"
     # Whatever is said to be written, the flush tells.
     nbd_fails -c 'write -P 6 128M 32M' -c flush
     nbd_fails -c 'write -P 6 128M 4K' -c 'write -P 6 170M 8M' -c flush
@@ -107,12 +99,12 @@ done
 bad=$((0x1234 * 512))
 for options in ,mode=direct ,mode=writeback ,cache=4M; do
     echo 0 >/sys/bus/pseudo/drivers/scsi_debug/opts
-    serve "/dev/$disk$options"
+    serve_disk "/dev/$disk$options"
     nbd -c "write -P 3 0 6M" -c flush
     ends
     echo 3 >/proc/sys/vm/drop_caches
     echo 2 >/sys/bus/pseudo/drivers/scsi_debug/opts
-    serve "/dev/$disk$options"
+    serve_disk "/dev/$disk$options"
     nbd_fails -r -c "read $bad 512"
     nbd -r -c "read -P 3 $((bad - (1 << 20))) 64K" -c "read -P 3 $((bad + (1 << 20))) 64K"
     ends
@@ -130,7 +122,7 @@ fails_to "$THRUWAY" cp --quiet --retries 0 /tmp/much /mnt/d/
 [[ ! -e /mnt/d/much ]]
 umount /mnt/d
 for options in ,mode=direct ,mode=writeback ,cache=8M:writeback; do
-    serve "$loop$options"
+    serve_disk "$loop$options"
     nbd_fails -c 'write -P 6 20M 32M' -c flush
     ends
 done

@@ -119,7 +119,7 @@ pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
     let outcome = copy(args, common);
     let (finished, encrypted, stats) = outcome.map_err(|message| {
-        crate::complain!("thruway cp: {message}");
+        crate::say_error!("thruway cp: {message}");
         Failed
     })?;
     let seconds = start.elapsed().as_secs_f64();
@@ -151,9 +151,9 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         let (path, message) =
             (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
         if path.is_empty() {
-            crate::complain!("thruway cp: {message}");
+            crate::say_error!("thruway cp: {message}");
         } else {
-            crate::complain!("thruway cp: {path}: {message}");
+            crate::say_error!("thruway cp: {path}: {message}");
         }
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
@@ -439,7 +439,7 @@ fn push_to(
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {
         if let Err(message) = daemon.run() {
-            crate::complain!("thruway cp: {message}");
+            crate::say_error!("thruway cp: {message}");
         }
     });
     *peer = Some(Peer::Thread(stopper, Some(thread)));
@@ -486,8 +486,9 @@ fn pull(
             }
             _ => return Err("all sources must be on one host, in one export".into()),
         };
-        let contents = means_contents(text) || path.is_empty();
-        let name = if contents { Vec::new() } else { path.rsplit(|b| *b == b'/').next().unwrap_or(b"").to_vec() };
+        let last = path.rsplit(|b| *b == b'/').next().unwrap_or(b"");
+        let contents = means_contents(text) || last.is_empty() || last == b"..";
+        let name = if contents { Vec::new() } else { last.to_vec() };
         specs.push(SourceSpec { path, name });
     }
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
@@ -623,7 +624,7 @@ fn stage_row(stage: &StageStats) -> serde_json::Value {
 }
 
 fn print_stats(stats: &[StageStats]) {
-    crate::complain!(
+    crate::say_error!(
         "{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}",
         "stage",
         "workers",
@@ -635,7 +636,7 @@ fn print_stats(stats: &[StageStats]) {
     );
     for stage in stats {
         let mean = |d: std::time::Duration| d.as_secs_f64() * 1e6 / stage.tasks.max(1) as f64;
-        crate::complain!(
+        crate::say_error!(
             "{:<10} {:>7} {:>9} {:>12.1} {:>12.1} {:>12.2} {:>8}",
             stage.name,
             stage.workers.map_or("own".into(), |w| w.to_string()),

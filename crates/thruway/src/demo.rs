@@ -25,7 +25,7 @@ pub struct DemoArgs {
 pub fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
     let result = Demo::new(args, common).and_then(|demo| demo.run());
     result.map_err(|message| {
-        crate::complain!("thruway demo: {message}");
+        crate::say_error!("thruway demo: {message}");
         Failed
     })
 }

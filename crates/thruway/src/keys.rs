@@ -25,7 +25,7 @@ pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     let path = args.output.clone().unwrap_or_else(identity_path);
     let pair = KeyPair::generate();
     if let Err(error) = pair.save(&path) {
-        crate::complain!("thruway keygen: {error}");
+        crate::say_error!("thruway keygen: {error}");
         return Err(Failed);
     }
     if common.json {

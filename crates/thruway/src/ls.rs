@@ -34,7 +34,7 @@ pub fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
     })()
     .map_err(|message| {
-        crate::complain!("thruway ls: {message}");
+        crate::say_error!("thruway ls: {message}");
         Failed
     })?;
     let kind = |mode: u32| match mode & 0o170_000 {

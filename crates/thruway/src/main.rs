@@ -1,5 +1,8 @@
 //! The `thruway` program.
 
+// They panic where nobody reads any more: `say!` and `say_error!` do not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
+
 mod bench;
 mod cp;
 mod demo;

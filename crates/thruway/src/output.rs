@@ -18,12 +18,12 @@ macro_rules! say {
 
 /// Writes a line to standard error. If that cannot be done nobody can be told, and the work goes on.
 #[macro_export]
-macro_rules! complain {
-    ($($text:tt)*) => { $crate::output::complain(format_args!($($text)*)) };
+macro_rules! say_error {
+    ($($text:tt)*) => { $crate::output::say_error(format_args!($($text)*)) };
 }
 
-/// As [`complain!`].
-pub fn complain(text: std::fmt::Arguments<'_>) {
+/// As [`say_error!`].
+pub fn say_error(text: std::fmt::Arguments<'_>) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
@@ -35,7 +35,7 @@ pub fn say(text: std::fmt::Arguments<'_>) {
     let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
     if let Err(error) = written {
         if error.kind() != std::io::ErrorKind::BrokenPipe {
-            crate::complain!("thruway: standard output: {error}");
+            crate::say_error!("thruway: standard output: {error}");
         }
         std::process::exit(1);
     }
@@ -109,7 +109,7 @@ fn show(bar: Option<&ProgressBar>, progress: &Progress, stop: &AtomicBool) {
             }
             None if said.elapsed() >= Duration::from_secs(2) => {
                 said = Instant::now();
-                crate::complain!("{text}");
+                crate::say_error!("{text}");
             }
             None => {}
         }

@@ -1,7 +1,8 @@
 //! Who sleeps until a device has something to poll, and who has to be woken.
 //!
 //! Who publishes something counts it first and then looks who sleeps; who goes to sleep says so first and then looks whether
-//! something has been counted. So one of the two sees the other.
+//! something has been counted. So one of the two sees the other. What is written here is swapped and not stored, because loom
+//! lets a store come before an exchange that has not seen it; for the processor it is one instruction.
 
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::in_order;
@@ -150,6 +151,21 @@ mod tests {
         }
     }
 
+    /// Sleeps, if there is no reason not to.
+    fn sleep(device: &Device, by_descriptor: bool) {
+        if by_descriptor {
+            if device.doorbell.arm(|| {}) {
+                device.descriptor.wait();
+            }
+        } else {
+            if device.doorbell.lie_down(|| {}) {
+                device.thread.wait();
+            }
+            device.doorbell.get_up();
+            device.doorbell.has_rung();
+        }
+    }
+
     /// Takes `wanted`, sleeping in between.
     fn consume(device: &Device, wanted: u32, by_descriptor: bool) {
         let mut taken = 0;
@@ -159,17 +175,7 @@ mod tests {
             if some > 0 || taken == wanted {
                 continue;
             }
-            if by_descriptor {
-                if device.doorbell.arm(|| {}) {
-                    device.descriptor.wait();
-                }
-            } else {
-                if device.doorbell.lie_down(|| {}) {
-                    device.thread.wait();
-                }
-                device.doorbell.get_up();
-                device.doorbell.has_rung();
-            }
+            sleep(device, by_descriptor);
             // It may have been woken for what another has taken: loom has to let that one go on.
             thread::yield_now();
         }
@@ -195,16 +201,7 @@ mod tests {
                 let device = Arc::new(Device::default());
                 let waking = Arc::clone(&device);
                 let waker = thread::spawn(move || waking.rouse(waking.doorbell.wake()));
-                if by_descriptor {
-                    if device.doorbell.arm(|| {}) {
-                        device.descriptor.wait();
-                    }
-                } else {
-                    if device.doorbell.lie_down(|| {}) {
-                        device.thread.wait();
-                    }
-                    device.doorbell.get_up();
-                }
+                sleep(&device, by_descriptor);
                 waker.join().unwrap();
             });
         }

@@ -284,7 +284,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         }
     };
     result.map_err(|message| {
-        crate::complain!("thruway bench: {message}");
+        crate::say_error!("thruway bench: {message}");
         Failed
     })
 }
@@ -306,7 +306,7 @@ fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {
                 let stop = &stop;
                 scope.spawn(move || {
                     if let Err(message) = server.serve(|| stop.load(std::sync::atomic::Ordering::Relaxed)) {
-                        crate::complain!("thruway bench: accepting end: {message}");
+                        crate::say_error!("thruway bench: accepting end: {message}");
                     }
                 });
                 addr

@@ -48,7 +48,7 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
     if let Some(addr) = args.place.listen {
         let server = Server::start(addr, config)?;
         if !common.quiet {
-            crate::complain!("listening on {}", server.listener.local_addr());
+            crate::say_error!("listening on {}", server.listener.local_addr());
         }
         return server.serve(args.once, common.verbose > 0);
     }
@@ -244,7 +244,7 @@ impl Server {
             match (result, once) {
                 (result, true) => return result.map_err(|e| format!("{from}: {e}")),
                 (Ok(()), false) => {}
-                (Err(message), false) => crate::complain!("thruway bench rping: {from}: {message}"),
+                (Err(message), false) => crate::say_error!("thruway bench rping: {from}: {message}"),
             }
         }
     }

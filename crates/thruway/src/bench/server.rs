@@ -70,7 +70,7 @@ impl Server {
 
     pub(super) fn announce(self, common: &Common) -> Server {
         if !common.quiet {
-            crate::complain!("listening on {}", self.addr());
+            crate::say_error!("listening on {}", self.addr());
         }
         self
     }
@@ -111,7 +111,7 @@ impl Server {
         let peer = request.peer();
         match self.try_accept(request) {
             Ok(()) => {}
-            Err(message) => crate::complain!("thruway bench: {peer}: {message}"),
+            Err(message) => crate::say_error!("thruway bench: {peer}: {message}"),
         }
     }
 

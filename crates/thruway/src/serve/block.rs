@@ -326,7 +326,7 @@ impl BlockService {
             let close = async move |disk: Arc<Export>| disk.backend.close(LAST_REQUESTS).await;
             self.reactors.handles()[0].spawn(move || async move { drop(tell.send(close(disk).await)) });
             if let Ok(Err(error)) = told.recv() {
-                crate::complain!("thruway serve: stopping block export '{}': {error}", export.name);
+                crate::say_error!("thruway serve: stopping block export '{}': {error}", export.name);
             }
             if let Some(report) = export.backend.report() {
                 tracing::info!(export = export.name, "{report}");

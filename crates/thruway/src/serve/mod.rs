@@ -150,7 +150,7 @@ fn parse_export(text: &str) -> Result<Export, String> {
 /// Runs the daemon until it is told to stop.
 pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     serve(args, common).map_err(|message| {
-        crate::complain!("thruway serve: {message}");
+        crate::say_error!("thruway serve: {message}");
         Failed
     })
 }
@@ -158,7 +158,7 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
 /// The arguments with what the configuration file says. Does not return if the file has mistakes.
 fn with_config(path: &Path) -> ServeArgs {
     let file = config::load(path).unwrap_or_else(|mistakes| {
-        crate::complain!("{mistakes}");
+        crate::say_error!("{mistakes}");
         std::process::exit(2);
     });
     // What the file says stands before what the command line says, which so has the last word.
@@ -386,17 +386,17 @@ fn announce(
         crate::say!("{}", serde_json::Value::Object(object));
     } else if !common.quiet {
         for addr in addrs {
-            crate::complain!("listening on {addr}");
+            crate::say_error!("listening on {addr}");
         }
         for export in &args.export {
             let mode = if export.read_only { "read-only" } else { "read and write" };
-            crate::complain!("export {} = {} ({mode})", export.name, export.dir.display());
+            crate::say_error!("export {} = {} ({mode})", export.name, export.dir.display());
         }
         for line in blocks.map(BlockService::lines).unwrap_or_default() {
-            crate::complain!("{line}");
+            crate::say_error!("{line}");
         }
         if transfer.is_some() {
-            crate::complain!("public key {key}");
+            crate::say_error!("public key {key}");
         }
     }
 }

@@ -97,8 +97,9 @@ impl Walker {
         }
         let size = size as usize;
         let mut record = Record::File { path: c.path.clone(), meta };
-        let record = self.encode(&mut record, size);
-        // One more than there should be: files of /proc, and of some file systems in user space, have more than they say.
+        // Room for one more than there should be: files of /proc, and of some file systems in user space, have more than they
+        // say.
+        let record = self.encode(&mut record, size + 1);
         let room = self.room(RECORD_PREFIX_LEN + record.len() + size + 1)?;
         let content = RECORD_PREFIX_LEN + record.len();
         room[..RECORD_PREFIX_LEN].copy_from_slice(&Record::prefix(record.len(), size));

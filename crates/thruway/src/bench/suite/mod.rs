@@ -10,6 +10,7 @@ use clap::Args;
 use families::FAMILIES;
 use lab::Lab;
 use serde::Serialize;
+use std::io::Write;
 use std::path::PathBuf;
 
 /// Arguments of `thruway bench suite`.
@@ -166,14 +167,14 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     };
     for family in FAMILIES.iter().filter(wanted) {
         if !common.quiet && !common.json {
-            eprint!("{:<14} {} … ", family.id, family.title);
+            let _ = write!(std::io::stderr(), "{:<14} {} … ", family.id, family.title);
         }
         let (findings, error) = match (family.measure)(&lab) {
             Ok(findings) => (findings, None),
             Err(error) => (Findings::default(), Some(error)),
         };
         if !common.quiet && !common.json {
-            crate::complain!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
+            crate::say_error!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
         }
         let Family { id, title, source, reported, expected, .. } = *family;
         report.families.push(Entry { id, title, source, reported, expected, error, findings });
