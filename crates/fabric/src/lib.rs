@@ -27,6 +27,7 @@ pub mod memory;
 pub mod path;
 mod provider;
 mod reservation;
+mod stags;
 mod sync;
 pub mod types;
 mod validity;

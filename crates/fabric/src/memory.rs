@@ -5,6 +5,7 @@
 //! made here and nowhere else. Nothing in this module reads or writes what the memory holds.
 
 use crate::iwarp::terminate::{RdmaProtection, TerminateCode};
+use crate::stags::Stags;
 use crate::types::{Error, Result, Sge};
 use crate::validity::Validity;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -322,16 +323,15 @@ unsafe impl Send for LocalPiece {}
 
 /// Maps steering tags to regions. One per device.
 ///
-/// Tags are random in all their 32 bits: a peer that may try one per connection (a wrong one ends it) does not find one
-/// that it was not given, and one that was revoked does not come back.
+/// Tags cannot be foreseen in any of their 32 bits: a peer that may try one per connection (a wrong one ends it) does not
+/// find one that it was not given. One that was revoked does not come back before all others have been given out.
 pub(crate) struct RegionTable {
     regions: RwLock<Regions>,
 }
 
 struct Regions {
     by_stag: HashMap<u32, Arc<Region>, BuildHasherDefault<StagHasher>>,
-    /// Random octets not used yet.
-    random: Vec<u8>,
+    stags: Stags,
 }
 
 /// Tags are random already.
@@ -359,12 +359,7 @@ impl Regions {
     /// A tag that is not in use, and not 0, which never names memory.
     fn new_stag(&mut self) -> u32 {
         loop {
-            if self.random.is_empty() {
-                self.random = random_octets();
-            }
-            let at = self.random.len() - 4;
-            let stag = u32::from_ne_bytes(self.random[at..].try_into().expect("four of them"));
-            self.random.truncate(at);
+            let stag = self.stags.next();
             if stag != 0 && !self.by_stag.contains_key(&stag) {
                 return stag;
             }
@@ -372,28 +367,18 @@ impl Regions {
     }
 }
 
-fn random_octets() -> Vec<u8> {
-    let mut octets = vec![0; 1024];
-    let mut filled = 0;
-    while filled < octets.len() {
-        // Up to 256 octets come whole; an interruption is no failure.
-        let end = octets.len().min(filled + 256);
-        filled += rustix::rand::getrandom(&mut octets[filled..end], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
-    }
-    octets
-}
-
 impl RegionTable {
     pub(crate) fn new() -> RegionTable {
-        RegionTable { regions: RwLock::new(Regions { by_stag: HashMap::default(), random: Vec::new() }) }
+        RegionTable::with(Stags::secret())
     }
 
     /// For simulations and fuzzing: the first tags are `0x101`, `0x201` and so on.
     pub(crate) fn foreseeable() -> RegionTable {
-        let table = RegionTable::new();
-        let random = (1..=64u32).rev().flat_map(|n| (n << 8 | 1).to_ne_bytes()).collect();
-        table.regions.write().unwrap_or_else(PoisonError::into_inner).random = random;
-        table
+        RegionTable::with(Stags::foreseeable())
+    }
+
+    fn with(stags: Stags) -> RegionTable {
+        RegionTable { regions: RwLock::new(Regions { by_stag: HashMap::default(), stags }) }
     }
 
     fn insert(&self, mut region: Region) -> Result<Arc<Region>> {
