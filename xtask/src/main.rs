@@ -16,6 +16,7 @@ cargo xtask TASK
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
+  soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
                 part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
@@ -28,9 +29,10 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 11] = [
     "attr",
     "fio",
+    "fuse3",
     "libiscsi-bin",
     "libnbd-bin",
     "openssl",
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
         ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
+        ["soak", minutes] => soak(minutes),
         ["fuzz", seconds] => fuzz(seconds),
         ["mutants", part, rest @ ..] => mutants(part, rest),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
@@ -204,6 +207,17 @@ fn miri() -> Result<(), String> {
         run_with(package, "cargo", &[&args[..], &tests].concat(), &vars)?;
     }
     Ok(())
+}
+
+fn soak(minutes: &str) -> Result<(), String> {
+    let minutes: u64 = minutes.parse().map_err(|e| format!("soak {minutes}: {e}"))?;
+    let test = |name, vars: &[(&str, &str)]| {
+        run_with("soak", "cargo", &["test", "-p", "thruway", "--test", name, "--", "--nocapture"], vars)
+    };
+    test("soak", &[("THRUWAY_SOAK_SECONDS", &(minutes * 30).to_string())])?;
+    // Some sixty a minute, and none of an earlier run's.
+    let first = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
 }
 
 fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
