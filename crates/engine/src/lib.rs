@@ -16,6 +16,7 @@
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
+pub mod direct;
 pub mod integrity;
 pub mod limits;
 pub mod local_peer;

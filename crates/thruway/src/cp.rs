@@ -527,7 +527,12 @@ fn local_root(
         {
             return Ok((Some(above), Some(name.as_bytes().to_vec())));
         }
-        return Ok((Some(open(target)?), None));
+        let dir = open(target)?;
+        // Who made it may have been killed before it was durable.
+        if Prepared::was_interrupted(&dir, job) {
+            rustix::fs::fsync(open(parent)?).map_err(|e| failed(parent, e.into()))?;
+        }
+        return Ok((Some(dir), None));
     }
     if into_directory && args.dry_run {
         return Ok((None, None));

@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use thruway_engine::{Segment, Segments, page_cache, reactor};
+use thruway_engine::{Segment, Segments, direct, page_cache, reactor};
 use tokio::sync::{Mutex, RwLock};
 
 /// Which way data goes to the storage and back.
@@ -205,7 +205,11 @@ impl FileBackend {
         let direct = match mode {
             Mode::Writeback => None,
             Mode::Direct | Mode::Cached => match open(OFlags::DIRECT.bits() as i32) {
-                Ok(file) => Some(Arc::new(file)),
+                Ok(file) if direct::is_sound(&file) => Some(Arc::new(file)),
+                Ok(_) => {
+                    tracing::warn!(path = %path.display(), "no direct I/O on FUSE; going through the page cache");
+                    None
+                }
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                     tracing::warn!(path = %path.display(), "the file system has no direct I/O; going through the page cache");
                     None

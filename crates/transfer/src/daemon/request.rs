@@ -168,7 +168,14 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
     };
     let (dir, rename) = match export.open_dir(&base, path) {
-        Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
+        Ok(dir) if asked.into_directory || path.is_empty() => {
+            // Who made it may have been killed before it was durable.
+            if !path.is_empty() && Prepared::was_interrupted(&dir, &job) {
+                let above = export.open_dir(&base, sink::split(path).0).map_err(shown)?;
+                rustix::fs::fsync(above).map_err(shown)?;
+            }
+            (dir, None)
+        }
         Ok(dir) => match by_name() {
             Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &job) => (parent, name),
             _ => (dir, None),

@@ -80,6 +80,11 @@ impl Unopened {
         FileType::from_raw_mode(self.stat.st_mode) == kind && self.stat.st_nlink <= 1
     }
 
+    /// Opens it for reading.
+    pub(super) fn open(&self) -> rustix::io::Result<OwnedFd> {
+        rustix::fs::open(self.path(), OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())
+    }
+
     pub(super) fn chmod(&self, mode: u32) -> rustix::io::Result<()> {
         rustix::fs::chmod(self.path(), Mode::from_raw_mode(mode))
     }

@@ -7,6 +7,7 @@ use super::Mail;
 use super::files::{Files, Promise};
 use super::journal::{Identity, Judgement, Key, Present, Version, key_of, nanoseconds};
 use super::readback::{Checked, Readback};
+use super::split;
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
 use crate::wire::{Answer, OfferEntry};
@@ -70,7 +71,7 @@ impl Files {
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
         match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
-            Judgement::Placed { lacking } => self.resumed(&place, key, entry.size, lacking),
+            Judgement::Placed { lacking } => self.resumed((&entry.path, &place), key, entry.size, lacking),
             Judgement::UpToDate => {
                 let preserve = self.terms.options.preserve;
                 if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
@@ -85,7 +86,7 @@ impl Files {
                     if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
                 {
                     // Whether all attributes could be kept was not recorded any more.
-                    self.resumed(&place, key, entry.size, true)
+                    self.resumed((&entry.path, &place), key, entry.size, true)
                 }
                 _ => Answer::Send,
             },
@@ -116,8 +117,8 @@ impl Files {
     }
 
     /// A file that an earlier attempt has put in place; `lacking` if some of its attributes may not be there.
-    fn resumed(&self, place: &Place, key: Key, size: u64, lacking: bool) -> Answer {
-        if self.tree.sync_later(&place.dir).is_err()
+    fn resumed(&self, (path, place): (&[u8], &Place), key: Key, size: u64, lacking: bool) -> Answer {
+        if self.tree.sync_later(split(path).0, &place.dir).is_err()
             || (lacking && !self.promise(key, Promise::Attributes { ours: true }))
         {
             return Answer::Send;

@@ -28,6 +28,8 @@ pub(crate) const JOURNAL_PREFIX: &[u8] = b".thruway-";
 pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
 /// Directories that are synced one by one at the end; more, and their file systems are synced whole.
 const CHANGED_MAX: usize = 8;
+/// Where file systems are not to be asked as a whole, directories that wait to be synced.
+const CHANGED_BY_FILE_MAX: usize = 10_000;
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
 /// A file of ours that a job may still be writing is not removed before this age.
@@ -109,28 +111,62 @@ impl Tree {
     ///
     /// # Errors
     /// If there are too many file systems below the destination.
-    pub(crate) fn sync_later(&self, dir: impl AsFd) -> io::Result<()> {
-        self.volumes.note(dir)?;
+    pub(crate) fn sync_later(&self, path: &[u8], dir: impl AsFd) -> io::Result<()> {
+        self.note(path, dir)?;
         // Its directories, too, may be that attempt's: the whole file system is asked.
         self.changed().many = true;
         Ok(())
     }
 
+    /// Something is about to be written in this directory. Where only syncing each directory makes names durable, nobody
+    /// knows whether those that lead here are.
+    fn note(&self, path: &[u8], dir: impl AsFd) -> io::Result<()> {
+        if self.volumes.note(dir)? {
+            self.change(path);
+            let ends = path.iter().enumerate().rev().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at);
+            ends.chain((!path.is_empty()).then_some(0)).for_each(|end| self.change(&path[..end]));
+        }
+        Ok(())
+    }
+
     /// Names or attributes in this directory have changed.
     fn change(&self, dir: &[u8]) {
+        let by_file = self.volumes.any_by_file();
         let mut changed = self.changed();
-        if changed.many || changed.dirs.contains(dir) {
+        if changed.dirs.contains(dir) || (changed.many && !by_file) {
             return;
         }
-        if changed.dirs.len() >= CHANGED_MAX {
-            changed.many = true;
-            return changed.dirs.clear();
+        if changed.dirs.len() >= if by_file { CHANGED_BY_FILE_MAX } else { CHANGED_MAX } {
+            let dirs = std::mem::take(&mut changed.dirs);
+            if by_file {
+                drop(changed);
+                self.synced(self.sync_directories(&dirs));
+                changed = self.changed();
+            } else {
+                changed.many = true;
+                return;
+            }
         }
         changed.dirs.insert(dir.to_vec());
     }
 
     fn changed(&self) -> MutexGuard<'_, Changed> {
         self.changed.lock().expect("no panics under the lock")
+    }
+
+    /// Takes note of a sync's failure, which [`Tree::sync_names`] tells.
+    fn synced(&self, result: io::Result<()>) {
+        if let Err(error) = result {
+            tracing::warn!(%error, "a directory or an attribute could not be made durable");
+            self.volumes.lose();
+        }
+    }
+
+    /// Where file systems are not to be asked as a whole, has this file or directory synced.
+    fn sync_if_by_file(&self, file: impl AsFd) {
+        if self.volumes.any_by_file() {
+            self.synced(rustix::fs::fsync(file).map_err(Into::into));
+        }
     }
 
     /// Makes names and attributes durable.
@@ -141,20 +177,25 @@ impl Tree {
         self.volumes.check()?;
         let Changed { dirs, many } = std::mem::take(&mut *self.changed());
         if many {
-            return self.volumes.sync();
+            self.volumes.sync()?;
         }
-        for path in &dirs {
+        // Then the others have been asked as a whole.
+        if many && !self.volumes.any_by_file() { Ok(()) } else { self.sync_directories(&dirs) }
+    }
+
+    fn sync_directories(&self, dirs: &BTreeSet<Vec<u8>>) -> io::Result<()> {
+        let mut whole = false;
+        for path in dirs {
             match self.sync_directory(path) {
-                // It cannot be opened any more by its name; whatever file system it is on is asked as a whole.
-                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
-                    return self.volumes.sync();
-                }
+                // It is gone, or was synced before it was given attributes with which it cannot be opened by its name; what file
+                // system it is on is asked as a whole.
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => whole = true,
                 // File systems that do not know how to sync a directory say so.
-                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return self.volumes.sync(),
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => whole = true,
                 other => other?,
             }
         }
-        Ok(())
+        if whole { self.volumes.sync() } else { Ok(()) }
     }
 
     fn sync_directory(&self, path: &[u8]) -> io::Result<()> {
@@ -213,7 +254,7 @@ impl Tree {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied && self.unlock(path) => self.open_directory(path),
             other => other,
         }?;
-        self.volumes.note(&dir)?;
+        self.note(path, &dir)?;
         Ok(dir)
     }
 
@@ -249,6 +290,7 @@ impl Tree {
         for (path, mode) in unlocked.into_iter().rev() {
             if let Ok(dir) = self.open_directory(&path) {
                 let _ = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode));
+                self.sync_if_by_file(&*dir);
                 self.change(&path);
             }
         }
@@ -386,7 +428,9 @@ impl Tree {
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|(unlocked, _)| unlocked != path);
         if self.manner.preserve {
-            return Ok(self.apply(dir.as_fd(), meta, false));
+            let short = self.apply(dir.as_fd(), meta, false);
+            self.sync_if_by_file(&*dir);
+            return Ok(short);
         }
         // The set-group-id bit comes from the directory above.
         let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
@@ -394,6 +438,7 @@ impl Tree {
         if wanted != now {
             rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
         }
+        self.sync_if_by_file(&*dir);
         Ok(Shortcomings::default())
     }
 
@@ -408,9 +453,10 @@ impl Tree {
         if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size as u64 != meta.size {
             return Err(io::Error::other("it changed at the destination meanwhile"));
         }
-        self.volumes.note(&place.dir)?;
+        self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
         let short = self.apply(file.as_fd(), meta, false);
+        self.sync_if_by_file(&file);
         let (identity, stat) = Identity::of(&file, c"")?;
         Ok((short, identity, nanoseconds(stat.stx_ctime)))
     }
@@ -538,11 +584,13 @@ impl Tree {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if !self.manner.preserve => {
                 self.changed().many = true;
+                let open = file.open()?;
                 if self.privileged {
                     file.chown(stat.st_uid, stat.st_gid)?;
                 }
                 file.chmod(stat.st_mode & 0o1777)?;
                 crate::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
+                self.sync_if_by_file(&open);
                 Ok(())
             }
             FileType::RegularFile | FileType::Symlink => Ok(()),
@@ -916,7 +964,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let tree = tree(dir.path());
         tree.sync_names().unwrap();
-        tree.sync_later(&tree.root).unwrap();
+        tree.sync_later(b"", &tree.root).unwrap();
         assert!(tree.changed().many, "its file system is asked as a whole");
         tree.volumes.lose();
         assert!(tree.sync_names().is_err());

@@ -39,25 +39,27 @@ impl Volumes {
         self.known.lock().expect("no panics under the lock")
     }
 
-    /// Something is about to be written in this directory.
+    /// Something is about to be written in this directory. True if its file system is one on which only syncing each file
+    /// makes it durable.
     ///
     /// # Errors
     /// If its file system cannot be looked at, or is one too many.
-    pub(crate) fn note(&self, dir: impl AsFd) -> io::Result<()> {
+    pub(crate) fn note(&self, dir: impl AsFd) -> io::Result<bool> {
         let device = rustix::fs::fstat(&dir)?.st_dev;
         let mut known = self.known();
-        if known.iter().any(|v| v.device == device) {
-            return Ok(());
+        if let Some(volume) = known.iter().find(|v| v.device == device) {
+            return Ok(volume.by_file);
         }
         if known.len() >= VOLUMES_MAX {
             return Err(io::Error::other(format!("more than {VOLUMES_MAX} file systems below the destination")));
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
+        // One that does not say what it is may be any.
         let by_file = rustix::fs::fstatfs(&fd)
-            .is_ok_and(|s| matches!(s.f_type, FUSE_SUPER_MAGIC | OVERLAYFS_SUPER_MAGIC | ECRYPTFS_SUPER_MAGIC));
+            .map_or(true, |s| matches!(s.f_type, FUSE_SUPER_MAGIC | OVERLAYFS_SUPER_MAGIC | ECRYPTFS_SUPER_MAGIC));
         known.push(Volume { device, fd, by_file });
-        Ok(())
+        Ok(by_file)
     }
 
     /// Whether there are file systems on which only syncing each file makes it durable.
