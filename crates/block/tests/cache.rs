@@ -350,3 +350,51 @@ fn what_a_disk_has_grown_by_is_shown() {
         }
     });
 }
+
+/// What can be read and written of a disk with a bad sector, or of one that takes nothing any more, can be through a cache too.
+#[test]
+fn what_cannot_be_cached_is_read_and_written_past_the_cache() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let supply = Segments::new(4, 4096).unwrap();
+        let sectors = async |count: usize, with: u8| {
+            let mut segment = supply.reserve(1).await.segment(count * SECTOR);
+            segment.as_mut_slice().fill(with);
+            segment
+        };
+        for write_back in [false, true] {
+            let disk = Arc::new(Disk::new(1, 0));
+            disk.write(0, sectors(8, 7).await, true).await.unwrap();
+            disk.spoil(3);
+            let config = Config { block: 4096, partitions: 1, write_back, ..Config::new(128 << 10) };
+            let cache = Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap();
+            let at = |sector: u64| sector * SECTOR as u64;
+            let read = cache.read(at(4), sectors(2, 0).await).await.unwrap();
+            assert!(read.as_slice().iter().all(|octet| *octet == 7));
+            assert!(cache.read(at(2), sectors(3, 0).await).await.is_err(), "sector 3 is bad");
+            cache.write(at(4), sectors(1, 8).await, false).await.unwrap();
+            cache.write(at(3), sectors(1, 9).await, false).await.unwrap();
+            let read = cache.read(at(2), sectors(3, 0).await).await.unwrap();
+            let firsts: Vec<u8> = read.as_slice().chunks(SECTOR).map(|sector| sector[0]).collect();
+            assert_eq!(firsts, [7, 9, 8]);
+            cache.flush().await.unwrap();
+            assert_eq!(disk.crash()[3 * SECTOR..][..2], [9, 9]);
+        }
+        // One partition of two is full of what cannot be written out.
+        let disk = Arc::new(Disk::new(1, 0));
+        disk.write(100 * 4096, sectors(8, 7).await, true).await.unwrap();
+        let config = Config { block: 4096, partitions: 8, neighbours: 4, write_back: true, ..Config::new(128 << 10) };
+        let cache = Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap();
+        disk.fail_writes(true);
+        for block in 0..64 {
+            let _ = cache.write(block * 4096, sectors(8, 1).await, false).await;
+        }
+        for block in 64..SECTORS / 8 {
+            let read = cache.read(block * 4096, sectors(8, 0).await).await.unwrap();
+            assert_eq!(read.as_slice()[0], if block == 100 { 7 } else { 0 });
+        }
+        assert!(cache.flush().await.is_err());
+        disk.fail_writes(false);
+        cache.flush().await.unwrap();
+    });
+}

@@ -165,6 +165,13 @@ struct Part {
     len: usize,
 }
 
+impl Part {
+    /// Where it begins on the disk.
+    fn at(&self, block_len: u64) -> u64 {
+        self.block * block_len + self.within as u64
+    }
+}
+
 impl Cache {
     /// A cache of a disk, spread over these memory nodes. What is dirty in it is lost with the process.
     ///
@@ -335,7 +342,9 @@ impl Inner {
         try_join_all(missing.into_iter().map(|(part, here)| async move {
             let partition = self.partitions.of(part.block);
             loop {
-                self.present(part.block, true).await?;
+                if let Err(error) = self.present(part.block, true).await {
+                    return self.read_past(part, here).await.map_err(|_| error);
+                }
                 let copy = |data: &mut [u8]| here.copy_from_slice(&data[part.within..][..part.len]);
                 if partition.lock().with(part.block, copy).is_some() {
                     self.copied(partition, part.len);
@@ -345,6 +354,28 @@ impl Inner {
         }))
         .await?;
         Ok(segment)
+    }
+
+    /// Reads a part of a block that cannot be loaded: what is asked for may be sound where the rest is not, and it can be had though
+    /// there is no room for the block because nothing can be written out.
+    async fn read_past(&self, part: Part, here: &mut [u8]) -> io::Result<()> {
+        let segment = self.copies.reserve(1).await.segment(part.len);
+        let segment = self.below.read(part.at(self.block_len()), segment).await?;
+        here.copy_from_slice(segment.as_slice());
+        Ok(())
+    }
+
+    /// Writes a part of a block that cannot be loaded, for the same reasons. False if it has been loaded meanwhile.
+    async fn write_past(&self, part: Part, data: &[u8]) -> io::Result<bool> {
+        let mut segment = self.copies.reserve(1).await.segment(part.len);
+        segment.as_mut_slice().copy_from_slice(data);
+        let hold = self.partitions.hold(part.block).await;
+        let is_away = !hold.is_there();
+        if is_away {
+            self.below.write(part.at(self.block_len()), segment, false).await?;
+        }
+        hold.written();
+        Ok(is_away)
     }
 
     /// Lends all of a range, if all of it is there and near.
@@ -471,11 +502,21 @@ impl Inner {
                 match changed {
                     Found::There => break,
                     Found::Busy => told.await,
-                    Found::Full => self.make_room(partition, told).await?,
+                    Found::Full => {
+                        if let Err(error) = self.make_room(partition, told).await
+                            && self.write_past(part, data).await.map_err(|_| error)?
+                        {
+                            break;
+                        }
+                    }
                     // Only a part is written: the rest must be there first.
                     Found::Claimed(claim) => {
                         drop(partition.guard(part.block, claim));
-                        self.present(part.block, false).await?;
+                        if let Err(error) = self.present(part.block, false).await
+                            && self.write_past(part, data).await.map_err(|_| error)?
+                        {
+                            break;
+                        }
                     }
                 }
             }

@@ -540,6 +540,11 @@ pub(super) struct Hold<'a> {
 }
 
 impl Hold<'_> {
+    /// The block is in the cache.
+    pub(super) fn is_there(&self) -> bool {
+        self.slot.is_some()
+    }
+
     /// Changes the block's octets, if it is there.
     pub(super) fn update(&mut self, change: impl FnOnce(&mut [u8])) {
         let mut table = self.partition.lock();

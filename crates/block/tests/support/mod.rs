@@ -31,6 +31,10 @@ struct State {
     failing: u64,
     /// Octets that are shown.
     size: u64,
+    /// A sector that cannot be read until it has been written.
+    bad: Option<u64>,
+    /// No write succeeds.
+    full: bool,
 }
 
 impl State {
@@ -42,6 +46,8 @@ impl State {
     }
 
     fn put(&mut self, at: u64, data: Vec<u8>) {
+        let end = at + data.len() as u64;
+        self.bad = self.bad.filter(|bad| bad * (SECTOR as u64) < at || (bad + 1) * SECTOR as u64 > end);
         let at = at as usize;
         self.current[at..at + data.len()].copy_from_slice(&data);
         self.pending.push((at, data));
@@ -53,8 +59,16 @@ impl Disk {
     pub fn new(seed: u64, failing: u64) -> Disk {
         let durable = vec![0; SECTORS as usize * SECTOR];
         let current = durable.clone();
-        let state =
-            State { durable, current, pending: Vec::new(), random: seed | 1, failing, size: SECTORS * SECTOR as u64 };
+        let state = State {
+            durable,
+            current,
+            pending: Vec::new(),
+            random: seed | 1,
+            failing,
+            size: SECTORS * SECTOR as u64,
+            bad: None,
+            full: false,
+        };
         Disk { state: Arc::new(Mutex::new(state)), zeroes: Arc::default() }
     }
 
@@ -79,6 +93,16 @@ impl Disk {
     /// From now on it is so long.
     pub fn resize(&self, size: u64) {
         self.lock().size = size;
+    }
+
+    /// From now on this sector cannot be read, until it is written.
+    pub fn spoil(&self, sector: u64) {
+        self.lock().bad = Some(sector);
+    }
+
+    /// From now on no write succeeds, or all do again.
+    pub fn fail_writes(&self, fail: bool) {
+        self.lock().full = fail;
     }
 
     /// From now on nothing fails.
@@ -141,6 +165,10 @@ impl Backend for Disk {
                 return Err(io::Error::from_raw_os_error(5));
             }
             let len = segment.len();
+            let end = at + len as u64;
+            if self.lock().bad.is_some_and(|bad| bad * (SECTOR as u64) < end && at < (bad + 1) * SECTOR as u64) {
+                return Err(io::Error::from_raw_os_error(5));
+            }
             segment.as_mut_slice().copy_from_slice(&self.lock().current[at as usize..at as usize + len]);
             self.dawdle().await;
             Ok(segment)
@@ -151,7 +179,7 @@ impl Backend for Disk {
         let disk = self.clone();
         begun(async move {
             disk.dawdle().await;
-            if disk.fails() {
+            if disk.fails() || disk.lock().full {
                 return Err(io::Error::from_raw_os_error(5));
             }
             disk.lock().put(at, segment.as_slice().to_vec());
