@@ -16,7 +16,7 @@
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
-pub mod direct;
+pub mod fuse;
 pub mod integrity;
 pub mod limits;
 pub mod local_peer;

@@ -5,6 +5,7 @@
 //! on the storage thread and must only pass the result on. Files may be open for direct I/O or
 //! not; offsets and lengths are then the caller's to align.
 
+use crate::fuse;
 use crate::pool::{Block, BlockPool};
 use crate::stage::StageStats;
 use crate::topology;
@@ -16,7 +17,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -92,6 +93,9 @@ struct Shared {
 pub struct Storage {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// Where it has a ring: for files with which that is not to be trusted, once there are some.
+    without_ring: Option<OnceLock<io::Result<Box<Storage>>>>,
+    cpus: Vec<u32>,
 }
 
 impl Storage {
@@ -128,7 +132,9 @@ impl Storage {
             stop: AtomicBool::new(false),
             counters: Counters::default(),
         });
-        let mut storage = Storage { shared: Arc::clone(&shared), threads: Vec::new() };
+        let without_ring = ring.is_some().then(OnceLock::new);
+        let mut storage =
+            Storage { shared: Arc::clone(&shared), threads: Vec::new(), without_ring, cpus: cpus.to_vec() };
         let thread = || std::thread::Builder::new().name("storage".into());
         match ring {
             Some(ring) => {
@@ -161,6 +167,12 @@ impl Storage {
         block: Block,
         completion: impl FnOnce(Done) + Send + 'static,
     ) {
+        if let Some(without) = self.without_ring.as_ref().filter(|_| !fuse::uring_is_sound(&file)) {
+            return match without.get_or_init(|| Storage::with(None, &self.cpus).map(Box::new)) {
+                Ok(storage) => storage.submit(file, offset, op, block, completion),
+                Err(error) => completion(Done { block, result: Err(io::Error::new(error.kind(), error.to_string())) }),
+            };
+        }
         let now = Instant::now();
         let completion = Box::new(completion);
         let request = Request { file, offset, op, block, completion, queued: now, started: now, progress: 0 };
@@ -181,7 +193,7 @@ impl Storage {
     pub fn stats(&self) -> StageStats {
         let c = &self.shared.counters;
         let of = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
-        StageStats {
+        let mut stats = StageStats {
             name: "storage".into(),
             workers: None,
             tasks: c.tasks.load(Ordering::Relaxed),
@@ -189,7 +201,16 @@ impl Storage {
             wait: of(&c.wait_ns),
             service: of(&c.service_ns),
             longest_queue: c.longest.load(Ordering::Relaxed),
+        };
+        if let Some(Ok(without)) = self.without_ring.as_ref().and_then(OnceLock::get) {
+            let more = without.stats();
+            stats.tasks += more.tasks;
+            stats.queue_delay += more.queue_delay;
+            stats.wait += more.wait;
+            stats.service += more.service;
+            stats.longest_queue = stats.longest_queue.max(more.longest_queue);
         }
+        stats
     }
 }
 

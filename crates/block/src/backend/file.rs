@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use thruway_engine::{Segment, Segments, direct, page_cache, reactor};
+use thruway_engine::{Segment, Segments, fuse, page_cache, reactor};
 use tokio::sync::{Mutex, RwLock};
 
 /// Which way data goes to the storage and back.
@@ -40,6 +40,7 @@ pub struct FileBackend {
     cached: Arc<File>,
     direct: Option<Arc<File>>,
     mode: Mode,
+    uring_is_sound: bool,
     /// What offsets, lengths and addresses of direct I/O must be multiples of.
     alignment: u64,
     is_device: bool,
@@ -83,7 +84,7 @@ struct Syncs {
 
 impl Syncs {
     /// Has the file synced after now.
-    async fn sync(&self, file: &Arc<File>) -> io::Result<()> {
+    async fn sync(&self, ring: &reactor::Requests, file: &Arc<File>) -> io::Result<()> {
         let arrived = self.begun.load(Ordering::SeqCst);
         let _turn = self.turn.lock().await;
         self.check()?;
@@ -92,7 +93,7 @@ impl Syncs {
             return Ok(());
         }
         self.begun.fetch_add(1, Ordering::SeqCst);
-        let synced = reactor::ring().sync(file).await;
+        let synced = ring.sync(file).await;
         self.note(synced)
     }
 
@@ -205,11 +206,7 @@ impl FileBackend {
         let direct = match mode {
             Mode::Writeback => None,
             Mode::Direct | Mode::Cached => match open(OFlags::DIRECT.bits() as i32) {
-                Ok(file) if direct::is_sound(&file) => Some(Arc::new(file)),
-                Ok(_) => {
-                    tracing::warn!(path = %path.display(), "no direct I/O on FUSE; going through the page cache");
-                    None
-                }
+                Ok(file) => Some(Arc::new(file)),
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                     tracing::warn!(path = %path.display(), "the file system has no direct I/O; going through the page cache");
                     None
@@ -232,6 +229,7 @@ impl FileBackend {
         let at_once = AtOnce::of(&cached, is_device);
         let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
         Ok(FileBackend {
+            uring_is_sound: is_device || fuse::uring_is_sound(&cached),
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             discards,
             syncs: Syncs::default(),
@@ -256,6 +254,7 @@ impl FileBackend {
     /// If its size cannot be read.
     pub fn of(file: File) -> io::Result<FileBackend> {
         Ok(FileBackend {
+            uring_is_sound: fuse::uring_is_sound(&file),
             size: AtomicU64::new(size_of(&file)?),
             direct: None,
             mode: Mode::Writeback,
@@ -305,6 +304,11 @@ impl FileBackend {
         Ok(())
     }
 
+    /// Where requests for this file are started.
+    fn ring(&self) -> reactor::Requests {
+        if self.uring_is_sound { reactor::ring() } else { reactor::Requests::by_threads() }
+    }
+
     /// Reads; what is behind the end of a file is zeroes.
     async fn read_to_end(&self, file: &Arc<File>, at: u64, mut segment: Segment) -> io::Result<Segment> {
         let size = size_of(&self.cached)?;
@@ -316,12 +320,12 @@ impl FileBackend {
             let whole = there as u64 / self.alignment * self.alignment;
             let mut tail = segment.split_off(whole as usize);
             if !segment.is_empty() {
-                let (result, back) = reactor::ring().read(file, at, segment).await;
+                let (result, back) = self.ring().read(file, at, segment).await;
                 segment = back;
                 result?;
             }
             if !tail.is_empty() {
-                let (result, back) = reactor::ring().read(&self.cached, at + whole, tail).await;
+                let (result, back) = self.ring().read(&self.cached, at + whole, tail).await;
                 tail = back;
                 result?;
             }
@@ -329,7 +333,7 @@ impl FileBackend {
             segment.join(rest);
             return Ok(segment);
         }
-        let (result, segment) = reactor::ring().read(file, at, segment).await;
+        let (result, segment) = self.ring().read(file, at, segment).await;
         result.map(|()| segment)
     }
 
@@ -337,7 +341,7 @@ impl FileBackend {
     async fn write_directly(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         if self.is_aligned(at, &segment) {
             let _together = self.aligned.read().await;
-            let written = reactor::ring().write(file, at, segment, durable).await.0;
+            let written = self.ring().write(file, at, segment, durable).await.0;
             return if durable { self.syncs.note_lost(written) } else { written };
         }
         // Whoever writes the rest of the page at the same time must not have it undone.
@@ -347,14 +351,14 @@ impl FileBackend {
         around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
         let size = size_of(&self.cached)?;
         if start + around.len() as u64 <= size || self.is_device {
-            let written = reactor::ring().write(file, start, around, durable).await.0;
+            let written = self.ring().write(file, start, around, durable).await.0;
             return if durable { self.syncs.note_lost(written) } else { written };
         }
         // The file must not grow: its last part goes through the page cache, and at once to the disk.
         let end = (at + segment.len() as u64).max(size.min(start + around.len() as u64));
         drop(around.split_off((end - start) as usize));
-        reactor::ring().write(&self.cached, start, around, false).await.0?;
-        self.syncs.sync(&self.cached).await
+        self.ring().write(&self.cached, start, around, false).await.0?;
+        self.syncs.sync(&self.ring(), &self.cached).await
     }
 
     async fn write_zeroes(&self, mut at: u64, len: u64) -> io::Result<()> {
@@ -390,8 +394,8 @@ impl FileBackend {
                 // Written through is written down.
                 let sync = durable || self.mode == Mode::Cached;
                 // In two steps: that there is no room is an error of this write, what the sync says is of all before it.
-                reactor::ring().write(&self.cached, at, segment, false).await.0?;
-                if sync { self.syncs.sync(&self.cached).await } else { Ok(()) }
+                self.ring().write(&self.cached, at, segment, false).await.0?;
+                if sync { self.syncs.sync(&self.ring(), &self.cached).await } else { Ok(()) }
             }
         }
     }
@@ -401,7 +405,7 @@ impl FileBackend {
         if !offered.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        match reactor::ring().allocate(&self.cached, mode, at, len).await {
+        match self.ring().allocate(&self.cached, mode, at, len).await {
             Ok(()) => Ok(true),
             Err(e)
                 if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV)) =>
@@ -602,7 +606,7 @@ impl Backend for FileBackend {
                 return Ok(segment);
             }
             let file = direct.unwrap_or(&self.cached);
-            let (result, segment) = reactor::ring().read(file, at, segment).await;
+            let (result, segment) = self.ring().read(file, at, segment).await;
             match result {
                 Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                     if at + segment.len() as u64 > size_of(&self.cached)? {
@@ -631,7 +635,7 @@ impl Backend for FileBackend {
             if self.read_only {
                 return Ok(());
             }
-            self.syncs.sync(&self.cached).await
+            self.syncs.sync(&self.ring(), &self.cached).await
         })
     }
 
@@ -675,10 +679,10 @@ impl Backend for FileBackend {
 
     fn announce(&self, at: u64, len: u64) {
         let Some(ahead) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
-        let file = Arc::clone(&self.cached);
+        let (ring, file) = (self.ring(), Arc::clone(&self.cached));
         // Only advice: what comes of it shows when it is read.
         tokio::task::spawn_local(async move {
-            let _ = reactor::ring().prefetch(&file, ahead.start, ahead.end - ahead.start).await;
+            let _ = ring.prefetch(&file, ahead.start, ahead.end - ahead.start).await;
         });
     }
 
@@ -698,7 +702,7 @@ impl Backend for FileBackend {
             if self.mode == Mode::Direct {
                 return Ok(());
             }
-            reactor::ring().prefetch(&self.cached, at, len).await
+            self.ring().prefetch(&self.cached, at, len).await
         })
     }
 }

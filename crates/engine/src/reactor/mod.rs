@@ -6,7 +6,7 @@
 
 mod ring;
 
-pub use ring::{Ring, ring};
+pub use ring::{Requests, Ring, ring};
 
 use crate::topology::{self, Node};
 use std::future::Future;

@@ -50,6 +50,13 @@ pub fn ring() -> Requests {
 #[derive(Clone)]
 pub struct Requests(Option<Rc<RefCell<State>>>);
 
+impl Requests {
+    /// Where requests are started that io_uring is not to be trusted with: each is a system call on a thread that may wait.
+    pub fn by_threads() -> Requests {
+        Requests(None)
+    }
+}
+
 struct State {
     ring: IoUring,
     slots: Vec<Slot>,

@@ -24,7 +24,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
-use thruway_engine::{Block, StorageOp, direct};
+use thruway_engine::{Block, StorageOp};
 
 /// Auto direct I/O begins here.
 const DIRECT_FROM: u64 = 256 << 20;
@@ -398,7 +398,7 @@ impl Files {
         };
         // By its descriptor: its name may be another's by now.
         let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let direct = (wanted && direct::is_sound(&file))
+        let direct = wanted
             .then(|| rustix::fs::open(&itself, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
             .and_then(Result::ok)
             .map(|fd| Arc::new(File::from(fd)));

@@ -10,8 +10,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
+use thruway_engine::Block;
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
-use thruway_engine::{Block, direct};
 
 /// A large file on its way.
 pub(crate) struct LargeFile {
@@ -312,10 +312,9 @@ pub(super) fn grew(len: u64) -> String {
     format!("grew while it was read: its first {len} bytes were copied")
 }
 
-/// Turns direct I/O on for an open file. False where the file system refuses, or is not to be trusted with it.
+/// Turns direct I/O on for an open file. False where the file system refuses.
 pub(super) fn set_direct(file: &File) -> bool {
-    direct::is_sound(file)
-        && rustix::fs::fcntl_getfl(file).and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_ok()
+    rustix::fs::fcntl_getfl(file).and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_ok()
 }
 
 /// The parts of a file that hold data and are not among `have`: holes are left out unless the
