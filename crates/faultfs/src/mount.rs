@@ -97,6 +97,11 @@ impl Disk {
         self.lock().tree.lose_after = Some(requests);
     }
 
+    /// Write-back is still to fail.
+    pub fn is_to_lose(&self) -> bool {
+        self.lock().tree.lose_after.is_some()
+    }
+
     /// Somebody else has synced everything: what was lost has been told.
     pub fn tell_somebody_else(&self) {
         self.lock().tree.forget_lost();
@@ -538,7 +543,11 @@ impl Filesystem for Requests {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let work = move |state: &mut State| state.tree.read(ino.0, offset, size as usize);
+        let work = move |state: &mut State| {
+            let data = state.tree.read(ino.0, offset, size as usize)?;
+            state.history.push(format!("  {} of {size} bytes at {offset}", data.len()));
+            Ok(data)
+        };
         self.serve_known(Op::Read, ino, reply, work, |reply, data| reply.data(&data));
     }
 
@@ -558,6 +567,7 @@ impl Filesystem for Requests {
         let durable = flags.0 & libc::O_DSYNC != 0;
         let work = move |state: &mut State| {
             let written = state.tree.write(ino.0, offset, &data)?;
+            state.history.push(format!("  {written} of {} bytes at {offset}", data.len()));
             if durable {
                 state.tree.sync(ino.0)?;
             }

@@ -6,12 +6,16 @@
 mod support;
 
 use fastrand::Rng;
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
+use support::disks::{Disks, run};
+use support::nbd::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use support::*;
 use thruway_faultfs::{Disk, Errno, Fault, Mount, Op};
 
@@ -247,4 +251,189 @@ fn copies_to_a_failing_disk(seed: u64) {
 #[test]
 fn what_a_copy_says_it_has_written_is_there() {
     seeds(0..25).for_each(copies_to_a_failing_disk);
+}
+
+const SECTOR: usize = 4096;
+const SECTORS: u64 = 192;
+
+fn sector(number: u64, version: u64) -> Vec<u8> {
+    let mark = if version == 0 { 0 } else { version << 16 | number };
+    mark.to_le_bytes().repeat(SECTOR / 8)
+}
+
+/// A sector of which some is of one version and some of another.
+const TORN: u64 = u64::MAX;
+
+/// The versions of the sectors in some bytes.
+fn versions(bytes: &[u8], first: u64) -> Vec<u64> {
+    let version = |(number, sector): (u64, &[u8])| {
+        let mark = u64::from_le_bytes(sector[..8].try_into().unwrap());
+        if sector.chunks(8).any(|word| word != mark.to_le_bytes()) {
+            return TORN;
+        }
+        assert!(mark == 0 || mark & 0xffff == number, "sector {number} holds another's bytes: {mark:x}");
+        mark >> 16
+    };
+    (first..).zip(bytes.chunks(SECTOR)).map(version).collect()
+}
+
+/// What a client knows of a sector.
+#[derive(Clone, Default, Debug)]
+struct Known {
+    /// Versions that may be on the medium.
+    possible: BTreeSet<u64>,
+    /// The version that reads show; `None` if that is not known.
+    shown: Option<u64>,
+}
+
+/// A client that uses a disk until it has done enough or its connection ends.
+struct Client {
+    known: Vec<Known>,
+    last: u64,
+    random: Rng,
+    /// Storage that fails shows what it likes.
+    trusts_reads: bool,
+}
+
+impl Client {
+    fn new(random: &mut Rng) -> Client {
+        let known = Known { possible: [0].into(), shown: Some(0) };
+        Client { known: vec![known; SECTORS as usize], last: 0, random: random.fork(), trusts_reads: true }
+    }
+
+    fn some(&mut self) -> Range<u64> {
+        let first = self.random.u64(..SECTORS);
+        let longest = if self.random.u8(..4) == 0 { SECTORS } else { 4 };
+        first..SECTORS.min(first + self.random.u64(1..=longest))
+    }
+
+    fn of(&mut self, sectors: &Range<u64>) -> &mut [Known] {
+        &mut self.known[sectors.start as usize..sectors.end as usize]
+    }
+
+    fn use_for_a_while(&mut self, address: &str) {
+        let Ok(mut nbd) = Nbd::connect(address, "d") else { return };
+        for _ in 0..self.random.u64(5..120) {
+            if self.step(&mut nbd).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn step(&mut self, nbd: &mut Nbd) -> io::Result<()> {
+        let sectors = self.some();
+        let (at, len) = (sectors.start * SECTOR as u64, (sectors.end - sectors.start) as u32 * SECTOR as u32);
+        match self.random.u8(..10) {
+            0 => {
+                if nbd.ask((0, FLUSH), 0, 0, &[])?.is_some() {
+                    for known in &mut self.known {
+                        known.possible = known.shown.map_or_else(|| known.possible.clone(), |shown| [shown].into());
+                    }
+                }
+            }
+            1 | 2 => {
+                let Some(found) = nbd.ask((0, READ), at, len, &[])? else { return Ok(()) };
+                for (number, found) in sectors.clone().zip(versions(&found, sectors.start)) {
+                    let known = &self.known[number as usize];
+                    let right = known.shown.map_or(known.possible.contains(&found), |shown| shown == found);
+                    assert!(right || !self.trusts_reads, "sector {number} shows {found}, not {known:?}");
+                }
+            }
+            what => {
+                self.last += 1;
+                let (version, zeroes) = if what == 3 { (0, true) } else { (self.last, false) };
+                let durable = self.random.u8(..6) == 0;
+                for known in self.of(&sectors) {
+                    known.shown = None;
+                    // A disk that writes in part keeps a part, until all is flushed.
+                    known.possible.extend([version, TORN]);
+                }
+                let data: Vec<u8> = sectors.clone().flat_map(|number| sector(number, version)).collect();
+                let command = (if durable { FUA } else { 0 }, if zeroes { ZEROES } else { WRITE });
+                if nbd.ask(command, at, len, if zeroes { &[] } else { &data })?.is_some() {
+                    for known in self.of(&sectors) {
+                        known.shown = Some(version);
+                        if durable {
+                            known.possible = [version].into();
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The power has been lost: this is what is there.
+    fn judge(&mut self, bytes: &[u8]) {
+        for (number, found) in versions(bytes, 0).into_iter().enumerate() {
+            let known = &mut self.known[number];
+            assert!(known.possible.contains(&found), "sector {number} is {found} on the medium, not {known:?}");
+            *known = Known { possible: [found].into(), shown: Some(found) };
+        }
+    }
+}
+
+fn a_disk_on_a_failing_disk(seed: u64) {
+    let random = &mut Rng::with_seed(seed);
+    let lab = Lab::new();
+    let at = lab.mkdir("disk");
+    let (disk, image) = (Disk::new(seed), at.join("disk.img"));
+    let _witness = Witness(disk.clone());
+    disk.be_plain(random.u8(..4) == 0);
+    disk.be_short(random.u8(..3) == 0);
+    let mut mount = Some(disk.mount(&at).unwrap());
+    let file = fs::File::create(&image).unwrap();
+    file.set_len(SECTORS * SECTOR as u64).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    fs::File::open(&at).unwrap().sync_all().unwrap();
+    let options = ["", ",mode=cached", ",mode=direct", ",cache=256K:4K", ",cache=512K:writeback:4K", ",chunk=16K"];
+    let block = format!("d={}{}", image.display(), options[random.usize(..options.len())]);
+    let client = &mut Client::new(random);
+    for life in 0..random.u64(2..6) {
+        disk.remark(format!("--- seed {seed}, life {life}: {block}"));
+        let mut daemon = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0", "--reactors", "2"]);
+        let stops = (random.u8(..4) > 0).then(|| trouble(&disk, random)).flatten();
+        client.trusts_reads = !disk.is_to_lose();
+        if let Some(requests) = stops {
+            disk.stop_after(requests);
+        }
+        let address = daemon.at("nbd");
+        let stopped = std::thread::scope(|scope| {
+            let user = scope.spawn(|| client.use_for_a_while(&address));
+            let stopped = disk.wait_stopped(|| !user.is_finished());
+            let caches = caches_of(daemon.child.id());
+            let how = random.u8(..4);
+            if stopped || how > 0 {
+                let _ = daemon.child.kill();
+                if stopped && random.bool() {
+                    disk.go()
+                } else {
+                    disk.heal()
+                }
+                let _ = daemon.child.wait();
+            }
+            user.join().unwrap();
+            (stopped || how > 1).then_some(caches)
+        });
+        disk.heal();
+        let Some(caches) = stopped else {
+            disk.remark("--- no power is lost".into());
+            // Whether it was killed or is told to stop, what was acknowledged is there.
+            let _ = run("kill", &["-TERM", &daemon.child.id().to_string()]);
+            let _ = daemon.child.wait();
+            continue;
+        };
+        caches.iter().for_each(|file| drop(fs::remove_file(file)));
+        drop((daemon, mount.take()));
+        disk.lose_power();
+        mount = Some(disk.mount(&at).unwrap());
+        client.judge(&fs::read(&image).unwrap());
+    }
+    drop(mount);
+}
+
+#[test]
+fn what_a_disk_has_flushed_is_there() {
+    seeds(0..25).for_each(a_disk_on_a_failing_disk);
 }

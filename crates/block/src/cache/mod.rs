@@ -346,9 +346,17 @@ impl Inner {
                     return self.read_past(part, here).await.map_err(|_| error);
                 }
                 let copy = |data: &mut [u8]| here.copy_from_slice(&data[part.within..][..part.len]);
-                if partition.lock().with(part.block, copy).is_some() {
+                let (copied, is_away) = {
+                    let mut table = partition.lock();
+                    (table.with(part.block, copy).is_some(), !table.knows(part.block))
+                };
+                if copied {
                     self.copied(partition, part.len);
-                    return Ok::<(), io::Error>(());
+                    return Ok(());
+                }
+                // It had to make way for others that are being read. All of them could do that to each other for ever.
+                if is_away {
+                    return self.read_past(part, here).await;
                 }
             }
         }))
@@ -494,6 +502,7 @@ impl Inner {
             offset += part.len;
             let partition = self.partitions.of(part.block);
             let whole = part.within == 0 && part.len == self.len_of(part.block);
+            let mut was_there = false;
             loop {
                 let told = partition.changed.notified();
                 tokio::pin!(told);
@@ -512,11 +521,14 @@ impl Inner {
                     // Only a part is written: the rest must be there first.
                     Found::Claimed(claim) => {
                         drop(partition.guard(part.block, claim));
-                        if let Err(error) = self.present(part.block, false).await
-                            && self.write_past(part, data).await.map_err(|_| error)?
+                        let loaded = if was_there { Ok(()) } else { self.present(part.block, false).await };
+                        // Or it could make way for others for ever.
+                        if (was_there || loaded.is_err())
+                            && self.write_past(part, data).await.map_err(|e| loaded.err().unwrap_or(e))?
                         {
                             break;
                         }
+                        was_there = true;
                     }
                 }
             }
