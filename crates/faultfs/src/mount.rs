@@ -221,6 +221,8 @@ impl Drop for Mount {
         let ended = if detached.is_ok() { session.join() } else { session.umount_and_join() };
         self.disk.lock().is_mounted = false;
         if let Err(error) = ended
+            // That is how it may hear of it.
+            && error.raw_os_error() != Some(libc::ECONNABORTED)
             && !std::thread::panicking()
         {
             panic!("unmounting {}: {error}", self.at.display());

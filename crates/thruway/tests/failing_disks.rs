@@ -165,12 +165,12 @@ impl Copy<'_> {
 }
 
 /// Tells what the disk was asked for when a test fails.
-struct Witness(Disk);
+struct Witness(Disk, String);
 
 impl Drop for Witness {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let path = std::env::temp_dir().join("failing_disks.history");
+            let path = std::env::temp_dir().join(format!("{}.history", self.1));
             fs::write(&path, self.0.history().join("\n")).unwrap();
             eprintln!("what the disk was asked for is in {}", path.display());
         }
@@ -194,7 +194,7 @@ fn copies_to_a_failing_disk(seed: u64) {
     let copy = Copy { lab: &lab, pull: random.bool(), options };
     let at = lab.mkdir("disk");
     let disk = Disk::new(seed);
-    let _witness = Witness(disk.clone());
+    let _witness = Witness(disk.clone(), format!("copy-{seed}"));
     disk.be_plain(random.u8(..4) == 0);
     disk.be_short(random.u8(..3) == 0);
     disk.set_tick(Duration::from_secs([0, 0, 2, 1 << 30][random.usize(..4)]));
@@ -325,9 +325,12 @@ impl Client {
         let (at, len) = (sectors.start * SECTOR as u64, (sectors.end - sectors.start) as u32 * SECTOR as u32);
         match self.random.u8(..10) {
             0 => {
-                if nbd.ask((0, FLUSH), 0, 0, &[])?.is_some() {
-                    for known in &mut self.known {
-                        known.possible = known.shown.map_or_else(|| known.possible.clone(), |shown| [shown].into());
+                let flushed = nbd.ask((0, FLUSH), 0, 0, &[])?.is_some();
+                for known in self.known.iter_mut().filter(|known| known.possible.len() > 1) {
+                    match known.shown {
+                        Some(shown) if flushed => known.possible = [shown].into(),
+                        // No later flush speaks of what this one could not.
+                        _ => known.shown = None,
                     }
                 }
             }
@@ -378,7 +381,7 @@ fn a_disk_on_a_failing_disk(seed: u64) {
     let lab = Lab::new();
     let at = lab.mkdir("disk");
     let (disk, image) = (Disk::new(seed), at.join("disk.img"));
-    let _witness = Witness(disk.clone());
+    let _witness = Witness(disk.clone(), format!("block-{seed}"));
     disk.be_plain(random.u8(..4) == 0);
     disk.be_short(random.u8(..3) == 0);
     let mut mount = Some(disk.mount(&at).unwrap());
