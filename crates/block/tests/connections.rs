@@ -3,15 +3,20 @@
 
 #[path = "../../thruway/tests/support/nbd.rs"]
 mod client;
+#[path = "support/iscsi.rs"]
+mod initiator;
 
 use client::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
+use initiator::Initiator;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use thruway_block::backend::{Extent, MemoryBackend, Op, Zero};
+use thruway_block::iscsi::{self, target};
 use thruway_block::nbd::{Config, Server};
 use thruway_block::net::Address;
+use thruway_block::scsi::Unit;
 use thruway_block::{Backend, Export, Geometry, Served};
 use thruway_engine::{Reactors, Segment, Segments};
 use tokio::sync::watch;
@@ -87,12 +92,17 @@ const BUG: u8 = 0xdd;
 
 struct Lab {
     address: String,
+    /// Of the same disk by iSCSI.
+    portal: String,
     disk: Arc<Stuck>,
     begun: Receiver<()>,
     go_on: watch::Sender<bool>,
     server: Server,
+    targets: iscsi::Server,
     _reactors: Reactors,
 }
+
+const TARGET: &str = "iqn.2026-11.org.thruway:d";
 
 fn lab(stuck: usize, reads_too: bool) -> Lab {
     let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(false));
@@ -119,22 +129,34 @@ fn lab(stuck: usize, reads_too: bool) -> Lab {
         sector: 512,
     };
     let reactors = Reactors::start(Some(2)).unwrap();
+    let export = Arc::new(export);
+    let units = vec![Arc::new(Unit::new(Arc::clone(&export), 512))];
+    let targets = target::Targets::new(vec![target::Target { name: TARGET.into(), units }], None, Vec::new());
+    let config = iscsi::Config {
+        listen: vec!["127.0.0.1:0".parse().unwrap()],
+        targets: Arc::new(targets),
+        own_user_only: true,
+        connections_max: 8,
+    };
+    let targets = iscsi::Server::start(config, &reactors).unwrap();
+    let portal = targets.addresses()[0].to_string();
     let config = Config {
         listen: vec![Address::Tcp("127.0.0.1:0".parse().unwrap())],
-        exports: vec![Arc::new(export)].into(),
+        exports: vec![export].into(),
         tls: None,
         own_user_only: true,
         connections_max: 8,
     };
     let server = Server::start(config, &reactors).unwrap();
     let address = server.addresses()[0].to_string();
-    Lab { address, disk, begun, go_on, server, _reactors: reactors }
+    Lab { address, portal, disk, begun, go_on, server, targets, _reactors: reactors }
 }
 
 impl Lab {
     /// What the disk begins with when every connection has ended.
     fn ends_with(&self, value: u8) {
         self.server.shut_down(Duration::from_secs(60));
+        self.targets.shut_down(Duration::from_secs(60));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let shown = runtime.block_on(async {
             let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(1);
@@ -240,6 +262,46 @@ fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
         drop(second);
         lab.ends_with(2);
     }
+}
+
+/// The same with an initiator that has two paths.
+#[test]
+fn what_a_lost_path_had_not_begun_is_not_begun_any_more() {
+    let lab = lab(usize::MAX, false);
+    let mut second = Initiator::log_in(&lab.portal, TARGET, 2);
+    let mut first = Initiator::log_in(&lab.portal, TARGET, 1);
+    // More than there are blocks for.
+    for _ in 0..200 {
+        first.send_write(0, &[1; 512]).unwrap();
+    }
+    lab.begun.recv().unwrap();
+    first.half_close();
+    second.send_write(0, &[2; 512]).unwrap();
+    // One that overlaps nothing is not waited for.
+    second.send_write(9, &[2; 512]).unwrap();
+    lab.begun.recv().unwrap();
+    lab.go_on.send_replace(true);
+    assert_eq!((second.status().unwrap(), second.status().unwrap()), (0, 0));
+    drop(second);
+    while first.status().is_ok() {}
+    lab.ends_with(2);
+}
+
+/// A command that panics is not answered: its session ends, and others go on.
+#[test]
+fn an_initiator_whose_command_panics_is_sent_away_and_no_other() {
+    let lab = lab(0, false);
+    let mut other = Initiator::log_in(&lab.portal, TARGET, 1);
+    // More than there may be connections.
+    for _ in 0..10 {
+        let mut one = Initiator::log_in(&lab.portal, TARGET, 2);
+        one.send_write(0, &[BUG; 512]).unwrap();
+        assert!(one.status().is_err(), "it is not answered, and it ends");
+        other.send_write(0, &[3; 512]).unwrap();
+        assert_eq!(other.status().unwrap(), 0);
+    }
+    drop(other);
+    lab.ends_with(3);
 }
 
 /// The same, where the lost connection has changed nothing yet: it settles after its successor.

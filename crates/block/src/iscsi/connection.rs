@@ -11,12 +11,12 @@ use super::target::{Session, Targets};
 use super::task::Task;
 use super::text::Keys;
 use crate::generations::UnderWay;
-use crate::net::{Body, Message, Reader, Writer};
+use crate::net::{Body, Message, Peer, Reader, Writer};
 use crate::octets::be32;
 use crate::outbox::Outbox;
 use crate::panics::caught;
 use crate::pieces::pieces;
-use crate::scsi::{Nexus, Outcome, Sense, Unit, absent, only_reads};
+use crate::scsi::{Attached, Nexus, Outcome, Sense, Unit, absent, only_reads};
 use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -51,6 +51,8 @@ pub(super) struct Connection {
     pub chunk: u32,
     pub can_lend: bool,
     pub carrier: Carrier,
+    /// Who is at the other end, over TCP.
+    peer: Option<Peer>,
     tasks: RefCell<HashMap<u32, Rc<Task>>>,
     /// Told when a command is over.
     task_done: Notify,
@@ -142,7 +144,7 @@ pub(super) struct Parts {
 pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) -> io::Result<()> {
     let lend = writer.can_lend() && !parts.params.data_digest;
     let closing = parts.closing.clone();
-    let connection = Connection::new(parts, Carrier::Tcp(Outbox::default()), lend);
+    let connection = Connection::new(parts, Carrier::Tcp(Outbox::default()), Some(reader.peer()), lend);
     let sending = Rc::clone(&connection);
     let sender = tokio::task::spawn_local(async move {
         if let Carrier::Tcp(outbox) = &sending.carrier {
@@ -160,7 +162,7 @@ pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) 
 
 impl Connection {
     /// A connection in full feature phase.
-    pub(super) fn new(parts: Parts, carrier: Carrier, lend: bool) -> Rc<Connection> {
+    pub(super) fn new(parts: Parts, carrier: Carrier, peer: Option<Peer>, lend: bool) -> Rc<Connection> {
         let units = parts.session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
         // A piece of any of them has room in one block.
         let chunk = units.iter().map(|u| u.export.chunk).max().unwrap_or(64 << 10);
@@ -168,6 +170,7 @@ impl Connection {
             chunk,
             can_lend: lend,
             carrier,
+            peer,
             tasks: RefCell::default(),
             task_done: Notify::new(),
             numbered: Cell::new(0),
@@ -227,6 +230,19 @@ impl Connection {
             }
             told.await;
         }
+    }
+
+    /// The initiator has closed the connection, or lost it.
+    pub(super) fn has_gone(&self) -> bool {
+        match &self.carrier {
+            Carrier::Tcp(_) => self.peer.as_ref().is_some_and(Peer::has_closed),
+            Carrier::Iser(queue) => queue.is_broken(),
+        }
+    }
+
+    /// The session's use of a unit.
+    pub(super) fn attached(&self, lun: u16) -> Option<&Arc<Attached>> {
+        self.session.units.get(usize::from(lun))
     }
 
     /// The session, as its units know it.
@@ -475,7 +491,7 @@ impl Connection {
         let mut cdb = [0; 16];
         cdb.copy_from_slice(&header.0[32..48]);
         let unit = target.unit(task.lun_number).cloned();
-        let attached = task.lun_number.and_then(|lun| self.session.units.get(usize::from(lun)));
+        let attached = task.lun_number.and_then(|lun| self.attached(lun));
         let under_way = attached.map(|attached| attached.begin());
         let bug = Bug(Rc::clone(self));
         reactor::start(async move {
@@ -678,7 +694,7 @@ impl Connection {
 
     /// Aborts this session's commands of a unit.
     async fn abort_all(&self, lun: Option<u16>) -> u8 {
-        if let Some(attached) = lun.and_then(|lun| self.session.units.get(usize::from(lun))) {
+        if let Some(attached) = lun.and_then(|lun| self.attached(lun)) {
             attached.clear().await;
         }
         0

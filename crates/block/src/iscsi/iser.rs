@@ -204,6 +204,11 @@ impl Queue {
         self.sent.notify_waiters();
     }
 
+    /// The connection is lost.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.get()
+    }
+
     /// Resolves when the connection is lost.
     pub(super) async fn broken(&self) {
         while !self.broken.get() {
@@ -542,7 +547,7 @@ impl Service {
         let closing = parts.closing.clone();
         let result = match session.settled().await {
             Ok(()) => {
-                let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), false);
+                let connection = Connection::new(parts, Carrier::Iser(Rc::clone(queue)), None, false);
                 let receiving = receive(&connection, queue, slots, messages, used);
                 let result = connection.until_over(receiving, closing).await;
                 connection.end().await;

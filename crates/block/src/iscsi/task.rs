@@ -363,6 +363,11 @@ impl Place<'_> {
 const FETCHES_MAX: usize = 4;
 
 impl Transfer for Rc<Task> {
+    fn has_gone(&self) -> bool {
+        let attached = self.lun_number.and_then(|lun| self.connection.attached(lun));
+        attached.is_some_and(|attached| attached.has_others()) && self.connection.has_gone()
+    }
+
     fn expected(&self) -> u64 {
         self.expected
     }

@@ -12,19 +12,24 @@ pub struct Attached {
     pub nexus: Nexus,
     commands: Arc<Generations>,
     /// A client of NBD may go on as an initiator.
-    _changer: Changer,
+    changer: Changer,
 }
 
 impl Attached {
     pub(super) fn new(nexus: Nexus, disk: &Served) -> Attached {
         let changer = disk.changer();
         changer.changes();
-        Attached { nexus, commands: Arc::default(), _changer: changer }
+        Attached { nexus, commands: Arc::default(), changer }
     }
 
     /// A command begins. When somebody waits for its end it has been cleared: it is to end, and not to be answered.
     pub fn begin(&self) -> UnderWay {
         self.commands.begin()
+    }
+
+    /// Others change the disk, or have since this one came: an initiator that goes may go on as one of them.
+    pub fn has_others(&self) -> bool {
+        self.changer.has_others()
     }
 
     /// No command is under way.

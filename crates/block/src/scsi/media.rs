@@ -72,7 +72,7 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         Verb::Write => {
             let single = len.min(transfer.expected()) <= unit.export.chunk.into();
             let durable = command.fua && single;
-            let work = async |segment, offset| write(backend, at + offset, segment, durable).await;
+            let work = async |segment, offset| write(unit, at + offset, segment, durable, transfer).await;
             let outcome = each_piece(len, transfer, work).await?;
             if command.fua && !single {
                 backend.flush().await.map_err(write_error)?;
@@ -83,7 +83,7 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
             let work = async |segment: Segment, offset| {
                 let back = room(segment.len(), transfer).await?;
                 let sent = segment.as_slice().to_vec();
-                let begun = alone(unit, at + offset, segment.len()).await?;
+                let begun = alone(unit, at + offset, segment.len() as u64, transfer).await?;
                 begun.write(at + offset, segment, true).await.map_err(write_error)?;
                 let back = backend.read(at + offset, back).await.map_err(read_error)?;
                 same(&sent, back.as_slice(), offset)
@@ -93,7 +93,7 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
         Verb::OrWrite => {
             let work = async |mut segment: Segment, offset| {
                 let old = room(segment.len(), transfer).await?;
-                let begun = alone(unit, at + offset, segment.len()).await?;
+                let begun = alone(unit, at + offset, segment.len() as u64, transfer).await?;
                 let old = backend.read(at + offset, old).await.map_err(read_error)?;
                 segment.as_mut_slice().iter_mut().zip(old.as_slice()).for_each(|(new, old)| *new |= old);
                 begun.write(at + offset, segment, command.fua).await.map_err(write_error)
@@ -119,14 +119,22 @@ fn write_error(error: io::Error) -> Sense {
 
 /// A range that nobody else changes until what is returned is dropped. Whoever owes us data holds nobody up: it is for what is
 /// here.
-async fn alone(unit: &Unit, at: u64, len: usize) -> Result<Change<'_>, Sense> {
-    let mut begun = unit.export.backend.begin(at, len as u64).map_err(write_error)?;
+///
+/// An initiator that has lost a connection sends what was not answered again by another path. What the lost one had begun is
+/// over before anything that overlaps it is begun; what it had not begun must not be begun any more.
+async fn alone<'a>(unit: &'a Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<Change<'a>, Sense> {
+    // First it has its place, and then it is looked whether it should: what comes in between comes behind it.
+    let mut begun = unit.export.backend.begin(at, len).map_err(write_error)?;
+    if transfer.has_gone() {
+        return Err(Sense::DATA_PHASE);
+    }
     begun.turn().await.map_err(write_error)?;
     Ok(begun)
 }
 
-async fn write(backend: &dyn Backend, at: u64, segment: Segment, durable: bool) -> Result<(), Sense> {
-    backend.write(at, segment, durable).await.map_err(write_error)
+async fn write(unit: &Unit, at: u64, segment: Segment, durable: bool, transfer: &dyn Transfer) -> Result<(), Sense> {
+    let begun = alone(unit, at, segment.len() as u64, transfer).await?;
+    begun.write(at, segment, durable).await.map_err(write_error)
 }
 
 /// Reads into a block of the transfer's.
@@ -275,10 +283,9 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
     exactly(moved, transfer)?;
     let block = gather(moved as usize, transfer).await?;
     let (at, len) = (command.lba * block_len, blocks * block_len);
-    let backend = &*unit.export.backend;
     if block.iter().all(|octet| *octet == 0) {
         let how = if command.unmap { Zero::MAY_DISCARD } else { Zero::empty() };
-        backend.zero(at, len, how).await.map_err(write_error)?;
+        alone(unit, at, len, transfer).await?.zero(at, len, how).await.map_err(write_error)?;
         return Ok(Outcome::moved(moved));
     }
     for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
@@ -287,7 +294,7 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
             return Err(Sense::DATA_PHASE);
         }
         segment.as_mut_slice().chunks_mut(block.len()).for_each(|part| part.copy_from_slice(&block[..part.len()]));
-        write(backend, piece_at, segment, false).await?;
+        write(unit, piece_at, segment, false, transfer).await?;
     }
     Ok(Outcome::moved(moved))
 }
@@ -306,7 +313,7 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     let (expected, new) = data.split_at(len);
     let lens: Vec<usize> = pieces(at, len as u64, unit.export.chunk).map(|(_, piece)| piece).collect();
     let mut rooms = rooms(&[&lens[..], &lens].concat(), transfer).await?.into_iter();
-    let begun = alone(unit, at, len).await?;
+    let begun = alone(unit, at, len as u64, transfer).await?;
     for ((piece_at, piece), room) in pieces(at, len as u64, unit.export.chunk).zip(rooms.by_ref()) {
         let there = unit.export.backend.read(piece_at, room).await.map_err(read_error)?;
         let offset = (piece_at - at) as usize;
@@ -339,18 +346,21 @@ pub(super) async fn unmap(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Transfer) 
         Err(sense) => return sense.into(),
     };
     let block = u64::from(unit.block_len);
-    let backend = &unit.export.backend;
     // As the provisioning page says: zeroes, or whatever the device likes. Never by writing.
-    let zeroes = backend.geometry().discard_zeroes;
+    let zeroes = unit.export.backend.geometry().discard_zeroes;
     for (lba, blocks) in ranges {
         // Nobody waits for what has been given up.
         if transfer.aborted().now_or_never().is_some() {
             return Sense::DATA_PHASE.into();
         }
         let (at, len) = (lba * block, blocks * block);
+        let begun = match alone(unit, at, len, transfer).await {
+            Ok(begun) => begun,
+            Err(sense) => return sense.into(),
+        };
         let done = match zeroes {
-            true => backend.zero(at, len, Zero::MAY_DISCARD | Zero::FAST_ONLY).await,
-            false => backend.discard(at, len).await,
+            true => begun.zero(at, len, Zero::MAY_DISCARD | Zero::FAST_ONLY).await,
+            false => begun.discard(at, len).await,
         };
         match done {
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => return Sense::INVALID_FIELD.into(),

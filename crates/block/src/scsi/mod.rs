@@ -53,6 +53,11 @@ pub trait Transfer {
     /// What backends lend can be sent as it is.
     fn can_lend(&self) -> bool;
 
+    /// The initiator has gone, and may go on by another way: nothing more is to be begun for it that changes the disk.
+    fn has_gone(&self) -> bool {
+        false
+    }
+
     /// Resolves when nobody waits for the command's end any more, but those who wait for it to do nothing more.
     fn aborted(&self) -> Step<'_, ()>;
 }

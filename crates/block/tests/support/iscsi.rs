@@ -1,0 +1,73 @@
+//! An initiator that does as little as it can.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+
+/// A session with the only unit of a target, by one connection.
+pub struct Initiator {
+    stream: TcpStream,
+    tag: u32,
+}
+
+impl Initiator {
+    /// Logs in. What tells it from others is `isid`.
+    pub fn log_in(address: &str, target: &str, isid: u8) -> Initiator {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_nodelay(true).unwrap();
+        let keys = format!("InitiatorName=iqn.2026-11.org.example:{isid}\0SessionType=Normal\0TargetName={target}\0");
+        let mut login = [&[0x43, 0x87, 0, 0, 0, 0, 0, keys.len() as u8][..], &[0; 40]].concat();
+        login[13] = isid;
+        login.extend(keys.as_bytes());
+        login.resize(login.len().next_multiple_of(4), 0);
+        let mut initiator = Initiator { stream, tag: 0 };
+        initiator.stream.write_all(&login).unwrap();
+        let (header, _) = initiator.receive().unwrap();
+        assert_eq!((header[0], header[1] & 3, &header[36..38]), (0x23, 3, &[0, 0][..]), "{header:?}");
+        // The first command is told that the unit is new to it.
+        initiator.send([0; 6].into(), &[]).unwrap();
+        initiator.status().unwrap();
+        initiator
+    }
+
+    fn receive(&mut self) -> io::Result<([u8; 48], Vec<u8>)> {
+        let mut header = [0; 48];
+        self.stream.read_exact(&mut header)?;
+        let len = u32::from_be_bytes([0, header[5], header[6], header[7]]) as usize;
+        let mut data = vec![0; len.next_multiple_of(4)];
+        self.stream.read_exact(&mut data)?;
+        data.truncate(len);
+        Ok((header, data))
+    }
+
+    /// A command beside the line, with its data at once.
+    fn send(&mut self, cdb: Vec<u8>, data: &[u8]) -> io::Result<()> {
+        self.tag += 1;
+        let mut header = [0; 48];
+        (header[0], header[1]) = (0x41, if data.is_empty() { 0x80 } else { 0xa0 });
+        header[5..8].copy_from_slice(&(data.len() as u32).to_be_bytes()[1..]);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        header[20..24].copy_from_slice(&(data.len() as u32).to_be_bytes());
+        header[32..32 + cdb.len()].copy_from_slice(&cdb);
+        self.stream.write_all(&[&header[..], data].concat())
+    }
+
+    /// WRITE (10) of one block of 512 bytes.
+    pub fn send_write(&mut self, block: u8, data: &[u8; 512]) -> io::Result<()> {
+        self.send(vec![0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0], data)
+    }
+
+    /// The status of a command: of the next that is over.
+    pub fn status(&mut self) -> io::Result<u8> {
+        loop {
+            let (header, _) = self.receive()?;
+            if header[0] == 0x21 {
+                return Ok(header[3]);
+            }
+        }
+    }
+
+    /// Nothing more will come from here.
+    pub fn half_close(&self) {
+        self.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    }
+}
