@@ -287,6 +287,49 @@ fn what_a_lost_path_had_not_begun_is_not_begun_any_more() {
     lab.ends_with(2);
 }
 
+/// What the digest of data says is wrong does not reach the disk, however much of it has arrived before the digest.
+#[test]
+fn data_that_its_digest_gives_away_is_not_written() {
+    const BLOCKS: u8 = 255;
+    let lab = lab(0, false);
+    let keys = "DataDigest=CRC32C\0InitialR2T=Yes\0ImmediateData=No\0";
+    let mut nbd = Nbd::connect(&lab.address, "d").unwrap();
+    for (right, value) in [(false, 0), (true, 1)] {
+        let mut initiator = Initiator::log_in_with(&lab.portal, TARGET, 1, keys);
+        let asked = initiator.begin_write(BLOCKS).unwrap();
+        let data = vec![1; usize::from(BLOCKS) * 512];
+        // More than one of the disk's pieces.
+        let now = 100_000;
+        initiator.begin_data(asked, &data, now).unwrap();
+        for _ in 0..50 {
+            assert_eq!(nbd.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [0], "it is too early");
+        }
+        initiator.more(&data[now..]).unwrap();
+        let digest = crc_fast::crc32_iscsi(&data) ^ u32::from(!right);
+        initiator.more(&digest.to_le_bytes()).unwrap();
+        assert_eq!(initiator.status().ok(), right.then_some(0));
+        assert_eq!(nbd.ask((0, READ), 0, 1, &[]).unwrap().unwrap(), [value]);
+    }
+    drop(nbd);
+    lab.ends_with(1);
+}
+
+/// A VERIFY of a whole disk, of a client that has gone, is nothing that others wait for.
+#[test]
+fn a_long_verify_ends_with_its_session() {
+    let lab = lab(0, true);
+    let mut one = Initiator::log_in(&lab.portal, TARGET, 1);
+    let mut other = Initiator::log_in(&lab.portal, TARGET, 2);
+    one.send_verify_same(SIZE / 512).unwrap();
+    lab.begun.recv().unwrap();
+    drop(one);
+    // LOGICAL UNIT RESET waits for all commands; the disk does not answer.
+    assert_eq!(other.reset().unwrap(), 0);
+    drop(other);
+    lab.go_on.send_replace(true);
+    lab.ends_with(0);
+}
+
 /// A command that panics is not answered: its session ends, and others go on.
 #[test]
 fn an_initiator_whose_command_panics_is_sent_away_and_no_other() {

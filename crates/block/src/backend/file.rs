@@ -107,19 +107,14 @@ impl Syncs {
         result
     }
 
-    /// The same of a write that brings its own sync: without room, or refused, nothing was synced and nothing is lost.
-    fn note_lost(&self, result: io::Result<()>) -> io::Result<()> {
-        match &result {
-            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EINVAL)) => {
-                result
-            }
-            _ => self.note(result),
-        }
-    }
-
     fn check(&self) -> io::Result<()> {
         if self.lost.load(Ordering::SeqCst) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
     }
+}
+
+/// Without room, or refused, nothing was written, and nothing of it is lost.
+fn means_no_room(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EINVAL))
 }
 
 impl AtOnce {
@@ -341,8 +336,7 @@ impl FileBackend {
     async fn write_directly(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         if self.is_aligned(at, &segment) {
             let _together = self.aligned.read().await;
-            let written = self.ring().write(file, at, segment, durable).await.0;
-            return if durable { self.syncs.note_lost(written) } else { written };
+            return self.write_past_cache(file, at, segment, durable).await;
         }
         // Whoever writes the rest of the page at the same time must not have it undone.
         let _alone = self.aligned.write().await;
@@ -351,14 +345,30 @@ impl FileBackend {
         around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
         let size = size_of(&self.cached)?;
         if start + around.len() as u64 <= size || self.is_device {
-            let written = self.ring().write(file, start, around, durable).await.0;
-            return if durable { self.syncs.note_lost(written) } else { written };
+            return self.write_past_cache(file, start, around, durable).await;
         }
         // The file must not grow: its last part goes through the page cache, and at once to the disk.
         let end = (at + segment.len() as u64).max(size.min(start + around.len() as u64));
         drop(around.split_off((end - start) as usize));
         self.ring().write(&self.cached, start, around, false).await.0?;
         self.syncs.sync(&self.ring(), &self.cached).await
+    }
+
+    /// A direct write, and a sync if it is to be durable. In one step where the kernel sees to that; of a server of FUSE it only asks
+    /// for it, in a flag that most know nothing of.
+    async fn write_past_cache(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        let at_once = durable && self.uring_is_sound;
+        let written = self.ring().write(file, at, segment, at_once).await.0;
+        match &written {
+            // That there is no room may be what the sync found of an earlier write: asked again by the other descriptor, it tells.
+            Err(e) if at_once && means_no_room(e) => {
+                let _ = self.syncs.sync(&self.ring(), &self.cached).await;
+                written
+            }
+            _ if at_once => self.syncs.note(written),
+            Ok(()) if durable => self.syncs.sync(&self.ring(), &self.cached).await,
+            _ => written,
+        }
     }
 
     async fn write_zeroes(&self, mut at: u64, len: u64) -> io::Result<()> {

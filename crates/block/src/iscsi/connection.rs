@@ -26,7 +26,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
-use thruway_engine::reactor;
+use thruway_engine::{Segment, reactor};
 use thruway_fabric::RemoteAddr;
 use tokio::sync::{Notify, watch};
 
@@ -477,7 +477,7 @@ impl Connection {
         if numbered {
             self.numbered.set(self.numbered.get() + 1);
         }
-        let over = Over { connection: Rc::clone(self), tag: header.tag(), numbered };
+        let over = Over { connection: Rc::clone(self), task: Rc::clone(&task), numbered };
         if header.data_len() > 0 {
             if !self.params.immediate_data {
                 return Err(broken("immediate data, which was not agreed on"));
@@ -552,18 +552,26 @@ impl Connection {
         };
         let mut sum = self.data_sum();
         let mut left = len;
+        // With a digest nothing is handed on before it has been found right.
+        let mut held = SmallVec::<[(Segment, usize); 2]>::new();
         while left > 0 {
-            let Some((mut segment, filled)) = place.take() else { return Err(broken("data that nobody asked for")) };
+            let Some((mut segment, mut filled)) = place.take() else {
+                return Err(broken("data that nobody asked for"));
+            };
+            // Of those behind the first nothing is there.
+            filled = if held.is_empty() { filled } else { 0 };
             let part = (segment.len() - filled).min(left);
             let target = &mut segment.as_mut_slice()[filled..filled + part];
             reader.read_exact(target).await?;
             sum.iter_mut().for_each(|sum| sum.update(target));
             left -= part;
-            // The last of it is only handed on when its digest has been found right.
+            held.push((segment, part));
             if left == 0 {
                 self.tail(header, sum.take(), reader).await?;
             }
-            place.put(segment, part);
+            if sum.is_none() {
+                held.drain(..).for_each(|(segment, part)| place.put(segment, part));
+            }
         }
         if header.is_final() {
             task.burst_end(transfer_tag);
@@ -756,13 +764,18 @@ impl Drop for Bug {
 /// A command's place among those under way.
 struct Over {
     connection: Rc<Connection>,
-    tag: u32,
+    task: Rc<Task>,
     numbered: bool,
 }
 
 impl Over {
     fn end(&self) {
-        if self.connection.tasks.borrow_mut().remove(&self.tag).is_some() {
+        let mut tasks = self.connection.tasks.borrow_mut();
+        // The tag may be another's by now.
+        let is_there = tasks.get(&self.task.tag).is_some_and(|task| Rc::ptr_eq(task, &self.task));
+        if is_there {
+            tasks.remove(&self.task.tag);
+            drop(tasks);
             if self.numbered {
                 self.connection.numbered.set(self.connection.numbered.get() - 1);
             }

@@ -197,7 +197,9 @@ impl Targets {
         for handle in old {
             if let Some(old) = sessions.by_handle.remove(&handle) {
                 old.end();
-                replaces.extend(old.units.iter().chain(&old.replaces).cloned());
+                // Those before it only if they have not come to their end yet: an initiator may come again and again.
+                let earlier = old.replaces.iter().filter(|attached| !attached.is_idle());
+                replaces.extend(old.units.iter().chain(earlier).cloned());
             }
         }
         let handle = loop {

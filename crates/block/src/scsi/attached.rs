@@ -33,7 +33,7 @@ impl Attached {
     }
 
     /// No command is under way.
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.commands.is_idle()
     }
 

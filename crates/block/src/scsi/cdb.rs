@@ -108,9 +108,9 @@ fn fields(verb: Verb, len: usize, cdb: &[u8]) -> Result<BlockCommand, Sense> {
     Ok(command)
 }
 
-/// Whether a command is one of the READs, which change nothing.
+/// Whether a command is one of those that may take long and change nothing: READ, VERIFY, PRE-FETCH.
 pub fn only_reads(cdb: &[u8; 16]) -> bool {
-    matches!(cdb[0], 0x08 | 0x28 | 0x88 | 0xa8)
+    matches!(cdb[0], 0x08 | 0x28 | 0x88 | 0xa8 | 0x2f | 0x8f | 0xaf | 0x34 | 0x90)
 }
 
 #[cfg(test)]
@@ -140,7 +140,8 @@ mod tests {
         for operation in 0..=255 {
             let mut cdb = [0; 16];
             cdb[0] = operation;
-            let reads = matches!(decode(&cdb), Some(Ok(BlockCommand { verb: Verb::Read, .. })));
+            let verb = decode(&cdb).and_then(Result::ok).map(|command| command.verb);
+            let reads = matches!(verb, Some(Verb::Read | Verb::Verify | Verb::Prefetch));
             assert_eq!(only_reads(&cdb), reads, "{operation:#x}");
         }
     }

@@ -7,22 +7,30 @@ use std::net::TcpStream;
 pub struct Initiator {
     stream: TcpStream,
     tag: u32,
+    has_digests: bool,
 }
 
 impl Initiator {
     /// Logs in. What tells it from others is `isid`.
     pub fn log_in(address: &str, target: &str, isid: u8) -> Initiator {
+        Initiator::log_in_with(address, target, isid, "")
+    }
+
+    /// The same, with more keys.
+    pub fn log_in_with(address: &str, target: &str, isid: u8, more: &str) -> Initiator {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
-        let keys = format!("InitiatorName=iqn.2026-11.org.example:{isid}\0SessionType=Normal\0TargetName={target}\0");
+        let keys =
+            format!("InitiatorName=iqn.2026-11.org.example:{isid}\0SessionType=Normal\0TargetName={target}\0{more}");
         let mut login = [&[0x43, 0x87, 0, 0, 0, 0, 0, keys.len() as u8][..], &[0; 40]].concat();
         login[13] = isid;
         login.extend(keys.as_bytes());
         login.resize(login.len().next_multiple_of(4), 0);
-        let mut initiator = Initiator { stream, tag: 0 };
+        let mut initiator = Initiator { stream, tag: 0, has_digests: false };
         initiator.stream.write_all(&login).unwrap();
         let (header, _) = initiator.receive().unwrap();
         assert_eq!((header[0], header[1] & 3, &header[36..38]), (0x23, 3, &[0, 0][..]), "{header:?}");
+        initiator.has_digests = more.contains("DataDigest=CRC32C");
         // The first command is told that the unit is new to it.
         initiator.send([0; 6].into(), &[]).unwrap();
         initiator.status().unwrap();
@@ -33,7 +41,8 @@ impl Initiator {
         let mut header = [0; 48];
         self.stream.read_exact(&mut header)?;
         let len = u32::from_be_bytes([0, header[5], header[6], header[7]]) as usize;
-        let mut data = vec![0; len.next_multiple_of(4)];
+        let digest = if self.has_digests && len > 0 { 4 } else { 0 };
+        let mut data = vec![0; len.next_multiple_of(4) + digest];
         self.stream.read_exact(&mut data)?;
         data.truncate(len);
         Ok((header, data))
@@ -54,6 +63,58 @@ impl Initiator {
     /// WRITE (10) of one block of 512 bytes.
     pub fn send_write(&mut self, block: u8, data: &[u8; 512]) -> io::Result<()> {
         self.send(vec![0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0], data)
+    }
+
+    /// VERIFY (16) of blocks from the first, whether each is zeroes.
+    pub fn send_verify_same(&mut self, blocks: u64) -> io::Result<()> {
+        let mut cdb = vec![0x8f, 0x06, 0, 0, 0, 0, 0, 0, 0, 0];
+        cdb.extend((blocks as u32).to_be_bytes());
+        self.send(cdb, &[0; 512])
+    }
+
+    /// LOGICAL UNIT RESET; what comes of it.
+    pub fn reset(&mut self) -> io::Result<u8> {
+        self.tag += 1;
+        let mut header = [0; 48];
+        (header[0], header[1]) = (0x42, 0x85);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        self.stream.write_all(&header)?;
+        loop {
+            let (answer, _) = self.receive()?;
+            if answer[0] == 0x22 {
+                return Ok(answer[2]);
+            }
+        }
+    }
+
+    /// WRITE (10) of so many blocks from the first; the tag by which the target asks for their data.
+    pub fn begin_write(&mut self, blocks: u8) -> io::Result<[u8; 4]> {
+        self.tag += 1;
+        let mut header = [0; 48];
+        (header[0], header[1]) = (0x41, 0xa0);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        header[20..24].copy_from_slice(&(u32::from(blocks) * 512).to_be_bytes());
+        (header[32], header[40]) = (0x2a, blocks);
+        self.stream.write_all(&header)?;
+        let (asked, _) = self.receive()?;
+        assert_eq!(asked[0], 0x31, "data is asked for");
+        assert_eq!(asked[44..48], (u32::from(blocks) * 512).to_be_bytes(), "all of it");
+        Ok(asked[20..24].try_into().unwrap())
+    }
+
+    /// The beginning of the data that was asked for, all in one, and how much of it.
+    pub fn begin_data(&mut self, asked: [u8; 4], data: &[u8], now: usize) -> io::Result<()> {
+        let mut header = [0; 48];
+        (header[0], header[1]) = (0x05, 0x80);
+        header[5..8].copy_from_slice(&(data.len() as u32).to_be_bytes()[1..]);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        header[20..24].copy_from_slice(&asked);
+        self.stream.write_all(&[&header[..], &data[..now]].concat())
+    }
+
+    /// More of what was begun.
+    pub fn more(&mut self, data: &[u8]) -> io::Result<()> {
+        self.stream.write_all(data)
     }
 
     /// The status of a command: of the next that is over.

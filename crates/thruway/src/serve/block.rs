@@ -301,8 +301,11 @@ impl BlockService {
         Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))
     }
 
-    /// Lets clients that can be told leave in order.
-    pub fn shut_down(&self) {
+    /// Lets clients that can be told leave in order, and flushes the disks.
+    ///
+    /// # Errors
+    /// Which disks may not have all that was written to them.
+    pub fn shut_down(&self) -> Result<(), String> {
         if let Some(iscsi) = &self.iscsi {
             iscsi.close();
         }
@@ -319,19 +322,26 @@ impl BlockService {
         if let Some(nbd) = &self.nbd {
             nbd.shut_down(Duration::from_secs(6));
         }
+        let mut failed = Vec::new();
         for export in &self.exports {
             let (tell, told) = std::sync::mpsc::channel();
             let disk = Arc::clone(export);
             // Whatever connections are left: what is not done by then is not acknowledged.
             let close = async move |disk: Arc<Export>| disk.backend.close(LAST_REQUESTS).await;
             self.reactors.handles()[0].spawn(move || async move { drop(tell.send(close(disk).await)) });
-            if let Ok(Err(error)) = told.recv() {
+            let closed = told.recv().unwrap_or_else(|_| Err(std::io::Error::other("its reactor has ended")));
+            if let Err(error) = closed {
                 crate::say_error!("thruway serve: stopping block export '{}': {error}", export.name);
+                failed.push(export.name.clone());
             }
             if let Some(report) = export.backend.report() {
                 tracing::info!(export = export.name, "{report}");
             }
         }
+        if failed.is_empty() {
+            return Ok(());
+        }
+        Err(format!("not all that was written may be on the medium: {}", failed.join(", ")))
     }
 
     /// Where the service listens.

@@ -204,8 +204,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         become_user(args)?;
         announce(None, blocks.as_ref(), args, common);
         signals.forever().find(|signal| *signal != SIGHUP);
-        blocks.iter().for_each(BlockService::shut_down);
-        return Ok(());
+        return blocks.as_ref().map_or(Ok(()), BlockService::shut_down);
     };
     let daemon = transfer(args, credentials.clone())?;
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
@@ -237,8 +236,8 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     }
     announce(Some((&daemon, &credentials)), blocks.as_ref(), args, common);
     let result = daemon.run();
-    blocks.iter().for_each(BlockService::shut_down);
-    result
+    let flushed = blocks.as_ref().map_or(Ok(()), BlockService::shut_down);
+    result.and(flushed)
 }
 
 /// Makes the directory for what is to outlive the daemon, which only initiators ask for.
