@@ -505,7 +505,7 @@ impl Tree {
 
     /// The power goes and comes back. Nobody has anything open any more.
     pub(crate) fn lose_power(&mut self) {
-        self.names.lose_power(&mut self.random);
+        self.names.lose_power(&mut self.random, |(dir, _)| *dir);
         // What is in a directory that is lost is lost.
         let mut found = vec![ROOT];
         let mut at = 0;

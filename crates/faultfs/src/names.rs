@@ -1,12 +1,12 @@
 //! The names of files: what lookups see, and what is in the file system's journal on the medium.
 
 use fastrand::Rng;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Names, each for the number of a file.
+/// Names, each for the number of a file, in directories.
 ///
-/// Changes reach the medium in their order, as in the journals of ext4, XFS and Btrfs: a loss of power keeps the beginning of
-/// what was not synced.
+/// Of each directory the changes reach the medium in their order, and those of one say nothing of those of another: a loss of
+/// power keeps, of what was not synced, the beginning of each. What changes two of them does so in both or in neither.
 #[derive(Debug, Clone)]
 pub struct Names<Name> {
     current: BTreeMap<Name, u64>,
@@ -83,16 +83,36 @@ impl<Name: Ord + Clone> Names<Name> {
         self.pending.push_back(change);
     }
 
-    /// Makes all changes durable up to the last one of a name like this.
+    /// Makes the changes of names like this durable.
     pub fn sync(&mut self, which: impl Fn(&Name) -> bool) {
-        let count = self.pending.iter().rposition(|change| change.is_about(&which)).map_or(0, |last| last + 1);
-        self.pending.drain(..count).for_each(|change| change.apply(&mut self.durable));
+        let (synced, left): (VecDeque<_>, VecDeque<_>) =
+            self.pending.drain(..).partition(|change| change.is_about(&which));
+        self.pending = left;
+        for change in synced {
+            // What it takes away elsewhere is never made there any more.
+            let gone = change.from.clone();
+            self.pending.retain(|other| gone.is_none() || other.to.as_ref().map(|(name, _)| name) != gone.as_ref());
+            change.apply(&mut self.durable);
+        }
     }
 
-    /// The power goes and comes back.
-    pub fn lose_power(&mut self, random: &mut Rng) {
-        let kept = random.usize(..=self.pending.len());
-        self.pending.drain(..).take(kept).for_each(|change| change.apply(&mut self.durable));
+    /// The power goes and comes back. `dir` says in which directory a name is.
+    pub fn lose_power<Dir: Ord>(&mut self, random: &mut Rng, dir: impl Fn(&Name) -> Dir) {
+        let mut ended = BTreeSet::new();
+        let mut lost = BTreeSet::new();
+        for change in std::mem::take(&mut self.pending) {
+            let dirs: Vec<Dir> = change.from.iter().chain(change.to.iter().map(|(name, _)| name)).map(&dir).collect();
+            // What was moved from where it never came to be is not moved either.
+            let is_lost = dirs.iter().any(|dir| ended.contains(dir))
+                || change.from.as_ref().is_some_and(|name| lost.contains(name))
+                || random.u8(..3) == 0;
+            if is_lost {
+                lost.extend(change.to.map(|(name, _)| name));
+                ended.extend(dirs);
+            } else {
+                change.apply(&mut self.durable);
+            }
+        }
         self.current.clone_from(&self.durable);
     }
 }
@@ -112,14 +132,29 @@ mod tests {
             assert!(!names.unlink(&"new"));
             names.link("other", 3);
             let mut early = names.clone();
-            early.lose_power(&mut Rng::with_seed(seed));
+            early.lose_power(&mut Rng::with_seed(seed), |_| ());
             let seen: Vec<_> = early.iter().map(|(name, number)| (*name, number)).collect();
             let possible =
                 [vec![("old", 1)], vec![("new", 2), ("old", 1)], vec![("old", 2)], vec![("old", 2), ("other", 3)]];
             assert!(possible.contains(&seen), "{seen:?}");
             names.sync(|name| *name == "old");
-            names.lose_power(&mut Rng::with_seed(seed));
+            names.lose_power(&mut Rng::with_seed(seed), |_| ());
             assert_eq!((names.get(&"old"), names.get(&"new")), (Some(2), None));
         }
+    }
+
+    #[test]
+    fn one_directory_s_sync_says_nothing_of_another() {
+        let mut fates = BTreeSet::new();
+        for seed in 0..200 {
+            let mut names = Names::default();
+            names.link((1, "dir"), 2);
+            names.link((2, "file"), 3);
+            names.sync(|(dir, _)| *dir == 2);
+            names.lose_power(&mut Rng::with_seed(seed), |(dir, _)| *dir);
+            assert_eq!(names.get(&(2, "file")), Some(3));
+            fates.insert(names.get(&(1, "dir")));
+        }
+        assert_eq!(fates.len(), 2);
     }
 }

@@ -519,7 +519,7 @@ impl Session<'_> {
         // Both may have been asked in one breath with the session.
         let (mut block_len, mut count) = (None, None);
         let (block_len, count) = loop {
-            match link.next_control()? {
+            match link.first_control()? {
                 Control::BlockSize(len) if block_len.is_none() => {
                     let accepted = acceptable_block(len) && len <= config.block_len_max;
                     link.send(&Control::BlockSizeReply { accepted, largest: config.block_len_max })?;

@@ -80,9 +80,13 @@ impl Unopened {
         FileType::from_raw_mode(self.stat.st_mode) == kind && self.stat.st_nlink <= 1
     }
 
-    /// Opens it for reading.
-    pub(super) fn open(&self) -> rustix::io::Result<OwnedFd> {
-        rustix::fs::open(self.path(), OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())
+    /// Opens a file of ours for reading; if its permissions forbid that, they are changed first.
+    pub(super) fn open_whatever_it_may(&self) -> rustix::io::Result<OwnedFd> {
+        let open = || rustix::fs::open(self.path(), OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty());
+        match open() {
+            Err(rustix::io::Errno::ACCESS) => self.chmod(0o600).and_then(|()| open()),
+            other => other,
+        }
     }
 
     pub(super) fn chmod(&self, mode: u32) -> rustix::io::Result<()> {

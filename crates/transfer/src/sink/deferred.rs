@@ -214,10 +214,15 @@ impl Files {
             return self.mailer.send(Mail::Fatal(format!("reading back directory attributes: {e}")));
         }
         drop(deferred);
+        // Where each directory is synced by its name, before they cannot be opened any more.
+        let names = match self.tree.volumes().any_by_file() && !self.discard && !self.terms.options.dry_run {
+            true => self.tree.sync_names(),
+            false => Ok(()),
+        };
         self.tree.lock_again();
         if !self.discard
             && !self.terms.options.dry_run
-            && let Err(e) = self.tree.sync_names()
+            && let Err(e) = names.and_then(|()| self.tree.sync_names())
         {
             if let Some(journal) = &self.journal {
                 journal.void();

@@ -248,6 +248,7 @@ pub fn run(
         && (matches!(channels, Channels::Open { .. }) || took_leave(&mut link))
     {
         journal.remove();
+        files.tree.sync_root();
     }
     drop((files, journal));
     if result.is_ok() {

@@ -183,6 +183,13 @@ impl Tree {
         if many && !self.volumes.any_by_file() { Ok(()) } else { self.sync_directories(&dirs) }
     }
 
+    /// Makes the root as durable as it is now: its journal is gone, and its times are those that it is to have.
+    pub(crate) fn sync_root(&self) {
+        if let Err(error) = rustix::fs::fsync(&*self.root) {
+            tracing::warn!(%error, "the end of a copy's journal may not be durable");
+        }
+    }
+
     fn sync_directories(&self, dirs: &BTreeSet<Vec<u8>>) -> io::Result<()> {
         let mut whole = false;
         for path in dirs {
@@ -289,7 +296,10 @@ impl Tree {
         let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
         for (path, mode) in unlocked.into_iter().rev() {
             if let Ok(dir) = self.open_directory(&path) {
-                let _ = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode));
+                if let Err(error) = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode)) {
+                    let path = crate::escape(&path);
+                    tracing::warn!(path, %error, "a directory that was made writable for the copy stays so");
+                }
                 self.sync_if_by_file(&*dir);
                 self.change(&path);
             }
@@ -466,6 +476,8 @@ impl Tree {
         let place = self.place(path)?;
         let target = CString::new(target)?;
         self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
+        // Its attributes come after its name, and it cannot be synced itself.
+        self.changed().many = true;
         Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
     }
 
@@ -482,6 +494,7 @@ impl Tree {
         let place = self.place(path)?;
         let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
         self.replace(path, &place, true, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
+        self.changed().many = true;
         Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
     }
 
@@ -508,6 +521,20 @@ impl Tree {
     ) -> io::Result<()> {
         let (parent, _) = split(path);
         self.change(parent);
+        let replaced = self.replace_in(parent, path, place, special, make);
+        // Once more: it may have been synced in between.
+        self.change(parent);
+        replaced
+    }
+
+    fn replace_in(
+        &self,
+        parent: &[u8],
+        path: &[u8],
+        place: &Place,
+        special: bool,
+        make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
+    ) -> io::Result<()> {
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Err(Errno::EXIST) => {}
             other => {
@@ -573,6 +600,8 @@ impl Tree {
             return Err(io::Error::other("something else took its name in the same moment"));
         }
         self.remember_identity(placed, &stat);
+        // Once more: it may have been synced in between.
+        self.change(parent);
         Ok(nanoseconds(stat.stx_ctime))
     }
 
@@ -584,13 +613,13 @@ impl Tree {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if !self.manner.preserve => {
                 self.changed().many = true;
-                let open = file.open()?;
+                let open = self.volumes.any_by_file().then(|| file.open_whatever_it_may()).transpose()?;
                 if self.privileged {
                     file.chown(stat.st_uid, stat.st_gid)?;
                 }
                 file.chmod(stat.st_mode & 0o1777)?;
                 crate::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
-                self.sync_if_by_file(&open);
+                open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())
             }
             FileType::RegularFile | FileType::Symlink => Ok(()),

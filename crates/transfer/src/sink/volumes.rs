@@ -4,7 +4,7 @@
 //! write to it, and synced through that descriptor ever after: an error between the two cannot be missed, whoever
 //! else was told of it.
 
-use rustix::fs::OFlags;
+use rustix::fs::{FsWord, OFlags};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,11 +12,11 @@ use std::sync::{Mutex, MutexGuard};
 
 /// File systems of one session; a tree with more mounts than that is not written to.
 const VOLUMES_MAX: usize = 64;
-/// `statfs` magic of FUSE, whose `syncfs` does not reach the server.
-const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
-/// Stacked file systems: errors of writing back are kept by the one below, which `syncfs` of these does not ask.
-const OVERLAYFS_SUPER_MAGIC: i64 = 0x794c_7630;
-const ECRYPTFS_SUPER_MAGIC: i64 = 0xf15f;
+/// `statfs` magics of file systems whose `syncfs` is known to reach the medium and to tell what was lost: ext2 to ext4, XFS, Btrfs,
+/// F2FS, bcachefs, ZFS, and memory. Not FUSE (its server is not asked), nor SMB, nor what stands on another file system (errors are
+/// kept by the one below).
+const SYNCED_WHOLE: [FsWord; 8] =
+    [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994, 0x8584_58f6];
 
 struct Volume {
     device: u64,
@@ -55,9 +55,7 @@ impl Volumes {
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
-        // One that does not say what it is may be any.
-        let by_file = rustix::fs::fstatfs(&fd)
-            .map_or(true, |s| matches!(s.f_type, FUSE_SUPER_MAGIC | OVERLAYFS_SUPER_MAGIC | ECRYPTFS_SUPER_MAGIC));
+        let by_file = !rustix::fs::fstatfs(&fd).is_ok_and(|fs| SYNCED_WHOLE.contains(&fs.f_type));
         known.push(Volume { device, fd, by_file });
         Ok(by_file)
     }
