@@ -219,7 +219,7 @@ impl<T> Drop for Turn<T> {
 }
 
 /// What counts as one caller: an address, or the network of 2^64 that one IPv6 host usually has.
-fn site(from: IpAddr) -> IpAddr {
+pub(crate) fn site(from: IpAddr) -> IpAddr {
     match from.to_canonical() {
         IpAddr::V6(v6) => {
             let [a, b, c, d, ..] = v6.segments();

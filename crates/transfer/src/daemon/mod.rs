@@ -19,7 +19,7 @@ use crate::wire::{
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
@@ -253,7 +253,7 @@ impl Shared {
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                if let Some(Arrival::Rdma(request)) = self.hand_in(token, Arrival::Rdma(request)) {
+                if let Some(Arrival::Rdma(request)) = self.hand_in(token, peer.ip(), Arrival::Rdma(request)) {
                     request.reject(b"too many data channels");
                 }
             }
@@ -293,13 +293,13 @@ impl Shared {
                 self.call(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.hand_in(*token, Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.hand_in(*token, peer.ip(), Arrival::Tcp(stream))),
         }
     }
 
     /// Hands a data connection to its session; gives back one too many.
-    fn hand_in(&self, token: Token, arrival: Arrival) -> Option<Arrival> {
-        let given_back = lock(&self.doors).hand_in(token, arrival, Instant::now());
+    fn hand_in(&self, token: Token, from: IpAddr, arrival: Arrival) -> Option<Arrival> {
+        let given_back = lock(&self.doors).hand_in(token, from, arrival, Instant::now());
         // Who drops those that have waited too long sleeps until then.
         self.listener.wake();
         given_back
