@@ -38,6 +38,36 @@ pub enum Op {
     Close,
 }
 
+impl Op {
+    /// All of them.
+    pub const ALL: [Op; 24] = [
+        Op::Lookup,
+        Op::Stat,
+        Op::SetAttributes,
+        Op::Create,
+        Op::MakeDir,
+        Op::Symlink,
+        Op::Link,
+        Op::Unlink,
+        Op::RemoveDir,
+        Op::Rename,
+        Op::Open,
+        Op::OpenDir,
+        Op::List,
+        Op::Read,
+        Op::Write,
+        Op::Sync,
+        Op::SyncDir,
+        Op::Seek,
+        Op::Allocate,
+        Op::ReadLink,
+        Op::GetAttribute,
+        Op::SetAttribute,
+        Op::StatFs,
+        Op::Close,
+    ];
+}
+
 /// Requests that fail.
 #[derive(Debug, Clone)]
 pub struct Fault {

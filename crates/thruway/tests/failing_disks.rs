@@ -112,31 +112,6 @@ fn nothing_is_wrong(source: &Path, target: &Path, seed: u64) {
 
 /// What happens to one attempt.
 fn trouble(disk: &Disk, random: &mut Rng) -> Option<u64> {
-    use Op::*;
-    let ops = [
-        Create,
-        MakeDir,
-        Symlink,
-        Link,
-        Unlink,
-        Rename,
-        Open,
-        OpenDir,
-        List,
-        Read,
-        Write,
-        Sync,
-        SyncDir,
-        Seek,
-        Allocate,
-        Stat,
-        SetAttributes,
-        SetAttribute,
-        GetAttribute,
-        Lookup,
-        StatFs,
-        Close,
-    ];
     let mut stops = None;
     for _ in 0..random.usize(1..3) {
         match random.u8(..8) {
@@ -145,7 +120,7 @@ fn trouble(disk: &Disk, random: &mut Rng) -> Option<u64> {
             2 | 3 => stops = Some(random.u64(..300)),
             _ => {
                 let fault = Fault {
-                    op: ops[random.usize(..ops.len())],
+                    op: Op::ALL[random.usize(..Op::ALL.len())],
                     of: String::new(),
                     skip: if random.bool() { 0 } else { random.u64(..40) },
                     times: random.u64(1..4),
@@ -319,8 +294,10 @@ struct Known {
     shown: Option<u64>,
 }
 
-/// A client that uses a disk until it has done enough or its connection ends.
+/// A client that uses its part of a disk until it has done enough or its connection ends.
 struct Client {
+    part: Range<u64>,
+    /// By sector of its part.
     known: Vec<Known>,
     last: u64,
     random: Rng,
@@ -329,19 +306,20 @@ struct Client {
 }
 
 impl Client {
-    fn new(random: &mut Rng) -> Client {
-        let known = Known { possible: [0].into(), shown: Some(0) };
-        Client { known: vec![known; SECTORS as usize], last: 0, random: random.fork(), trusts_reads: true }
+    fn new(part: Range<u64>, random: &mut Rng) -> Client {
+        let known = vec![Known { possible: [0].into(), shown: Some(0) }; (part.end - part.start) as usize];
+        Client { part, known, last: 0, random: random.fork(), trusts_reads: true }
     }
 
     fn some(&mut self) -> Range<u64> {
-        let first = self.random.u64(..SECTORS);
+        let first = self.random.u64(self.part.clone());
         let longest = if self.random.u8(..4) == 0 { SECTORS } else { 4 };
-        first..SECTORS.min(first + self.random.u64(1..=longest))
+        first..self.part.end.min(first + self.random.u64(1..=longest))
     }
 
     fn of(&mut self, sectors: &Range<u64>) -> &mut [Known] {
-        &mut self.known[sectors.start as usize..sectors.end as usize]
+        let first = self.part.start;
+        &mut self.known[(sectors.start - first) as usize..(sectors.end - first) as usize]
     }
 
     fn use_for_a_while(&mut self, address: &str) {
@@ -370,7 +348,7 @@ impl Client {
             1 | 2 => {
                 let Some(found) = nbd.ask((0, READ), at, len, &[])? else { return Ok(()) };
                 for (number, found) in sectors.clone().zip(versions(&found, sectors.start)) {
-                    let known = &self.known[number as usize];
+                    let known = &self.known[(number - self.part.start) as usize];
                     let right = known.shown.map_or(known.possible.contains(&found), |shown| shown == found);
                     assert!(right || !self.trusts_reads, "sector {number} shows {found}, not {known:?}");
                 }
@@ -401,8 +379,9 @@ impl Client {
 
     /// The power has been lost: this is what is there.
     fn judge(&mut self, bytes: &[u8]) {
-        for (number, found) in versions(bytes, 0).into_iter().enumerate() {
-            let known = &mut self.known[number];
+        let all = (0..).zip(versions(bytes, 0));
+        for (number, found) in all.filter(|(number, _)| self.part.contains(number)).collect::<Vec<_>>() {
+            let known = &mut self.known[(number - self.part.start) as usize];
             assert!(known.possible.contains(&found), "sector {number} is {found} on the medium, not {known:?}");
             *known = Known { possible: [found].into(), shown: Some(found) };
         }
@@ -425,19 +404,22 @@ fn a_disk_on_a_failing_disk(seed: u64) {
     fs::File::open(&at).unwrap().sync_all().unwrap();
     let options = ["", ",mode=cached", ",mode=direct", ",cache=256K:4K", ",cache=512K:writeback:4K", ",chunk=16K"];
     let block = format!("d={}{}", image.display(), options[random.usize(..options.len())]);
-    let client = &mut Client::new(random);
+    // Parts that begin and end within what is cached or written as one.
+    let border = random.u64(1..SECTORS);
+    let clients = &mut [0..border, border..SECTORS].map(|part| Client::new(part, random));
     for life in 0..random.u64(2..6) {
         disk.remark(format!("--- seed {seed}, life {life}: {block}"));
         let mut daemon = Disks::serve(&["--block", &block, "--nbd", "127.0.0.1:0", "--reactors", "2"]);
         let stops = (random.u8(..4) > 0).then(|| trouble(&disk, random)).flatten();
-        client.trusts_reads = !disk.is_to_lose();
+        clients.iter_mut().for_each(|client| client.trusts_reads = !disk.is_to_lose());
         if let Some(requests) = stops {
             disk.stop_after(requests);
         }
         let address = daemon.at("nbd");
         let stopped = std::thread::scope(|scope| {
-            let user = scope.spawn(|| client.use_for_a_while(&address));
-            let stopped = disk.wait_stopped(|| !user.is_finished());
+            let users: Vec<_> =
+                clients.iter_mut().map(|client| scope.spawn(|| client.use_for_a_while(&address))).collect();
+            let stopped = disk.wait_stopped(|| users.iter().any(|user| !user.is_finished()));
             let caches = caches_of(daemon.child.id());
             let how = random.u8(..4);
             if stopped || how > 0 {
@@ -449,7 +431,7 @@ fn a_disk_on_a_failing_disk(seed: u64) {
                 }
                 let _ = daemon.child.wait();
             }
-            user.join().unwrap();
+            users.into_iter().for_each(|user| user.join().unwrap());
             (stopped || how > 1).then_some(caches)
         });
         disk.heal();
@@ -464,7 +446,8 @@ fn a_disk_on_a_failing_disk(seed: u64) {
         drop((daemon, mount.take()));
         disk.lose_power();
         mount = Some(disk.mount(&at).unwrap());
-        client.judge(&fs::read(&image).unwrap());
+        let bytes = fs::read(&image).unwrap();
+        clients.iter_mut().for_each(|client| client.judge(&bytes));
     }
     drop(mount);
 }
