@@ -54,16 +54,29 @@ impl Outbox {
 
     /// Resolves when nothing can be sent any more.
     pub(crate) async fn broken(&self) {
-        while !self.broken.get() {
-            self.broke.notified().await;
+        loop {
+            let told = self.broke.notified();
+            tokio::pin!(told);
+            told.as_mut().enable();
+            if self.broken.get() {
+                return;
+            }
+            told.await;
         }
     }
 
     /// Sends until closed.
     pub(crate) async fn run(&self, mut writer: Writer) {
-        if let Err(error) = self.send(&mut writer).await {
-            tracing::debug!(%error, "sending to a block client");
-            self.fail();
+        tokio::select! {
+            biased;
+            // A peer that does not read is not waited for.
+            () = self.broken() => {}
+            sent = self.send(&mut writer) => {
+                if let Err(error) = sent {
+                    tracing::debug!(%error, "sending to a block client");
+                    self.fail();
+                }
+            }
         }
         writer.close().await;
     }
@@ -73,7 +86,7 @@ impl Outbox {
         self.broken.set(true);
         let unsent = std::mem::take(&mut *self.messages.borrow_mut());
         drop(unsent);
-        self.broke.notify_one();
+        self.broke.notify_waiters();
         self.sent.notify_waiters();
         self.ready.notify_one();
     }
@@ -100,10 +113,26 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::Body;
+    use crate::net::{Body, Plain, Stream};
     use futures_util::FutureExt;
     use smallvec::SmallVec;
     use thruway_engine::Segments;
+
+    #[test]
+    fn who_is_given_up_is_not_sent_the_rest() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (ours, _theirs) = tokio::net::UnixStream::pair().unwrap();
+            let (_reader, writer) = Stream::Plain(Plain::Unix(ours)).split().unwrap();
+            let outbox = Outbox::default();
+            let body = Body::Octets(vec![0; 16 << 20]);
+            outbox.push(Message { header: SmallVec::new(), body, trailer: SmallVec::new() });
+            let mut running = Box::pin(outbox.run(writer));
+            assert!((&mut running).now_or_never().is_none(), "nobody reads");
+            outbox.fail();
+            assert!(running.now_or_never().is_some());
+        });
+    }
 
     #[test]
     fn what_cannot_be_sent_keeps_no_memory() {

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 
 /// A session with the only unit of a target, by one connection.
 pub struct Initiator {
@@ -127,8 +128,18 @@ impl Initiator {
         }
     }
 
-    /// Nothing more will come from here.
+    /// Nothing more will come from here; the target's system knows it when this returns.
     pub fn half_close(&self) {
         self.stream.shutdown(std::net::Shutdown::Write).unwrap();
+        loop {
+            let mut unacknowledged: libc::c_int = 0;
+            // SAFETY: the request writes a number to this address.
+            let rc = unsafe { libc::ioctl(self.stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut unacknowledged) };
+            assert_eq!(rc, 0);
+            if unacknowledged == 0 {
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 }
