@@ -323,6 +323,9 @@ mod tests {
         assert!((&mut settled).now_or_never().is_none());
         drop(under_way);
         assert!((&mut settled).now_or_never().is_some());
+        // However often it comes, what has come to its end is not kept.
+        let last = (0..50).map(|_| targets.open(identity()).unwrap()).last().unwrap();
+        assert_eq!(last.replaces.len(), 1);
     }
 
     fn named(initiator: &str, proved: &str) -> Identity {
