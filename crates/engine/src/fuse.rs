@@ -4,7 +4,7 @@ use rustix::fs::FsWord;
 use std::os::fd::AsFd;
 
 /// `statfs` magics of FUSE and of file systems that may stand on one.
-const UNSOUND: [FsWord; 3] = [0x6573_5546, 0x794c_7630, 0xf15f];
+const UNSOUND: [FsWord; 3] = [libc::FUSE_SUPER_MAGIC, libc::OVERLAYFS_SUPER_MAGIC, libc::ECRYPTFS_SUPER_MAGIC];
 
 /// Whether io_uring can be trusted with an open file.
 ///

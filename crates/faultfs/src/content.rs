@@ -38,27 +38,9 @@ impl Content {
         Content { page, current, durable, dirty: BTreeMap::new(), shortest: 0, lost: false }
     }
 
-    /// So many zeroes, durable.
-    ///
-    /// # Panics
-    /// If pages are empty.
-    pub fn zeroes(page: usize, len: usize) -> Content {
-        Content { current: vec![0; len], durable: vec![0; len], shortest: len, ..Content::new(page) }
-    }
-
     /// What reads see.
     pub fn bytes(&self) -> &[u8] {
         &self.current
-    }
-
-    /// Something has not been written out.
-    pub fn is_dirty(&self) -> bool {
-        !self.dirty.is_empty() || self.current.len() != self.durable.len() || self.shortest < self.durable.len()
-    }
-
-    /// Something was lost, and nobody has been told.
-    pub fn has_lost(&self) -> bool {
-        self.lost
     }
 
     /// Writes into the cache.

@@ -33,7 +33,6 @@ struct State {
     mode: Mode,
     /// Requests until no more are answered.
     stop_after: Option<u64>,
-    requests: u64,
     /// What was asked for, and what became of it.
     history: Vec<String>,
     listings: BTreeMap<u64, Vec<(OsString, u64)>>,
@@ -55,7 +54,7 @@ impl Disk {
     pub fn new(seed: u64) -> Disk {
         let (tree, mode) = (Tree::new(seed), Mode::Well);
         let (listings, history, is_mounted) = (BTreeMap::new(), Vec::new(), false);
-        let state = State { tree, mode, stop_after: None, requests: 0, history, listings, handles: 0, is_mounted };
+        let state = State { tree, mode, stop_after: None, history, listings, handles: 0, is_mounted };
         Disk(Arc::new(Shared { state: Mutex::new(state), stopped: Condvar::new() }))
     }
 
@@ -158,7 +157,7 @@ impl Disk {
     }
 
     /// What waits fails, and so does all that comes, and nothing is changed. Those whom that would mislead have been killed.
-    pub fn go(&self) {
+    pub fn fail_all(&self) {
         let mut state = self.lock();
         state.stop_after = None;
         let before = std::mem::replace(&mut state.mode, Mode::Gone);
@@ -180,11 +179,6 @@ impl Disk {
         state.tree.lose_power();
     }
 
-    /// Requests so far.
-    pub fn requests(&self) -> u64 {
-        self.lock().requests
-    }
-
     /// What it has been asked for so far, and what became of that, for people.
     pub fn history(&self) -> Vec<String> {
         self.lock().history.clone()
@@ -203,17 +197,10 @@ pub struct Mount {
     at: PathBuf,
 }
 
-impl Mount {
-    /// Where.
-    pub fn path(&self) -> &Path {
-        &self.at
-    }
-}
-
 impl Drop for Mount {
     fn drop(&mut self) {
         if matches!(self.disk.lock().mode, Mode::Stopped(_)) {
-            self.disk.go();
+            self.disk.fail_all();
         }
         // Whoever has something open there still has it until they let go.
         let detached = rustix::mount::unmount(&self.at, rustix::mount::UnmountFlags::DETACH);
@@ -286,7 +273,6 @@ impl State {
         work: impl FnOnce(&mut State) -> Result<T, Errno>,
         answer: impl FnOnce(R, T),
     ) {
-        self.requests += 1;
         self.tree.write_back();
         let done = match self.fault(op, name) {
             None => work(self),

@@ -219,7 +219,7 @@ fn copies_to_a_failing_disk(seed: u64) {
         let stopped = disk.wait_stopped(|| child.try_wait().unwrap().is_none());
         if stopped {
             kill(&mut daemon, &mut child);
-            if random.bool() { disk.go() } else { disk.go_on() }
+            if random.bool() { disk.fail_all() } else { disk.go_on() }
         }
         let output = child.wait_with_output().unwrap();
         daemon.kill();
@@ -425,7 +425,7 @@ fn a_disk_on_a_failing_disk(seed: u64) {
             if stopped || how > 0 {
                 let _ = daemon.child.kill();
                 if stopped && random.bool() {
-                    disk.go()
+                    disk.fail_all()
                 } else {
                     disk.heal()
                 }

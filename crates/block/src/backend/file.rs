@@ -119,11 +119,9 @@ fn means_no_room(error: &io::Error) -> bool {
 
 impl AtOnce {
     fn of(file: &File, is_device: bool) -> AtOnce {
-        const TMPFS_MAGIC: i64 = 0x0102_1994;
-        const EXT4_MAGIC: i64 = 0xef53;
         // Of a device it would be asked where its node is, which says nothing of the device.
         let kind = if is_device { 0 } else { rustix::fs::fstatfs(file).map_or(0, |fs| fs.f_type) };
-        let (memory, patient) = (kind == TMPFS_MAGIC, kind == EXT4_MAGIC);
+        let (memory, patient) = (kind == libc::TMPFS_MAGIC, kind == libc::EXT4_SUPER_MAGIC);
         AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(!patient), memory, patient }
     }
 

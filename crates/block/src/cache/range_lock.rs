@@ -258,11 +258,8 @@ mod tests {
                 let (lock, inside) = (Arc::clone(&lock), Arc::clone(&inside));
                 std::thread::spawn(move || {
                     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-                    let mut state = seed + 1;
-                    let mut random = |below: usize| {
-                        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-                        (state >> 33) as usize % below
-                    };
+                    let mut chance = fastrand::Rng::with_seed(seed + 1);
+                    let mut random = |below: usize| chance.usize(..below);
                     for _ in 0..3000 {
                         let start = random(BLOCKS);
                         let end = start + 1 + random(BLOCKS - start);

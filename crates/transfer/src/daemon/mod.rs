@@ -458,7 +458,7 @@ impl Session<'_> {
         let Some(_place) = SessionPlace::take(self.shared) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
-        let Control::Session(asked) = link.first_control()? else {
+        let Control::Session(asked) = link.prompt_control()? else {
             return Err(LinkError::Unexpected("first message").into());
         };
         let work = match request::open(self.shared, &asked, &principal) {
@@ -519,7 +519,7 @@ impl Session<'_> {
         // Both may have been asked in one breath with the session.
         let (mut block_len, mut count) = (None, None);
         let (block_len, count) = loop {
-            match link.first_control()? {
+            match link.prompt_control()? {
                 Control::BlockSize(len) if block_len.is_none() => {
                     let accepted = acceptable_block(len) && len <= config.block_len_max;
                     link.send(&Control::BlockSizeReply { accepted, largest: config.block_len_max })?;

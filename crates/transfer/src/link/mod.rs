@@ -507,7 +507,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError::Silent`] if it does.
-    pub fn first_control(&mut self) -> Result<Control, LinkError> {
+    pub fn prompt_control(&mut self) -> Result<Control, LinkError> {
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         each!(self, link => link.next_control(Some(deadline)))
     }

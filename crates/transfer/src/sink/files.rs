@@ -14,7 +14,7 @@ use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, FsWord, Mode, OFlags};
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -662,7 +662,8 @@ fn remove_leftover(dir: impl AsFd, temp: &CStr) -> io::Result<()> {
 
 /// Whether a file is on a file system on which direct writes pay.
 fn is_disk(file: &File) -> bool {
-    const DISKS: [i64; 4] = [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010];
+    const DISKS: [FsWord; 4] =
+        [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::F2FS_SUPER_MAGIC];
     let kind = rustix::fs::fstatfs(file).map(|s| s.f_type);
     kind.is_ok_and(|kind| DISKS.contains(&kind))
 }

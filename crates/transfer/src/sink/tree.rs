@@ -476,8 +476,8 @@ impl Tree {
         let place = self.place(path)?;
         let target = CString::new(target)?;
         self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
-        // Its attributes come after its name, and it cannot be synced itself.
-        self.changed().many = true;
+        // They come after its name, and it cannot be synced itself.
+        self.changed().many |= self.manner.preserve;
         Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
     }
 

@@ -15,8 +15,19 @@ const VOLUMES_MAX: usize = 64;
 /// `statfs` magics of file systems whose `syncfs` is known to reach the medium and to tell what was lost: ext2 to ext4, XFS, Btrfs,
 /// F2FS, bcachefs, ZFS, and memory. Not FUSE (its server is not asked), nor SMB, nor what stands on another file system (errors are
 /// kept by the one below).
-const SYNCED_WHOLE: [FsWord; 8] =
-    [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010, 0xca45_1a4e, 0x2fc1_2fc1, 0x0102_1994, 0x8584_58f6];
+const SYNCED_WHOLE: [FsWord; 8] = [
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::F2FS_SUPER_MAGIC,
+    BCACHEFS_SUPER_MAGIC,
+    ZFS_SUPER_MAGIC,
+    libc::TMPFS_MAGIC,
+    RAMFS_MAGIC,
+];
+const BCACHEFS_SUPER_MAGIC: FsWord = 0xca45_1a4e;
+const ZFS_SUPER_MAGIC: FsWord = 0x2fc1_2fc1;
+const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 
 struct Volume {
     device: u64,
