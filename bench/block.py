@@ -15,7 +15,7 @@ import time
 
 from servers import ONLY, SIZE, THRUWAY, Server, compare, fio, iscsi_perf, keep, version
 
-# Name, pattern, octets, depth, connections.
+# Name, pattern, bytes, depth, connections.
 WORKLOADS = [
     ("4 KiB random read, depth 1", "randread", 4096, 1, 1),
     ("4 KiB random read, depth 32", "randread", 4096, 32, 1),
@@ -27,9 +27,9 @@ WORKLOADS = [
     ("1 MiB read, depth 4", "read", 1 << 20, 4, 1),
     ("1 MiB write, depth 4", "write", 1 << 20, 4, 1),
 ]
-# Clients of 512-octet reads (Ren 2015, figure 5-12).
+# Clients of 512-byte reads (Ren 2015, figure 5-12).
 CLIENTS = [1, 4, 16, 64]
-# The same for iSCSI: name, options of iscsi-perf (512-octet blocks), connections.
+# The same for iSCSI: name, options of iscsi-perf (512-byte blocks), connections.
 ISCSI = [
     ("4 KiB random read, depth 1", ["-m", "1", "-b", "8", "-r"], 1),
     ("4 KiB random read, depth 32", ["-m", "32", "-b", "8", "-r"], 1),
@@ -73,7 +73,7 @@ def main():
             if ONLY in title:
                 results += compare(title, servers, lambda s: fio(s.address, pattern, size, depth, jobs))
         for clients in CLIENTS:
-            title = f"512-octet read, depth 1, {clients} clients"
+            title = f"512-byte read, depth 1, {clients} clients"
             if ONLY in title:
                 results += compare(title, servers, lambda s: fio(s.address, "randread", 512, 1, clients))
         if ONLY in "idle":

@@ -214,7 +214,7 @@ def memory():
                 what = f"{provider}, {verify}"
                 compare(f"/dev/zero to /dev/null, {what}", (what, ours(provider, verify)), [(who, peer)], "GB/s", "more", 2.0)
                 mine, theirs = statistics.median(costs[what]), statistics.median(costs["peer"])
-                rows.append({"comparison": f"CPU per octet, {what}", "thruway": mine, "peer": who, "peer_value": theirs,
+                rows.append({"comparison": f"CPU per byte, {what}", "thruway": mine, "peer": who, "peer_value": theirs,
                              "unit": "ns/B", "ratio": theirs / mine, "aim": 1.0})
                 print(f"{'  CPU of both ends, ' + what:<34} {mine:>10.3f} {theirs:>10.3f} {'ns/B':<7} {theirs / mine:>6.2f} x (aim 1.0)   {who}")
 

@@ -21,7 +21,7 @@ RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "3"))
 SECONDS = 3
 SIZE = 600 << 20
 TRANSPORTS = {"tcp": "iSCSI over TCP", "rxe": "iSER over rxe", "siw": "iSER over siw"}
-# fio: name, pattern, octets, depth.
+# fio: name, pattern, bytes, depth.
 DISK = [("4 KiB random read, depth 1", "randread", 4096, 1), ("4 KiB random read, depth 32", "randread", 4096, 32),
         ("4 KiB random write, depth 32", "randwrite", 4096, 32), ("1 MiB read, depth 4", "read", 1 << 20, 4),
         ("1 MiB write, depth 4", "write", 1 << 20, 4)]

@@ -23,7 +23,7 @@ SIZE = 4 << 30
 HOT = 1 << 30
 SIZES = [("4 KiB", 4 << 10), ("16 KiB", 16 << 10), ("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20)]
 LONG = [("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)]
-# What the paced reader asks for in the interference test, in octets a second.
+# What the paced reader asks for in the interference test, in bytes a second.
 PACE = 400 << 20
 
 
@@ -73,7 +73,7 @@ def memory_program():
 
 
 def memory_rate(process):
-    # Octets a second are said per instance; operations by the clock are the last but one of the brief line.
+    # Bytes a second are said per instance; operations by the clock are the last but one of the brief line.
     line = [line for line in process.communicate()[0].splitlines() if re.search(r"\] stream +\d", line)][-1]
     return float(line.split()[8])
 

@@ -46,7 +46,7 @@ def perftest(kind, op, size, port):
     figures = [line.split() for line in out.stdout.splitlines() if line.split()[:1] == [str(size)]]
     if not figures:
         raise RuntimeError(f"{program}: {out.stdout[-300:]}{out.stderr[-300:]}")
-    # bw: octets, iterations, peak, average, Mmsg/s; lat: octets, iterations, least, most, typical, ...
+    # bw: bytes, iterations, peak, average, Mmsg/s; lat: bytes, iterations, least, most, typical, ...
     return float(figures[0][4]) * (1e6 if kind == "bw" else 1)
 
 

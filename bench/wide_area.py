@@ -88,16 +88,16 @@ class Arrivals(threading.Thread):
         self.keeper.wait()
 
     def full_after(self, rate, window):
-        """Seconds from the first octets of weight until nine tenths of the rate had come within one window."""
+        """Seconds from the first bytes of weight until nine tenths of the rate had come within one window."""
         base, began = 0, None
-        for at, octets in self.samples:
+        for at, bytes in self.samples:
             if began is None:
-                began = at if octets - self.samples[0][1] > 50_000 else None
+                began = at if bytes - self.samples[0][1] > 50_000 else None
                 continue
             while self.samples[base][0] < at - window:
                 base += 1
             span = at - self.samples[base][0]
-            if span > 0.8 * window and (octets - self.samples[base][1]) / span > 0.9 * rate:
+            if span > 0.8 * window and (bytes - self.samples[base][1]) / span > 0.9 * rate:
                 return at - began
         return None
 
@@ -174,9 +174,9 @@ def measure(program, rate, rtt, size):
     if program != "one tcp stream" and os.stat(target).st_size != size * MIB:
         print(f"{program}: a copy of the wrong size", file=sys.stderr)
         return None
-    octets = rate * 1e6 / 8
-    full = watch.full_after(octets, max(rtt / 1e3, 0.02))
-    return {"seconds": seconds, "share": size * MIB / seconds / octets, "full_after": full, "daemon_mib": daemon_peak}
+    bytes = rate * 1e6 / 8
+    full = watch.full_after(bytes, max(rtt / 1e3, 0.02))
+    return {"seconds": seconds, "share": size * MIB / seconds / bytes, "full_after": full, "daemon_mib": daemon_peak}
 
 
 def inside(rate, rtt, loss, size, mtu, programs, runs):

@@ -16,4 +16,4 @@ resize2fs "$(losetup -nO NAME -j /tmp/disk)" 2>/dev/null
 "$THRUWAY" cp --json /tmp/large tw://127.0.0.1:7117/e/copy >/tmp/result
 same /tmp/large /tmp/served/copy
 resumed=$(grep -o '"resumed_bytes":[0-9]*' /tmp/result | cut -d: -f2)
-((resumed > 10000000)) || { echo "only $resumed octets were resumed"; exit 1; }
+((resumed > 10000000)) || { echo "only $resumed bytes were resumed"; exit 1; }

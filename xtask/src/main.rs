@@ -182,7 +182,7 @@ const FOR_MIRI: [(&str, &str); 3] = [
     (
         "thruway-block",
         "cache::order cache::grains cache::range_lock::tests::w cache::range_lock::tests::two sequence:: generations:: \
-         pieces:: octets:: streams:: outbox:: scsi::cdb nbd::wire iscsi::pdu",
+         pieces:: bytes:: streams:: outbox:: scsi::cdb nbd::wire iscsi::pdu",
     ),
 ];
 
@@ -197,7 +197,7 @@ fn miri() -> Result<(), String> {
     let vars = [
         // It knows libc's calls and not the processor's.
         ("RUSTFLAGS", "--cfg rustix_use_libc"),
-        // Registered memory is read in words and octets alike, which its model of weak memory does not know.
+        // Registered memory is read in words and bytes alike, which its model of weak memory does not know.
         ("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation"),
         ("PROPTEST_CASES", "2"),
     ];

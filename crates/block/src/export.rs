@@ -36,7 +36,7 @@ pub struct Export {
     pub chunk: u32,
     /// The iSCSI target that it is a unit of; by default one of its own name.
     pub target: Option<String>,
-    /// Octets of a SCSI logical block.
+    /// Bytes of a SCSI logical block.
     pub sector: u32,
     /// Who may use it, by name; everybody who may use the service, if there are none.
     pub allow: Vec<String>,
@@ -59,7 +59,7 @@ pub struct Spec {
     pub chunk: Option<u32>,
     /// The iSCSI target.
     pub target: Option<String>,
-    /// Octets of a SCSI logical block.
+    /// Bytes of a SCSI logical block.
     pub sector: u32,
     /// What tells the disk from others, if it is not to be found out.
     pub uuid: Option<Identity>,
@@ -74,11 +74,11 @@ pub struct Spec {
 pub enum Source {
     /// A file or a block device.
     Path(PathBuf),
-    /// Memory, in octets.
+    /// Memory, in bytes.
     Memory(u64),
     /// Several, chunk by chunk.
     Stripe {
-        /// Octets.
+        /// Bytes.
         chunk: u64,
         /// Two or more.
         members: Vec<Source>,
@@ -92,7 +92,7 @@ pub enum Layer {
     Cache(cache::Config),
     /// Changes go to a temporary file in this directory.
     Overlay(PathBuf),
-    /// Octets per second.
+    /// Bytes per second.
     Rate(u64),
     /// Before reads, before changes.
     Delay(Duration, Duration),
@@ -158,7 +158,7 @@ impl Spec {
     /// As [`Spec::parse`].
     pub fn new(name: &str, source: &str) -> Result<Spec, String> {
         if name.is_empty() || name.len() > 200 {
-            return Err("an export's name has 1 to 200 octets".into());
+            return Err("an export's name has 1 to 200 bytes".into());
         }
         Ok(Spec {
             name: name.into(),
@@ -306,13 +306,13 @@ fn replay(file: CacheFile, left: Leftover, disk: &Arc<dyn Backend>, reactors: &R
     let (blocks, disk) = (left.len(), Arc::clone(disk));
     reactors.handles()[0].spawn(move || async move {
         let replayed = file.replay(&left, &*disk).await;
-        let _ = tell.send(replayed.map(|octets| (file, octets)));
+        let _ = tell.send(replayed.map(|bytes| (file, bytes)));
     });
     let failed = |e: &dyn std::fmt::Display| format!("writing what an earlier daemon had in its cache: {e}");
-    let (file, octets) = told.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
+    let (file, bytes) = told.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
     tracing::warn!(
         blocks,
-        octets,
+        bytes,
         "an earlier daemon ended without warning: what it had in its cache is on the disk now"
     );
     Ok(file)
@@ -364,7 +364,7 @@ fn kind(source: &Source) -> &'static str {
 fn describe(source: &Source) -> String {
     match source {
         Source::Path(path) => path.display().to_string(),
-        Source::Memory(size) => format!("{size} octets of memory"),
+        Source::Memory(size) => format!("{size} bytes of memory"),
         Source::Stripe { members, .. } => format!("a stripe over {} members", members.len()),
     }
 }

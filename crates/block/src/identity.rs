@@ -34,9 +34,9 @@ pub fn parse(text: &str) -> Result<Identity, String> {
         return Err(wrong());
     }
     let mut id = [0; 16];
-    for (octet, pair) in id.iter_mut().zip(digits.as_bytes().chunks(2)) {
+    for (byte, pair) in id.iter_mut().zip(digits.as_bytes().chunks(2)) {
         let pair = std::str::from_utf8(pair).map_err(|_| wrong())?;
-        *octet = u8::from_str_radix(pair, 16).map_err(|_| wrong())?;
+        *byte = u8::from_str_radix(pair, 16).map_err(|_| wrong())?;
     }
     Ok(id)
 }

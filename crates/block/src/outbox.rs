@@ -5,14 +5,14 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use tokio::sync::Notify;
 
-/// Octets of messages' own memory that wait to be sent; then nothing is begun that would add to them.
+/// Bytes of messages' own memory that wait to be sent; then nothing is begun that would add to them.
 const WAITING_MAX: usize = 1 << 20;
 
 /// Messages of one connection.
 #[derive(Default)]
 pub(crate) struct Outbox {
     messages: RefCell<Vec<Message>>,
-    /// Octets of memory of messages that have not been sent.
+    /// Bytes of memory of messages that have not been sent.
     waiting: Cell<usize>,
     ready: Notify,
     sent: Notify,
@@ -125,7 +125,7 @@ mod tests {
             let (ours, _theirs) = tokio::net::UnixStream::pair().unwrap();
             let (_reader, writer) = Stream::Plain(Plain::Unix(ours)).split().unwrap();
             let outbox = Outbox::default();
-            let body = Body::Octets(vec![0; 16 << 20]);
+            let body = Body::Bytes(vec![0; 16 << 20]);
             outbox.push(Message { header: SmallVec::new(), body, trailer: SmallVec::new() });
             let mut running = Box::pin(outbox.run(writer));
             assert!((&mut running).now_or_never().is_none(), "nobody reads");

@@ -44,7 +44,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 }
 
 impl Sequence {
-    /// Begins a change of `len` octets from `at`. Its turn comes when those that were begun before, and overlap it, are
+    /// Begins a change of `len` bytes from `at`. Its turn comes when those that were begun before, and overlap it, are
     /// over.
     pub(crate) fn begin(&self, at: u64, len: u64) -> Turn<'_> {
         let range = at..at.saturating_add(len);

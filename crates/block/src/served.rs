@@ -81,7 +81,7 @@ impl Served {
         ended.map_err(|_| io::Error::other("requests were still under way, and were not acknowledged"))
     }
 
-    /// Begins a change of `len` octets from `at`.
+    /// Begins a change of `len` bytes from `at`.
     ///
     /// # Errors
     /// If changes are not let through any more.
@@ -187,7 +187,7 @@ impl Backend for Served {
 
     fn flush(&self) -> Op<'_, ()> {
         Box::pin(async move {
-            // Of no octet: it overlaps nothing.
+            // Of no byte: it overlaps nothing.
             self.begin(0, 0)?.finish(self.below.flush()).await
         })
     }

@@ -22,12 +22,12 @@ struct Reader {
 }
 
 impl Streams {
-    /// Fetches `window` octets ahead; none at all if that is 0.
+    /// Fetches `window` bytes ahead; none at all if that is 0.
     pub(crate) fn new(window: u64) -> Streams {
         Streams { window, readers: Mutex::default() }
     }
 
-    /// There is a read of `at..at + len` on a disk of `size` octets: what to fetch now because more will follow. It
+    /// There is a read of `at..at + len` on a disk of `size` bytes: what to fetch now because more will follow. It
     /// is half a window at least, so that there are few fetches, except at the end of the disk.
     pub(crate) fn read(&self, at: u64, len: u64, size: u64) -> Option<Range<u64>> {
         if self.window == 0 {

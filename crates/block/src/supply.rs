@@ -4,10 +4,10 @@ use std::cell::OnceCell;
 use thruway_engine::Segment;
 use thruway_engine::segment::{Reservation, Segments};
 
-/// Octets of a small block.
+/// Bytes of a small block.
 pub const SMALL: usize = 16 << 10;
 const SMALL_COUNT: usize = 128;
-/// Octets of large blocks together.
+/// Bytes of large blocks together.
 const LARGE_TOTAL: usize = 8 << 20;
 
 /// Blocks for one direction of a connection. Memory that is not used is not touched.
@@ -18,7 +18,7 @@ pub struct Supply {
 }
 
 impl Supply {
-    /// Small blocks, and blocks of `chunk` octets.
+    /// Small blocks, and blocks of `chunk` bytes.
     pub fn new(chunk: usize) -> Supply {
         Supply { chunk, small: OnceCell::new(), large: OnceCell::new() }
     }

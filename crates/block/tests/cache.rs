@@ -57,7 +57,7 @@ fn fill(sector: &mut [u8], number: u64, version: u64) {
 fn version(sector: &[u8], number: u64) -> u64 {
     let mark = u64::from_le_bytes(sector[..8].try_into().unwrap());
     assert!(sector.chunks(8).all(|word| word == mark.to_le_bytes()), "sector {number} is torn");
-    assert!(mark == 0 || mark & 0xffff == number, "sector {number} holds another's octets: {mark:x}");
+    assert!(mark == 0 || mark & 0xffff == number, "sector {number} holds another's bytes: {mark:x}");
     mark >> 16
 }
 
@@ -105,9 +105,9 @@ impl Client {
                 let wanted = self.next;
                 let count = self.together(sector);
                 let mut segment = self.supply.reserve(1).await.segment(count as usize * SECTOR);
-                for (octets, sector) in segment.as_mut_slice().chunks_mut(SECTOR).zip(sector..) {
+                for (bytes, sector) in segment.as_mut_slice().chunks_mut(SECTOR).zip(sector..) {
                     self.known.borrow_mut().entry(sector).or_default().tried = wanted;
-                    fill(octets, sector, wanted);
+                    fill(bytes, sector, wanted);
                 }
                 let durable = self.random.below(8) == 0;
                 let result = self.cache.write(at, segment, durable).await;
@@ -144,13 +144,13 @@ impl Client {
                     // It is sent at leisure.
                     tokio::time::sleep(Duration::from_millis(self.random.below(20))).await;
                     LENT.with(|lent| lent.set(lent.get() + 1));
-                    let mut octets = Vec::new();
+                    let mut bytes = Vec::new();
                     for piece in &pieces {
                         // SAFETY: the piece lives, and nobody else runs meanwhile.
-                        octets.extend_from_slice(unsafe { std::slice::from_raw_parts(piece.as_ptr(), piece.len()) });
+                        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(piece.as_ptr(), piece.len()) });
                     }
-                    assert_eq!(octets.len(), len);
-                    return self.judge(sector, &octets);
+                    assert_eq!(bytes.len(), len);
+                    return self.judge(sector, &bytes);
                 }
                 let segment = self.supply.reserve(1).await.segment(len);
                 let reading = self.cache.read(at, segment);
@@ -164,10 +164,10 @@ impl Client {
     }
 
     /// Of a long read only the own sectors are looked at.
-    fn judge(&self, first: u64, octets: &[u8]) {
-        for (i, octets) in octets.chunks(SECTOR).enumerate() {
+    fn judge(&self, first: u64, bytes: &[u8]) {
+        for (i, bytes) in bytes.chunks(SECTOR).enumerate() {
             let number = first + i as u64;
-            let found = version(octets, number);
+            let found = version(bytes, number);
             if owner(number) == self.id {
                 let known = self.known.borrow().get(&number).copied().unwrap_or_default();
                 assert!(known.unsure || found == known.shown, "sector {number}: {found}, {known:?}");
@@ -344,7 +344,7 @@ fn what_a_disk_has_grown_by_is_shown() {
             }
             disk.resize(16384);
             let read = cache.read(6144, supply.reserve(1).await.segment(2048)).await.unwrap();
-            assert!(read.as_slice().iter().all(|octet| *octet == 7), "{write_back} {dirty}");
+            assert!(read.as_slice().iter().all(|byte| *byte == 7), "{write_back} {dirty}");
             let read = cache.read(4096, supply.reserve(1).await.segment(512)).await.unwrap();
             assert_eq!(read.as_slice()[0], if dirty { 5 } else { 0 });
         }
@@ -370,7 +370,7 @@ fn what_cannot_be_cached_is_read_and_written_past_the_cache() {
             let cache = Cache::new(Arc::clone(&disk) as _, config, &[0], None).unwrap();
             let at = |sector: u64| sector * SECTOR as u64;
             let read = cache.read(at(4), sectors(2, 0).await).await.unwrap();
-            assert!(read.as_slice().iter().all(|octet| *octet == 7));
+            assert!(read.as_slice().iter().all(|byte| *byte == 7));
             assert!(cache.read(at(2), sectors(3, 0).await).await.is_err(), "sector 3 is bad");
             cache.write(at(4), sectors(1, 8).await, false).await.unwrap();
             cache.write(at(3), sectors(1, 9).await, false).await.unwrap();

@@ -24,11 +24,11 @@ async fn client(cache: Arc<Cache>, number: u64) -> std::io::Result<()> {
             if round > 0 {
                 let segment = supply.reserve(1).await.segment(RANGE);
                 let segment = cache.read(at, segment).await?;
-                let right = segment.as_slice().iter().enumerate().all(|(i, octet)| *octet == mark(round - 1, i));
-                assert!(right, "client {number} finds another's octets, or old ones, at {at} in round {round}");
+                let right = segment.as_slice().iter().enumerate().all(|(i, byte)| *byte == mark(round - 1, i));
+                assert!(right, "client {number} finds another's bytes, or old ones, at {at} in round {round}");
             }
             let mut segment = supply.reserve(1).await.segment(RANGE);
-            segment.as_mut_slice().iter_mut().enumerate().for_each(|(i, octet)| *octet = mark(round, i));
+            segment.as_mut_slice().iter_mut().enumerate().for_each(|(i, byte)| *byte = mark(round, i));
             cache.write(at, segment, false).await?;
         }
     }

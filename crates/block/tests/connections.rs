@@ -85,7 +85,7 @@ impl Backend for Stuck {
 }
 
 const SIZE: u64 = 512 << 20;
-/// A long zeroing is done in steps of so many octets.
+/// A long zeroing is done in steps of so many bytes.
 const STRETCH: u64 = 256 << 20;
 /// What begins with this cannot be written without a panic.
 const BUG: u8 = 0xdd;

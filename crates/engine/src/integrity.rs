@@ -16,7 +16,7 @@ pub enum Algorithm {
     Blake3 = 2,
 }
 
-/// Octets of a digest as carried with a block.
+/// Bytes of a digest as carried with a block.
 pub const DIGEST_LEN: usize = 16;
 
 impl Algorithm {

@@ -19,7 +19,7 @@ struct Stat {
     recently_evicted: u64,
 }
 
-/// Octets of a range whose pages are cached, whole pages counted; `None` if the kernel (before 6.5) cannot say.
+/// Bytes of a range whose pages are cached, whole pages counted; `None` if the kernel (before 6.5) cannot say.
 pub fn cached(file: &File, offset: u64, len: u64) -> Option<u64> {
     const SYS_CACHESTAT: libc::c_long = 451;
     const PAGE: u64 = 4096;
@@ -39,6 +39,6 @@ mod tests {
         use std::os::unix::fs::FileExt;
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&[1; 65536], 0).unwrap();
-        assert!(cached(&file, 0, 65536).is_none_or(|octets| octets == 65536));
+        assert!(cached(&file, 0, 65536).is_none_or(|bytes| bytes == 65536));
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_fabric::Buffer;
 
-/// Octets in front of every payload, for headers; a page, so that payloads stay page-aligned.
+/// Bytes in front of every payload, for headers; a page, so that payloads stay page-aligned.
 pub const HEADROOM: usize = 4096;
 
 /// A pool of blocks in one contiguous buffer.
@@ -31,7 +31,7 @@ struct State {
 }
 
 impl BlockPool {
-    /// `count` blocks with `payload_len` octets of payload each, a multiple of the page size.
+    /// `count` blocks with `payload_len` bytes of payload each, a multiple of the page size.
     ///
     /// # Errors
     /// If the memory cannot be mapped.
@@ -90,7 +90,7 @@ impl BlockPool {
         &self.buffer
     }
 
-    /// Octets of one block's payload.
+    /// Bytes of one block's payload.
     pub fn payload_len(&self) -> usize {
         self.payload_len
     }
@@ -197,7 +197,7 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(self.ptr().add(HEADROOM), self.pool.payload_len) }
     }
 
-    /// The last `n` octets in front of the payload and the payload itself, as one slice.
+    /// The last `n` bytes in front of the payload and the payload itself, as one slice.
     ///
     /// # Panics
     /// If `n` exceeds [`HEADROOM`].
@@ -208,7 +208,7 @@ impl Block {
         whole.split_at_mut(n)
     }
 
-    /// The last `n` octets in front of the payload.
+    /// The last `n` bytes in front of the payload.
     ///
     /// # Panics
     /// If `n` exceeds [`HEADROOM`].
@@ -218,7 +218,7 @@ impl Block {
         unsafe { std::slice::from_raw_parts(self.ptr().add(HEADROOM - n), n) }
     }
 
-    /// The last `n` octets in front of the payload and the first `len` octets of it, as one slice.
+    /// The last `n` bytes in front of the payload and the first `len` bytes of it, as one slice.
     ///
     /// # Panics
     /// If `n` exceeds [`HEADROOM`] or `len` the payload.

@@ -5,9 +5,9 @@
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
-/// Octets of a key.
+/// Bytes of a key.
 pub const KEY_LEN: usize = 32;
-/// Octets of an authentication tag.
+/// Bytes of an authentication tag.
 pub const TAG_LEN: usize = 16;
 
 /// Seals blocks of one direction of one session.
@@ -49,7 +49,7 @@ impl Sealer {
     }
 }
 
-/// Fresh random octets.
+/// Fresh random bytes.
 pub fn random<const N: usize>() -> [u8; N] {
     use ring::rand::SecureRandom;
     let mut out = [0; N];

@@ -2,7 +2,7 @@
 //!
 //! A request of a service moves through a backend as a segment. A segment can be cut in two, whose
 //! ranges do not overlap, and only neighbours that came from one block can be joined again; so each
-//! is its holder's alone, and nothing else in the program refers to its octets.
+//! is its holder's alone, and nothing else in the program refers to its bytes.
 
 use crate::pool::{Block, BlockPool};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ struct Source {
 }
 
 impl Segment {
-    /// The first `len` octets of a block.
+    /// The first `len` bytes of a block.
     ///
     /// # Panics
     /// If the block is shorter.
@@ -35,7 +35,7 @@ impl Segment {
         Segment { source: Arc::new(Source { block, _permit: permit }), start: 0, len }
     }
 
-    /// Octets.
+    /// Bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -45,12 +45,12 @@ impl Segment {
         self.len == 0
     }
 
-    /// The first octet, for devices. Valid while the segment lives.
+    /// The first byte, for devices. Valid while the segment lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.source.block.payload_ptr().wrapping_add(self.start)
     }
 
-    /// Offset of the first octet in the buffer of the block's pool.
+    /// Offset of the first byte in the buffer of the block's pool.
     pub fn offset_in_pool(&self) -> usize {
         self.source.block.payload_offset() + self.start
     }
@@ -60,20 +60,20 @@ impl Segment {
         self.source.block.pool()
     }
 
-    /// The octets.
+    /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: the range is inside the block, which `source` keeps; ranges of segments do not
         // overlap, so it can only be changed through `&mut self`.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
     }
 
-    /// The octets, to change.
+    /// The bytes, to change.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `self` is borrowed alone.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.len) }
     }
 
-    /// Cuts the segment: what is returned begins at octet `at` of this one, which keeps the rest.
+    /// Cuts the segment: what is returned begins at byte `at` of this one, which keeps the rest.
     ///
     /// # Panics
     /// If `at` is outside.
@@ -110,7 +110,7 @@ pub struct Reservation {
 }
 
 impl Segments {
-    /// A supply of `count` blocks of `len` octets.
+    /// A supply of `count` blocks of `len` bytes.
     ///
     /// # Errors
     /// If the memory cannot be mapped.
@@ -147,7 +147,7 @@ impl Reservation {
         self.permits.num_permits()
     }
 
-    /// Takes a block and makes it a segment of `len` octets.
+    /// Takes a block and makes it a segment of `len` bytes.
     ///
     /// # Panics
     /// If all have been taken, or blocks are shorter.

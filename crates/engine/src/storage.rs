@@ -30,29 +30,29 @@ const FIXED_MAX: u32 = 64;
 
 /// What to do with a block and a file.
 pub enum StorageOp {
-    /// Fill the first `len` octets of the payload from `offset`; short only at the end of the file.
+    /// Fill the first `len` bytes of the payload from `offset`; short only at the end of the file.
     Read {
-        /// Octets wanted.
+        /// Bytes wanted.
         len: u32,
         /// The file is open for direct I/O.
         direct: bool,
     },
-    /// Write `len` octets of the payload from octet `skip` on.
+    /// Write `len` bytes of the payload from byte `skip` on.
     Write {
-        /// First octet.
+        /// First byte.
         skip: u32,
-        /// Octets.
+        /// Bytes.
         len: u32,
         /// The file is open for direct I/O.
         direct: bool,
     },
 }
 
-/// How a request ended: the block, and the octets transferred.
+/// How a request ended: the block, and the bytes transferred.
 pub struct Done {
     /// The block, back again.
     pub block: Block,
-    /// Octets read (fewer than asked only at the end of the file) or written (always all).
+    /// Bytes read (fewer than asked only at the end of the file) or written (always all).
     pub result: io::Result<u32>,
 }
 
@@ -66,7 +66,7 @@ struct Request {
     completion: Completion,
     queued: Instant,
     started: Instant,
-    /// Octets transferred so far: the kernel may stop short.
+    /// Bytes transferred so far: the kernel may stop short.
     progress: u32,
 }
 

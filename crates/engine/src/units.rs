@@ -1,6 +1,6 @@
 //! Sizes as people write them.
 
-/// Parses `64`, `4K`, `4KiB`, `1M`, `2G`: binary multiples of an octet count.
+/// Parses `64`, `4K`, `4KiB`, `1M`, `2G`: binary multiples of a byte count.
 ///
 /// # Errors
 /// A sentence naming what is wrong.

@@ -214,7 +214,7 @@ pub enum ConnectionEvent {
         stream: TcpStream,
         /// Its other end.
         peer: SocketAddr,
-        /// Octets already read from it: four, or as many as it took to see that they are not the device's protocol (532
+        /// Bytes already read from it: four, or as many as it took to see that they are not the device's protocol (532
         /// at most).
         prefix: Vec<u8>,
     },
@@ -412,23 +412,23 @@ impl MemoryRegion {
         self.0.remote_key()
     }
 
-    /// Address of the first octet, in the region's terms.
+    /// Address of the first byte, in the region's terms.
     pub fn addr(&self) -> u64 {
         self.0.base()
     }
 
-    /// Octets.
+    /// Bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// A local element for `len` octets at `offset`.
+    /// A local element for `len` bytes at `offset`.
     pub fn sge(&self, offset: usize, len: u32) -> Sge {
         Sge { addr: self.addr() + offset as u64, len, lkey: self.lkey() }
     }
 
-    /// The remote address of the octet at `offset`.
+    /// The remote address of the byte at `offset`.
     pub fn remote(&self, offset: usize) -> RemoteAddr {
         RemoteAddr { addr: self.addr() + offset as u64, rkey: self.rkey() }
     }

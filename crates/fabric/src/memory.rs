@@ -41,7 +41,7 @@ const PAGE: usize = 4096;
 ///
 /// The contents are shared with the device, and through it with peers, so there are no safe
 /// slices of it: [`Buffer::read`] and [`Buffer::write`] copy, and what they see while a peer or a
-/// posted request changes the same octets is unspecified.
+/// posted request changes the same bytes is unspecified.
 pub struct Buffer {
     ptr: NonNull<u8>,
     len: usize,
@@ -53,7 +53,7 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Zeroed memory of `len` octets, rounded up to whole pages. From 2 MiB up it is made of huge
+    /// Zeroed memory of `len` bytes, rounded up to whole pages. From 2 MiB up it is made of huge
     /// pages: reserved ones where the administrator has set enough aside, transparent ones
     /// where the kernel finds them.
     ///
@@ -110,7 +110,7 @@ impl Buffer {
 
     fn map(len: usize, flags: MapFlags) -> Result<Buffer> {
         if len == 0 {
-            return Err(Error::Limit { what: "buffer of no octets: length", got: 0, limit: 1 });
+            return Err(Error::Limit { what: "buffer of no bytes: length", got: 0, limit: 1 });
         }
         // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
         // nothing.
@@ -120,7 +120,7 @@ impl Buffer {
         Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
     }
 
-    /// Octets, a multiple of the page size.
+    /// Bytes, a multiple of the page size.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
@@ -131,7 +131,7 @@ impl Buffer {
         self.ptr.as_ptr()
     }
 
-    /// Copies `out.len()` octets from `offset`.
+    /// Copies `out.len()` bytes from `offset`.
     ///
     /// # Panics
     /// If the range is outside the buffer.
@@ -163,7 +163,7 @@ impl Drop for Buffer {
 /// Copies to and from memory that other threads, the kernel and peers change at the same time.
 ///
 /// By relaxed atomics, of words where the memory is aligned: whoever races gets some mixture of old and new
-/// octets, as on every RDMA device, and never undefined behaviour.
+/// bytes, as on every RDMA device, and never undefined behaviour.
 pub(crate) mod shared {
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
@@ -224,7 +224,7 @@ pub(crate) type Owner = Arc<dyn std::any::Any + Send + Sync>;
 pub(crate) struct Region {
     ptr: *mut u8,
     len: usize,
-    /// What the first octet is called by those who hold the key.
+    /// What the first byte is called by those who hold the key.
     base: u64,
     access: Access,
     pd: u32,
@@ -278,7 +278,7 @@ impl Region {
         self.is_valid().then_some(placement)
     }
 
-    /// After this returns no peer's octets land here any more.
+    /// After this returns no peer's bytes land here any more.
     fn invalidate(&self) -> bool {
         self.validity.revoke()
     }
@@ -288,7 +288,7 @@ impl Region {
     }
 }
 
-/// Holds off the invalidation of a region while octets are being placed in it.
+/// Holds off the invalidation of a region while bytes are being placed in it.
 pub(crate) struct Placement(Arc<Region>);
 
 impl Placement {

@@ -11,10 +11,10 @@ use rustix::net::sockopt;
 /// congestion, and its rate is worth measuring.
 const LONG: Duration = Duration::from_millis(2);
 
-/// Octets a socket on a long path takes beyond what is on its way.
+/// Bytes a socket on a long path takes beyond what is on its way.
 const UNSENT_MAX: libc::c_int = 256 << 10;
 
-/// Octets a socket on a long path may be sent before anything is known of its rate.
+/// Bytes a socket on a long path may be sent before anything is known of its rate.
 const WINDOW: libc::c_int = 1 << 20;
 
 /// What TCP knows of a path, now.
@@ -22,7 +22,7 @@ const WINDOW: libc::c_int = 1 << 20;
 pub struct Path {
     /// Smoothed round trip.
     pub round_trip: Duration,
-    /// Octets that the peer has acknowledged.
+    /// Bytes that the peer has acknowledged.
     pub acked: u64,
     /// How long the connection has had something under way.
     pub busy: Duration,
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_widened_socket_has_room_and_still_tells_of_every_octet() {
+    fn a_widened_socket_has_room_and_still_tells_of_every_byte() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut far, _) = listener.accept().unwrap();

@@ -64,7 +64,7 @@ fn permute(cipher: &Aes128, number: u32) -> u32 {
 
 fn random_key() -> [u8; 16] {
     let mut key = [0; 16];
-    // Up to 256 octets come whole once the system's generator has begun; an interruption is no failure.
+    // Up to 256 bytes come whole once the system's generator has begun; an interruption is no failure.
     while rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty()) != Ok(key.len()) {}
     key
 }

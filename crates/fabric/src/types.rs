@@ -23,10 +23,10 @@
 //!    stay for the other queue pairs.
 //! 7. A window ([`crate::QueuePair::bind_window`]) is bound in the order of its send queue: a Send posted later may tell
 //!    the peer its key. A message of another queue pair may only after the binding has completed.
-//! 8. Who reads remote memory that its owner changes gets some mixture of old and new octets. Memory that a peer's write,
+//! 8. Who reads remote memory that its owner changes gets some mixture of old and new bytes. Memory that a peer's write,
 //!    or the result of a read, is arriving in must not be changed by anybody else until the message is complete: what
-//!    is there then is not defined, and the iWARP provider with CRC on may find that the octets do not fit their CRC
-//!    and end the connection (segments of fewer than 512 octets are exempt; `iwarp::Config::crc` switches it off).
+//!    is there then is not defined, and the iWARP provider with CRC on may find that the bytes do not fit their CRC
+//!    and end the connection (segments of fewer than 512 bytes are exempt; `iwarp::Config::crc` switches it off).
 
 use crate::iwarp::terminate::TerminateCode;
 use std::io;
@@ -39,7 +39,7 @@ pub struct Sge {
     /// Address inside the region, in the region's own terms (virtual address, or an offset if it
     /// was registered zero-based).
     pub addr: u64,
-    /// Octets.
+    /// Bytes.
     pub len: u32,
     /// Local key of the region.
     pub lkey: u32,
@@ -90,7 +90,7 @@ pub enum SendOp {
         remote: RemoteAddr,
     },
     /// If the 64-bit word equals `compare`, replace it with `swap`. Returns the old value in the
-    /// single 8-octet element.
+    /// single 8-byte element.
     CompareSwap {
         /// The word; its address a multiple of 8.
         remote: RemoteAddr,
@@ -99,7 +99,7 @@ pub enum SendOp {
         /// New value.
         swap: u64,
     },
-    /// Add to the 64-bit word. Returns the old value in the single 8-octet element.
+    /// Add to the 64-bit word. Returns the old value in the single 8-byte element.
     FetchAdd {
         /// The word; its address a multiple of 8.
         remote: RemoteAddr,
@@ -114,7 +114,7 @@ pub enum Payload<'a> {
     /// Registered memory: gathered for sends and writes, scattered to for reads and atomics. It
     /// belongs to the device until the request completes.
     Sges(&'a [Sge]),
-    /// Copied while posting, at most [`DeviceAttributes::max_inline`] octets; sends and writes only.
+    /// Copied while posting, at most [`DeviceAttributes::max_inline`] bytes; sends and writes only.
     Inline(&'a [u8]),
 }
 
@@ -189,7 +189,7 @@ pub struct WorkCompletion {
     pub status: Status,
     /// What it was.
     pub op: CompletionOp,
-    /// Octets transferred.
+    /// Bytes transferred.
     pub len: u32,
     /// Number of the queue pair.
     pub qp_num: u32,
@@ -247,13 +247,13 @@ pub struct DeviceAttributes {
     pub max_queue: u32,
     /// Most completions of one completion queue.
     pub max_completions: usize,
-    /// Most octets of one inline payload.
+    /// Most bytes of one inline payload.
     pub max_inline: u32,
     /// Most reads and atomics outstanding in each direction.
     pub max_read_depth: u16,
-    /// Most octets of private data of a connection request.
+    /// Most bytes of private data of a connection request.
     pub max_private_data: usize,
-    /// Most octets of private data of its acceptance.
+    /// Most bytes of private data of its acceptance.
     pub max_reply_data: usize,
     /// Atomics are offered (the peer must have them too).
     pub atomics: bool,

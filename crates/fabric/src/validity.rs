@@ -50,17 +50,17 @@ mod tests {
     struct Memory {
         region: Validity,
         window: Validity,
-        octets: UnsafeCell<u32>,
+        bytes: UnsafeCell<u32>,
     }
 
-    /// Places octets through a window, as a peer's Write does. loom fails if another looks at them meanwhile.
+    /// Places bytes through a window, as a peer's Write does. loom fails if another looks at them meanwhile.
     fn place(memory: &Memory) {
         memory.region.enter();
         memory.window.enter();
         if memory.window.holds() && memory.region.holds() {
-            memory.octets.with_mut(|octets| {
+            memory.bytes.with_mut(|bytes| {
                 // SAFETY: loom finds whoever else has it.
-                unsafe { *octets += 1 }
+                unsafe { *bytes += 1 }
             });
         }
         memory.region.leave();
@@ -71,17 +71,17 @@ mod tests {
     fn loom_nothing_lands_after_a_revocation() {
         for revoke_region in [false, true] {
             loom::model(move || {
-                let memory = Memory { region: Validity::new(), window: Validity::new(), octets: UnsafeCell::new(0) };
+                let memory = Memory { region: Validity::new(), window: Validity::new(), bytes: UnsafeCell::new(0) };
                 let memory = Arc::new(memory);
                 let placing = Arc::clone(&memory);
                 let placer = thread::spawn(move || place(&placing));
                 let revoked = if revoke_region { &memory.region } else { &memory.window };
                 assert!(revoked.revoke());
                 // SAFETY: as above: it is the owner's alone now.
-                let seen = memory.octets.with_mut(|octets| unsafe { *octets });
+                let seen = memory.bytes.with_mut(|bytes| unsafe { *bytes });
                 placer.join().unwrap();
                 // SAFETY: as above.
-                assert_eq!(memory.octets.with(|octets| unsafe { *octets }), seen);
+                assert_eq!(memory.bytes.with(|bytes| unsafe { *bytes }), seen);
                 assert!(!revoked.revoke());
             });
         }

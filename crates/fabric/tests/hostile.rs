@@ -225,9 +225,9 @@ fn a_reply_that_asks_too_much_is_terminated() {
 fn who_sends_before_the_reply_is_not_served() {
     let server = server(false);
     let mut peer = TcpStream::connect(server.addr()).unwrap();
-    let mut octets = b"MPA ID Req Frame\0\x01\0\0".to_vec();
-    octets.extend(untagged(3, true, 0, 1, 0, b"early"));
-    peer.write_all(&octets).unwrap();
+    let mut bytes = b"MPA ID Req Frame\0\x01\0\0".to_vec();
+    bytes.extend(untagged(3, true, 0, 1, 0, b"early"));
+    peer.write_all(&bytes).unwrap();
     peer.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
     until("its end", || {
         assert!(server.device.poll_event().is_none());

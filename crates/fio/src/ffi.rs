@@ -17,7 +17,7 @@ pub struct Handle {
 fn tell(text: &str, out: *mut c_char, room: usize) {
     let n = text.len().min(room.saturating_sub(1));
     if room > 0 && !out.is_null() {
-        // SAFETY: the caller lends `room` octets.
+        // SAFETY: the caller lends `room` bytes.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), n);
             out.add(n).write(0);
@@ -39,7 +39,7 @@ fn connect(host: &str, port: u16, over_verbs: bool, depth: u32) -> Result<Remote
 /// Connects. Null on an error, which `why` then tells.
 ///
 /// # Safety
-/// `host` is a string with its end; `why` has room for `room` octets.
+/// `host` is a string with its end; `why` has room for `room` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn thruway_open(
     host: *const c_char,
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn thruway_open(
     }
 }
 
-/// Octets of the memory.
+/// Bytes of the memory.
 ///
 /// # Safety
 /// A handle of [`thruway_open`].
@@ -74,7 +74,7 @@ pub unsafe extern "C" fn thruway_size(handle: *mut Handle) -> u64 {
 /// Registers the memory of requests.
 ///
 /// # Safety
-/// A handle of [`thruway_open`]; the memory stays mapped until the handle is closed; `why` has room for `room` octets.
+/// A handle of [`thruway_open`]; the memory stays mapped until the handle is closed; `why` has room for `room` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn thruway_register(
     handle: *mut Handle,
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn thruway_register(
 /// Starts a read (`kind` 0), a write (1) or a flush (2). 1 if there is no room for it now.
 ///
 /// # Safety
-/// A handle of [`thruway_open`]; `why` has room for `room` octets.
+/// A handle of [`thruway_open`]; `why` has room for `room` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn thruway_start(
     handle: *mut Handle,
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn thruway_start(
 /// Waits until `min` requests are done, at most `limit_ns` (0: without end); says how many are, `max` at most.
 ///
 /// # Safety
-/// A handle of [`thruway_open`]; `why` has room for `room` octets.
+/// A handle of [`thruway_open`]; `why` has room for `room` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn thruway_wait(
     handle: *mut Handle,

@@ -13,5 +13,5 @@ mod target;
 pub use remote::{Finished, Remote};
 pub use target::{Target, greeting_of};
 
-/// First octets of the private data of both ends; the digit is the version.
+/// First bytes of the private data of both ends; the digit is the version.
 pub const GREETING: [u8; 4] = *b"TWR1";

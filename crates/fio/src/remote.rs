@@ -66,7 +66,7 @@ impl Remote {
         Ok(Remote { device, pd, cq, qp, proof, local: None, addr, rkey, len, completions: Vec::new() })
     }
 
-    /// Octets of the memory.
+    /// Bytes of the memory.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
         self.len
@@ -85,7 +85,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Starts a read into, or a write from, `len` octets at `local`, which must be registered. False if the queue is full.
+    /// Starts a read into, or a write from, `len` bytes at `local`, which must be registered. False if the queue is full.
     ///
     /// # Errors
     /// [`Error::LocalProtection`] for memory that is not registered, [`Error::Limit`] past the end of what is lent,

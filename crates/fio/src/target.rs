@@ -41,7 +41,7 @@ pub fn greeting_of(answer: &[u8]) -> Option<(u64, u32, u64)> {
 }
 
 impl Target {
-    /// Lends `len` octets, zero at first, at this address.
+    /// Lends `len` bytes, zero at first, at this address.
     ///
     /// # Errors
     /// As those of opening a device, of [`Buffer::new`], and of listening.

@@ -62,7 +62,7 @@ pub struct CpArgs {
     /// Data channels [default: as many as the path wants, 2 to 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     streams: Option<u32>,
-    /// Octets of a block [default: 1M]
+    /// Bytes of a block [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     block_size: Option<u64>,
     /// Blocks of our pool [default: 64, more on a long path]
@@ -86,7 +86,7 @@ pub struct CpArgs {
     /// Times to try again after the connection is lost, without any progress in between; 12 take some three minutes
     #[arg(long, default_value_t = 12, value_name = "N")]
     retries: u32,
-    /// Octets to take from an endless source such as /dev/zero
+    /// Bytes to take from an endless source such as /dev/zero
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     size: Option<u64>,
     /// Key to call a daemon with [default: ~/.config/thruway/id]

@@ -77,10 +77,10 @@ impl<'a> Demo<'a> {
 
     fn run(self) -> Result<(), String> {
         let source = self.path("data");
-        let (files, octets) = self.make_data_set(&source).map_err(|e| format!("making the data set: {e}"))?;
+        let (files, bytes) = self.make_data_set(&source).map_err(|e| format!("making the data set: {e}"))?;
         self.say(&format!(
             "data set   {files} files, {}: small, large, sparse, linked, oddly named",
-            units::size(octets)
+            units::size(bytes)
         ));
         let served = self.path("served");
         fs::create_dir(&served).map_err(|e| e.to_string())?;
@@ -188,19 +188,19 @@ impl<'a> Demo<'a> {
             out.truncate(len);
             out
         };
-        let mut octets = 0;
+        let mut bytes = 0;
         let large = fs::File::create(root.join("large"))?;
-        while octets < self.args.size {
-            let chunk = noise((self.args.size - octets).min(4 << 20) as usize);
-            large.write_all_at(&chunk, octets)?;
-            octets += chunk.len() as u64;
+        while bytes < self.args.size {
+            let chunk = noise((self.args.size - bytes).min(4 << 20) as usize);
+            large.write_all_at(&chunk, bytes)?;
+            bytes += chunk.len() as u64;
         }
         for dir in 0..20 {
             let dir = root.join(format!("small/{dir:02}"));
             fs::create_dir_all(&dir)?;
             for file in 0..100 {
                 let content = noise(file * 97 + 1);
-                octets += content.len() as u64;
+                bytes += content.len() as u64;
                 fs::write(dir.join(format!("{file:03}.dat")), content)?;
             }
         }
@@ -211,7 +211,7 @@ impl<'a> Demo<'a> {
         fs::write(root.join("empty"), "")?;
         std::os::unix::fs::symlink("large", root.join("link"))?;
         fs::hard_link(root.join("empty"), root.join("second name"))?;
-        Ok((2004, octets))
+        Ok((2004, bytes))
     }
 
     fn serve(&self, dir: &Path) -> Result<Daemon, String> {
@@ -246,7 +246,7 @@ impl<'a> Demo<'a> {
     }
 }
 
-/// Octets on disk of whatever in `dir` has this in its name.
+/// Bytes on disk of whatever in `dir` has this in its name.
 fn on_disk(dir: &Path, name: &str) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     let named = entries.flatten().filter(|e| e.file_name().to_string_lossy().contains(name));

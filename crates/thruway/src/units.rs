@@ -3,9 +3,9 @@
 pub use thruway_engine::units::parse_size;
 
 /// `1.5 MiB`, `3 B`.
-pub fn size(octets: u64) -> String {
+pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = octets as f64;
+    let mut value = bytes as f64;
     let mut unit = 0;
     while value >= 1024.0 && unit < UNITS.len() - 1 {
         value /= 1024.0;
@@ -19,9 +19,9 @@ pub fn size(octets: u64) -> String {
 }
 
 /// `1.25 GB/s`: decimal, as networks are rated.
-pub fn rate(octets_per_second: f64) -> String {
+pub fn rate(bytes_per_second: f64) -> String {
     const UNITS: [&str; 4] = ["B/s", "kB/s", "MB/s", "GB/s"];
-    let mut value = octets_per_second;
+    let mut value = bytes_per_second;
     let mut unit = 0;
     while value >= 1000.0 && unit < UNITS.len() - 1 {
         value /= 1000.0;

@@ -241,9 +241,9 @@ impl Extended {
     }
 
     fn take(&mut self, len: usize) -> Vec<u8> {
-        let mut octets = vec![0; len];
-        self.0.read_exact(&mut octets).unwrap();
-        octets
+        let mut bytes = vec![0; len];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
     }
 
     fn request(&mut self, flags: u16, command: u16, offset: u64, len: u64, payload: &[u8]) {
@@ -306,7 +306,7 @@ fn a_client_that_speaks_nonsense_is_sent_away_and_others_stay() {
         // It ends: with a close, or with a reset because not all was read.
         let _ = stream.read_to_end(&mut Vec::new());
     }
-    // A login whose answer would be longer than any initiator takes: to each key that nobody knows, one of fifteen octets.
+    // A login whose answer would be longer than any initiator takes: to each key that nobody knows, one of fifteen bytes.
     let keys: String = (0..800).map(|n| format!("X-{n}=\0")).collect();
     let mut login = vec![0x43, 0x87, 0, 0, 0];
     login.extend(&(keys.len() as u32).to_be_bytes()[1..]);

@@ -143,7 +143,7 @@ fn a_sync_that_failed_once_is_told_to_everybody_who_flushes_until_the_disk_is_op
 }
 
 #[test]
-fn fio_finds_every_octet_that_it_wrote() {
+fn fio_finds_every_byte_that_it_wrote() {
     let lab = Lab::new();
     let file = lab.path("disk.img");
     fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
@@ -197,7 +197,7 @@ fn what_was_flushed_survives_a_kill() {
         let found = fs::read(&file).unwrap();
         for i in 0..64usize {
             let at = i * 131_072 + 512;
-            assert!(found[at..at + 70_000].iter().all(|octet| *octet == i as u8 + 1), "write {i} with '{options}'");
+            assert!(found[at..at + 70_000].iter().all(|byte| *byte == i as u8 + 1), "write {i} with '{options}'");
         }
         assert!(found[12 << 20..].starts_with(b"fuafua"), "{options}");
     }
@@ -242,7 +242,7 @@ fn what_a_write_back_cache_acknowledged_survives_a_kill_of_the_daemon() {
         disks.stop();
         assert!(!kept[0].exists(), "an orderly end leaves nothing");
         let found = fs::read(&file).unwrap();
-        assert!((1..100usize).all(|i| found[i * 100_000 + 512..][..30_000].iter().all(|octet| *octet == i as u8 + 1)));
+        assert!((1..100usize).all(|i| found[i * 100_000 + 512..][..30_000].iter().all(|byte| *byte == i as u8 + 1)));
     }
 }
 

@@ -1,5 +1,5 @@
 //! Sessions of real clients, recorded, and told again to every listener: cut off anywhere, ended in every way that TCP has,
-//! and with an octet changed. Whatever comes, the connection ends when its peer has ended it, nothing of it is left, others
+//! and with a byte changed. Whatever comes, the connection ends when its peer has ended it, nothing of it is left, others
 //! are served meanwhile, and what was not named is not touched.
 
 mod support;
@@ -16,7 +16,7 @@ use support::{Lab, THRUWAY, noise, thruway};
 
 /// Longest that anything may take: not a matter of speed, but of ever.
 const EVER: Duration = Duration::from_secs(60);
-/// Octets of a recorded connection that are told again.
+/// Bytes of a recorded connection that are told again.
 const TOLD_MAX: usize = 6000;
 
 /// A daemon with every listener.
@@ -161,7 +161,7 @@ fn tell(address: &str, words: &[u8], end: End) {
                     Ok(_) => {}
                     Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {
                         panic!(
-                            "{address} does not end after {} octets: {:02x?}",
+                            "{address} does not end after {} bytes: {:02x?}",
                             words.len(),
                             &words[..words.len().min(600)]
                         );

@@ -26,12 +26,12 @@ fn spawn_cp(lab: &Lab, list: &[OsString]) -> Child {
 }
 
 /// Waits until that much is on its way in `dir`.
-fn until_written(dir: &Path, octets: u64) {
+fn until_written(dir: &Path, bytes: u64) {
     let start = Instant::now();
     loop {
         let blocks: u64 =
             fs::read_dir(dir).unwrap().flatten().filter_map(|e| e.metadata().ok()).map(|m| m.blocks()).sum();
-        if blocks * 512 >= octets {
+        if blocks * 512 >= bytes {
             return;
         }
         assert!(start.elapsed() < PATIENCE, "the copy does not get on");
@@ -39,9 +39,9 @@ fn until_written(dir: &Path, octets: u64) {
     }
 }
 
-/// Waits until the journal in `dir` says that at least so many octets are verified and written; how many
+/// Waits until the journal in `dir` says that at least so many bytes are verified and written; how many
 /// it says. A killed process loses nothing of them, whatever else was under way.
-fn until_recorded(dir: &Path, octets: u64) -> u64 {
+fn until_recorded(dir: &Path, bytes: u64) -> u64 {
     const RECORD_LEN: usize = 64;
     const RANGE: u8 = 2;
     let recorded = |journal: Vec<u8>| -> u64 {
@@ -53,7 +53,7 @@ fn until_recorded(dir: &Path, octets: u64) -> u64 {
         let journals = fs::read_dir(dir).unwrap().flatten().map(|e| e.path());
         let journals = journals.filter(|path| path.extension() == Some(OsStr::new("journal")));
         let sum: u64 = journals.filter_map(|path| fs::read(path).ok()).map(recorded).sum();
-        if sum >= octets {
+        if sum >= bytes {
             return sum;
         }
         assert!(start.elapsed() < PATIENCE, "the copy does not get on");
@@ -61,9 +61,9 @@ fn until_recorded(dir: &Path, octets: u64) -> u64 {
     }
 }
 
-fn big_file(lab: &Lab, octets: u64) -> std::path::PathBuf {
+fn big_file(lab: &Lab, bytes: u64) -> std::path::PathBuf {
     let path = lab.path("big");
-    fs::write(&path, noise(octets as usize, 7)).unwrap();
+    fs::write(&path, noise(bytes as usize, 7)).unwrap();
     path
 }
 
@@ -166,15 +166,15 @@ fn a_source_that_changed_in_between_is_sent_anew() {
 /// What a network does to us once.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {
-    /// The connection that carries the octet dies.
+    /// The connection that carries the byte dies.
     Cut,
-    /// The octet changes on its way from the client.
+    /// The byte changes on its way from the client.
     Corrupt,
     /// Every connection dies there.
     CutAlways,
 }
 
-/// Forwards connections, and lets `fault` happen at the `at`th octet; then, but for [`Fault::CutAlways`], it is well
+/// Forwards connections, and lets `fault` happen at the `at`th byte; then, but for [`Fault::CutAlways`], it is well
 /// again.
 fn proxy(to: SocketAddr, fault: Fault, at: i64) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -283,7 +283,7 @@ fn a_job_that_its_own_predecessor_still_holds_waits_for_it() {
 }
 
 #[test]
-fn a_corrupted_octet_never_reaches_a_file() {
+fn a_corrupted_byte_never_reaches_a_file() {
     let lab = Lab::new();
     let (big, served) = (big_file(&lab, 16 * MIB), lab.mkdir("served"));
     let daemon = lab.serve(&served);

@@ -685,6 +685,6 @@ fn where_io_uring_is_forbidden_everything_works_without() {
         assert!(Command::new("kill").arg(&pid).status().unwrap().success());
         assert!(daemon.wait().unwrap().success());
         let found = fs::read(&file).unwrap();
-        assert!(found[512..60_000].iter().all(|octet| *octet == 7) && found[65536..196_608].iter().all(|o| *o == 0));
+        assert!(found[512..60_000].iter().all(|byte| *byte == 7) && found[65536..196_608].iter().all(|o| *o == 0));
     }
 }

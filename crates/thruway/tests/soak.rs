@@ -101,7 +101,7 @@ fn fill(number: u64, version: u64) -> Vec<u8> {
 fn version(sector: &[u8], number: u64) -> u64 {
     let mark = u64::from_le_bytes(sector[..8].try_into().unwrap());
     assert!(sector.chunks(8).all(|word| word == mark.to_le_bytes()), "sector {number} is torn");
-    assert!(mark == 0 || mark & 0xfffff == number, "sector {number} holds another's octets: {mark:x}");
+    assert!(mark == 0 || mark & 0xfffff == number, "sector {number} holds another's bytes: {mark:x}");
     mark >> 20
 }
 
@@ -383,7 +383,7 @@ fn nothing_promised_is_lost_and_nothing_wrong_comes_back() {
 
 /// fio's own verification, over disks that are slow now and then.
 #[test]
-fn fio_finds_no_wrong_octet() {
+fn fio_finds_no_wrong_byte() {
     let lab = Lab::new();
     let path = lab.path("disk");
     fs::File::create(&path).unwrap().set_len(SIZE).unwrap();

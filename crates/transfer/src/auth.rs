@@ -90,8 +90,8 @@ impl KeyPair {
     pub fn generate() -> KeyPair {
         let pair = builder(KEYS_PATTERN).generate_keypair().expect("the system's randomness");
         KeyPair {
-            secret: pair.private.try_into().expect("32 octets"),
-            public: PublicKey(pair.public.try_into().expect("32 octets")),
+            secret: pair.private.try_into().expect("32 bytes"),
+            public: PublicKey(pair.public.try_into().expect("32 bytes")),
         }
     }
 
@@ -269,11 +269,11 @@ impl Handshake {
     }
 }
 
-/// Octets that sealing adds to a message.
+/// Bytes that sealing adds to a message.
 pub const SEAL_LEN: usize = 16;
 
 impl Secured {
-    /// Encrypts a message of at most 65519 octets.
+    /// Encrypts a message of at most 65519 bytes.
     pub fn seal(&mut self, message: &[u8]) -> Vec<u8> {
         let mut out = vec![0; message.len() + SEAL_LEN];
         self.0.write_message(message, &mut out).expect("messages are short and far fewer than 2^64");
@@ -296,19 +296,19 @@ fn builder(pattern: &str) -> snow::Builder<'_> {
     snow::Builder::new(pattern.parse().expect("a fixed pattern"))
 }
 
-/// Hexadecimal digits of some octets.
+/// Hexadecimal digits of some bytes.
 pub fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// 32 octets from hexadecimal digits.
+/// 32 bytes from hexadecimal digits.
 pub fn from_hex(text: &str) -> Option<[u8; KEY_LEN]> {
     if text.len() != KEY_LEN * 2 || !text.is_ascii() {
         return None;
     }
     let mut out = [0; KEY_LEN];
-    for (i, octet) in out.iter_mut().enumerate() {
-        *octet = u8::from_str_radix(&text[i * 2..i * 2 + 2], 16).ok()?;
+    for (i, byte) in out.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[i * 2..i * 2 + 2], 16).ok()?;
     }
     Some(out)
 }

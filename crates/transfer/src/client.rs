@@ -89,7 +89,7 @@ pub struct Job {
     pub block_len: u32,
     /// Blocks of our pool; `None`: as many as the path wants.
     pub blocks: Option<usize>,
-    /// Octets per second to keep under.
+    /// Bytes per second to keep under.
     pub rate_limit: Option<u64>,
     /// How often to try again after a loss, without progress in between.
     pub retries: u32,
@@ -242,7 +242,7 @@ fn attempt(
     link.set_peer_revocable(reply.revocable);
     let channels = Channels::Open { addr: state.remote.addr, token, grow: job.streams.is_none() };
     link.join(&channels, count, role)?;
-    let detail = format!("{count} data channels, blocks of {block_len} octets, {}", link.describe());
+    let detail = format!("{count} data channels, blocks of {block_len} bytes, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
     let terms = Terms {
         session: reply.session,

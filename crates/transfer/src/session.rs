@@ -95,7 +95,7 @@ impl Engines {
 }
 
 impl Engine {
-    /// Makes a pool of `blocks` blocks of `block_len` octets, and the stages.
+    /// Makes a pool of `blocks` blocks of `block_len` bytes, and the stages.
     ///
     /// # Errors
     /// If memory is not to be had.
@@ -158,7 +158,7 @@ pub struct Terms {
     pub sealer: Option<Arc<Sealer>>,
     /// How to treat trees.
     pub options: TreeOptions,
-    /// Octets per second to keep under.
+    /// Bytes per second to keep under.
     pub rate_limit: Option<u64>,
     /// Ends the session from outside.
     pub cancel: Option<Cancel>,
@@ -206,11 +206,11 @@ impl Terms {
 /// Counters that others may watch while a session runs.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Octets moved.
+    /// Bytes moved.
     pub bytes: AtomicU64,
     /// Files finished (sink) or begun (source).
     pub files: AtomicU64,
-    /// Octets known to be moved in all, so far.
+    /// Bytes known to be moved in all, so far.
     pub total_bytes: AtomicU64,
     /// What did not have to be sent because it is durable at the sink: bytes, and one for each file. An
     /// attempt that finds more of that than those before it has got on.

@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Attributes of one entry are kept up to this many octets, as the kernel does.
+/// Attributes of one entry are kept up to this many bytes, as the kernel does.
 const TOTAL_MAX: usize = 64 << 10;
 
 /// A path that leads to the entry itself, whatever it is.

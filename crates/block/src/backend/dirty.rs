@@ -11,14 +11,14 @@ use std::time::Instant;
 const BELIEVED: u64 = 100;
 /// How often is looked at most, in milliseconds.
 const OFTEN: u64 = 20;
-/// The most that is written after one look, in octets.
+/// The most that is written after one look, in bytes.
 const BUDGET_MAX: i64 = 128 << 20;
 
 static BUDGET: AtomicI64 = AtomicI64::new(0);
 /// Milliseconds since the first look; 0 before it.
 static LOOKED: AtomicU64 = AtomicU64::new(0);
 
-/// Whether `len` octets can be written now without being held up, as far as can be told; then they count as written.
+/// Whether `len` bytes can be written now without being held up, as far as can be told; then they count as written.
 pub(super) fn has_room(len: usize) -> bool {
     let now = now();
     let looked = LOOKED.load(Ordering::Relaxed);
@@ -44,7 +44,7 @@ fn now() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_millis() as u64 + BELIEVED + 1
 }
 
-/// Octets that may become dirty, of which half is left to others.
+/// Bytes that may become dirty, of which half is left to others.
 fn room(vmstat: &str) -> Option<i64> {
     const PAGE: i64 = 4096;
     let field = |name: &str| -> Option<i64> {

@@ -142,10 +142,10 @@ impl AtOnce {
         self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
     }
 
-    /// Whether the page of this octet is not only in the page cache but has been read.
+    /// Whether the page of this byte is not only in the page cache but has been read.
     fn is_there(&self, file: &File, at: u64) -> bool {
-        let mut octet = [0];
-        self.done(&self.reads, 1, |flags| rustix::io::preadv2(file, &mut [io::IoSliceMut::new(&mut octet)], at, flags))
+        let mut byte = [0];
+        self.done(&self.reads, 1, |flags| rustix::io::preadv2(file, &mut [io::IoSliceMut::new(&mut byte)], at, flags))
     }
 
     fn done(
@@ -458,7 +458,7 @@ impl FileBackend {
     }
 }
 
-/// Octets of a file or device.
+/// Bytes of a file or device.
 fn size_of(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstat(file)?;
     if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {
@@ -507,7 +507,7 @@ fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
 const PREDECESSOR: Duration = Duration::from_secs(2);
 
 /// Keeps others from writing to a file that is served, and us from one that others write to or rely on: other exports,
-/// other daemons, and qemu, whose protocol of locks this is (qemu's block/file-posix.c). An octet from 100 on says what
+/// other daemons, and qemu, whose protocol of locks this is (qemu's block/file-posix.c). A byte from 100 on says what
 /// its holder does, one from 200 on what it cannot bear others to do.
 ///
 /// `alone`: nobody else of us has it open yet, and whoever has may be about to go.
@@ -530,15 +530,15 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     const DOES: i64 = 100;
     const CANNOT_BEAR: i64 = 200;
     let does: &[i64] = if read_only { &[READ] } else { &[READ, WRITE] };
-    let lock = |octet: i64, kind: libc::c_int| {
+    let lock = |byte: i64, kind: libc::c_int| {
         // SAFETY: an all-zero structure is a valid one.
         let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-        (lock.l_type, lock.l_start, lock.l_len) = (kind as libc::c_short, octet, 1);
+        (lock.l_type, lock.l_start, lock.l_len) = (kind as libc::c_short, byte, 1);
         lock
     };
     let held = does.iter().map(|what| DOES + what).chain([WRITE, RESIZE].map(|what| CANNOT_BEAR + what));
-    for octet in held {
-        let lock = lock(octet, libc::F_RDLCK);
+    for byte in held {
+        let lock = lock(byte, libc::F_RDLCK);
         // SAFETY: the structure outlives the call; the lock goes with the open file.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } != 0 {
             let error = io::Error::last_os_error();
@@ -554,8 +554,8 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     }
     // Having said so, whoever comes later sees us, and we see whoever was here.
     let unbearable = does.iter().map(|what| CANNOT_BEAR + what).chain([WRITE, RESIZE].map(|what| DOES + what));
-    for octet in unbearable {
-        let mut lock = lock(octet, libc::F_WRLCK);
+    for byte in unbearable {
+        let mut lock = lock(byte, libc::F_WRLCK);
         // SAFETY: the structure outlives the call, which writes to it who holds such a lock.
         let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } == 0;
         if asked && libc::c_int::from(lock.l_type) != libc::F_UNLCK {

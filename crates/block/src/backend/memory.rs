@@ -1,4 +1,4 @@
-//! A disk in memory. Octets that were never written take none.
+//! A disk in memory. Bytes that were never written take none.
 
 use super::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, merge};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -37,13 +37,13 @@ impl Drop for Mapping {
 }
 
 impl MemoryBackend {
-    /// A disk of `size` octets, all zeroes.
+    /// A disk of `size` bytes, all zeroes.
     ///
     /// # Errors
     /// If there is no address space for it, or the size is zero.
     pub fn new(size: u64) -> io::Result<MemoryBackend> {
         if size == 0 || size > 1 << 46 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a memory disk has 1 octet to 64 TiB"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a memory disk has 1 byte to 64 TiB"));
         }
         let len = size.next_multiple_of(PAGE) as usize;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;

@@ -23,7 +23,7 @@ pub type Op<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
 /// What clients are told about a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Octets.
+    /// Bytes.
     pub size: u64,
     /// The smallest request that is served without reading around it; a power of two.
     pub block: u32,
@@ -60,7 +60,7 @@ bitflags! {
 /// A stretch of a disk in one state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// Octets.
+    /// Bytes.
     pub len: u64,
     /// No storage is behind it.
     pub hole: bool,
@@ -70,21 +70,21 @@ pub struct Extent {
 
 /// A backend's own memory or file, from which data can be sent without a copy.
 pub enum Lent {
-    /// Octets in memory that others may be writing to, in pieces.
+    /// Bytes in memory that others may be writing to, in pieces.
     Memory(SmallVec<[Memory; 1]>),
     /// A range of a file whose pages are cached.
     File {
         /// The file.
         file: Arc<File>,
-        /// First octet.
+        /// First byte.
         offset: u64,
-        /// Octets.
+        /// Bytes.
         len: usize,
     },
 }
 
 impl Lent {
-    /// Octets.
+    /// Bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         match self {
@@ -93,7 +93,7 @@ impl Lent {
         }
     }
 
-    /// Cuts it: what is returned begins at octet `at`.
+    /// Cuts it: what is returned begins at byte `at`.
     ///
     /// # Panics
     /// If `at` is outside.
@@ -122,7 +122,7 @@ impl Lent {
     }
 }
 
-/// Octets in a backend's memory.
+/// Bytes in a backend's memory.
 pub struct Memory {
     ptr: *const u8,
     len: usize,
@@ -130,24 +130,24 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Octets that `owner` keeps valid, whoever else writes to them.
+    /// Bytes that `owner` keeps valid, whoever else writes to them.
     pub(crate) fn new(ptr: *const u8, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Memory {
         Memory { ptr, len, owner }
     }
 
-    /// Cuts it: what is returned begins at octet `at`, which is inside.
+    /// Cuts it: what is returned begins at byte `at`, which is inside.
     fn split_off(&mut self, at: usize) -> Memory {
         let rest = Memory { ptr: self.ptr.wrapping_add(at), len: self.len - at, owner: Arc::clone(&self.owner) };
         self.len = at;
         rest
     }
 
-    /// The first octet. Valid while this lives; there is no slice because others may be writing.
+    /// The first byte. Valid while this lives; there is no slice because others may be writing.
     pub fn as_ptr(&self) -> *const u8 {
         self.ptr
     }
 
-    /// Octets.
+    /// Bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
@@ -179,7 +179,7 @@ pub trait Backend: Send + Sync {
     /// Says that nobody needs a range any more; what it reads as afterwards is not defined.
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
 
-    /// The states of a range, from its first octet on; at least one, covering all of the range or the
+    /// The states of a range, from its first byte on; at least one, covering all of the range or the
     /// beginning of it.
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
 

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use thruway_engine::Segment;
 
-/// Octets of the smallest grain: what a disk writes at least.
+/// Bytes of the smallest grain: what a disk writes at least.
 const GRAIN_MIN: u32 = 4096;
-/// Clean octets between dirty ones that are written with them, rather than that there be two writes.
+/// Clea bytes between dirty ones that are written with them, rather than that there be two writes.
 const GAP_MAX: u32 = 16 << 10;
 
 /// A set of grains of a block, of which there are at most 64.
@@ -33,7 +33,7 @@ impl Grains {
         self.set
     }
 
-    /// The grains that these octets touch are in it.
+    /// The grains that these bytes touch are in it.
     pub(super) fn add(&mut self, within: usize, len: usize) {
         if len == 0 {
             return;
@@ -55,7 +55,7 @@ impl Grains {
         Grains { set: std::mem::take(&mut self.set), grain: self.grain }
     }
 
-    /// The octets to write, in order: what is near each other is one run.
+    /// The bytes to write, in order: what is near each other is one run.
     pub(super) fn runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (mut left, grain) = (self.set, self.grain);
         let gap = GAP_MAX / grain;

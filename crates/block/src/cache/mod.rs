@@ -41,9 +41,9 @@ use tokio::sync::{Notify, oneshot};
 /// How a cache is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Octets of all blocks together.
+    /// Bytes of all blocks together.
     pub size: u64,
-    /// Octets of a block; a power of two of at least 4096.
+    /// Bytes of a block; a power of two of at least 4096.
     pub block: u32,
     /// Neighbouring blocks in one partition.
     pub neighbours: u64,
@@ -53,7 +53,7 @@ pub struct Config {
     pub write_back: bool,
     /// What is dirty need not outlive the daemon.
     pub volatile: bool,
-    /// Octets that are read ahead of a sequential reader.
+    /// Bytes that are read ahead of a sequential reader.
     pub read_ahead: u64,
 }
 
@@ -96,9 +96,9 @@ pub struct Counters {
     pub read_ahead: AtomicU64,
     /// Blocks written out.
     pub written_out: AtomicU64,
-    /// Octets copied by a core of the node that holds them.
+    /// Bytes copied by a core of the node that holds them.
     pub local: AtomicU64,
-    /// Octets copied by another.
+    /// Bytes copied by another.
     pub remote: AtomicU64,
     /// Requests handed to another node.
     pub forwarded: AtomicU64,
@@ -115,7 +115,7 @@ impl fmt::Display for Counters {
         write!(
             f,
             "{hits} hits, {misses} misses ({:.1} %), {} evictions, {} read ahead, {} written out; \
-             {} octets local, {} remote, {} requests forwarded",
+             {} bytes local, {} remote, {} requests forwarded",
             100.0 * hits as f64 / (hits + misses).max(1) as f64,
             of(&self.evictions),
             of(&self.read_ahead),
@@ -145,7 +145,7 @@ pub(crate) struct Inner {
     /// loads and writes out of the cache, which may go on when whoever wanted them has gone.
     ranges: Arc<RangeLock>,
     dirty_max: u64,
-    /// Octets of the disk, as they were when it was last used.
+    /// Bytes of the disk, as they were when it was last used.
     size: AtomicU64,
     /// Told when a block has become clean.
     cleaned: Notify,
@@ -260,7 +260,7 @@ impl Inner {
         at / self.block_len()..(at + len).div_ceil(self.block_len())
     }
 
-    /// Octets of a block: fewer than others' if the disk ends in it.
+    /// Bytes of a block: fewer than others' if the disk ends in it.
     fn len_of(&self, block: u64) -> usize {
         // What it has grown by is not here until somebody asks for it.
         let size = self.size.load(Ordering::Relaxed);
@@ -270,11 +270,11 @@ impl Inner {
     /// The node that holds most of a range.
     fn affinity(&self, at: u64, len: usize) -> u32 {
         let nodes = self.partitions.nodes();
-        let mut octets = vec![0; nodes.len()];
+        let mut bytes = vec![0; nodes.len()];
         for part in self.parts(at, len) {
-            octets[self.partitions.node_index(part.block)] += part.len;
+            bytes[self.partitions.node_index(part.block)] += part.len;
         }
-        let most = octets.iter().enumerate().max_by_key(|(_, n)| **n).map_or(0, |(index, _)| index);
+        let most = bytes.iter().enumerate().max_by_key(|(_, n)| **n).map_or(0, |(index, _)| index);
         nodes[most]
     }
 
@@ -291,13 +291,13 @@ impl Inner {
         reactors.on_node(node)
     }
 
-    /// Where octets are copied counts as near or far.
+    /// Where bytes are copied counts as near or far.
     fn copied(&self, partition: &Partition, len: usize) {
         let near = thruway_engine::reactor::node().is_none_or(|node| node == partition.node);
         count(if near { &self.counters.local } else { &self.counters.remote }, len as u64);
     }
 
-    /// A request reaches beyond where the disk ended: the block in which it did has octets by now that it had not.
+    /// A request reaches beyond where the disk ended: the block in which it did has bytes by now that it had not.
     async fn see_size(&self, end: u64) -> io::Result<()> {
         let seen = self.size.load(Ordering::Relaxed);
         if end <= seen {
@@ -608,7 +608,7 @@ impl Inner {
         }
     }
 
-    /// Octets that are dirty.
+    /// Bytes that are dirty.
     fn dirty(&self) -> u64 {
         self.partitions.dirty() * self.block_len()
     }

@@ -206,7 +206,7 @@ impl Partitions {
                 (Some(segment), Some(records)) => {
                     let mut kept = false;
                     let offset = segment.offset_in_pool();
-                    records.change(segment.as_mut_slice(), offset, |octets| kept = keep(block, octets));
+                    records.change(segment.as_mut_slice(), offset, |bytes| kept = keep(block, bytes));
                     kept
                 }
             };
@@ -322,7 +322,7 @@ impl Partition {
 const HELD: u32 = u32::MAX;
 
 impl Table {
-    /// Uses a block's octets, if they are there. (A block that is being written through counts as not.)
+    /// Uses a block's bytes, if they are there. (A block that is being written through counts as not.)
     pub(super) fn with(&mut self, block: u64, useit: impl FnOnce(&mut [u8])) -> Option<()> {
         let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
         let slot = &mut self.slots[index as usize];
@@ -385,7 +385,7 @@ impl Table {
         Some((slot, true))
     }
 
-    /// Puts octets into a block and makes them dirty; if they are the `whole` block, it need not have been there.
+    /// Puts bytes into a block and makes them dirty; if they are the `whole` block, it need not have been there.
     pub(super) fn change(&mut self, block: u64, within: usize, data: &[u8], whole: bool) -> Found {
         let found = self.claim(block);
         let slot = match (&found, self.blocks.get(&block)) {
@@ -470,7 +470,7 @@ impl Table {
         }
     }
 
-    /// Lends a block that is there: its slot, whose memory stays what it is until it is given back, and the octets.
+    /// Lends a block that is there: its slot, whose memory stays what it is until it is given back, and the bytes.
     /// `None` as well if so much is lent that there might be no room for others' blocks.
     pub(super) fn lend(&mut self, block: u64) -> Option<(u32, *const u8)> {
         let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
@@ -495,7 +495,7 @@ pub(super) struct Guard<'a> {
 }
 
 impl Guard<'_> {
-    /// The slot's memory, cut at `len` octets, and what is behind the cut.
+    /// The slot's memory, cut at `len` bytes, and what is behind the cut.
     pub(super) fn take(&mut self, len: usize) -> (Segment, Segment) {
         let taken = self.partition.lock().slots[self.slot as usize].segment.take();
         let mut segment = taken.expect("a claimed slot has memory");
@@ -545,7 +545,7 @@ impl Hold<'_> {
         self.slot.is_some()
     }
 
-    /// Changes the block's octets, if it is there.
+    /// Changes the block's bytes, if it is there.
     pub(super) fn update(&mut self, change: impl FnOnce(&mut [u8])) {
         let mut table = self.partition.lock();
         if let Some(index) = self.slot

@@ -7,7 +7,7 @@
 //!
 //! The file is a header, a record for each slot, and the slots' memory. A record says which block the slot holds and which
 //! grains of it are not on the disk. It is changed in an order that is right wherever the process stops: a grain is said to
-//! be dirty after its octets are there and before the client is told, and clean after they are on the disk. Whoever
+//! be dirty after its bytes are there and before the client is told, and clean after they are on the disk. Whoever
 //! replays a grain too many writes what is there already, or what nobody was told of. What is dirty and is changed again
 //! is put aside first, and taken back if the process stops in the middle: no sector is half old and half new.
 
@@ -30,11 +30,11 @@ const DIRECTORY: &str = "/dev/shm";
 const MAGIC: [u8; 8] = *b"TWCACHE1";
 const PAGE: u64 = 4096;
 const RECORD_LEN: usize = 32;
-/// Of a record: the block, where in the file its octets are, and the dirty grains. Eight octets each.
+/// Of a record: the block, where in the file its bytes are, and the dirty grains. Eight bytes each.
 const BLOCK: usize = 0;
 const OFFSET: usize = 8;
 const GRAINS: usize = 16;
-/// Of the record behind those of a partition's slots: where in the file octets are being changed that are dirty, and how
+/// Of the record behind those of a partition's slots: where in the file bytes are being changed that are dirty, and how
 /// many; none, if that is zero. What they were is behind the partition's slots.
 const CHANGED_LEN: usize = 16;
 /// Blocks that are replayed at one time.
@@ -57,7 +57,7 @@ pub(crate) struct Leftover {
     unfinished: Vec<Unfinished>,
 }
 
-/// Octets at `offset` were being changed; `len` of what they were is at `aside`.
+/// Bytes at `offset` were being changed; `len` of what they were is at `aside`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Unfinished {
     offset: u64,
@@ -87,7 +87,7 @@ impl CacheFile {
         stamp: &Identity,
         make: bool,
     ) -> Result<Option<CacheFile>, String> {
-        let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
+        let digits: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
         let user = rustix::process::geteuid().as_raw();
         let path = directory.join(format!("thruway-cache-{user}-{digits}"));
         if let Some(others) = others_file(directory, &path, &digits) {
@@ -143,7 +143,7 @@ impl CacheFile {
         if len < PAGE || self.file.read_exact_at(&mut header, 0).is_err() || header[..8] == [0; 8] {
             return Ok(None);
         }
-        let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 octets"));
+        let number = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("8 bytes"));
         let (block_len, partitions, slots) = (number(24), number(32), number(40));
         let fits = |count: Option<u64>| count.is_some_and(|count| count <= len / block_len.max(1));
         if header[..8] != MAGIC
@@ -163,7 +163,7 @@ impl CacheFile {
         let (mut dirty, mut unfinished) = (Vec::new(), Vec::new());
         let records = records.chunks_exact(RECORD_LEN).take(shape.partitions * (shape.slots + 1));
         for (index, record) in records.enumerate() {
-            let field = |at: usize| u64::from_le_bytes(record[at..at + 8].try_into().expect("8 octets"));
+            let field = |at: usize| u64::from_le_bytes(record[at..at + 8].try_into().expect("8 bytes"));
             if index % (shape.slots + 1) == shape.slots {
                 let (offset, changed) = (field(OFFSET), field(CHANGED_LEN));
                 let aside = shape.aside(index / (shape.slots + 1));
@@ -194,7 +194,7 @@ impl CacheFile {
         Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty, unfinished }))
     }
 
-    /// Writes what was left to the disk that it belongs to. How many octets that were.
+    /// Writes what was left to the disk that it belongs to. How many bytes that were.
     ///
     /// # Errors
     /// If the disk fails. Then the file stays.
@@ -207,7 +207,7 @@ impl CacheFile {
             )));
         }
         let room = Segments::new(REPLAYED, block_len as usize).map_err(io::Error::other)?;
-        let mut octets = 0;
+        let mut bytes = 0;
         for some in leftover.dirty.chunks(REPLAYED) {
             let mut writes = Vec::new();
             for Record { block, offset, grains } in some {
@@ -223,14 +223,14 @@ impl CacheFile {
                 let start = block * block_len;
                 drop(copy.split_off(size.saturating_sub(start).min(block_len) as usize));
                 for (within, part) in grains.cut(copy) {
-                    octets += part.len() as u64;
+                    bytes += part.len() as u64;
                     writes.push(below.write(start + within, part, false));
                 }
             }
             all(writes).await?;
         }
         below.flush().await?;
-        Ok(octets)
+        Ok(bytes)
     }
 
     /// Makes it the memory of a cache, in which nothing is. Nothing is left of it if that fails.
@@ -374,14 +374,14 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// Changes octets that are dirty, at `offset` of the partition's memory. If the process ends in the middle, they are
+    /// Changes bytes that are dirty, at `offset` of the partition's memory. If the process ends in the middle, they are
     /// what they were.
-    pub(super) fn change(&self, octets: &mut [u8], offset: usize, change: impl FnOnce(&mut [u8])) {
-        self.aside.write(0, octets);
+    pub(super) fn change(&self, bytes: &mut [u8], offset: usize, change: impl FnOnce(&mut [u8])) {
+        self.aside.write(0, bytes);
         self.put(self.slots, OFFSET, self.data_at + offset as u64);
-        self.put(self.slots, CHANGED_LEN, octets.len() as u64);
+        self.put(self.slots, CHANGED_LEN, bytes.len() as u64);
         fence(Ordering::SeqCst);
-        change(octets);
+        change(bytes);
         self.put(self.slots, CHANGED_LEN, 0);
     }
 
@@ -395,14 +395,14 @@ impl Records {
         self.buffer.write(self.at(slot, field), &value.to_le_bytes());
     }
 
-    /// A slot that had nothing dirty holds this block, whose octets are at `offset` of the partition's memory.
+    /// A slot that had nothing dirty holds this block, whose bytes are at `offset` of the partition's memory.
     pub(super) fn name(&self, slot: u32, block: u64, offset: usize) {
         self.put(slot, GRAINS, 0);
         self.put(slot, BLOCK, block);
         self.put(slot, OFFSET, self.data_at + offset as u64);
     }
 
-    /// These grains, too, are dirty, and their octets there.
+    /// These grains, too, are dirty, and their bytes there.
     pub(super) fn add(&self, slot: u32, grains: Grains) {
         let mut now = [0; 8];
         self.buffer.read(self.at(slot, GRAINS), &mut now);
@@ -426,10 +426,10 @@ mod tests {
     const ID: Identity = [7; 16];
     const SIZE: u64 = 1 << 20;
 
-    fn segment(octet: u8, len: usize) -> Segment {
+    fn segment(byte: u8, len: usize) -> Segment {
         let memory = Segments::new(1, len.next_multiple_of(4096)).unwrap();
         let mut segment = futures_util::FutureExt::now_or_never(memory.reserve(1)).unwrap().segment(len);
-        segment.as_mut_slice().fill(octet);
+        segment.as_mut_slice().fill(byte);
         segment
     }
 
@@ -448,7 +448,7 @@ mod tests {
         Config { block: 16 << 10, partitions: 2, write_back: true, ..Config::new(512 << 10) }
     }
 
-    async fn octet(disk: &dyn Backend, at: u64) -> u8 {
+    async fn byte(disk: &dyn Backend, at: u64) -> u8 {
         disk.read(at, segment(0, 1)).await.unwrap().as_slice()[0]
     }
 
@@ -486,9 +486,9 @@ mod tests {
         run(move || async move {
             file.replay(&leftover, &*memory).await.unwrap();
             for (at, value) in written {
-                assert_eq!(octet(&*memory, at).await, value, "at {at}");
+                assert_eq!(byte(&*memory, at).await, value, "at {at}");
             }
-            assert_eq!((octet(&*memory, 5099).await, octet(&*memory, 5100).await), (2, 0));
+            assert_eq!((byte(&*memory, 5099).await, byte(&*memory, 5100).await), (2, 0));
             // A cache that ends with nothing dirty leaves nothing.
             let cache = cache(file, &memory);
             cache.write(0, segment(9, 512), false).await.unwrap();
@@ -517,7 +517,7 @@ mod tests {
         let leftover = file.leftover().unwrap().unwrap();
         run(move || async move {
             assert_eq!(file.replay(&leftover, &*memory).await.unwrap(), 4096);
-            let found = [0, 4096, 65536, 81920].map(|at| octet(&*memory, at));
+            let found = [0, 4096, 65536, 81920].map(|at| byte(&*memory, at));
             assert_eq!(futures_util::future::join_all(found).await, [8, 2, 3, 0]);
         });
     }
@@ -537,11 +537,11 @@ mod tests {
         grains.add(0, 16 << 10);
         records.add(0, grains);
         let offset = slot.offset_in_pool() + 1000;
-        records.change(&mut slot.as_mut_slice()[1000..1100], offset, |octets| octets.fill(2));
+        records.change(&mut slot.as_mut_slice()[1000..1100], offset, |bytes| bytes.fill(2));
         // This one ends in the middle.
         let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            records.change(&mut slot.as_mut_slice()[1050..], offset + 50, |octets| {
-                octets[..2000].fill(3);
+            records.change(&mut slot.as_mut_slice()[1050..], offset + 50, |bytes| {
+                bytes[..2000].fill(3);
                 panic!("killed");
             });
         }));
@@ -551,7 +551,7 @@ mod tests {
         let leftover = file.leftover().unwrap().unwrap();
         run(move || async move {
             file.replay(&leftover, &*memory).await.unwrap();
-            let found = [999, 1000, 1049, 1050, 1099, 1100, 4999].map(|at| octet(&*memory, 3 * 16384 + at));
+            let found = [999, 1000, 1049, 1050, 1099, 1100, 4999].map(|at| byte(&*memory, 3 * 16384 + at));
             assert_eq!(futures_util::future::join_all(found).await, [1, 2, 2, 2, 2, 1, 1]);
         });
     }
@@ -592,11 +592,11 @@ mod tests {
         std::fs::remove_file(others).unwrap();
         let wrong =
             [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (40, u64::MAX), (4096, u64::MAX / 4), (4104, u64::MAX)];
-        // The record behind those of the slots: so many octets are being changed, of a file that has fewer.
+        // The record behind those of the slots: so many bytes are being changed, of a file that has fewer.
         let behind = 4096 + 4 * RECORD_LEN as u64;
-        for (at, octets) in wrong.into_iter().chain([(behind as usize + CHANGED_LEN, u64::MAX)]) {
+        for (at, bytes) in wrong.into_iter().chain([(behind as usize + CHANGED_LEN, u64::MAX)]) {
             let mut damaged = whole.clone();
-            damaged[at..at + 8].copy_from_slice(&octets.to_le_bytes());
+            damaged[at..at + 8].copy_from_slice(&bytes.to_le_bytes());
             std::fs::write(&path, damaged).unwrap();
             assert!(open(false).unwrap().unwrap().leftover().err().unwrap().contains("damaged"), "at {at}");
         }

@@ -9,7 +9,7 @@ use thruway_engine::security::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
 const ALGORITHMS: [u8; 3] = [7, 6, 5];
-/// Octets of a challenge of ours.
+/// Bytes of a challenge of ours.
 const CHALLENGE: usize = 32;
 /// The longest challenge that is answered.
 const CHALLENGE_MAX: usize = 1024;
@@ -78,7 +78,7 @@ impl Secrets {
             };
             // RFC 7143 9.2.1: shorter ones can be guessed from one exchange.
             if secret.len() < 12 {
-                return wrong("a CHAP secret has at least 12 octets");
+                return wrong("a CHAP secret has at least 12 bytes");
             }
             match role {
                 "initiator" => {

@@ -307,19 +307,19 @@ impl Connection {
         let mut answer = Header::new(op::REJECT);
         answer.0[2] = reason;
         answer.set_tag(NO_TAG);
-        self.send_status(answer, Body::Octets(header.0.to_vec()));
+        self.send_status(answer, Body::Bytes(header.0.to_vec()));
     }
 
     async fn receive(self: &Rc<Self>, reader: &mut Reader) -> io::Result<()> {
         loop {
             self.room().await;
-            let Some(octets) = reader.peek(BHS).await? else { return Ok(()) };
-            let header = Header(octets.try_into().expect("as long as asked for"));
+            let Some(bytes) = reader.peek(BHS).await? else { return Ok(()) };
+            let header = Header(bytes.try_into().expect("as long as asked for"));
             let ahs = header.ahs_len();
             let digest_len = if self.params.header_digest { 4 } else { 0 };
             let all = BHS + ahs + digest_len;
-            let octets = reader.peek(all).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-            if self.params.header_digest && digest(&octets[..BHS + ahs]) != octets[BHS + ahs..] {
+            let bytes = reader.peek(all).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            if self.params.header_digest && digest(&bytes[..BHS + ahs]) != bytes[BHS + ahs..] {
                 return Err(broken("a header whose digest is wrong"));
             }
             reader.consume(all);
@@ -588,7 +588,7 @@ impl Connection {
         answer.0[8..16].copy_from_slice(&header.0[8..16]);
         answer.set_tag(header.tag());
         answer.set32(20, NO_TAG);
-        self.send_status(answer, Body::Octets(data));
+        self.send_status(answer, Body::Bytes(data));
     }
 
     fn text(&self, header: &Header, data: &[u8]) {
@@ -624,7 +624,7 @@ impl Connection {
         answer.0[8..16].copy_from_slice(&header.0[8..16]);
         answer.set_tag(header.tag());
         answer.set32(20, kept.0);
-        self.send_status(answer, Body::Octets(part));
+        self.send_status(answer, Body::Bytes(part));
     }
 
     async fn logout(&self, header: &Header) -> io::Result<Flow> {
@@ -794,19 +794,19 @@ impl Drop for Over {
 pub(super) fn message(mut header: Header, body: Body, params: &Params) -> Message {
     let len = body.len();
     header.set_data_len(len);
-    let mut octets: SmallVec<[u8; 64]> = SmallVec::from_slice(&header.0);
+    let mut bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(&header.0);
     if params.header_digest {
-        octets.extend_from_slice(&digest(&header.0));
+        bytes.extend_from_slice(&digest(&header.0));
     }
     let pad = padding(len);
     let mut trailer: SmallVec<[u8; 8]> = SmallVec::from_elem(0, pad);
     if params.data_digest && len > 0 {
         let mut sum = Sum::new();
-        body.octets(|part| sum.update(part));
+        body.bytes(|part| sum.update(part));
         sum.update(&trailer);
         trailer.extend_from_slice(&sum.finish());
     }
-    Message { header: octets, body, trailer }
+    Message { header: bytes, body, trailer }
 }
 
 /// Does a command to its end, or, if it is cleared meanwhile, until nothing of it can reach the disk any more.

@@ -1,6 +1,6 @@
 //! iSER (RFC 7145): iSCSI over RDMA, on any provider of the fabric.
 //!
-//! Control PDUs travel as Sends behind a header of 28 octets that advertises the initiator's buffers. What a
+//! Control PDUs travel as Sends behind a header of 28 bytes that advertises the initiator's buffers. What a
 //! command reads goes there by RDMA Write, out of the block that the storage has put it in; what it writes comes by
 //! RDMA Read into the block that it is written from. The response revokes the buffer's key. Connections are made
 //! through the connection manager from the first, as Linux's initiator does on every kind of device.
@@ -35,9 +35,9 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
 
-/// Octets of the header in front of a PDU (RFC 7145 9.2; Linux's form of it, with virtual addresses).
+/// Bytes of the header in front of a PDU (RFC 7145 9.2; Linux's form of it, with virtual addresses).
 const HEADER: usize = 28;
-/// Octets of a control message.
+/// Bytes of a control message.
 const SLOT: usize = HEADER + BHS + ISER_DATA_MAX as usize;
 /// Receives posted: the command window, and as much again for what is outside it.
 const RECEIVES: usize = 256;
@@ -50,7 +50,7 @@ const SEND_DEPTH: usize = 512;
 /// RDMA Reads outstanding, each way.
 const READ_DEPTH: u16 = 16;
 
-/// First octet of a header: an iSCSI control PDU.
+/// First byte of a header: an iSCSI control PDU.
 const CONTROL: u8 = 0x10;
 /// The buffer to read from is valid.
 const WRITE_VALID: u8 = 0x08;
@@ -141,7 +141,7 @@ impl Queue {
         let mut message = vec![0; HEADER];
         message[0] = CONTROL;
         message.extend_from_slice(&header.0);
-        body.octets(|part| message.extend_from_slice(part));
+        body.bytes(|part| message.extend_from_slice(part));
         message.resize(message.len().next_multiple_of(4), 0);
         if message.len() > SLOT {
             tracing::error!(len = message.len(), "a control message longer than any: a bug of the server");
@@ -252,7 +252,7 @@ impl End {
         let slots = Arc::new(Buffer::new((RECEIVES + SENDS) * SLOT)?);
         let slots_region = pd.register(&slots, Access::LOCAL_WRITE)?;
         let read_depth = READ_DEPTH.min(attributes.max_read_depth);
-        // The initiator's first octet says what it can do; ours answers.
+        // The initiator's first byte says what it can do; ours answers.
         let flags = request.private_data().first().copied().unwrap_or(0);
         let end = End {
             qp,
@@ -397,9 +397,9 @@ async fn drive(
 
 /// A message in its slot.
 fn message(slots: &Buffer, slot: usize, len: usize) -> Vec<u8> {
-    let mut octets = vec![0; len.min(SLOT)];
-    slots.read(slot * SLOT, &mut octets);
-    octets
+    let mut bytes = vec![0; len.min(SLOT)];
+    slots.read(slot * SLOT, &mut bytes);
+    bytes
 }
 
 /// How to serve.
@@ -568,11 +568,11 @@ impl Service {
     ) -> io::Result<Option<LoggedIn>> {
         let mut dialogue = Dialogue::new(Transport::Iser);
         while let Some((slot, len)) = messages.recv().await {
-            let octets = message(slots, slot, len);
+            let bytes = message(slots, slot, len);
             release(queue, used, slot);
-            let (_, header, data) = decode(&octets).ok_or_else(malformed)?;
+            let (_, header, data) = decode(&bytes).ok_or_else(malformed)?;
             let (answer, text, next) = dialogue.request(&header, data, &self.shared.targets);
-            queue.send(answer, &Body::Octets(text), None);
+            queue.send(answer, &Body::Bytes(text), None);
             match next {
                 Step::More => {}
                 Step::Refused => return Ok(None),
@@ -604,9 +604,9 @@ async fn receive(
         // What has arrived keeps its slot meanwhile, so that no more of it than that arrives.
         connection.room().await;
         let Some((slot, len)) = messages.recv().await else { return Ok(()) };
-        let octets = message(slots, slot, len);
+        let bytes = message(slots, slot, len);
         release(queue, used, slot);
-        let (buffers, header, data) = decode(&octets).ok_or_else(malformed)?;
+        let (buffers, header, data) = decode(&bytes).ok_or_else(malformed)?;
         if let Flow::Stop = connection.pdu(header, buffers.into(), &mut Input::Message(data)).await? {
             return Ok(());
         }
@@ -619,18 +619,18 @@ mod tests {
 
     #[test]
     fn control_messages_are_taken_apart() {
-        let mut octets = vec![CONTROL | WRITE_VALID];
-        octets.resize(HEADER + BHS, 0);
-        octets[4..8].copy_from_slice(&7u32.to_be_bytes());
-        octets[8..16].copy_from_slice(&0x1000u64.to_be_bytes());
-        octets[HEADER + 7] = 3;
-        octets.extend_from_slice(b"abc\0");
-        let (buffers, header, data) = decode(&octets).unwrap();
+        let mut bytes = vec![CONTROL | WRITE_VALID];
+        bytes.resize(HEADER + BHS, 0);
+        bytes[4..8].copy_from_slice(&7u32.to_be_bytes());
+        bytes[8..16].copy_from_slice(&0x1000u64.to_be_bytes());
+        bytes[HEADER + 7] = 3;
+        bytes.extend_from_slice(b"abc\0");
+        let (buffers, header, data) = decode(&bytes).unwrap();
         assert_eq!(buffers, AdvertisedBuffers { write: Some((7, 0x1000)), read: None });
         assert_eq!((header.data_len(), data), (3, &b"abc"[..]));
-        assert!(decode(&octets[..HEADER + BHS + 2]).is_none(), "data that is not all there");
-        assert!(decode(&octets[..40]).is_none());
-        octets[0] = 0x20;
-        assert!(decode(&octets).is_none(), "a hello");
+        assert!(decode(&bytes[..HEADER + BHS + 2]).is_none(), "data that is not all there");
+        assert!(decode(&bytes[..40]).is_none());
+        bytes[0] = 0x20;
+        assert!(decode(&bytes).is_none(), "a hello");
     }
 }

@@ -4,7 +4,7 @@ use super::chap::{Chap, Refused, Secrets};
 use super::pdu::{Header, op};
 use super::text::{Keys, number};
 
-/// Octets of text of one login, over all its PDUs.
+/// Bytes of text of one login, over all its PDUs.
 const TEXT_MAX: usize = 64 << 10;
 /// PDUs of one login.
 const PDUS_MAX: u32 = 64;

@@ -2,7 +2,7 @@
 
 use crate::octets::{be16, be32, be64};
 
-/// Octets of a basic header segment.
+/// Bytes of a basic header segment.
 pub const BHS: usize = 48;
 /// The tag that stands for none.
 pub const NO_TAG: u32 = 0xffff_ffff;
@@ -68,17 +68,17 @@ impl Header {
         self.0[1] & 0x80 != 0
     }
 
-    /// Octets of additional header segments.
+    /// Bytes of additional header segments.
     pub fn ahs_len(&self) -> usize {
         usize::from(self.0[4]) * 4
     }
 
-    /// Octets of data.
+    /// Bytes of data.
     pub fn data_len(&self) -> usize {
         be32(&self.0, 4) as usize & 0xff_ffff
     }
 
-    /// Sets the octets of data.
+    /// Sets the bytes of data.
     pub fn set_data_len(&mut self, len: usize) {
         self.0[5..8].copy_from_slice(&(len as u32).to_be_bytes()[1..]);
     }
@@ -93,27 +93,27 @@ impl Header {
         self.set32(16, tag);
     }
 
-    /// Two octets.
+    /// Two bytes.
     pub fn get16(&self, at: usize) -> u16 {
         be16(&self.0, at)
     }
 
-    /// Four octets.
+    /// Four bytes.
     pub fn get32(&self, at: usize) -> u32 {
         be32(&self.0, at)
     }
 
-    /// Eight octets.
+    /// Eight bytes.
     pub fn get64(&self, at: usize) -> u64 {
         be64(&self.0, at)
     }
 
-    /// Sets two octets.
+    /// Sets two bytes.
     pub fn set16(&mut self, at: usize, value: u16) {
         self.0[at..at + 2].copy_from_slice(&value.to_be_bytes());
     }
 
-    /// Sets four octets.
+    /// Sets four bytes.
     pub fn set32(&mut self, at: usize, value: u32) {
         self.0[at..at + 4].copy_from_slice(&value.to_be_bytes());
     }
@@ -140,7 +140,7 @@ pub fn decode_lun(lun: u64) -> Option<u16> {
     }
 }
 
-/// The eight octets of a logical unit number.
+/// The eight bytes of a logical unit number.
 pub fn encode_lun(lun: u16) -> [u8; 8] {
     let first = if lun < 256 { lun } else { 0x4000 | lun };
     (u64::from(first) << 48).to_be_bytes()
@@ -153,7 +153,7 @@ pub fn digest(header: &[u8]) -> [u8; 4] {
     sum.finish()
 }
 
-/// A digest being made: CRC32C, the least significant octet first.
+/// A digest being made: CRC32C, the least significant byte first.
 pub struct Sum(crc_fast::Digest);
 
 impl Sum {
@@ -174,7 +174,7 @@ impl Sum {
     }
 }
 
-/// Octets that fill data up to a multiple of four.
+/// Bytes that fill data up to a multiple of four.
 pub fn padding(len: usize) -> usize {
     len.wrapping_neg() & 3
 }
@@ -206,12 +206,12 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn every_number_of_a_unit_survives_and_no_other_is_taken_for_one(lun in 0u16..16384, octets: u64) {
+        fn every_number_of_a_unit_survives_and_no_other_is_taken_for_one(lun in 0u16..16384, bytes: u64) {
             proptest::prop_assert_eq!(decode_lun(u64::from_be_bytes(encode_lun(lun))), Some(lun));
-            if let Some(found) = decode_lun(octets) {
+            if let Some(found) = decode_lun(bytes) {
                 // The two forms that there are of a number say nothing beside it.
                 let flat = (0x4000 | u64::from(found)) << 48;
-                proptest::prop_assert!(octets == u64::from(found) << 48 || octets == flat);
+                proptest::prop_assert!(bytes == u64::from(found) << 48 || bytes == flat);
             }
         }
     }

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 /// An initiator that has not logged in by then is sent away.
 const LOGIN_LIMIT: Duration = Duration::from_secs(30);
-/// Octets of text in one login PDU (RFC 7143 13.12: before anything is declared).
+/// Bytes of text in one login PDU (RFC 7143 13.12: before anything is declared).
 const LOGIN_DATA_MAX: usize = 8192;
 
 /// How to serve.

@@ -31,7 +31,7 @@ pub(super) struct Task {
     abortion: Notify,
     pub lun_number: Option<u16>,
     advertised: Advertised,
-    /// Octets that came unasked: advertised buffers begin behind them.
+    /// Bytes that came unasked: advertised buffers begin behind them.
     unasked_len: Cell<u64>,
     /// RDMA Reads under way.
     fetching: Cell<usize>,
@@ -40,7 +40,7 @@ pub(super) struct Task {
 /// Data-In.
 #[derive(Default)]
 struct Outgoing {
-    /// Octets sent.
+    /// Bytes sent.
     next: u64,
     /// Pieces that came before their turn.
     waiting: BTreeMap<u64, Body>,
@@ -69,7 +69,7 @@ struct Burst {
     next: u64,
     end: u64,
     segments: VecDeque<Segment>,
-    /// Octets of the first segment that are there.
+    /// Bytes of the first segment that are there.
     filled: usize,
     /// DataSN of the next PDU.
     data_sn: u32,
@@ -161,7 +161,7 @@ impl Task {
         self.arrived.notify_one();
     }
 
-    /// The place for solicited octets: the part of the segment they go to first. `None` if nobody asked for
+    /// The place for solicited bytes: the part of the segment they go to first. `None` if nobody asked for
     /// them.
     pub(super) fn place(&self, transfer_tag: u32, data_sn: u32, offset: u64, len: usize) -> Option<Place<'_>> {
         let mut incoming = self.incoming.borrow_mut();
@@ -245,7 +245,7 @@ impl Task {
             let mut data = outcome.data;
             data.truncate(self.expected as usize);
             match &self.connection.carrier {
-                Carrier::Tcp(_) => self.emit(&mut self.outgoing.borrow_mut(), Body::Octets(data)),
+                Carrier::Tcp(_) => self.emit(&mut self.outgoing.borrow_mut(), Body::Bytes(data)),
                 Carrier::Iser(queue) => {
                     for (index, part) in data.chunks(self.connection.chunk as usize).enumerate() {
                         let Ok(mut segment) = self.connection.reads.piece(part.len()).await else { return };
@@ -282,7 +282,7 @@ impl Task {
             None => Body::Empty,
             Some(sense) => {
                 let sense = sense.encode();
-                Body::Octets([&(sense.len() as u16).to_be_bytes()[..], &sense].concat())
+                Body::Bytes([&(sense.len() as u16).to_be_bytes()[..], &sense].concat())
             }
         };
         let key = self.advertised.read.or(self.advertised.write).map(|remote| remote.rkey);
@@ -328,21 +328,21 @@ impl Task {
     }
 }
 
-/// Where solicited octets go.
+/// Where solicited bytes go.
 pub(super) struct Place<'a> {
     task: &'a Task,
     transfer_tag: u32,
 }
 
 impl Place<'_> {
-    /// Takes the first segment out, to be filled from octet `.1` on.
+    /// Takes the first segment out, to be filled from byte `.1` on.
     pub(super) fn take(&self) -> Option<(Segment, usize)> {
         let mut incoming = self.task.incoming.borrow_mut();
         let burst = incoming.bursts.get_mut(&self.transfer_tag)?;
         Some((burst.segments.pop_front()?, burst.filled))
     }
 
-    /// Puts it back with `filled` octets more.
+    /// Puts it back with `filled` bytes more.
     pub(super) fn put(&self, segment: Segment, filled: usize) {
         let mut incoming = self.task.incoming.borrow_mut();
         let Some(burst) = incoming.bursts.get_mut(&self.transfer_tag) else { return };

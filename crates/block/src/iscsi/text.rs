@@ -1,4 +1,4 @@
-//! Text keys (RFC 7143 section 6): `key=value`, each ended by a zero octet.
+//! Text keys (RFC 7143 section 6): `key=value`, each ended by a zero byte.
 
 /// Keys and values in their order.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -11,7 +11,7 @@ impl Keys {
     /// Reads keys; `None` if they are not as they should be.
     pub fn decode(data: &[u8]) -> Option<Keys> {
         let mut keys = Vec::new();
-        for part in data.split(|octet| *octet == 0).filter(|part| !part.is_empty()) {
+        for part in data.split(|byte| *byte == 0).filter(|part| !part.is_empty()) {
             let text = std::str::from_utf8(part).ok()?;
             let (key, value) = text.split_once('=')?;
             if key.is_empty() || key.len() > 63 || keys.len() == KEYS_MAX {
@@ -22,7 +22,7 @@ impl Keys {
         Some(Keys(keys))
     }
 
-    /// The octets.
+    /// The bytes.
     pub fn encode(&self) -> Vec<u8> {
         self.0.iter().flat_map(|(key, value)| format!("{key}={value}\0").into_bytes()).collect()
     }
@@ -46,7 +46,7 @@ pub fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// Octets in hexadecimal or base 64 (RFC 7143 6.1).
+/// Bytes in hexadecimal or base 64 (RFC 7143 6.1).
 pub fn binary(text: &str) -> Option<Vec<u8>> {
     if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         if !hex.is_ascii() {
@@ -57,11 +57,11 @@ pub fn binary(text: &str) -> Option<Vec<u8>> {
     }
     let text = text.strip_prefix("0b").or_else(|| text.strip_prefix("0B"))?;
     let (mut out, mut bits, mut held) = (Vec::new(), 0u32, 0);
-    for octet in text.trim_end_matches('=').bytes() {
-        let value = match octet {
-            b'A'..=b'Z' => octet - b'A',
-            b'a'..=b'z' => octet - b'a' + 26,
-            b'0'..=b'9' => octet - b'0' + 52,
+    for byte in text.trim_end_matches('=').bytes() {
+        let value = match byte {
+            b'A'..=b'Z' => byte - b'A',
+            b'a'..=b'z' => byte - b'a' + 26,
+            b'0'..=b'9' => byte - b'0' + 52,
             b'+' => 62,
             b'/' => 63,
             _ => return None,
@@ -76,9 +76,9 @@ pub fn binary(text: &str) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Octets in hexadecimal.
-pub fn hex(octets: &[u8]) -> String {
-    let digits: String = octets.iter().map(|octet| format!("{octet:02x}")).collect();
+/// Bytes in hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("0x{digits}")
 }
 
@@ -88,8 +88,8 @@ mod tests {
 
     #[test]
     fn keys_are_read_and_written() {
-        let octets = b"A=1\0B=two,three\0\0C=\0";
-        let keys = Keys::decode(octets).unwrap();
+        let bytes = b"A=1\0B=two,three\0\0C=\0";
+        let keys = Keys::decode(bytes).unwrap();
         assert_eq!((keys.get("B"), keys.get("C"), keys.get("D")), (Some("two,three"), Some(""), None));
         assert_eq!(keys.encode(), b"A=1\0B=two,three\0C=\0");
         assert!(Keys::decode(b"novalue\0").is_none() && Keys::decode(b"=x\0").is_none());
@@ -105,13 +105,13 @@ mod tests {
         }
 
         #[test]
-        fn octets_survive_hexadecimal(octets: Vec<u8>) {
-            proptest::prop_assert_eq!(binary(&hex(&octets)), Some(octets));
+        fn bytes_survive_hexadecimal(bytes: Vec<u8>) {
+            proptest::prop_assert_eq!(binary(&hex(&bytes)), Some(bytes));
         }
     }
 
     #[test]
-    fn octets_are_read_in_both_forms() {
+    fn bytes_are_read_in_both_forms() {
         assert_eq!(binary("0x0aff"), Some(vec![0x0a, 0xff]));
         assert_eq!(binary("0xaff"), Some(vec![0x0a, 0xff]));
         assert_eq!(binary("0bCv8="), Some(vec![0x0a, 0xff]));

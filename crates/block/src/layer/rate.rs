@@ -6,24 +6,24 @@ use std::time::Duration;
 use thruway_engine::Segment;
 use tokio::time::Instant;
 
-/// Octets that may be moved at once after a rest, in seconds of the rate.
+/// Bytes that may be moved at once after a rest, in seconds of the rate.
 const BURST: Duration = Duration::from_millis(100);
 
-/// A limit of octets per second.
+/// A limit of bytes per second.
 pub struct Rate {
     below: Arc<dyn Backend>,
     per_second: u64,
-    /// When the octets moved so far will have been paid for.
+    /// When the bytes moved so far will have been paid for.
     paid: Mutex<Option<Instant>>,
 }
 
 impl Rate {
-    /// At most `per_second` octets, at least one.
+    /// At most `per_second` bytes, at least one.
     pub fn new(below: Arc<dyn Backend>, per_second: u64) -> Rate {
         Rate { below, per_second: per_second.max(1), paid: Mutex::new(None) }
     }
 
-    /// Waits for the turn of `len` octets.
+    /// Waits for the turn of `len` bytes.
     async fn pay(&self, len: u64) {
         let cost = Duration::from_secs_f64(len as f64 / self.per_second as f64);
         let now = Instant::now();

@@ -22,7 +22,7 @@ struct Part {
 }
 
 impl Stripe {
-    /// Chunks of `chunk` octets, a power of two of at least 4096, over the members.
+    /// Chunks of `chunk` bytes, a power of two of at least 4096, over the members.
     ///
     /// # Errors
     /// If the chunk is none, or there are fewer than two members.
@@ -45,7 +45,7 @@ impl Stripe {
         })
     }
 
-    /// Octets of a member that belong to what is before an offset.
+    /// Bytes of a member that belong to what is before an offset.
     fn before(&self, member: usize, at: u64) -> u64 {
         let row = self.chunk * self.members.len() as u64;
         let within = (at % row).saturating_sub(member as u64 * self.chunk).min(self.chunk);

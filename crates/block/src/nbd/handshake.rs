@@ -7,9 +7,9 @@ use crate::backend::Geometry;
 use crate::export::Export;
 use std::sync::Arc;
 
-/// Octets of an option's data; longer ones are refused.
+/// Bytes of an option's data; longer ones are refused.
 pub const OPTION_LEN_MAX: u32 = 64 << 10;
-/// Octets of a name, as the specification has it.
+/// Bytes of a name, as the specification has it.
 const NAME_MAX: usize = 4096;
 /// Context queries in one option.
 const QUERIES_MAX: u32 = 64;
@@ -95,8 +95,8 @@ impl Handshake {
     }
 
     /// Reads the header of an option: its number and the length of its data. `None` if it is none.
-    pub fn header(octets: &[u8; 16]) -> Option<(u32, u32)> {
-        let mut fields = Fields(octets);
+    pub fn header(bytes: &[u8; 16]) -> Option<(u32, u32)> {
+        let mut fields = Fields(bytes);
         let magic = fields.take(8)?;
         (magic == IHAVEOPT.to_be_bytes()).then(|| Some((fields.u32()?, fields.u32()?)))?
     }

@@ -29,9 +29,9 @@ const REQUESTS_MAX: usize = 512;
 const LONG_MAX: usize = 1;
 /// Pieces of a read under way at one time.
 const PIECES_MAX: usize = 32;
-/// Zeroes that are written, or octets discarded, in one step.
+/// Zeroes that are written, or bytes discarded, in one step.
 const STRETCH: u64 = 256 << 20;
-/// Octets zeroed or discarded by one request; of longer ones, a connection has one under way at a time.
+/// Bytes zeroed or discarded by one request; of longer ones, a connection has one under way at a time.
 const OWN_TURN: u64 = 1 << 20;
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
@@ -505,7 +505,7 @@ impl Connection {
             }
             ChunkType::BlockStatus
         };
-        self.reply(wire::chunk(form, kind, true, &request, body.len() as u64), Body::Octets(body));
+        self.reply(wire::chunk(form, kind, true, &request, body.len() as u64), Body::Bytes(body));
     }
 }
 

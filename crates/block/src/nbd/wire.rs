@@ -1,10 +1,10 @@
-//! Octets of the NBD protocol. Names and numbers are those of the specification; everything is big-endian.
+//! Bytes of the NBD protocol. Names and numbers are those of the specification; everything is big-endian.
 
 use crate::octets::{be16, be32, be64};
 use bitflags::bitflags;
 use smallvec::SmallVec;
 
-/// `NBDMAGIC`, the first octets of a server.
+/// `NBDMAGIC`, the first bytes of a server.
 pub const NBDMAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 /// `IHAVEOPT`, before every option and as the second word of a server.
 pub const IHAVEOPT: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -16,12 +16,12 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Octets of a compact request header.
+/// Bytes of a compact request header.
 pub const REQUEST_LEN: usize = 28;
-/// Octets of an extended request header.
+/// Bytes of an extended request header.
 pub const EXTENDED_REQUEST_LEN: usize = 32;
 
-/// Most octets of one request's payload: what clients take for granted.
+/// Most bytes of one request's payload: what clients take for granted.
 pub const PAYLOAD_MAX: u32 = 32 << 20;
 
 bitflags! {
@@ -186,19 +186,19 @@ pub struct Request {
     pub command: Command,
     /// The client's name for it.
     pub cookie: u64,
-    /// First octet.
+    /// First byte.
     pub offset: u64,
-    /// Octets, of the disk or of the payload.
+    /// Bytes, of the disk or of the payload.
     pub len: u64,
 }
 
 impl Request {
-    /// Octets of a header.
+    /// Bytes of a header.
     pub fn header_len(extended: bool) -> usize {
         if extended { EXTENDED_REQUEST_LEN } else { REQUEST_LEN }
     }
 
-    /// Reads a header of [`Request::header_len`] octets; `None` if its magic is wrong.
+    /// Reads a header of [`Request::header_len`] bytes; `None` if its magic is wrong.
     ///
     /// # Panics
     /// If the header is shorter.
@@ -216,7 +216,7 @@ impl Request {
         })
     }
 
-    /// Octets of payload that follow the header.
+    /// Bytes of payload that follow the header.
     pub fn payload_len(&self, extended: bool) -> u64 {
         let has =
             if extended { self.flags.contains(CommandFlags::PAYLOAD_LEN) } else { self.command == Command::Write };
@@ -253,7 +253,7 @@ pub enum ChunkType {
     Error = (1 << 15) + 1,
 }
 
-/// The octets in front of data.
+/// The bytes in front of data.
 pub type Header = SmallVec<[u8; 64]>;
 
 /// A simple reply.
@@ -265,7 +265,7 @@ pub fn simple_reply(error: u32, cookie: u64) -> Header {
     out
 }
 
-/// A chunk's header, for `len` octets to follow. `request` is what it answers; the last of its chunks says
+/// A chunk's header, for `len` bytes to follow. `request` is what it answers; the last of its chunks says
 /// so by `done`.
 ///
 /// # Panics
@@ -305,21 +305,21 @@ pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
 pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
-    /// The next octets.
+    /// The next bytes.
     pub fn take(&mut self, len: usize) -> Option<&'a [u8]> {
         let (first, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
         Some(first)
     }
 
-    /// The next two octets.
+    /// The next two bytes.
     pub fn u16(&mut self) -> Option<u16> {
-        self.take(2).map(|octets| be16(octets, 0))
+        self.take(2).map(|bytes| be16(bytes, 0))
     }
 
-    /// The next four octets.
+    /// The next four bytes.
     pub fn u32(&mut self) -> Option<u32> {
-        self.take(4).map(|octets| be32(octets, 0))
+        self.take(4).map(|bytes| be32(bytes, 0))
     }
 
     /// A string with its length before it.

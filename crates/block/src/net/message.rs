@@ -16,9 +16,9 @@ pub struct Message {
 }
 
 impl Message {
-    /// Octets of memory that it takes beside segments and what is lent.
+    /// Bytes of memory that it takes beside segments and what is lent.
     pub(crate) fn memory(&self) -> usize {
-        let own = if let Body::Octets(octets) = &self.body { octets.len() } else { 0 };
+        let own = if let Body::Bytes(bytes) = &self.body { bytes.len() } else { 0 };
         size_of::<Message>() + own
     }
 }
@@ -31,8 +31,8 @@ pub enum Body {
     Empty,
     /// Segments, which are free again when they have been sent.
     Segments(SmallVec<[Segment; 1]>),
-    /// Octets of their own.
-    Octets(Vec<u8>),
+    /// Bytes of their own.
+    Bytes(Vec<u8>),
     /// What belongs to a backend. Files only where [`super::Writer::can_lend`] says so.
     Lent(Lent),
 }
@@ -42,12 +42,12 @@ impl Body {
         matches!(self, Body::Lent(Lent::File { .. }))
     }
 
-    /// Octets.
+    /// Bytes.
     pub fn len(&self) -> usize {
         match self {
             Body::Empty => 0,
             Body::Segments(segments) => segments.iter().map(Segment::len).sum(),
-            Body::Octets(octets) => octets.len(),
+            Body::Bytes(bytes) => bytes.len(),
             Body::Lent(lent) => lent.len(),
         }
     }
@@ -57,7 +57,7 @@ impl Body {
         self.len() == 0
     }
 
-    /// Cuts it: what is returned begins at octet `at`.
+    /// Cuts it: what is returned begins at byte `at`.
     ///
     /// # Panics
     /// If `at` is outside.
@@ -65,7 +65,7 @@ impl Body {
         match self {
             _ if at == self.len() => Body::Empty,
             Body::Empty => panic!("a body is cut inside"),
-            Body::Octets(octets) => Body::Octets(octets.split_off(at)),
+            Body::Bytes(bytes) => Body::Bytes(bytes.split_off(at)),
             Body::Lent(lent) => Body::Lent(lent.split_off(at)),
             Body::Segments(segments) => {
                 let (mut rest, mut seen) = (SmallVec::new(), 0);
@@ -88,12 +88,12 @@ impl Body {
         }
     }
 
-    /// Calls `each` with the octets, for a digest. Nothing of what is lent is among them.
-    pub(crate) fn octets(&self, mut each: impl FnMut(&[u8])) {
+    /// Calls `each` with the bytes, for a digest. Nothing of what is lent is among them.
+    pub(crate) fn bytes(&self, mut each: impl FnMut(&[u8])) {
         match self {
             Body::Empty | Body::Lent(_) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_slice())),
-            Body::Octets(octets) => each(octets),
+            Body::Bytes(bytes) => each(bytes),
         }
     }
 
@@ -102,7 +102,7 @@ impl Body {
         match self {
             Body::Empty | Body::Lent(Lent::File { .. }) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_ptr(), s.len())),
-            Body::Octets(octets) => each(octets.as_ptr(), octets.len()),
+            Body::Bytes(bytes) => each(bytes.as_ptr(), bytes.len()),
             Body::Lent(Lent::Memory(memory)) => memory.iter().for_each(|m| each(m.as_ptr(), m.len())),
         }
     }

@@ -85,7 +85,7 @@ impl Patience {
     }
 }
 
-/// Octets read ahead.
+/// Bytes read ahead.
 const READ_AHEAD: usize = 64 << 10;
 
 impl ReadHalf {
@@ -132,7 +132,7 @@ impl Reader {
         self.peer.clone()
     }
 
-    /// Waits until the next `len` octets are there and returns them, without consuming them. `None` if
+    /// Waits until the next `len` bytes are there and returns them, without consuming them. `None` if
     /// the peer closed before the first.
     ///
     /// # Errors
@@ -160,7 +160,7 @@ impl Reader {
         Ok(Some(&self.buffer[self.start..self.start + len]))
     }
 
-    /// Forgets octets that were peeked at.
+    /// Forgets bytes that were peeked at.
     pub fn consume(&mut self, len: usize) {
         self.start += len;
         debug_assert!(self.start <= self.end);

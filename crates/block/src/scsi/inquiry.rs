@@ -10,7 +10,7 @@ pub(super) const UNMAP_MAX: u32 = 1 << 20;
 pub(super) const UNMAP_RANGES_MAX: u32 = 256;
 /// Blocks of one WRITE SAME: few enough to be written, if they have to be, in an initiator's time limit.
 pub(super) const WRITE_SAME_MAX: u64 = 1 << 16;
-/// Octets moved by one command.
+/// Bytes moved by one command.
 pub(super) const TRANSFER_MAX: u64 = 32 << 20;
 
 pub(super) fn inquiry(unit: &Unit, cdb: &[u8; 16]) -> Outcome {
@@ -65,14 +65,14 @@ fn standard(name: &str) -> Vec<u8> {
 fn padded<const N: usize>(text: &str) -> [u8; N] {
     let mut out = [b' '; N];
     let printable = text.bytes().map(|b| if (0x20..0x7f).contains(&b) { b } else { b'_' });
-    for (place, octet) in out.iter_mut().zip(printable) {
-        *place = octet;
+    for (place, byte) in out.iter_mut().zip(printable) {
+        *place = byte;
     }
     out
 }
 
 fn serial(unit: &Unit) -> String {
-    unit.export.identity.iter().map(|octet| format!("{octet:02x}")).collect()
+    unit.export.identity.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn identification(unit: &Unit) -> Vec<u8> {

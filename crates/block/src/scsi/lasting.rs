@@ -20,7 +20,7 @@ const LEN_MAX: u64 = 1 << 20;
 impl Lasting {
     /// The file for a disk, in the directory of a daemon's state.
     pub fn of(state: &Path, identity: &[u8; 16]) -> Lasting {
-        let digits: String = identity.iter().map(|octet| format!("{octet:02x}")).collect();
+        let digits: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
         Lasting { path: state.join(Lasting::DIRECTORY).join(digits) }
     }
 

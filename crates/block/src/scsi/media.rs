@@ -189,7 +189,7 @@ async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result
     futures_util::future::try_join_all(parts).await.map(drop)
 }
 
-/// Does something with every piece that the initiator sends of `len` octets, while more arrive.
+/// Does something with every piece that the initiator sends of `len` bytes, while more arrive.
 async fn each_piece<F>(len: u64, transfer: &dyn Transfer, work: impl Fn(Segment, u64) -> F) -> Result<Outcome, Sense>
 where
     F: Future<Output = Result<(), Sense>>,
@@ -248,7 +248,7 @@ fn exactly(len: u64, transfer: &dyn Transfer) -> Result<(), Sense> {
     if transfer.expected() == len { Ok(()) } else { Err(Sense::INVALID_FIELD) }
 }
 
-/// A parameter list of `len` octets.
+/// A parameter list of `len` bytes.
 pub(super) async fn parameters(transfer: &dyn Transfer, len: usize) -> Result<Vec<u8>, Sense> {
     if len > PARAMETERS_MAX {
         return Err(Sense::PARAMETER_LENGTH);
@@ -283,7 +283,7 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
     exactly(moved, transfer)?;
     let block = gather(moved as usize, transfer).await?;
     let (at, len) = (command.lba * block_len, blocks * block_len);
-    if block.iter().all(|octet| *octet == 0) {
+    if block.iter().all(|byte| *byte == 0) {
         let how = if command.unmap { Zero::MAY_DISCARD } else { Zero::empty() };
         alone(unit, at, len, transfer).await?.zero(at, len, how).await.map_err(write_error)?;
         return Ok(Outcome::moved(moved));

@@ -38,13 +38,13 @@ pub type Step<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// Moves the data of one command.
 pub trait Transfer {
-    /// Octets that the initiator wants to receive or to send.
+    /// Bytes that the initiator wants to receive or to send.
     fn expected(&self) -> u64;
 
-    /// Sends octets that belong at `offset` of the initiator's buffer. What lies beyond it is left out.
+    /// Sends bytes that belong at `offset` of the initiator's buffer. What lies beyond it is left out.
     fn send(&self, offset: u64, body: Body) -> Step<'_, io::Result<()>>;
 
-    /// The next octets that the initiator sent, with their offset; `None` after the last.
+    /// The next bytes that the initiator sent, with their offset; `None` after the last.
     fn receive(&self) -> Step<'_, Option<io::Result<(u64, Segment)>>>;
 
     /// Where blocks for data to send come from.
@@ -71,7 +71,7 @@ pub struct Outcome {
     pub sense: Option<Sense>,
     /// Data to send with the status, cut to what was allocated.
     pub data: Vec<u8>,
-    /// Octets that the command moves, or would have, had the initiator wanted them all.
+    /// Bytes that the command moves, or would have, had the initiator wanted them all.
     pub moved: u64,
 }
 
@@ -81,13 +81,13 @@ impl Outcome {
         Outcome { status: Status::Good, sense: None, data: Vec::new(), moved: 0 }
     }
 
-    /// Done, with data, of which `allocated` octets at most are sent.
+    /// Done, with data, of which `allocated` bytes at most are sent.
     pub fn data(mut data: Vec<u8>, allocated: usize) -> Outcome {
         data.truncate(allocated);
         Outcome { moved: data.len() as u64, data, ..Outcome::good() }
     }
 
-    /// Done, and so many octets were moved.
+    /// Done, and so many bytes were moved.
     pub fn moved(moved: u64) -> Outcome {
         Outcome { moved, ..Outcome::good() }
     }

@@ -3,7 +3,7 @@
 use super::unit::Attention;
 use super::{Nexus, Outcome, Sense, Unit, be16};
 
-/// SWP, in octet 4 of the control page.
+/// SWP, in byte 4 of the control page.
 const SWP: u8 = 0x08;
 
 fn caching(changeable: bool) -> Vec<u8> {
@@ -81,7 +81,7 @@ pub(super) fn sense(unit: &Unit, cdb: &[u8; 16]) -> Outcome {
     Outcome::data(data, if ten { be16(cdb, 7).into() } else { cdb[4].into() })
 }
 
-/// Octets of the parameter list of MODE SELECT.
+/// Bytes of the parameter list of MODE SELECT.
 pub(super) fn list_len(cdb: &[u8; 16]) -> usize {
     if cdb[0] == 0x55 { be16(cdb, 7).into() } else { cdb[4].into() }
 }

@@ -73,7 +73,7 @@ const COMMANDS: &[Usage] = &[
     usage(None, &[0xb7, 0x1f, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0, 0x07]),
 ];
 
-/// The command timeouts descriptor: ten more octets, none of which says anything.
+/// The command timeouts descriptor: ten more bytes, none of which says anything.
 const TIMEOUTS: [u8; 12] = [0, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 pub(super) fn report(cdb: &[u8; 16]) -> Outcome {

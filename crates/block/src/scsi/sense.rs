@@ -78,14 +78,14 @@ impl Sense {
         Sense { key, code, field: None, information: None }
     }
 
-    /// INVALID FIELD IN CDB, in this octet.
-    pub const fn invalid_field(octet: u16) -> Sense {
-        Sense { field: Some((octet, true)), ..Sense::INVALID_FIELD }
+    /// INVALID FIELD IN CDB, in this byte.
+    pub const fn invalid_field(byte: u16) -> Sense {
+        Sense { field: Some((byte, true)), ..Sense::INVALID_FIELD }
     }
 
-    /// INVALID FIELD IN PARAMETER LIST, in this octet.
-    pub const fn invalid_parameter(octet: u16) -> Sense {
-        Sense { field: Some((octet, false)), ..Sense::INVALID_PARAMETER }
+    /// INVALID FIELD IN PARAMETER LIST, in this byte.
+    pub const fn invalid_parameter(byte: u16) -> Sense {
+        Sense { field: Some((byte, false)), ..Sense::INVALID_PARAMETER }
     }
 
     /// With the INFORMATION field.
@@ -104,9 +104,9 @@ impl Sense {
         }
         out[7] = 10;
         out[12..14].copy_from_slice(&self.code.to_be_bytes());
-        if let Some((octet, in_command)) = self.field {
+        if let Some((byte, in_command)) = self.field {
             out[15] = if in_command { 0xc0 } else { 0x80 };
-            out[16..18].copy_from_slice(&octet.to_be_bytes());
+            out[16..18].copy_from_slice(&byte.to_be_bytes());
         }
         out
     }
@@ -118,9 +118,9 @@ impl Sense {
             out.extend_from_slice(&[0, 10, 0x80, 0]);
             out.extend_from_slice(&information.to_be_bytes());
         }
-        if let Some((octet, in_command)) = self.field {
+        if let Some((byte, in_command)) = self.field {
             let kind = if in_command { 0xc0 } else { 0x80 };
-            out.extend_from_slice(&[2, 6, 0, 0, kind, (octet >> 8) as u8, octet as u8, 0]);
+            out.extend_from_slice(&[2, 6, 0, 0, kind, (byte >> 8) as u8, byte as u8, 0]);
         }
         out[7] = out.len() as u8 - 8;
         out

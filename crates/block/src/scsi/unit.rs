@@ -57,7 +57,7 @@ impl Attention {
 pub struct Unit {
     /// The disk.
     pub export: Arc<Export>,
-    /// Octets of a logical block.
+    /// Bytes of a logical block.
     pub block_len: u32,
     /// Who may use it, and what they have to be told.
     pub(super) state: Mutex<State>,
@@ -115,7 +115,7 @@ impl State {
 }
 
 impl Unit {
-    /// A unit with blocks of `block_len` octets, a power of two.
+    /// A unit with blocks of `block_len` bytes, a power of two.
     pub fn new(export: Arc<Export>, block_len: u32) -> Unit {
         let size = AtomicU64::new(export.geometry().size);
         export.fence.put_up();
@@ -253,7 +253,7 @@ impl Unit {
         futures_util::future::join_all(cleared.iter().map(|attached| attached.clear())).await;
     }
 
-    /// Does a command. A CDB shorter than 16 octets is padded by zeroes.
+    /// Does a command. A CDB shorter than 16 bytes is padded by zeroes.
     pub async fn execute(&self, nexus: &Nexus, cdb: &[u8; 16], transfer: &dyn Transfer) -> Outcome {
         if self.guarded.load(Ordering::Acquire)
             && let Err(outcome) = self.admit(nexus, cdb)

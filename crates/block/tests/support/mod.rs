@@ -29,7 +29,7 @@ struct State {
     random: u64,
     /// One write of so many fails.
     failing: u64,
-    /// Octets that are shown.
+    /// Bytes that are shown.
     size: u64,
     /// A sector that cannot be read until it has been written.
     bad: Option<u64>,

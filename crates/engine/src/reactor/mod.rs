@@ -262,7 +262,7 @@ mod tests {
         segment.as_mut_slice().fill(0);
         let (result, segment) = ring().read(&file, at, segment).await;
         result?;
-        assert!(segment.as_slice().iter().all(|octet| *octet == value));
+        assert!(segment.as_slice().iter().all(|byte| *byte == value));
         Ok(())
     }
 

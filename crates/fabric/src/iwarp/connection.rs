@@ -1,7 +1,7 @@
 //! One RDMAP stream in full operation: the queues of a queue pair and the rules that join them.
 //!
-//! No sockets, no clock, no threads. The driver hands over octets from TCP ([`super::rx`]) and
-//! takes octets for TCP ([`super::tx`]); finished requests come out of [`Connection::completions`].
+//! No sockets, no clock, no threads. The driver hands over bytes from TCP ([`super::rx`]) and
+//! takes bytes for TCP ([`super::tx`]); finished requests come out of [`Connection::completions`].
 //! The same code therefore runs over a socket, in the simulator and under the fuzzer.
 
 use super::mpa::{Agreement, ReadyToReceive};
@@ -31,7 +31,7 @@ pub(crate) enum Side {
     Recv,
 }
 
-/// Local octets of a send request.
+/// Local bytes of a send request.
 pub(crate) enum LocalData {
     Pieces(SmallVec<[LocalPiece; 2]>),
     Inline(SmallVec<[u8; 64]>),
@@ -100,7 +100,7 @@ pub(crate) struct Outstanding {
     pub(crate) sink_stag: u32,
     pub(crate) sink_to: u64,
     pub(crate) len: u32,
-    /// Octets of the response delivered so far, `<= len`.
+    /// Bytes of the response delivered so far, `<= len`.
     pub(crate) received: u32,
     /// The request's identifier if it is an atomic.
     pub(crate) atomic_id: Option<u32>,
@@ -270,12 +270,12 @@ impl Connection {
                 (LocalData::Pieces(pieces), len)
             }
         };
-        limit("octets of a message", len, u32::MAX.into())?;
+        limit("bytes of a message", len, u32::MAX.into())?;
         match request.op {
             SendOp::CompareSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => {
                 self.require_extensions()?;
                 if len != 8 || !matches!(&data, LocalData::Pieces(p) if p.len() == 1) {
-                    return Err(Error::Unsupported("an atomic whose result is not one element of 8 octets"));
+                    return Err(Error::Unsupported("an atomic whose result is not one element of 8 bytes"));
                 }
                 if remote.addr % 8 != 0 {
                     return Err(Error::Unsupported("an atomic on an address that is not a multiple of 8"));
@@ -388,7 +388,7 @@ impl Connection {
         if !(ptr as usize).is_multiple_of(8) {
             return Err(super::terminate::RdmaOperation::CatastrophicStream.into());
         }
-        // SAFETY: the region table vouches for eight mapped octets held by `_placement`; the
+        // SAFETY: the region table vouches for eight mapped bytes held by `_placement`; the
         // address is aligned; concurrent access by the consumer must be atomic too, as verbs require.
         let word = unsafe { std::sync::atomic::AtomicU64::from_ptr(ptr.cast()) };
         use std::sync::atomic::Ordering::SeqCst;

@@ -1,5 +1,5 @@
-//! CRC32C as MPA uses it (RFC 5044 §4.4): over every octet of an FPDU from its length field, or
-//! a marker just before it, through the pad; markers included; sent least significant octet first.
+//! CRC32C as MPA uses it (RFC 5044 §4.4): over every byte of an FPDU from its length field, or
+//! a marker just before it, through the pad; markers included; sent least significant byte first.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
@@ -18,7 +18,7 @@ impl RunningCrc {
         }
     }
 
-    /// The four octets for the wire; zero where CRCs are off. Starts anew.
+    /// The four bytes for the wire; zero where CRCs are off. Starts anew.
     pub(crate) fn take(&mut self) -> [u8; 4] {
         match &mut self.0 {
             Some(digest) => {
@@ -41,7 +41,7 @@ mod tests {
 
     #[test]
     fn matches_the_iscsi_test_vectors() {
-        // RFC 7143 appendix A.4: 32 octets of zeroes, 32 of ones.
+        // RFC 7143 appendix A.4: 32 bytes of zeroes, 32 of ones.
         let mut crc = RunningCrc::new(true);
         crc.update(&[0; 32]);
         assert_eq!(crc.take(), [0xaa, 0x36, 0x91, 0x8a]);

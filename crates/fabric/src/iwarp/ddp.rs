@@ -1,7 +1,7 @@
 //! Direct Data Placement headers (RFC 5041 §4).
 //!
-//! Pure codec: bytes in, header out. The RDMAP control octet (RFC 5040 §4.1) shares the
-//! 16-bit control field with DDP, so both octets are decoded here in one step and
+//! Pure codec: bytes in, header out. The RDMAP control byte (RFC 5040 §4.1) shares the
+//! 16-bit control field with DDP, so both bytes are decoded here in one step and
 //! [`super::rdmap`] gives the opcode its meaning.
 
 use super::rdmap::Opcode;
@@ -9,16 +9,16 @@ use super::terminate::{DdpTagged, DdpUntagged, RdmaOperation, TerminateCode};
 
 /// DDP protocol version 1 (RFC 5041 §4.1).
 const DDP_VERSION: u8 = 1;
-/// RDMAP version 1, in the two top bits of the RDMAP control octet (RFC 5040 §4.1).
+/// RDMAP version 1, in the two top bits of the RDMAP control byte (RFC 5040 §4.1).
 const RDMAP_VERSION: u8 = 1;
 
 const TAGGED: u8 = 0x80;
 const LAST: u8 = 0x40;
 const DV_MASK: u8 = 0x03;
 
-/// Octets of a tagged header, control octets included.
+/// Bytes of a tagged header, control bytes included.
 pub const TAGGED_LEN: usize = 14;
-/// Octets of an untagged header, control octets included.
+/// Bytes of an untagged header, control bytes included.
 pub const UNTAGGED_LEN: usize = 18;
 /// The longer of the two, for buffers that hold either.
 pub const MAX_HEADER_LEN: usize = UNTAGGED_LEN;
@@ -46,7 +46,7 @@ pub enum Header {
         last: bool,
         /// Steering tag of the target buffer.
         stag: u32,
-        /// Tagged offset of the first payload octet.
+        /// Tagged offset of the first payload byte.
         to: u64,
     },
     /// Lands in the buffer at the head of a receive queue.
@@ -92,12 +92,12 @@ impl Header {
         }
     }
 
-    /// Length of the header whose first octet is `first`.
-    pub fn len_from_first_octet(first: u8) -> usize {
+    /// Length of the header whose first byte is `first`.
+    pub fn len_from_first_byte(first: u8) -> usize {
         if first & TAGGED != 0 { TAGGED_LEN } else { UNTAGGED_LEN }
     }
 
-    /// Decodes a header of exactly [`Header::len_from_first_octet`] octets.
+    /// Decodes a header of exactly [`Header::len_from_first_byte`] bytes.
     ///
     /// # Errors
     /// The Terminate code that RFC 5040 §7 or RFC 5041 §7 names for the fault: a wrong DDP or
@@ -115,9 +115,9 @@ impl Header {
             return Err(RdmaOperation::UnexpectedOpcode.into());
         }
         let last = bytes[0] & LAST != 0;
-        let u32_at = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 octets"));
+        let u32_at = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
         Ok(if tagged {
-            let to = u64::from_be_bytes(bytes[6..14].try_into().expect("8 octets"));
+            let to = u64::from_be_bytes(bytes[6..14].try_into().expect("8 bytes"));
             Header::Tagged { opcode, last, stag: u32_at(2), to }
         } else {
             Header::Untagged { opcode, last, invalidate: u32_at(2), qn: u32_at(6), msn: u32_at(10), mo: u32_at(14) }
@@ -148,13 +148,13 @@ mod tests {
         fn what_is_encoded_decodes_to_itself(h in any_header()) {
             let mut buf = [0u8; MAX_HEADER_LEN];
             let n = h.encode(&mut buf);
-            prop_assert_eq!(n, Header::len_from_first_octet(buf[0]));
+            prop_assert_eq!(n, Header::len_from_first_byte(buf[0]));
             prop_assert_eq!(Header::decode(&buf[..n]), Ok(h));
         }
 
         #[test]
-        fn arbitrary_octets_never_panic(bytes in any::<[u8; MAX_HEADER_LEN]>()) {
-            let n = Header::len_from_first_octet(bytes[0]);
+        fn arbitrary_bytes_never_panic(bytes in any::<[u8; MAX_HEADER_LEN]>()) {
+            let n = Header::len_from_first_byte(bytes[0]);
             let _ = Header::decode(&bytes[..n]);
         }
     }

@@ -89,7 +89,7 @@ impl Config {
         let limit = mpa::MAX_PRIVATE_DATA - 4;
         if params.private_data.len() > limit {
             let got = params.private_data.len() as u64;
-            return Err(Error::Limit { what: "octets of private data", got, limit: limit as u64 });
+            return Err(Error::Limit { what: "bytes of private data", got, limit: limit as u64 });
         }
         Ok(Preferences {
             markers: self.markers,
@@ -103,7 +103,7 @@ impl Config {
         })
     }
 
-    /// Largest ULPDU to send under `agreement` on a path with segments of `mss` octets.
+    /// Largest ULPDU to send under `agreement` on a path with segments of `mss` bytes.
     pub(super) fn max_ulpdu(&self, agreement: &Agreement, mss: usize) -> u16 {
         if let Some(forced) = self.force_ulpdu {
             return forced.max(128);

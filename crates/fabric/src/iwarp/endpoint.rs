@@ -19,12 +19,12 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Octets one queue pair may receive or send before others get their turn.
+/// Bytes one queue pair may receive or send before others get their turn.
 const TURN: usize = 4 << 20;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);
-/// Octets that a peer may still send after our Terminate.
-const LINGER_OCTETS: usize = 256 << 20;
+/// Bytes that a peer may still send after our Terminate.
+const LINGER_BYTES: usize = 256 << 20;
 /// How long an orderly end may make no progress.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -60,7 +60,7 @@ enum Phase {
     Lingering {
         stream: TcpStream,
         deadline: Instant,
-        /// Octets thrown away.
+        /// Bytes thrown away.
         read: usize,
     },
     Over,
@@ -83,7 +83,7 @@ struct Connecting {
 struct Live {
     stream: TcpStream,
     connection: Connection,
-    /// Reply frame octets that go before the first FPDU.
+    /// Reply frame bytes that go before the first FPDU.
     preamble: Vec<u8>,
     readable: bool,
     writable: bool,
@@ -204,7 +204,7 @@ impl Endpoint {
             ord: agreement.ord,
             path: None,
             detail: format!(
-                "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} octets, RFC 7306 {}, {}",
+                "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} bytes, RFC 7306 {}, {}",
                 agreement.revision,
                 on(agreement.crc),
                 on(agreement.send_markers),
@@ -320,7 +320,7 @@ impl Endpoint {
                     *read += n;
                 }
                 let spent = *read - before >= TURN;
-                if *read >= LINGER_OCTETS || *deadline <= Instant::now() || (!spent && is_at_end(stream)) {
+                if *read >= LINGER_BYTES || *deadline <= Instant::now() || (!spent && is_at_end(stream)) {
                     self.over(state);
                     return Turn::Waiting;
                 }

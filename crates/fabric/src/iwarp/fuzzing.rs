@@ -19,7 +19,7 @@ pub fn mpa_frame(data: &[u8]) {
 }
 
 /// Feeds a connection in full operation with ULPDUs from the fuzzer, correctly framed so that
-/// they get past the CRC, in pieces of sizes from the fuzzer, and checks that no octet lands
+/// they get past the CRC, in pieces of sizes from the fuzzer, and checks that no byte lands
 /// outside the region that is exposed.
 pub fn receive(data: &[u8]) {
     let Some((&[flags, chunk, ..], mut rest)) = data.split_first_chunk::<4>() else { return };
@@ -34,7 +34,7 @@ pub fn receive(data: &[u8]) {
 }
 
 /// As [`receive`], with messages that are right but for what the fuzzer adds to a field here and there: queue, sequence and
-/// offset as they are expected, keys and addresses that are good. Eight octets each: kind, length (two), what is added to
+/// offset as they are expected, keys and addresses that are good. Eight bytes each: kind, length (two), what is added to
 /// sequence number, offset, address and key, and whether it is the last segment.
 pub fn dialogue(data: &[u8]) {
     let Some((&[flags, chunk], rest)) = data.split_first_chunk::<2>() else { return };
@@ -174,9 +174,9 @@ fn feed(flags: u8, chunk: u8, ulpdus: &[Vec<u8>]) {
         transmit(&mut connection);
         connection.completions.clear();
     }
-    let mut octets = vec![0; 3 * LEN];
-    buffer.read(0, &mut octets);
-    assert!(octets[..LEN].iter().chain(&octets[2 * LEN..]).all(|b| *b == 0xa5), "outside the region");
+    let mut bytes = vec![0; 3 * LEN];
+    buffer.read(0, &mut bytes);
+    assert!(bytes[..LEN].iter().chain(&bytes[2 * LEN..]).all(|b| *b == 0xa5), "outside the region");
 }
 
 fn transmit(connection: &mut Connection) {

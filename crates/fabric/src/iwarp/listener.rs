@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// How long a connected peer may take to send its request frame.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Octets by which an MPA request is told from anything else.
+/// Bytes by which an MPA request is told from anything else.
 const SNIFF_LEN: usize = 4;
 /// Connections accepted in one turn.
 const ACCEPT_TURN: usize = 64;
@@ -186,7 +186,7 @@ impl Reading {
     fn advance(&mut self) -> Outcome {
         loop {
             let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
-            // A caller of another protocol is recognised by its first octets; the rest is left
+            // A caller of another protocol is recognised by its first bytes; the rest is left
             // for whoever speaks it.
             let most = if self.seen.len() < SNIFF_LEN { SNIFF_LEN - self.seen.len() } else { chunk.len() };
             match self.stream.read(&mut chunk[..most]) {
@@ -199,7 +199,7 @@ impl Reading {
                 Ok(Some((frame, used))) if used == self.seen.len() => return Outcome::Request(frame),
                 Ok(Some(_)) => {
                     // Nothing may come before the reply (RFC 5044 section 7.1.2).
-                    tracing::debug!(peer = %self.peer, "octets behind an MPA request");
+                    tracing::debug!(peer = %self.peer, "bytes behind an MPA request");
                     return Outcome::Over;
                 }
                 Ok(None) => {}

@@ -7,11 +7,11 @@ use super::terminate::{Mpa, TerminateCode};
 
 const REQUEST_KEY: &[u8; 16] = b"MPA ID Req Frame";
 const REPLY_KEY: &[u8; 16] = b"MPA ID Rep Frame";
-/// Octets of a frame before its private data.
+/// Bytes of a frame before its private data.
 pub const FRAME_HEADER_LEN: usize = 20;
-/// Private data limit of RFC 5044 §7.1.1, the four RFC 6581 octets included.
+/// Private data limit of RFC 5044 §7.1.1, the four RFC 6581 bytes included.
 pub const MAX_PRIVATE_DATA: usize = 512;
-/// Octets RFC 6581 takes from the front of the private data.
+/// Bytes RFC 6581 takes from the front of the private data.
 const ENHANCED_LEN: usize = 4;
 
 const FLAG_MARKERS: u8 = 0x80;
@@ -71,7 +71,7 @@ pub struct Frame {
     pub crc: bool,
     /// Connection refused (replies only).
     pub reject: bool,
-    /// The sender takes FPDUs of up to 65535 octets of ULPDU whatever the segment size.
+    /// The sender takes FPDUs of up to 65535 bytes of ULPDU whatever the segment size.
     pub large_fpdu: bool,
     /// The sender speaks RFC 7306.
     pub extensions: bool,
@@ -88,7 +88,7 @@ fn extensions_flag(reply: bool) -> u8 {
 }
 
 impl Frame {
-    /// The frame's octets.
+    /// The frame's bytes.
     pub fn encode(&self) -> Vec<u8> {
         let pd_len = self.private_data.len() + if self.enhanced.is_some() { ENHANCED_LEN } else { 0 };
         debug_assert!(pd_len <= MAX_PRIVATE_DATA);
@@ -132,11 +132,11 @@ impl Frame {
         out
     }
 
-    /// Decodes a frame from the front of `bytes`: `Ok(None)` while octets are missing, the frame
+    /// Decodes a frame from the front of `bytes`: `Ok(None)` while bytes are missing, the frame
     /// and its length when it is whole.
     ///
     /// # Errors
-    /// [`Mpa::InvalidFrame`] as soon as the octets cannot begin a valid frame.
+    /// [`Mpa::InvalidFrame`] as soon as the bytes cannot begin a valid frame.
     pub fn decode(bytes: &[u8], reply: bool) -> Result<Option<(Frame, usize)>, TerminateCode> {
         let key = if reply { REPLY_KEY } else { REQUEST_KEY };
         let seen = bytes.len().min(key.len());
@@ -429,7 +429,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_octets_never_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..600), reply: bool, keyed: bool) {
+        fn arbitrary_bytes_never_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..600), reply: bool, keyed: bool) {
             if keyed && bytes.len() >= 16 {
                 bytes[..16].copy_from_slice(if reply { REPLY_KEY } else { REQUEST_KEY });
             }
@@ -437,7 +437,7 @@ mod tests {
         }
 
         #[test]
-        fn a_frame_is_whole_only_at_its_last_octet(cut in 0usize..64) {
+        fn a_frame_is_whole_only_at_its_last_byte(cut in 0usize..64) {
             let all = request(&Preferences::default(), b"hello").encode();
             let cut = cut.min(all.len() - 1);
             prop_assert_eq!(Frame::decode(&all[..cut], false), Ok(None));
@@ -447,9 +447,9 @@ mod tests {
     #[test]
     fn a_peer_that_echoes_our_flags_is_not_taken_to_speak_rfc_7306() {
         let prefs = Preferences::default();
-        let mut octets = request(&prefs, b"").encode();
-        octets[..16].copy_from_slice(REPLY_KEY);
-        let (echo, _) = Frame::decode(&octets, true).unwrap().unwrap();
+        let mut bytes = request(&prefs, b"").encode();
+        bytes[..16].copy_from_slice(REPLY_KEY);
+        let (echo, _) = Frame::decode(&bytes, true).unwrap().unwrap();
         assert!(!conclude(&prefs, &echo).unwrap().extensions);
     }
 

@@ -3,7 +3,7 @@
 //! Pure codec. Segmentation is [`super::tx`]'s business and validation of what a message asks
 //! for is [`super::rx`]'s; here are only opcodes and the fixed payloads that RDMAP defines.
 
-/// RDMAP opcode: the low four bits of the RDMAP control octet.
+/// RDMAP opcode: the low four bits of the RDMAP control byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Opcode {
@@ -92,7 +92,7 @@ pub struct ReadRequest {
     pub sink_stag: u32,
     /// Offset in the requester's buffer.
     pub sink_to: u64,
-    /// Octets to read.
+    /// Bytes to read.
     pub len: u32,
     /// Responder's buffer.
     pub source_stag: u32,
@@ -101,7 +101,7 @@ pub struct ReadRequest {
 }
 
 impl ReadRequest {
-    /// Octets on the wire.
+    /// Bytes on the wire.
     pub const LEN: usize = 28;
 
     /// Writes the payload.
@@ -197,7 +197,7 @@ const AOP_SWAP: u32 = 1;
 const AOP_COMPARE_SWAP: u32 = 2;
 
 impl AtomicRequest {
-    /// Octets on the wire.
+    /// Bytes on the wire.
     pub const LEN: usize = 52;
 
     /// Writes the payload.
@@ -245,7 +245,7 @@ pub struct AtomicResponse {
 }
 
 impl AtomicResponse {
-    /// Octets on the wire.
+    /// Bytes on the wire.
     pub const LEN: usize = 12;
 
     /// Writes the payload.
@@ -260,15 +260,15 @@ impl AtomicResponse {
     }
 }
 
-/// Octets of an Immediate Data message (RFC 7306 §6.1).
+/// Bytes of an Immediate Data message (RFC 7306 §6.1).
 pub const IMMEDIATE_LEN: usize = 8;
 
 fn be32(b: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(b[at..at + 4].try_into().expect("4 octets"))
+    u32::from_be_bytes(b[at..at + 4].try_into().expect("4 bytes"))
 }
 
 fn be64(b: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(b[at..at + 8].try_into().expect("8 octets"))
+    u64::from_be_bytes(b[at..at + 8].try_into().expect("8 bytes"))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The receive path: where the octets of an FPDU go.
+//! The receive path: where the bytes of an FPDU go.
 //!
 //! This is the answer to "where do the bytes of an RDMA Write land?": [`Connection::rx_iovecs`]
 //! tells the driver to let the kernel copy the rest of the current segment's payload straight to
-//! its final address, with a small *stash* behind it for the trailer and the next header. Octets
+//! its final address, with a small *stash* behind it for the trailer and the next header. Bytes
 //! that arrive in the stash are parsed by [`Connection::rx_received`]; payload among them is
 //! copied once to its place.
 //!
@@ -26,9 +26,9 @@ use crate::types::{ConnectionError, SendOp, Status};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// Octets of stash offered when no payload is being placed.
+/// Bytes of stash offered when no payload is being placed.
 const STASH_LEN: usize = 8 << 10;
-/// Octets of stash offered behind payload: trailer, next header and a little.
+/// Bytes of stash offered behind payload: trailer, next header and a little.
 const STASH_BEHIND_PAYLOAD: usize = 64;
 /// Payload remainders below this come through the stash: one copy costs less than one system call.
 const DIRECT_FROM: usize = 512;
@@ -61,15 +61,15 @@ struct Target {
 pub(crate) struct Receiver {
     phase: Phase,
     stash: Box<[u8]>,
-    /// Length field and header of the current FPDU, `head_len` octets of it so far.
+    /// Length field and header of the current FPDU, `head_len` bytes of it so far.
     head: [u8; 2 + ddp::MAX_HEADER_LEN],
     head_len: usize,
     header: Option<Header>,
     ulpdu_len: u16,
-    /// Payload octets of the current segment not yet placed.
+    /// Payload bytes of the current segment not yet placed.
     payload_left: usize,
     payload_len: usize,
-    /// Where they go, in order; holds exactly `payload_left` octets.
+    /// Where they go, in order; holds exactly `payload_left` bytes.
     targets: SmallVec<[Target; 4]>,
     /// The region that `targets` of a tagged segment are in.
     claim: Option<Arc<Region>>,
@@ -84,7 +84,7 @@ pub(crate) struct Receiver {
     trailer_need: usize,
     crc: RunningCrc,
     markers: bool,
-    /// Octets of the FPDU stream consumed so far.
+    /// Bytes of the FPDU stream consumed so far.
     position: u64,
     fpdu_start: u64,
     marker: [u8; MARKER_LEN],
@@ -98,7 +98,7 @@ pub(crate) struct Receiver {
     begun: [Option<Opcode>; 4],
     /// No FPDU has arrived yet, and this end waits for the initiator's.
     first: Option<Option<ReadyToReceive>>,
-    /// Octets of an unfinished RDMA Write, reported with a following immediate.
+    /// Bytes of an unfinished RDMA Write, reported with a following immediate.
     write_len: u32,
     last_write_len: u32,
 }
@@ -177,7 +177,7 @@ impl Receiver {
 }
 
 impl Connection {
-    /// Where the next octets from TCP go. Call [`Connection::rx_received`] with how many came,
+    /// Where the next bytes from TCP go. Call [`Connection::rx_received`] with how many came,
     /// even if none, before anything else touches the connection. False, and nowhere, if the
     /// connection has failed: the peer's right was revoked in the middle of a segment.
     #[must_use]
@@ -210,7 +210,7 @@ impl Connection {
         true
     }
 
-    /// `n` octets have been written to the last iovecs, in order. True if the connection is
+    /// `n` bytes have been written to the last iovecs, in order. True if the connection is
     /// still sound.
     pub(crate) fn rx_received(&mut self, mut n: usize) -> bool {
         let result = (|| {
@@ -236,7 +236,7 @@ impl Connection {
             Err(code) => {
                 let (head, fixed) = (self.rx.head, *self.rx.fixed);
                 let header_len = self.rx.head_len.saturating_sub(2);
-                // Of what the check of its octets failed there is nothing to be told.
+                // Of what the check of its bytes failed there is nothing to be told.
                 let known = self.rx.header.is_some() && code != Mpa::Crc.into();
                 // A Read Request that was understood, and refused (RFC 5040 section 4.8).
                 let is_read = matches!(self.rx.header, Some(Header::Untagged { opcode: Opcode::ReadRequest, .. }));
@@ -250,7 +250,7 @@ impl Connection {
         }
     }
 
-    /// Octets that were read before the connection existed. As [`Connection::rx_received`].
+    /// Bytes that were read before the connection existed. As [`Connection::rx_received`].
     pub(crate) fn rx_feed(&mut self, bytes: &[u8]) -> bool {
         let parsed = self.parse(bytes);
         self.rx.placement = None;
@@ -301,15 +301,15 @@ impl Connection {
 
     fn parse_header(&mut self, bytes: &[u8]) -> Result<usize, TerminateCode> {
         let rx = &mut self.rx;
-        // The length field and the first DDP octet tell how long the header is.
-        let need = if rx.head_len < 3 { 3 } else { 2 + Header::len_from_first_octet(rx.head[2]) };
+        // The length field and the first DDP byte tell how long the header is.
+        let need = if rx.head_len < 3 { 3 } else { 2 + Header::len_from_first_byte(rx.head[2]) };
         let n = bytes.len().min(need - rx.head_len);
         rx.head[rx.head_len..rx.head_len + n].copy_from_slice(&bytes[..n]);
         // At once, because a marker may stand inside the header.
         rx.crc.update(&bytes[..n]);
         rx.head_len += n;
         rx.position += n as u64;
-        if rx.head_len < 3 || rx.head_len < 2 + Header::len_from_first_octet(rx.head[2]) {
+        if rx.head_len < 3 || rx.head_len < 2 + Header::len_from_first_byte(rx.head[2]) {
             return Ok(n);
         }
         let head_len = rx.head_len;
@@ -662,7 +662,7 @@ impl Receiver {
         true
     }
 
-    /// Keeps the books on up to `n` octets that the kernel put in place directly; returns how
+    /// Keeps the books on up to `n` bytes that the kernel put in place directly; returns how
     /// many of them were the payload's (and its markers').
     fn account_direct(&mut self, n: usize) -> Result<usize, TerminateCode> {
         let mut left = n;
@@ -684,7 +684,7 @@ impl Receiver {
             }
             let target = self.targets[0];
             let run = target.len.min(self.until_marker()).min(left);
-            // SAFETY: the kernel has just filled these octets of a validated, held target.
+            // SAFETY: the kernel has just filled these bytes of a validated, held target.
             self.crc.update(unsafe { std::slice::from_raw_parts(target.ptr, run) });
             self.consume_target(run);
             self.payload_left -= run;

@@ -95,7 +95,7 @@ impl End {
         RemoteAddr { addr: offset as u64, rkey: self.region.stag() }
     }
 
-    /// Lets the simulated kernel take some octets.
+    /// Lets the simulated kernel take some bytes.
     pub(super) fn transmit(&mut self, to: &mut VecDeque<u8>, most: usize) -> bool {
         if !self.connection.tx_fill() {
             return false;
@@ -114,7 +114,7 @@ impl End {
         taken > 0
     }
 
-    /// Delivers some octets.
+    /// Delivers some bytes.
     pub(super) fn receive(&mut self, most: usize) -> bool {
         if self.wire.is_empty() || self.connection.failure.is_some() {
             self.wire.clear();
@@ -128,9 +128,9 @@ impl End {
         for v in iov.iter() {
             let n = v.iov_len.min(most - given).min(self.wire.len());
             for i in 0..n {
-                let octet = self.wire.pop_front().unwrap();
+                let byte = self.wire.pop_front().unwrap();
                 // SAFETY: as above.
-                unsafe { v.iov_base.cast::<u8>().add(i).write(octet) };
+                unsafe { v.iov_base.cast::<u8>().add(i).write(byte) };
             }
             given += n;
             if n < v.iov_len {
@@ -610,7 +610,7 @@ fn a_misaligned_or_forbidden_atomic_terminates_and_changes_nothing() {
 }
 
 #[test]
-fn a_corrupted_octet_anywhere_is_caught() {
+fn a_corrupted_byte_anywhere_is_caught() {
     let (probe, mut liar) = victim();
     let header = Header::Tagged { opcode: Opcode::Write, last: true, stag: probe.region.stag(), to: 0 };
     let clean = liar.fpdu(header, &[5; 33]);
@@ -619,7 +619,7 @@ fn a_corrupted_octet_anywhere_is_caught() {
         let mut bytes = clean.clone();
         bytes[at] ^= 0x10;
         feed(&mut end, &bytes);
-        assert!(end.failure().is_some(), "octet {at}");
+        assert!(end.failure().is_some(), "byte {at}");
     }
     let (mut end, _) = victim();
     let mut bytes = clean.clone();
@@ -629,7 +629,7 @@ fn a_corrupted_octet_anywhere_is_caught() {
 }
 
 #[test]
-fn a_stream_cut_at_any_octet_ends_without_harm() {
+fn a_stream_cut_at_any_byte_ends_without_harm() {
     let mut clean = VecDeque::new();
     let mut a = End::new(agreement(true, true, true, None), true, 1442);
     a.post(1, SendOp::Send { invalidate: None }, &[a.sge(0, 3000)]);
@@ -698,7 +698,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn random_octets_never_panic_and_never_leave_the_region(seed: u64, bytes in prop::collection::vec(any::<u8>(), 0..400), crc: bool, markers: bool) {
+    fn random_bytes_never_panic_and_never_leave_the_region(seed: u64, bytes in prop::collection::vec(any::<u8>(), 0..400), crc: bool, markers: bool) {
         let mut end = End::new(agreement(crc, false, markers, None), false, 1442);
         let guard = Buffer::new(4096).unwrap();
         guard.write(0, &[0x5a; 4096]);

@@ -8,7 +8,7 @@ use crate::memory::Access;
 use crate::types::{RecvRequest, RemoteAddr, SendOp, Status};
 use std::collections::VecDeque;
 
-/// Octets that stand for what a peer must not see.
+/// Bytes that stand for what a peer must not see.
 const SECRET: u8 = 0x5e;
 
 fn plain_pair(max_ulpdu: u16) -> (End, End) {
@@ -16,10 +16,10 @@ fn plain_pair(max_ulpdu: u16) -> (End, End) {
     (end(true), end(false))
 }
 
-/// Places at which a run of secret octets, no checksum that looks like one, is on the wire.
+/// Places at which a run of secret bytes, no checksum that looks like one, is on the wire.
 fn secrets(wire: &VecDeque<u8>) -> usize {
-    let octets: Vec<u8> = wire.iter().copied().collect();
-    octets.windows(16).filter(|run| run.iter().all(|octet| *octet == SECRET)).count()
+    let bytes: Vec<u8> = wire.iter().copied().collect();
+    bytes.windows(16).filter(|run| run.iter().all(|byte| *byte == SECRET)).count()
 }
 
 #[test]

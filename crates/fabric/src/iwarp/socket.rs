@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// How long unacknowledged octets, or silence on a dead path, may last.
+/// How long unacknowledged bytes, or silence on a dead path, may last.
 const USER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A non-blocking TCP socket on its way to `addr`.
@@ -114,7 +114,7 @@ fn outcome(rc: isize) -> io::Result<Option<usize>> {
     }
 }
 
-/// Throws away up to `len` octets of what has come, without a copy (tcp(7), MSG_TRUNC).
+/// Throws away up to `len` bytes of what has come, without a copy (tcp(7), MSG_TRUNC).
 pub(super) fn discard(stream: &TcpStream, len: usize) -> std::io::Result<usize> {
     use std::os::fd::AsRawFd;
     // SAFETY: with MSG_TRUNC the kernel writes nothing to the buffer of a TCP socket, which may be null.

@@ -149,7 +149,7 @@ impl fmt::Debug for TerminateCode {
     }
 }
 
-/// Octets of the fixed part of a Terminate payload.
+/// Bytes of the fixed part of a Terminate payload.
 const CONTROL_LEN: usize = 4;
 /// Longest Terminate payload: control, DDP segment length, DDP header, RDMAP header.
 pub const MAX_LEN: usize = CONTROL_LEN + 2 + ddp::MAX_HEADER_LEN + super::rdmap::ReadRequest::LEN;
@@ -203,7 +203,7 @@ pub fn decode(payload: &[u8]) -> Option<TerminateCode> {
     }
     if control[2] & HDRCT_D != 0 {
         let first = *payload.get(need)?;
-        need += ddp::Header::len_from_first_octet(first);
+        need += ddp::Header::len_from_first_byte(first);
     }
     if control[2] & HDRCT_R != 0 {
         need += super::rdmap::ReadRequest::LEN;

@@ -6,7 +6,7 @@
 //! a scratch area that stays put until the kernel has taken it.
 //!
 //! Payload of Read Responses is copied, while the region is held against invalidation. That memory is not ours to rely
-//! on: its owner may change it at any time, so the CRC has to be of the octets that are sent, and may
+//! on: its owner may change it at any time, so the CRC has to be of the bytes that are sent, and may
 //! revoke the right to it, after which none of it may be read any more.
 
 use super::IoVecs;
@@ -21,13 +21,13 @@ use crate::types::{SendFlags, SendOp, Status};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Octets between markers (RFC 5044 §4.3).
+/// Bytes between markers (RFC 5044 §4.3).
 pub(super) const MARKER_INTERVAL: u64 = 512;
 pub(super) const MARKER_LEN: usize = 4;
 /// Inline room for payloads that RDMAP itself defines.
 const FIXED_LEN: usize = 64;
 /// A batch is closed at the first segment that reaches one of these.
-const BATCH_OCTETS: usize = 1 << 20;
+const BATCH_BYTES: usize = 1 << 20;
 const BATCH_PIECES: usize = 256;
 const BATCH_SCRATCH: usize = 32 << 10;
 /// Copies stay in the processor's cache until the kernel takes them.
@@ -35,7 +35,7 @@ const BATCH_BOUNCE: usize = 256 << 10;
 /// Payload pieces up to this size are copied beside their header: cheaper than one more iovec.
 const COPY_BELOW: usize = 256;
 
-/// Where the octets of a piece are.
+/// Where the bytes of a piece are.
 enum Piece {
     Scratch {
         at: usize,
@@ -67,12 +67,12 @@ struct Message {
     /// Payload that RDMAP itself defines; empty for consumer data.
     fixed: SmallVec<[u8; FIXED_LEN]>,
     len: u32,
-    /// Payload octets already in segments, `<= len`.
+    /// Payload bytes already in segments, `<= len`.
     sent: u32,
     /// The next segment's place in the consumer's pieces.
     piece: usize,
     piece_offset: usize,
-    /// Its last octet completes the source.
+    /// Its last byte completes the source.
     completes: bool,
 }
 
@@ -87,7 +87,7 @@ pub(crate) struct Transmitter {
     max_ulpdu: u16,
     crc: RunningCrc,
     markers: bool,
-    /// Octets of the FPDU stream put into batches so far.
+    /// Bytes of the FPDU stream put into batches so far.
     position: u64,
     /// Stream position of the FPDU being built.
     fpdu_start: u64,
@@ -108,7 +108,7 @@ pub(crate) struct Transmitter {
     scratch: Vec<u8>,
     /// Payload of read responses.
     bounce: Vec<u8>,
-    batch_octets: usize,
+    batch_bytes: usize,
     /// First piece, and offset in it, that the kernel has not taken.
     taken_piece: usize,
     taken_offset: usize,
@@ -148,7 +148,7 @@ impl Transmitter {
             pieces: Vec::new(),
             scratch: Vec::new(),
             bounce: Vec::new(),
-            batch_octets: 0,
+            batch_bytes: 0,
             taken_piece: 0,
             taken_offset: 0,
             taken: 0,
@@ -220,7 +220,7 @@ impl Transmitter {
             skip = 0;
         }
         self.clear_batch();
-        self.batch_octets = rest.len();
+        self.batch_bytes = rest.len();
         self.pieces.push(Piece::Scratch { at: 0, len: rest.len() });
         self.scratch = rest;
         self.position = end;
@@ -241,7 +241,7 @@ impl Transmitter {
         self.pieces.clear();
         self.scratch.clear();
         self.bounce.clear();
-        self.batch_octets = 0;
+        self.batch_bytes = 0;
         self.taken_piece = 0;
         self.taken_offset = 0;
     }
@@ -275,7 +275,7 @@ impl Transmitter {
             _ => self.pieces.push(Piece::Scratch { at, len }),
         }
         self.position += len as u64;
-        self.batch_octets += len;
+        self.batch_bytes += len;
     }
 
     fn marker_if_due(&mut self) {
@@ -287,7 +287,7 @@ impl Transmitter {
         }
     }
 
-    /// Octets until the next marker, at least 1 after `marker_if_due`.
+    /// Bytes until the next marker, at least 1 after `marker_if_due`.
     fn until_marker(&self) -> usize {
         if self.markers { (MARKER_INTERVAL - self.position % MARKER_INTERVAL) as usize } else { usize::MAX }
     }
@@ -317,7 +317,7 @@ impl Transmitter {
                 self.crc.update(bytes);
                 self.pieces.push(Piece::Memory { ptr, len: n });
                 self.position += n as u64;
-                self.batch_octets += n;
+                self.batch_bytes += n;
             }
             ptr = ptr.wrapping_add(n);
             len -= n;
@@ -341,7 +341,7 @@ impl Transmitter {
                 _ => self.pieces.push(Piece::Bounce { at, len: n }),
             }
             self.position += n as u64;
-            self.batch_octets += n;
+            self.batch_bytes += n;
             ptr = ptr.wrapping_add(n);
             len -= n;
         }
@@ -370,7 +370,7 @@ impl Transmitter {
         self.fpdu_ends.push_back(self.position);
     }
 
-    /// Payload octets for the next segment of a message with `left` to go: as even as possible,
+    /// Payload bytes for the next segment of a message with `left` to go: as even as possible,
     /// so that no message ends in a sliver.
     fn segment_len(&self, header_len: usize, left: usize) -> usize {
         const ALIGN: usize = 64;
@@ -393,7 +393,7 @@ impl Connection {
     /// for the kernel to take.
     pub(crate) fn tx_fill(&mut self) -> bool {
         if self.tx.pieces.is_empty() {
-            while self.tx.batch_octets < BATCH_OCTETS
+            while self.tx.batch_bytes < BATCH_BYTES
                 && self.tx.pieces.len() < BATCH_PIECES
                 && self.tx.scratch.len() < BATCH_SCRATCH
                 && self.tx.bounce.len() < BATCH_BOUNCE
@@ -411,7 +411,7 @@ impl Connection {
         !self.tx.pieces.is_empty()
     }
 
-    /// Octets that the kernel has taken so far.
+    /// Bytes that the kernel has taken so far.
     pub(crate) fn sent(&self) -> u64 {
         self.tx.taken
     }
@@ -421,7 +421,7 @@ impl Connection {
         self.tx.iovecs(out);
     }
 
-    /// The kernel took `n` octets from the front of the last iovecs.
+    /// The kernel took `n` bytes from the front of the last iovecs.
     pub(crate) fn tx_advance(&mut self, mut n: usize) {
         self.tx.taken += n as u64;
         while n > 0 {

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// Octets of a request's own copy of small payloads.
+/// Bytes of a request's own copy of small payloads.
 const MAX_INLINE: u32 = 64;
 /// How often endpoints look at the clock.
 const TICK: Duration = Duration::from_millis(10);
@@ -108,7 +108,7 @@ unsafe impl Send for Filler {}
 unsafe impl Sync for Filler {}
 
 impl Filler {
-    /// Entries of 32 octets, of which siw makes a power of two: a megabyte.
+    /// Entries of 32 bytes, of which siw makes a power of two: a megabyte.
     const ENTRIES: i32 = 0x92000 / 32;
 
     /// The one of this hardware; none if it cannot be had, which only limits the number of queue pairs.

@@ -303,15 +303,15 @@ impl Endpoint {
                     sges.push(ibv_sge { addr: sge.addr, length: sge.len, lkey: sge.lkey });
                 }
             }
-            Payload::Inline(octets) => {
-                if octets.len() > self.max_inline {
+            Payload::Inline(bytes) => {
+                if bytes.len() > self.max_inline {
                     let limit = self.max_inline as u64;
-                    return Err(Error::Limit { what: "inline payload", got: octets.len() as u64, limit });
+                    return Err(Error::Limit { what: "inline payload", got: bytes.len() as u64, limit });
                 }
                 flags |= SEND_INLINE;
-                len = octets.len() as u32;
+                len = bytes.len() as u32;
                 if len > 0 {
-                    sges.push(ibv_sge { addr: octets.as_ptr() as u64, length: len, lkey: 0 });
+                    sges.push(ibv_sge { addr: bytes.as_ptr() as u64, length: len, lkey: 0 });
                 }
             }
         }
@@ -370,7 +370,7 @@ impl Endpoint {
                 return Err(Error::Unsupported("atomics on this device"));
             }
             if len != 8 {
-                return Err(Error::Unsupported("an atomic whose result is not 8 octets"));
+                return Err(Error::Unsupported("an atomic whose result is not 8 bytes"));
             }
         }
         wr.wr_id = SENT;

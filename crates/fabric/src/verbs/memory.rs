@@ -308,7 +308,7 @@ impl Window {
     ) -> Result<(Arc<Window>, bind_mw)> {
         region.check_part(offset, len, access)?;
         let Spare(mw, last) = endpoint.take_spare().map_or_else(|| Spare::allocate(region), Ok)?;
-        // The low octet is the consumer's: another one each time, so that old keys miss.
+        // The low byte is the consumer's: another one each time, so that old keys miss.
         let rkey = last & !0xff | u32::from((last as u8).wrapping_add(1));
         let mut mw_access_flags = 0;
         for (right, flag) in [

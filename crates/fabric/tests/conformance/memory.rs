@@ -29,7 +29,7 @@ pub fn solicited_and_invalidate(lab: &Lab) {
     }
 }
 
-/// More windows than there are keys in their low octet, one after another and some at once; each lets the peer at its own
+/// More windows than there are keys in their low byte, one after another and some at once; each lets the peer at its own
 /// part, until it is revoked or dropped.
 pub fn windows(lab: &Lab) {
     let (mut a, mut b) = lab.pair();

@@ -67,7 +67,7 @@ fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut T
     }
 }
 
-/// Octets per second of reads of `size` octets with `compute` of computation behind each posting.
+/// Bytes per second of reads of `size` bytes with `compute` of computation behind each posting.
 pub(super) fn measure_computing(
     args: &TestArgs,
     addr: SocketAddr,

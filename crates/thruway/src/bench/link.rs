@@ -50,7 +50,7 @@ impl Pace {
     }
 }
 
-/// Both halves of the buffer hold `size` octets: what is sent from, what is received into.
+/// Both halves of the buffer hold `size` bytes: what is sent from, what is received into.
 pub(super) struct Link {
     pub(super) qp: QueuePair,
     pub(super) buffer: Arc<Buffer>,
@@ -119,12 +119,12 @@ impl Link {
         self.qp.post_send(&request).map_err(|e| e.to_string())
     }
 
-    /// Marks the last octet of the next write.
+    /// Marks the last byte of the next write.
     pub(super) fn stamp(&self, len: u32, mark: u8) {
         self.buffer.write(len as usize - 1, &[mark]);
     }
 
-    /// The last octet of the last write received.
+    /// The last byte of the last write received.
     pub(super) fn stamp_received(&self, len: u32) -> u8 {
         let mut mark = [0];
         self.buffer.read(self.size as usize + len as usize - 1, &mut mark);

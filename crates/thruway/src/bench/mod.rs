@@ -199,7 +199,7 @@ impl TestArgs {
                 .split(',')
                 .map(|text| match crate::units::parse_size(text)? {
                     n @ 1..=0x4000_0000 => Ok(n as u32),
-                    n => Err(format!("a message of {n} octets; 1 to 1G are possible")),
+                    n => Err(format!("a message of {n} bytes; 1 to 1G are possible")),
                 })
                 .collect(),
         }
@@ -227,7 +227,7 @@ struct Test {
 
 /// How a test begins in private data; the digit is the version.
 const MAGIC: [u8; 4] = *b"TWB2";
-/// Octets of a test: InfiniBand's connection request has room for 56.
+/// Bytes of a test: InfiniBand's connection request has room for 56.
 const TEST_LEN: usize = 28;
 
 impl Test {
@@ -240,9 +240,9 @@ impl Test {
     }
 
     /// `None` for anything else; what follows is padding of the transport's.
-    fn decode(octets: &[u8]) -> Option<Test> {
-        let rest = octets.get(..TEST_LEN)?.strip_prefix(&MAGIC)?;
-        let u32_at = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("four octets"));
+    fn decode(bytes: &[u8]) -> Option<Test> {
+        let rest = bytes.get(..TEST_LEN)?.strip_prefix(&MAGIC)?;
+        let u32_at = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("four bytes"));
         Some(Test {
             lat: rest[0] == 1,
             op: *[Op::Send, Op::Write, Op::Read, Op::Atomic].get(usize::from(rest[1]))?,

@@ -32,7 +32,7 @@ pub(super) fn run(args: &RegionArgs, common: &Common) -> Result<(), String> {
     if common.json {
         crate::say!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
     } else if !common.quiet {
-        crate::say_error!("listening on {addr}, {size} octets");
+        crate::say_error!("listening on {addr}, {size} bytes");
     }
     target.serve(|| false).map_err(|e| e.to_string())
 }

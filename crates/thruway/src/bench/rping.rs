@@ -13,7 +13,7 @@ use thruway_fabric::*;
 /// Largest buffer, as in rping.
 const SIZE_MAX: u32 = 64 << 10;
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Octets of an advertisement: address (64), key (32), size (32), network order.
+/// Bytes of an advertisement: address (64), key (32), size (32), network order.
 const INFO_LEN: usize = 16;
 
 const WR_RECV: u64 = 1;
@@ -29,7 +29,7 @@ pub(super) struct RpingArgs {
     /// Pings
     #[arg(long, short = 'C', default_value_t = 100)]
     count: u32,
-    /// Octets of a ping
+    /// Bytes of a ping
     #[arg(long, short = 'S', default_value_t = 64, value_parser = clap::value_parser!(u32).range(16..=SIZE_MAX as i64))]
     size: u32,
     /// Serve one client and exit (with --listen)
@@ -76,7 +76,7 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
         crate::say!("{row:#}");
     } else if !common.quiet {
         crate::say!(
-            "{} pings of {} octets, every one verified, {:.2} us each",
+            "{} pings of {} bytes, every one verified, {:.2} us each",
             args.count,
             args.size,
             seconds * 1e6 / f64::from(args.count)
@@ -138,8 +138,8 @@ impl Peer {
     fn advertised(&self) -> (RemoteAddr, u32) {
         let mut info = [0; INFO_LEN];
         self.buffer.read(0, &mut info);
-        let u32_at = |at: usize| u32::from_be_bytes(info[at..at + 4].try_into().expect("4 octets"));
-        let addr = u64::from_be_bytes(info[..8].try_into().expect("8 octets"));
+        let u32_at = |at: usize| u32::from_be_bytes(info[at..at + 4].try_into().expect("4 bytes"));
+        let addr = u64::from_be_bytes(info[..8].try_into().expect("8 bytes"));
         (RemoteAddr { addr, rkey: u32_at(8) }, u32_at(12))
     }
 
@@ -259,7 +259,7 @@ fn serve_client(peer: &mut Peer, verbose: bool) -> Result<(), String> {
         }
         let (source, size) = peer.advertised();
         if size > SIZE_MAX {
-            return Err(format!("the client advertises {size} octets, more than rping's {SIZE_MAX}"));
+            return Err(format!("the client advertises {size} bytes, more than rping's {SIZE_MAX}"));
         }
         peer.expect().map_err(fail)?;
         peer.post(WR_READ, SendOp::Read { remote: source }, peer.mr.sge(DATA, size)).map_err(fail)?;
@@ -275,7 +275,7 @@ fn serve_client(peer: &mut Peer, verbose: bool) -> Result<(), String> {
         peer.need(WR_RECV)?;
         let (sink, size) = peer.advertised();
         if size > SIZE_MAX {
-            return Err(format!("the client advertises {size} octets, more than rping's {SIZE_MAX}"));
+            return Err(format!("the client advertises {size} bytes, more than rping's {SIZE_MAX}"));
         }
         peer.expect().map_err(fail)?;
         let op = SendOp::Write { remote: sink, immediate: None };

@@ -368,7 +368,7 @@ impl BlockService {
         for export in &self.exports {
             let geometry = export.geometry();
             let mode = if geometry.read_only { "read-only" } else { "read and write" };
-            lines.push(format!("block {} = {}, {} octets ({mode})", export.name, export.description, geometry.size));
+            lines.push(format!("block {} = {}, {} bytes ({mode})", export.name, export.description, geometry.size));
         }
         lines
     }

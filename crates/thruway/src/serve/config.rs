@@ -91,7 +91,7 @@ const DISK: &[Key] = &[
         "",
         "Target for iSCSI; several disks may have the same. If nothing is said, one of the disk's name",
     ),
-    Key::new("sector", Kind::Text, "512", "Octets of a SCSI block: 512 or 4096"),
+    Key::new("sector", Kind::Text, "512", "Bytes of a SCSI block: 512 or 4096"),
     Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "),
 ];
 
@@ -137,7 +137,7 @@ pub fn load(path: &Path) -> Result<File, String> {
     parse(&text).map_err(|mistakes| {
         let lines = mistakes.iter().map(|mistake| {
             let before = &text.as_bytes()[..mistake.span.start.min(text.len())];
-            let line = 1 + before.iter().filter(|octet| **octet == b'\n').count();
+            let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
             format!("{}:{line}: {}", path.display(), mistake.what)
         });
         lines.collect::<Vec<_>>().join("\n")

@@ -54,7 +54,7 @@ pub fn run(program: &str, args: &[&str]) -> Output {
 /// Runs a program that must succeed; what it says.
 pub fn ok(program: &str, args: &[&str]) -> String {
     let output = run(program, args);
-    let text = |octets: &[u8]| String::from_utf8_lossy(octets).into_owned();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{program} {args:?}\n{}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
 }
@@ -65,13 +65,13 @@ pub fn libnbd(uri: &str, script: &str) -> String {
     ok("/usr/bin/python3", &["-c", &script, uri])
 }
 
-/// A file of 40 MiB, half of it octets that cannot be guessed, half of it a hole.
+/// A file of 40 MiB, half of it bytes that cannot be guessed, half of it a hole.
 pub fn image(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.path(name);
-    let mut octets = vec![0; 20 << 20];
-    fs::File::open("/dev/urandom").unwrap().read_exact(&mut octets).unwrap();
+    let mut bytes = vec![0; 20 << 20];
+    fs::File::open("/dev/urandom").unwrap().read_exact(&mut bytes).unwrap();
     let mut file = fs::File::create(&path).unwrap();
-    file.write_all(&octets).unwrap();
+    file.write_all(&bytes).unwrap();
     file.set_len(40 << 20).unwrap();
     path
 }

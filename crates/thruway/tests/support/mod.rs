@@ -148,7 +148,7 @@ fn describe(root: &Path, how: Compare) -> BTreeMap<Vec<u8>, String> {
                 "directory".into()
             } else if kind.is_file() {
                 let content = fs::read(&path).unwrap();
-                format!("file of {} octets, {}", content.len(), blake3::hash(&content))
+                format!("file of {} bytes, {}", content.len(), blake3::hash(&content))
             } else if kind.is_fifo() {
                 "fifo".into()
             } else {
@@ -194,7 +194,7 @@ pub fn assert_same(a: &Path, b: &Path, how: Compare) {
     }
 }
 
-/// Deterministic octets.
+/// Deterministic bytes.
 pub fn noise(len: usize, mut seed: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(len + 8);
     while out.len() < len {

@@ -27,8 +27,8 @@ pub(crate) fn blocks_for(round_trip: Option<Duration>, block_len: u32, least: us
 
 /// Blocks that keep a channel of a long path busy: one that leaves and one behind it.
 pub(crate) const BUSY_BLOCKS: usize = 2;
-/// More of them, if they are short: octets that keep it busy until its next block is there.
-pub(crate) const BUSY_OCTETS: u64 = 1 << 20;
+/// More of them, if they are short: bytes that keep it busy until its next block is there.
+pub(crate) const BUSY_BYTES: u64 = 1 << 20;
 
 /// Below this round trip no window is too small.
 pub(super) const ROUND_TRIP_MIN: Duration = Duration::from_millis(1);
@@ -46,7 +46,7 @@ pub(crate) struct Growth {
     sent: u64,
     busy: Duration,
     limited: Duration,
-    /// Octets per second before the last addition.
+    /// Bytes per second before the last addition.
     before: Option<f64>,
     /// Looks left before the last addition is judged and another one possible.
     waiting: u32,
@@ -74,7 +74,7 @@ impl Growth {
         !self.over && far.is_some_and(|rtt| now - self.looked >= INTERVAL_MIN.max(2 * rtt))
     }
 
-    /// How many channels to add, `sent` octets having been sent in all.
+    /// How many channels to add, `sent` bytes having been sent in all.
     pub(crate) fn look(&mut self, now: Instant, paths: &[Path], sent: u64) -> u32 {
         let busy: Duration = paths.iter().map(|p| p.busy).sum();
         let limited: Duration = paths.iter().map(|p| p.window_limited).sum();

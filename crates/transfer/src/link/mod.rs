@@ -8,7 +8,7 @@ mod loss;
 mod rdma;
 mod tcp;
 
-pub(crate) use growth::{BUSY_BLOCKS, BUSY_OCTETS, Growth, blocks_for, first_channels};
+pub(crate) use growth::{BUSY_BLOCKS, BUSY_BYTES, Growth, blocks_for, first_channels};
 pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
@@ -178,11 +178,11 @@ trait ControlChannel {
     /// [`Link::poll`].
     fn state(&mut self) -> (&mut VecDeque<Vec<u8>>, &mut Option<Secured>, &mut VecDeque<LinkEvent>);
 
-    /// Sends octets as they are.
-    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError>;
+    /// Sends bytes as they are.
+    fn say(&mut self, bytes: Vec<u8>) -> Result<(), LinkError>;
 
     /// Takes a message that was encrypted.
-    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError>;
+    fn hear(&mut self, bytes: &[u8]) -> Result<(), LinkError>;
 
     /// Waits up to `limit` for something to happen.
     fn turn(&mut self, limit: Duration) -> Result<(), LinkError>;
@@ -462,7 +462,7 @@ impl Link {
         }
     }
 
-    /// Writes a block's header and `len` octets of payload where the credit says, and the
+    /// Writes a block's header and `len` bytes of payload where the credit says, and the
     /// notification behind it, which also revokes the credit's key where that is possible (RDMA).
     ///
     /// # Errors

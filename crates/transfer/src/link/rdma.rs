@@ -1,7 +1,7 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::growth::{BUSY_BLOCKS, BUSY_OCTETS, ROUND_TRIP_MIN};
+use super::growth::{BUSY_BLOCKS, BUSY_BYTES, ROUND_TRIP_MIN};
 use super::loss::Loss;
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
@@ -84,7 +84,7 @@ struct DataChannel {
     notices: Option<(Arc<Buffer>, MemoryRegion)>,
     /// Writes under way.
     under_way: usize,
-    octets_under_way: u64,
+    bytes_under_way: u64,
     /// Credits of ours that only it can use, and has not.
     granted: usize,
     /// It can be used.
@@ -173,7 +173,7 @@ impl RdmaLink {
             link.open_data(call.addr, token, count, role)?;
         }
         if !rides {
-            link.send_octets(first)?;
+            link.send_bytes(first)?;
         }
         let peer = link.shake(handshake)?;
         Ok((link, peer))
@@ -192,7 +192,7 @@ impl RdmaLink {
         let mut handshake = Handshake::new(credentials, false);
         let (_, behind) = Hello::decode_prefix(request.private_data())?;
         // Not padding.
-        let first = behind.get(..credentials.kind().first_message_len()).filter(|m| m.iter().any(|octet| *octet != 0));
+        let first = behind.get(..credentials.kind().first_message_len()).filter(|m| m.iter().any(|byte| *byte != 0));
         let (mut reply, mut second) = (Vec::new(), None);
         if let Some(first) = first {
             if let Err(error) = handshake.read(first) {
@@ -208,7 +208,7 @@ impl RdmaLink {
         }
         request.accept(&link.control, &ConnectParams { private_data: reply, ..ConnectParams::default() })?;
         if let Some(message) = second {
-            link.send_octets(message)?;
+            link.send_bytes(message)?;
         }
         let peer = link.shake(handshake)?;
         Ok((link, peer))
@@ -262,7 +262,7 @@ impl RdmaLink {
     /// Whether a block would leave soon. Where TCP carries the writes on a long path, a block that
     /// waits behind others of its channel could have left by another one.
     pub(crate) fn has_room(&self) -> bool {
-        let room = |c: &DataChannel| c.under_way < BUSY_BLOCKS || c.octets_under_way < BUSY_OCTETS;
+        let room = |c: &DataChannel| c.under_way < BUSY_BLOCKS || c.bytes_under_way < BUSY_BYTES;
         !self.long || self.data.iter().any(|c| c.established && room(c))
     }
 
@@ -316,7 +316,7 @@ impl RdmaLink {
             role,
             notices: None,
             under_way: 0,
-            octets_under_way: 0,
+            bytes_under_way: 0,
             granted: 0,
             established: false,
         };
@@ -398,17 +398,17 @@ impl RdmaLink {
     fn transmit(&mut self, message: &Control) -> Result<(), LinkError> {
         // The receives we owe ride along.
         let plain = message.encode(self.owed as u8);
-        debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} octets", plain.len());
+        debug_assert!(plain.len() <= CONTROL_MAX, "a control message of {} bytes", plain.len());
         self.owed = 0;
         let sealed = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?.seal(&plain);
-        self.send_octets(sealed)
+        self.send_bytes(sealed)
     }
 
-    fn send_octets(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
-        debug_assert!(octets.len() <= SLOT_LEN && CONTROL_MAX + SEAL_LEN <= SLOT_LEN);
+    fn send_bytes(&mut self, bytes: Vec<u8>) -> Result<(), LinkError> {
+        debug_assert!(bytes.len() <= SLOT_LEN && CONTROL_MAX + SEAL_LEN <= SLOT_LEN);
         let Some(slot) = self.free_send_slots.pop() else { return Err(LinkError::Unexpected("handshake length")) };
-        self.slots.write(slot * SLOT_LEN, &octets);
-        let sge = [self.slots_mr.sge(slot * SLOT_LEN, octets.len() as u32)];
+        self.slots.write(slot * SLOT_LEN, &bytes);
+        let sge = [self.slots_mr.sge(slot * SLOT_LEN, bytes.len() as u32)];
         let request = SendRequest {
             wr_id: KIND_CONTROL_SEND | slot as u64,
             op: SendOp::Send { invalidate: None },
@@ -475,7 +475,7 @@ impl RdmaLink {
         self.device.attributes().remote_invalidate && !self.binds_windows()
     }
 
-    /// Writes a block's header and `len` octets of payload where the credit says, and the
+    /// Writes a block's header and `len` bytes of payload where the credit says, and the
     /// notification behind it, which also revokes the credit's key.
     ///
     /// # Errors
@@ -510,10 +510,10 @@ impl RdmaLink {
         ];
         let open =
             self.data.iter_mut().filter(|c| c.established && (credit.channel == 0 || c.number == credit.channel));
-        let channel = open.min_by_key(|c| c.octets_under_way).ok_or(LinkError::Unexpected("block"))?;
+        let channel = open.min_by_key(|c| c.bytes_under_way).ok_or(LinkError::Unexpected("block"))?;
         self.writing[index] = Some((block.expose(), len));
         channel.under_way += 1;
-        channel.octets_under_way += u64::from(len);
+        channel.bytes_under_way += u64::from(len);
         if let Err((_, error)) = channel.qp.post_sends(&requests) {
             let cause = channel.qp.error().ok_or(error)?;
             self.lose(cause);
@@ -627,17 +627,17 @@ impl RdmaLink {
         match wc.wr_id & KIND_MASK {
             KIND_CONTROL_RECV => {
                 self.heard = Instant::now();
-                let mut octets = vec![0; wc.len as usize];
-                self.slots.read(index * SLOT_LEN, &mut octets);
+                let mut bytes = vec![0; wc.len as usize];
+                self.slots.read(index * SLOT_LEN, &mut bytes);
                 self.post_control_receive(index)?;
                 if self.secured.is_none() {
                     if self.raw.len() >= CONTROL_RECEIVES {
                         return Err(LinkError::Unexpected("message during the handshake"));
                     }
-                    self.raw.push_back(octets);
+                    self.raw.push_back(bytes);
                     return Ok(());
                 }
-                self.take_control(&octets)
+                self.take_control(&bytes)
             }
             KIND_CONTROL_SEND => {
                 self.free_send_slots.push(index);
@@ -647,7 +647,7 @@ impl RdmaLink {
                 let (block, len) = self.writing[index].take().ok_or(LinkError::Unexpected("write completion"))?;
                 if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == wc.qp_num) {
                     channel.under_way -= 1;
-                    channel.octets_under_way -= u64::from(len);
+                    channel.bytes_under_way -= u64::from(len);
                 }
                 self.ready.push_back(LinkEvent::Written(block.reclaim(), None));
                 Ok(())
@@ -662,12 +662,12 @@ impl RdmaLink {
                 let channel = channel.ok_or(LinkError::Unexpected("notification"))?;
                 channel.granted = channel.granted.saturating_sub(1);
                 let (buffer, _) = channel.notices.as_ref().ok_or(LinkError::Unexpected("notification"))?;
-                let mut octets = [0; COMPLETION_LEN];
+                let mut bytes = [0; COMPLETION_LEN];
                 if wc.len as usize != COMPLETION_LEN {
                     return Err(Malformed("block completion").into());
                 }
-                buffer.read(index * NOTICE_LEN, &mut octets);
-                let completion = Completion::decode(&octets)?;
+                buffer.read(index * NOTICE_LEN, &mut bytes);
+                let completion = Completion::decode(&bytes)?;
                 channel.post_notice_receive(index)?;
                 self.ready.push_back(LinkEvent::Arrived(completion));
                 Ok(())
@@ -676,8 +676,8 @@ impl RdmaLink {
         }
     }
 
-    fn take_control(&mut self, octets: &[u8]) -> Result<(), LinkError> {
-        let plain = self.secured.as_mut().expect("checked by the callers").open(octets)?;
+    fn take_control(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        let plain = self.secured.as_mut().expect("checked by the callers").open(bytes)?;
         let (message, receives) = Control::decode(&plain)?;
         self.peer_room = (self.peer_room + usize::from(receives)).min(CONTROL_RECEIVES - CONTROL_RESERVE);
         if message != Control::Receives {
@@ -723,12 +723,12 @@ impl ControlChannel for RdmaLink {
         (&mut self.raw, &mut self.secured, &mut self.ready)
     }
 
-    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
-        self.send_octets(octets)
+    fn say(&mut self, bytes: Vec<u8>) -> Result<(), LinkError> {
+        self.send_bytes(bytes)
     }
 
-    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError> {
-        self.take_control(octets)
+    fn hear(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        self.take_control(bytes)
     }
 
     fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {

@@ -26,13 +26,13 @@ use thruway_fabric::{ConnectionError, Device, Path, path};
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest greeting.
 const GREETING_MAX: usize = 256;
-/// Octets a sealed control frame can have.
+/// Bytes a sealed control frame can have.
 const FRAME_MAX: usize = CONTROL_MAX + 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Takes pieces of files off a socket.
 pub(crate) trait Receive: Send + Sync {
-    /// Moves `header.len` octets from the socket to where they belong.
+    /// Moves `header.len` bytes from the socket to where they belong.
     ///
     /// # Errors
     /// If the socket fails, or the session cannot go on.
@@ -66,9 +66,9 @@ pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting
                 break;
             }
         }
-        // Octet-exact: what follows the greeting is somebody else's.
+        // Byte-exact: what follows the greeting is somebody else's.
         let mut chunk = vec![0; need - seen.len()];
-        // All of it by then, not each octet.
+        // All of it by then, not each byte.
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         stream.set_read_timeout(Some(left))?;
         let n = stream.read(&mut chunk)?;
@@ -332,12 +332,12 @@ impl TcpLink {
     pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
         let secured = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?;
         let sealed = secured.seal(&message.encode(0));
-        self.send_octets(&sealed)
+        self.send_bytes(&sealed)
     }
 
-    fn send_octets(&mut self, octets: &[u8]) -> Result<(), LinkError> {
-        let mut frame = (octets.len() as u16).to_be_bytes().to_vec();
-        frame.extend_from_slice(octets);
+    fn send_bytes(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        let mut frame = (bytes.len() as u16).to_be_bytes().to_vec();
+        frame.extend_from_slice(bytes);
         self.spoken = Instant::now();
         match self.control.write_all(&frame) {
             Ok(()) => Ok(()),
@@ -386,12 +386,12 @@ impl TcpLink {
             };
             any = true;
             match news {
-                News::Control(octets) => {
+                News::Control(bytes) => {
                     self.heard = Instant::now();
                     if self.secured.is_none() {
-                        self.raw.push_back(octets);
+                        self.raw.push_back(bytes);
                     } else {
-                        self.take_control(&octets)?;
+                        self.take_control(&bytes)?;
                     }
                 }
                 News::ControlEnded(cause) => self.ended = Some(cause),
@@ -418,9 +418,9 @@ impl TcpLink {
         }
     }
 
-    fn take_control(&mut self, octets: &[u8]) -> Result<(), LinkError> {
+    fn take_control(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
         let secured = self.secured.as_mut().ok_or(LinkError::Unexpected("message before the handshake"))?;
-        let plain = secured.open(octets)?;
+        let plain = secured.open(bytes)?;
         let (message, _) = Control::decode(&plain)?;
         if message != Control::Receives {
             self.ready.push_back(LinkEvent::Control(message));
@@ -451,12 +451,12 @@ impl ControlChannel for TcpLink {
         (&mut self.raw, &mut self.secured, &mut self.ready)
     }
 
-    fn say(&mut self, octets: Vec<u8>) -> Result<(), LinkError> {
-        self.send_octets(&octets)
+    fn say(&mut self, bytes: Vec<u8>) -> Result<(), LinkError> {
+        self.send_bytes(&bytes)
     }
 
-    fn hear(&mut self, octets: &[u8]) -> Result<(), LinkError> {
-        self.take_control(octets)
+    fn hear(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        self.take_control(bytes)
     }
 
     fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
@@ -486,13 +486,13 @@ fn read_control(mut stream: TcpStream, teller: &Teller) {
         if len > FRAME_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a control frame that is too long"));
         }
-        let mut octets = vec![0; len];
-        stream.read_exact(&mut octets)?;
-        Ok(octets)
+        let mut bytes = vec![0; len];
+        stream.read_exact(&mut bytes)?;
+        Ok(bytes)
     };
     loop {
         match read() {
-            Ok(octets) => teller.tell(News::Control(octets)),
+            Ok(bytes) => teller.tell(News::Control(bytes)),
             Err(e) => return teller.tell(News::ControlEnded(cause_of(&e))),
         }
     }
@@ -559,9 +559,9 @@ fn receive_blocks(stream: &TcpStream, pool: &Arc<BlockPool>, receive: &dyn Recei
 }
 
 fn receive_block(mut stream: &TcpStream, pool: &Arc<BlockPool>, receive: &dyn Receive) -> io::Result<News> {
-    let mut octets = [0; HEADER_LEN];
-    stream.read_exact(&mut octets)?;
-    let header = match BlockHeader::decode(&octets, pool.payload_len()) {
+    let mut bytes = [0; HEADER_LEN];
+    stream.read_exact(&mut bytes)?;
+    let header = match BlockHeader::decode(&bytes, pool.payload_len()) {
         Ok(header) => header,
         Err(malformed) => return Ok(News::Malformed(malformed)),
     };
@@ -580,12 +580,12 @@ fn receive_block(mut stream: &TcpStream, pool: &Arc<BlockPool>, receive: &dyn Re
     };
     let len = header.len as usize;
     let (head, payload) = block.with_header_mut(HEADER_LEN);
-    head.copy_from_slice(&octets);
+    head.copy_from_slice(&bytes);
     stream.read_exact(&mut payload[..len])?;
     Ok(News::Received(block, header))
 }
 
-/// Moves octets from a socket into a file at `offset`, or nowhere, through a pipe, inside the
+/// Moves bytes from a socket into a file at `offset`, or nowhere, through a pipe, inside the
 /// kernel.
 pub(crate) fn splice(stream: &TcpStream, file: Option<&File>, offset: u64, len: u32) -> io::Result<()> {
     thread_local! {

@@ -24,7 +24,7 @@ use std::collections::BTreeSet;
 /// The peer broke the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Violation {
-    /// By octets that make no sense.
+    /// By bytes that make no sense.
     #[error(transparent)]
     Malformed(#[from] Malformed),
     /// By something out of turn.

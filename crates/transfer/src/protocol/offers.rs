@@ -3,9 +3,9 @@
 use crate::wire::{Answer, OfferEntry};
 use std::collections::VecDeque;
 
-/// Files offered in one message, and octets of the message they may take.
+/// Files offered in one message, and bytes of the message they may take.
 const ENTRIES: usize = 64;
-const OCTETS: usize = 7500;
+const BYTES: usize = 7500;
 /// What an offered file takes beside its path, at most.
 const ENTRY: usize = 32;
 /// Offers under way: on a long path so many batches are answered in one round trip. Fewer than the
@@ -15,7 +15,7 @@ pub(crate) const AHEAD: usize = 10;
 /// Offered files, in batches; `C` is what the source knows of a file.
 pub(crate) struct Offers<C> {
     gathering: Vec<(OfferEntry, C)>,
-    octets: usize,
+    bytes: usize,
     next_batch: u32,
     /// Sent and not answered.
     open: VecDeque<Vec<C>>,
@@ -23,19 +23,19 @@ pub(crate) struct Offers<C> {
 
 impl<C> Default for Offers<C> {
     fn default() -> Offers<C> {
-        Offers { gathering: Vec::new(), octets: 0, next_batch: 0, open: VecDeque::new() }
+        Offers { gathering: Vec::new(), bytes: 0, next_batch: 0, open: VecDeque::new() }
     }
 }
 
 impl<C> Offers<C> {
     /// Whether the entry fits the batch that is gathering; if not, [`Offers::send`] comes first.
     pub(crate) fn has_room(&self, entry: &OfferEntry) -> bool {
-        self.gathering.len() < ENTRIES && self.octets + entry.path.len() + ENTRY <= OCTETS
+        self.gathering.len() < ENTRIES && self.bytes + entry.path.len() + ENTRY <= BYTES
     }
 
     /// Adds a file to the batch that is gathering.
     pub(crate) fn push(&mut self, entry: OfferEntry, file: C) {
-        self.octets += entry.path.len() + ENTRY;
+        self.bytes += entry.path.len() + ENTRY;
         self.gathering.push((entry, file));
     }
 
@@ -44,7 +44,7 @@ impl<C> Offers<C> {
         if self.gathering.is_empty() {
             return None;
         }
-        self.octets = 0;
+        self.bytes = 0;
         let (entries, files) = std::mem::take(&mut self.gathering).into_iter().unzip();
         self.open.push_back(files);
         let batch = self.next_batch;

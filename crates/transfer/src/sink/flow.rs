@@ -3,7 +3,7 @@
 use crate::protocol::WINDOW_MAX;
 use std::time::{Duration, Instant};
 
-/// No path is faster, in octets per second.
+/// No path is faster, in bytes per second.
 const RATE_MAX: f64 = 12.5e9;
 /// Credits beside those that the path holds, for what is being dealt with at both ends.
 const SLACK: usize = 8;

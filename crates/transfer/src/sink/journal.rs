@@ -210,7 +210,7 @@ pub(crate) struct Range {
 }
 
 fn short(key: &Key) -> u64 {
-    u64::from_le_bytes(key[..8].try_into().expect("8 octets"))
+    u64::from_le_bytes(key[..8].try_into().expect("8 bytes"))
 }
 
 /// Sorts ranges and joins those that touch or overlap.

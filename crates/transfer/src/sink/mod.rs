@@ -47,7 +47,7 @@ use thruway_engine::pool::Exposed;
 use thruway_engine::{Block, integrity::DIGEST_LEN};
 use tree::{Manner, Tree};
 
-/// After this many octets what is written so far is synced in the background, so that a power cut
+/// After this many bytes what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
 const SYNC_EVERY: u64 = 4 << 30;
 /// How long a sink waits for the source's farewell.

@@ -20,11 +20,11 @@ impl Budget {
         Budget { rate: rate.map(|r| r.max(1) as f64), paid: None }
     }
 
-    pub(super) fn spend(&mut self, octets: u64, now: Instant) {
+    pub(super) fn spend(&mut self, bytes: u64, now: Instant) {
         let Some(rate) = self.rate else { return };
         let rested = now.checked_sub(BURST).unwrap_or(now);
         let from = self.paid.map_or(rested, |paid| paid.max(rested));
-        self.paid = Some(from + Duration::from_secs_f64(octets as f64 / rate));
+        self.paid = Some(from + Duration::from_secs_f64(bytes as f64 / rate));
     }
 
     /// How long to hold still.
@@ -43,7 +43,7 @@ impl Budget {
 mod tests {
     use super::*;
 
-    /// Sends blocks as soon as it may for `seconds`; returns octets per second.
+    /// Sends blocks as soon as it may for `seconds`; returns bytes per second.
     fn rate_of(budget: &mut Budget, start: Instant, seconds: u64, block: u64) -> f64 {
         let (mut now, mut sent) = (start, 0);
         while now < start + Duration::from_secs(seconds) {

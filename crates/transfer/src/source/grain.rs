@@ -1,6 +1,6 @@
 //! How much goes into one block.
 
-use crate::link::{BUSY_BLOCKS, BUSY_OCTETS};
+use crate::link::{BUSY_BLOCKS, BUSY_BYTES};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -37,11 +37,11 @@ impl Grain {
 
     /// Pieces that keep a channel busy.
     pub(super) fn for_a_channel(&self) -> usize {
-        ((BUSY_OCTETS / u64::from(self.get().max(1))) as usize).max(BUSY_BLOCKS)
+        ((BUSY_BYTES / u64::from(self.get().max(1))) as usize).max(BUSY_BLOCKS)
     }
 
-    fn path_holds(&self, octets: u64) {
-        let len = u32::try_from(octets / PIECES / UNIT * UNIT).unwrap_or(u32::MAX).min(self.most);
+    fn path_holds(&self, bytes: u64) {
+        let len = u32::try_from(bytes / PIECES / UNIT * UNIT).unwrap_or(u32::MAX).min(self.most);
         self.now.fetch_max(len, Ordering::Relaxed);
     }
 }
@@ -64,7 +64,7 @@ impl Gauge {
         self.grain.get() < self.grain.most && now - self.looked >= 2 * self.round_trip
     }
 
-    /// So many octets have arrived at the peer in all.
+    /// So many bytes have arrived at the peer in all.
     pub(super) fn look(&mut self, acked: u64, now: Instant) {
         let rate = acked.saturating_sub(self.acked) as f64 / (now - self.looked).as_secs_f64().max(1e-6);
         self.grain.path_holds((rate * self.round_trip.as_secs_f64()) as u64);

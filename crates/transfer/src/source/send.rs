@@ -265,7 +265,7 @@ impl Walker {
         }
     }
 
-    /// At least `len` octets of the current pack, or of a new one.
+    /// At least `len` bytes of the current pack, or of a new one.
     fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
         let capacity = self.terms.block_len as usize;
         debug_assert!(len <= capacity);
@@ -302,7 +302,7 @@ impl Walker {
     }
 }
 
-/// Whether a file has holes that are worth keeping. Fewer blocks than bytes may also mean compression.
+/// Whether a file has holes that are worth keeping. Fewer blocks tha bytes may also mean compression.
 fn has_holes(file: &File, stat: &Stat) -> bool {
     let size = stat.st_size as u64;
     size >= HOLE_MIN

@@ -4,7 +4,7 @@ use super::{CONTROL_HEADER_LEN, Malformed};
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
 use thruway_engine::security::TAG_LEN;
 
-/// Octets of a block completion notification, the one control message on data channels: a Send
+/// Bytes of a block completion notification, the one control message on data channels: a Send
 /// behind the write it announces, so that its arrival proves the write's placement.
 pub const COMPLETION_LEN: usize = CONTROL_HEADER_LEN + 12;
 const COMPLETION_TYPE: u16 = 6;
@@ -21,7 +21,7 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The notification's octets.
+    /// The notification's bytes.
     pub fn encode(&self) -> [u8; COMPLETION_LEN] {
         let mut out = [0; COMPLETION_LEN];
         out[0..2].copy_from_slice(&COMPLETION_TYPE.to_be_bytes());
@@ -42,7 +42,7 @@ impl Completion {
         if bytes[..CONTROL_HEADER_LEN] != expected[..CONTROL_HEADER_LEN] {
             return Err(Malformed("block completion"));
         }
-        let at = |i: usize| u32::from_be_bytes(bytes[i..i + 4].try_into().expect("4 octets"));
+        let at = |i: usize| u32::from_be_bytes(bytes[i..i + 4].try_into().expect("4 bytes"));
         Ok(Completion { session: at(8), sequence: at(12), block: at(16) })
     }
 }
@@ -59,7 +59,7 @@ pub enum BlockKind {
     Pack = 2,
 }
 
-/// Octets of a block's header. The last 16, the digest, are sealed together with the payload.
+/// Bytes of a block's header. The last 16, the digest, are sealed together with the payload.
 pub const HEADER_LEN: usize = 64;
 const FIXED_LEN: usize = 32;
 
@@ -72,7 +72,7 @@ pub struct BlockHeader {
     pub sequence: u32,
     /// Where the payload belongs in its file.
     pub offset: u64,
-    /// Octets of payload.
+    /// Bytes of payload.
     pub len: u32,
     /// What it is.
     pub kind: BlockKind,
@@ -114,14 +114,14 @@ impl BlockHeader {
         std::array::from_fn(|i| payload[i] ^ header[i])
     }
 
-    /// Reads a header for a block that holds up to `capacity` octets.
+    /// Reads a header for a block that holds up to `capacity` bytes.
     ///
     /// # Errors
     /// [`Malformed`] for unknown kinds and lengths beyond the block.
     pub fn decode(bytes: &[u8], capacity: usize) -> Result<BlockHeader, Malformed> {
         let bytes: &[u8; HEADER_LEN] = bytes.try_into().map_err(|_| Malformed("block header"))?;
-        let u32_at = |i: usize| u32::from_be_bytes(bytes[i..i + 4].try_into().expect("4 octets"));
-        let u64_at = |i: usize| u64::from_be_bytes(bytes[i..i + 8].try_into().expect("8 octets"));
+        let u32_at = |i: usize| u32::from_be_bytes(bytes[i..i + 4].try_into().expect("4 bytes"));
+        let u64_at = |i: usize| u64::from_be_bytes(bytes[i..i + 8].try_into().expect("8 bytes"));
         let kind = match bytes[20] {
             0 => BlockKind::Void,
             1 => BlockKind::Data,

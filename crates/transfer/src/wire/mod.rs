@@ -1,8 +1,8 @@
 //! What RFTP peers say to each other: control messages, block headers, packed records.
 //!
 //! Pure codec, specified byte by byte in the book's chapter "The RFTP protocol". A control
-//! message is an 8-octet header (type, flags, length; network order) and a body in the postcard
-//! encoding; a block is a 64-octet header and its payload.
+//! message is an 8-byte header (type, flags, length; network order) and a body in the postcard
+//! encoding; a block is a 64-byte header and its payload.
 
 mod block;
 mod record;
@@ -15,11 +15,11 @@ use thruway_engine::integrity::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
 pub const VERSION: u16 = 3;
-/// First octets of the private data of every RFTP connection.
+/// First bytes of the private data of every RFTP connection.
 pub const MAGIC: [u8; 4] = *b"TWFT";
 /// Largest control message, header included, before encryption.
 pub const CONTROL_MAX: usize = 8000;
-/// Octets of a control message's header.
+/// Bytes of a control message's header.
 pub const CONTROL_HEADER_LEN: usize = 8;
 /// Smallest and largest block payload that can be negotiated.
 pub const BLOCK_LEN: std::ops::RangeInclusive<u32> = 64 << 10..=64 << 20;
@@ -96,7 +96,7 @@ impl Hello {
 }
 
 impl AuthKind {
-    /// Octets of the handshake's first message.
+    /// Bytes of the handshake's first message.
     pub fn first_message_len(self) -> usize {
         match self {
             // A public key; with a secret known beforehand, its proof as well.
@@ -150,7 +150,7 @@ pub struct TreeOptions {
     pub exclude: Vec<String>,
     /// Direct I/O.
     pub direct: Direct,
-    /// Octets to take from endless sources such as `/dev/zero`.
+    /// Bytes to take from endless sources such as `/dev/zero`.
     pub length: Option<u64>,
 }
 
@@ -208,7 +208,7 @@ pub struct SessionRequest {
     pub verify: u8,
     /// Key of the data plane's AEAD; `None` leaves it in clear.
     pub data_key: Option<[u8; 32]>,
-    /// Octets per second the source keeps under.
+    /// Bytes per second the source keeps under.
     pub rate_limit: Option<u64>,
     /// Pull: keys of the caller's credits may be revoked by Send with Invalidate.
     pub revocable: bool,
@@ -347,7 +347,7 @@ pub struct Summary {
     pub files: u64,
     /// Directories, links and the like.
     pub others: u64,
-    /// Octets written.
+    /// Bytes written.
     pub bytes: u64,
     /// Bytes that an earlier attempt had verified and written.
     pub resumed_bytes: u64,
@@ -470,7 +470,7 @@ impl Control {
         }
     }
 
-    /// The message's octets; `receives` is how many receives the sender has posted anew.
+    /// The message's bytes; `receives` is how many receives the sender has posted anew.
     pub fn encode(&self, receives: u8) -> Vec<u8> {
         let body = match self {
             Control::Session(b) => postcard::to_allocvec(b),
@@ -503,7 +503,7 @@ impl Control {
     /// Reads one whole message; also returns how many receives its sender posted anew.
     ///
     /// # Errors
-    /// [`Malformed`] unless the octets are exactly one valid message.
+    /// [`Malformed`] unless the bytes are exactly one valid message.
     pub fn decode(bytes: &[u8]) -> Result<(Control, u8), Malformed> {
         let (header, body) =
             bytes.split_first_chunk::<CONTROL_HEADER_LEN>().ok_or(Malformed("control message header"))?;
@@ -681,7 +681,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_octets_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u16..20, flags in 0u16..2) {
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), kind in 0u16..20, flags in 0u16..2) {
             let _ = Control::decode(&bytes);
             let mut framed = kind.to_be_bytes().to_vec();
             framed.extend_from_slice(&flags.to_be_bytes());

@@ -107,7 +107,7 @@ pub(super) static FAMILIES: [Family; 12] = [
         title: "Transfer by block size and streams, against GridFTP",
         source: "Ren 2015, fig. 4-4 to 4-7 and 6-12",
         reported: "RFTP reaches the rate of the wire from 256 KiB blocks on; GridFTP needs more than one processor and stays below it.",
-        expected: "The rate rises with the block size and flattens by 1 MiB; both ends together use at most a tenth more processor time per octet than GridFTP.",
+        expected: "The rate rises with the block size and flattens by 1 MiB; both ends together use at most a tenth more processor time per byte than GridFTP.",
         measure: transfer,
     },
     Family {
@@ -149,8 +149,8 @@ fn semantics(lab: &Lab) -> Result<Findings, String> {
         format!("write {:.1}, send {:.1}, read {:.1} Gbit/s at 4 MiB", write.last(), send.last(), rate[2].last());
     let charts = vec![
         chart("Rate, 16 under way", SIZE, "Gbit/s", rate),
-        chart("Processor time of the active end", SIZE, "ns per octet", near),
-        chart("Processor time of the passive end", SIZE, "ns per octet", far),
+        chart("Processor time of the active end", SIZE, "ns per byte", near),
+        chart("Processor time of the passive end", SIZE, "ns per byte", far),
     ];
     Ok(Findings { charts, agrees: Some(agrees), because })
 }
@@ -182,7 +182,7 @@ fn latency(lab: &Lab) -> Result<Findings, String> {
     for (wait, title) in [(Wait::Poll, "Polled"), (Wait::Event, "By event")] {
         let mut series = Vec::new();
         for op in [Op::Send, Op::Write, Op::Read] {
-            // Nobody watches a write's last octet without polling.
+            // Nobody watches a write's last byte without polling.
             if op == Op::Write && wait == Wait::Event {
                 continue;
             }
@@ -198,7 +198,7 @@ fn latency(lab: &Lab) -> Result<Findings, String> {
     }
     let (polled, event) = (&ends[0], &ends[1]);
     let agrees = polled.at(64.0) < event.at(64.0) && polled.at(1024.0) < 1.5 * polled.at(4.0);
-    let because = format!("send of 64 octets: {:.1} µs polled, {:.1} µs by event", polled.at(64.0), event.at(64.0));
+    let because = format!("send of 64 bytes: {:.1} µs polled, {:.1} µs by event", polled.at(64.0), event.at(64.0));
     Ok(Findings { charts, agrees: Some(agrees), because })
 }
 
@@ -252,7 +252,7 @@ fn hot_spot(lab: &Lab) -> Result<Findings, String> {
     let peer = Peer::bench(&Shape::default())?;
     let mut series = Vec::new();
     for size in [64, 16 * KIB] {
-        let name = if size < KIB { format!("{size} octets") } else { format!("{} KiB", size / KIB) };
+        let name = if size < KIB { format!("{size} bytes") } else { format!("{} KiB", size / KIB) };
         let mut line = Series::new(name);
         for clients in [1, 2, 4, 6, 8, 12] {
             let shape = Shape { lat: true, op: Op::Send, size, depth: 1, ..Shape::default() };
@@ -432,7 +432,7 @@ fn transfer(lab: &Lab) -> Result<Findings, String> {
     let mib = f64::from(MIB);
     let flat = rate[0].at(mib) > 0.7 * rate[0].most() && rate[0].at(mib) > rate[0].at(f64::from(64 * KIB)) * 0.9;
     let (mut because, mut agrees) =
-        (format!("iwarp, 1 MiB blocks: {:.0} Gbit/s, {:.3} ns/octet", rate[0].at(mib), cost[0].at(mib)), None);
+        (format!("iwarp, 1 MiB blocks: {:.0} Gbit/s, {:.3} ns/byte", rate[0].at(mib), cost[0].at(mib)), None);
     if has("globus-gridftp-server") && has("globus-url-copy") {
         let (mut r, mut c) = (Series::new("GridFTP, 1 stream"), Series::new("GridFTP, 1 stream"));
         let server = GridFtp::start()?;
@@ -441,7 +441,7 @@ fn transfer(lab: &Lab) -> Result<Findings, String> {
             r.points.push((block.into(), size as f64 * 8e-9 / seconds));
             c.points.push((block.into(), cpu / size as f64 * 1e9));
         }
-        because += &format!("; GridFTP {:.0} Gbit/s, {:.3} ns/octet", r.at(mib), c.at(mib));
+        because += &format!("; GridFTP {:.0} Gbit/s, {:.3} ns/byte", r.at(mib), c.at(mib));
         agrees = Some(flat && cost[0].at(mib) < 1.1 * c.at(mib));
         rate.push(r);
         cost.push(c);
@@ -451,7 +451,7 @@ fn transfer(lab: &Lab) -> Result<Findings, String> {
     let x = Axis { label: "block size", sizes: true };
     let charts = vec![
         chart("/dev/zero to /dev/null", x, "Gbit/s", rate),
-        chart("Processor time of both ends", x, "ns per octet", cost),
+        chart("Processor time of both ends", x, "ns per byte", cost),
     ];
     Ok(Findings { charts, agrees, because })
 }
@@ -523,10 +523,10 @@ fn breakdown(lab: &Lab) -> Result<Findings, String> {
     let daemon = Peer::daemon(Some(&target))?;
     let source = lab.dir.path().join("source");
     let size = (lab.seconds * 1e9).max(64e6) as usize;
-    let octets: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let bytes: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     let mut file = std::fs::File::create(&source).map_err(|e| e.to_string())?;
     for _ in 0..size >> 20 {
-        std::io::Write::write_all(&mut file, &octets).map_err(|e| e.to_string())?;
+        std::io::Write::write_all(&mut file, &bytes).map_err(|e| e.to_string())?;
     }
     let mut totals: Vec<[f64; 6]> = Vec::new();
     // Plain; verified; verified and encrypted.

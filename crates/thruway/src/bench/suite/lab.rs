@@ -26,7 +26,7 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// Processor time of the measuring end, in nanoseconds per octet.
+    /// Processor time of the measuring end, in nanoseconds per byte.
     pub(super) fn near_cost(&self) -> f64 {
         self.near_cpu / 100.0 / (self.gbit / 8.0)
     }
@@ -105,13 +105,13 @@ impl Lab {
         })
     }
 
-    /// Gbit/s of reads of `size` octets with `compute` of computation between them.
+    /// Gbit/s of reads of `size` bytes with `compute` of computation between them.
     pub(super) fn computing(&self, peer: &Peer, size: u32, depth: u32, compute: Duration) -> Result<f64, String> {
         let args = self.args(&Shape { op: Op::Read, size, depth, ..Shape::default() });
         Ok(client::measure_computing(&args, peer.addr, size, compute)? * 8e-9)
     }
 
-    /// Octets for a buffer of a registration test.
+    /// Bytes for a buffer of a registration test.
     pub(super) fn buffer(len: usize) -> Result<std::sync::Arc<Buffer>, String> {
         Ok(std::sync::Arc::new(Buffer::new(len).map_err(|e| e.to_string())?))
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Octets that reach the medium or do not as one.
+/// Bytes that reach the medium or do not as one.
 const PAGE: usize = 16;
 
 #[derive(Clone, Default)]
@@ -54,7 +54,7 @@ pub(super) struct Disk {
     /// Operations until the process that uses the disk dies.
     fuse: Option<u64>,
     dead: bool,
-    /// Octets that can still be written.
+    /// Bytes that can still be written.
     pub(super) room: Option<u64>,
     /// A write failed for want of room.
     pub(super) was_full: bool,
@@ -180,15 +180,15 @@ impl Disk {
         Ok(())
     }
 
-    pub(super) fn write(&mut self, inode: usize, at: usize, octets: &[u8]) -> io::Result<()> {
+    pub(super) fn write(&mut self, inode: usize, at: usize, bytes: &[u8]) -> io::Result<()> {
         let whole = self.operate();
         // The last write of a dying process may come through in part.
-        let octets = if whole.is_ok() { octets } else { &octets[..octets.len() / 2] };
+        let bytes = if whole.is_ok() { bytes } else { &bytes[..bytes.len() / 2] };
         if self.fuse.is_none() && whole.is_err() {
             return whole;
         }
         if let Some(room) = &mut self.room {
-            match room.checked_sub(octets.len() as u64) {
+            match room.checked_sub(bytes.len() as u64) {
                 Some(left) => *room = left,
                 None => {
                     self.was_full = true;
@@ -198,11 +198,11 @@ impl Disk {
         }
         let inode = &mut self.inodes[inode];
         inode.changes += 1;
-        let end = at + octets.len();
+        let end = at + bytes.len();
         if inode.data.len() < end {
             inode.data.resize(end, 0);
         }
-        inode.data[at..end].copy_from_slice(octets);
+        inode.data[at..end].copy_from_slice(bytes);
         inode.dirty.extend(at / PAGE..end.div_ceil(PAGE));
         self.fuse = self.fuse.filter(|_| whole.is_ok());
         whole
@@ -324,10 +324,10 @@ impl Read for SimulatedJournal {
 }
 
 impl Write for SimulatedJournal {
-    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
-        self.disk.lock().write(self.inode, self.at, octets)?;
-        self.at += octets.len();
-        Ok(octets.len())
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.disk.lock().write(self.inode, self.at, bytes)?;
+        self.at += bytes.len();
+        Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {

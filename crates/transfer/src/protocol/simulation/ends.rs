@@ -200,18 +200,18 @@ impl SourceEnd {
                 source::Step::Say(message) => net.say_to_sink(&message),
                 source::Step::Write(payload, header, credit, notice) => {
                     world.check_not_sent_before(&header);
-                    let mut octets = vec![0; HEADER_LEN];
-                    header.encode(&mut octets);
-                    octets.extend_from_slice(&payload);
-                    net.write(credit, octets, notice.encode());
+                    let mut bytes = vec![0; HEADER_LEN];
+                    header.encode(&mut bytes);
+                    bytes.extend_from_slice(&payload);
+                    net.write(credit, bytes, notice.encode());
                 }
                 source::Step::Stream(..) => unreachable!("this source works by credit"),
             }
         }
     }
 
-    pub(super) fn hear(&mut self, octets: &[u8]) -> Result<(), Failed> {
-        let (message, _) = Control::decode(octets).unwrap();
+    pub(super) fn hear(&mut self, bytes: &[u8]) -> Result<(), Failed> {
+        let (message, _) = Control::decode(bytes).unwrap();
         match self.core.take(message).map_err(|e| Failed(e.to_string()))? {
             source::Heard::Nothing => {}
             source::Heard::Verdict(answers) => self.verdicts.push_back(answers),
@@ -318,8 +318,8 @@ impl SinkEnd {
         !self.commits.is_empty()
     }
 
-    pub(super) fn hear(&mut self, octets: &[u8], net: &mut Network) -> Result<(), Failed> {
-        let (message, _) = Control::decode(octets).unwrap();
+    pub(super) fn hear(&mut self, bytes: &[u8], net: &mut Network) -> Result<(), Failed> {
+        let (message, _) = Control::decode(bytes).unwrap();
         match self.core.take(message).map_err(|e| Failed(e.to_string()))? {
             sink::Heard::Nothing | sink::Heard::MoreChannels(_) => {}
             sink::Heard::FileEnd { file, blocks, status } => {
@@ -396,14 +396,14 @@ impl SinkEnd {
     }
 
     /// A write and its notification have come.
-    pub(super) fn arrive(&mut self, credit: &Credit, octets: &[u8], notice: &[u8]) -> Result<(), Failed> {
+    pub(super) fn arrive(&mut self, credit: &Credit, bytes: &[u8], notice: &[u8]) -> Result<(), Failed> {
         let failed = |e: &dyn std::fmt::Display| Failed(e.to_string());
         assert_eq!(self.exposed.remove(&credit.block), Some(credit.rkey), "written without a right to");
         let completion = Completion::decode(notice).map_err(|e| failed(&e))?;
         let block = self.core.arrived(&completion).map_err(|e| failed(&e))?;
-        let header = BlockHeader::decode(&octets[..HEADER_LEN], BLOCK).map_err(|e| failed(&e))?;
+        let header = BlockHeader::decode(&bytes[..HEADER_LEN], BLOCK).map_err(|e| failed(&e))?;
         self.core.accept(&header, Some(completion.sequence)).map_err(|e| failed(&e))?;
-        self.tasks.push((block, header, octets[HEADER_LEN..].to_vec()));
+        self.tasks.push((block, header, bytes[HEADER_LEN..].to_vec()));
         Ok(())
     }
 

@@ -69,16 +69,16 @@ impl Network {
         self.to_source.push_back(message.encode(0));
     }
 
-    fn write(&mut self, credit: Credit, mut octets: Vec<u8>, notice: [u8; COMPLETION_LEN]) {
+    fn write(&mut self, credit: Credit, mut bytes: Vec<u8>, notice: [u8; COMPLETION_LEN]) {
         if let Some(left) = &mut self.corrupt {
             if *left == 0 {
-                let at = self.rng.below(octets.len() as u64) as usize;
-                octets[at] ^= 1 << self.rng.below(8);
+                let at = self.rng.below(bytes.len() as u64) as usize;
+                bytes[at] ^= 1 << self.rng.below(8);
             }
             self.corrupt = left.checked_sub(1);
         }
         let channel = self.rng.below(self.data.len() as u64) as usize;
-        self.data[channel].push_back((credit, octets, notice));
+        self.data[channel].push_back((credit, bytes, notice));
     }
 }
 
@@ -260,16 +260,16 @@ fn run(
             1 => source.issue(),
             2 => source.load(rng),
             3 => {
-                let octets = net.to_sink.pop_front().expect("enabled");
-                sink.hear(&octets, net)?;
+                let bytes = net.to_sink.pop_front().expect("enabled");
+                sink.hear(&bytes, net)?;
             }
             4 => source.hear(&net.to_source.pop_front().expect("enabled"))?,
             5 => {
                 let ready: Vec<usize> = (0..net.data.len()).filter(|c| !net.data[*c].is_empty()).collect();
                 let channel = ready[rng.below(ready.len() as u64) as usize];
-                let (credit, octets, notice) = net.data[channel].pop_front().expect("enabled");
+                let (credit, bytes, notice) = net.data[channel].pop_front().expect("enabled");
                 source.free += 1;
-                sink.arrive(&credit, &octets, &notice)?;
+                sink.arrive(&credit, &bytes, &notice)?;
                 sink.grant(net);
             }
             6 => sink.work(world, rng)?,
