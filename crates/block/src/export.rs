@@ -205,7 +205,7 @@ impl Spec {
             ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
             ("overlay", dir) => Layer::Overlay(dir.into()),
             ("cache", value) => Layer::Cache(parse_cache(value)?),
-            ("rate", value) => Layer::Rate(parse_size(value)?),
+            ("rate", value) => Layer::Rate(parse_size(value).map_err(|e| e.to_string())?),
             ("delay", value) => {
                 let (read, write) = value.split_once('/').unwrap_or((value, value));
                 Layer::Delay(parse_duration(read)?, parse_duration(write)?)
@@ -424,11 +424,11 @@ fn temporary(dir: &Path, size: u64) -> std::io::Result<Arc<dyn Backend>> {
 
 fn parse_source(text: &str) -> Result<Source, String> {
     if let Some(size) = text.strip_prefix("mem:") {
-        return Ok(Source::Memory(parse_size(size)?));
+        return Ok(Source::Memory(parse_size(size).map_err(|e| e.to_string())?));
     }
     if let Some(rest) = text.strip_prefix("stripe:") {
         let mut words = rest.split(':').peekable();
-        let chunk = parse_size(words.next().unwrap_or(""))?;
+        let chunk = parse_size(words.next().unwrap_or("")).map_err(|e| e.to_string())?;
         let mut members = Vec::new();
         while let Some(word) = words.next() {
             members.push(match word {
@@ -449,12 +449,12 @@ fn parse_source(text: &str) -> Result<Source, String> {
 
 fn parse_cache(text: &str) -> Result<cache::Config, String> {
     let mut words = text.split(':');
-    let mut config = cache::Config::new(parse_size(words.next().unwrap_or(""))?);
+    let mut config = cache::Config::new(parse_size(words.next().unwrap_or("")).map_err(|e| e.to_string())?);
     for word in words {
         match word {
             "writeback" => config.write_back = true,
             "volatile" => config.volatile = true,
-            size => config.block = u32::try_from(parse_size(size)?).map_err(|_| format!("'{size}' is too large"))?,
+            size => config.block = u32::try_from(parse_size(size).map_err(|e| e.to_string())?).map_err(|_| format!("'{size}' is too large"))?,
         }
     }
     if config.volatile && !config.write_back {
@@ -473,7 +473,7 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 }
 
 fn parse_chunk(text: &str) -> Result<u32, String> {
-    let size = parse_size(text)?;
+    let size = parse_size(text).map_err(|e| e.to_string())?;
     if (CHUNK_MIN..=CHUNK_MAX).contains(&size) && size.is_power_of_two() {
         return Ok(size as u32);
     }

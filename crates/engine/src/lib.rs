@@ -7,17 +7,19 @@
 //!   with the monitor that moves workers to where the queue is.
 //! - [`storage`]: the event-driven storage stage, one thread over io_uring, or several where that is forbidden.
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
-//!   small requests run on; [`segment`]: the parts of blocks that their requests carry.
+//!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: data that is sent
+//!   from where it is.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
-//! - [`page_cache`]: what reading would cost. [`units`]: sizes as people write them; [`text`]: what others wrote, to be
-//!   shown to people.
-//! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
+//! - [`page_cache`]: what reading would cost; [`file_system`]: what a file system can be relied on for. [`units`]: sizes as
+//!   people write them; [`text`]: what others wrote, to be shown to people.
+//! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
 //! - [`local_peer`]: which user is at the other end of a connection from this machine.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
-pub mod fuse;
+pub mod file_system;
 pub mod integrity;
+pub mod lent;
 pub mod limits;
 pub mod local_peer;
 pub mod page_cache;

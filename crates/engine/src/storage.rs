@@ -5,7 +5,7 @@
 //! on the storage thread and must only pass the result on. Files may be open for direct I/O or
 //! not; offsets and lengths are then the caller's to align.
 
-use crate::fuse;
+use crate::file_system;
 use crate::pool::{Block, BlockPool};
 use crate::stage::StageStats;
 use crate::topology;
@@ -167,7 +167,7 @@ impl Storage {
         block: Block,
         completion: impl FnOnce(Done) + Send + 'static,
     ) {
-        if let Some(without) = self.without_ring.as_ref().filter(|_| !fuse::uring_is_sound(&file)) {
+        if let Some(without) = self.without_ring.as_ref().filter(|_| !file_system::uring_is_sound(&file)) {
             return match without.get_or_init(|| Storage::with(None, &self.cpus).map(Box::new)) {
                 Ok(storage) => storage.submit(file, offset, op, block, completion),
                 Err(error) => completion(Done { block, result: Err(io::Error::new(error.kind(), error.to_string())) }),

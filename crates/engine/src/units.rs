@@ -1,22 +1,43 @@
 //! Sizes as people write them.
 
-/// Parses `64`, `4K`, `4KiB`, `1M`, `2G`: binary multiples of a byte count.
+/// A value that cannot be used, and what was expected.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("invalid {what} '{value}' (expected {expected})")]
+#[non_exhaustive]
+pub struct Invalid {
+    /// What the value stands for.
+    pub what: &'static str,
+    /// The value.
+    pub value: String,
+    /// What would be right.
+    pub expected: &'static str,
+}
+
+impl Invalid {
+    /// A value of something, of which something else was expected.
+    pub fn new(what: &'static str, value: impl Into<String>, expected: &'static str) -> Invalid {
+        Invalid { what, value: value.into(), expected }
+    }
+}
+
+/// Parses `64`, `4K`, `4KiB`, `1M`, `2G`, `1T`: binary multiples of a byte count.
 ///
 /// # Errors
-/// A sentence naming what is wrong.
-pub fn parse_size(text: &str) -> Result<u64, String> {
+/// [`Invalid`], also if the size has more than 64 bits.
+pub fn parse_size(text: &str) -> Result<u64, Invalid> {
     let text = text.trim();
+    let invalid = || Invalid::new("size", text, "bytes, as in 64, 4K, 1M, 2G or 1T");
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let number: u64 = text[..digits].parse().map_err(|_| format!("'{text}' is not a size; write 64, 4K, 1M or 2G"))?;
+    let number: u64 = text[..digits].parse().map_err(|_| invalid())?;
     let shift = match text[digits..].to_ascii_lowercase().trim_end_matches("ib").trim_end_matches('b') {
         "" => 0,
         "k" => 10,
         "m" => 20,
         "g" => 30,
         "t" => 40,
-        other => return Err(format!("'{other}' in '{text}' is not a unit; use K, M, G or T")),
+        _ => return Err(invalid()),
     };
-    number.checked_mul(1 << shift).ok_or_else(|| format!("'{text}' is too large a size"))
+    number.checked_mul(1 << shift).ok_or_else(|| Invalid::new("size", text, "less than 16 EiB"))
 }
 
 #[cfg(test)]

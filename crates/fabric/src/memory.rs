@@ -614,7 +614,9 @@ mod tests {
         let (t, r) = table_with(Access::REMOTE_WRITE);
         let buffer = Arc::new(Buffer::new(4096).unwrap());
         let mut seen = std::collections::HashSet::from([r.stag()]);
-        for _ in 0..5000 {
+        // Each tag is a cipher's work, which takes long under Miri.
+        let count = if cfg!(miri) { 50 } else { 5000 };
+        for _ in 0..count {
             let owner = Arc::clone(&buffer);
             // SAFETY: the buffer is the owner.
             let new = unsafe { t.register(1, buffer.as_ptr(), 4096, 0, Access::REMOTE_WRITE, owner) }.unwrap();
@@ -623,7 +625,7 @@ mod tests {
             assert_eq!(code(t.remote(ONE, new.stag(), 0, 1, Access::REMOTE_WRITE)), RdmaProtection::InvalidStag.into());
         }
         let steps: std::collections::HashSet<u32> = seen.iter().map(|s| s >> 20).collect();
-        assert!(steps.len() > 1000, "spread over all of the space");
+        assert!(steps.len() > count / 5, "spread over all of the space");
     }
 
     #[test]

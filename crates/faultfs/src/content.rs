@@ -80,18 +80,28 @@ impl Content {
         versions.push(version);
     }
 
-    /// Writes it out.
-    ///
-    /// # Errors
-    /// If something has been lost since somebody last asked.
-    pub fn sync(&mut self) -> Result<(), Lost> {
+    /// Writes it out, and tells nobody whether that works.
+    pub fn write_out(&mut self) {
         self.durable.truncate(self.shortest);
         for (page, mut versions) in std::mem::take(&mut self.dirty) {
             put(&mut self.durable, page * self.page, &versions.pop().expect("a page is dirty in some version"));
         }
         self.durable.resize(self.current.len(), 0);
         self.shortest = self.current.len();
+    }
+
+    /// Writes it out.
+    ///
+    /// # Errors
+    /// If something has been lost since somebody last asked.
+    pub fn sync(&mut self) -> Result<(), Lost> {
+        self.write_out();
         if std::mem::take(&mut self.lost) { Err(Lost) } else { Ok(()) }
+    }
+
+    /// Something has been lost, and nobody has been told.
+    pub fn has_lost(&self) -> bool {
+        self.lost
     }
 
     /// Writing out fails for some of what is dirty. False if nothing is lost by that.

@@ -5,7 +5,7 @@ use fuser::{
     AccessFlags, BackgroundSession, BsdFileFlags, Config, Errno as FuseErrno, FileAttr, FileHandle, FileType,
     Filesystem, FopenFlags, Generation, INodeNo, LockOwner, MountOption, OpenFlags, RenameFlags, ReplyAttr,
     ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
-    ReplyXattr, Request, TimeOrNow, WriteFlags,
+    ReplyXattr, Request, SessionACL, TimeOrNow, WriteFlags,
 };
 use rustix::io::Errno;
 use std::collections::BTreeMap;
@@ -73,6 +73,10 @@ impl Disk {
         assert!(!std::mem::replace(&mut self.lock().is_mounted, true), "the disk is mounted");
         let mut config = Config::default();
         config.mount_options = vec![MountOption::FSName("faultfs".into()), MountOption::DefaultPermissions];
+        if rustix::process::geteuid().is_root() {
+            // Others would have to be allowed to in the system's configuration.
+            config.acl = SessionACL::All;
+        }
         let session = fuser::spawn_mount(Requests(self.clone()), at, &config)?;
         Ok(Mount { disk: self.clone(), session: Some(session), at: at.into() })
     }

@@ -429,3 +429,47 @@ fn a_source_that_is_not_there_leaves_nothing_behind() {
     cp(&lab, &args(&[&"-r", &daemon.url("e/a.."), &lab.mkdir("here")]));
     assert!(lab.path("here/a..").is_dir());
 }
+
+/// Of a file of nothing but a hole the end is known as soon as its beginning, and is heard of earlier.
+#[test]
+fn any_number_of_files_without_data_is_copied() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for n in 0..6000 {
+        fs::File::create(source.join(n.to_string())).unwrap().set_len(3 << 20).unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let copied = cp(&lab, &args(&[&"-r", &"--provider", &"tcp", &source, &daemon.url("e/there")]));
+    assert_eq!(copied["files"], 6000);
+    let copied = cp(&lab, &args(&[&"-r", &"--provider", &"tcp", &daemon.url("e/there"), &lab.path("back")]));
+    assert_eq!(copied["files"], 6000);
+    assert_eq!(fs::metadata(lab.path("back/5999")).unwrap().len(), 3 << 20);
+}
+
+#[test]
+fn several_sources_of_one_name_are_one_directory() {
+    let lab = Lab::new();
+    for (name, file) in [("a", "one"), ("b", "two")] {
+        fs::create_dir_all(lab.path(&format!("served/{name}/d"))).unwrap();
+        fs::write(lab.path(&format!("served/{name}/d/{file}")), file).unwrap();
+    }
+    let daemon = lab.serve(&lab.path("served"));
+    cp(&lab, &args(&[&"-r", &daemon.url("e/a/d"), &daemon.url("e/b/d"), &lab.mkdir("here")]));
+    cp(&lab, &args(&[&"-r", &lab.path("served/a/d"), &lab.path("served/b/d"), &lab.mkdir("local")]));
+    for to in ["here", "local"] {
+        assert_eq!(fs::read(lab.path(&format!("{to}/d/one"))).unwrap(), b"one");
+        assert_eq!(fs::read(lab.path(&format!("{to}/d/two"))).unwrap(), b"two");
+    }
+}
+
+#[test]
+fn devices_in_an_export_are_not_read_for_others() {
+    let lab = Lab::new();
+    let daemon = lab.serve(Path::new("/dev"));
+    let out = try_cp(&lab, &args(&[&"--size", &"4096", &daemon.url("e/zero"), &lab.path("copy")]));
+    assert!(!out.status.success() && stderr(&out).contains("is a device"), "{}", stderr(&out));
+    assert!(!lab.path("copy").exists());
+    // What a user has of his own is his to read, and what a daemon has for that.
+    cp(&lab, &args(&[&"--size", &"4096", &"/dev/zero", &lab.path("copy")]));
+    cp(&lab, &args(&[&"--size", &"4096", &daemon.url("dev/zero"), &lab.path("copy")]));
+}

@@ -6,13 +6,16 @@
 mod support;
 
 use fastrand::Rng;
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
 use std::ops::Range;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use support::disks::{Disks, run};
 use support::nbd::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
@@ -60,19 +63,18 @@ fn some_tree(root: &Path, random: &mut Rng, with_link: bool) {
 }
 
 /// What is there before the copy, durable: other content under some of its names.
-fn older_tree(source: &Path, target: &Path, random: &mut Rng) {
+fn older_tree(source: &Path, target: &Path, random: &mut Rng, modes: &[u32]) {
     fs::create_dir(target).unwrap();
     for entry in fs::read_dir(source).unwrap().map(Result::unwrap) {
         let path = target.join(entry.file_name());
         if entry.file_type().unwrap().is_dir() {
-            older_tree(&entry.path(), &path, random);
+            older_tree(&entry.path(), &path, random, modes);
         } else if random.bool() {
             let file = fs::File::create(&path).unwrap();
             (&file).write_all(OLDER).unwrap();
-            file.sync_all().unwrap();
+            file.set_permissions(fs::Permissions::from_mode(modes[random.usize(..modes.len())])).unwrap();
         }
     }
-    fs::File::open(target).unwrap().sync_all().unwrap();
 }
 
 const OLDER: &[u8] = b"what was there before";
@@ -110,6 +112,32 @@ fn nothing_is_wrong(source: &Path, target: &Path, seed: u64) {
     }
 }
 
+/// Names below a directory that only unfinished copies have.
+fn leftovers(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.contains(".tw-") || name.starts_with(".thruway-") {
+            found.push(entry.path());
+        } else if entry.file_type().unwrap().is_dir() {
+            found.extend(leftovers(&entry.path()));
+        }
+    }
+    found
+}
+
+/// Everything below a directory is as durable as it gets.
+fn sync_all(dir: &Path) {
+    for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
+        match entry.file_type().unwrap() {
+            kind if kind.is_dir() => sync_all(&entry.path()),
+            kind if kind.is_file() => fs::File::open(entry.path()).unwrap().sync_all().unwrap(),
+            _ => {}
+        }
+    }
+    fs::File::open(dir).unwrap().sync_all().unwrap();
+}
+
 /// What happens to one attempt.
 fn trouble(disk: &Disk, random: &mut Rng) -> Option<u64> {
     let mut stops = None;
@@ -141,12 +169,38 @@ struct Copy<'a> {
     lab: &'a Lab,
     pull: bool,
     options: Vec<&'static str>,
+    program: PathBuf,
+    /// Both processes run as this user instead of the one who runs the tests.
+    user: Option<u32>,
+    /// Where the daemon listened first: only from there to there the job is the same. Nobody calls from this address.
+    addr: OnceCell<String>,
 }
 
 impl Copy<'_> {
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        if let Some(user) = self.user {
+            command.uid(user).gid(user);
+        }
+        command
+    }
+
+    /// What is there belongs to who copies.
+    fn own(&self, path: &Path) {
+        if let Some(user) = self.user {
+            let done = run("chown", &["-hR", &format!("{user}:{user}"), path.to_str().unwrap()]);
+            assert!(done.status.success(), "{done:?}");
+        }
+    }
+
     fn daemon(&self, target: &Path) -> Daemon {
         let served = if self.pull { self.lab.path("from") } else { target.to_path_buf() };
-        self.lab.serve(&served)
+        let addr = self.addr.get().map_or("127.0.0.2:0", String::as_str);
+        let mut command = self.command();
+        command.args(["serve", "--json", "--listen", addr, "--export"]).arg(export("e", &served, ""));
+        let daemon = Daemon::start_by(&mut command);
+        let _ = self.addr.set(daemon.addr.clone());
+        daemon
     }
 
     fn start(&self, daemon: &Daemon, target: &Path) -> Child {
@@ -155,7 +209,9 @@ impl Copy<'_> {
         } else {
             (self.lab.path("from/tree/").into(), daemon.url("e/tree"))
         };
-        thruway(self.lab.dir.path())
+        self.command()
+            .env("XDG_CONFIG_HOME", self.lab.dir.path())
+            .stdin(Stdio::null())
             .args(["cp", "--json", "-r", "--retries", "1"])
             .args(&self.options)
             .args([from, to])
@@ -192,7 +248,9 @@ fn copies_to_a_failing_disk(seed: u64) {
     let options =
         [&["-p"][..], &["--verify", "blake3"], &["--streams", "2"], &["--provider", "tcp"], &["--direct", "on"]];
     let options = options.into_iter().filter(|_| random.u8(..3) == 0).flatten().copied().collect();
-    let copy = Copy { lab: &lab, pull: random.bool(), options };
+    let user = (random.bool() && fs::metadata("/proc/self").unwrap().uid() == 0).then_some(NOBODY);
+    let (pull, program) = (random.bool(), THRUWAY.into());
+    let mut copy = Copy { lab: &lab, pull, options, program, user, addr: OnceCell::new() };
     let preserve = copy.options.contains(&"-p");
     some_tree(&lab.path("from/tree"), random, !preserve);
     let at = lab.mkdir("disk");
@@ -204,9 +262,16 @@ fn copies_to_a_failing_disk(seed: u64) {
     let mut mount: Option<Mount> = Some(disk.mount(&at).unwrap());
     let target = at.join("tree");
     if random.bool() {
-        older_tree(&lab.path("from/tree"), &target, random);
-        fs::File::open(&at).unwrap().sync_all().unwrap();
+        // Who may not read a file may replace it.
+        let modes = if user.is_some() { &[0o644, 0o400, 0, 0o4755][..] } else { &[0o644] };
+        older_tree(&lab.path("from/tree"), &target, random, modes);
     }
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    copy.own(lab.dir.path());
+    if copy.user.is_some() {
+        copy.program = lab.program_for_all();
+    }
+    sync_all(&at);
     for attempt in 0.. {
         // The last ones have no trouble.
         let last = attempt >= 4;
@@ -250,6 +315,10 @@ fn copies_to_a_failing_disk(seed: u64) {
         }
         if last {
             assert!(done, "{says}");
+            // A daemon that is killed when the copy is done may not have removed its journal.
+            let left =
+                leftovers(&at).into_iter().find(|name| copy.pull || name.extension() != Some("journal".as_ref()));
+            assert_eq!(left, None, "{says}");
             break;
         }
     }
@@ -377,6 +446,20 @@ impl Client {
         Ok(())
     }
 
+    /// Of storage that loses what it was to write out, and was not asked since, nothing is known but what is possible.
+    fn something_may_be_lost(&mut self) {
+        if !self.trusts_reads {
+            self.known.iter_mut().for_each(|known| known.shown = None);
+        }
+    }
+
+    /// What is shown is on the medium.
+    fn all_is_durable(&mut self) {
+        for known in &mut self.known {
+            known.possible = known.shown.map_or_else(|| known.possible.clone(), |shown| [shown].into());
+        }
+    }
+
     /// The power has been lost: this is what is there.
     fn judge(&mut self, bytes: &[u8]) {
         let all = (0..).zip(versions(bytes, 0));
@@ -435,14 +518,20 @@ fn a_disk_on_a_failing_disk(seed: u64) {
             (stopped || how > 1).then_some(caches)
         });
         disk.heal();
-        let Some(caches) = stopped else {
-            disk.remark("--- no power is lost".into());
-            // Whether it was killed or is told to stop, what was acknowledged is there.
-            let _ = run("kill", &["-TERM", &daemon.child.id().to_string()]);
-            let _ = daemon.child.wait();
-            continue;
-        };
-        caches.iter().for_each(|file| drop(fs::remove_file(file)));
+        match stopped {
+            Some(caches) => caches.iter().for_each(|file| drop(fs::remove_file(file))),
+            None => {
+                // Whether it was killed or is told to stop, what was acknowledged is there, and if it stops well, on the medium.
+                let _ = run("kill", &["-TERM", &daemon.child.id().to_string()]);
+                let stopped_well = daemon.child.wait().unwrap().success();
+                disk.remark(format!("--- stopped well: {stopped_well}"));
+                if !stopped_well {
+                    clients.iter_mut().for_each(Client::something_may_be_lost);
+                    continue;
+                }
+                clients.iter_mut().for_each(Client::all_is_durable);
+            }
+        }
         drop((daemon, mount.take()));
         disk.lose_power();
         mount = Some(disk.mount(&at).unwrap());
@@ -455,4 +544,42 @@ fn a_disk_on_a_failing_disk(seed: u64) {
 #[test]
 fn what_a_disk_has_flushed_is_there() {
     seeds(0..25).for_each(a_disk_on_a_failing_disk);
+}
+
+/// A file system's server that does not answer holds up who asked it, and nobody else on the same core, whatever else waits there
+/// for a server.
+#[test]
+fn storage_that_does_not_answer_holds_up_no_other_disk() {
+    let lab = Lab::new();
+    let storage = ["sick", "well"].map(|name| {
+        let (at, disk) = (lab.mkdir(name), Disk::new(1));
+        let mount = disk.mount(&at).unwrap();
+        fs::File::create(at.join("disk.img")).unwrap().set_len(SECTORS * SECTOR as u64).unwrap();
+        (disk, mount)
+    });
+    let block = |name: &str| format!("{name}={}", lab.path(name).join("disk.img").display());
+    let disks = ["--block", &block("sick"), "--block", &block("well"), "--block", "memory=mem:1M"];
+    let mut daemon = Disks::serve(&[&disks[..], &["--nbd", "127.0.0.1:0", "--reactors", "1"]].concat());
+    let address = daemon.at("nbd");
+    let sick = &storage[0].0;
+    sick.stop_after(0);
+    std::thread::scope(|scope| {
+        let ask = |command, data: &'static [u8]| Nbd::connect(&address, "sick")?.ask((0, command), 0, 1, data);
+        let asks: Vec<_> =
+            (0..150).map(|n| scope.spawn(move || if n % 2 == 0 { ask(READ, &[]) } else { ask(WRITE, &[0]) })).collect();
+        let asker = scope.spawn(|| run("nbdinfo", &["--map", &format!("nbd://{address}/sick")]));
+        assert!(sick.wait_stopped(|| true));
+        for version in 1..20 {
+            for disk in ["memory", "well"] {
+                let mut other = Nbd::connect(&address, disk).unwrap();
+                other.ask((0, WRITE), 0, 512, &[version; 512]).unwrap().unwrap();
+                assert_eq!(other.ask((0, READ), 0, 512, &[]).unwrap().unwrap(), [version; 512]);
+            }
+        }
+        sick.heal();
+        asks.into_iter().for_each(|ask| drop(ask.join().unwrap().unwrap().unwrap()));
+        assert!(asker.join().unwrap().status.success());
+    });
+    let _ = daemon.child.kill();
+    let _ = daemon.child.wait();
 }

@@ -163,6 +163,21 @@ fn a_source_that_changed_in_between_is_sent_anew() {
     assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
 }
 
+#[test]
+fn a_file_that_is_up_to_date_by_now_leaves_nothing_of_the_attempt_that_was_killed() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let command = args(&[&"-u", &"--bwlimit", &"20M", &big, &daemon.url("e/copy")]);
+    let mut child = spawn_cp(&lab, &command);
+    until_recorded(&served, 5 * MIB);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    fs::copy(&big, served.join("copy")).unwrap();
+    assert_eq!(cp(&lab, &command)["skipped"], 1);
+    no_leftovers(&served);
+}
+
 /// What a network does to us once.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {

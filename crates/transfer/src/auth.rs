@@ -4,7 +4,7 @@
 //! Keys are Curve25519, written in base 16. Files follow ssh's habits: one key a line, a comment
 //! behind it, `#` for remarks; a secret key readable by anybody else is refused.
 
-use crate::wire::AuthKind;
+use crate::wire::{AuthKind, Hello, Token};
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
@@ -13,8 +13,6 @@ use std::path::{Path, PathBuf};
 
 const KEYS_PATTERN: &str = "Noise_XX_25519_ChaChaPoly_BLAKE2s";
 const SECRET_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Binds the handshake to this protocol.
-const PROLOGUE: &[u8] = b"thruway rftp 1";
 /// Longest handshake message.
 pub const HANDSHAKE_MAX: usize = 256;
 const KEY_LEN: usize = 32;
@@ -152,11 +150,11 @@ impl KnownHosts {
         KnownHosts { path }
     }
 
-    /// Checks a daemon's key, remembering it if the daemon is new.
+    /// Checks a daemon's key and remembers that of a new daemon. Returns whether it is new.
     ///
     /// # Errors
     /// [`AuthError::Untrusted`] if the daemon had another key before.
-    pub fn check(&self, host: &str, key: &PublicKey) -> Result<(), AuthError> {
+    pub fn check(&self, host: &str, key: &PublicKey) -> Result<bool, AuthError> {
         let failed = |source| AuthError::File { path: self.path.clone(), source };
         let text = match fs::read_to_string(&self.path) {
             Ok(text) => text,
@@ -168,7 +166,7 @@ impl KnownHosts {
             if words.next() == Some(host) {
                 let known = words.next().unwrap_or("");
                 if known == key.to_string() {
-                    return Ok(());
+                    return Ok(false);
                 }
                 return Err(AuthError::Untrusted(format!(
                     "the key of {host} has changed: it was {known}, now it is {key}. Somebody may be listening in. \
@@ -181,7 +179,11 @@ impl KnownHosts {
             fs::create_dir_all(dir).map_err(failed)?;
         }
         let mut file = fs::OpenOptions::new().append(true).create(true).open(&self.path).map_err(failed)?;
-        writeln!(file, "{host} {key}").map_err(failed)
+        // The last line may lack its end, where somebody has edited the file.
+        let end = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
+        // In one write: lines of two commands do not mix. Of two lines for one daemon the first counts.
+        file.write_all(format!("{end}{host} {key}\n").as_bytes()).map_err(failed)?;
+        Ok(true)
     }
 }
 
@@ -214,15 +216,17 @@ pub struct Handshake(snow::HandshakeState);
 pub struct Secured(snow::TransportState);
 
 impl Handshake {
-    /// Starts one.
-    pub fn new(credentials: &Credentials, initiator: bool) -> Handshake {
+    /// Starts one, of the session with this token. It fails where the two ends have not sent and received the same greeting.
+    pub fn new(credentials: &Credentials, token: Token, initiator: bool) -> Handshake {
+        let greeting = Hello::Control { auth: credentials.kind(), token }.encode();
         let build = |b: snow::Builder<'_>| if initiator { b.build_initiator() } else { b.build_responder() };
         let state = match credentials {
-            Credentials::Keys(pair) => {
-                builder(KEYS_PATTERN).local_private_key(&pair.secret).and_then(|b| b.prologue(PROLOGUE)).and_then(build)
-            }
+            Credentials::Keys(pair) => builder(KEYS_PATTERN)
+                .local_private_key(&pair.secret)
+                .and_then(|b| b.prologue(&greeting))
+                .and_then(build),
             Credentials::Secret(secret) => {
-                builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(PROLOGUE)).and_then(build)
+                builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(&greeting)).and_then(build)
             }
         };
         Handshake(state.expect("fixed patterns with keys of the right length"))
@@ -318,7 +322,10 @@ mod tests {
     use super::*;
 
     fn shake(a: &Credentials, b: &Credentials) -> Result<(Handshake, Handshake), AuthError> {
-        let (mut a, mut b) = (Handshake::new(a, true), Handshake::new(b, false));
+        talk(Handshake::new(a, [0; 16], true), Handshake::new(b, [0; 16], false))
+    }
+
+    fn talk(mut a: Handshake, mut b: Handshake) -> Result<(Handshake, Handshake), AuthError> {
         while !(a.is_finished() && b.is_finished()) {
             if a.is_my_turn() {
                 let message = a.write();
@@ -357,6 +364,14 @@ mod tests {
     }
 
     #[test]
+    fn a_greeting_that_has_changed_on_its_way_fails_the_handshake() {
+        for credentials in [Credentials::Secret([1; 32]), Credentials::Keys(KeyPair::generate())] {
+            let (a, b) = (Handshake::new(&credentials, [7; 16], true), Handshake::new(&credentials, [8; 16], false));
+            assert!(matches!(talk(a, b), Err(AuthError::Handshake)));
+        }
+    }
+
+    #[test]
     fn keys_are_saved_for_their_owner_only_and_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sub/key");
@@ -375,9 +390,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let known = KnownHosts::at(dir.path().join("known_hosts"));
         let (first, second) = (KeyPair::generate().public(), KeyPair::generate().public());
-        known.check("a:1", &first).unwrap();
-        known.check("a:1", &first).unwrap();
-        known.check("b:1", &second).unwrap();
+        assert!(known.check("a:1", &first).unwrap(), "it is new");
+        assert!(!known.check("a:1", &first).unwrap());
+        assert!(known.check("b:1", &second).unwrap());
+        let text = fs::read_to_string(&known.path).unwrap();
+        fs::write(&known.path, text.trim_end()).unwrap();
+        assert!(known.check("c:1", &first).unwrap());
+        assert!(!known.check("b:1", &second).unwrap() && !known.check("c:1", &first).unwrap());
         assert!(matches!(known.check("a:1", &second), Err(AuthError::Untrusted(_))));
     }
 }

@@ -333,7 +333,13 @@ fn expect_session(link: &mut Link) -> Result<SessionReply, SessionError> {
 
 fn check_host(remote: &Remote, key: Option<PublicKey>) -> Result<(), AuthError> {
     match (&remote.known_hosts, key) {
-        (Some(path), Some(key)) => KnownHosts::at(path.clone()).check(&remote.label, &key),
+        (Some(path), Some(key)) => {
+            if KnownHosts::at(path.clone()).check(&remote.label, &key)? {
+                let (daemon, path) = (&remote.label, path.display());
+                tracing::warn!(daemon, %key, "first connection to this daemon: its key is trusted from now on and kept in {path}");
+            }
+            Ok(())
+        }
         _ => Ok(()),
     }
 }

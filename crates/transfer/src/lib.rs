@@ -12,9 +12,9 @@
 
 pub mod access;
 pub mod auth;
+mod channel_registry;
 pub mod client;
 pub mod daemon;
-mod doors;
 pub mod filter;
 mod handshakes;
 pub mod link;

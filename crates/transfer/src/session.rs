@@ -3,9 +3,11 @@
 use crate::link::LinkError;
 use crate::wire::{AbortCode, Report, Summary, TreeOptions};
 use std::io;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::security::Sealer;
 use thruway_engine::stage::{StageId, StageStats};
@@ -165,24 +167,56 @@ pub struct Terms {
 }
 
 /// Ends a session from outside: its user has no right to it any more, or the daemon stops.
+///
+/// The session's thread ends it when it hears of that. It may wait for its peer meanwhile, and the peer choose how long: so
+/// nothing more is moved over the data connections from then on, and the control connection ends as well a little later.
 #[derive(Clone)]
 pub struct Cancel(Arc<Cancelled>);
 
 struct Cancelled {
     why: OnceLock<(AbortCode, &'static str)>,
     device: Device,
+    control: OnceLock<Weak<TcpStream>>,
+    data: Mutex<Vec<Weak<TcpStream>>>,
 }
+
+/// How long a session that is ended from outside has to tell its peer.
+pub(crate) const LAST_WORDS: Duration = Duration::from_secs(3);
 
 impl Cancel {
     /// For a session whose thread waits on this device.
     pub fn new(device: &Device) -> Cancel {
-        Cancel(Arc::new(Cancelled { why: OnceLock::new(), device: device.clone() }))
+        let (why, control) = (OnceLock::new(), OnceLock::new());
+        Cancel(Arc::new(Cancelled { why, device: device.clone(), control, data: Mutex::default() }))
     }
 
     /// Ends it; the peer is told this.
     pub fn cancel(&self, code: AbortCode, why: &'static str) {
         let _ = self.0.why.set((code, why));
         self.0.device.wake();
+        self.data().drain(..).for_each(|stream| shut(&stream));
+    }
+
+    /// Ends the connection by which the peer would have been told why.
+    pub(crate) fn hang_up(&self) {
+        self.0.control.get().into_iter().for_each(shut);
+    }
+
+    pub(crate) fn watch_control(&self, stream: &Arc<TcpStream>) {
+        let _ = self.0.control.set(Arc::downgrade(stream));
+    }
+
+    pub(crate) fn watch_data(&self, stream: &Arc<TcpStream>) {
+        let mut data = self.data();
+        // Whoever cancels goes through what is here after having said so.
+        match self.0.why.get() {
+            None => data.push(Arc::downgrade(stream)),
+            Some(_) => shut(&Arc::downgrade(stream)),
+        }
+    }
+
+    fn data(&self) -> MutexGuard<'_, Vec<Weak<TcpStream>>> {
+        self.0.data.lock().expect("no panics under the lock")
     }
 
     /// # Errors
@@ -192,6 +226,12 @@ impl Cancel {
             None => Ok(()),
             Some((code, why)) => Err(SessionError::Cancelled(*code, why)),
         }
+    }
+}
+
+fn shut(stream: &Weak<TcpStream>) {
+    if let Some(stream) = stream.upgrade() {
+        let _ = stream.shutdown(Shutdown::Both);
     }
 }
 

@@ -1,51 +1,34 @@
 //! Peers that lie. Each ends its own session; the daemon serves the next one as if nothing had been.
 
+mod support;
+
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use support::Served;
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_engine::security::random;
 use thruway_fabric::iwarp;
-use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair};
-use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
-use thruway_transfer::link::{Call, Channels, Link, LinkError, LinkEvent, Role, Transport};
+use thruway_transfer::link::{Call, Channels, Link, LinkError, Role, Transport};
 use thruway_transfer::wire::*;
 
 const BLOCK: u32 = 64 << 10;
-const PATIENCE: Duration = Duration::from_secs(30);
 
-struct Lab {
-    dir: tempfile::TempDir,
-    addr: SocketAddr,
-    stopper: Stopper,
-    thread: Option<std::thread::JoinHandle<()>>,
+struct Lab(Served);
+
+impl std::ops::Deref for Lab {
+    type Target = Served;
+
+    fn deref(&self) -> &Served {
+        &self.0
+    }
 }
 
 impl Lab {
     fn new() -> Lab {
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::start(Config {
-            listen: vec!["127.0.0.1:0".parse().unwrap()],
-            exports: vec![Export { name: "e".into(), dir: dir.path().into(), read_only: false, unconfined: false }],
-            credentials: Credentials::Keys(KeyPair::generate()),
-            authorized: AuthorizedKeys::default(),
-            anonymous: true,
-            local: false,
-            require_encryption: false,
-            require_verification: false,
-            max_sessions: 50,
-            block_len_max: 1 << 20,
-            blocks: 8,
-            once: false,
-            fabric: iwarp::Config::default().into(),
-        })
-        .unwrap();
-        let (addr, stopper) = (daemon.addrs()[0], daemon.stopper());
-        let thread = Some(std::thread::spawn(move || daemon.run().unwrap()));
-        Lab { dir, addr, stopper, thread }
+        Lab(Served::with(|config| config.anonymous = true))
     }
 
     fn connect(&self) -> Link {
@@ -164,13 +147,6 @@ impl Lab {
     }
 }
 
-impl Drop for Lab {
-    fn drop(&mut self) {
-        self.stopper.stop();
-        self.thread.take().unwrap().join().unwrap();
-    }
-}
-
 struct Liar {
     link: Link,
     pool: Arc<BlockPool>,
@@ -222,22 +198,7 @@ impl Liar {
 
     /// Waits until the daemon has ended the session, and returns what it said.
     fn ended(mut self) -> String {
-        let start = Instant::now();
-        let mut said = String::new();
-        loop {
-            assert!(start.elapsed() < PATIENCE, "the session goes on");
-            match self.link.poll(Duration::from_millis(100)) {
-                Ok(events) => {
-                    for event in events {
-                        if let LinkEvent::Control(Control::Abort(_, why)) = event {
-                            said = why;
-                        }
-                    }
-                }
-                Err(LinkError::Closed(_) | LinkError::DataLost(_)) => return said,
-                Err(other) => panic!("{other}"),
-            }
-        }
+        support::ended(&mut self.link)
     }
 }
 

@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use thruway_engine::{Segment, Segments, fuse, page_cache, reactor};
+use thruway_engine::{Segment, Segments, file_system, page_cache, reactor};
 use tokio::sync::{Mutex, RwLock};
 
 /// Which way data goes to the storage and back.
@@ -222,7 +222,7 @@ impl FileBackend {
         let at_once = AtOnce::of(&cached, is_device);
         let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
         Ok(FileBackend {
-            uring_is_sound: is_device || fuse::uring_is_sound(&cached),
+            uring_is_sound: is_device || file_system::uring_is_sound(&cached),
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             discards,
             syncs: Syncs::default(),
@@ -247,7 +247,7 @@ impl FileBackend {
     /// If its size cannot be read.
     pub fn of(file: File) -> io::Result<FileBackend> {
         Ok(FileBackend {
-            uring_is_sound: fuse::uring_is_sound(&file),
+            uring_is_sound: file_system::uring_is_sound(&file),
             size: AtomicU64::new(size_of(&file)?),
             direct: None,
             mode: Mode::Writeback,

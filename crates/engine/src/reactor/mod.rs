@@ -17,8 +17,8 @@ use std::thread::JoinHandle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel};
 use tokio::task::LocalSet;
 
-/// Threads of a reactor that wait in system calls, where there is no io_uring.
-const BLOCKING_MAX: usize = 32;
+/// Threads of a reactor that wait in system calls, where io_uring cannot.
+const BLOCKING_MAX: usize = 128;
 
 type Start = Box<dyn FnOnce() + Send>;
 

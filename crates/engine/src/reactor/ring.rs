@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::sync::Semaphore;
 
 /// Entries of the submission queue; more requests wait in memory.
 const ENTRIES: u32 = 256;
@@ -48,12 +49,40 @@ pub fn ring() -> Requests {
 
 /// Where tasks of a reactor start requests.
 #[derive(Clone)]
-pub struct Requests(Option<Rc<RefCell<State>>>);
+pub struct Requests {
+    ring: Option<Rc<RefCell<State>>>,
+    /// Bounds how many of its requests wait on threads; `None`: any number.
+    places: Option<Arc<Semaphore>>,
+}
 
 impl Requests {
     /// Where requests are started that io_uring is not to be trusted with: each is a system call on a thread that may wait.
     pub fn by_threads() -> Requests {
-        Requests(None)
+        Requests { ring: None, places: None }
+    }
+
+    /// The same; where threads are used, no more of them wait than this semaphore has permits.
+    pub fn within(self, places: &Arc<Semaphore>) -> Requests {
+        Requests { places: Some(Arc::clone(places)), ..self }
+    }
+
+    /// Does something that may wait on a thread of its own. Once it has begun it is done, whether or not somebody waits for it.
+    pub async fn on_thread<T: Send + 'static>(&self, call: impl FnOnce() -> T + Send + 'static) -> T {
+        let place = match &self.places {
+            Some(places) => Arc::clone(places).acquire_owned().await.ok(),
+            None => None,
+        };
+        let call = move || {
+            let done = call();
+            drop(place);
+            done
+        };
+        match tokio::task::spawn_blocking(call).await {
+            Ok(done) => done,
+            Err(failed) if failed.is_panic() => std::panic::resume_unwind(failed.into_panic()),
+            // The reactor ends, and who waits with it.
+            Err(_) => std::future::pending().await,
+        }
     }
 }
 
@@ -106,13 +135,13 @@ impl Ring {
     /// Makes this the ring of the calling thread. The returned task does its work.
     pub(super) fn install(self) -> Pin<Box<dyn Future<Output = ()>>> {
         let Some(ring) = self.ring else {
-            CURRENT.set(Some(Requests(None)));
+            CURRENT.set(Some(Requests::by_threads()));
             return Box::pin(std::future::pending());
         };
         let state =
             State { ring, slots: Vec::new(), free: Vec::new(), waiting: VecDeque::new(), under_way: 0, driver: None };
         let state = Rc::new(RefCell::new(state));
-        CURRENT.set(Some(Requests(Some(Rc::clone(&state)))));
+        CURRENT.set(Some(Requests { ring: Some(Rc::clone(&state)), places: None }));
         Box::pin(drive(state))
     }
 }
@@ -263,9 +292,9 @@ impl Requests {
     ///
     /// The result is an error of kind [`io::ErrorKind::UnexpectedEof`] if the file ends before.
     pub async fn read(&self, file: &Arc<File>, offset: u64, mut segment: Segment) -> (io::Result<()>, Segment) {
-        let Some(requests) = &self.0 else {
+        let Some(requests) = &self.ring else {
             let file = Arc::clone(file);
-            return on_thread(move || (file.read_exact_at(segment.as_mut_slice(), offset), segment)).await;
+            return self.on_thread(move || (file.read_exact_at(segment.as_mut_slice(), offset), segment)).await;
         };
         transfer(requests, file, offset, segment, |fd, ptr, len, at| opcode::Read::new(fd, ptr, len).offset(at).build())
             .await
@@ -279,9 +308,9 @@ impl Requests {
         segment: Segment,
         sync: bool,
     ) -> (io::Result<()>, Segment) {
-        let Some(requests) = &self.0 else {
+        let Some(requests) = &self.ring else {
             let file = Arc::clone(file);
-            return on_thread(move || (write_all(&file, offset, segment.as_slice(), sync), segment)).await;
+            return self.on_thread(move || (write_all(&file, offset, segment.as_slice(), sync), segment)).await;
         };
         let flags = if sync { libc::RWF_DSYNC } else { 0 };
         let entry = move |fd, ptr: *mut u8, len, at| {
@@ -291,9 +320,9 @@ impl Requests {
     }
 
     async fn plain(&self, file: &Arc<File>, call: Call) -> io::Result<()> {
-        let Some(requests) = &self.0 else {
+        let Some(requests) = &self.ring else {
             let file = Arc::clone(file);
-            return on_thread(move || call.perform(&file)).await;
+            return self.on_thread(move || call.perform(&file)).await;
         };
         loop {
             match Requests::start(requests, file, None, call.entry(file)).await.0 {
@@ -361,16 +390,6 @@ impl Call {
             }
         }?;
         Ok(())
-    }
-}
-
-/// Does something that may wait on a thread of its own. If nobody waits for it any more, it is done all the same.
-async fn on_thread<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(call).await {
-        Ok(done) => done,
-        Err(failed) if failed.is_panic() => std::panic::resume_unwind(failed.into_panic()),
-        // The reactor ends, and who waits with it.
-        Err(_) => std::future::pending().await,
     }
 }
 

@@ -108,6 +108,53 @@ fn nothing_succeeds_behind_what_failed() {
     assert_eq!(statuses, [(1, Status::ConnectionLost), (2, Status::Flushed)]);
 }
 
+/// RFC 5040 7.2, RFC 5041 8.2: layer and type, code.
+#[test]
+fn what_a_peers_terminate_says_is_what_the_oldest_request_ends_with() {
+    let status_of = |kind: u8, code: u8| {
+        let (mut end, mut liar) = victim();
+        for id in [1, 2] {
+            end.post(id, SendOp::Read { remote: RemoteAddr { addr: 0, rkey: 1 } }, &[end.sge(1000, 100)]);
+        }
+        while end.transmit(&mut VecDeque::new(), 1 << 20) {}
+        let part = liar.fpdu(untagged(Opcode::Terminate, queue::TERMINATE, 1, 0, true), &[kind, code, 0, 0]);
+        feed(&mut end, &part);
+        let statuses: Vec<_> = end.done.iter().map(|(_, wc)| wc.status).collect();
+        assert_eq!(statuses[1..], [Status::Flushed]);
+        statuses[0]
+    };
+    for (kind, code, status) in [
+        (0x12, 0x02, Status::RemoteNoReceive),
+        (0x12, 0x05, Status::RemoteOperation),
+        (0x01, 0x00, Status::RemoteAccess),
+        (0x11, 0x00, Status::RemoteAccess),
+        (0x02, 0x05, Status::RemoteOperation),
+        (0x20, 0x01, Status::RemoteOperation),
+    ] {
+        assert_eq!(status_of(kind, code), status, "{kind:#x} {code:#x}");
+    }
+}
+
+/// A connection that has failed is closed when there is nothing left to transmit: not before its Terminate has gone.
+#[test]
+fn nothing_is_left_to_transmit_only_when_all_has_gone() {
+    for taken_before in 0..120 {
+        let (mut end, mut liar) = victim();
+        end.post(1, SendOp::Write { remote: RemoteAddr { addr: 0, rkey: 1 }, immediate: None }, &[end.sge(0, 60)]);
+        let mut wire = VecDeque::new();
+        (0..taken_before).for_each(|_| _ = end.transmit(&mut wire, 1));
+        let part = liar.fpdu(untagged(Opcode::Terminate, 7, 1, 0, true), &[0; 4]);
+        feed(&mut end, &part);
+        assert!(end.failure().is_some());
+        let mut is_idle = false;
+        while end.transmit(&mut wire, 1) {
+            assert!(!is_idle, "a byte goes after the last");
+            is_idle = end.connection.tx_idle();
+        }
+        assert!(is_idle && wire.len() > 20, "the Terminate has gone");
+    }
+}
+
 #[test]
 fn reads_of_a_peer_do_not_starve_our_sends() {
     let (mut a, mut b) = plain_pair(u16::MAX);

@@ -197,7 +197,7 @@ impl TestArgs {
             Some("sweep") => Ok((1..=23).map(|shift| 1 << shift).collect()),
             Some(list) => list
                 .split(',')
-                .map(|text| match crate::units::parse_size(text)? {
+                .map(|text| match crate::units::parse_size(text).map_err(|e| e.to_string())? {
                     n @ 1..=0x4000_0000 => Ok(n as u32),
                     n => Err(format!("a message of {n} bytes; 1 to 1G are possible")),
                 })

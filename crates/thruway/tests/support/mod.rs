@@ -36,6 +36,15 @@ impl Lab {
         path
     }
 
+    /// The program where every user can run it who can look in here.
+    pub fn program_for_all(&self) -> PathBuf {
+        let here = self.path("thruway");
+        if fs::hard_link(THRUWAY, &here).is_err() {
+            fs::copy(THRUWAY, &here).unwrap();
+        }
+        here
+    }
+
     /// A daemon that serves `dir` as `e`.
     pub fn serve(&self, dir: &Path) -> Daemon {
         Daemon::start(&[OsStr::new("--export"), &export("e", dir, "")])
@@ -60,13 +69,15 @@ pub struct Daemon {
 
 impl Daemon {
     pub fn start(args: &[&OsStr]) -> Daemon {
-        let mut child = Command::new(THRUWAY)
-            .args(["serve", "--json", "--listen", "127.0.0.1:0"])
-            .args(args)
-            .env("THRUWAY_LOG", log_level())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        Daemon::start_at("127.0.0.1:0", args)
+    }
+
+    pub fn start_at(addr: &str, args: &[&OsStr]) -> Daemon {
+        Daemon::start_by(Command::new(THRUWAY).args(["serve", "--json", "--listen", addr]).args(args))
+    }
+
+    pub fn start_by(command: &mut Command) -> Daemon {
+        let mut child = command.env("THRUWAY_LOG", log_level()).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
@@ -91,6 +102,9 @@ impl Drop for Daemon {
         self.kill();
     }
 }
+
+/// Some user who is nobody in particular.
+pub const NOBODY: u32 = 65534;
 
 /// A `thruway` command that touches no file of the user's.
 pub fn thruway(home: &Path) -> Command {

@@ -11,9 +11,11 @@ const STORAGE_ERRORS: [u32; 3] = [1, 5, 28];
 
 pub const READ: u16 = 0;
 pub const WRITE: u16 = 1;
+#[allow(dead_code)]
 pub const FLUSH: u16 = 3;
 #[allow(dead_code)]
 pub const ZEROES: u16 = 6;
+#[allow(dead_code)]
 pub const FUA: u16 = 1;
 
 impl Nbd {

@@ -7,10 +7,10 @@ mod request;
 
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
-use crate::doors::Doors;
+use crate::channel_registry::ChannelRegistry;
 use crate::handshakes::{Answer, Limits, Turn, Turns};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
-use crate::session::{Cancel, Engines, OnReport, Progress, SessionError, Terms};
+use crate::session::{Cancel, Engines, LAST_WORDS, OnReport, Progress, SessionError, Terms};
 use crate::sink;
 use crate::source;
 use crate::wire::{
@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
+use thruway_engine::limits;
 use thruway_engine::local_peer;
 use thruway_engine::security::Sealer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider};
@@ -101,7 +102,7 @@ struct Shared {
     authorized: RwLock<AuthorizedKeys>,
     greetings: Arc<Turns<(TcpStream, Vec<u8>)>>,
     handshakes: Arc<Turns<Caller>>,
-    doors: Mutex<Doors<Arrival>>,
+    channels: Mutex<ChannelRegistry<Arrival>>,
     /// Sessions under way, by a number of their own.
     running: Mutex<HashMap<u64, Running>>,
     next_running: AtomicU64,
@@ -119,9 +120,12 @@ impl Stopper {
     /// Makes [`Daemon::run`] return.
     pub fn stop(&self) {
         self.0.stop.store(true, Ordering::SeqCst);
+        let mut ended = Vec::new();
         for running in lock(&self.0.running).values() {
             running.cancel.cancel(AbortCode::Busy, "the daemon stops");
+            ended.push(running.cancel.clone());
         }
+        hang_up(ended);
         self.0.listener.wake();
     }
 
@@ -130,14 +134,31 @@ impl Stopper {
     pub fn set_authorized(&self, keys: AuthorizedKeys) {
         let mut authorized = self.0.authorized.write().expect("no panics under the lock");
         *authorized = keys;
+        let mut ended = Vec::new();
         for running in lock(&self.0.running).values() {
             let Principal::Key(key, _) = &running.principal else { continue };
             match authorized.principal(key) {
-                Some(now) if now == running.principal => {}
+                Some(now) if now == running.principal => continue,
                 Some(_) => running.cancel.cancel(AbortCode::Busy, "your rights have changed"),
                 None => running.cancel.cancel(AbortCode::Refused, "your key has been revoked"),
             }
+            ended.push(running.cancel.clone());
         }
+        hang_up(ended);
+    }
+}
+
+/// Hangs up on sessions that were ended, when they have had time to tell their peers.
+fn hang_up(ended: Vec<Cancel>) {
+    if ended.is_empty() {
+        return;
+    }
+    let hang_up = move || {
+        std::thread::sleep(LAST_WORDS);
+        ended.iter().for_each(Cancel::hang_up);
+    };
+    if let Err(error) = std::thread::Builder::new().name("hang up".into()).stack_size(64 << 10).spawn(hang_up) {
+        tracing::warn!(%error, "sessions that were ended may wait for their peers");
     }
 }
 
@@ -189,7 +210,7 @@ impl Daemon {
             config,
             engines,
             exports,
-            doors: Mutex::default(),
+            channels: Mutex::default(),
             running: Mutex::default(),
             next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
@@ -222,11 +243,11 @@ impl Daemon {
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
-                    shared.follow_greetings(shared.greetings.arrive(peer.ip(), (stream, prefix)));
+                    shared.follow_greetings(shared.greetings.arrive(limits::host_of(peer), (stream, prefix)));
                 }
                 Some(_) => {}
                 None => {
-                    let next = lock(&shared.doors).expire(Instant::now());
+                    let next = lock(&shared.channels).expire(Instant::now());
                     let limit = next.unwrap_or(Duration::from_secs(5));
                     self.device.wait(Some(limit)).map_err(|e| e.to_string())?;
                 }
@@ -253,7 +274,8 @@ impl Shared {
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                if let Some(Arrival::Rdma(request)) = self.hand_in(token, peer.ip(), Arrival::Rdma(request)) {
+                if let Some(Arrival::Rdma(request)) = self.deliver(token, limits::host_of(peer), Arrival::Rdma(request))
+                {
                     request.reject(b"too many data channels");
                 }
             }
@@ -293,29 +315,29 @@ impl Shared {
                 self.call(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.hand_in(*token, peer.ip(), Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.deliver(*token, limits::host_of(peer), Arrival::Tcp(stream))),
         }
     }
 
     /// Hands a data connection to its session; gives back one too many.
-    fn hand_in(&self, token: Token, from: IpAddr, arrival: Arrival) -> Option<Arrival> {
-        let given_back = lock(&self.doors).hand_in(token, from, arrival, Instant::now());
+    fn deliver(&self, token: Token, from: IpAddr, arrival: Arrival) -> Option<Arrival> {
+        let rejected = lock(&self.channels).deliver(token, from, arrival, Instant::now());
         // Who drops those that have waited too long sleeps until then.
         self.listener.wake();
-        given_back
+        rejected
     }
 
     /// A caller who wants a session: now, or when it is its turn.
     fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
         // Its data connections may come as soon as it has connected, and wait with it.
-        let opened = lock(&self.doors).open(token, Instant::now());
+        let opened = lock(&self.channels).register(token, Instant::now());
         let Some(arrivals) = opened else {
             tracing::warn!(%peer, "refused: the token of another session");
             return;
         };
-        let door = Door { shared: Arc::clone(self), token };
-        let caller = Caller { arrival, arrivals, door, peer, local };
-        self.follow(self.handshakes.arrive(peer.ip(), caller));
+        let registration = Registration { shared: Arc::clone(self), token };
+        let caller = Caller { arrival, arrivals, registration, peer, local };
+        self.follow(self.handshakes.arrive(limits::host_of(peer), caller));
     }
 
     /// Begins handshakes whose turn it is.
@@ -332,12 +354,12 @@ impl Shared {
     }
 
     fn begin(self: &Arc<Shared>, caller: Caller, handshake: Turn<Caller>) {
-        let Caller { arrival, arrivals, door, peer, local } = caller;
+        let Caller { arrival, arrivals, registration, peer, local } = caller;
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
             let known = AtomicBool::new(false);
-            let session = Session { shared: &shared, door, peer, local, known: &known };
+            let session = Session { shared: &shared, registration, peer, local, known: &known };
             // A panic ends its own session and no other.
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| session.run(arrival, arrivals, handshake)));
@@ -363,7 +385,7 @@ impl Shared {
 struct Caller {
     arrival: Arrival,
     arrivals: Receiver<Arrival>,
-    door: Door,
+    registration: Registration,
     peer: SocketAddr,
     local: SocketAddr,
 }
@@ -371,7 +393,15 @@ struct Caller {
 /// A session under way.
 struct Running {
     principal: Principal,
+    peer: IpAddr,
     cancel: Cancel,
+}
+
+impl Running {
+    /// Whether it is this one's. Those whom nobody knows are told apart by their addresses.
+    fn is_of(&self, principal: &Principal, peer: IpAddr) -> bool {
+        self.principal == *principal && (*principal != Principal::Anonymous || self.peer == peer)
+    }
 }
 
 /// Keeps a session among those that can be ended from outside.
@@ -381,9 +411,9 @@ struct Listed<'a> {
 }
 
 impl<'a> Listed<'a> {
-    fn new(shared: &'a Shared, principal: &Principal, cancel: &Cancel) -> Listed<'a> {
+    fn new(shared: &'a Shared, principal: &Principal, peer: IpAddr, cancel: &Cancel) -> Listed<'a> {
         let number = shared.next_running.fetch_add(1, Ordering::Relaxed);
-        let running = Running { principal: principal.clone(), cancel: cancel.clone() };
+        let running = Running { principal: principal.clone(), peer, cancel: cancel.clone() };
         lock(&shared.running).insert(number, running);
         Listed { shared, number }
     }
@@ -395,13 +425,21 @@ impl Drop for Listed<'_> {
     }
 }
 
+/// Whoever has so many times the places that are left gets no more: one who takes all there are leaves some to others.
+const PLACES_TO_ONE: usize = 8;
+
 /// The place of a session among those that there may be at one time.
 struct SessionPlace<'a>(&'a Shared);
 
 impl<'a> SessionPlace<'a> {
-    fn take(shared: &'a Shared) -> Option<SessionPlace<'a>> {
+    fn take(shared: &'a Shared, principal: &Principal, peer: IpAddr) -> Option<SessionPlace<'a>> {
+        let theirs = lock(&shared.running).values().filter(|running| running.is_of(principal, peer)).count();
+        let before = shared.active.fetch_add(1, Ordering::SeqCst);
         let place = SessionPlace(shared);
-        (shared.active.fetch_add(1, Ordering::SeqCst) < shared.config.max_sessions).then_some(place)
+        let left = shared.config.max_sessions.saturating_sub(before);
+        // They are listed already with the one that they want.
+        let fair = *principal == Principal::Operator || theirs <= left.saturating_mul(PLACES_TO_ONE);
+        (left > 0 && fair).then_some(place)
     }
 }
 
@@ -414,7 +452,7 @@ impl Drop for SessionPlace<'_> {
 /// One session on its thread.
 struct Session<'a> {
     shared: &'a Arc<Shared>,
-    door: Door,
+    registration: Registration,
     peer: SocketAddr,
     local: SocketAddr,
     /// The peer has proved who it is.
@@ -432,8 +470,8 @@ impl Session<'_> {
         // Before the handshake: the peer's socket is certainly there.
         let owner = if config.local { local_peer::owner(self.peer, self.local) } else { None };
         let device = config.fabric.open()?;
-        lock(&self.shared.doors).wake(&self.door.token, &device);
-        let (mut link, key) = Link::accept(device, arrival, &config.credentials)?;
+        lock(&self.shared.channels).set_device(&self.registration.token, &device);
+        let (mut link, key) = Link::accept(device, arrival, &config.credentials, self.registration.token)?;
         let Some(principal) = self.principal(key, owner) else {
             let why = match owner {
                 Some(_) => {
@@ -445,7 +483,8 @@ impl Session<'_> {
             return self.refuse(link, AbortCode::Refused, why.into());
         };
         let cancel = Cancel::new(link.device());
-        let _listed = Listed::new(self.shared, &principal, &cancel);
+        link.end_with(&cancel);
+        let _listed = Listed::new(self.shared, &principal, limits::host_of(self.peer), &cancel);
         if self.shared.stop.load(Ordering::SeqCst) {
             return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
         }
@@ -455,7 +494,7 @@ impl Session<'_> {
         }
         drop(handshake);
         self.known.store(true, Ordering::SeqCst);
-        let Some(_place) = SessionPlace::take(self.shared) else {
+        let Some(_place) = SessionPlace::take(self.shared, &principal, limits::host_of(self.peer)) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
         let Control::Session(asked) = link.prompt_control()? else {
@@ -576,7 +615,7 @@ impl Session<'_> {
 
 /// One in so many of the descriptors that there may be.
 fn share_of_descriptors(of: u64) -> usize {
-    usize::try_from(thruway_engine::limits::open_files() / of).unwrap_or(usize::MAX)
+    usize::try_from(limits::open_files() / of).unwrap_or(usize::MAX)
 }
 
 fn greeting_limits() -> Limits {
@@ -604,14 +643,14 @@ pub(crate) fn acceptable_block(len: u32) -> bool {
 }
 
 /// Data connections of a session come in while it lives.
-struct Door {
+struct Registration {
     shared: Arc<Shared>,
     token: Token,
 }
 
-impl Drop for Door {
+impl Drop for Registration {
     fn drop(&mut self) {
-        lock(&self.shared.doors).close(&self.token);
+        lock(&self.shared.channels).unregister(&self.token);
     }
 }
 

@@ -168,14 +168,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
     };
     let (dir, rename) = match export.open_dir(&base, path) {
-        Ok(dir) if asked.into_directory || path.is_empty() => {
-            // Who made it may have been killed before it was durable.
-            if !path.is_empty() && Prepared::was_interrupted(&dir, &job) {
-                let above = export.open_dir(&base, sink::split(path).0).map_err(shown)?;
-                rustix::fs::fsync(above).map_err(shown)?;
-            }
-            (dir, None)
-        }
+        Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
         Ok(dir) => match by_name() {
             Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &job) => (parent, name),
             _ => (dir, None),
@@ -213,9 +206,8 @@ fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()>
     let (parent, name) = sink::split(path);
     let dir = export.open_dir(base, parent)?;
     let name = Path::new(std::ffi::OsStr::from_bytes(name));
-    rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?;
-    // What is put into it must not be durable in a directory that is not.
-    Ok(rustix::fs::fsync(&dir)?)
+    // Its name is made durable with what is put into it.
+    Ok(rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?)
 }
 
 fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, String> {

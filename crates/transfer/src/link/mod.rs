@@ -3,17 +3,18 @@
 //! The link moves messages and blocks and keeps queues from running dry; what they mean is
 //! [`crate::source`]'s and [`crate::sink`]'s business.
 
-mod growth;
-mod loss;
+mod channel_scaler;
+mod deferred_close;
 mod rdma;
 mod tcp;
 
-pub(crate) use growth::{BUSY_BLOCKS, BUSY_BYTES, Growth, blocks_for, first_channels};
+pub(crate) use channel_scaler::{BUSY_BLOCKS, BUSY_BYTES, ChannelScaler, blocks_for, first_channels};
 pub use rdma::Window;
 pub(crate) use tcp::{Greeting, Receive, greet, splice};
 
 use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;
+use crate::session::Cancel;
 use crate::wire::{AbortCode, BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
@@ -158,7 +159,7 @@ impl Call<'_> {
     /// The data channels to open now, given the path: what they show, their number and role.
     fn early_channels(&self, path: Option<Path>) -> Option<(Token, u32, Role)> {
         let (role, count) = self.early?;
-        let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= growth::ROUND_TRIP_MIN)?;
+        let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= channel_scaler::ROUND_TRIP_MIN)?;
         let count = count.unwrap_or_else(|| first_channels(Some(round_trip)));
         Some((self.token, count.min(CHANNELS_MAX), role))
     }
@@ -269,14 +270,15 @@ impl Link {
         device: Device,
         arrival: Arrival,
         credentials: &Credentials,
+        token: Token,
     ) -> Result<(Link, Option<PublicKey>), LinkError> {
         Ok(match arrival {
             Arrival::Rdma(request) => {
-                let (link, key) = RdmaLink::accept(device, request, credentials)?;
+                let (link, key) = RdmaLink::accept(device, request, credentials, token)?;
                 (Link(Inner::Rdma(Box::new(link))), key)
             }
             Arrival::Tcp(stream) => {
-                let (link, key) = TcpLink::accept(device, stream, credentials)?;
+                let (link, key) = TcpLink::accept(device, stream, credentials, token)?;
                 (Link(Inner::Tcp(Box::new(link))), key)
             }
         })
@@ -377,6 +379,34 @@ impl Link {
         }
     }
 
+    /// The link's connections end with the session that is ended by this, whatever its thread waits for.
+    pub(crate) fn end_with(&mut self, cancel: &Cancel) {
+        match &mut self.0 {
+            // Its thread waits for nobody but in [`Link::poll`], and nothing comes but by what it has exposed.
+            Inner::Rdma(_) => {}
+            Inner::Tcp(link) => link.end_with(cancel),
+        }
+    }
+
+    /// Leaves what the peer says on the control connection where it is, or takes it again, where it may be far ahead of
+    /// what it sends.
+    pub(crate) fn hold_control(&self, hold: bool) {
+        match &self.0 {
+            // It is no more ahead than the credits that it has.
+            Inner::Rdma(_) => {}
+            Inner::Tcp(link) => link.hold_control(hold),
+        }
+    }
+
+    /// Messages that wait for the peer to take earlier ones.
+    pub(crate) fn backlog(&self) -> usize {
+        match &self.0 {
+            Inner::Rdma(link) => link.backlog(),
+            // What is sent is in the socket.
+            Inner::Tcp(_) => 0,
+        }
+    }
+
     /// The device, to wake a thread waiting in [`Link::poll`].
     pub fn device(&self) -> &Device {
         match &self.0 {
@@ -411,7 +441,7 @@ impl Link {
 
     /// Whether the path is known to be a long one.
     pub fn is_long(&self) -> bool {
-        self.round_trip().is_some_and(|rtt| rtt >= growth::ROUND_TRIP_MIN)
+        self.round_trip().is_some_and(|rtt| rtt >= channel_scaler::ROUND_TRIP_MIN)
     }
 
     /// What is known of the data channels' paths.

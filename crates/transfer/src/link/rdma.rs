@@ -1,8 +1,8 @@
 //! The link over RDMA: one control queue pair (Send and Receive, encrypted) and any number of data
 //! queue pairs (RDMA Write, each write followed by its completion notification).
 
-use super::growth::{BUSY_BLOCKS, BUSY_BYTES, ROUND_TRIP_MIN};
-use super::loss::Loss;
+use super::channel_scaler::{BUSY_BLOCKS, BUSY_BYTES, ROUND_TRIP_MIN};
+use super::deferred_close::DeferredClose;
 use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
@@ -71,7 +71,7 @@ pub(crate) struct RdmaLink {
     ready: VecDeque<LinkEvent>,
     /// Why the session cannot go on, once what came before that is taken.
     ended: Option<LinkError>,
-    loss: Loss,
+    close: DeferredClose,
     heard: Instant,
     spoken: Instant,
 }
@@ -134,7 +134,7 @@ impl RdmaLink {
             completions: Vec::new(),
             ready: VecDeque::new(),
             ended: None,
-            loss: Loss::default(),
+            close: DeferredClose::default(),
             heard: Instant::now(),
             spoken: Instant::now(),
         };
@@ -150,7 +150,7 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let mut handshake = Handshake::new(call.credentials, true);
+        let mut handshake = Handshake::new(call.credentials, call.token, true);
         // The handshake begins in the connection request where that has room for it: a round trip less.
         let mut private_data = call.hello().encode();
         let first = handshake.write();
@@ -187,9 +187,10 @@ impl RdmaLink {
         device: Device,
         request: ConnectionRequest,
         credentials: &Credentials,
+        token: Token,
     ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let mut handshake = Handshake::new(credentials, false);
+        let mut handshake = Handshake::new(credentials, token, false);
         let (_, behind) = Hello::decode_prefix(request.private_data())?;
         // Not padding.
         let first = behind.get(..credentials.kind().first_message_len()).filter(|m| m.iter().any(|byte| *byte != 0));
@@ -360,6 +361,11 @@ impl RdmaLink {
         self.flush()
     }
 
+    /// Messages that wait for the peer to take earlier ones.
+    pub(crate) fn backlog(&self) -> usize {
+        self.outbox.len()
+    }
+
     /// Says why the session ends, ahead of whatever waits to be said. Best effort.
     pub(crate) fn abort(&mut self, code: AbortCode, why: String) {
         self.outbox.clear();
@@ -522,7 +528,7 @@ impl RdmaLink {
     }
 
     fn lose(&mut self, cause: ConnectionError) {
-        self.loss.note(cause, self.control_path().map(|p| p.round_trip));
+        self.close.record(cause, self.control_path().map(|p| p.round_trip));
     }
 
     /// What has come, waiting up to `limit` for the first of it. An empty list is no error: the
@@ -560,7 +566,7 @@ impl RdmaLink {
             {
                 self.transmit(&Control::Receives)?;
             }
-            self.device.wait(Some(self.loss.bound(limit.min(HEARTBEAT))))?;
+            self.device.wait(Some(self.close.wait_max(limit.min(HEARTBEAT))))?;
             self.cq.poll(&mut completions, 256);
         }
         for wc in completions.drain(..) {
@@ -568,7 +574,7 @@ impl RdmaLink {
         }
         self.completions = completions;
         self.flush()?;
-        self.loss.tell(self.ready.is_empty() && self.raw.is_empty())
+        self.close.report_if_due(self.ready.is_empty() && self.raw.is_empty())
     }
 
     /// Takes what a failed connection had to say before it is reported as failed.

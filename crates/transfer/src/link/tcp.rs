@@ -5,9 +5,10 @@
 //! `sendfile` at the source, `splice` at the sink. There are no credits: TCP's window and the
 //! pool's blocks are the flow control.
 
-use super::loss::Loss;
+use super::deferred_close::DeferredClose;
 use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
 use crate::auth::{Credentials, Handshake, PublicKey, Secured};
+use crate::session::Cancel;
 use crate::wire::{
     AbortCode, BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token,
 };
@@ -17,7 +18,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_fabric::{ConnectionError, Device, Path, path};
@@ -107,6 +108,20 @@ fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
     Ok(())
 }
 
+/// Sends a message of the control connection, in front of which stands its length.
+///
+/// # Errors
+/// [`LinkError::Silent`] if the peer takes nothing for as long as `control` waits: some of the message may have gone, and
+/// nothing that came behind it would be understood.
+fn send_frame(mut control: &TcpStream, message: &[u8]) -> Result<(), LinkError> {
+    let mut frame = (message.len() as u16).to_be_bytes().to_vec();
+    frame.extend_from_slice(message);
+    control.write_all(&frame).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => LinkError::Silent,
+        _ => LinkError::Closed(ConnectionError::Lost(e.to_string())),
+    })
+}
+
 /// What threads of the link tell the session's own.
 enum News {
     Control(Vec<u8>),
@@ -123,6 +138,8 @@ enum News {
     Opened(Result<TcpStream, LinkError>, Role),
 }
 
+/// Takes so much news at one time, so that what it leads to is done before there is more.
+const NEWS_TOGETHER: usize = 256;
 /// News that wait for the session's thread. Whoever has more to tell waits, and with it the peer.
 const NEWS_MAX: usize = 1024;
 
@@ -148,13 +165,16 @@ struct Outgoing {
 
 pub(crate) struct TcpLink {
     device: Device,
-    control: TcpStream,
+    control: Arc<TcpStream>,
+    held: Arc<Held>,
+    /// Ends the session from outside.
+    cancel: Option<Cancel>,
     teller: Teller,
     news: Receiver<News>,
     secured: Option<Secured>,
     raw: VecDeque<Vec<u8>>,
     pool: Option<Arc<BlockPool>>,
-    data: Vec<TcpStream>,
+    data: Vec<Arc<TcpStream>>,
     /// Data channels that are being opened.
     opening: usize,
     /// The session goes on without data channels that fail to open from now on.
@@ -169,14 +189,14 @@ pub(crate) struct TcpLink {
     spoken: Instant,
     /// The control connection has ended; what it said is still to be read.
     ended: Option<ConnectionError>,
-    loss: Loss,
+    close: DeferredClose,
 }
 
 impl TcpLink {
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
         let stream = dial(call.addr, &call.hello())?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(Handshake::new(call.credentials, true))?;
+        let peer = link.shake(Handshake::new(call.credentials, call.token, true))?;
         // Not before: the peer must have seen the greeting that goes before theirs.
         if let Some((token, count, role)) = call.early_channels(link.control_path()) {
             link.open_data(call.addr, token, count, role)?;
@@ -188,12 +208,13 @@ impl TcpLink {
         device: Device,
         stream: TcpStream,
         credentials: &Credentials,
+        token: Token,
     ) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
         let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
         let peer = stream.peer_addr().map_err(lost)?;
         prepare(&stream, peer).map_err(lost)?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(Handshake::new(credentials, false))?;
+        let peer = link.shake(Handshake::new(credentials, token, false))?;
         Ok((link, peer))
     }
 
@@ -201,13 +222,16 @@ impl TcpLink {
         let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
         let (sender, news) = sync_channel(NEWS_MAX);
         let teller = Teller { sender, device: device.clone() };
-        let reader = control.try_clone().map_err(lost)?;
-        let voice = teller.clone();
-        spawn("control", move || read_control(reader, &voice)).map_err(lost)?;
+        let control = Arc::new(control);
+        let (reader, voice, held) = (Arc::clone(&control), teller.clone(), Arc::new(Held::default()));
+        let hold = Arc::clone(&held);
+        spawn("control", move || read_control(&reader, &voice, &hold)).map_err(lost)?;
         let (outgoing, queue) = channel();
         Ok(TcpLink {
             device,
             control,
+            held,
+            cancel: None,
             teller,
             news,
             secured: None,
@@ -223,12 +247,24 @@ impl TcpLink {
             heard: Instant::now(),
             spoken: Instant::now(),
             ended: None,
-            loss: Loss::default(),
+            close: DeferredClose::default(),
         })
     }
 
     pub(crate) fn attach(&mut self, pool: &Arc<BlockPool>) {
         self.pool = Some(Arc::clone(pool));
+    }
+
+    /// What the peer says on the control connection is left there, or taken again; what it sends is taken all the time.
+    pub(crate) fn hold_control(&self, hold: bool) {
+        self.held.set(hold);
+    }
+
+    /// The link's connections end with the session that is ended by this, whatever its thread waits for.
+    pub(crate) fn end_with(&mut self, cancel: &Cancel) {
+        cancel.watch_control(&self.control);
+        self.data.iter().for_each(|stream| cancel.watch_data(stream));
+        self.cancel = Some(cancel.clone());
     }
 
     /// Starts to open data channels, all at once.
@@ -267,7 +303,7 @@ impl TcpLink {
 
     /// What is known of the data channels' paths.
     pub(crate) fn paths(&self) -> Vec<Path> {
-        self.data.iter().filter_map(Path::of).collect()
+        self.data.iter().filter_map(|stream| Path::of(stream)).collect()
     }
 
     /// What is known of the path to the peer.
@@ -284,12 +320,13 @@ impl TcpLink {
 
     fn add_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
         let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
+        let stream = Arc::new(stream);
+        self.cancel.iter().for_each(|cancel| cancel.watch_data(&stream));
         if role == Role::Source {
-            let (writer, queue, teller) =
-                (stream.try_clone().map_err(lost)?, Arc::clone(&self.queue), self.teller.clone());
+            let (writer, queue, teller) = (Arc::clone(&stream), Arc::clone(&self.queue), self.teller.clone());
             spawn("send", move || send_blocks(&writer, &queue, &teller)).map_err(lost)?;
             // Nothing comes this way; an idle channel that dies would else not be noticed.
-            let (reader, teller) = (stream.try_clone().map_err(lost)?, self.teller.clone());
+            let (reader, teller) = (Arc::clone(&stream), self.teller.clone());
             spawn("watch", move || teller.tell(News::DataEnded(await_end(&reader)))).map_err(lost)?;
         }
         if role == Role::Sink && self.receive.is_some() {
@@ -304,12 +341,12 @@ impl TcpLink {
         self.data.iter().try_for_each(|stream| self.receive_from(stream))
     }
 
-    fn receive_from(&self, stream: &TcpStream) -> Result<(), LinkError> {
+    fn receive_from(&self, stream: &Arc<TcpStream>) -> Result<(), LinkError> {
         let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         let (Some(pool), Some(receive)) = (self.pool.clone(), self.receive.clone()) else {
             return Err(LinkError::Unexpected("block"));
         };
-        let (stream, teller) = (stream.try_clone().map_err(lost)?, self.teller.clone());
+        let (stream, teller) = (Arc::clone(stream), self.teller.clone());
         spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller)).map_err(lost)
     }
 
@@ -336,14 +373,11 @@ impl TcpLink {
     }
 
     fn send_bytes(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
-        let mut frame = (bytes.len() as u16).to_be_bytes().to_vec();
-        frame.extend_from_slice(bytes);
         self.spoken = Instant::now();
-        match self.control.write_all(&frame) {
-            Ok(()) => Ok(()),
+        match send_frame(&self.control, bytes) {
             // Why the peer went may be on its way to us: let the next turn find out.
-            Err(_) if self.ended.is_none() => Ok(()),
-            Err(e) => Err(LinkError::Closed(ConnectionError::Lost(e.to_string()))),
+            Err(LinkError::Closed(_)) if self.ended.is_none() => Ok(()),
+            result => result,
         }
     }
 
@@ -371,15 +405,15 @@ impl TcpLink {
             if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() {
                 self.send(&Control::Receives)?;
             }
-            self.device.wait(Some(self.loss.bound(limit.min(HEARTBEAT))))?;
+            self.device.wait(Some(self.close.wait_max(limit.min(HEARTBEAT))))?;
             self.take_news()?;
         }
-        self.loss.tell(self.ready.is_empty() && self.raw.is_empty())
+        self.close.report_if_due(self.ready.is_empty() && self.raw.is_empty())
     }
 
     fn take_news(&mut self) -> Result<bool, LinkError> {
         let mut any = false;
-        loop {
+        for _ in 0..NEWS_TOGETHER {
             let news = match self.news.try_recv() {
                 Ok(news) => news,
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(any),
@@ -405,7 +439,7 @@ impl TcpLink {
                     self.ready.push_back(LinkEvent::Placed { sequence, len });
                 }
                 News::Malformed(malformed) => return Err(malformed.into()),
-                News::DataEnded(cause) => self.loss.note(cause, self.control_path().map(|p| p.round_trip)),
+                News::DataEnded(cause) => self.close.record(cause, self.control_path().map(|p| p.round_trip)),
                 News::Opened(opened, role) => {
                     self.opening -= 1;
                     match opened {
@@ -416,6 +450,7 @@ impl TcpLink {
                 }
             }
         }
+        Ok(any)
     }
 
     fn take_control(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
@@ -431,7 +466,7 @@ impl TcpLink {
     /// As [`super::Link::close`], or as [`super::Link::leave`] if nothing is `expected` of the peer.
     pub(crate) fn close(mut self, expected: bool) {
         let _ = self.control.shutdown(Shutdown::Write);
-        if !expected && self.control_path().is_some_and(|p| p.round_trip >= super::growth::ROUND_TRIP_MIN) {
+        if !expected && self.control_path().is_some_and(|p| p.round_trip >= super::channel_scaler::ROUND_TRIP_MIN) {
             return;
         }
         let start = Instant::now();
@@ -466,11 +501,12 @@ impl ControlChannel for TcpLink {
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        // The threads hold clones of the sockets; this makes their calls return.
+        // The threads have the sockets too; this makes their calls return.
         self.outgoing = None;
         for stream in self.data.iter().chain([&self.control]) {
             let _ = stream.shutdown(Shutdown::Both);
         }
+        self.held.set(false);
     }
 }
 
@@ -478,7 +514,28 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(run).map(drop)
 }
 
-fn read_control(mut stream: TcpStream, teller: &Teller) {
+/// Whether what the peer says is left where it is for a while.
+#[derive(Default)]
+struct Held {
+    is_held: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Held {
+    fn set(&self, hold: bool) {
+        let mut is_held = self.is_held.lock().expect("no panics under the lock");
+        if std::mem::replace(&mut *is_held, hold) && !hold {
+            self.changed.notify_all();
+        }
+    }
+
+    fn wait(&self) {
+        let is_held = self.is_held.lock().expect("no panics under the lock");
+        drop(self.changed.wait_while(is_held, |is_held| *is_held).expect("no panics under the lock"));
+    }
+}
+
+fn read_control(mut stream: &TcpStream, teller: &Teller, held: &Held) {
     let mut read = || -> io::Result<Vec<u8>> {
         let mut len = [0; 2];
         stream.read_exact(&mut len)?;
@@ -491,6 +548,7 @@ fn read_control(mut stream: TcpStream, teller: &Teller) {
         Ok(bytes)
     };
     loop {
+        held.wait();
         match read() {
             Ok(bytes) => teller.tell(News::Control(bytes)),
             Err(e) => return teller.tell(News::ControlEnded(cause_of(&e))),
@@ -645,5 +703,23 @@ impl Pipe {
             left -= n;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_peer_that_takes_no_control_messages_is_given_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let control = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _peer = listener.accept().unwrap();
+        control.set_write_timeout(Some(Duration::from_millis(50))).unwrap();
+        let message = vec![7; 10_000];
+        // Far more than the system keeps for a peer that reads nothing.
+        let refused = (0..10_000).find_map(|_| send_frame(&control, &message).err());
+        assert!(matches!(refused, Some(LinkError::Silent)), "{refused:?}");
     }
 }

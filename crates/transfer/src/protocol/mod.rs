@@ -37,6 +37,9 @@ pub(crate) const WINDOW_MAX: usize = 256;
 /// Credits in one message.
 pub(crate) const CREDITS_PER_REPLY: usize = 64;
 
+/// How far a sequence number may be ahead of the first that is missing: what is remembered of a hostile peer's numbers.
+const AHEAD_MAX: u32 = 1 << 20;
+
 /// Sequence numbers that have been seen, each once. They come nearly in order, so the gaps are few.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
@@ -49,7 +52,7 @@ pub(crate) struct Seen {
 impl Seen {
     /// Notes a number; false if it has been seen before, or is absurdly far ahead.
     pub(crate) fn insert(&mut self, sequence: u32) -> bool {
-        let far = sequence.checked_sub(self.next).is_none_or(|d| d > 1 << 20);
+        let far = sequence.checked_sub(self.next).is_none_or(|d| d > AHEAD_MAX);
         if far || !self.ahead.insert(sequence) {
             return false;
         }
@@ -66,5 +69,20 @@ impl Seen {
     /// How many have been seen.
     pub(crate) fn count(&self) -> u64 {
         u64::from(self.next) + self.ahead.len() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_sequence_number_is_taken_once_and_none_from_too_far_ahead() {
+        let mut seen = Seen::default();
+        assert!(seen.insert(1) && !seen.insert(1) && seen.insert(0) && !seen.insert(0) && !seen.insert(1));
+        assert_eq!((seen.next, seen.count()), (2, 2));
+        assert!(!seen.insert(2 + AHEAD_MAX + 1) && seen.insert(2 + AHEAD_MAX));
+        assert!(seen.contains(2 + AHEAD_MAX) && !seen.contains(2));
+        assert_eq!(seen.count(), 3);
     }
 }

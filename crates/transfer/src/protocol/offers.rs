@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 /// Files offered in one message, and bytes of the message they may take.
 const ENTRIES: usize = 64;
 const BYTES: usize = 7500;
-/// What an offered file takes beside its path, at most.
-const ENTRY: usize = 32;
+/// What an offered file takes beside its path, at most: the length of that, its size, and two times.
+const ENTRY: usize = 2 + 10 + 2 * (10 + 5);
 /// Offers under way: on a long path so many batches are answered in one round trip. Fewer than the
 /// receives that a control connection has for them.
 pub(crate) const AHEAD: usize = 10;
@@ -62,5 +62,32 @@ impl<C> Offers<C> {
     pub(crate) fn answered(&mut self, answers: Vec<Answer>) -> Vec<(C, Answer)> {
         let files = self.open.pop_front().unwrap_or_default();
         files.into_iter().zip(answers.into_iter().chain(std::iter::repeat(Answer::Send))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{CONTROL_MAX, Control};
+
+    /// Whatever is offered, a batch is one control message, and never more than the other end expects.
+    #[test]
+    fn a_batch_fits_its_message() {
+        for path_len in [1, 20, 84, 85, 86, 200, 4096] {
+            let mut offers = Offers::default();
+            // Numbers that take as many bytes as numbers can.
+            let time = (i64::MIN, u32::MAX);
+            let entry = OfferEntry { path: vec![b'p'; path_len], size: u64::MAX, mtime: time, ctime: time };
+            let mut count = 0;
+            while offers.has_room(&entry) {
+                offers.push(entry.clone(), ());
+                count += 1;
+            }
+            assert_eq!(count, ENTRIES.min(BYTES / (path_len + ENTRY)), "paths of {path_len}");
+            let (batch, entries) = offers.send().unwrap();
+            let message = Control::Offer { batch, entries }.encode(0);
+            assert!(message.len() <= CONTROL_MAX, "{} bytes with paths of {path_len}", message.len());
+            assert!(offers.has_room(&entry), "the next batch begins");
+        }
     }
 }

@@ -5,22 +5,29 @@ use super::Violation;
 use crate::wire::FileStatus;
 use std::collections::HashMap;
 
-/// Large files that may be unfinished at once.
+/// Large files that may be unfinished at once. A sink leaves ends of files unread long before there are so many.
 const OPEN_MAX: usize = 4096;
 
 /// Large files under way. `F` is an open file, `P` a piece that came too early.
 pub(crate) struct Reassembly<F, P> {
     slots: HashMap<u64, Slot<F, P>>,
     parked: u64,
+    /// Files of which the end has come and not the beginning.
+    early_ends: usize,
 }
 
 struct Slot<F, P> {
     file: Known<F>,
     /// Pieces that came before the file was open.
     early: Vec<P>,
+    /// Pieces that wait for that elsewhere.
+    waiting: u64,
     end: Option<(u32, FileStatus)>,
-    /// Pieces dealt with, failed ones included.
+    /// Pieces that have come, and of these the ones dealt with, failed ones included.
+    come: u32,
     dealt: u32,
+    /// The source could not read a piece.
+    void: bool,
 }
 
 /// Where a file's pieces go.
@@ -45,7 +52,7 @@ pub(crate) struct Ended<F> {
 
 impl<F, P> Default for Reassembly<F, P> {
     fn default() -> Reassembly<F, P> {
-        Reassembly { slots: HashMap::new(), parked: 0 }
+        Reassembly { slots: HashMap::new(), parked: 0, early_ends: 0 }
     }
 }
 
@@ -54,7 +61,8 @@ impl<F: Clone, P> Reassembly<F, P> {
         if self.slots.len() >= OPEN_MAX && !self.slots.contains_key(&number) {
             return Err(Violation::Unexpected("number of unfinished files"));
         }
-        let new = || Slot { file: Known::NotYet, early: Vec::new(), end: None, dealt: 0 };
+        let new =
+            || Slot { file: Known::NotYet, early: Vec::new(), waiting: 0, end: None, come: 0, dealt: 0, void: false };
         Ok(self.slots.entry(number).or_insert_with(new))
     }
 
@@ -65,32 +73,58 @@ impl<F: Clone, P> Reassembly<F, P> {
             return Err(Violation::Unexpected("second beginning of a file"));
         }
         slot.file = file.map_or(Known::Nowhere, Known::Open);
+        let has_ended = slot.end.is_some();
         let early = std::mem::take(&mut slot.early);
-        self.parked -= early.len() as u64;
+        self.parked -= early.len() as u64 + std::mem::take(&mut slot.waiting);
+        self.early_ends -= usize::from(has_ended);
         Ok(early)
     }
 
-    /// Where a piece of this file goes.
+    /// A piece has come, or begun to come: until it has been dealt with, its file does not end.
+    pub(crate) fn come(&mut self, number: u64) -> Result<(), Violation> {
+        let slot = self.slot(number)?;
+        slot.come += 1;
+        if slot.end.as_ref().is_some_and(|(blocks, _)| slot.come > *blocks) {
+            return Err(Violation::Unexpected("piece of a file that has ended"));
+        }
+        Ok(())
+    }
+
+    /// Where a piece of this file that has come goes.
     pub(crate) fn lookup(&mut self, number: u64) -> Result<Known<F>, Violation> {
         Ok(self.slot(number)?.file.clone())
     }
 
-    /// Keeps a piece until its file begins.
+    /// Keeps a piece that has come until its file begins.
     pub(crate) fn park(&mut self, number: u64, piece: P) -> Result<(), Violation> {
         self.slot(number)?.early.push(piece);
         self.parked += 1;
         Ok(())
     }
 
-    /// Pieces kept for files that have not begun.
+    /// A piece that has come waits elsewhere for its file to begin.
+    pub(crate) fn wait(&mut self, number: u64) -> Result<(), Violation> {
+        self.slot(number)?.waiting += 1;
+        self.parked += 1;
+        Ok(())
+    }
+
+    /// Pieces that wait for files that have not begun.
     pub(crate) fn parked(&self) -> u64 {
         self.parked
     }
 
-    /// A piece has been dealt with, well or not.
+    /// A piece that had come has been dealt with, well or not.
     pub(crate) fn dealt(&mut self, number: u64) -> Result<(), Violation> {
         self.slot(number)?.dealt += 1;
         Ok(())
+    }
+
+    /// A piece has come of which the source could not read anything.
+    pub(crate) fn void(&mut self, number: u64) -> Result<(), Violation> {
+        self.come(number)?;
+        self.slot(number)?.void = true;
+        self.dealt(number)
     }
 
     /// The source has read the file to its end, and sent it in so many pieces.
@@ -99,23 +133,36 @@ impl<F: Clone, P> Reassembly<F, P> {
         if slot.end.is_some() {
             return Err(Violation::Unexpected("second end of a file"));
         }
+        if slot.come > blocks {
+            return Err(Violation::Unexpected("number of a file's pieces"));
+        }
         slot.end = Some((blocks, status));
+        let has_begun = !matches!(slot.file, Known::NotYet);
+        self.early_ends += usize::from(!has_begun);
         Ok(())
     }
 
     /// Takes the file out if it has begun, ended, and all its pieces have been dealt with.
-    pub(crate) fn take_ended(&mut self, number: u64) -> Option<Ended<F>> {
-        let slot = self.slots.get(&number)?;
-        let (blocks, status) = slot.end.as_ref()?;
+    pub(crate) fn take_ended(&mut self, number: u64) -> Result<Option<Ended<F>>, Violation> {
+        let Some(slot) = self.slots.get(&number) else { return Ok(None) };
+        let Some((blocks, status)) = slot.end.as_ref() else { return Ok(None) };
         if slot.dealt < *blocks || matches!(slot.file, Known::NotYet) {
-            return None;
+            return Ok(None);
         }
         let whole = !matches!(status, FileStatus::Failed(_));
-        let file = match self.slots.remove(&number)?.file {
-            Known::Open(file) => Some(file),
-            Known::NotYet | Known::Nowhere => None,
+        if whole && slot.void {
+            return Err(Violation::Unexpected("end of a file of which a piece could not be read"));
+        }
+        let file = match self.slots.remove(&number).map(|slot| slot.file) {
+            Some(Known::Open(file)) => Some(file),
+            _ => None,
         };
-        Some(Ended { file, whole })
+        Ok(Some(Ended { file, whole }))
+    }
+
+    /// Files of which the end has come and not the beginning.
+    pub(crate) fn early_ends(&self) -> usize {
+        self.early_ends
     }
 
     /// Files that are not finished.
@@ -142,7 +189,7 @@ mod tests {
                 match event {
                     'b' => written.extend(files.begin(1, Some("f")).unwrap()),
                     'e' => files.end(1, 2, FileStatus::Unchanged).unwrap(),
-                    piece => match files.lookup(1).unwrap() {
+                    piece => match files.come(1).and_then(|()| files.lookup(1)).unwrap() {
                         Known::Open(_) => written.push(piece),
                         _ => files.park(1, piece).unwrap(),
                     },
@@ -152,11 +199,12 @@ mod tests {
                     files.dealt(1).unwrap();
                 }
                 assert_eq!(ended, None);
-                ended = files.take_ended(1);
+                assert_eq!(files.early_ends() == 1, left.contains(&'b') && !left.contains(&'e'));
+                ended = files.take_ended(1).unwrap();
                 assert_eq!(ended.is_some(), left.is_empty());
             }
             assert_eq!(ended, Some(Ended { file: Some("f"), whole: true }));
-            assert_eq!((files.unfinished(), files.parked()), (0, 0));
+            assert_eq!((files.unfinished(), files.parked(), files.early_ends()), (0, 0, 0));
         }
     }
 
@@ -172,5 +220,32 @@ mod tests {
         }
         assert!(files.begin(9999, None).is_err() && files.park(9999, ()).is_err());
         assert!(files.lookup(5).is_ok());
+    }
+
+    #[test]
+    fn a_file_does_not_end_while_a_piece_of_it_is_on_its_way() {
+        let mut files: Reassembly<&str, ()> = Reassembly::default();
+        files.begin(1, Some("f")).unwrap();
+        // One that is on its way, and one that is there.
+        files.come(1).unwrap();
+        files.come(1).unwrap();
+        files.dealt(1).unwrap();
+        assert!(files.end(1, 1, FileStatus::Unchanged).is_err(), "there are two");
+        files.end(1, 2, FileStatus::Unchanged).unwrap();
+        assert_eq!(files.take_ended(1), Ok(None));
+        assert!(files.come(1).is_err(), "a third");
+        files.dealt(1).unwrap();
+        assert_eq!(files.take_ended(1), Ok(Some(Ended { file: Some("f"), whole: true })));
+    }
+
+    #[test]
+    fn what_could_not_be_read_is_not_whole() {
+        for (status, ends) in [(FileStatus::Unchanged, false), (FileStatus::Failed("it is gone".into()), true)] {
+            let mut files: Reassembly<&str, ()> = Reassembly::default();
+            files.begin(1, Some("f")).unwrap();
+            files.void(1).unwrap();
+            files.end(1, 1, status).unwrap();
+            assert_eq!(files.take_ended(1).is_ok(), ends);
+        }
     }
 }

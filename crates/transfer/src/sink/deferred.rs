@@ -236,7 +236,7 @@ impl Files {
         // Several sources may meet in one directory: what one of them has the others must not remove.
         let mut lists = Lists::default();
         // Of a session that is over nothing more is done: its user has taken it back.
-        let is_over = || self.over.load(Ordering::SeqCst);
+        let is_over = || self.is_over();
         deferred.for_each(|record| match record {
             _ if is_over() => {}
             Record::Link { path, target } => match self.tree.link(&path, &target) {

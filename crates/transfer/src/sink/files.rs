@@ -6,9 +6,10 @@ use super::attributes::Shortcomings;
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
 use super::journal::{Earlier, Identity, Journal, Key, Range, Version, key_of};
+use super::reports::Reports;
 use super::scope::Scope;
 use super::tree::{Place, Tree, temp_name};
-use super::{Counters, Mail};
+use super::{Counters, EARLY_ENDS_FEW, Mail};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
@@ -63,6 +64,8 @@ pub(super) struct Files {
     pub(super) promised: Mutex<HashMap<Key, Promise>>,
     /// Rung when there are fewer, or the session is over.
     pub(super) redeemed: Condvar,
+    /// What could not be copied, and has not been told.
+    pub(super) reports: Reports,
     /// The session is over; long work may stop.
     pub(super) over: AtomicBool,
 }
@@ -126,6 +129,11 @@ impl Files {
         promise
     }
 
+    /// Whether the session is over, or is to end.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst) || self.terms.check_cancel().is_err()
+    }
+
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
         // What would fail every other file too ends the session.
         if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
@@ -135,7 +143,10 @@ impl Files {
     }
 
     pub(super) fn report(&self, path: &[u8], kind: ReportKind, message: String) {
-        self.mailer.send(Mail::Report(Report { path: path.to_vec(), kind, message }));
+        let report = Report { path: path.to_vec(), kind, message };
+        if self.reports.admit(&report) {
+            self.mailer.send(Mail::Report(report));
+        }
     }
 
     /// Attributes of an entry that is in place could not be kept.
@@ -165,13 +176,13 @@ impl Files {
     /// Unpacks a pack's records. The block is free when this returns.
     pub(super) fn unpack(&self, block: &Block, len: u32) {
         self.committer.wait_for_room();
-        if self.over.load(Ordering::SeqCst) {
+        if self.is_over() {
             return;
         }
         let mut rest = &block.payload()[..len as usize];
         let mut finished = Vec::new();
         let mut last_dir: Option<(Vec<u8>, Arc<OwnedFd>)> = None;
-        while !rest.is_empty() && !self.over.load(Ordering::SeqCst) {
+        while !rest.is_empty() && !self.is_over() {
             let (record, content, after) = match Record::split_first(rest) {
                 Ok(split) => split,
                 Err(malformed) => {
@@ -204,6 +215,9 @@ impl Files {
         last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
     ) {
         match record {
+            Record::File { meta, .. } if meta.size != content.len() as u64 => {
+                self.violation(crate::wire::Malformed("size: not that of the file's content").into());
+            }
             Record::File { path, meta } => match self.small_file(&path, &meta, content, finished.len(), last_dir) {
                 Ok(file) => finished.push(file),
                 Err(e) => self.fail(&path, &e),
@@ -432,13 +446,21 @@ impl Files {
             self.fail(path, &e);
             None
         });
-        let early = match self.large().files.begin(number, file) {
+        let mut large = self.large();
+        let begun = large.files.begin(number, file);
+        let few = large.files.early_ends() == EARLY_ENDS_FEW;
+        drop(large);
+        let early = match begun {
             Ok(early) => early,
             Err(violation) => return self.violation(violation),
         };
+        if few {
+            // The source may be heard again.
+            self.mailer.send(Mail::Progressed);
+        }
         self.begun.notify_all();
         for (block, header, digest) in early {
-            self.piece(block, header, digest);
+            self.write_piece(block, header, digest);
         }
         self.check_end(number);
     }
@@ -452,8 +474,19 @@ impl Files {
         self.redeemed.notify_all();
     }
 
-    /// Writes a piece of a large file.
+    /// Writes a piece of a large file that has come.
     pub(super) fn piece(self: &Files, block: Block, header: BlockHeader, digest: Digest) {
+        let come = self.large().files.come(header.file);
+        match come {
+            Ok(()) => self.write_piece(block, header, digest),
+            Err(violation) => self.violation(violation),
+        }
+    }
+
+    fn write_piece(self: &Files, block: Block, header: BlockHeader, digest: Digest) {
+        if self.is_over() {
+            return;
+        }
         let mut large = self.large();
         let file = match large.files.lookup(header.file) {
             Ok(Known::Open(file)) => file,
@@ -506,21 +539,30 @@ impl Files {
         }
     }
 
-    /// Waits until it is known where a piece of a large file goes; `None`: nowhere.
+    /// Waits until it is known where a piece of a large file that comes goes; `None`: nowhere.
     fn await_beginning(&self, number: u64) -> io::Result<Option<Arc<LargeFile>>> {
+        let broken = |violation: Violation| {
+            self.violation(violation.clone());
+            io::Error::new(io::ErrorKind::InvalidData, violation)
+        };
         let mut large = self.large();
-        loop {
-            match large.files.lookup(number) {
-                Ok(Known::Open(file)) => return Ok(Some(file)),
-                Ok(Known::Nowhere) => return Ok(None),
-                Ok(Known::NotYet) if large.over => return Err(io::Error::other("the session is over")),
-                Ok(Known::NotYet) => large = self.begun.wait(large).expect("no panics under the lock"),
-                Err(violation) => {
-                    drop(large);
-                    self.violation(violation.clone());
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, violation));
-                }
+        let mut known = large.files.come(number).and_then(|()| large.files.lookup(number));
+        let waits = |known: &Result<_, _>| matches!(known, Ok(Known::NotYet));
+        if waits(&known) && !large.over {
+            known = large.files.wait(number).map(|()| Known::NotYet);
+            // If nothing else comes, it never begins.
+            self.mailer.send(Mail::Progressed);
+            while waits(&known) && !large.over {
+                large = self.begun.wait(large).expect("no panics under the lock");
+                known = large.files.lookup(number);
             }
+        }
+        drop(large);
+        match known {
+            Ok(Known::Open(file)) => Ok(Some(file)),
+            Ok(Known::Nowhere) => Ok(None),
+            Ok(Known::NotYet) => Err(io::Error::other("the session is over")),
+            Err(violation) => Err(broken(violation)),
         }
     }
 
@@ -528,9 +570,20 @@ impl Files {
         self.counters.files_handle.get().cloned().unwrap_or_default()
     }
 
-    /// A void block of a large file, or one that could not be written, has been dealt with.
-    pub(super) fn dealt(&self, number: u64) {
-        if let Err(violation) = self.large().files.dealt(number) {
+    /// A piece of a large file has come that the source could not read.
+    pub(super) fn void(&self, number: u64) {
+        let void = self.large().files.void(number);
+        self.end_of_piece(number, void);
+    }
+
+    /// A piece of a large file that had come has been dealt with, written or not.
+    fn dealt(&self, number: u64) {
+        let dealt = self.large().files.dealt(number);
+        self.end_of_piece(number, dealt);
+    }
+
+    fn end_of_piece(&self, number: u64, counted: Result<(), Violation>) {
+        if let Err(violation) = counted {
             return self.violation(violation);
         }
         self.check_end(number);
@@ -553,7 +606,12 @@ impl Files {
     }
 
     fn check_end(&self, number: u64) {
-        let Some(Ended { file, whole }) = self.large().files.take_ended(number) else { return };
+        let ended = self.large().files.take_ended(number);
+        let Ended { file, whole } = match ended {
+            Ok(Some(ended)) => ended,
+            Ok(None) => return,
+            Err(violation) => return self.violation(violation),
+        };
         let Some(file) = file else {
             if whole && (self.discard || self.terms.options.dry_run) {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
@@ -596,6 +654,11 @@ impl Files {
     /// Pieces that wait for the beginning of their file.
     pub(super) fn parked(&self) -> u64 {
         self.large().files.parked()
+    }
+
+    /// Large files that have ended and not begun.
+    pub(super) fn early_ends(&self) -> usize {
+        self.large().files.early_ends()
     }
 
     /// Large files that are not finished.

@@ -8,13 +8,14 @@
 
 mod attributes;
 pub(crate) mod commit;
+mod credit_window;
 mod deferred;
 mod files;
-mod flow;
 pub(crate) mod journal;
 mod offers;
 pub(crate) mod readback;
 mod remove;
+mod reports;
 mod scope;
 mod tree;
 mod volumes;
@@ -31,12 +32,14 @@ use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, ReportKind, Summary, TreeOptions,
 };
 use commit::{Committed, Committer};
+use credit_window::CreditWindow;
 use deferred::Deferred;
 use files::{Digest, Files};
-use flow::Flow;
 use journal::{Earlier, Journal};
 use offers::Judge;
+use reports::Reports;
 use scope::Scope;
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,6 +53,11 @@ use tree::{Manner, Tree};
 /// After this many bytes what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
 const SYNC_EVERY: u64 = 4 << 30;
+/// Reports go to a peer while fewer messages than this wait for it, so that other messages get through.
+const REPORTS_AHEAD: usize = 16;
+/// Files that have ended and not begun, from which on no more is heard of the source, over TCP, until there are few.
+const EARLY_ENDS_MANY: usize = 1024;
+const EARLY_ENDS_FEW: usize = 256;
 /// How long a sink waits for the source's farewell.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an attempt waits for an earlier one at the same job to wind up.
@@ -205,17 +213,18 @@ pub fn run(
         progress: Arc::clone(progress),
         promised: Mutex::default(),
         redeemed: Condvar::new(),
+        reports: Reports::default(),
         in_flight: Mutex::default(),
         over: AtomicBool::new(false),
     });
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
-    let flow = Flow::new(link.round_trip(), terms.block_len, engine.pool.count());
+    let credit_window = CreditWindow::new(link.round_trip(), terms.block_len, engine.pool.count());
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
     link.start_receiving(&receive)?;
     let mut sink = Sink {
-        core: Core::new(terms.session, terms.sealer.is_some(), windows, flow.window_max()),
-        flow,
+        core: Core::new(terms.session, terms.sealer.is_some(), windows, credit_window.window_max()),
+        credit_window,
         link: &mut link,
         channels,
         engine,
@@ -232,6 +241,7 @@ pub fn run(
         synced_bytes: 0,
         progress,
         on_report,
+        owed: VecDeque::new(),
     };
     let result = sink.run();
     if let Err(error) = &result {
@@ -278,8 +288,9 @@ fn on_commit(counters: &Arc<Counters>, mailer: &Mailer<Mail>, progress: &Arc<Pro
         }
         Committed::Failed(file, e) => {
             leave(file);
-            let (path, message) = (file.path.clone(), e.to_string());
-            mailer.send(Mail::Report(Report { path, kind: ReportKind::NotCopied, message }));
+            if let Some(files) = counters.files_handle.get().and_then(Weak::upgrade) {
+                files.report(&file.path, ReportKind::NotCopied, e.to_string());
+            }
         }
         Committed::Lost(e) => mailer.send(Mail::Fatal(format!("making what was written durable: {e}"))),
         Committed::Group => mailer.send(Mail::Progressed),
@@ -324,7 +335,7 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
 
 struct Sink<'a> {
     core: Core<(Exposed, Window)>,
-    flow: Flow,
+    credit_window: CreditWindow,
     link: &'a mut Link,
     channels: &'a Channels,
     engine: &'a Arc<Engine>,
@@ -344,6 +355,8 @@ struct Sink<'a> {
     synced_bytes: u64,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
+    /// Reports that the peer has not been told.
+    owed: VecDeque<Report>,
 }
 
 impl Sink<'_> {
@@ -359,6 +372,7 @@ impl Sink<'_> {
             }
             self.check_end()?;
             for event in self.link.poll(Duration::from_secs(5))? {
+                self.terms.check_cancel()?;
                 match event {
                     LinkEvent::Arrived(completion) => self.arrived(completion)?,
                     LinkEvent::Received(block, header) => self.received(block, header, None)?,
@@ -409,6 +423,9 @@ impl Sink<'_> {
 
     fn take_mail(&mut self) -> Result<Option<Summary>, SessionError> {
         loop {
+            // The peer may be slow to hear what it is told.
+            self.terms.check_cancel()?;
+            self.tell_reports(REPORTS_AHEAD)?;
             match self.mailbox.try_recv() {
                 Ok(Mail::Progressed) => {}
                 Ok(Mail::BlockFree) => self.waiting_for_block = false,
@@ -416,8 +433,9 @@ impl Sink<'_> {
                     self.failed += 1;
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
-                    if matches!(self.channels, Channels::Take(_)) {
-                        self.link.send(&Control::Report(report))?;
+                    match self.channels {
+                        Channels::Take(_) => self.owed.push_back(report),
+                        Channels::Open { .. } => self.files.reports.told(&report),
                     }
                 }
                 Ok(Mail::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
@@ -430,8 +448,20 @@ impl Sink<'_> {
         }
     }
 
+    /// Tells the peer what it is owed, while fewer messages than this wait for it.
+    fn tell_reports(&mut self, ahead: usize) -> Result<(), SessionError> {
+        while self.link.backlog() < ahead
+            && let Some(report) = self.owed.pop_front()
+        {
+            self.terms.check_cancel()?;
+            self.files.reports.told(&report);
+            self.link.send(&Control::Report(report))?;
+        }
+        Ok(())
+    }
+
     fn arrived(&mut self, completion: Completion) -> Result<(), SessionError> {
-        if let Some(window_max) = self.flow.arrived(Instant::now()) {
+        if let Some(window_max) = self.credit_window.arrived(Instant::now()) {
             self.core.set_window_max(window_max);
         }
         let (exposed, window) = self.core.arrived(&completion)?;
@@ -489,7 +519,7 @@ impl Sink<'_> {
         let pool = &self.engine.pool;
         // On a long path the window bounds the memory as well. On a short one it keeps what comes in the processor's cache,
         // and the pool is what storage may lag behind.
-        let all_count = self.flow.is_measured();
+        let all_count = self.credit_window.is_measured();
         let (in_use, limit) = match all_count {
             true => (pool.in_use(), self.core.window().min(pool.count())),
             false => (self.core.out(), pool.count()),
@@ -532,9 +562,22 @@ impl Sink<'_> {
     fn check_end(&mut self) -> Result<(), SessionError> {
         let dealt = self.counters.blocks.load(Ordering::SeqCst);
         let (parked, unfinished) = (self.files.parked(), self.files.unfinished());
+        // The ends of files may come long before their beginnings, which travel with data and wait for nothing else.
+        match self.files.early_ends() {
+            EARLY_ENDS_MANY.. => self.link.hold_control(true),
+            ..=EARLY_ENDS_FEW => self.link.hold_control(false),
+            _ => {}
+        }
         let complete = self.core.is_complete(dealt, parked, unfinished)?;
         if self.finalizing || !complete || self.files.committer.pending() > 0 {
             return Ok(());
+        }
+        // What a session that is to end has left out counts as dealt with.
+        self.terms.check_cancel()?;
+        // The source has said nothing of what it could not read, either.
+        if let Some(name) = self.files.scope.missing().filter(|_| self.failed == 0) {
+            let name = crate::escape(name);
+            return Err(SessionError::Local(format!("the source has sent nothing of '{name}', which was asked for")));
         }
         self.finalizing = true;
         let files = Arc::clone(&self.files);
@@ -544,6 +587,14 @@ impl Sink<'_> {
     }
 
     fn conclude(&mut self) -> Result<Summary, SessionError> {
+        if let Some((count, rest)) = self.files.reports.rest() {
+            self.failed += count;
+            (self.on_report)(&rest);
+            if matches!(self.channels, Channels::Take(_)) {
+                self.owed.push_back(rest);
+            }
+        }
+        self.tell_reports(usize::MAX)?;
         let get = |counter: &AtomicU64| counter.load(Ordering::SeqCst);
         let summary = Summary {
             files: get(&self.counters.files),
@@ -564,7 +615,7 @@ fn store(files: &Arc<Files>, block: Block, header: BlockHeader, digest: Digest) 
     match header.kind {
         BlockKind::Void => {
             drop(block);
-            files.dealt(header.file);
+            files.void(header.file);
         }
         BlockKind::Data => files.piece(block, header, digest),
         BlockKind::Pack => {

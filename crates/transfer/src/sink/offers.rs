@@ -11,6 +11,7 @@ use super::split;
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
 use crate::wire::{Answer, OfferEntry};
+use rustix::fs::{AtFlags, unlinkat};
 use std::ffi::CStr;
 use std::io;
 use std::sync::Arc;
@@ -73,6 +74,9 @@ impl Files {
         match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
             Judgement::Placed { lacking } => self.resumed((&entry.path, &place), key, entry.size, lacking),
             Judgement::UpToDate => {
+                if !self.earlier.is_empty() {
+                    self.remove_begun(&place, &key);
+                }
                 let preserve = self.terms.options.preserve;
                 if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
                     return Answer::Send;
@@ -124,9 +128,18 @@ impl Files {
             return Answer::Send;
         }
         self.tree.remember(&place.dir, &place.name);
+        // An attempt that could not read it back may have begun to send it again.
+        self.remove_begun(place, &key);
         self.has_got_on(size);
         self.counters.files.fetch_add(1, Ordering::Relaxed);
         if lacking { Answer::Attributes } else { Answer::Skip }
+    }
+
+    /// What an earlier attempt had begun of a file is not needed any more.
+    fn remove_begun(&self, place: &Place, key: &Key) {
+        if !self.terms.options.dry_run {
+            let _ = unlinkat(&place.dir, temp_name(&place.name, &self.job, key), AtFlags::empty());
+        }
     }
 
     fn has_got_on(&self, bytes: u64) {

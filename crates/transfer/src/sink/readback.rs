@@ -119,6 +119,19 @@ mod tests {
     use crate::sink::journal::{Judgement, Version, key_of};
     use std::sync::Arc;
 
+    /// What somebody has put there meanwhile is no file of ours, and nothing waits for it.
+    #[test]
+    fn links_and_pipes_are_not_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd = File::open(dir.path()).unwrap();
+        std::fs::write(dir.path().join("file"), "data").unwrap();
+        std::os::unix::fs::symlink("file", dir.path().join("link")).unwrap();
+        rustix::fs::mknodat(&fd, c"pipe", rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        for (name, is_ours) in [(c"file", true), (c"link", false), (c"pipe", false), (c"nothing", false)] {
+            assert_eq!(Readback::open(&fd, name, Algorithm::Xxh3).is_ok(), is_ours, "{name:?}");
+        }
+    }
+
     #[test]
     fn only_what_is_still_there_is_believed() {
         let dir = tempfile::tempdir().unwrap();

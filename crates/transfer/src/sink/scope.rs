@@ -4,12 +4,15 @@
 //! would let it replace `.bashrc` where a single file had been asked for.
 
 use crate::wire::{Malformed, Record, TreeOptions, check_path};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What was asked of the source.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Scope {
-    /// Names that may be made in the root of the copy; `None`: any.
-    names: Option<Vec<Vec<u8>>>,
+    /// Names that may be made in the root of the copy, and whether anything of them has come; `None`: any.
+    names: Option<Vec<(Vec<u8>, AtomicBool)>>,
+    /// Something of each is to come: no filter leaves it out.
+    all: bool,
     recursive: bool,
     preserve: bool,
     delete: bool,
@@ -20,7 +23,10 @@ impl Scope {
     /// only the source knows.
     pub(crate) fn new(names: Option<&[Vec<u8>]>, options: &TreeOptions) -> Scope {
         Scope {
-            names: names.filter(|names| names.iter().all(|n| !n.is_empty())).map(<[_]>::to_vec),
+            names: names
+                .filter(|names| names.iter().all(|n| !n.is_empty()))
+                .map(|names| names.iter().map(|name| (name.clone(), AtomicBool::new(false))).collect()),
+            all: options.include.is_empty() && options.exclude.is_empty(),
             recursive: options.recursive,
             preserve: options.preserve,
             delete: options.delete,
@@ -78,8 +84,19 @@ impl Scope {
             return Err(Malformed("path: a name that only receivers give"));
         }
         let first = path.split(|b| *b == b'/').next().unwrap_or_default();
-        let asked = self.names.as_ref().is_none_or(|names| names.iter().any(|n| n == first));
+        // Several that were asked for may have one name.
+        let named = |names: &Vec<(Vec<u8>, AtomicBool)>| {
+            let found = names.iter().filter(|(name, _)| name == first);
+            found.inspect(|(_, has_come)| has_come.store(true, Ordering::Relaxed)).count() > 0
+        };
+        let asked = self.names.as_ref().is_none_or(named);
         self.allow(!path.is_empty() && asked && (self.recursive || first.len() == path.len()))
+    }
+
+    /// What was asked for by its name, and has not come though nothing leaves it out.
+    pub(crate) fn missing(&self) -> Option<&[u8]> {
+        let mut names = self.names.iter().flatten().filter(|_| self.all);
+        names.find(|(_, has_come)| !has_come.load(Ordering::Relaxed)).map(|(name, _)| &name[..])
     }
 
     fn allow(&self, allowed: bool) -> Result<(), Malformed> {
@@ -152,6 +169,18 @@ mod tests {
         let contents = scope(&["tree", ""], all);
         assert!(contents.check(&keep("")).is_ok() && contents.check(&file("anything/at/all")).is_ok());
         assert!(contents.check(&dir("")).is_ok() && contents.check(&file("../x")).is_err());
+    }
+
+    #[test]
+    fn what_has_not_come_is_missing_unless_a_filter_may_leave_it_out() {
+        let asked = scope(&["a", "tree", "tree"], |options| options.recursive = true);
+        assert_eq!(asked.missing(), Some(&b"a"[..]));
+        asked.path(b"a").unwrap();
+        assert_eq!(asked.missing(), Some(&b"tree"[..]));
+        asked.path(b"tree/file").unwrap();
+        assert_eq!(asked.missing(), None, "two of one name");
+        assert_eq!(scope(&["a"], |options| options.exclude = vec!["x".into()]).missing(), None);
+        assert_eq!(scope(&["a", ""], |_| ()).missing(), None, "names that only the source knows");
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
 const CHANGED_MAX: usize = 8;
 /// Where file systems are not to be asked as a whole, directories that wait to be synced.
 const CHANGED_BY_FILE_MAX: usize = 10_000;
+/// Directories above the destination that are synced at one time.
+const ABOVE_TOGETHER: usize = 16;
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
 /// A file of ours that a job may still be writing is not removed before this age.
@@ -179,8 +181,49 @@ impl Tree {
         if many {
             self.volumes.sync()?;
         }
-        // Then the others have been asked as a whole.
-        if many && !self.volumes.any_by_file() { Ok(()) } else { self.sync_directories(&dirs) }
+        // Then all have been asked as a whole.
+        if many && !self.volumes.any_by_file() {
+            return Ok(());
+        }
+        self.sync_directories(&dirs)?;
+        self.sync_above()
+    }
+
+    /// Makes the names durable that lead to the root on its file system, as far as they can be opened: an earlier attempt, or
+    /// the user, may have made them and not have synced them.
+    fn sync_above(&self) -> io::Result<()> {
+        let place = |dir: &OwnedFd| rustix::fs::fstat(dir).map(|stat| (stat.st_dev, stat.st_ino));
+        let mut below = place(&self.root)?;
+        let mut dirs: Vec<OwnedFd> = Vec::new();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        while let Ok(above) = rustix::fs::openat(dirs.last().unwrap_or(&self.root), c"..", flags, Mode::empty()) {
+            let here = place(&above)?;
+            if here.0 != below.0 || here == below {
+                break;
+            }
+            below = here;
+            dirs.push(above);
+        }
+        let sync = |dir: &OwnedFd| match rustix::fs::fsync(dir) {
+            Err(Errno::INVAL | Errno::ROFS) => self.volumes.sync(),
+            other => Ok(other?),
+        };
+        // Together: each waits for a flush of the disk, and one does for all.
+        for some in dirs.chunks(ABOVE_TOGETHER) {
+            std::thread::scope(|scope| {
+                let mut syncs = Vec::new();
+                for dir in some {
+                    match std::thread::Builder::new().spawn_scoped(scope, move || sync(dir)) {
+                        Ok(thread) => syncs.push(thread),
+                        // There are too many threads: one by one, then.
+                        Err(_) => sync(dir)?,
+                    }
+                }
+                let panicked = |_| Err(io::Error::other("a thread panicked"));
+                syncs.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(panicked))
+            })?;
+        }
+        Ok(())
     }
 
     /// Makes the root as durable as it is now: its journal is gone, and its times are those that it is to have.

@@ -4,30 +4,15 @@
 //! write to it, and synced through that descriptor ever after: an error between the two cannot be missed, whoever
 //! else was told of it.
 
-use rustix::fs::{FsWord, OFlags};
+use rustix::fs::OFlags;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
+use thruway_engine::file_system;
 
 /// File systems of one session; a tree with more mounts than that is not written to.
 const VOLUMES_MAX: usize = 64;
-/// `statfs` magics of file systems whose `syncfs` is known to reach the medium and to tell what was lost: ext2 to ext4, XFS, Btrfs,
-/// F2FS, bcachefs, ZFS, and memory. Not FUSE (its server is not asked), nor SMB, nor what stands on another file system (errors are
-/// kept by the one below).
-const SYNCED_WHOLE: [FsWord; 8] = [
-    libc::EXT4_SUPER_MAGIC,
-    libc::XFS_SUPER_MAGIC,
-    libc::BTRFS_SUPER_MAGIC,
-    libc::F2FS_SUPER_MAGIC,
-    BCACHEFS_SUPER_MAGIC,
-    ZFS_SUPER_MAGIC,
-    libc::TMPFS_MAGIC,
-    RAMFS_MAGIC,
-];
-const BCACHEFS_SUPER_MAGIC: FsWord = 0xca45_1a4e;
-const ZFS_SUPER_MAGIC: FsWord = 0x2fc1_2fc1;
-const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 
 struct Volume {
     device: u64,
@@ -66,7 +51,8 @@ impl Volumes {
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
-        let by_file = !rustix::fs::fstatfs(&fd).is_ok_and(|fs| SYNCED_WHOLE.contains(&fs.f_type));
+        // FUSE's server is not asked; what stands on another file system leaves errors with that.
+        let by_file = !file_system::is_of_this_host(&fd);
         known.push(Volume { device, fd, by_file });
         Ok(by_file)
     }
@@ -106,5 +92,28 @@ impl Volumes {
             return Err(io::Error::other("an earlier write did not reach the medium"));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    #[test]
+    fn each_file_system_is_one_however_often_it_is_written_to() {
+        let volumes = Volumes::default();
+        let (here, memory) = (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+        for _ in 0..2 * VOLUMES_MAX {
+            for dir in [here.path(), memory.path()] {
+                volumes.note(File::open(dir).unwrap()).unwrap();
+            }
+        }
+        let devices: Vec<_> = volumes.known().iter().map(|volume| volume.device).collect();
+        assert_eq!(devices.len(), 2);
+        assert_ne!(devices[0], devices[1]);
+        volumes.sync().unwrap();
+        volumes.lose();
+        assert!(volumes.sync().is_err(), "what is lost once is not there after the next sync");
     }
 }

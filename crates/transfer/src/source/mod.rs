@@ -4,21 +4,21 @@
 //! sending (credit in hand) → waiting (write posted) → free. The walker runs ahead until the pool
 //! is empty; that, and the sink's credits, are all the flow control there is.
 
-mod budget;
-mod grain;
 mod large;
+mod payload_size;
+mod rate_limit;
 mod send;
 mod walk;
 
 pub use walk::Root;
 
-use crate::link::{Channels, Growth, Link, LinkEvent, Role, Transport};
+use crate::link::{ChannelScaler, Channels, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
 use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
-use budget::Budget;
-use grain::{Gauge, Grain};
 use large::LargeFile;
+use payload_size::{Gauge, PayloadSize};
+use rate_limit::RateLimit;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -65,8 +65,8 @@ pub fn run(
     let cancel = Arc::new(AtomicBool::new(false));
     // Over TCP a block is a token: what it stands for is sent from the file.
     let far = link.round_trip().filter(|_| link.transport() == Transport::Rdma);
-    let grain = Arc::new(Grain::new(terms.block_len, far));
-    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &grain));
+    let payload_size = Arc::new(PayloadSize::new(terms.block_len, far));
+    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &payload_size));
     let setting = walk::Setting {
         engine: Arc::clone(engine),
         terms: terms.clone(),
@@ -76,7 +76,7 @@ pub fn run(
         progress: Arc::clone(progress),
         from_files: link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
         ahead: Arc::clone(&ahead),
-        grain: Arc::clone(&grain),
+        payload_size: Arc::clone(&payload_size),
         destination: destination.filter(|d| d.machine == this_machine()),
     };
     let walker = walk::Walker::new(setting).map_err(SessionError::Local)?;
@@ -92,12 +92,12 @@ pub fn run(
         verdicts: Some(verdicts),
         progress,
         on_report,
-        budget: Budget::new(terms.rate_limit),
+        rate_limit: RateLimit::new(terms.rate_limit),
         ahead,
-        gauge: far.map(|round_trip| Gauge::new(Arc::clone(&grain), round_trip, Instant::now())),
-        grain,
+        gauge: far.map(|round_trip| Gauge::new(Arc::clone(&payload_size), round_trip, Instant::now())),
+        payload_size,
         channels,
-        growth: Growth::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
+        scaler: ChannelScaler::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
         streaming: HashMap::new(),
         terms,
@@ -129,12 +129,12 @@ struct Source<'a> {
     verdicts: Option<Sender<Vec<Answer>>>,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
-    budget: Budget,
+    rate_limit: RateLimit,
     ahead: Arc<Ahead>,
-    grain: Arc<Grain>,
+    payload_size: Arc<PayloadSize>,
     gauge: Option<Gauge>,
     channels: &'a Channels,
-    growth: Growth,
+    scaler: ChannelScaler,
     /// Bytes written.
     sent: u64,
     /// Files of which a piece is being sent from the file itself, by its sequence number.
@@ -168,8 +168,8 @@ struct AheadState {
 
 /// Blocks that keep a link busy: on a long path, one that leaves each channel and one behind it, or more if they are
 /// short.
-fn least_ahead(link: &Link, grain: &Grain) -> usize {
-    if link.is_long() { (grain.for_a_channel() * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
+fn least_ahead(link: &Link, payload_size: &PayloadSize) -> usize {
+    if link.is_long() { (payload_size.for_a_channel() * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
 }
 
 impl Ahead {
@@ -237,7 +237,7 @@ impl Source<'_> {
             self.step()?;
             self.link.take_arrivals(self.channels, Role::Source)?;
             self.grow()?;
-            let limit = self.budget.pause(Instant::now()).unwrap_or(Duration::from_secs(5));
+            let limit = self.rate_limit.pause(Instant::now()).unwrap_or(Duration::from_secs(5));
             for event in self.link.poll(limit)? {
                 match event {
                     LinkEvent::Written(block, sequence) => {
@@ -279,6 +279,8 @@ impl Source<'_> {
 
     fn take_mail(&mut self) -> Result<(), SessionError> {
         loop {
+            // The peer may be slow to hear what it is told.
+            self.terms.check_cancel()?;
             match self.mailbox.try_recv() {
                 Ok(Mail::Loaded(block, header, after, file)) => self.core.loaded((block, file), header, after),
                 Ok(Mail::FileEnd { file, blocks, status }) => {
@@ -301,7 +303,7 @@ impl Source<'_> {
     }
 
     fn step(&mut self) -> Result<(), SessionError> {
-        while let Some(step) = self.core.next(self.budget.is_open() && self.link.has_room()) {
+        while let Some(step) = self.core.next(self.rate_limit.is_open() && self.link.has_room()) {
             match step {
                 Step::Say(message) => self.link.send(&message)?,
                 Step::Write((block, _), header, credit, notice) => {
@@ -322,11 +324,11 @@ impl Source<'_> {
     /// Adds data channels when those there are limit the rate.
     fn grow(&mut self) -> Result<(), SessionError> {
         let now = Instant::now();
-        if self.core.is_announced() || !self.growth.may_be_due(now) || !self.growth.is_due(now, self.link.round_trip())
+        if self.core.is_announced() || !self.scaler.may_be_due(now) || !self.scaler.is_due(now, self.link.round_trip())
         {
             return Ok(());
         }
-        let count = self.growth.look(now, &self.link.paths(), self.sent);
+        let count = self.scaler.sample(now, &self.link.paths(), self.sent);
         if count == 0 {
             return Ok(());
         }
@@ -335,7 +337,8 @@ impl Source<'_> {
             Channels::Open { .. } => self.link.more(self.channels, count, Role::Source)?,
             Channels::Take(_) => self.link.send(&Control::MoreChannels(count))?,
         }
-        self.ahead.set_least(least_ahead(self.link, &self.grain) + self.grain.for_a_channel() * count as usize);
+        self.ahead
+            .set_least(least_ahead(self.link, &self.payload_size) + self.payload_size.for_a_channel() * count as usize);
         Ok(())
     }
 
@@ -344,10 +347,10 @@ impl Source<'_> {
         self.ahead.adjust(self.core.waiting());
         let now = Instant::now();
         if let Some(gauge) = self.gauge.as_mut().filter(|g| g.is_due(now)) {
-            gauge.look(self.link.paths().iter().map(|p| p.acked).sum(), now);
-            self.ahead.set_least(least_ahead(self.link, &self.grain));
+            gauge.sample(self.link.paths().iter().map(|p| p.acked).sum(), now);
+            self.ahead.set_least(least_ahead(self.link, &self.payload_size));
         }
-        self.budget.spend(len.into(), now);
+        self.rate_limit.record(len.into(), now);
         Progress::add(&self.progress.bytes, len.into());
     }
 }

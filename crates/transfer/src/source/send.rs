@@ -195,8 +195,8 @@ impl Walker {
 
     fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
         Progress::add(&self.progress.total_bytes, to - from);
-        let grain = Arc::clone(&self.grain);
-        for (at, len) in cut((from, to), self.terms.block_len, || grain.get(), self.terms.long_path) {
+        let payload_size = Arc::clone(&self.payload_size);
+        for (at, len) in cut((from, to), self.terms.block_len, || payload_size.get(), self.terms.long_path) {
             let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
             let block = self.take_block()?;
             let sequence = self.sequence()?;
@@ -269,7 +269,7 @@ impl Walker {
     fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
         let capacity = self.terms.block_len as usize;
         debug_assert!(len <= capacity);
-        let most = self.grain.get() as usize;
+        let most = self.payload_size.get() as usize;
         if self.pack.as_ref().is_some_and(|p| p.used > 0 && p.used + len > most) {
             self.flush();
         }
@@ -302,7 +302,7 @@ impl Walker {
     }
 }
 
-/// Whether a file has holes that are worth keeping. Fewer blocks tha bytes may also mean compression.
+/// Whether a file has holes that are worth keeping. Fewer blocks than bytes may also mean compression.
 fn has_holes(file: &File, stat: &Stat) -> bool {
     let size = stat.st_size as u64;
     size >= HOLE_MIN

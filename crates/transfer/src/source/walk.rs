@@ -4,8 +4,8 @@
 //! those still to come. Nothing below a root is reached through a symbolic link. What an
 //! entry is sent as is decided here; `send.rs` sends it.
 
-use super::grain::Grain;
 use super::large::OpenFiles;
+use super::payload_size::PayloadSize;
 use super::send::Pack;
 use super::{Ahead, Mail};
 use crate::filter::Filter;
@@ -57,6 +57,8 @@ pub(super) struct Walker {
     pub(super) cancel: Arc<AtomicBool>,
     pub(super) progress: Arc<Progress>,
     filter: Filter,
+    /// Character devices are read, not only copied.
+    reads_devices: bool,
     pub(super) pack: Option<Pack>,
     pub(super) pack_max: u64,
     pub(super) next_sequence: u32,
@@ -73,7 +75,7 @@ pub(super) struct Walker {
     /// Pieces of files are sent from the files themselves.
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
-    pub(super) grain: Arc<Grain>,
+    pub(super) payload_size: Arc<PayloadSize>,
 }
 
 /// What a walker works with.
@@ -87,7 +89,7 @@ pub(super) struct Setting {
     pub(super) progress: Arc<Progress>,
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
-    pub(super) grain: Arc<Grain>,
+    pub(super) payload_size: Arc<PayloadSize>,
     pub(super) destination: Option<Destination>,
 }
 
@@ -164,7 +166,7 @@ pub(super) type Walk<T = ()> = Result<T, Cancelled>;
 
 impl Walker {
     pub(super) fn new(setting: Setting) -> Result<Walker, String> {
-        let Setting { engine, terms, mailer, verdicts, cancel, progress, from_files, ahead, grain, destination } =
+        let Setting { engine, terms, mailer, verdicts, cancel, progress, from_files, ahead, payload_size, destination } =
             setting;
         let filter = Filter::new(&terms.options)?;
         let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
@@ -176,6 +178,7 @@ impl Walker {
             cancel,
             progress,
             filter,
+            reads_devices: false,
             pack: None,
             pack_max,
             next_sequence: 0,
@@ -188,7 +191,7 @@ impl Walker {
             offers: Offers::default(),
             from_files,
             ahead,
-            grain,
+            payload_size,
         })
     }
 
@@ -230,6 +233,8 @@ impl Walker {
     }
 
     fn root(&mut self, root: Root) -> Walk {
+        // What is in an export may have been made by its number by somebody else.
+        self.reads_devices = !root.confined;
         let shown = root.path.as_os_str().as_encoded_bytes().to_vec();
         let opened = match &root.beneath {
             Some(base) if !root.confined => {
@@ -464,6 +469,10 @@ impl Walker {
                         Ok(())
                     }
                 }
+            }
+            FileType::CharacterDevice if self.terms.options.length.is_some() && !self.reads_devices => {
+                self.report(&path, "is a device of the host that serves it, which is not read for others");
+                Ok(())
             }
             FileType::CharacterDevice if self.terms.options.length.is_some() => {
                 self.send_large(Candidate { from: from.clone(), path, stat }, &[])

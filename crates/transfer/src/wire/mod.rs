@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thruway_engine::integrity::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// First bytes of the private data of every RFTP connection.
 pub const MAGIC: [u8; 4] = *b"TWFT";
 /// Largest control message, header included, before encryption.

@@ -1,56 +1,31 @@
 //! A disk that forgets: what is written is in the cache, and only what was synced is sure to be
 //! there after a power cut. Of the rest an arbitrary part is, in whatever order.
 
-use super::Rng;
-use crate::sink::journal::Medium;
-use std::collections::{BTreeMap, BTreeSet};
+use crate::sink::journal::{Identity, Medium};
+use fastrand::Rng;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
+use thruway_faultfs::{Content, Names};
 
 /// Bytes that reach the medium or do not as one.
 const PAGE: usize = 16;
 
-#[derive(Clone, Default)]
 struct Inode {
-    data: Vec<u8>,
-    durable: Vec<u8>,
-    dirty: BTreeSet<usize>,
-    /// Counts changes, as the time of the last change does.
-    changes: i64,
-    /// Something of it was not written out, and nobody has been told.
-    error: bool,
+    content: Content,
+    /// Files that have gone leave their numbers to others.
+    number: u64,
+    born: i64,
+    changed: i64,
 }
 
-impl Inode {
-    /// Dirty pages reach the medium; what was lost stays lost.
-    fn write_out(&mut self) {
-        for page in std::mem::take(&mut self.dirty) {
-            let (start, end) = (page * PAGE, ((page + 1) * PAGE).min(self.data.len()));
-            if start >= end {
-                continue;
-            }
-            if self.durable.len() < end {
-                self.durable.resize(end, 0);
-            }
-            self.durable[start..end].copy_from_slice(&self.data[start..end]);
-        }
-        self.durable.resize(self.data.len(), 0);
-    }
-}
-
-enum NameChange {
-    Link(String, usize),
-    Rename(String, String),
-    Unlink(String),
-}
-
-#[derive(Default)]
 pub(super) struct Disk {
     inodes: Vec<Inode>,
-    names: BTreeMap<String, usize>,
-    durable_names: BTreeMap<String, usize>,
-    /// Changes of names that are not durable, in order. An arbitrary first part of them survives.
-    pending: Vec<NameChange>,
+    names: Names<String>,
+    random: Rng,
+    /// It does not move with every change.
+    clock: i64,
+    /// Files have times of birth.
+    has_births: bool,
     /// Operations until the process that uses the disk dies.
     fuse: Option<u64>,
     dead: bool,
@@ -58,9 +33,9 @@ pub(super) struct Disk {
     pub(super) room: Option<u64>,
     /// A write failed for want of room.
     pub(super) was_full: bool,
-    /// Operations until write-back fails, and chance.
-    writeback: Option<(u64, Rng)>,
-    /// Something was not written out, and nobody has been told.
+    /// Operations until write-back fails.
+    writeback: Option<u64>,
+    /// Something was not written out, and nobody who syncs the whole file system has been told.
     error: bool,
 }
 
@@ -68,7 +43,27 @@ fn dead() -> io::Error {
     io::Error::other("the process is dead")
 }
 
+fn lost() -> io::Error {
+    io::Error::from_raw_os_error(libc::EIO)
+}
+
 impl Disk {
+    fn new(mut random: Rng) -> Disk {
+        Disk {
+            inodes: Vec::new(),
+            names: Names::default(),
+            has_births: random.bool(),
+            random,
+            clock: 1,
+            fuse: None,
+            dead: false,
+            room: None,
+            was_full: false,
+            writeback: None,
+            error: false,
+        }
+    }
+
     pub(super) fn light_fuse(&mut self, operations: u64) {
         self.fuse = Some(operations);
     }
@@ -83,38 +78,32 @@ impl Disk {
     }
 
     /// After so many operations, some of what is in the cache fails to be written out.
-    pub(super) fn fail_writeback(&mut self, operations: u64, rng: Rng) {
-        self.writeback = Some((operations, rng));
+    pub(super) fn fail_writeback(&mut self, operations: u64) {
+        self.writeback = Some(operations);
     }
 
     /// An error waits for somebody to be told of it.
     pub(super) fn has_error(&self) -> bool {
-        self.error || self.inodes.iter().any(|inode| inode.error)
+        self.error || self.inodes.iter().any(|inode| inode.content.has_lost())
     }
 
     /// The errors have been told to somebody else.
     pub(super) fn forget_errors(&mut self) {
         self.error = false;
-        self.inodes.iter_mut().for_each(|inode| inode.error = false);
+        self.inodes.iter_mut().for_each(|inode| inode.content.forget_lost());
     }
 
     /// The cache holds, clean, what the medium has not.
     fn lose_pages(&mut self) {
         match &mut self.writeback {
-            Some((0, _)) => {}
-            Some((left, _)) => {
-                *left -= 1;
-                return;
-            }
+            Some(0) => self.writeback = None,
+            Some(left) => return *left -= 1,
             None => return,
         }
-        let Some((_, mut rng)) = self.writeback.take() else { return };
         for (index, inode) in self.inodes.iter_mut().enumerate() {
             // The journal's own pages are lost as well, now and then.
-            let pages: Vec<usize> = inode.dirty.iter().copied().filter(|_| rng.below(3) == 0).collect();
-            if !pages.is_empty() && (index > 0 || rng.below(2) == 0) {
-                (inode.error, self.error) = (true, true);
-                inode.dirty.retain(|page| !pages.contains(page));
+            if index > 0 || self.random.bool() {
+                self.error |= inode.content.lose(&mut self.random);
             }
         }
     }
@@ -122,25 +111,38 @@ impl Disk {
     /// Drops an inode's clean pages from the cache.
     pub(super) fn drop_cache(&mut self, inode: usize) -> io::Result<()> {
         self.sync(inode)?;
-        let inode = &mut self.inodes[inode];
-        inode.data.clone_from(&inode.durable);
+        self.inodes[inode].content.drop_clean();
         Ok(())
     }
 
-    pub(super) fn changes(&self, inode: usize) -> i64 {
-        self.inodes[inode].changes
+    /// The time of an inode's last change.
+    pub(super) fn changed(&self, inode: usize) -> i64 {
+        self.inodes[inode].changed
+    }
+
+    /// What tells an inode from others that are there.
+    pub(super) fn identity(&self, inode: usize) -> Identity {
+        let Inode { number, born, .. } = self.inodes[inode];
+        Identity { inode: number, born: if self.has_births { born } else { 0 } }
+    }
+
+    /// Somebody else changes a file, later.
+    pub(super) fn change(&mut self, inode: usize, content: &[u8]) {
+        self.clock += 1;
+        self.write(inode, 0, content).expect("nothing fails meanwhile");
+        self.sync(inode).expect("nothing fails meanwhile");
     }
 
     /// Makes names durable.
     pub(super) fn sync_names(&mut self) -> io::Result<()> {
         self.operate()?;
-        self.durable_names.clone_from(&self.names);
-        self.pending.clear();
+        self.names.sync(|_| true);
         Ok(())
     }
 
     /// Counts an operation; the last one may be cut short.
     fn operate(&mut self) -> io::Result<()> {
+        self.clock += i64::from(self.random.bool());
         self.lose_pages();
         if self.dead {
             return Err(dead());
@@ -157,26 +159,20 @@ impl Disk {
 
     pub(super) fn open(&mut self, name: &str) -> io::Result<usize> {
         self.operate()?;
-        if let Some(&inode) = self.names.get(name) {
+        if let Some(inode) = self.inode(name) {
             return Ok(inode);
         }
-        self.inodes.push(Inode::default());
+        let taken: Vec<u64> = self.names.iter().map(|(_, inode)| self.inodes[inode as usize].number).collect();
+        let number = (1..).find(|number| !taken.contains(number)).expect("there are numbers enough");
+        self.inodes.push(Inode { content: Content::new(PAGE), number, born: self.clock, changed: self.clock });
         let inode = self.inodes.len() - 1;
-        self.names.insert(name.into(), inode);
-        self.pending.push(NameChange::Link(name.into(), inode));
+        self.names.link(name.into(), inode as u64);
         Ok(inode)
-    }
-
-    fn resize(&mut self, inode: usize, len: usize) {
-        let inode = &mut self.inodes[inode];
-        let pages = len.min(inode.data.len()) / PAGE..len.max(inode.data.len()).div_ceil(PAGE);
-        inode.dirty.extend(pages);
-        inode.data.resize(len, 0);
     }
 
     pub(super) fn set_len(&mut self, inode: usize, len: usize) -> io::Result<()> {
         self.operate()?;
-        self.resize(inode, len);
+        self.inodes[inode].content.resize(len);
         Ok(())
     }
 
@@ -197,100 +193,67 @@ impl Disk {
             }
         }
         let inode = &mut self.inodes[inode];
-        inode.changes += 1;
-        let end = at + bytes.len();
-        if inode.data.len() < end {
-            inode.data.resize(end, 0);
-        }
-        inode.data[at..end].copy_from_slice(bytes);
-        inode.dirty.extend(at / PAGE..end.div_ceil(PAGE));
+        inode.changed = self.clock;
+        inode.content.write(at, bytes);
         self.fuse = self.fuse.filter(|_| whole.is_ok());
         whole
     }
 
     pub(super) fn rename(&mut self, from: &str, to: &str) -> io::Result<()> {
         self.operate()?;
-        let inode = self.names.remove(from).ok_or(io::ErrorKind::NotFound)?;
-        self.inodes[inode].changes += 1;
-        self.names.insert(to.into(), inode);
-        self.pending.push(NameChange::Rename(from.into(), to.into()));
+        let inode = self.inode(from).ok_or(io::ErrorKind::NotFound)?;
+        self.inodes[inode].changed = self.clock;
+        self.names.rename(&from.into(), to.into());
         Ok(())
     }
 
     pub(super) fn unlink(&mut self, name: &str) -> io::Result<()> {
         self.operate()?;
-        self.names.remove(name).ok_or(io::ErrorKind::NotFound)?;
-        self.pending.push(NameChange::Unlink(name.into()));
-        Ok(())
+        if self.names.unlink(&name.into()) { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
     }
 
     pub(super) fn sync(&mut self, inode: usize) -> io::Result<()> {
         self.operate()?;
-        let inode = &mut self.inodes[inode];
-        inode.write_out();
-        if std::mem::take(&mut inode.error) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
+        self.inodes[inode].content.sync().map_err(|_| lost())
     }
 
     pub(super) fn sync_all(&mut self) -> io::Result<()> {
         self.operate()?;
-        self.inodes.iter_mut().for_each(Inode::write_out);
-        self.durable_names.clone_from(&self.names);
-        self.pending.clear();
-        // Told once, to whoever asks first.
-        if std::mem::take(&mut self.error) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
+        self.inodes.iter_mut().for_each(|inode| inode.content.write_out());
+        self.names.sync(|_| true);
+        // Told once, to whoever asks first; who syncs a file is told of it once more.
+        if std::mem::take(&mut self.error) { Err(lost()) } else { Ok(()) }
     }
 
     /// The machine loses power and comes back.
-    pub(super) fn lose_power(&mut self, rng: &mut Rng) {
-        let kept = rng.below(self.pending.len() as u64 + 1) as usize;
-        for change in self.pending.drain(..).take(kept) {
-            match change {
-                NameChange::Link(name, inode) => drop(self.durable_names.insert(name, inode)),
-                NameChange::Rename(from, to) => {
-                    if let Some(inode) = self.durable_names.remove(&from) {
-                        self.durable_names.insert(to, inode);
-                    }
-                }
-                NameChange::Unlink(name) => drop(self.durable_names.remove(&name)),
-            }
-        }
-        self.names.clone_from(&self.durable_names);
-        for inode in &mut self.inodes {
-            for page in std::mem::take(&mut inode.dirty) {
-                let (start, end) = (page * PAGE, ((page + 1) * PAGE).min(inode.data.len()));
-                if start < end && rng.below(2) == 0 {
-                    if inode.durable.len() < end {
-                        inode.durable.resize(end, 0);
-                    }
-                    inode.durable[start..end].copy_from_slice(&inode.data[start..end]);
-                } else if start >= inode.data.len() && inode.durable.len() > inode.data.len() && rng.below(2) == 0 {
-                    // It was cut shorter.
-                    inode.durable.truncate(inode.data.len());
-                }
-            }
-            inode.data.clone_from(&inode.durable);
-            inode.error = false;
-        }
+    pub(super) fn lose_power(&mut self) {
+        self.names.lose_power(&mut self.random, |_| ());
+        self.inodes.iter_mut().for_each(|inode| inode.content.lose_power(&mut self.random));
         self.error = false;
     }
 
     pub(super) fn content(&self, name: &str) -> Option<&[u8]> {
-        self.names.get(name).map(|i| &self.inodes[*i].data[..])
+        self.inode(name).map(|inode| self.inodes[inode].content.bytes())
     }
 
     pub(super) fn inode(&self, name: &str) -> Option<usize> {
-        self.names.get(name).copied()
+        self.names.get(&name.into()).map(|inode| inode as usize)
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = &String> {
-        self.names.keys()
+        self.names.iter().map(|(name, _)| name)
     }
 }
 
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(super) struct Shared(Arc<Mutex<Disk>>);
 
 impl Shared {
+    /// A disk with nothing on it.
+    pub(super) fn new(random: Rng) -> Shared {
+        Shared(Arc::new(Mutex::new(Disk::new(random))))
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, Disk> {
         self.0.lock().unwrap()
     }
@@ -315,7 +278,7 @@ impl SimulatedJournal {
 impl Read for SimulatedJournal {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let disk = self.disk.lock();
-        let data = &disk.inodes[self.inode].data;
+        let data = disk.inodes[self.inode].content.bytes();
         let n = buffer.len().min(data.len().saturating_sub(self.at));
         buffer[..n].copy_from_slice(&data[self.at..self.at + n]);
         self.at += n;
@@ -343,7 +306,7 @@ impl Medium for SimulatedJournal {
 
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let disk = self.disk.lock();
-        let data = disk.inodes[self.inode].data.get(offset as usize..).unwrap_or_default();
+        let data = disk.inodes[self.inode].content.bytes().get(offset as usize..).unwrap_or_default();
         buffer.copy_from_slice(data.get(..buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
     }

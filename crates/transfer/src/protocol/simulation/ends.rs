@@ -1,7 +1,7 @@
 //! The two programs: drivers of the same state machines as the real ones, on invented storage.
 
 use super::disk::{JOURNAL, Shared, SimulatedJournal};
-use super::{BLOCK, Content, Failed, Network, Rng, SESSION, SourceFile, VERIFY, World};
+use super::{BLOCK, Content, Failed, Network, SESSION, SourceFile, VERIFY, World};
 use crate::protocol::offers::{AHEAD, Offers};
 use crate::protocol::pieces::{cut, subtract};
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
@@ -14,6 +14,7 @@ use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, Credit, FileStatus, HEADER_LEN, Meta, OfferEntry, Record,
     Summary,
 };
+use fastrand::Rng;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 fn meta(file: &SourceFile) -> Meta {
@@ -109,7 +110,7 @@ impl SourceEnd {
                 ctime: (*mtime, 0),
             };
             self.offers.push(entry, file);
-            if rng.below(3) == 0 || self.walk == self.files.len() {
+            if rng.u64(..3) == 0 || self.walk == self.files.len() {
                 let (batch, entries) = self.offers.send().unwrap();
                 net.say_to_sink(&Control::Offer { batch, entries });
             }
@@ -179,7 +180,7 @@ impl SourceEnd {
 
     /// Storage has delivered one of the blocks asked for, in any order.
     pub(super) fn load(&mut self, rng: &mut Rng) {
-        let (mut header, payload, after) = self.loading.swap_remove(rng.below(self.loading.len() as u64) as usize);
+        let (mut header, payload, after) = self.loading.swap_remove(rng.u64(..self.loading.len() as u64) as usize);
         header.digest = header.bind(VERIFY, VERIFY.digest(&payload));
         if header.kind == BlockKind::Data {
             self.open.get_mut(&header.file).unwrap().0 -= 1;
@@ -226,6 +227,7 @@ impl SourceEnd {
 #[derive(Clone)]
 struct Target {
     inode: usize,
+    identity: Identity,
     size: u64,
     name: String,
     key: Key,
@@ -240,7 +242,7 @@ impl Target {
 
 impl Commit for Target {
     fn named(&self) -> (&Key, &Version, Identity) {
-        (&self.key, &self.version, identity(self.inode))
+        (&self.key, &self.version, self.identity)
     }
 
     fn is_lacking(&self) -> bool {
@@ -251,10 +253,6 @@ impl Commit for Target {
 /// Whether the disk refuses some attribute of this file, which whoever succeeds in the end must have heard.
 fn lacks(name: &str) -> bool {
     name.bytes().last().is_some_and(|b| b % 2 == 1)
-}
-
-fn identity(inode: usize) -> Identity {
-    Identity { inode: inode as u64, born: 0 }
 }
 
 fn temp(name: &str) -> String {
@@ -337,16 +335,21 @@ impl SinkEnd {
     }
 
     fn judge(&mut self, entry: &OfferEntry) -> Answer {
-        let name = String::from_utf8(entry.path.clone()).unwrap();
+        let name = String::from_utf8_lossy(&entry.path).into_owned();
         let key = key_of(&entry.path);
         let version = Version { size: entry.size, mtime: entry.mtime, ctime: entry.ctime };
         let disk = self.disk.lock();
         let same = |name: &str| disk.content(name).is_some_and(|c| c.len() as u64 == entry.size);
         let find = |name: &str| disk.inode(name).filter(|_| same(name));
-        let present = find(&name).map(|i| Present { identity: identity(i), ctime: disk.changes(i), as_new: false });
-        let judgement = self.earlier.judge((&key, &version), present, false, || find(&temp(&name)).map(identity));
+        let present =
+            find(&name).map(|i| Present { identity: disk.identity(i), ctime: disk.changed(i), as_new: false });
+        let judgement =
+            self.earlier.judge((&key, &version), present, false, || find(&temp(&name)).map(|i| disk.identity(i)));
         drop(disk);
+        let begun = temp(&name);
         let done = |summary: &mut Summary| {
+            // What was begun in its place is not needed.
+            let _ = self.disk.lock().unlink(&begun);
             summary.files += 1;
             summary.resumed_bytes += entry.size;
             Answer::Skip
@@ -398,7 +401,10 @@ impl SinkEnd {
     /// A write and its notification have come.
     pub(super) fn arrive(&mut self, credit: &Credit, bytes: &[u8], notice: &[u8]) -> Result<(), Failed> {
         let failed = |e: &dyn std::fmt::Display| Failed(e.to_string());
-        assert_eq!(self.exposed.remove(&credit.block), Some(credit.rkey), "written without a right to");
+        if self.exposed.remove(&credit.block) != Some(credit.rkey) {
+            // The fabric ends the connection.
+            return Err(Failed("written without a right to".into()));
+        }
         let completion = Completion::decode(notice).map_err(|e| failed(&e))?;
         let block = self.core.arrived(&completion).map_err(|e| failed(&e))?;
         let header = BlockHeader::decode(&bytes[..HEADER_LEN], BLOCK).map_err(|e| failed(&e))?;
@@ -421,13 +427,13 @@ impl SinkEnd {
         }
     }
 
-    pub(super) fn is_owed(&self) -> bool {
-        self.core.is_owed() && self.core.allowance(self.blocks - self.free.len()) > 0
+    pub(super) fn can_grant(&self) -> bool {
+        self.core.is_owed() && !self.free.is_empty() && self.core.allowance(self.blocks - self.free.len()) > 0
     }
 
     /// A worker verifies a block and puts what it holds where it belongs.
     pub(super) fn work(&mut self, world: &mut World, rng: &mut Rng) -> Result<(), Failed> {
-        let (block, header, payload) = self.tasks.swap_remove(rng.below(self.tasks.len() as u64) as usize);
+        let (block, header, payload) = self.tasks.swap_remove(rng.u64(..self.tasks.len() as u64) as usize);
         let failed = |e: &dyn std::fmt::Display| Failed(e.to_string());
         let digest = VERIFY.digest(&payload);
         if header.bind(VERIFY, digest) != header.digest {
@@ -435,7 +441,12 @@ impl SinkEnd {
         }
         match header.kind {
             BlockKind::Void => unreachable!("nothing fails to load here"),
-            BlockKind::Data => match self.files.lookup(header.file).map_err(|e| failed(&e))? {
+            BlockKind::Data => match self
+                .files
+                .come(header.file)
+                .and_then(|()| self.files.lookup(header.file))
+                .map_err(|e| failed(&e))?
+            {
                 Known::Open(target) => self.piece(&target, (block, header, payload), world)?,
                 Known::NotYet => self.files.park(header.file, (block, header, payload)).map_err(|e| failed(&e))?,
                 Known::Nowhere => unreachable!("every file can be opened"),
@@ -460,14 +471,15 @@ impl SinkEnd {
             Record::Begin { file, path, meta, resume } => (Some(file), path, meta, resume),
             _ => unreachable!("only files here"),
         };
-        let name = String::from_utf8(path.clone()).unwrap();
+        let name = String::from_utf8_lossy(&path).into_owned();
         let version = Version { size: meta.size, mtime: meta.mtime, ctime: meta.ctime };
         let mut disk = self.disk.lock();
         if !resume && disk.inode(&temp(&name)).is_some() {
             disk.unlink(&temp(&name)).map_err(|e| Failed(e.to_string()))?;
         }
         let inode = disk.open(&temp(&name)).map_err(|e| Failed(e.to_string()))?;
-        let target = Target { inode, size: meta.size, name, key: key_of(&path), version };
+        let target =
+            Target { inode, identity: disk.identity(inode), size: meta.size, name, key: key_of(&path), version };
         let Some(number) = number else {
             disk.write(inode, 0, content).map_err(|e| Failed(e.to_string()))?;
             drop(disk);
@@ -477,7 +489,7 @@ impl SinkEnd {
         };
         drop(disk);
         if !resume {
-            self.journal.begun(&target.key, &target.version, identity(inode));
+            self.journal.begun(&target.key, &target.version, target.identity);
             self.disk.lock().set_len(inode, meta.size as usize).map_err(|e| Failed(e.to_string()))?;
         }
         world.begun(number, &target.name, target.version);
@@ -500,7 +512,7 @@ impl SinkEnd {
         written.map_err(|e| Failed(e.to_string()))?;
         self.summary.bytes += payload.len() as u64;
         let range = Range { offset: header.offset, len: header.len, digest: VERIFY.digest(&payload) };
-        self.journal.range(&target.key, &target.version, identity(target.inode), &range);
+        self.journal.range(&target.key, &target.version, target.identity, &range);
         if !self.disk.lock().is_dead() {
             world.recorded(&target.name, target.version, header.offset, header.len);
         }
@@ -512,8 +524,8 @@ impl SinkEnd {
     }
 
     fn check_file(&mut self, number: u64) {
-        if let Some(Ended { file: Some(target), whole: true }) = self.files.take_ended(number) {
-            self.journal.whole(&target.key, &target.version, identity(target.inode));
+        if let Ok(Some(Ended { file: Some(target), whole: true })) = self.files.take_ended(number) {
+            self.journal.whole(&target.key, &target.version, target.identity);
             self.finished(target);
         }
     }
@@ -528,7 +540,7 @@ impl SinkEnd {
         if self.lost {
             return Err(Failed("an earlier write did not reach the medium".into()));
         }
-        let n = 1 + rng.below(self.commits.len() as u64) as usize;
+        let n = 1 + rng.u64(..self.commits.len() as u64) as usize;
         let group: Vec<Target> = self.commits.drain(..n).collect();
         let disk = &self.disk;
         let durable = |group: &[Target]| match group {
@@ -537,7 +549,7 @@ impl SinkEnd {
         };
         let place = |file: &Target| {
             disk.lock().rename(&file.temp(), &file.name)?;
-            Ok(disk.lock().changes(file.inode))
+            Ok(disk.lock().changed(file.inode))
         };
         let outcomes = commit(&group, Some(&self.journal), durable, place).map_err(|e| {
             self.lost = true;

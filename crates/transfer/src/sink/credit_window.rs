@@ -1,17 +1,17 @@
-//! How many credits are worth having out.
+//! Credit window sizing.
 
 use crate::protocol::WINDOW_MAX;
 use std::time::{Duration, Instant};
 
-/// No path is faster, in bytes per second.
+/// Assumed upper bound of a path's bandwidth, in bytes per second.
 const RATE_MAX: f64 = 12.5e9;
-/// Credits beside those that the path holds, for what is being dealt with at both ends.
+/// Credits beyond the bandwidth-delay product, for blocks being processed at both ends.
 const SLACK: usize = 8;
-/// From this round trip on, what arrives is measured.
-const LONG: Duration = Duration::from_millis(1);
-/// Measurements, two round trips each, that the largest is taken of: blocks come in bursts, and
-/// one round trip may see two bursts of them.
-const REMEMBERED: usize = 8;
+/// From this round trip on the window follows what arrives.
+const LONG_PATH_RTT: Duration = Duration::from_millis(1);
+/// Measurements, of two round trips each, of which the largest counts: blocks come in bursts, and one round trip may see two
+/// of them.
+const SAMPLES: usize = 8;
 
 /// Bounds the window by what the path holds.
 ///
@@ -19,24 +19,24 @@ const REMEMBERED: usize = 8;
 /// stay in the processor's cache instead of going round the whole pool. On a long one the bound is
 /// what arrived in the best two of the last round trips, and some more: it doubles while the window is the
 /// limit, and stays there when the path is.
-pub(super) struct Flow {
+pub(super) struct CreditWindow {
     round_trip: Option<Duration>,
     most: usize,
     since: Option<Instant>,
     arrived: usize,
-    recent: [usize; REMEMBERED],
+    recent: [usize; SAMPLES],
     next: usize,
 }
 
-impl Flow {
-    pub(super) fn new(round_trip: Option<Duration>, block_len: u32, pool: usize) -> Flow {
+impl CreditWindow {
+    pub(super) fn new(round_trip: Option<Duration>, block_len: u32, pool: usize) -> CreditWindow {
         let pool = pool.min(WINDOW_MAX);
         let most = round_trip.map_or(pool, |rtt| {
             let blocks = RATE_MAX * rtt.as_secs_f64() / f64::from(block_len);
             (blocks.ceil() as usize + SLACK).min(pool)
         });
-        let measured = round_trip.filter(|rtt| *rtt >= LONG);
-        Flow { round_trip: measured, most, since: None, arrived: 0, recent: [0; REMEMBERED], next: 0 }
+        let measured = round_trip.filter(|rtt| *rtt >= LONG_PATH_RTT);
+        CreditWindow { round_trip: measured, most, since: None, arrived: 0, recent: [0; SAMPLES], next: 0 }
     }
 
     /// Whether the bound follows what arrives, as it does on a long path.
@@ -62,7 +62,7 @@ impl Flow {
         let over = now - since >= 2 * round_trip;
         if over {
             self.recent[self.next] = self.arrived;
-            self.next = (self.next + 1) % REMEMBERED;
+            self.next = (self.next + 1) % SAMPLES;
             (self.since, self.arrived) = (Some(now), 0);
         }
         if !over && !record {
@@ -79,16 +79,16 @@ mod tests {
 
     const RTT: Duration = Duration::from_millis(50);
 
-    /// The bound after two seconds on a path that carries `per_round_trip` blocks, when as many
-    /// blocks are out as the bound allows.
-    fn settled(per_round_trip: usize) -> usize {
-        let mut flow = Flow::new(Some(RTT), 1 << 20, 256);
-        let (mut window, start) = (flow.window_max(), Instant::now());
-        for round in 0..40 {
+    /// The bound after two seconds on a path that carries `per_round_trip` blocks, when as many blocks are out as the
+    /// bound allows; then after two more for each further path.
+    fn settled(paths: &[usize]) -> usize {
+        let mut sizing = CreditWindow::new(Some(RTT), 1 << 20, 256);
+        let (mut window, start) = (sizing.window_max(), Instant::now());
+        for (round, per_round_trip) in paths.iter().flat_map(|path| [*path; 40]).enumerate() {
             let n = window.min(per_round_trip);
             for block in 0..n as u32 {
-                let now = start + round * RTT + RTT * block / n as u32;
-                window = flow.arrived(now).unwrap_or(window);
+                let now = start + round as u32 * RTT + RTT * block / n as u32;
+                window = sizing.arrived(now).unwrap_or(window);
             }
         }
         window
@@ -96,12 +96,14 @@ mod tests {
 
     #[test]
     fn the_bound_follows_what_the_path_carries() {
-        assert_eq!(Flow::new(None, 1 << 20, 64).window_max(), 64);
-        assert_eq!(Flow::new(Some(Duration::from_micros(100)), 1 << 20, 64).window_max(), 10);
+        assert_eq!(CreditWindow::new(None, 1 << 20, 64).window_max(), 64);
+        assert_eq!(CreditWindow::new(Some(Duration::from_micros(100)), 1 << 20, 64).window_max(), 10);
         for carried in [2, 20, 100] {
-            let window = settled(carried);
-            assert!(window > carried && window <= 2 * carried + 4 * SLACK, "{carried} carried, {window} allowed");
+            for before in [&[][..], &[200], &[1]] {
+                let window = settled(&[before, &[carried]].concat());
+                assert!(window > carried && window <= 2 * carried + 4 * SLACK, "{carried} carried, {window} allowed");
+            }
         }
-        assert_eq!(settled(1000), 256, "never more than there are");
+        assert_eq!(settled(&[1000]), 256, "never more than there are");
     }
 }

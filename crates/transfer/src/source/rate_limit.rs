@@ -1,39 +1,39 @@
-//! Keeping to a rate.
+//! Rate limit of a source.
 
 use std::time::{Duration, Instant};
 
-/// What may be sent at once after a rest.
+/// Burst after a rest, as a time at the rate.
 const BURST: Duration = Duration::from_millis(100);
-/// Longest pause before looking again.
+/// Longest wait at once.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Keeps to a rate, allowing bursts of a tenth of a second. Time in which nothing was sent is not
 /// made up for later.
-pub(super) struct Budget {
+pub(super) struct RateLimit {
     rate: Option<f64>,
     /// When what has been sent would have been sent at the rate.
     paid: Option<Instant>,
 }
 
-impl Budget {
-    pub(super) fn new(rate: Option<u64>) -> Budget {
-        Budget { rate: rate.map(|r| r.max(1) as f64), paid: None }
+impl RateLimit {
+    pub(super) fn new(rate: Option<u64>) -> RateLimit {
+        RateLimit { rate: rate.map(|r| r.max(1) as f64), paid: None }
     }
 
-    pub(super) fn spend(&mut self, bytes: u64, now: Instant) {
+    pub(super) fn record(&mut self, bytes: u64, now: Instant) {
         let Some(rate) = self.rate else { return };
         let rested = now.checked_sub(BURST).unwrap_or(now);
         let from = self.paid.map_or(rested, |paid| paid.max(rested));
         self.paid = Some(from + Duration::from_secs_f64(bytes as f64 / rate));
     }
 
-    /// How long to hold still.
+    /// Time to wait before the next send.
     pub(super) fn pause(&self, now: Instant) -> Option<Duration> {
         let due = self.paid?.saturating_duration_since(now);
         (due > Duration::ZERO).then(|| due.min(PAUSE_MAX))
     }
 
-    /// Whether something may be sent now. Costs nothing where there is no rate to keep.
+    /// Whether something may be sent now. Without a limit this reads no clock.
     pub(super) fn is_open(&self) -> bool {
         self.paid.is_none() || self.pause(Instant::now()).is_none()
     }
@@ -44,13 +44,13 @@ mod tests {
     use super::*;
 
     /// Sends blocks as soon as it may for `seconds`; returns bytes per second.
-    fn rate_of(budget: &mut Budget, start: Instant, seconds: u64, block: u64) -> f64 {
+    fn rate_of(limit: &mut RateLimit, start: Instant, seconds: u64, block: u64) -> f64 {
         let (mut now, mut sent) = (start, 0);
         while now < start + Duration::from_secs(seconds) {
-            match budget.pause(now) {
+            match limit.pause(now) {
                 Some(pause) => now += pause,
                 None => {
-                    budget.spend(block, now);
+                    limit.record(block, now);
                     sent += block;
                 }
             }
@@ -62,11 +62,11 @@ mod tests {
     fn the_rate_is_kept_whatever_the_size_of_blocks() {
         for block in [1, 64 << 10, 1 << 20, 16 << 20] {
             if block == 1 {
-                let rate = rate_of(&mut Budget::new(Some(1000)), Instant::now(), 20, block);
+                let rate = rate_of(&mut RateLimit::new(Some(1000)), Instant::now(), 20, block);
                 assert!((1000.0..1010.0).contains(&rate), "{rate}");
                 continue;
             }
-            let rate = rate_of(&mut Budget::new(Some(20_000_000)), Instant::now(), 20, block);
+            let rate = rate_of(&mut RateLimit::new(Some(20_000_000)), Instant::now(), 20, block);
             let most = 20_000_000.0 * (1.0 + 0.1 / 20.0) + block as f64 / 20.0;
             assert!((20_000_000.0..=most).contains(&rate), "{block}: {rate}");
         }
@@ -74,17 +74,17 @@ mod tests {
 
     #[test]
     fn rest_is_not_made_up_for() {
-        let (mut budget, start) = (Budget::new(Some(1_000_000)), Instant::now());
-        budget.spend(1, start);
+        let (mut limit, start) = (RateLimit::new(Some(1_000_000)), Instant::now());
+        limit.record(1, start);
         let later = start + Duration::from_secs(60);
-        let rate = rate_of(&mut budget, later, 1, 10_000);
+        let rate = rate_of(&mut limit, later, 1, 10_000);
         assert!(rate <= 1_120_000.0, "a burst of a tenth of a second, then the rate; {rate}");
     }
 
     #[test]
     fn without_a_rate_there_is_no_pause() {
-        let (mut budget, now) = (Budget::new(None), Instant::now());
-        budget.spend(u64::MAX, now);
-        assert!(budget.pause(now).is_none() && budget.is_open());
+        let (mut limit, now) = (RateLimit::new(None), Instant::now());
+        limit.record(u64::MAX, now);
+        assert!(limit.pause(now).is_none() && limit.is_open());
     }
 }

@@ -1,4 +1,4 @@
-//! How many data channels a path wants, and how many blocks.
+//! Number of data channels, and of pool blocks, that suit a path.
 //!
 //! A channel is one TCP connection, and the system bounds the window of one. On a long path that
 //! bound, not the path, can be what limits the rate; then more channels help.
@@ -19,10 +19,10 @@ pub(crate) fn first_channels(round_trip: Option<Duration>) -> u32 {
 /// Blocks that a pool gets where the user asks for none: `least`, or, on a long path, as many as
 /// twice the bandwidth-delay product takes at 10 Gbit/s. Blocks that are not needed take no memory.
 pub(crate) fn blocks_for(round_trip: Option<Duration>, block_len: u32, least: usize) -> usize {
-    const RATE: f64 = 1.25e9;
-    const MOST: usize = 512 << 20;
-    let product = round_trip.map_or(0.0, |rtt| rtt.as_secs_f64() * RATE) as usize;
-    least.max((2 * product).min(MOST) / block_len as usize)
+    const PATH_RATE: f64 = 1.25e9;
+    const POOL_BYTES_MAX: usize = 512 << 20;
+    let product = round_trip.map_or(0.0, |rtt| rtt.as_secs_f64() * PATH_RATE) as usize;
+    least.max((2 * product).min(POOL_BYTES_MAX) / block_len as usize)
 }
 
 /// Blocks that keep a channel of a long path busy: one that leaves and one behind it.
@@ -32,55 +32,55 @@ pub(crate) const BUSY_BYTES: u64 = 1 << 20;
 
 /// Below this round trip no window is too small.
 pub(super) const ROUND_TRIP_MIN: Duration = Duration::from_millis(1);
-/// Looks at the channels are at least so far apart.
+/// Minimum interval between two samples.
 const INTERVAL_MIN: Duration = Duration::from_millis(50);
-/// Looks before the first addition: at first every window is small, and grows by itself.
-const LOOKS_TO_START: u32 = 10;
-/// Looks, after adding, before the effect is judged: new channels are slow at first.
-const LOOKS_TO_JUDGE: u32 = 6;
+/// Samples before the first addition: at first every window is small, and grows by itself.
+const SAMPLES_TO_START: u32 = 10;
+/// Samples after an addition before its effect is judged: new channels are slow at first.
+const SAMPLES_TO_JUDGE: u32 = 6;
 
-/// Watches a source's channels, and says when to add some.
+/// Samples a source's channels and says when to add some.
 #[derive(Debug)]
-pub(crate) struct Growth {
-    looked: Instant,
+pub(crate) struct ChannelScaler {
+    last_sample: Instant,
     sent: u64,
     busy: Duration,
     limited: Duration,
     /// Bytes per second before the last addition.
     before: Option<f64>,
-    /// Looks left before the last addition is judged and another one possible.
+    /// Samples left before the last addition is judged and another one is possible.
     waiting: u32,
     /// Best rate seen since the addition.
     best: f64,
-    /// More did not help.
+    /// More channels did not help.
     over: bool,
 }
 
-impl Growth {
-    pub(crate) fn new(now: Instant, wanted: bool) -> Growth {
+impl ChannelScaler {
+    pub(crate) fn new(now: Instant, wanted: bool) -> ChannelScaler {
         let (busy, limited) = (Duration::ZERO, Duration::ZERO);
-        let waiting = LOOKS_TO_START;
-        Growth { looked: now, sent: 0, busy, limited, before: None, waiting, best: 0.0, over: !wanted }
+        let waiting = SAMPLES_TO_START;
+        ChannelScaler { last_sample: now, sent: 0, busy, limited, before: None, waiting, best: 0.0, over: !wanted }
     }
 
-    /// Whether it is worth asking [`Growth::is_due`].
+    /// Whether it is worth asking [`ChannelScaler::is_due`].
     pub(crate) fn may_be_due(&self, now: Instant) -> bool {
-        !self.over && now - self.looked >= INTERVAL_MIN
+        !self.over && now - self.last_sample >= INTERVAL_MIN
     }
 
-    /// Whether it is time for [`Growth::look`], given the path's round trip.
+    /// Whether it is time for [`ChannelScaler::sample`], given the path's round trip.
     pub(crate) fn is_due(&self, now: Instant, round_trip: Option<Duration>) -> bool {
         let far = round_trip.filter(|rtt| *rtt >= ROUND_TRIP_MIN);
-        !self.over && far.is_some_and(|rtt| now - self.looked >= INTERVAL_MIN.max(2 * rtt))
+        !self.over && far.is_some_and(|rtt| now - self.last_sample >= INTERVAL_MIN.max(2 * rtt))
     }
 
     /// How many channels to add, `sent` bytes having been sent in all.
-    pub(crate) fn look(&mut self, now: Instant, paths: &[Path], sent: u64) -> u32 {
+    pub(crate) fn sample(&mut self, now: Instant, paths: &[Path], sent: u64) -> u32 {
         let busy: Duration = paths.iter().map(|p| p.busy).sum();
         let limited: Duration = paths.iter().map(|p| p.window_limited).sum();
-        let rate = (sent - self.sent) as f64 / (now - self.looked).as_secs_f64().max(1e-6);
+        let rate = (sent - self.sent) as f64 / (now - self.last_sample).as_secs_f64().max(1e-6);
         let (was_busy, was_limited) = (busy.saturating_sub(self.busy), limited.saturating_sub(self.limited));
-        (self.looked, self.sent, self.busy, self.limited) = (now, sent, busy, limited);
+        (self.last_sample, self.sent, self.busy, self.limited) = (now, sent, busy, limited);
         self.best = self.best.max(rate);
         if self.waiting > 0 {
             self.waiting -= 1;
@@ -96,7 +96,7 @@ impl Growth {
             return 0;
         }
         self.before = Some(std::mem::replace(&mut self.best, 0.0));
-        self.waiting = LOOKS_TO_JUDGE;
+        self.waiting = SAMPLES_TO_JUDGE;
         (paths.len() as u32 / 2).max(1)
     }
 }
@@ -115,19 +115,19 @@ mod tests {
     /// number of channels in the end.
     fn grown(window_rate: f64, path_rate: f64) -> usize {
         let mut now = Instant::now();
-        let mut growth = Growth::new(now, true);
+        let mut scaler = ChannelScaler::new(now, true);
         let (mut n, mut sent, mut time) = (8, 0.0, Duration::ZERO);
         let mut limited = Duration::ZERO;
         for _ in 0..200 {
             (now, time) = (now + 100 * MS, time + 100 * MS);
-            assert!(growth.over || growth.is_due(now, Some(50 * MS)));
+            assert!(scaler.over || scaler.is_due(now, Some(50 * MS)));
             let rate = (n as f64 * window_rate).min(path_rate);
             sent += rate * 0.1;
             if rate < path_rate {
                 limited += 100 * MS;
             }
-            if !growth.over {
-                n += growth.look(now, &vec![path(time, limited); n], sent as u64) as usize;
+            if !scaler.over {
+                n += scaler.sample(now, &vec![path(time, limited); n], sent as u64) as usize;
             }
         }
         n
@@ -142,13 +142,13 @@ mod tests {
     #[test]
     fn what_does_not_help_is_not_repeated() {
         let mut now = Instant::now();
-        let mut growth = Growth::new(now, true);
+        let mut scaler = ChannelScaler::new(now, true);
         let (mut n, mut sent) = (8, 0);
         for look in 1..100 {
             now += 100 * MS;
             sent += 1_000_000;
-            if growth.is_due(now, Some(50 * MS)) {
-                n += growth.look(now, &[path(100 * look * MS, 100 * look * MS)], sent);
+            if scaler.is_due(now, Some(50 * MS)) {
+                n += scaler.sample(now, &[path(100 * look * MS, 100 * look * MS)], sent);
             }
         }
         assert!(n <= 10, "a slow sink looks like small windows; {n} channels");
@@ -157,9 +157,9 @@ mod tests {
     #[test]
     fn short_paths_and_fixed_numbers_are_left_alone() {
         let now = Instant::now();
-        assert!(!Growth::new(now, true).is_due(now + 1000 * MS, Some(Duration::from_micros(50))));
-        assert!(!Growth::new(now, true).is_due(now + 1000 * MS, None));
-        assert!(!Growth::new(now, false).is_due(now + 1000 * MS, Some(50 * MS)));
+        assert!(!ChannelScaler::new(now, true).is_due(now + 1000 * MS, Some(Duration::from_micros(50))));
+        assert!(!ChannelScaler::new(now, true).is_due(now + 1000 * MS, None));
+        assert!(!ChannelScaler::new(now, false).is_due(now + 1000 * MS, Some(50 * MS)));
         assert_eq!((first_channels(None), first_channels(Some(50 * MS))), (2, 8));
         assert_eq!(blocks_for(Some(Duration::from_micros(50)), 1 << 20, 64), 64);
         assert_eq!(blocks_for(Some(50 * MS), 1 << 20, 64), 119);

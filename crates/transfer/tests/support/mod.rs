@@ -1,0 +1,76 @@
+//! A daemon in this process, and how to tell that it has ended a session.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use thruway_fabric::iwarp;
+use thruway_transfer::access::AuthorizedKeys;
+use thruway_transfer::auth::{Credentials, KeyPair};
+use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
+use thruway_transfer::link::{Link, LinkError, LinkEvent};
+use thruway_transfer::wire::Control;
+
+#[allow(dead_code, reason = "not every test waits")]
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A daemon that exports a directory of its own as `e`; stopped when dropped.
+pub struct Served {
+    pub dir: tempfile::TempDir,
+    pub addr: SocketAddr,
+    pub stopper: Stopper,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Served {
+    /// With a configuration that differs from the usual one.
+    pub fn with(change: impl FnOnce(&mut Config)) -> Served {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config {
+            listen: vec!["127.0.0.1:0".parse().unwrap()],
+            exports: vec![Export { name: "e".into(), dir: dir.path().into(), read_only: false, unconfined: false }],
+            credentials: Credentials::Keys(KeyPair::generate()),
+            authorized: AuthorizedKeys::default(),
+            anonymous: false,
+            local: false,
+            require_encryption: false,
+            require_verification: false,
+            max_sessions: 50,
+            block_len_max: 1 << 20,
+            blocks: 8,
+            once: false,
+            fabric: iwarp::Config::default().into(),
+        };
+        change(&mut config);
+        let daemon = Daemon::start(config).unwrap();
+        let (addr, stopper) = (daemon.addrs()[0], daemon.stopper());
+        let thread = Some(std::thread::spawn(move || daemon.run().unwrap()));
+        Served { dir, addr, stopper, thread }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// Waits until the daemon has ended the session, and returns what it said.
+#[allow(dead_code, reason = "not every test waits")]
+pub fn ended(link: &mut Link) -> String {
+    let start = Instant::now();
+    let mut said = String::new();
+    loop {
+        assert!(start.elapsed() < PATIENCE, "the session goes on");
+        match link.poll(Duration::from_millis(100)) {
+            Ok(events) => {
+                for event in events {
+                    if let LinkEvent::Control(Control::Abort(_, why)) = event {
+                        said = why;
+                    }
+                }
+            }
+            Err(LinkError::Closed(_) | LinkError::DataLost(_)) => return said,
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
