@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use thruway_engine::units::parse_size;
+use thruway_engine::units::{Invalid, parse_size};
 
 /// A disk under a name.
 pub struct Export {
@@ -102,33 +102,54 @@ pub enum Layer {
     Log(PathBuf),
 }
 
-/// The layers that there are, as they are written.
+/// The options of a disk, as they are written.
+pub const OPTIONS: &[&str] = &[
+    "ro",
+    "mode=direct|cached|writeback",
+    "chunk=SIZE",
+    "target=NAME",
+    "sector=512|4096",
+    "uuid=UUID",
+    "allow=NAME[|NAME...]",
+];
+
+/// The layers, as they are written.
 pub const LAYERS: &str = "cache=SIZE[:writeback[:volatile]][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME], \
                           fault=[read:|write:|flush:]PROBABILITY, log=FILE";
 
-/// The default length of pieces.
+/// An export that cannot be understood.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpecError {
+    /// A value that is not one of those expected.
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    /// There is no such option or layer.
+    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {LAYERS})", options = OPTIONS.join(", "))]
+    UnknownOption(String),
+    /// Options that mean nothing together.
+    #[error("{0} has no effect without {1}")]
+    Without(&'static str, &'static str),
+}
+
+/// The default chunk size.
 pub const CHUNK: u32 = 256 << 10;
-/// The shortest pieces.
 const CHUNK_MIN: u64 = 16 << 10;
-/// The longest pieces: requests up to here can be had in one.
 const CHUNK_MAX: u64 = 4 << 20;
 
 impl Spec {
     /// Reads `NAME=PATH[,OPTION…]`.
     ///
     /// # Errors
-    /// A sentence that names what is wrong and what would be right.
-    pub fn parse(text: &str) -> Result<Spec, String> {
-        let (name, rest) = text.split_once('=').ok_or("write NAME=PATH[,OPTION...]")?;
+    /// [`SpecError`].
+    pub fn parse(text: &str) -> Result<Spec, SpecError> {
+        let (name, rest) = text.split_once('=').ok_or_else(|| Invalid::new("disk", text, "NAME=PATH[,OPTION...]"))?;
         let mut words = rest.split(',');
         let mut spec = Spec::new(name, words.next().unwrap_or(""))?;
         for word in words {
             let (key, value) = word.split_once('=').unwrap_or((word, ""));
             if !spec.option(key, value)? && !spec.layer(key, value)? {
-                return Err(format!(
-                    "'{word}' is no option of a block export; there are ro, mode=direct|cached|writeback, chunk=SIZE, \
-                     target=NAME, sector=512|4096, uuid=UUID, allow=NAME[|NAME...] and {LAYERS}"
-                ));
+                return Err(SpecError::UnknownOption(word.into()));
             }
         }
         Ok(spec)
@@ -156,9 +177,9 @@ impl Spec {
     ///
     /// # Errors
     /// As [`Spec::parse`].
-    pub fn new(name: &str, source: &str) -> Result<Spec, String> {
+    pub fn new(name: &str, source: &str) -> Result<Spec, SpecError> {
         if name.is_empty() || name.len() > 200 {
-            return Err("an export's name has 1 to 200 bytes".into());
+            return Err(Invalid::new("name of a disk", name, "1 to 200 bytes").into());
         }
         Ok(Spec {
             name: name.into(),
@@ -174,44 +195,56 @@ impl Spec {
         })
     }
 
-    /// Sets an option. False if there is none of this name.
+    /// Sets an option. Returns false for an unknown one.
     ///
     /// # Errors
     /// As [`Spec::parse`].
-    pub fn option(&mut self, key: &str, value: &str) -> Result<bool, String> {
+    pub fn option(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
         match (key, value) {
             ("ro", "") => self.read_only = true,
             ("mode", value) => self.mode = Some(parse_mode(value)?),
             ("chunk", value) => self.chunk = Some(parse_chunk(value)?),
-            ("target", "") => return Err("a target has a name".into()),
+            ("target", "") => return Err(Invalid::new("target", value, "a name").into()),
             ("target", value) => self.target = Some(value.into()),
             ("sector", "512") => self.sector = 512,
             ("sector", "4096") => self.sector = 4096,
             ("uuid", value) => self.uuid = Some(identity::parse(value)?),
-            ("allow", "") => return Err("allow=NAME wants a name; write NAME|NAME for several".into()),
-            ("allow", names) => self.allow = names.split('|').map(String::from).collect(),
-            ("sector", other) => return Err(format!("'{other}' is no length of a sector; there are 512 and 4096")),
+            ("allow", names) => self.allow(names.split('|'))?,
+            ("sector", other) => return Err(Invalid::new("sector size", other, "512 or 4096").into()),
             _ => return Ok(false),
         }
         Ok(true)
     }
 
-    /// Puts a layer on what there is. False if there is none of this name.
+    /// Sets the names of the clients that may use the disk.
+    ///
+    /// # Errors
+    /// [`SpecError::Invalid`] if one is empty, or there is none: that would let in everybody.
+    pub fn allow<'a>(&mut self, names: impl IntoIterator<Item = &'a str>) -> Result<(), SpecError> {
+        let names: Vec<String> = names.into_iter().map(String::from).collect();
+        if names.is_empty() || names.iter().any(String::is_empty) {
+            return Err(Invalid::new("list of clients", names.join("|"), "their names").into());
+        }
+        self.allow = names;
+        Ok(())
+    }
+
+    /// Pushes a layer onto the stack. Returns false for an unknown one.
     ///
     /// # Errors
     /// As [`Spec::parse`].
-    pub fn layer(&mut self, key: &str, value: &str) -> Result<bool, String> {
+    pub fn layer(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
         let layer = match (key, value) {
             ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
             ("overlay", dir) => Layer::Overlay(dir.into()),
             ("cache", value) => Layer::Cache(parse_cache(value)?),
-            ("rate", value) => Layer::Rate(parse_size(value).map_err(|e| e.to_string())?),
+            ("rate", value) => Layer::Rate(parse_size(value)?),
             ("delay", value) => {
                 let (read, write) = value.split_once('/').unwrap_or((value, value));
                 Layer::Delay(parse_duration(read)?, parse_duration(write)?)
             }
             ("fault", value) => parse_fault(value)?,
-            ("log", "") => return Err("log=FILE wants a file".into()),
+            ("log", "") => return Err(Invalid::new("log", value, "a file").into()),
             ("log", file) => Layer::Log(file.into()),
             _ => return Ok(false),
         };
@@ -422,13 +455,13 @@ fn temporary(dir: &Path, size: u64) -> std::io::Result<Arc<dyn Backend>> {
     Ok(Arc::new(FileBackend::of(file)?))
 }
 
-fn parse_source(text: &str) -> Result<Source, String> {
+fn parse_source(text: &str) -> Result<Source, SpecError> {
     if let Some(size) = text.strip_prefix("mem:") {
-        return Ok(Source::Memory(parse_size(size).map_err(|e| e.to_string())?));
+        return Ok(Source::Memory(parse_size(size)?));
     }
     if let Some(rest) = text.strip_prefix("stripe:") {
         let mut words = rest.split(':').peekable();
-        let chunk = parse_size(words.next().unwrap_or("")).map_err(|e| e.to_string())?;
+        let chunk = parse_size(words.next().unwrap_or(""))?;
         let mut members = Vec::new();
         while let Some(word) = words.next() {
             members.push(match word {
@@ -437,51 +470,54 @@ fn parse_source(text: &str) -> Result<Source, String> {
             });
         }
         if members.len() < 2 {
-            return Err("write stripe:CHUNK:PATH:PATH[:PATH...]".into());
+            return Err(Invalid::new("stripe", text, "stripe:CHUNK:PATH:PATH[:PATH...]").into());
         }
         return Ok(Source::Stripe { chunk, members });
     }
     match text {
-        "" => Err("the path is missing; write NAME=PATH or NAME=mem:SIZE".into()),
+        "" => Err(Invalid::new("disk", text, "a path, mem:SIZE or stripe:CHUNK:PATH:PATH...").into()),
         path => Ok(Source::Path(path.into())),
     }
 }
 
-fn parse_cache(text: &str) -> Result<cache::Config, String> {
+fn parse_cache(text: &str) -> Result<cache::Config, SpecError> {
     let mut words = text.split(':');
-    let mut config = cache::Config::new(parse_size(words.next().unwrap_or("")).map_err(|e| e.to_string())?);
+    let mut config = cache::Config::new(parse_size(words.next().unwrap_or(""))?);
     for word in words {
         match word {
             "writeback" => config.write_back = true,
             "volatile" => config.volatile = true,
-            size => config.block = u32::try_from(parse_size(size).map_err(|e| e.to_string())?).map_err(|_| format!("'{size}' is too large"))?,
+            size => {
+                let block = u32::try_from(parse_size(size)?);
+                config.block = block.map_err(|_| Invalid::new("block size of a cache", size, "at most 1M"))?;
+            }
         }
     }
     if config.volatile && !config.write_back {
-        return Err("':volatile' says something of ':writeback' only".into());
+        return Err(SpecError::Without(":volatile", ":writeback"));
     }
     Ok(config)
 }
 
-fn parse_mode(text: &str) -> Result<Mode, String> {
+fn parse_mode(text: &str) -> Result<Mode, Invalid> {
     match text {
         "direct" => Ok(Mode::Direct),
         "cached" => Ok(Mode::Cached),
         "writeback" => Ok(Mode::Writeback),
-        other => Err(format!("'{other}' is no mode; there are direct, cached and writeback")),
+        other => Err(Invalid::new("mode", other, "direct, cached or writeback")),
     }
 }
 
-fn parse_chunk(text: &str) -> Result<u32, String> {
-    let size = parse_size(text).map_err(|e| e.to_string())?;
+fn parse_chunk(text: &str) -> Result<u32, Invalid> {
+    let size = parse_size(text)?;
     if (CHUNK_MIN..=CHUNK_MAX).contains(&size) && size.is_power_of_two() {
         return Ok(size as u32);
     }
-    Err(format!("a chunk is a power of two from 16 KiB to {} MiB", CHUNK_MAX >> 20))
+    Err(Invalid::new("chunk", text, "a power of two from 16K to 4M"))
 }
 
-fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("'{text}' is no time; write a number with us, ms or s");
+fn parse_duration(text: &str) -> Result<Duration, Invalid> {
+    let wrong = || Invalid::new("time", text, "a number with us, ms or s");
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let number: u64 = digits.parse().map_err(|_| wrong())?;
     match &text[digits.len()..] {
@@ -492,18 +528,18 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn parse_fault(text: &str) -> Result<Layer, String> {
+fn parse_fault(text: &str) -> Result<Layer, Invalid> {
     let (kind, probability) = text.split_once(':').unwrap_or(("all", text));
     let kind = match kind {
         "read" => Kind::Read,
         "write" => Kind::Write,
         "flush" => Kind::Flush,
         "all" => Kind::All,
-        other => return Err(format!("'{other}' is nothing that can fail; there are read, write and flush")),
+        other => return Err(Invalid::new("fault", other, "read, write or flush")),
     };
     match probability.parse() {
         Ok(probability) if (0.0..=1.0).contains(&probability) => Ok(Layer::Fault(kind, probability)),
-        _ => Err(format!("'{probability}' is no probability; write a number from 0 to 1")),
+        _ => Err(Invalid::new("probability", probability, "a number from 0 to 1")),
     }
 }
 
@@ -542,7 +578,7 @@ mod tests {
         for (text, named) in [
             ("disk", "NAME=PATH"),
             ("=x", "name"),
-            ("a=", "path is missing"),
+            ("a=", "a path"),
             ("a=mem:12Q", "'12Q'"),
             ("a=x,mode=fast", "'fast'"),
             ("a=x,turbo", "'turbo'"),
@@ -550,11 +586,14 @@ mod tests {
             ("a=x,fault=trim:1", "'trim'"),
             ("a=x,delay=5", "'5'"),
             ("a=x,cache=much", "'much'"),
-            ("a=x,chunk=3K", "chunk"),
+            ("a=x,chunk=3K", "chunk '3K'"),
+            ("a=x,allow=", "clients"),
+            ("a=x,allow=one||two", "clients"),
+            ("a=x,cache=1M:volatile", ":writeback"),
             ("a=stripe:64K:/one", "stripe:"),
             ("a=mem:99999999999T", "size"),
         ] {
-            let message = Spec::parse(text).unwrap_err();
+            let message = Spec::parse(text).unwrap_err().to_string();
             assert!(message.contains(named), "{text}: {message}");
         }
     }

@@ -17,6 +17,7 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, XattrFlags};
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use thruway_engine::units::Invalid;
 
 /// 128 bits.
 pub type Identity = [u8; 16];
@@ -26,10 +27,10 @@ const ATTRIBUTE: &str = "user.thruway.disk";
 /// Reads what `uuid=` says: 32 hexadecimal digits, with dashes or without.
 ///
 /// # Errors
-/// A sentence that says what it should have been.
-pub fn parse(text: &str) -> Result<Identity, String> {
+/// [`Invalid`].
+pub fn parse(text: &str) -> Result<Identity, Invalid> {
     let digits: String = text.chars().filter(|c| *c != '-').collect();
-    let wrong = || format!("'{text}' is not a UUID; write 32 hexadecimal digits, as uuidgen prints them");
+    let wrong = || Invalid::new("UUID", text, "32 hexadecimal digits, as uuidgen prints them");
     if digits.len() != 32 || !digits.is_ascii() {
         return Err(wrong());
     }

@@ -6,35 +6,30 @@
 //! - [`export`]: a disk under a name, as the protocols see it; from the command line's words.
 //! - [`nbd`]: the NBD protocol.
 //! - [`scsi`], [`iscsi`]: SCSI disks, and the protocol that carries their commands.
-//! - [`net`], [`tls`]: connections.
+//!
+//! Connections are `thruway-server`'s.
 //!
 //! Data goes from storage into the registered blocks that the network sends from; nothing copies it in
 //! between, unless a layer keeps data of its own.
 
 pub mod backend;
+mod big_endian;
 pub mod cache;
+mod chunk_ranges;
 pub mod export;
 pub mod fence;
-mod gate;
 mod generations;
 mod identity;
 pub mod iscsi;
 pub mod layer;
 pub mod nbd;
-pub mod net;
-mod octets;
-mod outbox;
-mod panics;
-mod pieces;
+mod readahead;
 pub mod scsi;
 #[cfg(test)]
 #[path = "../../../fuzz/seeds.rs"]
 mod seeds;
 mod sequence;
 mod served;
-mod streams;
-mod supply;
-pub mod tls;
 
 pub use backend::{Backend, Geometry};
 pub use export::Export;

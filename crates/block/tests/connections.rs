@@ -5,17 +5,21 @@
 mod client;
 #[path = "support/iscsi.rs"]
 mod initiator;
+#[path = "support/iser.rs"]
+mod iser;
+#[path = "support/nbd_server.rs"]
+mod nbd_server;
 
 use client::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use initiator::Initiator;
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use thruway_block::backend::{Extent, MemoryBackend, Op, Zero};
 use thruway_block::iscsi::{self, target};
-use thruway_block::nbd::{Config, Server};
-use thruway_block::net::Address;
+use thruway_block::nbd::Server;
 use thruway_block::scsi::Unit;
 use thruway_block::{Backend, Export, Geometry, Served};
 use thruway_engine::{Reactors, Segment, Segments};
@@ -97,8 +101,11 @@ struct Lab {
     disk: Arc<Stuck>,
     begun: Receiver<()>,
     go_on: watch::Sender<bool>,
+    /// The same over RDMA.
+    rdma_portal: String,
     server: Server,
     targets: iscsi::Server,
+    rdma_targets: iscsi::iser::Server,
     _reactors: Reactors,
 }
 
@@ -132,24 +139,26 @@ fn lab(stuck: usize, reads_too: bool) -> Lab {
     let export = Arc::new(export);
     let units = vec![Arc::new(Unit::new(Arc::clone(&export), 512))];
     let targets = target::Targets::new(vec![target::Target { name: TARGET.into(), units }], None, Vec::new());
+    let targets = Arc::new(targets);
+    let config = iscsi::iser::Config {
+        listen: vec!["127.0.0.1:0".parse().unwrap()],
+        provider: thruway_fabric::iwarp::Config::default().into(),
+        targets: Arc::clone(&targets),
+        own_user_only: true,
+        connections_max: 8,
+    };
+    let rdma_targets = iscsi::iser::Server::start(config, &reactors).unwrap();
+    let rdma_portal = rdma_targets.addresses()[0].to_string();
     let config = iscsi::Config {
         listen: vec!["127.0.0.1:0".parse().unwrap()],
-        targets: Arc::new(targets),
+        targets,
         own_user_only: true,
         connections_max: 8,
     };
     let targets = iscsi::Server::start(config, &reactors).unwrap();
     let portal = targets.addresses()[0].to_string();
-    let config = Config {
-        listen: vec![Address::Tcp("127.0.0.1:0".parse().unwrap())],
-        exports: vec![export].into(),
-        tls: None,
-        own_user_only: true,
-        connections_max: 8,
-    };
-    let server = Server::start(config, &reactors).unwrap();
-    let address = server.addresses()[0].to_string();
-    Lab { address, portal, disk, begun, go_on, server, targets, _reactors: reactors }
+    let (server, address) = nbd_server::serve(export, &reactors);
+    Lab { address, portal, rdma_portal, disk, begun, go_on, server, targets, rdma_targets, _reactors: reactors }
 }
 
 impl Lab {
@@ -157,6 +166,7 @@ impl Lab {
     fn ends_with(&self, value: u8) {
         self.server.shut_down(Duration::from_secs(60));
         self.targets.shut_down(Duration::from_secs(60));
+        self.rdma_targets.shut_down(Duration::from_secs(60));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let shown = runtime.block_on(async {
             let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(1);
@@ -347,6 +357,97 @@ fn an_initiator_whose_command_panics_is_sent_away_and_no_other() {
     lab.ends_with(3);
 }
 
+/// The same over RDMA.
+#[test]
+fn an_initiator_whose_command_panics_over_rdma_is_sent_away_and_no_other() {
+    let lab = lab(0, false);
+    let mut other = iser::Initiator::log_in(&lab.rdma_portal, TARGET, 1);
+    for _ in 0..10 {
+        let mut one = iser::Initiator::log_in(&lab.rdma_portal, TARGET, 2);
+        assert_eq!(one.write(&[BUG; 512]), None, "it is not answered, and it ends");
+        assert_eq!(other.write(&[3; 512]), Some(0));
+    }
+    drop(other);
+    lab.ends_with(3);
+}
+
+/// None of these changes the disk, concerns anybody else, or is answered as if it were done. Those of strangers end their
+/// connections.
+#[test]
+fn what_no_initiator_may_do_over_rdma_is_its_own_trouble() {
+    use iser::{Advertise, DATA_LEN, Initiator, cdb};
+    type Fault = fn(&mut Initiator);
+    // With nothing before them.
+    let strangers: [(&str, Fault); 4] = [
+        ("a login longer than a message may be", |i| {
+            i.send_login(3, 0x87, &[b'a'; 9000]);
+        }),
+        ("a login that does not end", |i| while i.send_login(3, 0x44, &[b'a'; 8000]) && i.receive().is_some() {}),
+        ("a message that is none", |i| {
+            i.send_raw(b"GET / HTTP/1.0\r\n\r\n");
+        }),
+        ("nothing at all in a message", |i| {
+            i.send_raw(b"");
+        }),
+    ];
+    // In a session.
+    let initiators: [(&str, Fault); 7] = [
+        ("data longer than its message", |i| {
+            let mut header = [0; 48];
+            (header[0], header[7]) = (0x41, 200);
+            i.send(header, Advertise::Nothing, &[0; 100]);
+        }),
+        ("a write that advertises nothing", |i| {
+            i.command_with(&cdb(0x2a, 512), 512, 0xa0, Advertise::Nothing);
+        }),
+        ("a read that advertises nothing", |i| {
+            i.command_with(&cdb(0x28, 512), 512, 0xc0, Advertise::Nothing);
+        }),
+        ("a write out of memory that is not registered", |i| {
+            let mut remote = i.remote();
+            remote.rkey ^= 0x5a5a;
+            i.command(&cdb(0x2a, 512), 512, Advertise::Write(remote));
+        }),
+        ("a write out of more than is registered", |i| {
+            let mut remote = i.remote();
+            remote.addr += DATA_LEN as u64 - 512;
+            i.set_data(&vec![9; DATA_LEN]);
+            i.command(&cdb(0x2a, 64 << 10), 64 << 10, Advertise::Write(remote));
+        }),
+        ("a read into memory that is not registered", |i| {
+            let mut remote = i.remote();
+            remote.rkey ^= 0x5a5a;
+            i.command(&cdb(0x28, 512), 512, Advertise::Read(remote));
+        }),
+        ("a read past the end of memory", |i| {
+            let mut remote = i.remote();
+            remote.addr = u64::MAX - 100;
+            i.command(&cdb(0x28, 512), 512, Advertise::Read(remote));
+        }),
+    ];
+    let lab = lab(0, false);
+    let mut other = Initiator::log_in(&lab.rdma_portal, TARGET, 1);
+    let before: Vec<u8> = (0..64 << 10).map(|i| (i / 7) as u8 | 1).collect();
+    let mut check = |what| {
+        assert_eq!(other.write(&before), Some(0), "after {what}");
+        assert!(other.read(before.len()).is_some_and(|read| read == (0, before.clone())), "after {what}");
+    };
+    for (what, fault) in strangers {
+        let mut one = Initiator::connect(&lab.rdma_portal).unwrap();
+        fault(&mut one);
+        while one.receive().is_some() {}
+        check(what);
+    }
+    for (what, fault) in initiators {
+        let mut one = Initiator::log_in(&lab.rdma_portal, TARGET, 2);
+        fault(&mut one);
+        assert_ne!(one.status(), Some(0), "{what} is answered as if it were done");
+        check(what);
+    }
+    drop(other);
+    lab.ends_with(1);
+}
+
 /// The same, where the lost connection has changed nothing yet: it settles after its successor.
 #[test]
 fn the_first_write_of_a_lost_connection_comes_too_late_too() {
@@ -418,4 +519,27 @@ fn a_connection_that_panics_ends_and_no_other() {
     }
     drop(other);
     lab.ends_with(3);
+}
+
+/// Whoever only connects, or only asks an iSCSI server for its names, keeps nobody out.
+#[test]
+fn connections_of_nobody_in_particular_give_way() {
+    let lab = lab(0, false);
+    let mut held = Vec::new();
+    let crowd = |held: &mut Vec<TcpStream>| {
+        for _ in 0..30 {
+            held.push(TcpStream::connect(&lab.address).unwrap());
+            held.push(TcpStream::connect(&lab.portal).unwrap());
+            held.extend(Initiator::ask_for_names(&lab.portal));
+        }
+    };
+    crowd(&mut held);
+    let mut nbd = Nbd::connect(&lab.address, "d").unwrap();
+    let mut initiator = Initiator::log_in(&lab.portal, TARGET, 1);
+    crowd(&mut held);
+    nbd.ask((0, WRITE), 0, 1, &[1]).unwrap().unwrap();
+    initiator.send_write(0, &[2; 512]).unwrap();
+    initiator.status().unwrap();
+    drop((nbd, initiator, held));
+    lab.ends_with(2);
 }

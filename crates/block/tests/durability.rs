@@ -2,14 +2,14 @@
 
 #[path = "../../thruway/tests/support/nbd.rs"]
 mod client;
+#[path = "support/nbd_server.rs"]
+mod nbd_server;
 mod support;
 
 use client::{FLUSH, FUA, Nbd, READ, WRITE};
 use std::sync::Arc;
 use support::{Disk, SECTOR, SECTORS};
 use thruway_block::Export;
-use thruway_block::nbd::{Config, Server};
-use thruway_block::net::Address;
 use thruway_engine::Reactors;
 
 /// Sectors of the longest write: several pieces of the export's.
@@ -91,16 +91,7 @@ fn what_was_flushed_or_forced_survives_the_loss_of_the_disks_own_cache() {
             sector: 512,
         };
         let reactors = Reactors::start(Some(2)).unwrap();
-        let listen = vec![Address::Tcp("127.0.0.1:0".parse().unwrap())];
-        let config = Config {
-            listen,
-            exports: vec![Arc::new(export)].into(),
-            tls: None,
-            own_user_only: true,
-            connections_max: 8,
-        };
-        let server = Server::start(config, &reactors).unwrap();
-        let address = server.addresses()[0].to_string();
+        let (_server, address) = nbd_server::serve(Arc::new(export), &reactors);
         let clients: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let address = address.clone();

@@ -527,20 +527,13 @@ fn local_root(
         {
             return Ok((Some(above), Some(name.as_bytes().to_vec())));
         }
-        let dir = open(target)?;
-        // Who made it may have been killed before it was durable.
-        if Prepared::was_interrupted(&dir, job) {
-            rustix::fs::fsync(open(parent)?).map_err(|e| failed(parent, e.into()))?;
-        }
-        return Ok((Some(dir), None));
+        return Ok((Some(open(target)?), None));
     }
     if into_directory && args.dry_run {
         return Ok((None, None));
     }
     if into_directory {
         std::fs::create_dir(target).map_err(|e| failed(target, e))?;
-        let above = open(parent)?;
-        rustix::fs::fsync(above).map_err(|e| failed(parent, e.into()))?;
         return Ok((Some(open(target)?), None));
     }
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;

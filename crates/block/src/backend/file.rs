@@ -8,9 +8,9 @@
 //! A sync that fails says that some write since the last one is lost, once and to whoever asks first. So it is
 //! remembered: from then on no flush of this disk succeeds until it is opened again.
 
-use super::dirty;
+use super::write_throttle;
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
-use crate::streams::Streams;
+use crate::readahead::ReadAhead;
 use rustix::fs::{FileType, OFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags};
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::{Segment, Segments, file_system, page_cache, reactor};
-use tokio::sync::{Mutex, RwLock};
+use tokio::runtime::Handle;
+use tokio::sync::{Mutex, RwLock, Semaphore};
 
 /// Which way data goes to the storage and back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,19 +36,28 @@ pub enum Mode {
     Writeback,
 }
 
+/// Threads that wait for the server of one disk, at most, of those that a reactor has.
+const PLACES: usize = 16;
+
 /// A disk in a file or on a block device.
 pub struct FileBackend {
     cached: Arc<File>,
     direct: Option<Arc<File>>,
     mode: Mode,
     uring_is_sound: bool,
+    /// Its file system tells its length and extents without asking a server.
+    is_of_this_host: bool,
     /// What offsets, lengths and addresses of direct I/O must be multiples of.
     alignment: u64,
     is_device: bool,
     /// The length at whose multiples requests are best cut.
     preferred: u32,
     read_only: bool,
-    size: AtomicU64,
+    size: Arc<AtomicU64>,
+    /// Held while its server is asked for its length in the background.
+    asks_size: Arc<Semaphore>,
+    /// Bounds the threads that wait for its server: other disks need some.
+    places: Arc<Semaphore>,
     punches: AtomicBool,
     zeroes: AtomicBool,
     /// A device discards, though what is read afterwards may be anything.
@@ -59,7 +69,7 @@ pub struct FileBackend {
     at_once: AtOnce,
     /// Who reads on through the page cache. The kernel looks after them too, but loses its way where several read, or one
     /// reads in pieces that overtake each other.
-    streams: Streams,
+    readahead: ReadAhead,
 }
 
 /// Which flag keeps a read or write through the page cache from waiting.
@@ -136,7 +146,7 @@ impl AtOnce {
     fn write(&self, file: &File, at: u64, segment: &Segment) -> bool {
         let buffers = &[io::IoSlice::new(segment.as_slice())];
         // Whole pages, so that nothing has to be read first.
-        if self.patient && (at | segment.len() as u64).is_multiple_of(4096) && dirty::has_room(segment.len()) {
+        if self.patient && (at | segment.len() as u64).is_multiple_of(4096) && write_throttle::has_room(segment.len()) {
             return rustix::io::pwritev2(file, buffers, at, ReadWriteFlags::empty()) == Ok(segment.len());
         }
         self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
@@ -214,15 +224,16 @@ impl FileBackend {
         }
         let alignment = direct.as_ref().map_or(1, |file| direct_alignment(file));
         let is_device = kind == FileType::BlockDevice;
-        let size = AtomicU64::new(size_of(&cached)?);
+        let size = Arc::new(AtomicU64::new(size_of(&cached)?));
         // Without this the kernel would write the zeroes itself, which nobody who discards has asked for.
         let zeroes_fast = !is_device || queue_limit(&cached, "write_zeroes_max_bytes").is_some_and(|max| max > 0);
         let discards = is_device && queue_limit(&cached, "discard_max_bytes").is_some_and(|max| max > 0);
         let (punches, zeroes) = (AtomicBool::new(zeroes_fast), AtomicBool::new(zeroes_fast));
         let at_once = AtOnce::of(&cached, is_device);
-        let streams = Streams::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
+        let readahead = ReadAhead::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
         Ok(FileBackend {
             uring_is_sound: is_device || file_system::uring_is_sound(&cached),
+            is_of_this_host: is_device || file_system::is_of_this_host(&cached),
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             discards,
             syncs: Syncs::default(),
@@ -234,10 +245,12 @@ impl FileBackend {
             is_device,
             read_only,
             size,
+            asks_size: Arc::new(Semaphore::new(1)),
+            places: Arc::new(Semaphore::new(PLACES)),
             punches,
             zeroes,
             at_once,
-            streams,
+            readahead,
         })
     }
 
@@ -248,7 +261,10 @@ impl FileBackend {
     pub fn of(file: File) -> io::Result<FileBackend> {
         Ok(FileBackend {
             uring_is_sound: file_system::uring_is_sound(&file),
-            size: AtomicU64::new(size_of(&file)?),
+            is_of_this_host: file_system::is_of_this_host(&file),
+            size: Arc::new(AtomicU64::new(size_of(&file)?)),
+            asks_size: Arc::new(Semaphore::new(1)),
+            places: Arc::new(Semaphore::new(PLACES)),
             direct: None,
             mode: Mode::Writeback,
             alignment: 1,
@@ -261,7 +277,7 @@ impl FileBackend {
             discards: false,
             syncs: Syncs::default(),
             aligned: RwLock::new(()),
-            streams: Streams::new(0),
+            readahead: ReadAhead::new(0),
             cached: Arc::new(file),
         })
     }
@@ -297,14 +313,32 @@ impl FileBackend {
         Ok(())
     }
 
+    /// The length of the file as it is now, in bytes. Where a server is asked, one that does not answer holds up nobody else.
+    async fn size_now(&self) -> io::Result<u64> {
+        if self.is_of_this_host {
+            return size_of(&self.cached);
+        }
+        let file = Arc::clone(&self.cached);
+        self.threads().on_thread(move || size_of(&file)).await
+    }
+
+    /// Where a server is asked.
+    fn threads(&self) -> reactor::Requests {
+        reactor::Requests::by_threads().within(&self.places)
+    }
+
     /// Where requests for this file are started.
     fn ring(&self) -> reactor::Requests {
-        if self.uring_is_sound { reactor::ring() } else { reactor::Requests::by_threads() }
+        match (self.uring_is_sound, self.is_of_this_host) {
+            (false, _) => self.threads(),
+            (true, false) => reactor::ring().within(&self.places),
+            (true, true) => reactor::ring(),
+        }
     }
 
     /// Reads; what is behind the end of a file is zeroes.
     async fn read_to_end(&self, file: &Arc<File>, at: u64, mut segment: Segment) -> io::Result<Segment> {
-        let size = size_of(&self.cached)?;
+        let size = self.size_now().await?;
         let there = size.saturating_sub(at).min(segment.len() as u64) as usize;
         if there < segment.len() {
             let mut rest = segment.split_off(there);
@@ -341,7 +375,7 @@ impl FileBackend {
         let (start, around) = self.around(at, segment.len()).await?;
         let mut around = self.read_to_end(file, start, around).await?;
         around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
-        let size = size_of(&self.cached)?;
+        let size = self.size_now().await?;
         if start + around.len() as u64 <= size || self.is_device {
             return self.write_past_cache(file, start, around, durable).await;
         }
@@ -384,11 +418,12 @@ impl FileBackend {
     }
 
     /// Whether a change is inside of the file as it is now: one that has been made shorter must not grow again.
-    fn check_inside(&self, at: u64, len: u64) -> io::Result<()> {
-        if self.is_device || at + len <= size_of(&self.cached)? {
-            return Ok(());
-        }
-        Err(io::Error::from_raw_os_error(libc::ENOSPC))
+    async fn check_inside(&self, at: u64, len: u64) -> io::Result<()> {
+        if self.is_device { Ok(()) } else { Self::is_inside(at, len, self.size_now().await?) }
+    }
+
+    fn is_inside(at: u64, len: u64, size: u64) -> io::Result<()> {
+        if at + len <= size { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
     }
 
     /// Writes by the way that the mode says.
@@ -427,35 +462,32 @@ impl FileBackend {
             Err(e) => Err(e),
         }
     }
+}
 
-    /// The states of a range, as the file system tells them.
-    fn seek_extents(&self, at: u64, len: u64) -> io::Result<Vec<Extent>> {
-        /// Extents in one answer.
-        const COUNT_MAX: usize = 1024;
-        let data = |len| Extent { len, hole: false, zero: false };
-        let hole = |len| Extent { len, hole: true, zero: true };
-        if self.is_device {
-            return Ok(vec![data(len)]);
+/// The states of a range of a file, as its file system tells them.
+fn seek_extents(file: &File, at: u64, len: u64) -> io::Result<Vec<Extent>> {
+    /// Extents in one answer.
+    const COUNT_MAX: usize = 1024;
+    let data = |len| Extent { len, hole: false, zero: false };
+    let hole = |len| Extent { len, hole: true, zero: true };
+    let (mut extents, end) = (Vec::new(), at + len);
+    let mut position = at;
+    while position < end && extents.len() < COUNT_MAX {
+        let start = match rustix::fs::seek(file, SeekFrom::Data(position)) {
+            Ok(start) => start.min(end),
+            Err(rustix::io::Errno::NXIO) => end,
+            Err(_) => return Ok(vec![data(len)]),
+        };
+        if start > position {
+            extents.push(hole(start - position));
+            position = start;
+            continue;
         }
-        let (mut extents, end) = (Vec::new(), at + len);
-        let mut position = at;
-        while position < end && extents.len() < COUNT_MAX {
-            let start = match rustix::fs::seek(&*self.cached, SeekFrom::Data(position)) {
-                Ok(start) => start.min(end),
-                Err(rustix::io::Errno::NXIO) => end,
-                Err(_) => return Ok(vec![data(len)]),
-            };
-            if start > position {
-                extents.push(hole(start - position));
-                position = start;
-                continue;
-            }
-            let stop = rustix::fs::seek(&*self.cached, SeekFrom::Hole(position))?.min(end);
-            extents.push(data(stop.max(position + 1) - position));
-            position = stop.max(position + 1);
-        }
-        Ok(merge(extents, len))
+        let stop = rustix::fs::seek(file, SeekFrom::Hole(position))?.min(end);
+        extents.push(data(stop.max(position + 1) - position));
+        position = stop.max(position + 1);
     }
+    Ok(merge(extents, len))
 }
 
 /// Bytes of a file or device.
@@ -584,8 +616,18 @@ fn direct_alignment(file: &File) -> u64 {
 
 impl Backend for FileBackend {
     fn geometry(&self) -> Geometry {
-        if let Ok(size) = size_of(&self.cached) {
-            self.size.store(size, Ordering::Relaxed);
+        match Handle::try_current() {
+            // A server is asked meanwhile; what it says is known the next time.
+            Ok(runtime) if !self.is_of_this_host => {
+                if let Ok(place) = Arc::clone(&self.asks_size).try_acquire_owned() {
+                    let (file, size) = (Arc::clone(&self.cached), Arc::clone(&self.size));
+                    runtime.spawn_blocking(move || {
+                        size_of(&file).into_iter().for_each(|now| size.store(now, Ordering::Relaxed));
+                        drop(place);
+                    });
+                }
+            }
+            _ => size_of(&self.cached).into_iter().for_each(|now| self.size.store(now, Ordering::Relaxed)),
         }
         Geometry {
             size: self.size.load(Ordering::Relaxed),
@@ -617,7 +659,7 @@ impl Backend for FileBackend {
             let (result, segment) = self.ring().read(file, at, segment).await;
             match result {
                 Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-                    if at + segment.len() as u64 > size_of(&self.cached)? {
+                    if at + segment.len() as u64 > self.size_now().await? {
                         return Err(e);
                     }
                     self.read_to_end(file, at, segment).await
@@ -628,7 +670,15 @@ impl Backend for FileBackend {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        if let Err(error) = self.check_inside(at, segment.len() as u64) {
+        if !self.is_of_this_host {
+            return Box::pin(async move {
+                self.check_inside(at, segment.len() as u64).await?;
+                self.put(at, segment, durable).await
+            });
+        }
+        let inside = || Self::is_inside(at, segment.len() as u64, size_of(&self.cached)?);
+        let checked = if self.is_device { Ok(()) } else { inside() };
+        if let Err(error) = checked {
             return Box::pin(std::future::ready(Err(error)));
         }
         if self.mode == Mode::Writeback && !durable && self.at_once.write(&self.cached, at, &segment) {
@@ -649,7 +699,7 @@ impl Backend for FileBackend {
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
         Box::pin(async move {
-            self.check_inside(at, len)?;
+            self.check_inside(at, len).await?;
             let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             let range = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
             // Who changes a part of a page must not bring back what it was.
@@ -682,11 +732,19 @@ impl Backend for FileBackend {
     }
 
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
-        Box::pin(std::future::ready(self.seek_extents(at, len)))
+        if self.is_device {
+            return Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])));
+        }
+        if self.is_of_this_host {
+            return Box::pin(std::future::ready(seek_extents(&self.cached, at, len)));
+        }
+        // A server that does not answer holds up nobody else.
+        let file = Arc::clone(&self.cached);
+        Box::pin(async move { self.threads().on_thread(move || seek_extents(&file, at, len)).await })
     }
 
     fn announce(&self, at: u64, len: u64) {
-        let Some(ahead) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
+        let Some(ahead) = self.readahead.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
         let (ring, file) = (self.ring(), Arc::clone(&self.cached));
         // Only advice: what comes of it shows when it is read.
         tokio::task::spawn_local(async move {

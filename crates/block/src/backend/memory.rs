@@ -167,6 +167,8 @@ impl Backend for MemoryBackend {
     }
 
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-        Some(Lent::Memory(smallvec![Memory::new(self.at(at, len), len, Arc::clone(&self.mapping) as _)]))
+        // SAFETY: the range is within the mapping (`at` checks that), which lives as long as its last owner.
+        let memory = unsafe { Memory::new(self.at(at, len), len, Arc::clone(&self.mapping) as _) };
+        Some(Lent::Memory(smallvec![memory]))
     }
 }

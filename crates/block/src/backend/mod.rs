@@ -1,21 +1,18 @@
 //! Disks: the interface that protocols and layers work with, and its ends.
 
-mod dirty;
 mod file;
 mod memory;
+mod write_throttle;
 
 pub use file::{FileBackend, Mode};
 pub use memory::MemoryBackend;
 
 use bitflags::bitflags;
-use smallvec::SmallVec;
-use std::any::Any;
-use std::fs::File;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use thruway_engine::Segment;
+pub use thruway_engine::lent::{Lent, Memory};
 
 /// An operation under way on a reactor.
 pub type Op<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
@@ -66,92 +63,6 @@ pub struct Extent {
     pub hole: bool,
     /// It reads as zeroes.
     pub zero: bool,
-}
-
-/// A backend's own memory or file, from which data can be sent without a copy.
-pub enum Lent {
-    /// Bytes in memory that others may be writing to, in pieces.
-    Memory(SmallVec<[Memory; 1]>),
-    /// A range of a file whose pages are cached.
-    File {
-        /// The file.
-        file: Arc<File>,
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        len: usize,
-    },
-}
-
-impl Lent {
-    /// Bytes.
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> usize {
-        match self {
-            Lent::Memory(pieces) => pieces.iter().map(Memory::len).sum(),
-            Lent::File { len, .. } => *len,
-        }
-    }
-
-    /// Cuts it: what is returned begins at byte `at`.
-    ///
-    /// # Panics
-    /// If `at` is outside.
-    pub fn split_off(&mut self, at: usize) -> Lent {
-        let rest = self.len().checked_sub(at).expect("what is lent is cut inside");
-        match self {
-            Lent::Memory(pieces) => {
-                let (mut kept, mut later, mut left) = (SmallVec::new(), SmallVec::new(), at);
-                for mut piece in pieces.drain(..) {
-                    if left < piece.len {
-                        later.push(piece.split_off(left));
-                    }
-                    left -= piece.len.min(left);
-                    if piece.len > 0 {
-                        kept.push(piece);
-                    }
-                }
-                *pieces = kept;
-                Lent::Memory(later)
-            }
-            Lent::File { file, offset, len } => {
-                *len = at;
-                Lent::File { file: Arc::clone(file), offset: *offset + at as u64, len: rest }
-            }
-        }
-    }
-}
-
-/// Bytes in a backend's memory.
-pub struct Memory {
-    ptr: *const u8,
-    len: usize,
-    owner: Arc<dyn Any + Send + Sync>,
-}
-
-impl Memory {
-    /// Bytes that `owner` keeps valid, whoever else writes to them.
-    pub(crate) fn new(ptr: *const u8, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Memory {
-        Memory { ptr, len, owner }
-    }
-
-    /// Cuts it: what is returned begins at byte `at`, which is inside.
-    fn split_off(&mut self, at: usize) -> Memory {
-        let rest = Memory { ptr: self.ptr.wrapping_add(at), len: self.len - at, owner: Arc::clone(&self.owner) };
-        self.len = at;
-        rest
-    }
-
-    /// The first byte. Valid while this lives; there is no slice because others may be writing.
-    pub fn as_ptr(&self) -> *const u8 {
-        self.ptr
-    }
-
-    /// Bytes.
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> usize {
-        self.len
-    }
 }
 
 /// A disk.

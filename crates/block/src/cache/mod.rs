@@ -6,12 +6,12 @@
 //! used through blocks of our own, which direct I/O goes straight to.
 //!
 //! A block is absent, being loaded, or there; and there it is clean or dirty. What is being loaded is waited for.
-//! Dirty blocks are written out as copies, so that they can be read and changed meanwhile. What of a block is dirty is
-//! known by grains, so that little is written out where little was changed. Their share is bounded: who would exceed it waits for the writing. [`Backend::flush`] writes out
-//! everything that was dirty before it and then flushes the disk. Where writes go through to the disk, the block
+//! Dirty blocks are written back from copies, so that they can be read and changed meanwhile; each has a bitmap of its
+//! dirty sub-blocks, and only those are written. The share of dirty blocks is bounded: a write that would exceed it waits.
+//! [`Backend::flush`] writes back everything that was dirty before it and then flushes the disk. Where writes go through to the disk, the block
 //! is held until they have, so that nobody loads what is about to change.
 
-mod grains;
+mod dirty_bitmap;
 mod order;
 mod partition;
 pub(crate) mod persist;
@@ -19,9 +19,8 @@ pub mod policy;
 mod range_lock;
 
 use crate::backend::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, all};
-use crate::pieces::pieces;
-use crate::streams::Streams;
-use crate::supply::SMALL;
+use crate::chunk_ranges::chunk_ranges;
+use crate::readahead::ReadAhead;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
 use persist::{CacheFile, Layout};
@@ -35,6 +34,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor::Spreader;
 use thruway_engine::{Segment, Segments};
+use thruway_server::buffers::SMALL;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, oneshot};
 
@@ -153,7 +153,7 @@ pub(crate) struct Inner {
     pressed: Notify,
     copies: Segments,
     writer_runs: AtomicBool,
-    streams: Streams,
+    readahead: ReadAhead,
     this: Weak<Inner>,
 }
 
@@ -212,7 +212,7 @@ impl Cache {
         let inner = Arc::new_cyclic(|this| Inner {
             below,
             dirty_max: config.size / 4,
-            streams: Streams::new(config.read_ahead),
+            readahead: ReadAhead::new(config.read_ahead),
             size: AtomicU64::new(below_size),
             config,
             partitions,
@@ -252,7 +252,7 @@ impl Inner {
     fn parts(&self, at: u64, len: usize) -> impl Iterator<Item = Part> + use<> {
         let block_len = self.block_len();
         let part = move |(at, len)| Part { block: at / block_len, within: (at % block_len) as usize, len };
-        pieces(at, len as u64, self.config.block).map(part)
+        chunk_ranges(at, len as u64, self.config.block).map(part)
     }
 
     /// The blocks that a range touches.
@@ -398,7 +398,8 @@ impl Inner {
             let partition = self.partitions.of(part.block);
             let (slot, ptr) = partition.lock().lend(part.block)?;
             let pin = Lending { inner: self.this.upgrade()?, block: part.block, slot };
-            pieces.push(Memory::new(ptr.wrapping_add(part.within), part.len, Arc::new(pin)));
+            // SAFETY: a lent slot keeps its block until the pin is dropped; the part is within it.
+            pieces.push(unsafe { Memory::new(ptr.wrapping_add(part.within), part.len, Arc::new(pin)) });
         }
         for part in self.parts(at, len) {
             count(&self.counters.hits, 1);
@@ -593,11 +594,11 @@ impl Inner {
                     drop(copy);
                     told.await;
                 }
-                Some(Some(grains)) => {
+                Some(Some(bitmap)) => {
                     drop(copy.split_off(self.len_of(block)));
-                    let end = partition::WriteOut::new(partition, block, grains);
+                    let end = partition::WriteOut::new(partition, block, bitmap);
                     let start = block * self.block_len();
-                    let parts = grains.cut(copy).into_iter();
+                    let parts = bitmap.cut(copy).into_iter();
                     all(parts.map(|(within, part)| self.below.write(start + within, part, false))).await?;
                     end.done();
                     count(&self.counters.written_out, 1);
@@ -695,18 +696,21 @@ impl Inner {
         // Nothing of it is used, loaded or written out meanwhile.
         let blocks = self.blocks(at, len);
         let _alone: Alone = self.ranges.alone(blocks.clone()).await;
-        let done = below().await;
-        if done.is_err() {
-            // How much of it was done is not known; what is dirty is the last word all the same.
-            self.partitions.forget_clean(blocks);
-            return done;
+        let within = |block: u64| {
+            let start = block * self.block_len();
+            let (from, to) = (at.max(start), (at + len).min(start + self.block_len()));
+            (from - start) as usize..(to - start) as usize
+        };
+        if let Err(error) = below().await {
+            // How much of it was done is not known. What is dirty is the last word.
+            self.partitions.doubt(blocks, within);
+            return Err(error);
         }
         // What is there in part stays, what is there whole goes.
         self.partitions.each_in(blocks, |block, data| {
-            let start = block * self.block_len();
-            let (from, to) = (at.max(start), (at + len).min(start + self.block_len()));
-            data[(from - start) as usize..(to - start) as usize].fill(0);
-            to - from < self.block_len()
+            let within = within(block);
+            data[within.clone()].fill(0);
+            within.len() < data.len()
         });
         self.cleaned.notify_waiters();
         Ok(())
@@ -714,7 +718,7 @@ impl Inner {
 
     /// Loads what a sequential reader will ask for next.
     fn look_ahead(&self, at: u64, len: u64) {
-        let Some(fetch) = self.streams.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
+        let Some(fetch) = self.readahead.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
         let blocks = self.blocks(fetch.start, fetch.end - fetch.start);
         let absent: Vec<u64> = blocks.filter(|block| !self.partitions.of(*block).lock().knows(*block)).collect();
         if absent.is_empty() {

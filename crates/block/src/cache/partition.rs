@@ -1,7 +1,7 @@
 //! Partitions: each a table of blocks, with their memory, under a lock of its own.
 
 use super::Config;
-use super::grains::Grains;
+use super::dirty_bitmap::DirtyBitmap;
 use super::order::Order;
 use super::persist::{Layout, Records};
 use super::policy::Policy;
@@ -61,7 +61,7 @@ struct Slot {
     /// Since when it has been dirty.
     dirty: Option<Instant>,
     /// What of it is dirty and is not being written out.
-    grains: Grains,
+    bitmap: DirtyBitmap,
     writing: bool,
     /// So many are sending it from here.
     lent: u32,
@@ -216,6 +216,22 @@ impl Partitions {
         });
     }
 
+    /// What the disk has in a range is not known: what is clean of it goes, or becomes dirty with the rest of its block.
+    pub(super) fn doubt(&self, range: Range<u64>, within: impl Fn(u64) -> Range<usize>) {
+        self.for_each(range, |table, index| {
+            let slot = &mut table.slots[index as usize];
+            if slot.dirty.is_none() {
+                table.release(index);
+                return;
+            }
+            let within = within(slot.block);
+            slot.bitmap.add(within.start, within.len());
+            if let Some(records) = &table.records {
+                records.add(index, slot.bitmap);
+            }
+        });
+    }
+
     /// Drops the clean blocks of a range.
     pub(super) fn forget_clean(&self, range: Range<u64>) {
         self.for_each(range, |table, index| {
@@ -251,7 +267,7 @@ impl Partition {
                 segment: Some(Segment::new(memory, block)),
                 state: State::Free,
                 dirty: None,
-                grains: Grains::none(block),
+                bitmap: DirtyBitmap::none(block),
                 writing: false,
                 lent: 0,
             })
@@ -403,8 +419,8 @@ impl Table {
                 records.name(slot, block, segment.offset_in_pool());
             }
         }
-        let dirty_already = !state.grains.is_empty() || state.writing;
-        state.grains.add(within, data.len());
+        let dirty_already = !state.bitmap.is_empty() || state.writing;
+        state.bitmap.add(within, data.len());
         let segment = state.segment.as_mut().expect("a block that is there has memory");
         let offset = segment.offset_in_pool() + within;
         let there = segment.as_mut_slice();
@@ -419,7 +435,7 @@ impl Table {
             there[within + data.len()..].fill(0);
         }
         if let Some(records) = &self.records {
-            records.add(slot, state.grains);
+            records.add(slot, state.bitmap);
         }
         self.policy.touch(slot);
         Found::There
@@ -440,7 +456,7 @@ impl Table {
     }
 
     /// Copies what is dirty of a block. `None` if nothing is, `Some(None)` if it is being written already.
-    pub(super) fn begin_write_out(&mut self, block: u64, copy: &mut [u8]) -> Option<Option<Grains>> {
+    pub(super) fn begin_write_out(&mut self, block: u64, copy: &mut [u8]) -> Option<Option<DirtyBitmap>> {
         let index = *self.blocks.get(&block).filter(|index| **index != HELD)?;
         let slot = &mut self.slots[index as usize];
         if slot.writing {
@@ -448,9 +464,9 @@ impl Table {
         }
         slot.dirty?;
         let there = slot.segment.as_ref()?.as_slice();
-        slot.grains.runs().for_each(|run| copy[run.clone()].copy_from_slice(&there[run]));
+        slot.bitmap.runs().for_each(|run| copy[run.clone()].copy_from_slice(&there[run]));
         slot.writing = true;
-        Some(Some(slot.grains.take()))
+        Some(Some(slot.bitmap.take()))
     }
 
     /// Makes a slot free.
@@ -458,9 +474,9 @@ impl Table {
         let slot = &mut self.slots[index as usize];
         self.blocks.remove(&slot.block);
         slot.state = State::Free;
-        slot.grains.take();
+        slot.bitmap.take();
         if let Some(records) = self.records.as_ref().filter(|_| slot.dirty.is_some()) {
-            records.set(index, slot.grains);
+            records.set(index, slot.bitmap);
         }
         self.clean(index);
         self.policy.remove(index);
@@ -590,13 +606,13 @@ impl Drop for Hold<'_> {
 pub(super) struct WriteOut<'a> {
     partition: &'a Partition,
     block: u64,
-    grains: Grains,
+    bitmap: DirtyBitmap,
     done: bool,
 }
 
 impl<'a> WriteOut<'a> {
-    pub(super) fn new(partition: &'a Partition, block: u64, grains: Grains) -> WriteOut<'a> {
-        WriteOut { partition, block, grains, done: false }
+    pub(super) fn new(partition: &'a Partition, block: u64, bitmap: DirtyBitmap) -> WriteOut<'a> {
+        WriteOut { partition, block, bitmap, done: false }
     }
 
     /// It is on the disk.
@@ -612,14 +628,14 @@ impl Drop for WriteOut<'_> {
             let slot = &mut table.slots[index as usize];
             slot.writing = false;
             if !self.done {
-                slot.grains.join(self.grains);
+                slot.bitmap.join(self.bitmap);
             }
-            let (grains, records) = (slot.grains, table.records.as_ref());
+            let (bitmap, records) = (slot.bitmap, table.records.as_ref());
             if let Some(records) = records {
-                records.set(index, grains);
+                records.set(index, bitmap);
             }
             // What has been changed meanwhile is dirty again.
-            if grains.is_empty() {
+            if bitmap.is_empty() {
                 table.clean(index);
             }
         }

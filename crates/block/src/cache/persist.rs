@@ -6,12 +6,12 @@
 //! serves it. It does not outlive the machine: that is what flushes are for.
 //!
 //! The file is a header, a record for each slot, and the slots' memory. A record says which block the slot holds and which
-//! grains of it are not on the disk. It is changed in an order that is right wherever the process stops: a grain is said to
-//! be dirty after its bytes are there and before the client is told, and clean after they are on the disk. Whoever
-//! replays a grain too many writes what is there already, or what nobody was told of. What is dirty and is changed again
+//! sub-blocks of it are dirty. It is changed in an order that is right wherever the process stops: a sub-block is marked dirty
+//! after its bytes are there and before the client is answered, and clean after they are on the disk. Replaying one too many
+//! writes what the disk has already, or what was never acknowledged. What is dirty and is changed again
 //! is put aside first, and taken back if the process stops in the middle: no sector is half old and half new.
 
-use super::grains::Grains;
+use super::dirty_bitmap::DirtyBitmap;
 use crate::backend::{Backend, all};
 use crate::identity::Identity;
 use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags};
@@ -30,10 +30,10 @@ const DIRECTORY: &str = "/dev/shm";
 const MAGIC: [u8; 8] = *b"TWCACHE1";
 const PAGE: u64 = 4096;
 const RECORD_LEN: usize = 32;
-/// Of a record: the block, where in the file its bytes are, and the dirty grains. Eight bytes each.
+/// Of a record: the block, where in the file its bytes are, and the dirty bitmap. Eight bytes each.
 const BLOCK: usize = 0;
 const OFFSET: usize = 8;
-const GRAINS: usize = 16;
+const BITMAP: usize = 16;
 /// Of the record behind those of a partition's slots: where in the file bytes are being changed that are dirty, and how
 /// many; none, if that is zero. What they were is behind the partition's slots.
 const CHANGED_LEN: usize = 16;
@@ -69,7 +69,7 @@ struct Unfinished {
 struct Record {
     block: u64,
     offset: u64,
-    grains: Grains,
+    bitmap: DirtyBitmap,
 }
 
 impl CacheFile {
@@ -173,15 +173,15 @@ impl CacheFile {
                 unfinished.extend((changed > 0).then_some(Unfinished { offset, len: changed, aside }));
                 continue;
             }
-            let grains = Grains::of(block_len as usize, field(GRAINS));
-            if grains.is_empty() {
+            let bitmap = DirtyBitmap::of(block_len as usize, field(BITMAP));
+            if bitmap.is_empty() {
                 continue;
             }
             let (block, offset) = (field(BLOCK), field(OFFSET));
             if offset.checked_add(block_len).is_none_or(|end| end > len) || block.checked_mul(block_len).is_none() {
                 return Err(damaged());
             }
-            dirty.push(Record { block, offset, grains });
+            dirty.push(Record { block, offset, bitmap });
         }
         dirty.sort_unstable_by_key(|record| record.block);
         if !dirty.is_empty() && header[48..64] != self.stamp {
@@ -210,7 +210,7 @@ impl CacheFile {
         let mut bytes = 0;
         for some in leftover.dirty.chunks(REPLAYED) {
             let mut writes = Vec::new();
-            for Record { block, offset, grains } in some {
+            for Record { block, offset, bitmap } in some {
                 let mut copy = room.reserve(1).await.segment(block_len as usize);
                 self.file.read_exact_at(copy.as_mut_slice(), *offset)?;
                 for Unfinished { offset: at, len, aside } in &leftover.unfinished {
@@ -222,7 +222,7 @@ impl CacheFile {
                 }
                 let start = block * block_len;
                 drop(copy.split_off(size.saturating_sub(start).min(block_len) as usize));
-                for (within, part) in grains.cut(copy) {
+                for (within, part) in bitmap.cut(copy) {
                     bytes += part.len() as u64;
                     writes.push(below.write(start + within, part, false));
                 }
@@ -397,21 +397,21 @@ impl Records {
 
     /// A slot that had nothing dirty holds this block, whose bytes are at `offset` of the partition's memory.
     pub(super) fn name(&self, slot: u32, block: u64, offset: usize) {
-        self.put(slot, GRAINS, 0);
+        self.put(slot, BITMAP, 0);
         self.put(slot, BLOCK, block);
         self.put(slot, OFFSET, self.data_at + offset as u64);
     }
 
-    /// These grains, too, are dirty, and their bytes there.
-    pub(super) fn add(&self, slot: u32, grains: Grains) {
+    /// Marks these sub-blocks dirty, too; their bytes are in the slot.
+    pub(super) fn add(&self, slot: u32, bitmap: DirtyBitmap) {
         let mut now = [0; 8];
-        self.buffer.read(self.at(slot, GRAINS), &mut now);
-        self.put(slot, GRAINS, u64::from_le_bytes(now) | grains.bits());
+        self.buffer.read(self.at(slot, BITMAP), &mut now);
+        self.put(slot, BITMAP, u64::from_le_bytes(now) | bitmap.bits());
     }
 
-    /// These grains and no others are dirty.
-    pub(super) fn set(&self, slot: u32, grains: Grains) {
-        self.put(slot, GRAINS, grains.bits());
+    /// Marks these sub-blocks dirty, and no others.
+    pub(super) fn set(&self, slot: u32, bitmap: DirtyBitmap) {
+        self.put(slot, BITMAP, bitmap.bits());
     }
 }
 
@@ -524,6 +524,12 @@ mod tests {
 
     #[test]
     fn what_was_being_changed_when_the_daemon_ended_is_what_it_was() {
+        ends_in_a_change(1050..16384);
+        // As much as there can be at one time.
+        ends_in_a_change(0..16384);
+    }
+
+    fn ends_in_a_change(changed: std::ops::Range<usize>) {
         let directory = Arc::new(tempfile::tempdir().unwrap());
         let memory: Arc<dyn Backend> = Arc::new(MemoryBackend::new(SIZE).unwrap());
         let layout = open(&directory, true).unwrap().unwrap().lay_out(16 << 10, 2, 4).unwrap();
@@ -533,14 +539,15 @@ mod tests {
         let mut slot = Segment::new(last, 16 << 10);
         records.name(0, 3, slot.offset_in_pool());
         slot.as_mut_slice().fill(1);
-        let mut grains = Grains::none(16 << 10);
-        grains.add(0, 16 << 10);
-        records.add(0, grains);
+        let mut bitmap = DirtyBitmap::none(16 << 10);
+        bitmap.add(0, 16 << 10);
+        records.add(0, bitmap);
         let offset = slot.offset_in_pool() + 1000;
         records.change(&mut slot.as_mut_slice()[1000..1100], offset, |bytes| bytes.fill(2));
         // This one ends in the middle.
         let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            records.change(&mut slot.as_mut_slice()[1050..], offset + 50, |bytes| {
+            let offset = slot.offset_in_pool() + changed.start;
+            records.change(&mut slot.as_mut_slice()[changed], offset, |bytes| {
                 bytes[..2000].fill(3);
                 panic!("killed");
             });
@@ -568,9 +575,9 @@ mod tests {
         let layout = open(true).unwrap().unwrap().lay_out(16 << 10, 1, 4).unwrap();
         let (pool, records) = layout.partition(0, 0).unwrap();
         records.name(0, 3, 8192);
-        let mut grains = Grains::none(16 << 10);
-        grains.add(0, 4096);
-        records.add(0, grains);
+        let mut bitmap = DirtyBitmap::none(16 << 10);
+        bitmap.add(0, 4096);
+        records.add(0, bitmap);
         // What is mapped stays locked.
         drop((layout, pool, records));
         let whole = std::fs::read(&path).unwrap();

@@ -10,14 +10,10 @@ use super::pdu::{BHS, Header, NO_TAG, Sum, digest, op, padding, reject};
 use super::target::{Session, Targets};
 use super::task::Task;
 use super::text::Keys;
+use crate::big_endian::be32;
+use crate::chunk_ranges::chunk_ranges;
 use crate::generations::UnderWay;
-use crate::net::{Body, Message, Peer, Reader, Writer};
-use crate::octets::be32;
-use crate::outbox::Outbox;
-use crate::panics::caught;
-use crate::pieces::pieces;
-use crate::scsi::{Attached, Nexus, Outcome, Sense, Unit, absent, only_reads};
-use crate::supply::Supply;
+use crate::scsi::{Nexus, Outcome, Sense, TaskSet, Unit, absent, only_reads};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -28,6 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::{Segment, reactor};
 use thruway_fabric::RemoteAddr;
+use thruway_server::{Body, Buffers, Message, Peer, Permit, Reader, SendQueue, Writer, panics};
 use tokio::sync::{Notify, watch};
 
 /// Commands of a session under way at one time: what the command window is opened for.
@@ -67,14 +64,15 @@ pub(super) struct Connection {
     text: RefCell<(u32, Vec<u8>)>,
     /// Something has arrived since the last look.
     heard: Cell<bool>,
-    pub reads: Supply,
-    pub writes: Supply,
-    unasked: Supply,
+    permit: Arc<Permit>,
+    pub reads: Buffers,
+    pub writes: Buffers,
+    unasked: Buffers,
 }
 
 /// What PDUs travel on.
 pub(super) enum Carrier {
-    Tcp(Outbox),
+    Tcp(SendQueue),
     Iser(Rc<iser::Queue>),
 }
 
@@ -128,6 +126,7 @@ fn broken(what: &'static str) -> io::Error {
 
 /// What a connection is made of.
 pub(super) struct Parts {
+    pub permit: Arc<Permit>,
     pub session: Arc<Session>,
     pub targets: Arc<Targets>,
     pub params: Params,
@@ -144,17 +143,17 @@ pub(super) struct Parts {
 pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) -> io::Result<()> {
     let lend = writer.can_lend() && !parts.params.data_digest;
     let closing = parts.closing.clone();
-    let connection = Connection::new(parts, Carrier::Tcp(Outbox::default()), Some(reader.peer()), lend);
+    let connection = Connection::new(parts, Carrier::Tcp(SendQueue::default()), Some(reader.peer()), lend);
     let sending = Rc::clone(&connection);
     let sender = tokio::task::spawn_local(async move {
-        if let Carrier::Tcp(outbox) = &sending.carrier {
-            outbox.run(writer).await;
+        if let Carrier::Tcp(queue) = &sending.carrier {
+            queue.run(writer).await;
         }
     });
     let result = connection.until_over(connection.receive(&mut reader), closing).await;
     connection.end().await;
-    if let Carrier::Tcp(outbox) = &connection.carrier {
-        outbox.close();
+    if let Carrier::Tcp(queue) = &connection.carrier {
+        queue.close();
     }
     let _ = sender.await;
     result
@@ -180,9 +179,10 @@ impl Connection {
             last_transfer_tag: Cell::new(0),
             text: RefCell::new((NO_TAG, Vec::new())),
             heard: Cell::new(true),
-            reads: Supply::new(chunk as usize),
-            writes: Supply::new(chunk as usize),
-            unasked: Supply::new(chunk as usize),
+            reads: Buffers::new(chunk as usize),
+            writes: Buffers::new(chunk as usize),
+            unasked: Buffers::new(chunk as usize),
+            permit: parts.permit,
             session: parts.session,
             targets: parts.targets,
             params: parts.params,
@@ -197,8 +197,9 @@ impl Connection {
         mut closing: watch::Receiver<bool>,
     ) -> io::Result<()> {
         tokio::select! {
-            result = caught(receiving) => result,
+            result = panics::catch(receiving) => result,
             () = self.carrier_broken() => Err(io::ErrorKind::BrokenPipe.into()),
+            () = self.permit.evicted() => Err(io::Error::other("discovery session evicted: others needed its place")),
             () = self.session.replaced.notified() => Err(io::Error::other("the initiator has logged in again")),
             () = self.ask_if_there() => Err(io::ErrorKind::TimedOut.into()),
             () = self.ask_to_leave(&mut closing) => Ok(()),
@@ -207,7 +208,7 @@ impl Connection {
 
     async fn carrier_broken(&self) {
         match &self.carrier {
-            Carrier::Tcp(outbox) => outbox.broken().await,
+            Carrier::Tcp(queue) => queue.broken().await,
             Carrier::Iser(queue) => queue.broken().await,
         }
     }
@@ -241,7 +242,7 @@ impl Connection {
     }
 
     /// The session's use of a unit.
-    pub(super) fn attached(&self, lun: u16) -> Option<&Arc<Attached>> {
+    pub(super) fn attached(&self, lun: u16) -> Option<&Arc<TaskSet>> {
         self.session.units.get(usize::from(lun))
     }
 
@@ -282,7 +283,7 @@ impl Connection {
     fn push(&self, mut header: Header, body: Body, invalidate: Option<u32>) {
         self.number(&mut header);
         match &self.carrier {
-            Carrier::Tcp(outbox) => outbox.push(message(header, body, &self.params)),
+            Carrier::Tcp(queue) => queue.push(message(header, body, &self.params)),
             Carrier::Iser(queue) => queue.send(header, &body, invalidate),
         }
     }
@@ -290,7 +291,7 @@ impl Connection {
     /// Waits until not too much waits to be sent: an initiator that does not take its answers gets no more.
     pub(super) async fn room(&self) {
         match &self.carrier {
-            Carrier::Tcp(outbox) => outbox.room().await,
+            Carrier::Tcp(queue) => queue.room().await,
             Carrier::Iser(queue) => queue.room().await,
         }
     }
@@ -515,8 +516,8 @@ impl Connection {
     async fn unasked_data(&self, task: &Task, header: &Header, reader: &mut Input<'_>) -> io::Result<()> {
         let mut segments = Vec::new();
         let mut sum = self.data_sum();
-        for (_, len) in pieces(0, header.data_len() as u64, self.chunk) {
-            let mut segment = self.unasked.piece(len).await?;
+        for (_, len) in chunk_ranges(0, header.data_len() as u64, self.chunk) {
+            let mut segment = self.unasked.segment(len).await?;
             reader.read_exact(segment.as_mut_slice()).await?;
             sum.iter_mut().for_each(|sum| sum.update(segment.as_slice()));
             segments.push(segment);
@@ -754,7 +755,7 @@ impl Drop for Bug {
     fn drop(&mut self) {
         if std::thread::panicking() {
             match &self.0.carrier {
-                Carrier::Tcp(outbox) => outbox.fail(),
+                Carrier::Tcp(queue) => queue.fail(),
                 Carrier::Iser(queue) => queue.fail(),
             }
         }

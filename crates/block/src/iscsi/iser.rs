@@ -11,11 +11,9 @@
 use super::connection::{Advertised, Carrier, Connection, Flow, Input};
 use super::login::{ISER_DATA_MAX, Transport};
 use super::pdu::{BHS, Header};
-use super::server::{Dialogue, LoggedIn, Shared, Step};
+use super::server::{Dialogue, LOGIN_TIMEOUT, LoggedIn, Shared, Step};
 use super::target::Targets;
-use crate::net::is_ours;
-use crate::net::{Address, Body};
-use crate::octets::{be32, be64};
+use crate::big_endian::{be32, be64};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -31,6 +29,7 @@ use thruway_fabric::{
     ListenOptions, MemoryRegion, Payload, ProtectionDomain, Provider, QueuePair, QueuePairCaps, RecvRequest,
     RemoteAddr, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
+use thruway_server::{Acceptor, Address, Body, Permit};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -138,6 +137,9 @@ impl Queue {
     /// Sends a PDU and, with it, revokes a key of the initiator's.
     pub(super) fn send(&self, mut header: Header, body: &Body, invalidate: Option<u32>) {
         header.set_data_len(body.len());
+        if self.broken.get() {
+            return;
+        }
         let mut message = vec![0; HEADER];
         message[0] = CONTROL;
         message.extend_from_slice(&header.0);
@@ -176,6 +178,9 @@ impl Queue {
 
     /// Puts a segment into the initiator's memory.
     pub(super) fn write(&self, segment: Segment, remote: RemoteAddr) {
+        if self.broken.get() {
+            return;
+        }
         self.waiting.borrow_mut().push_back(Request::Write { segment, remote });
         self.work.notify_one();
     }
@@ -404,7 +409,7 @@ fn message(slots: &Buffer, slot: usize, len: usize) -> Vec<u8> {
 
 /// How to serve.
 pub struct Config {
-    /// Where to listen.
+    /// Addresses to listen on.
     pub listen: Vec<SocketAddr>,
     /// By what.
     pub provider: Provider,
@@ -417,14 +422,24 @@ pub struct Config {
     pub connections_max: usize,
 }
 
+/// An address that iSER cannot listen on.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen for iSER on {address}: {source}")]
+#[non_exhaustive]
+pub struct ListenError {
+    /// The address.
+    pub address: SocketAddr,
+    /// The reason: there may be no RDMA device for it.
+    pub source: thruway_fabric::Error,
+}
+
 /// A running iSER server. It ends with its reactors.
 pub struct Server {
     addresses: Vec<Address>,
-    service: Arc<Service>,
+    acceptor: Arc<Acceptor>,
 }
 
 struct Service {
-    own_user_only: bool,
     provider: Provider,
     shared: Shared,
 }
@@ -433,42 +448,42 @@ impl Server {
     /// Starts to serve on these reactors.
     ///
     /// # Errors
-    /// A sentence that names the address that cannot be listened at, or says why there is no device.
-    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
-        let service = Arc::new(Service {
-            own_user_only: config.own_user_only && matches!(config.provider, Provider::Iwarp(_)),
-            provider: config.provider,
-            shared: Shared::new("iSER", config.targets, config.connections_max),
-        });
+    /// [`ListenError`] for the first address that cannot be listened on.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
+        // The user behind a connection through an RDMA device is not known.
+        let own_user_only = config.own_user_only && matches!(config.provider, Provider::Iwarp(_));
+        let acceptor = Acceptor::new("iSER", config.connections_max, own_user_only);
+        let shared = Shared { targets: config.targets, acceptor: Arc::clone(&acceptor) };
+        let service = Arc::new(Service { provider: config.provider, shared });
         let mut addresses = Vec::new();
         for address in config.listen {
-            let fail = |e| format!("listening for iSER at {address}: {e}");
+            let fail = |source| ListenError { address, source };
             let device = service.provider.open().map_err(fail)?;
             let listener = device.listen(address, &ListenOptions::default()).map_err(fail)?;
             addresses.push(Address::Tcp(listener.local_addr()));
             let (service, spreader) = (Arc::clone(&service), reactors.spreader());
             reactors.handles()[0].spawn(move || async move {
-                let ended = accept(&device, listener.local_addr(), &service, &spreader).await;
+                let result = accept(&device, listener.local_addr(), &service, &spreader).await;
                 drop(listener);
-                tracing::error!(?ended, "no iSER connections are accepted any more");
+                tracing::error!(?result, protocol = "iSER", "no longer accepting connections");
             });
         }
-        Ok(Server { addresses, service })
+        Ok(Server { addresses, acceptor })
     }
 
-    /// Where it listens, with the ports that the system chose.
+    /// The addresses it listens on, with the ports that the kernel chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// From now on nobody is let in, and who is in is asked to log out.
+    /// Refuses new connections and asks every initiator to log out.
     pub fn close(&self) {
-        self.service.shared.close();
+        self.acceptor.close();
     }
 
-    /// Asks every initiator to log out and waits for that, or for `limit`.
+    /// Closes, and waits until every initiator has logged out, for at most `limit`.
     pub fn shut_down(&self, limit: Duration) {
-        self.service.shared.shut_down(limit);
+        self.acceptor.shut_down(limit);
     }
 }
 
@@ -479,20 +494,12 @@ async fn accept(device: &Device, local: SocketAddr, service: &Arc<Service>, reac
     loop {
         while let Some(event) = device.poll_event() {
             if let ConnectionEvent::Request(request) = event {
-                if *service.shared.closing.borrow() {
-                    request.reject(&[]);
-                    continue;
-                }
-                if service.own_user_only && !is_ours(request.peer(), local) {
-                    request.reject(&[]);
-                    continue;
-                }
-                let Some(place) = service.shared.gate.enter(request.peer()) else {
+                let Some(permit) = service.shared.acceptor.admit(request.peer(), local) else {
                     request.reject(&[]);
                     continue;
                 };
                 let service = Arc::clone(service);
-                place.serve(reactors, move || async move { service.serve(request).await });
+                permit.serve(reactors, move |permit| async move { service.serve(request, &permit).await });
             }
         }
         if device.arm() {
@@ -502,7 +509,7 @@ async fn accept(device: &Device, local: SocketAddr, service: &Arc<Service>, reac
 }
 
 impl Service {
-    async fn serve(&self, request: ConnectionRequest) -> io::Result<()> {
+    async fn serve(&self, request: ConnectionRequest, permit: &Arc<Permit>) -> io::Result<()> {
         let (peer, portal) = (request.peer(), request.local().to_string());
         let (end, slots, peer_revokes) = End::accept(&self.provider, request).map_err(other)?;
         let used = Used::default();
@@ -520,7 +527,7 @@ impl Service {
                 queue.fail();
             })
         };
-        let result = self.session(&login, &slots, &mut messages, &used, (peer, portal)).await;
+        let result = self.session(&login, &slots, &mut messages, &used, (peer, portal, permit)).await;
         closing.set(true);
         login.work.notify_one();
         // What has been queued is still sent, if the initiator takes it.
@@ -536,14 +543,14 @@ impl Service {
         slots: &Arc<Buffer>,
         messages: &mut mpsc::UnboundedReceiver<(usize, usize)>,
         used: &Used,
-        (peer, portal): (SocketAddr, String),
+        (peer, portal, permit): (SocketAddr, String, &Arc<Permit>),
     ) -> io::Result<()> {
         let shared = &self.shared;
-        let Some(logged_in) = shared.in_time(self.log_in(queue, slots, messages, used)).await? else {
+        let Some(logged_in) = permit.handshake(LOGIN_TIMEOUT, self.log_in(queue, slots, messages, used)).await? else {
             return Ok(());
         };
         let session = Arc::clone(&logged_in.session);
-        let parts = shared.parts(&peer.to_string(), portal, logged_in);
+        let parts = shared.parts(&peer.to_string(), portal, logged_in, permit);
         let closing = parts.closing.clone();
         let result = match session.settled().await {
             Ok(()) => {

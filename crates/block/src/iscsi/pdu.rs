@@ -1,6 +1,6 @@
 //! PDUs (RFC 7143 section 11): the basic header segment, field by field.
 
-use crate::octets::{be16, be32, be64};
+use crate::big_endian::{be16, be32, be64};
 
 /// Bytes of a basic header segment.
 pub const BHS: usize = 48;

@@ -1,81 +1,63 @@
-//! iSCSI connections over TCP, from their acceptance to the end of their login.
+//! The iSCSI server: connections over TCP, up to the end of the login phase.
 
 use super::connection::{self, DEPTH, Parts, Serials};
 use super::login::{Login, Next, Params, Transport, refusal, status};
 use super::pdu::{BHS, Header, padding};
 use super::target::{Session, Targets};
-use crate::gate::Gate;
-use crate::net::{Address, Listener, Socket, Stream};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use tokio::sync::watch;
+use thruway_server::{Acceptor, Address, ListenError, Permit, Socket, Stream};
 
-/// An initiator that has not logged in by then is sent away.
-const LOGIN_LIMIT: Duration = Duration::from_secs(30);
+/// Time for an initiator's login.
+pub(super) const LOGIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes of text in one login PDU (RFC 7143 13.12: before anything is declared).
 const LOGIN_DATA_MAX: usize = 8192;
 
 /// How to serve.
 pub struct Config {
-    /// Where to listen.
+    /// Addresses to listen on.
     pub listen: Vec<SocketAddr>,
     /// What to serve.
     pub targets: Arc<Targets>,
-    /// Of those who come over the loopback interface, only the user that this process runs as, and root.
+    /// Of initiators over the loopback interface, serve only root and the user that this process runs as.
     pub own_user_only: bool,
-    /// Connections at one time; more are closed at once.
+    /// Connections at a time.
     pub connections_max: usize,
 }
 
 /// A running iSCSI server. It ends with its reactors.
 pub struct Server {
     addresses: Vec<Address>,
-    shared: Arc<Shared>,
+    acceptor: Arc<Acceptor>,
 }
 
-/// What the connections of a server have in common, on whatever they travel.
+/// What all connections of a server share, over TCP and over RDMA.
 pub(super) struct Shared {
     pub targets: Arc<Targets>,
-    pub gate: Arc<Gate>,
-    pub closing: watch::Sender<bool>,
+    pub acceptor: Arc<Acceptor>,
 }
 
 impl Shared {
-    pub(super) fn new(protocol: &'static str, targets: Arc<Targets>, connections_max: usize) -> Shared {
-        Shared { targets, gate: Gate::new(protocol, connections_max), closing: watch::Sender::new(false) }
-    }
-
-    /// From now on nobody is let in, and who is in is asked to log out.
-    pub(super) fn close(&self) {
-        self.closing.send_replace(true);
-    }
-
-    /// Asks every initiator to log out and waits for that, or for `limit`.
-    pub(super) fn shut_down(&self, limit: Duration) {
-        self.close();
-        self.gate.wait_until_empty(limit);
-    }
-
-    /// The time that a login may take.
-    pub(super) async fn in_time<T>(&self, login: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-        tokio::time::timeout(LOGIN_LIMIT, login).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
-    }
-
     /// What the connection of a session is made of.
-    pub(super) fn parts(&self, peer: &str, portal: String, logged_in: LoggedIn) -> Parts {
+    pub(super) fn parts(&self, peer: &str, portal: String, logged_in: LoggedIn, permit: &Arc<Permit>) -> Parts {
         let LoggedIn { session, params, serials } = logged_in;
         let target = session.target.as_ref().map_or("discovery", |t| &t.name);
-        tracing::info!(peer, initiator = session.initiator(), target, ?params, "an initiator is served");
+        tracing::info!(peer, initiator = session.initiator(), target, ?params, "iSCSI initiator logged in");
+        // Discovery sessions need no authentication.
+        if session.target.is_some() {
+            permit.set_authenticated();
+        }
         Parts {
+            permit: Arc::clone(permit),
             session,
             targets: Arc::clone(&self.targets),
             params,
             serials,
             portal,
-            closing: self.closing.subscribe(),
+            closing: self.acceptor.closing(),
         }
     }
 }
@@ -84,54 +66,42 @@ impl Server {
     /// Starts to serve on these reactors.
     ///
     /// # Errors
-    /// A sentence that names the address that cannot be listened at.
-    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
-        let shared = Arc::new(Shared::new("iSCSI", config.targets, config.connections_max));
-        let mut addresses = Vec::new();
-        let own_user_only = config.own_user_only;
-        for address in config.listen {
-            let listener = Listener::bind(&Address::Tcp(address))?;
-            addresses.push(listener.address());
-            let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
-            reactors.handles()[0].spawn(move || async move {
-                let serve = |socket: Socket| {
-                    if *shared.closing.borrow() || (own_user_only && !socket.is_ours()) {
-                        return;
-                    }
-                    let Some(place) = shared.gate.enter(socket.peer()) else { return };
-                    let shared = Arc::clone(&shared);
-                    place.serve(&spreader, move || async move { shared.serve(socket).await });
-                };
-                let accepted = listener.accept(serve).await;
-                tracing::error!(?accepted, "no iSCSI connections are accepted any more");
-            });
-        }
-        Ok(Server { addresses, shared })
+    /// [`ListenError`] for the first address that cannot be listened on.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
+        let acceptor = Acceptor::new("iSCSI", config.connections_max, config.own_user_only);
+        let shared = Arc::new(Shared { targets: config.targets, acceptor: Arc::clone(&acceptor) });
+        let serve = move |socket, permit: Arc<Permit>| {
+            let shared = Arc::clone(&shared);
+            async move { shared.serve(socket, &permit).await }
+        };
+        let listen: Vec<Address> = config.listen.into_iter().map(Address::Tcp).collect();
+        let addresses = acceptor.listen(&listen, reactors, serve)?;
+        Ok(Server { addresses, acceptor })
     }
 
-    /// Where it listens, with the ports that the system chose.
+    /// The addresses it listens on, with the ports that the kernel chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// From now on nobody is let in, and who is in is asked to log out.
+    /// Refuses new connections and asks every initiator to log out.
     pub fn close(&self) {
-        self.shared.close();
+        self.acceptor.close();
     }
 
-    /// Asks every initiator to log out and waits for that, or for `limit`.
+    /// Closes, and waits until every initiator has logged out, for at most `limit`.
     pub fn shut_down(&self, limit: Duration) {
-        self.shared.shut_down(limit);
+        self.acceptor.shut_down(limit);
     }
 }
 
 impl Shared {
-    async fn serve(&self, socket: Socket) -> io::Result<()> {
+    async fn serve(&self, socket: Socket, permit: &Arc<Permit>) -> io::Result<()> {
         let (peer, portal) = (socket.peer(), socket.local());
         let mut stream = Stream::Plain(socket.open()?);
-        let Some(logged_in) = self.in_time(self.log_in(&mut stream)).await? else { return Ok(()) };
+        let Some(logged_in) = permit.handshake(LOGIN_TIMEOUT, self.log_in(&mut stream)).await? else { return Ok(()) };
         let session = Arc::clone(&logged_in.session);
-        let parts = self.parts(&peer, portal, logged_in);
+        let parts = self.parts(&peer, portal, logged_in, permit);
         let result = match session.settled().await {
             Ok(()) => connection::serve(parts, stream.split()?).await,
             Err(e) => Err(e),

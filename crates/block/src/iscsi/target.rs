@@ -3,7 +3,7 @@
 use super::chap::Secrets;
 use super::login::{Directory, Identity, status};
 use super::pdu::encode_lun;
-use crate::scsi::{Attached, Nexus, Unit};
+use crate::scsi::{Nexus, TaskSet, Unit};
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::io;
@@ -113,9 +113,9 @@ pub struct Session {
     /// The initiator as its units know it.
     pub nexus: Nexus,
     /// What it does with each unit, by LUN.
-    pub units: Vec<Arc<Attached>>,
+    pub units: Vec<Arc<TaskSet>>,
     /// The same of sessions that this one has taken the place of.
-    replaces: Vec<Arc<Attached>>,
+    replaces: Vec<Arc<TaskSet>>,
     identity: Identity,
     /// Told when the session must end, because the initiator has come again.
     pub replaced: Notify,

@@ -3,10 +3,8 @@
 use super::connection::{Advertised, Carrier, Connection};
 use super::iser;
 use super::pdu::{Header, NO_TAG, op};
-use crate::net::Body;
-use crate::pieces::pieces;
+use crate::chunk_ranges::chunk_ranges;
 use crate::scsi::{Nexus, Outcome, Status, Step, Transfer};
-use crate::supply::Supply;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -14,6 +12,7 @@ use std::io;
 use std::rc::Rc;
 use thruway_engine::Segment;
 use thruway_fabric::RemoteAddr;
+use thruway_server::{Body, Buffers};
 use tokio::sync::Notify;
 
 /// A command under way.
@@ -193,8 +192,8 @@ impl Task {
         let at = self.incoming.borrow().asked;
         let params = &self.connection.params;
         let len = (self.expected - at).min(params.max_burst.into());
-        let lens: Vec<usize> = pieces(at, len, self.connection.chunk).map(|(_, len)| len).collect();
-        let segments = self.connection.writes.burst(&lens).await?;
+        let lens: Vec<usize> = chunk_ranges(at, len, self.connection.chunk).map(|(_, len)| len).collect();
+        let segments = self.connection.writes.segments(&lens).await?;
         let transfer_tag = self.connection.transfer_tag();
         let mut header = Header::new(op::R2T);
         header.0[8..16].copy_from_slice(&self.lun);
@@ -248,7 +247,7 @@ impl Task {
                 Carrier::Tcp(_) => self.emit(&mut self.outgoing.borrow_mut(), Body::Bytes(data)),
                 Carrier::Iser(queue) => {
                     for (index, part) in data.chunks(self.connection.chunk as usize).enumerate() {
-                        let Ok(mut segment) = self.connection.reads.piece(part.len()).await else { return };
+                        let Ok(mut segment) = self.connection.reads.segment(part.len()).await else { return };
                         segment.as_mut_slice().copy_from_slice(part);
                         let offset = index as u64 * u64::from(self.connection.chunk);
                         self.write_out(queue, offset, Body::Segments(SmallVec::from_iter([segment])));
@@ -291,7 +290,12 @@ impl Task {
 
     /// Sends a piece by RDMA Write (RFC 7145 7.3.5): into the initiator's buffer, with no PDU around it.
     fn write_out(&self, queue: &iser::Queue, offset: u64, body: Body) {
-        let (Some(remote), Body::Segments(segments)) = (self.advertised.read, body) else { return };
+        let Body::Segments(segments) = body else { return };
+        let Some(remote) = self.advertised.read else {
+            // A response would say that the data is there.
+            tracing::info!("iSER read command without an advertised buffer");
+            return queue.fail();
+        };
         let mut at = remote.addr.wrapping_add(offset);
         for segment in segments {
             let len = segment.len() as u64;
@@ -306,7 +310,7 @@ impl Task {
         let at = self.incoming.borrow().asked;
         let chunk = u64::from(self.connection.chunk);
         let len = (self.expected - at).min(chunk - at % chunk);
-        let segment = self.connection.writes.piece(len as usize).await?;
+        let segment = self.connection.writes.segment(len as usize).await?;
         self.incoming.borrow_mut().asked = at + len;
         self.fetching.set(self.fetching.get() + 1);
         let task = Rc::clone(self);
@@ -439,7 +443,7 @@ impl Transfer for Rc<Task> {
         })
     }
 
-    fn supply(&self) -> &Supply {
+    fn buffers(&self) -> &Buffers {
         &self.connection.reads
     }
 

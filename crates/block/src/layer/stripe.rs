@@ -1,7 +1,7 @@
 //! One disk of several: chunks go round the members, and the parts of a request go to all of them at once.
 
 use crate::backend::{Backend, Extent, Geometry, Op, Zero, all, merge};
-use crate::pieces::pieces;
+use crate::chunk_ranges::chunk_ranges;
 use futures_util::future::try_join_all;
 use std::io;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl Stripe {
 
     fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = Part> + '_ {
         let (size, count) = (self.chunk, self.members.len() as u64);
-        pieces(at, len, self.chunk).map(move |(at, len)| {
+        chunk_ranges(at, len, self.chunk).map(move |(at, len)| {
             let (chunk, within) = (at / size, at % size);
             Part { member: (chunk % count) as usize, at: chunk / count * size + within, len: len as u64 }
         })

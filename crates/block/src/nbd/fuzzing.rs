@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// Options and requests of a hostile client, decoded as a server does.
 pub fn client(data: &[u8]) {
     let exports = ["a=mem:64K", "b=mem:1M,ro"].map(|spec| {
-        let export = Spec::parse(spec).and_then(|spec| spec.open(None));
+        let export = Spec::parse(spec).expect("a disk of memory").open(None);
         Arc::new(export.expect("an export of memory can be opened"))
     });
     let Some((flags, mut rest)) = data.split_first_chunk::<4>() else { return };

@@ -218,7 +218,7 @@ impl Handshake {
         if wanted.contains(&info::DESCRIPTION) {
             tell(info::DESCRIPTION, export.kind.as_bytes());
         }
-        let sizes = [geometry.block, geometry.preferred.max(4096), PAYLOAD_MAX];
+        let sizes = [geometry.block, geometry.preferred.clamp(4096, PAYLOAD_MAX), PAYLOAD_MAX];
         tell(info::BLOCK_SIZE, &sizes.map(u32::to_be_bytes).concat());
         out.extend(option_reply(number, reply::ACK, b""));
         if number == option::GO { Next::Serve(out, Box::new(agreement)) } else { Next::Reply(out) }

@@ -1,115 +1,95 @@
-//! NBD connections, from their acceptance to their end.
+//! The NBD server: connections from the handshake to the end.
 
 use super::handshake::{Agreement, Handshake, Next, OPTION_LEN_MAX, Tls, greeting};
 use super::transmission;
 use crate::export::Export;
-use crate::gate::Gate;
-use crate::net::{Address, Listener, Plain, Socket, Stream};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use tokio::sync::watch;
+use thruway_server::{Acceptor, Address, ListenError, Permit, Plain, Socket, Stream};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 
-/// A client that has not come to the point by then is sent away.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
+/// Time for a client's handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How to serve.
 pub struct Config {
-    /// Where to listen.
+    /// Addresses to listen on.
     pub listen: Vec<Address>,
-    /// What to serve.
+    /// The disks.
     pub exports: Arc<[Arc<Export>]>,
-    /// TLS, which is then required.
+    /// TLS; if given, it is required.
     pub tls: Option<Arc<ServerConfig>>,
-    /// Of those who come over the loopback interface, only the user that this process runs as, and root.
+    /// Of clients over the loopback interface, serve only root and the user that this process runs as.
     pub own_user_only: bool,
-    /// Connections at one time; more are closed at once.
+    /// Connections at a time.
     pub connections_max: usize,
 }
 
 /// A running NBD server. It ends with its reactors.
 pub struct Server {
     addresses: Vec<Address>,
-    shared: Arc<Shared>,
+    acceptor: Arc<Acceptor>,
 }
 
-struct Shared {
+struct Service {
     exports: Arc<[Arc<Export>]>,
     tls: Option<TlsAcceptor>,
-    own_user_only: bool,
-    gate: Arc<Gate>,
-    closing: watch::Sender<bool>,
+    acceptor: Arc<Acceptor>,
 }
 
 impl Server {
     /// Starts to serve on these reactors.
     ///
     /// # Errors
-    /// A sentence that names the address that cannot be listened at.
-    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, String> {
-        let shared = Arc::new(Shared {
+    /// [`ListenError`] for the first address that cannot be listened on.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
+        let acceptor = Acceptor::new("NBD", config.connections_max, config.own_user_only);
+        let service = Arc::new(Service {
             exports: config.exports,
             tls: config.tls.map(TlsAcceptor::from),
-            own_user_only: config.own_user_only,
-            gate: Gate::new("NBD", config.connections_max),
-            closing: watch::Sender::new(false),
+            acceptor: Arc::clone(&acceptor),
         });
-        let mut addresses = Vec::new();
-        for address in &config.listen {
-            let listener = Listener::bind(address)?;
-            addresses.push(listener.address());
-            let (shared, spreader) = (Arc::clone(&shared), reactors.spreader());
-            reactors.handles()[0].spawn(move || async move {
-                let serve = |socket: Socket| {
-                    if *shared.closing.borrow() || (shared.own_user_only && !socket.is_ours()) {
-                        return;
-                    }
-                    let Some(place) = shared.gate.enter(socket.peer()) else { return };
-                    let shared = Arc::clone(&shared);
-                    place.serve(&spreader, move || async move { shared.serve(socket).await });
-                };
-                let accepted = listener.accept(serve).await;
-                tracing::error!(?accepted, "no NBD connections are accepted any more");
-            });
-        }
-        Ok(Server { addresses, shared })
+        let serve = move |socket, permit: Arc<Permit>| {
+            let service = Arc::clone(&service);
+            async move { service.serve(socket, &permit).await }
+        };
+        let addresses = acceptor.listen(&config.listen, reactors, serve)?;
+        Ok(Server { addresses, acceptor })
     }
 
-    /// Where it listens, with the ports that the system chose.
+    /// The addresses it listens on, with the ports that the kernel chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// Ends every connection when what it has asked for is done, and waits for that, or for `limit`. What is
-    /// still under way then is its disk's affair.
+    /// Ends every connection when its requests in flight are done, and waits for that for at most `limit`. What is in
+    /// flight after that is for the disk to finish.
     pub fn shut_down(&self, limit: Duration) {
-        self.shared.closing.send_replace(true);
-        self.shared.gate.wait_until_empty(limit);
+        self.acceptor.shut_down(limit);
     }
 }
 
-impl Shared {
-    async fn serve(&self, socket: Socket) -> io::Result<()> {
+impl Service {
+    async fn serve(&self, socket: Socket, permit: &Permit) -> io::Result<()> {
         let peer = socket.peer();
         let stream = socket.open()?;
-        let mut closing = self.closing.subscribe();
+        let mut closing = self.acceptor.closing();
         let negotiated = tokio::select! {
-            negotiated = tokio::time::timeout(HANDSHAKE_LIMIT, self.negotiate(stream)) => negotiated,
+            negotiated = permit.handshake(HANDSHAKE_TIMEOUT, self.negotiate(stream)) => negotiated?,
             _ = closing.wait_for(|closing| *closing) => return Ok(()),
         };
-        let Some((stream, agreement)) = negotiated.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?? else {
-            return Ok(());
-        };
+        let Some((stream, agreement)) = negotiated else { return Ok(()) };
+        permit.set_authenticated();
         let name = &agreement.export.name;
-        tracing::info!(peer, export = name, form = ?agreement.form, "an NBD client is served");
+        tracing::info!(peer, export = name, form = ?agreement.form, "NBD client connected");
         let (reader, writer) = stream.split()?;
-        transmission::serve(agreement, reader, writer, self.closing.subscribe()).await
+        transmission::serve(agreement, reader, writer, self.acceptor.closing()).await
     }
 
-    /// Negotiates; `None` if the client leaves in order.
+    /// Negotiates; `None` if the client closes or aborts in an orderly way.
     async fn negotiate(&self, stream: Plain) -> io::Result<Option<(Stream, Agreement)>> {
         let mut stream = Stream::Plain(stream);
         stream.write_all(&greeting()).await?;
@@ -152,7 +132,7 @@ impl Shared {
                         return Err(invalid("TLS within TLS"));
                     };
                     let encrypted = acceptor.accept(plain).await?;
-                    handshake.encrypted(crate::tls::names(&encrypted));
+                    handshake.encrypted(thruway_server::tls::names(&encrypted));
                     stream = Stream::Tls(Box::new(encrypted));
                 }
             }

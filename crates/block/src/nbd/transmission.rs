@@ -8,12 +8,8 @@
 use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
 use crate::backend::{Backend, Extent, Zero};
-use crate::net::{Body, Message, Peer, Reader, Writer};
-use crate::outbox::Outbox;
-use crate::panics::caught;
-use crate::pieces::pieces;
+use crate::chunk_ranges::chunk_ranges;
 use crate::served::{Change, Changer};
-use crate::supply::{SMALL, Supply};
 use futures_util::stream::{self, StreamExt};
 use smallvec::SmallVec;
 use std::cell::Cell;
@@ -21,6 +17,8 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use thruway_engine::{Segment, reactor};
+use thruway_server::buffers::SMALL;
+use thruway_server::{Body, Buffers, Message, Peer, Reader, SendQueue, Writer, panics};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Requests of a connection under way at one time; then it is not read from.
@@ -40,9 +38,9 @@ const SPARSE_MIN: u64 = 64 << 10;
 struct Connection {
     agreement: Agreement,
     can_lend: bool,
-    replies: Outbox,
-    reads: Supply,
-    writes: Supply,
+    replies: SendQueue,
+    reads: Buffers,
+    writes: Buffers,
     long: Arc<Semaphore>,
     /// Had by the one change of more than [`OWN_TURN`] that has begun.
     long_changes: Semaphore,
@@ -65,9 +63,9 @@ pub(super) async fn serve(
     let chunk = agreement.export.chunk as usize;
     let connection = Rc::new(Connection {
         can_lend: writer.can_lend(),
-        replies: Outbox::default(),
-        reads: Supply::new(chunk),
-        writes: Supply::new(chunk),
+        replies: SendQueue::default(),
+        reads: Buffers::new(chunk),
+        writes: Buffers::new(chunk),
         long: Arc::new(Semaphore::new(LONG_MAX)),
         long_changes: Semaphore::new(1),
         changer: agreement.export.backend.changer(),
@@ -79,7 +77,7 @@ pub(super) async fn serve(
     let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
     let under_way = Arc::new(Semaphore::new(REQUESTS_MAX));
     let result = tokio::select! {
-        result = caught(connection.receive(&mut reader, &under_way, closing)) => result,
+        result = panics::catch(connection.receive(&mut reader, &under_way, closing)) => result,
         () = connection.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
     };
     // What has been asked for is still done and answered.
@@ -344,7 +342,7 @@ impl Connection {
     }
 
     async fn read_small(&self, request: &Request) -> io::Result<()> {
-        let segment = self.reads.piece(request.len as usize).await?;
+        let segment = self.reads.segment(request.len as usize).await?;
         let segment = self.load(request.offset, segment).await?;
         self.reply_data(request, SmallVec::from_iter([segment]));
         Ok(())
@@ -362,8 +360,8 @@ impl Connection {
     /// A reply that must not be in pieces: all of it is read, then sent.
     async fn read_whole(&self, request: &Request) -> io::Result<()> {
         let _long = self.long_turn(request.len).await;
-        let pieces: Vec<_> = pieces(request.offset, request.len, self.agreement.export.chunk).collect();
-        let mut reservation = self.reads.whole(pieces.len()).await?;
+        let pieces: Vec<_> = chunk_ranges(request.offset, request.len, self.agreement.export.chunk).collect();
+        let mut reservation = self.reads.reserve(pieces.len()).await?;
         let pieces = pieces.into_iter();
         let loads = pieces.map(|(at, len)| self.load(at, reservation.segment(len)));
         let segments = futures_util::future::try_join_all(loads).await?;
@@ -387,7 +385,9 @@ impl Connection {
             if hole {
                 parts.push((at, len, true));
             } else {
-                parts.extend(pieces(at, len, self.agreement.export.chunk).map(|(at, len)| (at, len as u64, false)));
+                parts.extend(
+                    chunk_ranges(at, len, self.agreement.export.chunk).map(|(at, len)| (at, len as u64, false)),
+                );
             }
         }
         let left = Cell::new(parts.len());
@@ -399,7 +399,7 @@ impl Connection {
                     self.replies.room().await;
                     None
                 } else {
-                    let segment = self.reads.piece(len as usize).await?;
+                    let segment = self.reads.segment(len as usize).await?;
                     Some(self.load(at, segment).await.inspect_err(|_| failed.set(true))?)
                 };
                 left.set(left.get() - 1);
@@ -461,11 +461,11 @@ impl Connection {
             durable,
             single,
             failed: Cell::new(None),
-            unwritten: Cell::new(pieces(request.offset, request.len, self.agreement.export.chunk).count()),
+            unwritten: Cell::new(chunk_ranges(request.offset, request.len, self.agreement.export.chunk).count()),
             turn: Cell::new(Some(turn)),
         });
-        for (at, len) in pieces(request.offset, request.len, self.agreement.export.chunk) {
-            let mut segment = self.writes.piece(len).await?;
+        for (at, len) in chunk_ranges(request.offset, request.len, self.agreement.export.chunk) {
+            let mut segment = self.writes.segment(len).await?;
             reader.read_exact(segment.as_mut_slice()).await.inspect_err(|_| write.abandon())?;
             let write = Rc::clone(&write);
             reactor::start(async move {

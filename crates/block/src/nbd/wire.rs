@@ -1,6 +1,6 @@
 //! Bytes of the NBD protocol. Names and numbers are those of the specification; everything is big-endian.
 
-use crate::octets::{be16, be32, be64};
+use crate::big_endian::{be16, be32, be64};
 use bitflags::bitflags;
 use smallvec::SmallVec;
 

@@ -2,24 +2,24 @@
 
 use super::{Nexus, Outcome, Step, Transfer, Unit};
 use crate::export::Spec;
-use crate::net::Body;
-use crate::supply::Supply;
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 use thruway_engine::Segment;
+use thruway_server::Body;
+use thruway_server::Buffers;
 
 /// A command's data, all there from the first; what is sent to the initiator is forgotten.
 pub(super) struct Given<'a> {
     data: &'a [u8],
     expected: u64,
-    supply: Supply,
+    buffers: Buffers,
     taken: Cell<bool>,
 }
 
 impl Given<'_> {
     pub(super) fn new(data: &[u8], expected: u64) -> Given<'_> {
-        Given { data, expected, supply: Supply::new(64 << 10), taken: Cell::new(false) }
+        Given { data, expected, buffers: Buffers::new(64 << 10), taken: Cell::new(false) }
     }
 }
 
@@ -37,15 +37,15 @@ impl Transfer for Given<'_> {
             if self.taken.replace(true) || self.data.is_empty() {
                 return None;
             }
-            let mut segment = self.supply.piece(self.data.len().min(4096)).await.expect("memory");
+            let mut segment = self.buffers.segment(self.data.len().min(4096)).await.expect("memory");
             let len = segment.len();
             segment.as_mut_slice().copy_from_slice(&self.data[..len]);
             Some(Ok((0, segment)))
         })
     }
 
-    fn supply(&self) -> &Supply {
-        &self.supply
+    fn buffers(&self) -> &Buffers {
+        &self.buffers
     }
 
     fn can_lend(&self) -> bool {
@@ -59,7 +59,7 @@ impl Transfer for Given<'_> {
 
 /// Commands of a hostile initiator with their data, one after the other, on a disk in memory.
 pub fn initiator(mut input: &[u8]) {
-    let export = Spec::parse("fuzz=mem:64K").and_then(|spec| spec.open(None)).expect("memory");
+    let export = Spec::parse("fuzz=mem:64K").expect("a disk of memory").open(None).expect("memory");
     let unit = Unit::new(Arc::new(export), 512);
     let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into() };
     let _attached = unit.attach(&nexus);

@@ -4,15 +4,15 @@ use super::cdb::{BlockCommand, Verb};
 use super::inquiry::{COMPARE_MAX, TRANSFER_MAX, UNMAP_MAX, UNMAP_RANGES_MAX, WRITE_SAME_MAX};
 use super::{Outcome, Sense, Transfer, Unit, be16, be32, be64};
 use crate::backend::{Backend, Zero};
-use crate::net::Body;
-use crate::pieces::pieces;
+use crate::chunk_ranges::chunk_ranges;
 use crate::served::Change;
-use crate::supply::SMALL;
 use futures_util::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use smallvec::SmallVec;
 use std::io;
 use thruway_engine::Segment;
+use thruway_server::Body;
+use thruway_server::buffers::SMALL;
 
 /// The longest parameter list.
 const PARAMETERS_MAX: usize = 64 << 10;
@@ -139,7 +139,7 @@ async fn write(unit: &Unit, at: u64, segment: Segment, durable: bool, transfer: 
 
 /// Reads into a block of the transfer's.
 async fn load(unit: &Unit, at: u64, len: usize, transfer: &dyn Transfer) -> Result<Segment, Sense> {
-    let segment = transfer.supply().piece(len).await.map_err(read_error)?;
+    let segment = transfer.buffers().segment(len).await.map_err(read_error)?;
     unit.export.backend.read(at, segment).await.map_err(read_error)
 }
 
@@ -153,7 +153,7 @@ async fn room(len: usize, transfer: &dyn Transfer) -> Result<Segment, Sense> {
 async fn rooms(lens: &[usize], transfer: &dyn Transfer) -> Result<Vec<Segment>, Sense> {
     tokio::select! {
         biased;
-        segments = transfer.supply().burst(lens) => segments.map_err(write_error),
+        segments = transfer.buffers().segments(lens) => segments.map_err(write_error),
         () = transfer.aborted() => Err(Sense::DATA_PHASE),
     }
 }
@@ -181,7 +181,7 @@ async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result
     {
         return transfer.send(0, Body::Lent(lent)).await.map_err(|_| Sense::DATA_PHASE);
     }
-    let parts = pieces(at, len, unit.export.chunk).map(|(piece_at, piece)| async move {
+    let parts = chunk_ranges(at, len, unit.export.chunk).map(|(piece_at, piece)| async move {
         let segment = load(unit, piece_at, piece, transfer).await?;
         let body = Body::Segments(SmallVec::from_iter([segment]));
         transfer.send(piece_at - at, body).await.map_err(|_| Sense::DATA_PHASE)
@@ -262,7 +262,7 @@ pub(super) async fn parameters(transfer: &dyn Transfer, len: usize) -> Result<Ve
 async fn verify_same(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<Outcome, Sense> {
     exactly(unit.block_len.into(), transfer)?;
     let block = gather(unit.block_len as usize, transfer).await?;
-    for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
+    for (piece_at, piece) in chunk_ranges(at, len, unit.export.chunk) {
         let there = load(unit, piece_at, piece, transfer).await?;
         for (i, found) in there.as_slice().chunks(block.len()).enumerate() {
             same(&block, found, piece_at - at + (i * block.len()) as u64)?;
@@ -288,7 +288,7 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
         alone(unit, at, len, transfer).await?.zero(at, len, how).await.map_err(write_error)?;
         return Ok(Outcome::moved(moved));
     }
-    for (piece_at, piece) in pieces(at, len, unit.export.chunk) {
+    for (piece_at, piece) in chunk_ranges(at, len, unit.export.chunk) {
         let mut segment = room(piece, transfer).await?;
         if transfer.aborted().now_or_never().is_some() {
             return Err(Sense::DATA_PHASE);
@@ -311,15 +311,15 @@ async fn compare_and_write(unit: &Unit, command: &BlockCommand, transfer: &dyn T
     let at = command.lba * u64::from(unit.block_len);
     let data = gather(2 * len, transfer).await?;
     let (expected, new) = data.split_at(len);
-    let lens: Vec<usize> = pieces(at, len as u64, unit.export.chunk).map(|(_, piece)| piece).collect();
+    let lens: Vec<usize> = chunk_ranges(at, len as u64, unit.export.chunk).map(|(_, piece)| piece).collect();
     let mut rooms = rooms(&[&lens[..], &lens].concat(), transfer).await?.into_iter();
     let begun = alone(unit, at, len as u64, transfer).await?;
-    for ((piece_at, piece), room) in pieces(at, len as u64, unit.export.chunk).zip(rooms.by_ref()) {
+    for ((piece_at, piece), room) in chunk_ranges(at, len as u64, unit.export.chunk).zip(rooms.by_ref()) {
         let there = unit.export.backend.read(piece_at, room).await.map_err(read_error)?;
         let offset = (piece_at - at) as usize;
         same(&expected[offset..offset + piece], there.as_slice(), offset as u64)?;
     }
-    for ((piece_at, piece), mut segment) in pieces(at, len as u64, unit.export.chunk).zip(rooms) {
+    for ((piece_at, piece), mut segment) in chunk_ranges(at, len as u64, unit.export.chunk).zip(rooms) {
         let offset = (piece_at - at) as usize;
         segment.as_mut_slice().copy_from_slice(&new[offset..offset + piece]);
         begun.write(piece_at, segment, command.fua).await.map_err(write_error)?;

@@ -5,7 +5,6 @@
 //! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`, `ports`: what the
 //!   unit says of itself; `reservation`: who may use it.
 
-mod attached;
 mod cdb;
 pub mod fuzzing;
 mod inquiry;
@@ -16,22 +15,23 @@ mod opcodes;
 mod ports;
 mod reservation;
 mod sense;
+mod task_set;
 mod unit;
 
-pub use attached::Attached;
 pub use cdb::only_reads;
 pub use inquiry::absent;
 pub use lasting::Lasting;
 pub use sense::{Sense, Status};
+pub use task_set::TaskSet;
 pub use unit::{Attention, Nexus, Unit};
 
-use crate::net::Body;
-use crate::octets::{be16, be32, be64};
-use crate::supply::Supply;
+use crate::big_endian::{be16, be32, be64};
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use thruway_engine::Segment;
+use thruway_server::Body;
+use thruway_server::Buffers;
 
 /// A step of a transfer.
 pub type Step<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
@@ -48,7 +48,7 @@ pub trait Transfer {
     fn receive(&self) -> Step<'_, Option<io::Result<(u64, Segment)>>>;
 
     /// Where blocks for data to send come from.
-    fn supply(&self) -> &Supply;
+    fn buffers(&self) -> &Buffers;
 
     /// What backends lend can be sent as it is.
     fn can_lend(&self) -> bool;

@@ -459,3 +459,155 @@ fn preempt(state: &mut State, nexus: &Nexus, kind: Option<Type>, key: u64, preem
     *preempted = removed;
     Outcome::good()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const REGISTER: u8 = 0;
+    const RESERVE: u8 = 1;
+    const RELEASE: u8 = 2;
+    const CLEAR: u8 = 3;
+    const PREEMPT: u8 = 4;
+    const PREEMPT_AND_ABORT: u8 = 5;
+    const TYPES: [u8; 6] = [1, 3, 5, 6, 7, 8];
+
+    fn nexus(port: &str) -> Nexus {
+        Nexus { id: u64::from(port.as_bytes()[0]), port: port.into() }
+    }
+
+    /// A command of this port; its status and whose commands are to be aborted.
+    fn out(state: &mut State, port: &str, (action, kind): (u8, u8), keys: (u64, u64)) -> (Status, Vec<String>) {
+        let mut cdb = [0; 16];
+        (cdb[0], cdb[1], cdb[2], cdb[8]) = (0x5f, action, kind, 24);
+        let mut list = [0; 24];
+        list[..8].copy_from_slice(&keys.0.to_be_bytes());
+        list[8..16].copy_from_slice(&keys.1.to_be_bytes());
+        let (outcome, aborted) = super::out(state, &nexus(port), &cdb, &list);
+        (outcome.status, aborted.iter().map(|port| port.to_string()).collect())
+    }
+
+    /// Ports `a`, `b` and `c` with the keys 1, 2 and 2; `a` has reserved the unit.
+    fn reserved(kind: u8) -> State {
+        let mut state = State::default();
+        for (port, key) in [("a", 1), ("b", 2), ("c", 2)] {
+            assert_eq!(out(&mut state, port, (REGISTER, 0), (0, key)).0, Status::Good);
+        }
+        assert_eq!(out(&mut state, "a", (RESERVE, kind), (1, 0)).0, Status::Good);
+        state
+    }
+
+    fn registered(state: &State) -> Vec<&str> {
+        state.reservations.registrations.iter().map(|r| &*r.port).collect()
+    }
+
+    /// Who holds the unit, and by which type.
+    fn holder(state: &State) -> (Vec<&str>, u8) {
+        let all = &state.reservations;
+        let holders = ["a", "b", "c", "d"].into_iter().filter(|port| all.holds(port)).collect();
+        (holders, all.holder.as_ref().map_or(0, |holder| holder.kind.0))
+    }
+
+    /// SPC-4 5.12.11.4, with the type as it was and with another.
+    #[test]
+    fn who_preempts_takes_what_the_key_says() {
+        for (kind, new) in TYPES.into_iter().flat_map(|kind| TYPES.map(|new| (kind, new))) {
+            let is_all = kind >= 7;
+            let all_if = |new: u8, port| if new >= 7 { vec!["b", "c"] } else { vec![port] };
+            for action in [PREEMPT, PREEMPT_AND_ABORT] {
+                let told = |ports: &[&str]| match action {
+                    PREEMPT_AND_ABORT => ports.iter().map(|port| port.to_string()).collect(),
+                    _ => Vec::new(),
+                };
+                // The holder's key: the reservation is the preempting port's; where all hold it, only its registration goes.
+                let mut state = reserved(kind);
+                assert_eq!(out(&mut state, "b", (action, new), (2, 1)), (Status::Good, told(&["a"])));
+                assert_eq!(registered(&state), ["b", "c"]);
+                let holds = if is_all { (vec!["b", "c"], kind) } else { (all_if(new, "b"), new) };
+                assert_eq!(holder(&state), holds, "type {kind}, then {new}");
+                // Another's key: the reservation stays, and the preempting port keeps its registration.
+                let mut state = reserved(kind);
+                assert_eq!(out(&mut state, "b", (action, new), (2, 2)), (Status::Good, told(&["c"])));
+                assert_eq!(registered(&state), ["a", "b"]);
+                assert_eq!(holder(&state), (if is_all { vec!["a", "b"] } else { vec!["a"] }, kind));
+                // No key: all others', if all hold it.
+                let mut state = reserved(kind);
+                let (status, aborted) = out(&mut state, "b", (action, new), (2, 0));
+                if is_all {
+                    assert_eq!((status, aborted), (Status::Good, told(&["a", "c"])));
+                    assert_eq!((registered(&state), holder(&state)), (vec!["b"], (vec!["b"], new)));
+                } else {
+                    assert_eq!((status, aborted), (Status::CheckCondition, Vec::new()));
+                    assert_eq!((registered(&state), holder(&state)), (vec!["a", "b", "c"], (vec!["a"], kind)));
+                }
+                // A key that no port has, a key that is not the sender's, and a sender without one.
+                for (port, keys) in [("b", (2, 9)), ("b", (1, 1)), ("d", (0, 1))] {
+                    let mut state = reserved(kind);
+                    assert_eq!(out(&mut state, port, (action, new), keys), (Status::ReservationConflict, Vec::new()));
+                    assert_eq!(registered(&state), ["a", "b", "c"]);
+                }
+            }
+        }
+        assert_eq!(out(&mut reserved(1), "b", (PREEMPT, 2), (2, 1)).0, Status::CheckCondition, "there is no type 2");
+    }
+
+    #[test]
+    fn a_reservation_ends_with_its_holders_and_with_nobody_else() {
+        for kind in TYPES {
+            let is_all = kind >= 7;
+            let mut state = reserved(kind);
+            // Only who holds it releases it, and by its type.
+            let other = if kind == 1 { 3 } else { 1 };
+            assert_eq!(out(&mut state, "a", (RELEASE, other), (1, 0)).0, Status::CheckCondition);
+            assert_eq!(out(&mut state, "b", (RELEASE, kind), (2, 0)).0, Status::Good);
+            assert_eq!(holder(&state).1, if is_all { 0 } else { kind });
+            let mut state = reserved(kind);
+            assert_eq!(out(&mut state, "b", (RESERVE, kind), (2, 0)).0 == Status::Good, is_all);
+            assert_eq!(out(&mut state, "a", (RESERVE, other), (1, 0)).0, Status::ReservationConflict);
+            assert_eq!(out(&mut state, "a", (RELEASE, kind), (1, 0)).0, Status::Good);
+            assert_eq!((holder(&state).1, registered(&state)), (0, vec!["a", "b", "c"]));
+            // A registration that ends takes with it what it held alone.
+            let mut state = reserved(kind);
+            for (port, key, left) in [("b", 2, kind), ("a", 1, if is_all { kind } else { 0 }), ("c", 2, 0)] {
+                assert_eq!(out(&mut state, port, (REGISTER, 0), (key, 0)).0, Status::Good);
+                assert_eq!(holder(&state).1, left, "type {kind}, without {port}");
+            }
+            let mut state = reserved(kind);
+            assert_eq!(out(&mut state, "c", (CLEAR, 0), (2, 0)).0, Status::Good);
+            assert_eq!((holder(&state).1, registered(&state).len()), (0, 0));
+        }
+    }
+
+    /// SPC-4 table 66.
+    #[test]
+    fn who_may_read_and_write() {
+        let (test, read, write) = ([0; 16], cdb_of(0x28), cdb_of(0x2a));
+        for kind in TYPES {
+            let state = reserved(kind);
+            let may = |port, cdb| state.reservations.admits(&nexus(port), cdb) == Access::Granted;
+            let (readers, registrants) = (matches!(kind, 1 | 5 | 7), kind >= 5);
+            for (port, reads, writes) in
+                [("a", true, true), ("b", registrants || readers, registrants), ("d", readers, false)]
+            {
+                assert!(may(port, &test), "type {kind}, {port}");
+                assert_eq!((may(port, &read), may(port, &write)), (reads, writes), "type {kind}, {port}");
+            }
+        }
+    }
+
+    fn cdb_of(operation: u8) -> [u8; 16] {
+        let mut cdb = [0; 16];
+        cdb[0] = operation;
+        cdb
+    }
+
+    proptest! {
+        #[test]
+        fn a_ports_name_is_one_word_of_a_file(port in ".{0,40}") {
+            let word = written(&port);
+            prop_assert!(word.bytes().all(|b| b.is_ascii_graphic()), "{}", word);
+            prop_assert_eq!(read_name(&word), Some(port));
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! Logical units.
 
-use super::attached::Attached;
 use super::reservation::{Access, Reservations};
+use super::task_set::TaskSet;
 use super::{Lasting, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes, ports};
 use crate::export::Export;
 use std::collections::HashMap;
@@ -75,9 +75,9 @@ pub struct Unit {
 pub(super) struct State {
     pub reservations: Reservations,
     attentions: HashMap<u64, Vec<Attention>>,
-    nexuses: HashMap<u64, Arc<Attached>>,
+    nexuses: HashMap<u64, Arc<TaskSet>>,
     /// Of sessions that have ended, as long as commands of theirs are under way.
-    ending: Vec<Arc<Attached>>,
+    ending: Vec<Arc<TaskSet>>,
     /// Nexuses that prevent removal.
     pub prevented: Vec<u64>,
     pub swp: bool,
@@ -202,8 +202,8 @@ impl Unit {
     }
 
     /// A session begins.
-    pub fn attach(&self, nexus: &Nexus) -> Arc<Attached> {
-        let attached = Arc::new(Attached::new(nexus.clone(), &self.export.backend));
+    pub fn attach(&self, nexus: &Nexus) -> Arc<TaskSet> {
+        let attached = Arc::new(TaskSet::new(nexus.clone(), &self.export.backend));
         // A change of size is news to the others only.
         self.blocks();
         self.with_state(|state| {
@@ -246,7 +246,7 @@ impl Unit {
 
     /// Clears the commands of these, and waits until nothing of them reaches the disk any more.
     async fn clear(&self, whose: impl Fn(&Nexus) -> bool) {
-        let cleared: Vec<Arc<Attached>> = self.with_state(|state| {
+        let cleared: Vec<Arc<TaskSet>> = self.with_state(|state| {
             let all = state.nexuses.values().chain(&state.ending);
             all.filter(|attached| whose(&attached.nexus)).cloned().collect()
         });
@@ -627,7 +627,7 @@ mod tests {
             self.0.expected()
         }
 
-        fn send(&self, offset: u64, body: crate::net::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
+        fn send(&self, offset: u64, body: thruway_server::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
             self.0.send(offset, body)
         }
 
@@ -635,8 +635,8 @@ mod tests {
             Box::pin(std::future::pending())
         }
 
-        fn supply(&self) -> &crate::supply::Supply {
-            self.0.supply()
+        fn buffers(&self) -> &thruway_server::Buffers {
+            self.0.buffers()
         }
 
         fn can_lend(&self) -> bool {
@@ -651,21 +651,21 @@ mod tests {
     /// The initiator does not read: all blocks that data is sent from are on their way to it.
     struct Full<'a> {
         given: Given<'a>,
-        supply: crate::supply::Supply,
+        buffers: thruway_server::Buffers,
         aborted: tokio::sync::Notify,
         _on_their_way: Vec<Segment>,
     }
 
     impl Full<'_> {
         async fn new(data: &[u8]) -> Full<'_> {
-            let supply = crate::supply::Supply::new(64 << 10);
+            let buffers = thruway_server::Buffers::new(64 << 10);
             let mut on_their_way = Vec::new();
             // Without tokio's budget, which so many would exhaust.
-            while let Some(segment) = tokio::task::unconstrained(supply.piece(512)).now_or_never() {
+            while let Some(segment) = tokio::task::unconstrained(buffers.segment(512)).now_or_never() {
                 on_their_way.push(segment.unwrap());
             }
             let given = Given::new(data, data.len() as u64);
-            Full { given, supply, aborted: tokio::sync::Notify::new(), _on_their_way: on_their_way }
+            Full { given, buffers, aborted: tokio::sync::Notify::new(), _on_their_way: on_their_way }
         }
     }
 
@@ -674,7 +674,7 @@ mod tests {
             self.given.expected()
         }
 
-        fn send(&self, offset: u64, body: crate::net::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
+        fn send(&self, offset: u64, body: thruway_server::Body) -> crate::scsi::Step<'_, std::io::Result<()>> {
             self.given.send(offset, body)
         }
 
@@ -682,8 +682,8 @@ mod tests {
             self.given.receive()
         }
 
-        fn supply(&self) -> &crate::supply::Supply {
-            &self.supply
+        fn buffers(&self) -> &thruway_server::Buffers {
+            &self.buffers
         }
 
         fn can_lend(&self) -> bool {
@@ -760,16 +760,22 @@ mod tests {
         cdb
     }
 
+    /// A unit with one session, whose port has registered the key 7.
+    async fn registered() -> (Unit, Nexus) {
+        let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+        let a = Nexus { id: 1, port: "a".into() };
+        unit.attach(&a);
+        unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
+        done(&unit, &a, &reserve_out(0), &keys(0, 7)).await;
+        (unit, a)
+    }
+
     #[test]
     fn a_reservation_shuts_out_clients_that_know_none_once_what_they_have_begun_is_done() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
-            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
+            let (unit, a) = registered().await;
             let fence = &unit.export.fence;
-            let a = Nexus { id: 1, port: "a".into() };
-            let _a = unit.attach(&a);
-            unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
-            done(&unit, &a, &reserve_out(0), &keys(0, 7)).await;
             assert!(fence.change().await.is_ok(), "nobody holds it yet");
             let passing = fence.change().await.unwrap();
             // Write exclusive, registrants only.
@@ -791,6 +797,27 @@ mod tests {
             assert!(fence.read().is_err() && fence.change().await.is_err());
             unit.detach(&a);
             assert!(fence.read().is_ok() && fence.change().await.is_ok());
+        });
+    }
+
+    #[test]
+    fn what_the_type_of_a_reservation_lets_clients_do_that_know_none() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let (unit, a) = registered().await;
+            let fence = &unit.export.fence;
+            // SPC-4 5.12.7: write exclusive, exclusive access; for registrants only; for all registrants.
+            for (kind, may_read) in [(1, true), (3, false), (5, true), (6, false), (7, true), (8, false)] {
+                let mut reserve = reserve_out(1);
+                reserve[2] = kind;
+                done(&unit, &a, &reserve, &keys(7, 0)).await;
+                assert_eq!(fence.read().is_ok(), may_read, "type {kind}");
+                assert!(fence.change().await.is_err(), "type {kind}");
+                let mut release = reserve_out(2);
+                release[2] = kind;
+                done(&unit, &a, &release, &keys(7, 0)).await;
+                assert!(fence.read().is_ok() && fence.change().await.is_ok(), "type {kind}");
+            }
         });
     }
 

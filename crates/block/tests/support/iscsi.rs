@@ -38,6 +38,20 @@ impl Initiator {
         initiator
     }
 
+    /// Logs in to a discovery session and stays; `None` if it is not let in for long.
+    pub fn ask_for_names(address: &str) -> Option<TcpStream> {
+        let mut stream = TcpStream::connect(address).unwrap();
+        let keys = "InitiatorName=iqn.2026-11.org.example:asks\0SessionType=Discovery\0";
+        let mut login = [&[0x43, 0x87, 0, 0, 0, 0, 0, keys.len() as u8][..], &[0; 40]].concat();
+        login.extend(keys.as_bytes());
+        login.resize(login.len().next_multiple_of(4), 0);
+        stream.write_all(&login).ok()?;
+        let mut header = [0; 48];
+        stream.read_exact(&mut header).ok()?;
+        assert_eq!((header[0], header[1] & 3, &header[36..38]), (0x23, 3, &[0, 0][..]), "{header:?}");
+        Some(stream)
+    }
+
     fn receive(&mut self) -> io::Result<([u8; 48], Vec<u8>)> {
         let mut header = [0; 48];
         self.stream.read_exact(&mut header)?;

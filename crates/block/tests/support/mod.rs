@@ -1,11 +1,13 @@
 //! A disk that answers late and out of order, fails, and forgets what was not flushed.
 #![allow(dead_code)]
 
+use fastrand::Rng;
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use thruway_block::backend::{Backend, Extent, Geometry, Op, Zero};
 use thruway_engine::Segment;
+use thruway_faultfs::Content;
 
 pub const SECTOR: usize = 512;
 pub const SECTORS: u64 = 1024;
@@ -21,13 +23,9 @@ pub struct Disk {
 }
 
 struct State {
-    durable: Vec<u8>,
-    /// What reads see.
-    current: Vec<u8>,
-    /// Writes that were done but not flushed, in order.
-    pending: Vec<(usize, Vec<u8>)>,
-    random: u64,
-    /// One write of so many fails.
+    content: Content,
+    random: Rng,
+    /// One operation of so many fails.
     failing: u64,
     /// Bytes that are shown.
     size: u64,
@@ -35,40 +33,33 @@ struct State {
     bad: Option<u64>,
     /// No write succeeds.
     full: bool,
+    /// Zeroing fails when it has done some.
+    fails_to_zero: bool,
 }
 
 impl State {
-    fn draw(&mut self, n: u64) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 11) % n
-    }
-
-    fn put(&mut self, at: u64, data: Vec<u8>) {
+    fn put(&mut self, at: u64, data: &[u8]) {
         let end = at + data.len() as u64;
         self.bad = self.bad.filter(|bad| bad * (SECTOR as u64) < at || (bad + 1) * SECTOR as u64 > end);
-        let at = at as usize;
-        self.current[at..at + data.len()].copy_from_slice(&data);
-        self.pending.push((at, data));
+        self.content.write(at as usize, data);
+    }
+
+    /// What fails has been done in part.
+    fn put_some(&mut self, at: u64, data: &[u8]) {
+        let sectors = self.random.usize(..=data.len() / SECTOR);
+        self.put(at, &data[..sectors * SECTOR]);
     }
 }
 
 impl Disk {
     /// A disk of zeroes on which one operation of `failing` fails, none if that is 0.
     pub fn new(seed: u64, failing: u64) -> Disk {
-        let durable = vec![0; SECTORS as usize * SECTOR];
-        let current = durable.clone();
-        let state = State {
-            durable,
-            current,
-            pending: Vec::new(),
-            random: seed | 1,
-            failing,
-            size: SECTORS * SECTOR as u64,
-            bad: None,
-            full: false,
-        };
+        let mut content = Content::new(SECTOR);
+        content.resize(SECTORS as usize * SECTOR);
+        content.sync().expect("nothing has been lost");
+        let random = Rng::with_seed(seed);
+        let size = SECTORS * SECTOR as u64;
+        let state = State { content, random, failing, size, bad: None, full: false, fails_to_zero: false };
         Disk { state: Arc::new(Mutex::new(state)), zeroes: Arc::default() }
     }
 
@@ -79,13 +70,13 @@ impl Disk {
     async fn dawdle(&self) {
         let (turns, sleep) = {
             let mut state = self.lock();
-            (state.draw(4), state.draw(3) == 0)
+            (state.random.u8(..4), state.random.u8(..3) == 0)
         };
         for _ in 0..turns {
             tokio::task::yield_now().await;
         }
         if sleep {
-            let time = self.lock().draw(5);
+            let time = self.lock().random.u64(..5);
             tokio::time::sleep(Duration::from_millis(time)).await;
         }
     }
@@ -105,6 +96,11 @@ impl Disk {
         self.lock().full = fail;
     }
 
+    /// From now on zeroing fails when it has done all but the last sector, or none does.
+    pub fn fail_zeroes(&self, fail: bool) {
+        self.lock().fails_to_zero = fail;
+    }
+
     /// From now on nothing fails.
     pub fn fail_never(&self) {
         self.lock().failing = 0;
@@ -118,23 +114,15 @@ impl Disk {
     fn fails(&self) -> bool {
         let mut state = self.lock();
         let failing = state.failing;
-        failing > 0 && state.draw(failing) == 0
+        failing > 0 && state.random.u64(..failing) == 0
     }
 
-    /// What is there after a loss of power: all that was flushed, and any part of the rest.
+    /// What is there after a loss of power: all that was flushed, and of the rest any version of each sector.
     pub fn crash(&self) -> Vec<u8> {
         let mut state = self.lock();
-        let mut all = state.durable.clone();
-        let pending = std::mem::take(&mut state.pending);
-        for (at, data) in pending {
-            for (i, sector) in data.chunks(SECTOR).enumerate() {
-                if state.draw(2) == 0 {
-                    let start = at + i * SECTOR;
-                    all[start..start + sector.len()].copy_from_slice(sector);
-                }
-            }
-        }
-        all
+        let State { content, random, .. } = &mut *state;
+        content.lose_power(random);
+        content.bytes().to_vec()
     }
 }
 
@@ -169,7 +157,7 @@ impl Backend for Disk {
             if self.lock().bad.is_some_and(|bad| bad * (SECTOR as u64) < end && at < (bad + 1) * SECTOR as u64) {
                 return Err(io::Error::from_raw_os_error(5));
             }
-            segment.as_mut_slice().copy_from_slice(&self.lock().current[at as usize..at as usize + len]);
+            segment.as_mut_slice().copy_from_slice(&self.lock().content.bytes()[at as usize..at as usize + len]);
             self.dawdle().await;
             Ok(segment)
         })
@@ -179,10 +167,14 @@ impl Backend for Disk {
         let disk = self.clone();
         begun(async move {
             disk.dawdle().await;
-            if disk.fails() || disk.lock().full {
+            if disk.lock().full {
                 return Err(io::Error::from_raw_os_error(5));
             }
-            disk.lock().put(at, segment.as_slice().to_vec());
+            if disk.fails() {
+                disk.lock().put_some(at, segment.as_slice());
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            disk.lock().put(at, segment.as_slice());
             disk.dawdle().await;
             if durable { disk.flush().await } else { Ok(()) }
         })
@@ -191,12 +183,7 @@ impl Backend for Disk {
     fn flush(&self) -> Op<'_, ()> {
         Box::pin(async move {
             self.dawdle().await;
-            let mut state = self.lock();
-            let state = &mut *state;
-            for (at, data) in state.pending.drain(..) {
-                state.durable[at..at + data.len()].copy_from_slice(&data);
-            }
-            Ok(())
+            self.lock().content.sync().map_err(|_| io::Error::from_raw_os_error(5))
         })
     }
 
@@ -205,7 +192,16 @@ impl Backend for Disk {
         begun(async move {
             disk.dawdle().await;
             let _held = disk.zeroes.lock().await;
-            disk.lock().put(at, vec![0; len as usize]);
+            let zeroes = vec![0; len as usize];
+            if disk.lock().fails_to_zero {
+                disk.lock().put(at, &zeroes[SECTOR..]);
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            if disk.fails() {
+                disk.lock().put_some(at, &zeroes);
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            disk.lock().put(at, &zeroes);
             disk.dawdle().await;
             Ok(())
         })

@@ -2,18 +2,19 @@
 
 use clap::Args;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_block::export::Spec;
 use thruway_block::iscsi::chap::Secrets;
 use thruway_block::iscsi::iser;
 use thruway_block::iscsi::target::{Target, Targets};
-use thruway_block::net::Address;
 use thruway_block::scsi::{Lasting, Unit};
-use thruway_block::{Backend, Export, iscsi, nbd, tls};
+use thruway_block::{Backend, Export, iscsi, nbd};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
+use thruway_server::Address;
+use thruway_server::tls;
 
 /// Above these options in the help.
 pub const HEADING: &str = "Block service";
@@ -160,7 +161,7 @@ impl BlockArgs {
             ));
         }
         let tls = match (&self.tls_cert, &self.tls_key) {
-            (Some(cert), Some(key)) => Some(tls::server(cert, key, self.tls_ca.as_deref().map(Path::new))?),
+            (Some(cert), Some(key)) => Some(tls::server(cert, key, self.tls_ca.as_deref()).map_err(|e| e.to_string())?),
             _ => None,
         };
         if self.tls_ca.is_none() {
@@ -178,7 +179,7 @@ impl BlockArgs {
             own_user_only: self.tls_ca.is_none() && !anonymous,
             connections_max: self.max_connections,
         };
-        nbd::Server::start(config, reactors).map(Some)
+        nbd::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 
     /// The disks as iSCSI targets, and who may use them.
@@ -231,7 +232,7 @@ impl BlockArgs {
         let (listen, targets) = (self.iscsi.clone(), Arc::clone(targets));
         let own_user_only = self.own_initiators_only(anonymous);
         let config = iscsi::Config { listen, targets, own_user_only, connections_max: self.max_connections };
-        iscsi::Server::start(config, reactors).map(Some)
+        iscsi::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 
     fn iser(
@@ -251,7 +252,7 @@ impl BlockArgs {
             own_user_only: self.own_initiators_only(anonymous),
             connections_max: self.max_connections,
         };
-        iser::Server::start(config, reactors).map(Some)
+        iser::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 }
 

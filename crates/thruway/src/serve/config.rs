@@ -92,6 +92,18 @@ const DISK: &[Key] = &[
         "Target for iSCSI; several disks may have the same. If nothing is said, one of the disk's name",
     ),
     Key::new("sector", Kind::Text, "512", "Bytes of a SCSI block: 512 or 4096"),
+    Key::new(
+        "uuid",
+        Kind::Text,
+        "",
+        "Identity of the disk, as initiators see it. By default: the device's own identifier, or one kept with the file",
+    ),
+    Key::new(
+        "allow",
+        Kind::List,
+        "",
+        "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. By default: all clients of the service",
+    ),
     Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "),
 ];
 
@@ -202,7 +214,7 @@ impl Reader<'_> {
                 Some(arg) => self.option(table, arg, value),
                 None => {
                     let known = keys_of(self.command, table);
-                    self.mistake(key.span(), format!("{}; there are {known}", unknown(table, name)));
+                    self.mistake(key.span(), format!("{} (expected {known})", unknown(table, name)));
                 }
             }
         }
@@ -259,7 +271,7 @@ impl Reader<'_> {
                 Some(Kind::List) => "is a list",
                 None => {
                     let known: Vec<&str> = keys.iter().map(|k| k.name).collect();
-                    let what = format!("'{name}' is no key of an export; there are {}", known.join(", "));
+                    let what = format!("unknown key '{name}' of an export (expected {})", known.join(", "));
                     self.mistake(key.span(), what);
                     continue;
                 }
@@ -285,24 +297,32 @@ impl Reader<'_> {
         }
         let mut spec = match Spec::new(&name, &text("path").unwrap_or_default()) {
             Ok(spec) => spec,
-            Err(what) => return self.mistake(export.span(), what),
+            Err(what) => return self.mistake(export.span(), what.to_string()),
         };
         spec.read_only = read_only;
-        for name in ["mode", "chunk", "target", "sector"] {
+        for name in ["mode", "chunk", "target", "sector", "uuid"] {
             if let (Some(value), Some(text)) = (get(name), text(name))
                 && let Err(what) = spec.option(name, &text)
             {
-                self.mistake(value.span(), what);
+                self.mistake(value.span(), what.to_string());
             }
         }
         let none = DeArray::new();
+        if let Some(value) = get("allow") {
+            let names = value.get_ref().as_array().unwrap_or(&none);
+            if let Err(what) = spec.allow(names.iter().map(|name| name.get_ref().as_str().unwrap_or_default())) {
+                self.mistake(value.span(), what.to_string());
+            }
+        }
         for layer in get("layers").and_then(|value| value.get_ref().as_array()).unwrap_or(&none).iter() {
             let word = layer.get_ref().as_str().unwrap_or_default();
             let (key, value) = word.split_once('=').unwrap_or((word, ""));
             match spec.layer(key, value) {
                 Ok(true) => {}
-                Ok(false) => self.mistake(layer.span(), format!("'{word}' is no layer; there are {}", export::LAYERS)),
-                Err(what) => self.mistake(layer.span(), what),
+                Ok(false) => {
+                    self.mistake(layer.span(), format!("unknown layer '{word}' (expected {})", export::LAYERS));
+                }
+                Err(what) => self.mistake(layer.span(), what.to_string()),
             }
         }
         self.file.disks.push(spec);
@@ -311,9 +331,9 @@ impl Reader<'_> {
 
 fn unknown(table: &Table, name: &str) -> String {
     if table.name.is_empty() {
-        return format!("there is no table or key '{name}' at the top");
+        return format!("unknown table or key '{name}' at the top");
     }
-    format!("there is no key '{name}' in [{}]", table.name)
+    format!("unknown key '{name}' in [{}]", table.name)
 }
 
 /// The keys of a table, for messages.
@@ -347,7 +367,7 @@ fn judgement(error: &clap::Error) -> Option<String> {
     match error.kind() {
         ErrorKind::ValueValidation => Some(std::error::Error::source(error)?.to_string()),
         ErrorKind::InvalidValue => match error.get(ContextKind::ValidValue) {
-            Some(ContextValue::Strings(valid)) if !valid.is_empty() => Some(format!("there are {}", valid.join(", "))),
+            Some(ContextValue::Strings(valid)) if !valid.is_empty() => Some(format!("expected {}", valid.join(", "))),
             _ => Some("a value is missing".into()),
         },
         _ => None,
@@ -387,7 +407,7 @@ pub fn reference() -> String {
                 Kind::List => "list of texts",
             };
             let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
-            let layers = if key.kind == Kind::List { format!("`{}`", export::LAYERS) } else { String::new() };
+            let layers = if key.name == "layers" { format!("`{}`", export::LAYERS) } else { String::new() };
             row(&mut page, key.name, value, &default, &format!("{}{layers}", key.help));
         }
     }
@@ -494,7 +514,7 @@ layers = ["cache=1M", "magic"]
         let told: Vec<(usize, String)> =
             mistakes.into_iter().map(|m| (1 + text[..m.span.start].matches('\n').count(), m.what)).collect();
         let wanted = [
-            (1, "there are iwarp, verbs"),
+            (1, "expected iwarp, verbs"),
             (2, "'speed'"),
             (5, "'nowhere'"),
             (6, "'many'"),
@@ -513,6 +533,33 @@ layers = ["cache=1M", "magic"]
         for ((line, what), (wanted_line, wanted)) in told.iter().zip(wanted) {
             assert_eq!(*line, wanted_line, "{told:#?}");
             assert!(what.contains(wanted), "{what}: {wanted}");
+        }
+    }
+
+    #[test]
+    fn a_disk_has_the_same_options_in_the_file_as_on_the_command_line() {
+        for option in export::OPTIONS {
+            let name = option.split('=').next().unwrap();
+            let key = if name == "ro" { "read-only" } else { name };
+            assert!(DISK.iter().any(|known| known.name == key), "{option} has no key");
+        }
+        let text = r#"
+[[block.export]]
+name = "disk"
+path = "mem:1M"
+uuid = "00000000-0000-0000-0000-00000000000a"
+allow = ["backup", "iqn.2026-11.org.example:host"]
+"#;
+        let Ok(file) = parse(text) else { panic!("it has mistakes") };
+        let uuid = "uuid=00000000-0000-0000-0000-00000000000a";
+        let wanted = Spec::parse(&format!("disk=mem:1M,{uuid},allow=backup|iqn.2026-11.org.example:host")).unwrap();
+        assert_eq!(file.disks, [wanted]);
+        let text = text.replace("\"backup\"", "\"one|two\"");
+        let Ok(file) = parse(&text) else { panic!("it has mistakes") };
+        assert_eq!(file.disks[0].allow[0], "one|two", "a name, and not two");
+        for wrong in ["allow = []", "allow = [\"\"]", "allow = [7]", "allow = \"x\"", "uuid = \"7\""] {
+            let text = format!("[[block.export]]\nname = \"disk\"\npath = \"mem:1M\"\n{wrong}\n");
+            assert_eq!(parse(&text).err().unwrap().len(), 1, "{wrong}");
         }
     }
 

@@ -11,7 +11,7 @@ use landlock::{
 };
 use std::path::{Path, PathBuf};
 use thruway_block::export::{Layer, Source, Spec};
-use thruway_block::net::Address;
+use thruway_server::Address;
 
 /// Truncation is among the rights from here on. Older kernels go without.
 const RIGHTS: ABI = ABI::V3;

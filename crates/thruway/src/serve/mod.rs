@@ -42,8 +42,9 @@ privileged attributes are taken only from that user and from keys marked
 what is sent, tw://host/dev/zero is endless.
 
 Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
-cache; reads through it; both through it, the default); chunk=SIZE; for iSCSI,
-target=NAME to put several disks under one target, sector=512|4096. Layers, each on
+cache; reads through it; both through it, the default); chunk=SIZE; uuid=UUID;
+allow=NAME[|NAME...] for the clients that may use it; for iSCSI, target=NAME to
+put several disks under one target, sector=512|4096. Layers, each on
 what stands to its left: cache=SIZE[:writeback[:volatile]][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME],
 fault=[read:|write:|flush:]PROBABILITY, log=FILE.
 A daemon that is given disks but neither --listen nor --export serves only disks."

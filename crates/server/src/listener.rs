@@ -1,26 +1,25 @@
-//! Addresses, listening, and connections that have been accepted.
+//! Addresses, listening sockets, and accepted connections.
 
-use super::Plain;
+use crate::Plain;
 use rustix::net::sockopt;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
-use thruway_engine::local_peer;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
-/// Where to listen.
+/// An address to listen on: `ADDR:PORT`, or `unix:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
     /// TCP.
     Tcp(SocketAddr),
-    /// A socket in the file system.
+    /// A Unix socket with this name in the file system.
     Unix(PathBuf),
 }
 
 impl Address {
-    /// Only this machine can connect.
+    /// Whether only processes of this host can connect.
     pub fn is_local(&self) -> bool {
         match self {
             Address::Tcp(addr) => addr.ip().to_canonical().is_loopback(),
@@ -29,14 +28,20 @@ impl Address {
     }
 }
 
-impl std::str::FromStr for Address {
-    type Err = String;
+/// A text that is not an [`Address`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("invalid address '{0}' (expected ADDR:PORT or unix:PATH)")]
+pub struct AddressError(String);
 
-    fn from_str(text: &str) -> Result<Address, String> {
+impl std::str::FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Address, AddressError> {
+        let invalid = || AddressError(text.to_owned());
         match text.strip_prefix("unix:") {
-            Some("") => Err("the path is missing; write unix:PATH".into()),
+            Some("") => Err(invalid()),
             Some(path) => Ok(Address::Unix(path.into())),
-            None => text.parse().map(Address::Tcp).map_err(|_| format!("'{text}' is neither ADDR:PORT nor unix:PATH")),
+            None => text.parse().map(Address::Tcp).map_err(|_| invalid()),
         }
     }
 }
@@ -50,21 +55,32 @@ impl fmt::Display for Address {
     }
 }
 
-/// A listening socket, not yet at a reactor.
+/// An address that cannot be listened on.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on {address}: {source}")]
+#[non_exhaustive]
+pub struct ListenError {
+    /// The address.
+    pub address: Address,
+    /// The reason.
+    pub source: io::Error,
+}
+
+/// A listening socket, not yet registered with a reactor.
 pub enum Listener {
     /// TCP.
     Tcp(std::net::TcpListener),
-    /// In the file system; the name goes with it.
+    /// A Unix socket; its name is removed when it is closed.
     Unix(std::os::unix::net::UnixListener, PathBuf),
 }
 
 impl Listener {
-    /// Listens.
+    /// Starts to listen on an address. A Unix socket that no process listens on any more is replaced.
     ///
     /// # Errors
-    /// A sentence that names the address.
-    pub fn bind(address: &Address) -> Result<Listener, String> {
-        let fail = |e: io::Error| format!("listening at {address}: {e}");
+    /// [`ListenError`].
+    pub fn bind(address: &Address) -> Result<Listener, ListenError> {
+        let fail = |source| ListenError { address: address.clone(), source };
         match address {
             Address::Tcp(addr) => {
                 let listener = std::net::TcpListener::bind(addr).map_err(fail)?;
@@ -80,7 +96,7 @@ impl Listener {
         }
     }
 
-    /// The address, with the port the system chose.
+    /// The address, with the port that the kernel chose.
     pub fn address(&self) -> Address {
         match self {
             Listener::Tcp(listener) => Address::Tcp(listener.local_addr().expect("a bound socket has an address")),
@@ -88,7 +104,10 @@ impl Listener {
         }
     }
 
-    /// Accepts for ever, on the reactor that runs this.
+    /// Accepts connections until an error that does not pass, on the calling reactor.
+    ///
+    /// # Errors
+    /// Those of registering a socket with the reactor; failing to accept a connection is logged.
     pub async fn accept(self, mut each: impl FnMut(Socket)) -> io::Result<()> {
         match self {
             Listener::Tcp(listener) => {
@@ -114,22 +133,13 @@ impl Listener {
     }
 }
 
-/// Whether the user that this process runs as, or root, is at the other end of a connection over the loopback interface.
-pub(crate) fn is_ours(peer: SocketAddr, local: SocketAddr) -> bool {
-    let ours = local_peer::owner(peer, local).is_some_and(local_peer::is_us);
-    if !ours {
-        tracing::warn!(%peer, "another user of this machine is sent away (--anonymous lets everybody in)");
-    }
-    ours
-}
-
-/// A failed accept is the peer's doing, or a shortage that passes.
+/// `accept` fails because of the peer, or for lack of resources that may be there again later.
 async fn pause(error: &io::Error) {
-    tracing::warn!(%error, "accepting a connection");
+    tracing::warn!(%error, "cannot accept a connection");
     tokio::time::sleep(Duration::from_millis(50)).await;
 }
 
-/// Removes a socket that nobody listens at any more.
+/// Removes a Unix socket that no process listens on any more.
 fn remove_dead(path: &std::path::Path) {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
@@ -146,31 +156,24 @@ impl Drop for Name {
     }
 }
 
-/// An accepted connection on its way to a reactor.
+/// An accepted connection, not yet registered with a reactor.
 pub enum Socket {
-    /// With the peer.
+    /// TCP, and the peer's address.
     Tcp(std::net::TcpStream, SocketAddr),
-    /// From this machine.
+    /// A Unix socket.
     Unix(std::os::unix::net::UnixStream),
 }
 
 impl Socket {
-    /// For logs.
+    /// The peer's address, for logs.
     pub fn peer(&self) -> String {
         match self {
             Socket::Tcp(_, peer) => peer.to_string(),
-            Socket::Unix(_) => "a local client".into(),
+            Socket::Unix(_) => "unix".into(),
         }
     }
 
-    /// Whether the user that this process runs as, or root, is at the other end of a connection over the loopback
-    /// interface; of a socket in the file system its permissions have decided.
-    pub fn is_ours(&self) -> bool {
-        let Socket::Tcp(stream, peer) = self else { return true };
-        stream.local_addr().is_ok_and(|local| is_ours(*peer, local))
-    }
-
-    /// The address that the peer connected to; empty for sockets in the file system.
+    /// The address that the peer connected to; empty for Unix sockets.
     pub fn local(&self) -> String {
         match self {
             Socket::Tcp(stream, _) => stream.local_addr().map(|a| a.to_string()).unwrap_or_default(),
@@ -178,16 +181,16 @@ impl Socket {
         }
     }
 
-    /// Makes it this reactor's.
+    /// Registers it with the calling reactor.
     ///
     /// # Errors
-    /// If the system cannot watch it.
+    /// The system's.
     pub fn open(self) -> io::Result<Plain> {
         match self {
             Socket::Tcp(stream, _) => {
                 stream.set_nonblocking(true)?;
                 stream.set_nodelay(true)?;
-                // A peer that has gone without a word is found out, in the end.
+                // Detects a peer whose host is gone.
                 sockopt::set_socket_keepalive(&stream, true)?;
                 sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60))?;
                 Ok(Plain::Tcp(TcpStream::from_std(stream)?))

@@ -1,48 +1,48 @@
-//! What is sent: headers, and bodies of several kinds.
+//! Messages to send: headers, and bodies of several kinds.
 
-use crate::backend::Lent;
 use smallvec::SmallVec;
 use thruway_engine::Segment;
+use thruway_engine::lent::Lent;
 
-/// Something to send.
+/// A message to send: header, body and trailer, in this order.
 #[derive(Default)]
 pub struct Message {
-    /// What comes first.
+    /// Header.
     pub header: SmallVec<[u8; 64]>,
-    /// What follows it.
+    /// Body.
     pub body: Body,
-    /// What comes last.
+    /// Trailer.
     pub trailer: SmallVec<[u8; 8]>,
 }
 
 impl Message {
-    /// Bytes of memory that it takes beside segments and what is lent.
+    /// Bytes of memory that the message owns; segments and lent memory are not counted.
     pub(crate) fn memory(&self) -> usize {
         let own = if let Body::Bytes(bytes) = &self.body { bytes.len() } else { 0 };
         size_of::<Message>() + own
     }
 }
 
-/// The long part of a message.
+/// Where the body of a message is.
 #[derive(Default)]
 pub enum Body {
-    /// None.
+    /// There is none.
     #[default]
     Empty,
-    /// Segments, which are free again when they have been sent.
+    /// In segments, which are released when they have been sent.
     Segments(SmallVec<[Segment; 1]>),
-    /// Bytes of their own.
+    /// In memory of its own.
     Bytes(Vec<u8>),
-    /// What belongs to a backend. Files only where [`super::Writer::can_lend`] says so.
+    /// In memory or a file that its owner lends; a file only if [`crate::Writer::can_lend`].
     Lent(Lent),
 }
 
 impl Body {
-    pub(super) fn is_file(&self) -> bool {
+    pub(crate) fn is_file(&self) -> bool {
         matches!(self, Body::Lent(Lent::File { .. }))
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         match self {
             Body::Empty => 0,
@@ -52,12 +52,12 @@ impl Body {
         }
     }
 
-    /// True if there are none.
+    /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Cuts it: what is returned begins at byte `at`.
+    /// Splits it in two; the part from byte `at` on is returned.
     ///
     /// # Panics
     /// If `at` is outside.
@@ -88,8 +88,8 @@ impl Body {
         }
     }
 
-    /// Calls `each` with the bytes, for a digest. Nothing of what is lent is among them.
-    pub(crate) fn bytes(&self, mut each: impl FnMut(&[u8])) {
+    /// Calls `each` with the bytes of segments and own memory, for a digest. Lent memory may change meanwhile and is left out.
+    pub fn bytes(&self, mut each: impl FnMut(&[u8])) {
         match self {
             Body::Empty | Body::Lent(_) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_slice())),
@@ -97,7 +97,7 @@ impl Body {
         }
     }
 
-    /// Calls `each` with every piece of memory.
+    /// Calls `each` with every piece of memory, lent memory included.
     pub(crate) fn pieces(&self, mut each: impl FnMut(*const u8, usize)) {
         match self {
             Body::Empty | Body::Lent(Lent::File { .. }) => {}

@@ -1,44 +1,44 @@
-//! What of a block is dirty.
+//! Dirty bitmap of a cache block: which sub-blocks have to be written back.
 
 use std::ops::Range;
 use thruway_engine::Segment;
 
-/// Bytes of the smallest grain: what a disk writes at least.
-const GRAIN_MIN: u32 = 4096;
-/// Clea bytes between dirty ones that are written with them, rather than that there be two writes.
+/// Bytes of the smallest sub-block.
+const SUB_BLOCK_MIN: u32 = 4096;
+/// Clean bytes between dirty ones that are written with them, instead of in two writes.
 const GAP_MAX: u32 = 16 << 10;
 
-/// A set of grains of a block, of which there are at most 64.
+/// The dirty sub-blocks of a block: at most 64, of 4 KiB or of a 64th of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Grains {
+pub(super) struct DirtyBitmap {
     set: u64,
-    grain: u32,
+    sub_block: u32,
 }
 
-impl Grains {
-    /// No grain of a block of this length, a power of two of 4 KiB to 1 MiB.
-    pub(super) fn none(block: usize) -> Grains {
-        Grains { set: 0, grain: (block as u32 / 64).max(GRAIN_MIN) }
+impl DirtyBitmap {
+    /// Nothing is dirty in a block of this length, a power of two from 4 KiB to 1 MiB.
+    pub(super) fn none(block: usize) -> DirtyBitmap {
+        DirtyBitmap { set: 0, sub_block: (block as u32 / 64).max(SUB_BLOCK_MIN) }
     }
 
-    /// A set that was kept as a number.
-    pub(super) fn of(block: usize, bits: u64) -> Grains {
-        let empty = Grains::none(block);
-        let count = block as u32 / empty.grain;
-        Grains { set: bits & (u64::MAX >> (64 - count.min(64))), ..empty }
+    /// The bitmap that [`DirtyBitmap::bits`] has returned for a block of this length.
+    pub(super) fn of(block: usize, bits: u64) -> DirtyBitmap {
+        let empty = DirtyBitmap::none(block);
+        let count = block as u32 / empty.sub_block;
+        DirtyBitmap { set: bits & (u64::MAX >> (64 - count.min(64))), ..empty }
     }
 
-    /// The set as a number.
+    /// The bitmap as a number, the first sub-block in the lowest bit.
     pub(super) fn bits(&self) -> u64 {
         self.set
     }
 
-    /// The grains that these bytes touch are in it.
+    /// Marks the sub-blocks that these bytes touch.
     pub(super) fn add(&mut self, within: usize, len: usize) {
         if len == 0 {
             return;
         }
-        let (first, last) = (within as u32 / self.grain, (within + len - 1) as u32 / self.grain);
+        let (first, last) = (within as u32 / self.sub_block, (within + len - 1) as u32 / self.sub_block);
         self.set |= (u64::MAX >> (63 - (last - first))) << first;
     }
 
@@ -46,19 +46,19 @@ impl Grains {
         self.set == 0
     }
 
-    pub(super) fn join(&mut self, other: Grains) {
+    pub(super) fn join(&mut self, other: DirtyBitmap) {
         self.set |= other.set;
     }
 
-    /// What is in it; then nothing is.
-    pub(super) fn take(&mut self) -> Grains {
-        Grains { set: std::mem::take(&mut self.set), grain: self.grain }
+    /// Takes the bitmap, leaving it empty.
+    pub(super) fn take(&mut self) -> DirtyBitmap {
+        DirtyBitmap { set: std::mem::take(&mut self.set), sub_block: self.sub_block }
     }
 
-    /// The bytes to write, in order: what is near each other is one run.
+    /// The byte ranges to write, in order; near ones are joined.
     pub(super) fn runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (mut left, grain) = (self.set, self.grain);
-        let gap = GAP_MAX / grain;
+        let (mut left, sub_block) = (self.set, self.sub_block);
+        let gap = GAP_MAX / sub_block;
         std::iter::from_fn(move || {
             if left == 0 {
                 return None;
@@ -68,10 +68,10 @@ impl Grains {
             loop {
                 let ones = (left >> end).trailing_ones();
                 end += ones;
-                // All of a set of 64.
+                // A shift by 64 would overflow.
                 left = if end >= 64 { 0 } else { left >> end << end };
                 if left == 0 || left.trailing_zeros() - end > gap {
-                    return Some((first * grain) as usize..(end * grain) as usize);
+                    return Some((first * sub_block) as usize..(end * sub_block) as usize);
                 }
                 end = left.trailing_zeros();
             }
@@ -107,24 +107,24 @@ mod tests {
             changes in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
         ) {
             let block = 1usize << exponent;
-            let mut grains = Grains::none(block);
+            let mut bitmap = DirtyBitmap::none(block);
             let mut dirty = vec![false; block / 4096];
             for (at, len) in changes {
                 let at = at as usize % block;
                 let len = len as usize % (block - at + 1);
-                grains.add(at, len);
+                bitmap.add(at, len);
                 if len > 0 {
                     dirty[at / 4096..=(at + len - 1) / 4096].fill(true);
                 }
             }
-            let grain = (block / 64).max(4096);
+            let sub_block = (block / 64).max(4096);
             let mut end = None;
-            for run in grains.runs() {
-                prop_assert!(run.start < run.end && run.end <= block && run.start % grain == 0 && run.end % grain == 0);
+            for run in bitmap.runs() {
+                prop_assert!(run.start < run.end && run.end <= block && run.start % sub_block == 0 && run.end % sub_block == 0);
                 // Runs are in order, with more between them than is written for nothing.
-                prop_assert!(end.is_none_or(|end| run.start - end > GAP_MAX as usize / grain * grain));
-                let touched = |grain: &[bool]| grain.iter().any(|dirty| *dirty);
-                prop_assert!(touched(&dirty[run.start / 4096..][..grain / 4096]), "begins with what is dirty");
+                prop_assert!(end.is_none_or(|end| run.start - end > GAP_MAX as usize / sub_block * sub_block));
+                let touched = |part: &[bool]| part.iter().any(|dirty| *dirty);
+                prop_assert!(touched(&dirty[run.start / 4096..][..sub_block / 4096]), "begins with what is dirty");
                 dirty[run.start / 4096..run.end / 4096].fill(false);
                 end = Some(run.end);
             }
@@ -133,18 +133,18 @@ mod tests {
     }
 
     fn runs(block: usize, changes: &[(usize, usize)]) -> Vec<(usize, usize)> {
-        let mut grains = Grains::none(block);
-        changes.iter().for_each(|(within, len)| grains.add(*within, *len));
-        grains.runs().map(|run| (run.start, run.end)).collect()
+        let mut dirty = DirtyBitmap::none(block);
+        changes.iter().for_each(|(within, len)| dirty.add(*within, *len));
+        dirty.runs().map(|run| (run.start, run.end)).collect()
     }
 
     #[test]
-    fn changes_are_written_by_grains() {
+    fn changes_are_written_by_sub_blocks() {
         assert_eq!(runs(65536, &[]), []);
         assert_eq!(runs(65536, &[(5000, 1)]), [(4096, 8192)]);
         assert_eq!(runs(65536, &[(4095, 2)]), [(0, 8192)]);
         assert_eq!(runs(65536, &[(0, 65536)]), [(0, 65536)]);
-        assert_eq!(runs(1 << 20, &[(0, 1 << 20)]), [(0, 1 << 20)], "64 grains");
+        assert_eq!(runs(1 << 20, &[(0, 1 << 20)]), [(0, 1 << 20)], "64 sub-blocks");
         assert_eq!(runs(1 << 20, &[((1 << 20) - 1, 1)]), [((1 << 20) - 16384, 1 << 20)]);
         assert_eq!(runs(4096, &[(17, 5)]), [(0, 4096)]);
     }
@@ -162,9 +162,9 @@ mod tests {
         let mut reservation = futures_util::FutureExt::now_or_never(segments.reserve(1)).unwrap();
         let mut block = reservation.segment(65536);
         drop(block.split_off(10_000));
-        let mut grains = Grains::none(65536);
-        [(0, 1), (8192 * 4, 100), (65535, 1)].iter().for_each(|(within, len)| grains.add(*within, *len));
-        let cut: Vec<(u64, usize)> = grains.cut(block).iter().map(|(at, part)| (*at, part.len())).collect();
+        let mut dirty = DirtyBitmap::none(65536);
+        [(0, 1), (8192 * 4, 100), (65535, 1)].iter().for_each(|(within, len)| dirty.add(*within, *len));
+        let cut: Vec<(u64, usize)> = dirty.cut(block).iter().map(|(at, part)| (*at, part.len())).collect();
         assert_eq!(cut, [(0, 4096)]);
     }
 }

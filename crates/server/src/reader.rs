@@ -1,7 +1,7 @@
-//! Receiving, with what follows read ahead.
+//! The receiving half of a connection, with read-ahead.
 
-use super::Plain;
-use super::stream::either;
+use crate::Plain;
+use crate::stream::either;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use thruway_engine::reactor;
 use tokio::io::{AsyncReadExt, Interest};
 use tokio_rustls::server::TlsStream;
 
-/// The receiving half of a connection. What arrives with what was asked for is kept for the next call.
+/// The receiving half of a connection. Bytes that arrive beyond those asked for are buffered for the next call.
 pub struct Reader {
     half: ReadHalf,
     peer: Peer,
@@ -20,22 +20,22 @@ pub struct Reader {
     end: usize,
 }
 
-pub(super) enum ReadHalf {
-    Plain(Rc<Plain>, Patience),
+pub(crate) enum ReadHalf {
+    Plain(Rc<Plain>, Spinner),
     Tls(tokio::io::ReadHalf<TlsStream<Plain>>),
 }
 
-/// Who is at the other end of a connection, or not any more.
+/// Tells whether the peer is still there, also while nothing is read.
 #[derive(Clone)]
 pub enum Peer {
-    /// Of a connection as it is.
+    /// Without TLS.
     Plain(Rc<Plain>),
-    /// Of one below TLS: another descriptor of it.
+    /// The connection below TLS: a duplicate of its descriptor.
     Tls(Rc<OwnedFd>),
 }
 
 impl Peer {
-    /// Nothing more will come than what is here already: the peer has closed the connection, or it is broken.
+    /// Whether the peer has closed its sending half, or the connection is broken: no more data than has arrived will come.
     pub fn has_closed(&self) -> bool {
         let fd = match self {
             Peer::Plain(stream) => either!(&**stream, s => s.as_fd()),
@@ -46,20 +46,20 @@ impl Peer {
     }
 }
 
-/// How long to spin for what comes next before sleeping: longer while that pays, not at all while it does not.
+/// Adaptive busy polling before sleeping: longer while it pays, not at all while it does not.
 #[derive(Default)]
-pub(super) struct Patience(Duration);
+pub(crate) struct Spinner(Duration);
 
-/// The longest that is spun.
+/// Longest time to spin.
 const SPIN_MAX: Duration = Duration::from_micros(50);
 
-impl Patience {
-    /// Spins, if it has paid lately and nobody else wants the thread. `None` if nothing came.
+impl Spinner {
+    /// Spins, if it has paid lately and the reactor has nothing else to do. `None` if nothing has arrived.
     async fn spin(&mut self, stream: &Plain, out: &mut [u8]) -> Option<io::Result<usize>> {
         if self.0.is_zero() || !reactor::is_alone() {
             return None;
         }
-        // What there is to send goes first.
+        // Tasks that have something to send go first.
         tokio::task::yield_now().await;
         let start = Instant::now();
         while start.elapsed() < self.0 {
@@ -77,7 +77,7 @@ impl Patience {
         None
     }
 
-    /// Slept so long until something came.
+    /// Learns how long the reader slept until data arrived.
     fn slept(&mut self, time: Duration) {
         if time < SPIN_MAX {
             self.0 = (self.0 + SPIN_MAX / 4).min(SPIN_MAX);
@@ -85,31 +85,30 @@ impl Patience {
     }
 }
 
-/// Bytes read ahead.
+/// Bytes of the read-ahead buffer.
 const READ_AHEAD: usize = 64 << 10;
 
 impl ReadHalf {
-    pub(super) fn plain(stream: Rc<Plain>) -> ReadHalf {
-        ReadHalf::Plain(stream, Patience::default())
+    pub(crate) fn plain(stream: Rc<Plain>) -> ReadHalf {
+        ReadHalf::Plain(stream, Spinner::default())
     }
 
     async fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         match self {
-            ReadHalf::Plain(stream, patience) => loop {
+            ReadHalf::Plain(stream, spinner) => loop {
                 let result = either!(&**stream, s => s.try_read(out));
                 match result {
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                        if let Some(result) = patience.spin(stream, out).await {
+                        if let Some(result) = spinner.spin(stream, out).await {
                             return result;
                         }
                         let start = Instant::now();
                         either!(&**stream, s => s.readable().await)?;
-                        patience.slept(start.elapsed());
+                        spinner.slept(start.elapsed());
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     Ok(n) if 0 < n && n < out.len() => {
-                        // That was all there is. Saying so here saves asking for more in vain; what comes from now on
-                        // is a new edge.
+                        // The socket is empty. Telling tokio so saves a read in vain; data from now on is a new edge.
                         let dry = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
                         let _ = either!(&**stream, s => s.try_io(Interest::READABLE, dry));
                         return Ok(n);
@@ -123,23 +122,22 @@ impl ReadHalf {
 }
 
 impl Reader {
-    pub(super) fn new(half: ReadHalf, peer: Peer) -> Reader {
+    pub(crate) fn new(half: ReadHalf, peer: Peer) -> Reader {
         Reader { half, peer, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
     }
 
-    /// Who sends what is read.
+    /// The peer of the connection.
     pub fn peer(&self) -> Peer {
         self.peer.clone()
     }
 
-    /// Waits until the next `len` bytes are there and returns them, without consuming them. `None` if
-    /// the peer closed before the first.
+    /// Waits for the next `len` bytes and returns them without consuming them. `None` if the peer closes before the first.
     ///
     /// # Errors
-    /// The system's; of kind `UnexpectedEof` if the peer closed in between.
+    /// The system's; of kind `UnexpectedEof` if the peer closes in between.
     ///
     /// # Panics
-    /// If more is asked for than is ever read ahead (64 KiB).
+    /// If `len` is more than the read-ahead buffer holds (64 KiB).
     pub async fn peek(&mut self, len: usize) -> io::Result<Option<&[u8]>> {
         assert!(len <= self.buffer.len(), "headers are short");
         if self.buffer.len() - self.start < len {
@@ -160,13 +158,13 @@ impl Reader {
         Ok(Some(&self.buffer[self.start..self.start + len]))
     }
 
-    /// Forgets bytes that were peeked at.
+    /// Consumes bytes that [`Reader::peek`] has returned.
     pub fn consume(&mut self, len: usize) {
         self.start += len;
         debug_assert!(self.start <= self.end);
     }
 
-    /// Fills `out`, from the connection straight into place as far as nothing was read ahead.
+    /// Fills `out`; what has not been read ahead goes from the socket straight into it.
     ///
     /// # Errors
     /// The system's; of kind `UnexpectedEof` if the peer closes before.
@@ -175,7 +173,7 @@ impl Reader {
         out[..done].copy_from_slice(&self.buffer[self.start..self.start + done]);
         self.start += done;
         while done < out.len() {
-            // A short rest is read together with what follows it.
+            // A short remainder is read together with what follows it.
             if out.len() - done < READ_AHEAD / 4 {
                 let rest = out.len() - done;
                 let data = self.peek(rest).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -191,7 +189,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads and forgets so much.
+    /// Reads and discards `len` bytes.
     ///
     /// # Errors
     /// As [`Reader::read_exact`].

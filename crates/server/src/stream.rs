@@ -1,8 +1,8 @@
-//! Connections, plain and by TLS, before they are split.
+//! Connections with and without TLS, before they are split.
 
-use super::reader::ReadHalf;
-use super::writer::WriteHalf;
-use super::{Peer, Reader, Writer};
+use crate::reader::ReadHalf;
+use crate::writer::WriteHalf;
+use crate::{Peer, Reader, Writer};
 use std::io;
 use std::os::fd::AsFd;
 use std::rc::Rc;
@@ -18,17 +18,17 @@ pub enum Plain {
     Unix(UnixStream),
 }
 
-/// Does the same with either kind of stream.
+/// Evaluates the same expression for either kind of stream.
 macro_rules! either {
     ($plain:expr, $stream:ident => $body:expr) => {
         match $plain {
-            $crate::net::Plain::Tcp($stream) => $body,
-            $crate::net::Plain::Unix($stream) => $body,
+            $crate::Plain::Tcp($stream) => $body,
+            $crate::Plain::Unix($stream) => $body,
         }
     };
 }
 
-pub(super) use either;
+pub(crate) use either;
 
 impl tokio::io::AsyncRead for Plain {
     fn poll_read(
@@ -61,19 +61,19 @@ impl tokio::io::AsyncWrite for Plain {
     }
 }
 
-/// A connection, before it is split for the two directions.
+/// A connection, during its handshake.
 pub enum Stream {
-    /// As it is.
+    /// Without TLS.
     Plain(Plain),
-    /// Encrypted.
+    /// With TLS.
     Tls(Box<TlsStream<Plain>>),
 }
 
 impl Stream {
-    /// Reads exactly so much.
+    /// Fills `out`.
     ///
     /// # Errors
-    /// The system's; of kind `UnexpectedEof` if the peer is gone.
+    /// The system's; of kind `UnexpectedEof` if the peer closes before.
     pub async fn read_exact(&mut self, out: &mut [u8]) -> io::Result<()> {
         match self {
             Stream::Plain(stream) => stream.read_exact(out).await.map(drop),
@@ -81,7 +81,7 @@ impl Stream {
         }
     }
 
-    /// Writes all of it.
+    /// Writes all of `data`.
     ///
     /// # Errors
     /// The system's.
@@ -95,10 +95,10 @@ impl Stream {
         }
     }
 
-    /// One half for each direction.
+    /// Splits it into a half for each direction.
     ///
     /// # Errors
-    /// If there are no more descriptors (TLS).
+    /// With TLS, if its descriptor cannot be duplicated.
     pub fn split(self) -> io::Result<(Reader, Writer)> {
         Ok(match self {
             Stream::Plain(stream) => {

@@ -1,52 +1,52 @@
-//! Sending, as much as possible in one system call.
+//! The sending half of a connection: as much as possible in one system call.
 
-use super::stream::either;
-use super::{Body, Message, Plain};
-use crate::backend::Lent;
+use crate::stream::either;
+use crate::{Body, Message, Plain};
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Duration;
+use thruway_engine::lent::Lent;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio_rustls::server::TlsStream;
 
 /// The sending half of a connection.
 pub struct Writer(WriteHalf);
 
-pub(super) enum WriteHalf {
+pub(crate) enum WriteHalf {
     Plain(Rc<Plain>),
     Tls(tokio::io::WriteHalf<TlsStream<Plain>>),
 }
 
-/// A peer that takes nothing for so long is gone.
-const SEND_LIMIT: Duration = Duration::from_secs(120);
+/// A connection whose peer reads nothing for this long fails.
+const SEND_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Waits for a step of sending, as long as a peer is waited for.
-async fn patiently<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    tokio::time::timeout(SEND_LIMIT, step).await.map_err(|_| io::ErrorKind::TimedOut)?
+/// Waits for a step of sending, at most [`SEND_TIMEOUT`].
+async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::time::timeout(SEND_TIMEOUT, step).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
 
-/// Pieces of memory in one system call.
+/// Pieces of memory in one system call; the kernel takes at most 1,024.
 const PIECES_MAX: usize = 256;
 
 impl Writer {
-    pub(super) fn new(half: WriteHalf) -> Writer {
+    pub(crate) fn new(half: WriteHalf) -> Writer {
         Writer(half)
     }
 
-    /// What backends lend, and files among it, can be sent as it is.
+    /// Whether lent files can be sent: not through TLS.
     pub fn can_lend(&self) -> bool {
         matches!(self.0, WriteHalf::Plain(_))
     }
 
-    /// Sends messages, as many as possible at once.
+    /// Sends messages, in as few system calls as possible.
     ///
     /// # Errors
     /// The system's.
     pub async fn send(&mut self, messages: &mut Vec<Message>) -> io::Result<()> {
         let mut rest = &messages[..];
         while !rest.is_empty() {
-            // A file goes alone, behind everything before it.
+            // A file is sent by itself, behind everything before it.
             let count = rest.iter().position(|m| m.body.is_file()).map_or(rest.len(), |i| i + 1);
             let (now, later) = rest.split_at(count);
             rest = later;
@@ -83,25 +83,25 @@ impl Writer {
                     let more = more || left.len() > now;
                     either!(&**stream, s => loop {
                         match s.try_io(Interest::WRITABLE, || send_pieces(s, &left[..now], more)) {
-                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => patiently(s.writable()).await?,
+                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => in_time(s.writable()).await?,
                             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                             other => break other?,
                         }
                     })
                 }
-                WriteHalf::Tls(stream) => patiently(stream.write_vectored(&left[..now])).await?,
+                WriteHalf::Tls(stream) => in_time(stream.write_vectored(&left[..now])).await?,
             };
             IoSlice::advance_slices(&mut left, sent);
         }
         if let WriteHalf::Tls(stream) = &mut self.0 {
-            patiently(stream.flush()).await?;
+            in_time(stream.flush()).await?;
         }
         Ok(())
     }
 
     async fn send_file(&mut self, body: &Body) -> io::Result<()> {
         let (Body::Lent(Lent::File { file, offset, len }), WriteHalf::Plain(stream)) = (body, &self.0) else {
-            return Err(io::Error::other("a file is sent over a plain connection only"));
+            return Err(io::Error::other("files cannot be sent through TLS"));
         };
         let (mut at, end) = (*offset, *offset + *len as u64);
         while at < end {
@@ -109,19 +109,19 @@ impl Writer {
             let sent = either!(&**stream, s => loop {
                 let send = || Ok(rustix::fs::sendfile(s, file, Some(&mut at), left)?);
                 match s.try_io(Interest::WRITABLE, send) {
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => patiently(s.writable()).await?,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => in_time(s.writable()).await?,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     other => break other?,
                 }
             });
             if sent == 0 {
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file has become shorter"));
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file was truncated while it was sent"));
             }
         }
         Ok(())
     }
 
-    /// Says that nothing follows.
+    /// Closes the sending half.
     pub async fn close(&mut self) {
         match &mut self.0 {
             WriteHalf::Plain(stream) => {
@@ -130,7 +130,7 @@ impl Writer {
                 });
             }
             WriteHalf::Tls(stream) => {
-                let _ = patiently(stream.shutdown()).await;
+                let _ = in_time(stream.shutdown()).await;
             }
         }
     }

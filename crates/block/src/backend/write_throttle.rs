@@ -1,36 +1,37 @@
-//! Whether a write to the page cache may be made to wait.
+//! Predicts whether a buffered write would be throttled.
 //!
-//! The kernel holds up whoever writes while more than a share of memory is dirty (`balance_dirty_pages`). Below the
-//! middle of its two limits nobody is held up. Where a file system cannot be asked to fail rather than wait, this says
-//! how much can be written before one has to look again.
+//! The kernel makes writers wait while more than a share of memory is dirty (`balance_dirty_pages`), but never below the
+//! middle of its two limits. Where a file system cannot be asked to fail rather than wait (`RWF_NOWAIT`), this says how much
+//! can be written before the next look.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Instant;
 
-/// How long what was seen is believed, in milliseconds.
-const BELIEVED: u64 = 100;
-/// How often is looked at most, in milliseconds.
-const OFTEN: u64 = 20;
-/// The most that is written after one look, in bytes.
+/// How long a sample of `/proc/vmstat` is valid.
+const SAMPLE_TTL_MS: u64 = 100;
+/// Minimum interval between two samples.
+const SAMPLE_INTERVAL_MS: u64 = 20;
+/// Upper bound of bytes to write after one sample.
 const BUDGET_MAX: i64 = 128 << 20;
 
 static BUDGET: AtomicI64 = AtomicI64::new(0);
-/// Milliseconds since the first look; 0 before it.
-static LOOKED: AtomicU64 = AtomicU64::new(0);
+/// When the last sample was taken, in milliseconds of [`now`]; 0 before the first.
+static SAMPLED: AtomicU64 = AtomicU64::new(0);
 
-/// Whether `len` bytes can be written now without being held up, as far as can be told; then they count as written.
+/// Whether `len` bytes can be written now without being throttled, as far as can be told; if so, they are taken off the
+/// budget.
 pub(super) fn has_room(len: usize) -> bool {
     let now = now();
-    let looked = LOOKED.load(Ordering::Relaxed);
+    let sampled = SAMPLED.load(Ordering::Relaxed);
     let taken = |len: i64| BUDGET.fetch_sub(len, Ordering::Relaxed) >= len;
-    if now.saturating_sub(looked) < BELIEVED && taken(len as i64) {
+    if now.saturating_sub(sampled) < SAMPLE_TTL_MS && taken(len as i64) {
         return true;
     }
-    if now.saturating_sub(looked) < OFTEN {
+    if now.saturating_sub(sampled) < SAMPLE_INTERVAL_MS {
         return false;
     }
-    // One looks, the others go the long way meanwhile.
-    if LOOKED.compare_exchange(looked, now, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+    // One thread samples; the others take the slow path meanwhile.
+    if SAMPLED.compare_exchange(sampled, now, Ordering::Relaxed, Ordering::Relaxed).is_err() {
         return false;
     }
     let budget = std::fs::read_to_string("/proc/vmstat").ok().and_then(|text| room(&text)).unwrap_or(0);
@@ -40,11 +41,11 @@ pub(super) fn has_room(len: usize) -> bool {
 
 fn now() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    // What has never been looked at was looked at long ago.
-    START.get_or_init(Instant::now).elapsed().as_millis() as u64 + BELIEVED + 1
+    // The first sample is always due.
+    START.get_or_init(Instant::now).elapsed().as_millis() as u64 + SAMPLE_TTL_MS + 1
 }
 
-/// Bytes that may become dirty, of which half is left to others.
+/// Half of the bytes that may become dirty before writers are throttled; the rest is for other processes.
 fn room(vmstat: &str) -> Option<i64> {
     const PAGE: i64 = 4096;
     let field = |name: &str| -> Option<i64> {
@@ -72,6 +73,6 @@ mod tests {
         assert_eq!(room(&text(1000, 500)), Some(250 * 4096));
         assert_eq!(room(&text(2500, 0)), Some(0));
         assert_eq!(room("nr_dirty 5\n"), None);
-        assert!(room(&std::fs::read_to_string("/proc/vmstat").unwrap()).is_some(), "the kernel says it so");
+        assert!(room(&std::fs::read_to_string("/proc/vmstat").unwrap()).is_some(), "the kernel's format");
     }
 }

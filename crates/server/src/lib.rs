@@ -1,0 +1,35 @@
+//! What every network service stands on: from a listening socket to a connection with its buffers.
+//!
+//! - [`listener`]: addresses, listening sockets, accepted connections.
+//! - [`tls`]: certificates from files, and the names in those of clients.
+//! - [`acceptor`]: accepts the connections of a protocol, and shuts them down in an orderly way.
+//! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
+//! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
+//!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
+//! - [`send_queue`]: the unsent messages of one connection, bounded.
+//! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
+//! - [`panics`]: a panic ends one connection.
+//!
+//! It knows no protocol. Services never import one another: what two of them need is here, or below.
+
+pub mod acceptor;
+pub mod buffers;
+pub mod connection_limit;
+pub mod listener;
+pub mod message;
+pub mod panics;
+pub mod reader;
+pub mod send_queue;
+pub mod stream;
+pub mod tls;
+pub mod writer;
+
+pub use acceptor::Acceptor;
+pub use buffers::Buffers;
+pub use connection_limit::Permit;
+pub use listener::{Address, ListenError, Listener, Socket};
+pub use message::{Body, Message};
+pub use reader::{Peer, Reader};
+pub use send_queue::SendQueue;
+pub use stream::{Plain, Stream};
+pub use writer::Writer;

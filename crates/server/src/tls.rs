@@ -1,0 +1,67 @@
+//! TLS servers, from certificates in files.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{RootCertStore, ServerConfig, crypto};
+
+/// Certificates or keys that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {reason}")]
+#[non_exhaustive]
+pub struct TlsError {
+    /// The file.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+/// Configures a TLS server from PEM files: its certificate chain and private key and, with `ca`, the authorities of which
+/// one must have signed a client's certificate.
+///
+/// # Errors
+/// [`TlsError`].
+pub fn server(cert: &Path, key: &Path, ca: Option<&Path>) -> Result<Arc<ServerConfig>, TlsError> {
+    let provider = Arc::new(crypto::ring::default_provider());
+    let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()
+        .expect("ring has the cipher suites of TLS 1.2 and 1.3");
+    let builder = match ca {
+        None => builder.with_no_client_auth(),
+        Some(path) => {
+            let mut roots = RootCertStore::empty();
+            for certificate in certificates(path)? {
+                roots.add(certificate).map_err(|e| unusable(path, e))?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            builder.with_client_cert_verifier(verifier.build().map_err(|e| unusable(path, e))?)
+        }
+    };
+    let chain = certificates(cert)?;
+    let secret = PrivateKeyDer::from_pem_file(key).map_err(|e| unusable(key, e))?;
+    let config = builder.with_single_cert(chain, secret).map_err(|e| unusable(cert, e))?;
+    Ok(Arc::new(config))
+}
+
+fn unusable(path: &Path, reason: impl ToString) -> TlsError {
+    TlsError { path: path.to_owned(), reason: reason.to_string() }
+}
+
+/// The DNS names among the subject's alternative names of the client's certificate; none if it has shown none.
+pub fn names<S>(stream: &tokio_rustls::server::TlsStream<S>) -> Vec<String> {
+    let (_, connection) = stream.get_ref();
+    let certificate = connection.peer_certificates().and_then(|chain| chain.first());
+    let parsed = certificate.and_then(|certificate| webpki::EndEntityCert::try_from(certificate).ok());
+    parsed.map(|certificate| certificate.valid_dns_names().map(str::to_owned).collect()).unwrap_or_default()
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let certificates = CertificateDer::pem_file_iter(path).map_err(|e| unusable(path, e))?;
+    match certificates.collect::<Result<Vec<_>, _>>() {
+        Ok(found) if found.is_empty() => Err(unusable(path, "no certificate in it")),
+        Ok(found) => Ok(found),
+        Err(e) => Err(unusable(path, e)),
+    }
+}
