@@ -1,5 +1,5 @@
 """Linux's own initiator in a guest: Thruway and tgt as its targets, by iSCSI over TCP, by iSER over soft-RoCE (rxe), and by
-iSER over siw, where Thruway is iWARP in user space. fio on the disk, PostMark on ext4, and a key-value load in the manner of
+iSER over siw, where Thruway is iWARP in user space; of a file, and by TCP of a block device, too. fio on the disk, PostMark on ext4, and a key-value load in the manner of
 YCSB (A: half of it updates; B: a twentieth; keys by Zipf) on SQLite on ext4.
 """
 
@@ -20,7 +20,7 @@ from servers import THRUWAY, TOP, keep
 RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "3"))
 SECONDS = 3
 SIZE = 600 << 20
-TRANSPORTS = {"tcp": "iSCSI over TCP", "rxe": "iSER over rxe", "siw": "iSER over siw"}
+TRANSPORTS = {"tcp": "iSCSI over TCP", "device": "iSCSI over TCP, of a block device", "rxe": "iSER over rxe", "siw": "iSER over siw"}
 # fio: name, pattern, bytes, depth.
 DISK = [("4 KiB random read, depth 1", "randread", 4096, 1), ("4 KiB random read, depth 32", "randread", 4096, 32),
         ("4 KiB random write, depth 32", "randwrite", 4096, 32), ("1 MiB read, depth 4", "read", 1 << 20, 4),
@@ -47,6 +47,9 @@ class Target:
     """A target that Linux logs in to; used as a context, it is the disk."""
 
     def __init__(self, name, transport):
+        # What is exported: a file, or a block device over it.
+        self.backing, self.is_device = "/tmp/disk.img", transport == "device"
+        transport = "tcp" if self.is_device else transport
         self.name, self.transport = name, transport
         # Of user space over siw, the other end must be another host: siw speaks to itself through the kernel otherwise.
         self.address = {"tcp": "127.0.0.1", "rxe": "10.0.0.254", "siw": "10.0.0.1" if name == "thruway" else "10.0.0.254"}[transport]
@@ -61,6 +64,8 @@ class Target:
     def disk(self):
         pathlib.Path("/tmp/disk.img").unlink(missing_ok=True)
         shell(f"truncate -s {SIZE} /tmp/disk.img")
+        if self.is_device:
+            self.backing = shell("losetup --find --show /tmp/disk.img").stdout.strip()
         iqn = "iqn.2026-11.org.thruway:t"
         iface = "default" if self.transport == "tcp" else "iser"
         portal = f"{self.address}:3260"
@@ -77,11 +82,11 @@ class Target:
             time.sleep(1)
             who = ["-I ALL"] if lld == "iscsi" else ["-Q iqn.2026-11.org.example:guest", f"-I {self.address}"]
             for words in ["target --op new --tid 1 -T iqn.2026-11.org.thruway:t",
-                          "logicalunit --op new --tid 1 --lun 1 -b /tmp/disk.img --bstype rdwr",
+                          f"logicalunit --op new --tid 1 --lun 1 -b {self.backing} --bstype rdwr",
                           *(f"target --op bind --tid 1 {one}" for one in who)]:
                 subprocess.run(["tgtadm", "-C", "9", "--lld", lld, "--mode", *words.split()], check=True)
             return 1
-        command = [THRUWAY, "serve", "--json", "--anonymous", "--block", "t=/tmp/disk.img"]
+        command = [THRUWAY, "serve", "--json", "--anonymous", "--block", f"t={self.backing}"]
         if self.transport == "tcp":
             command += ["--iscsi", f"{self.address}:3260"]
         else:
@@ -100,6 +105,8 @@ class Target:
         else:
             self.process.terminate()
         self.process.wait()
+        if self.is_device:
+            subprocess.run(f"losetup --detach {self.backing}", shell=True)
 
 
 def fio(disk, pattern, size, depth):
@@ -164,7 +171,7 @@ def measure(disk):
 
 def inside(transport):
     shell("mount -t tmpfs none /tmp")
-    shell("hosts other; " + (f"kernel_end {transport}" if transport != "tcp" else "ip link set lo up"))
+    shell("hosts other; " + (f"kernel_end {transport}" if transport in ("rxe", "siw") else "ip link set lo up"))
     shell("initiator_start", stdout=None, stderr=None)
     targets = [Target(name, transport) for name in ("thruway", "tgt")]
     broken = set()

@@ -12,4 +12,4 @@ iscsiadm -m node -T $iqn -p 10.0.0.254:3260 --interface iser -o new >/dev/null
 iscsiadm -m node -T $iqn -p 10.0.0.254:3260 --login
 file_systems
 iscsiadm -m node -T $iqn -p 10.0.0.254:3260 --logout
-[[ $(grep -c 'an initiator is served' /tmp/serve.log) == 1 ]]
+[[ $(grep -c 'iSCSI initiator logged in' /tmp/serve.log) == 1 ]]

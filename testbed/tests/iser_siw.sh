@@ -13,4 +13,4 @@ iscsiadm -m node -T $iqn -p 10.0.0.1:3260 --login
 file_systems
 iscsiadm -m node -T $iqn -p 10.0.0.1:3260 --logout
 # One session, from beginning to end: nothing had to be recovered.
-[[ $(grep -c 'an initiator is served' /tmp/serve.log) == 1 ]]
+[[ $(grep -c 'iSCSI initiator logged in' /tmp/serve.log) == 1 ]]

@@ -70,8 +70,8 @@ files() {
     umount /mnt/d
     log_off
     new_image
-    # The marks, and some of the others.
-    every=$(($(wc -l </tmp/points) / 24 + 1))
+    # The marks, and some of the others (`cargo xtask replay`: as many as wanted).
+    every=$(($(wc -l </tmp/points) / ${POINTS:-24} + 1))
     resumed=0 number=0
     while read -r point name; do
         [[ $name == begun ]] && said=begun

@@ -159,6 +159,18 @@ fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
 
 /// Runs the guest tests whose names contain `filter`.
 pub fn test(filter: &str) -> Result<(), String> {
+    test_longer(filter, "", 1)
+}
+
+/// Has the power fail at so many points of what a disk was told, instead of some.
+pub fn replay(points: &str) -> Result<(), String> {
+    let count: std::num::NonZeroU32 = points.parse().map_err(|e| format!("replay {points}: {e}"))?;
+    let count = count.get();
+    test_longer("log_writes", &format!("POINTS={count}"), count.div_ceil(24).max(1))
+}
+
+/// With a variable for the tests, and so many times as patient.
+fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
     run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
     let verbs_tests = built_test("thruway-fabric", "verbs")?;
     let tests = tests(filter)?;
@@ -169,7 +181,7 @@ pub fn test(filter: &str) -> Result<(), String> {
     let mut failed = Vec::new();
     for test in &tests {
         let command = format!(
-            "set -euo pipefail; export THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'; . '{}'",
+            "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'; . '{}'",
             top().join("target/release/thruway").display(),
             verbs_tests.display(),
             top().join("target/release/thruway-fio.so").display(),
@@ -178,7 +190,9 @@ pub fn test(filter: &str) -> Result<(), String> {
         );
         let kernel = kernel(test.guest.backend)?;
         let begun = Instant::now();
-        let out = start(test.guest, &kernel, &test.limit.to_string(), &command).output().map_err(|e| e.to_string())?;
+        let out = start(test.guest, &kernel, &(test.limit * patience).to_string(), &command)
+            .output()
+            .map_err(|e| e.to_string())?;
         let seconds = begun.elapsed().as_secs_f64();
         if out.status.success() {
             eprintln!("    ok     {:<28} {seconds:>5.1} s  {}", test.name, test.title);
