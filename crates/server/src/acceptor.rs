@@ -2,12 +2,18 @@
 
 use crate::connection_limit::{ConnectionLimit, Permit};
 use crate::listener::{Address, ListenError, Listener, Socket};
+use crate::rdma;
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_engine::local_peer;
+use thruway_engine::reactor::Spreader;
+use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Provider};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 
 /// Decides which connections of a protocol are served, and ends them in an orderly way.
@@ -60,6 +66,69 @@ impl Acceptor {
             });
         }
         Ok(bound)
+    }
+
+    /// Listens for RDMA connections on these addresses. `serve` runs each connection request that is admitted, on the reactor
+    /// with the fewest connections; others are rejected. Returns the addresses, with the ports that the kernel chose.
+    ///
+    /// # Errors
+    /// [`rdma::ListenError`] for the first address that cannot be listened on.
+    pub fn listen_rdma<S, F>(
+        self: &Arc<Self>,
+        addresses: &[SocketAddr],
+        provider: &Provider,
+        reactors: &Reactors,
+        serve: S,
+    ) -> Result<Vec<Address>, rdma::ListenError>
+    where
+        S: Fn(ConnectionRequest, Arc<Permit>) -> F + Clone + Send + 'static,
+        F: Future<Output = io::Result<()>> + 'static,
+    {
+        let mut bound = Vec::new();
+        for &address in addresses {
+            let fail = |source| rdma::ListenError { address, source };
+            let device = provider.open().map_err(fail)?;
+            let listener = device.listen(address, &ListenOptions::default()).map_err(fail)?;
+            let local = listener.local_addr();
+            bound.push(Address::Tcp(local));
+            let (acceptor, spreader, serve) = (Arc::clone(self), reactors.spreader(), serve.clone());
+            reactors.handles()[0].spawn(move || async move {
+                let result = acceptor.accept_rdma(&device, local, &spreader, serve).await;
+                drop(listener);
+                tracing::error!(?result, protocol = acceptor.limit.protocol(), "no longer accepting connections");
+            });
+        }
+        Ok(bound)
+    }
+
+    async fn accept_rdma<S, F>(
+        &self,
+        device: &Device,
+        local: SocketAddr,
+        reactors: &Spreader,
+        serve: S,
+    ) -> io::Result<Infallible>
+    where
+        S: Fn(ConnectionRequest, Arc<Permit>) -> F + Clone + Send + 'static,
+        F: Future<Output = io::Result<()>> + 'static,
+    {
+        let fd = device.wait_fd().try_clone_to_owned()?;
+        // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
+        let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
+        loop {
+            while let Some(event) = device.poll_event() {
+                let ConnectionEvent::Request(request) = event else { continue };
+                let Some(permit) = self.admit(request.peer(), local) else {
+                    request.reject(&[]);
+                    continue;
+                };
+                let serve = serve.clone();
+                permit.serve(reactors, move |permit| serve(request, permit));
+            }
+            if device.arm() {
+                fd.readable().await?.clear_ready();
+            }
+        }
     }
 
     fn admit_socket(&self, socket: &Socket) -> Option<Permit> {

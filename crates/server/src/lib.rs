@@ -8,6 +8,7 @@
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
 //! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
+//! - [`rdma`]: RDMA connections: messages, and the peer's memory to read from and write to.
 //! - [`panics`]: a panic ends one connection.
 //!
 //! It knows no protocol. Services never import one another: what two of them need is here, or below.
@@ -18,6 +19,7 @@ pub mod connection_limit;
 pub mod listener;
 pub mod message;
 pub mod panics;
+pub mod rdma;
 pub mod reader;
 pub mod send_queue;
 pub mod stream;

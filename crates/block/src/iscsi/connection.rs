@@ -73,7 +73,7 @@ pub(super) struct Connection {
 /// What PDUs travel on.
 pub(super) enum Carrier {
     Tcp(SendQueue),
-    Iser(Rc<iser::Queue>),
+    Iser(Rc<iser::Sender>),
 }
 
 /// Buffers of the initiator that a command advertises (RFC 7145 7.3.4), with their keys.
@@ -209,7 +209,7 @@ impl Connection {
     async fn carrier_broken(&self) {
         match &self.carrier {
             Carrier::Tcp(queue) => queue.broken().await,
-            Carrier::Iser(queue) => queue.broken().await,
+            Carrier::Iser(sender) => sender.channel.broken().await,
         }
     }
 
@@ -237,7 +237,7 @@ impl Connection {
     pub(super) fn has_gone(&self) -> bool {
         match &self.carrier {
             Carrier::Tcp(_) => self.peer.as_ref().is_some_and(Peer::has_closed),
-            Carrier::Iser(queue) => queue.is_broken(),
+            Carrier::Iser(sender) => sender.channel.is_broken(),
         }
     }
 
@@ -284,7 +284,7 @@ impl Connection {
         self.number(&mut header);
         match &self.carrier {
             Carrier::Tcp(queue) => queue.push(message(header, body, &self.params)),
-            Carrier::Iser(queue) => queue.send(header, &body, invalidate),
+            Carrier::Iser(sender) => sender.send(header, &body, invalidate),
         }
     }
 
@@ -292,7 +292,7 @@ impl Connection {
     pub(super) async fn room(&self) {
         match &self.carrier {
             Carrier::Tcp(queue) => queue.room().await,
-            Carrier::Iser(queue) => queue.room().await,
+            Carrier::Iser(sender) => sender.channel.room().await,
         }
     }
 
@@ -756,7 +756,7 @@ impl Drop for Bug {
         if std::thread::panicking() {
             match &self.0.carrier {
                 Carrier::Tcp(queue) => queue.fail(),
-                Carrier::Iser(queue) => queue.fail(),
+                Carrier::Iser(sender) => sender.channel.fail(),
             }
         }
     }

@@ -1,7 +1,6 @@
 //! One command under way: its data in both directions (RFC 7143 4.2.5 and 11.7).
 
 use super::connection::{Advertised, Carrier, Connection};
-use super::iser;
 use super::pdu::{Header, NO_TAG, op};
 use crate::chunk_ranges::chunk_ranges;
 use crate::scsi::{Nexus, Outcome, Status, Step, Transfer};
@@ -12,6 +11,7 @@ use std::io;
 use std::rc::Rc;
 use thruway_engine::Segment;
 use thruway_fabric::RemoteAddr;
+use thruway_server::rdma::Channel;
 use thruway_server::{Body, Buffers};
 use tokio::sync::Notify;
 
@@ -245,12 +245,12 @@ impl Task {
             data.truncate(self.expected as usize);
             match &self.connection.carrier {
                 Carrier::Tcp(_) => self.emit(&mut self.outgoing.borrow_mut(), Body::Bytes(data)),
-                Carrier::Iser(queue) => {
+                Carrier::Iser(sender) => {
                     for (index, part) in data.chunks(self.connection.chunk as usize).enumerate() {
                         let Ok(mut segment) = self.connection.reads.segment(part.len()).await else { return };
                         segment.as_mut_slice().copy_from_slice(part);
                         let offset = index as u64 * u64::from(self.connection.chunk);
-                        self.write_out(queue, offset, Body::Segments(SmallVec::from_iter([segment])));
+                        self.write_out(&sender.channel, offset, Body::Segments(SmallVec::from_iter([segment])));
                     }
                 }
             }
@@ -289,17 +289,17 @@ impl Task {
     }
 
     /// Sends a piece by RDMA Write (RFC 7145 7.3.5): into the initiator's buffer, with no PDU around it.
-    fn write_out(&self, queue: &iser::Queue, offset: u64, body: Body) {
+    fn write_out(&self, channel: &Channel, offset: u64, body: Body) {
         let Body::Segments(segments) = body else { return };
         let Some(remote) = self.advertised.read else {
             // A response would say that the data is there.
             tracing::info!("iSER read command without an advertised buffer");
-            return queue.fail();
+            return channel.fail();
         };
         let mut at = remote.addr.wrapping_add(offset);
         for segment in segments {
             let len = segment.len() as u64;
-            queue.write(segment, RemoteAddr { addr: at, ..remote });
+            channel.write(segment, RemoteAddr { addr: at, ..remote });
             at = at.wrapping_add(len);
         }
     }
@@ -317,7 +317,7 @@ impl Task {
         let source = RemoteAddr { addr: remote.addr.wrapping_add(at - self.unasked_len.get()), ..remote };
         tokio::task::spawn_local(async move {
             let fetched = match &task.connection.carrier {
-                Carrier::Iser(queue) => queue.read(segment, source).await,
+                Carrier::Iser(sender) => sender.channel.read(segment, source).await,
                 Carrier::Tcp(_) => None,
             };
             let mut incoming = task.incoming.borrow_mut();
@@ -382,8 +382,8 @@ impl Transfer for Rc<Task> {
         }
         let room = (self.expected - offset).min(body.len() as u64) as usize;
         drop(body.split_off(room));
-        if let Carrier::Iser(queue) = &self.connection.carrier {
-            self.write_out(queue, offset, body);
+        if let Carrier::Iser(sender) = &self.connection.carrier {
+            self.write_out(&sender.channel, offset, body);
             return Box::pin(std::future::ready(Ok(())));
         }
         Box::pin(async move {

@@ -19,6 +19,8 @@ use thruway_fabric::{
     Device, Error, MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
     SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
+use thruway_server::rdma::MessageSlots;
+use thruway_server::rdma::slots::{Completed, Received};
 
 /// Receives each end keeps posted for control messages.
 const CONTROL_RECEIVES: usize = 20;
@@ -29,11 +31,10 @@ const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 const SLOT_LEN: usize = 8192;
 const NOTICE_LEN: usize = 32;
 
-const KIND_CONTROL_RECV: u64 = 1 << 56;
-const KIND_CONTROL_SEND: u64 = 2 << 56;
-const KIND_NOTICE_RECV: u64 = 3 << 56;
-const KIND_WRITE: u64 = 4 << 56;
-const KIND_BIND: u64 = 5 << 56;
+// Work request ids of the data queue pairs; those of control messages are [`MessageSlots`]'.
+const KIND_NOTICE_RECV: u64 = 1 << 56;
+const KIND_WRITE: u64 = 2 << 56;
+const KIND_BIND: u64 = 3 << 56;
 const KIND_MASK: u64 = 0xff << 56;
 
 /// One end of a session's connections.
@@ -42,9 +43,7 @@ pub(crate) struct RdmaLink {
     pd: ProtectionDomain,
     cq: CompletionQueue,
     control: QueuePair,
-    slots: Arc<Buffer>,
-    slots_mr: MemoryRegion,
-    free_send_slots: Vec<usize>,
+    slots: MessageSlots,
     outbox: VecDeque<Control>,
     /// Credits of the peer for any channel are revoked with their notification.
     peer_revocable: bool,
@@ -108,16 +107,14 @@ impl RdmaLink {
         let cq = device.create_cq(wanted.min(device.attributes().max_completions))?;
         let depth = CONTROL_RECEIVES as u32;
         let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: depth, max_sge: 1 })?;
-        let slots = Arc::new(Buffer::new(2 * CONTROL_RECEIVES * SLOT_LEN)?);
-        let slots_mr = pd.register(&slots, Access::LOCAL_WRITE)?;
-        let link = RdmaLink {
+        let slots = MessageSlots::new(&pd, CONTROL_RECEIVES, CONTROL_RECEIVES, SLOT_LEN)?;
+        slots.post_receives(&control)?;
+        Ok(RdmaLink {
             device,
             pd,
             cq,
             control,
             slots,
-            slots_mr,
-            free_send_slots: (CONTROL_RECEIVES..2 * CONTROL_RECEIVES).collect(),
             outbox: VecDeque::new(),
             secured: None,
             raw: VecDeque::new(),
@@ -137,11 +134,7 @@ impl RdmaLink {
             close: DeferredClose::default(),
             heard: Instant::now(),
             spoken: Instant::now(),
-        };
-        for slot in 0..CONTROL_RECEIVES {
-            link.post_control_receive(slot)?;
-        }
-        Ok(link)
+        })
     }
 
     /// Connects to a peer and proves who we are.
@@ -384,7 +377,7 @@ impl RdmaLink {
     }
 
     fn flush(&mut self) -> Result<(), LinkError> {
-        while self.peer_room > 0 && !self.free_send_slots.is_empty() {
+        while self.peer_room > 0 && self.slots.has_free() {
             // The peer may not hear of windows before they are there, and it hears by another queue pair than theirs.
             if self.binding > 0 && matches!(self.outbox.front(), Some(Control::RegionReply(_))) {
                 break;
@@ -395,7 +388,7 @@ impl RdmaLink {
         }
         // Returning receives must not wait for room, or both ends could wait for each other; the
         // reserve is for this.
-        if self.owed >= RETURN_AT && !self.free_send_slots.is_empty() {
+        if self.owed >= RETURN_AT && self.slots.has_free() {
             self.transmit(&Control::Receives)?;
         }
         Ok(())
@@ -412,16 +405,8 @@ impl RdmaLink {
 
     fn send_bytes(&mut self, bytes: Vec<u8>) -> Result<(), LinkError> {
         debug_assert!(bytes.len() <= SLOT_LEN && CONTROL_MAX + SEAL_LEN <= SLOT_LEN);
-        let Some(slot) = self.free_send_slots.pop() else { return Err(LinkError::Unexpected("handshake length")) };
-        self.slots.write(slot * SLOT_LEN, &bytes);
-        let sge = [self.slots_mr.sge(slot * SLOT_LEN, bytes.len() as u32)];
-        let request = SendRequest {
-            wr_id: KIND_CONTROL_SEND | slot as u64,
-            op: SendOp::Send { invalidate: None },
-            payload: Payload::Sges(&sge),
-            flags: SendFlags::SIGNALED,
-        };
-        self.control.post_send(&request).map_err(|error| match self.control.error() {
+        let Some(stored) = self.slots.store(&bytes) else { return Err(LinkError::Unexpected("handshake length")) };
+        self.slots.send(&self.control, stored).map_err(|error| match self.control.error() {
             Some(cause) => LinkError::Closed(cause),
             None => error.into(),
         })?;
@@ -430,9 +415,8 @@ impl RdmaLink {
     }
 
     /// Posts a receive, unless the connection has ended: an event says why it has.
-    fn post_control_receive(&self, slot: usize) -> Result<(), LinkError> {
-        let sge = [self.slots_mr.sge(slot * SLOT_LEN, SLOT_LEN as u32)];
-        match self.control.post_recv(&RecvRequest { wr_id: KIND_CONTROL_RECV | slot as u64, sges: &sge }) {
+    fn post_control_receive(&self, received: Received) -> Result<(), LinkError> {
+        match self.slots.post_receive(&self.control, received) {
             Err(error) if self.control.error().is_none() => Err(error.into()),
             _ => Ok(()),
         }
@@ -562,8 +546,7 @@ impl RdmaLink {
             if now.duration_since(self.heard) > SILENCE_MAX {
                 return Err(LinkError::Silent);
             }
-            if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() && !self.free_send_slots.is_empty()
-            {
+            if now.duration_since(self.spoken) > HEARTBEAT && self.secured.is_some() && self.slots.has_free() {
                 self.transmit(&Control::Receives)?;
             }
             self.device.wait(Some(self.close.wait_max(limit.min(HEARTBEAT))))?;
@@ -629,26 +612,25 @@ impl RdmaLink {
             // The connection event says why; it is on its way.
             return Ok(());
         }
+        match self.slots.complete(wc) {
+            Completed::Received(received) => {
+                self.heard = Instant::now();
+                let bytes = self.slots.read(received);
+                self.post_control_receive(received)?;
+                if self.secured.is_some() {
+                    return self.take_control(&bytes);
+                }
+                if self.raw.len() >= CONTROL_RECEIVES {
+                    return Err(LinkError::Unexpected("message during the handshake"));
+                }
+                self.raw.push_back(bytes);
+                return Ok(());
+            }
+            Completed::Sent => return Ok(()),
+            Completed::Other => {}
+        }
         let index = (wc.wr_id & !KIND_MASK) as usize;
         match wc.wr_id & KIND_MASK {
-            KIND_CONTROL_RECV => {
-                self.heard = Instant::now();
-                let mut bytes = vec![0; wc.len as usize];
-                self.slots.read(index * SLOT_LEN, &mut bytes);
-                self.post_control_receive(index)?;
-                if self.secured.is_none() {
-                    if self.raw.len() >= CONTROL_RECEIVES {
-                        return Err(LinkError::Unexpected("message during the handshake"));
-                    }
-                    self.raw.push_back(bytes);
-                    return Ok(());
-                }
-                self.take_control(&bytes)
-            }
-            KIND_CONTROL_SEND => {
-                self.free_send_slots.push(index);
-                Ok(())
-            }
             KIND_WRITE if wc.op == CompletionOp::Send => {
                 let (block, len) = self.writing[index].take().ok_or(LinkError::Unexpected("write completion"))?;
                 if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == wc.qp_num) {
@@ -699,7 +681,7 @@ impl RdmaLink {
     pub(crate) fn close(mut self, expected: bool) {
         let start = Instant::now();
         let limit = Duration::from_secs(2);
-        let unsent = |link: &RdmaLink| !link.outbox.is_empty() || link.free_send_slots.len() < CONTROL_RECEIVES;
+        let unsent = |link: &RdmaLink| !link.outbox.is_empty() || !link.slots.all_sent();
         while unsent(&self) && start.elapsed() < limit {
             if let Err(error) = self.turn(Duration::from_millis(100))
                 && !matches!(error, LinkError::DataLost(_))
