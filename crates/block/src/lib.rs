@@ -23,6 +23,7 @@ mod identity;
 pub mod iscsi;
 pub mod layer;
 pub mod nbd;
+pub mod open;
 mod readahead;
 pub mod scsi;
 #[cfg(test)]
@@ -33,4 +34,5 @@ mod served;
 
 pub use backend::{Backend, Geometry};
 pub use export::Export;
+pub use open::OpenError;
 pub use served::Served;

@@ -72,12 +72,49 @@ struct Record {
     bitmap: DirtyBitmap,
 }
 
+/// A cache file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheFileError {
+    /// It cannot be opened or read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Another user's daemon wrote it.
+    #[error(
+        "{}: another user's daemon had this disk, and what it had acknowledged may be there only: start it as that user once, \
+         or remove the file to give that up",
+        .0.display()
+    )]
+    OtherUser(PathBuf),
+    /// A file of this name that no daemon made.
+    #[error("{}: is there and not a cache of ours; remove it", .0.display())]
+    Foreign(PathBuf),
+    /// Another daemon holds its lock.
+    #[error("{}: another daemon serves this disk", .0.display())]
+    InUse(PathBuf),
+    /// It is not what a daemon could have left.
+    #[error("{}: is damaged; remove it to give up what was written and not flushed before the daemon ended", .0.display())]
+    Damaged(PathBuf),
+    /// Its contents are another disk's.
+    #[error(
+        "{}: holds what an earlier daemon acknowledged for another disk at the same place; bring that back, or remove the file \
+         to give it up",
+        .0.display()
+    )]
+    OtherDisk(PathBuf),
+}
+
 impl CacheFile {
     /// The file of a disk's cache; `None` if there is none and none is to be made.
     ///
     /// # Errors
-    /// A sentence that names the file: if it is another's, or cannot be used.
-    pub(crate) fn open(identity: &Identity, stamp: &Identity, make: bool) -> Result<Option<CacheFile>, String> {
+    /// [`CacheFileError`].
+    pub(crate) fn open(identity: &Identity, stamp: &Identity, make: bool) -> Result<Option<CacheFile>, CacheFileError> {
         CacheFile::open_in(Path::new(DIRECTORY), identity, stamp, make)
     }
 
@@ -86,18 +123,14 @@ impl CacheFile {
         identity: &Identity,
         stamp: &Identity,
         make: bool,
-    ) -> Result<Option<CacheFile>, String> {
+    ) -> Result<Option<CacheFile>, CacheFileError> {
         let digits: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
         let user = rustix::process::geteuid().as_raw();
         let path = directory.join(format!("thruway-cache-{user}-{digits}"));
         if let Some(others) = others_file(directory, &path, &digits) {
-            return Err(format!(
-                "{}: another user's daemon had this disk, and what it had acknowledged may be there only: start it as \
-                 that user once, or remove the file to give that up",
-                others.display()
-            ));
+            return Err(CacheFileError::OtherUser(others));
         }
-        let failed = |e: io::Error| format!("{}: {e}", path.display());
+        let failed = |source| CacheFileError::Io { path: path.clone(), source };
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let flags = if make { flags | OFlags::CREATE } else { flags };
         loop {
@@ -112,12 +145,12 @@ impl CacheFile {
                 && stat.st_mode & 0o077 == 0
                 && stat.st_nlink <= 1;
             if !is_ours {
-                return Err(format!("{}: is there and not a cache of ours; remove it", path.display()));
+                return Err(CacheFileError::Foreign(path));
             }
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => {
-                    return Err(format!("{}: another daemon serves this disk", path.display()));
+                    return Err(CacheFileError::InUse(path));
                 }
                 Err(e) => return Err(failed(e.into())),
             }
@@ -131,13 +164,11 @@ impl CacheFile {
     /// What an earlier daemon left in it.
     ///
     /// # Errors
-    /// A sentence, if it is not what one could have left.
-    pub(crate) fn leftover(&self) -> Result<Option<Leftover>, String> {
-        let damaged = || {
-            let path = self.path.display();
-            format!("{path}: is damaged; remove it to give up what was written and not flushed before the daemon ended")
-        };
-        let len = self.file.metadata().map_err(|e| format!("{}: {e}", self.path.display()))?.len();
+    /// [`CacheFileError`].
+    pub(crate) fn leftover(&self) -> Result<Option<Leftover>, CacheFileError> {
+        let damaged = || CacheFileError::Damaged(self.path.clone());
+        let failed = |source| CacheFileError::Io { path: self.path.clone(), source };
+        let len = self.file.metadata().map_err(failed)?.len();
         let mut header = [0; PAGE as usize];
         // One that was made and not used yet has no header.
         if len < PAGE || self.file.read_exact_at(&mut header, 0).is_err() || header[..8] == [0; 8] {
@@ -185,11 +216,7 @@ impl CacheFile {
         }
         dirty.sort_unstable_by_key(|record| record.block);
         if !dirty.is_empty() && header[48..64] != self.stamp {
-            return Err(format!(
-                "{}: holds what an earlier daemon acknowledged for another disk at the same place; bring that back, or \
-                 remove the file to give it up",
-                self.path.display()
-            ));
+            return Err(CacheFileError::OtherDisk(self.path.clone()));
         }
         Ok((!dirty.is_empty()).then_some(Leftover { block_len: block_len as u32, dirty, unfinished }))
     }
@@ -452,7 +479,7 @@ mod tests {
         disk.read(at, segment(0, 1)).await.unwrap().as_slice()[0]
     }
 
-    fn open(directory: &tempfile::TempDir, make: bool) -> Result<Option<CacheFile>, String> {
+    fn open(directory: &tempfile::TempDir, make: bool) -> Result<Option<CacheFile>, CacheFileError> {
         CacheFile::open_in(directory.path(), &ID, &ID, make)
     }
 
@@ -468,7 +495,7 @@ mod tests {
         // The disk takes nothing, so that all stays dirty.
         let broken: Arc<dyn Backend> = Arc::new(Fault::new(Arc::clone(&memory), Kind::Write, 1.0, 1));
         let file = open(&directory, true).unwrap().unwrap();
-        assert!(open(&directory, true).err().unwrap().contains("another daemon"));
+        assert!(matches!(open(&directory, true), Err(CacheFileError::InUse(_))));
         let written = run(move || async move {
             let cache = cache(file, &broken);
             let mut written = Vec::new();
@@ -583,11 +610,11 @@ mod tests {
         let whole = std::fs::read(&path).unwrap();
         assert_eq!(open(false).unwrap().unwrap().leftover().unwrap().unwrap().len(), 1);
         let another = CacheFile::open_in(directory.path(), &ID, &[9; 16], false).unwrap().unwrap();
-        assert!(another.leftover().err().unwrap().contains("another disk"));
+        assert!(matches!(another.leftover(), Err(CacheFileError::OtherDisk(_))));
         drop(another);
         let short: Arc<dyn Backend> = Arc::new(MemoryBackend::new(40_000).unwrap());
         let (file, left) = (open(false).unwrap().unwrap(), open(false));
-        assert!(left.err().unwrap().contains("another daemon"));
+        assert!(matches!(left, Err(CacheFileError::InUse(_))));
         let leftover = file.leftover().unwrap().unwrap();
         assert!(
             run(move || async move { file.replay(&leftover, &*short).await.is_err() }),
@@ -595,7 +622,7 @@ mod tests {
         );
         let others = path.with_file_name(path.file_name().unwrap().to_str().unwrap().replacen("cache-", "cache-9", 1));
         std::fs::copy(&path, &others).unwrap();
-        assert!(open(true).err().unwrap().contains("another user"));
+        assert!(matches!(open(true), Err(CacheFileError::OtherUser(_))));
         std::fs::remove_file(others).unwrap();
         let wrong =
             [(0, 1u64), (8, 1), (24, 3), (32, u64::MAX / 64), (40, u64::MAX), (4096, u64::MAX / 4), (4104, u64::MAX)];
@@ -605,12 +632,12 @@ mod tests {
             let mut damaged = whole.clone();
             damaged[at..at + 8].copy_from_slice(&bytes.to_le_bytes());
             std::fs::write(&path, damaged).unwrap();
-            assert!(open(false).unwrap().unwrap().leftover().err().unwrap().contains("damaged"), "at {at}");
+            assert!(matches!(open(false).unwrap().unwrap().leftover(), Err(CacheFileError::Damaged(_))), "at {at}");
         }
         std::fs::write(&path, &whole).unwrap();
         let mode = |bits| std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(bits)).unwrap();
         mode(0o666);
-        assert!(open(true).err().unwrap().contains("not a cache of ours"));
+        assert!(matches!(open(true), Err(CacheFileError::Foreign(_))));
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", &path).unwrap();
         assert!(open(true).is_err());

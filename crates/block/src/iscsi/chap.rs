@@ -4,7 +4,7 @@ use super::text::{Keys, binary, hex, number};
 use md5::{Digest as _, Md5};
 use ring::digest as sha;
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use thruway_engine::security::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
@@ -40,21 +40,46 @@ impl std::fmt::Debug for Secrets {
     }
 }
 
+/// A file of secrets that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SecretsError {
+    /// It cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// A line is wrong; line 0 stands for the whole file.
+    #[error("{}:{line}: {what}", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong.
+        what: &'static str,
+    },
+}
+
 impl Secrets {
     /// Reads a file: lines `initiator NAME SECRET [IQN[,IQN...]]` and at most one `target NAME SECRET`; `#` begins a
     /// comment.
     ///
     /// # Errors
-    /// A sentence that names the file and the line.
-    pub fn load(path: &Path) -> Result<Secrets, String> {
+    /// [`SecretsError`].
+    pub fn load(path: &Path) -> Result<Secrets, SecretsError> {
         use std::os::unix::fs::PermissionsExt;
-        let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
-        let mode = std::fs::metadata(path).map_err(|e| format!("{}: {e}", path.display()))?.permissions().mode();
+        let failed = |source| SecretsError::Io { path: path.into(), source };
+        let text = std::fs::read_to_string(path).map_err(failed)?;
+        let mode = std::fs::metadata(path).map_err(failed)?.permissions().mode();
         if mode & 0o077 != 0 {
             let mode = format!("{:03o}", mode & 0o777);
             tracing::warn!(path = %path.display(), mode, "others on this machine can use this file of secrets: chmod 600");
         }
-        Secrets::parse(&text).map_err(|(line, what)| format!("{}:{line}: {what}", path.display()))
+        Secrets::parse(&text).map_err(|(line, what)| SecretsError::Content { path: path.into(), line, what })
     }
 
     /// Whether an iSCSI name is said to be an initiator's own.

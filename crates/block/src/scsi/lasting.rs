@@ -3,6 +3,7 @@
 //! A cluster that has shut somebody out relies on it, whoever starts the daemon again. What is to last is in a file before the
 //! command that asked for it is answered.
 
+use super::reservation::KeptError;
 use rustix::fs::{Mode, OFlags};
 use std::fs::File;
 use std::io::{self, Write};
@@ -12,6 +13,28 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, Clone)]
 pub struct Lasting {
     path: PathBuf,
+}
+
+/// Kept reservations that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LastingError {
+    /// The file cannot be read.
+    #[error("reservations in {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// The file is not one of ours, or damaged.
+    #[error("reservations in {}: {source}; remove the file to give them up", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: KeptError,
+    },
 }
 
 /// Longer is no file of ours.
@@ -36,16 +59,16 @@ impl Lasting {
     /// What has been kept.
     ///
     /// # Errors
-    /// A sentence that names the file.
-    pub(super) fn load(&self) -> Result<Option<String>, String> {
-        let failed = |why: &dyn std::fmt::Display| format!("reservations in {}: {why}", self.path.display());
+    /// [`LastingError`].
+    pub(super) fn load(&self) -> Result<Option<String>, LastingError> {
+        let failed = |source| LastingError::Io { path: self.path.clone(), source };
         let file = match File::open(&self.path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(failed(&e)),
+            Err(e) => return Err(failed(e)),
         };
         let mut text = String::new();
-        io::Read::read_to_string(&mut io::Read::take(&file, LEN_MAX), &mut text).map_err(|e| failed(&e))?;
+        io::Read::read_to_string(&mut io::Read::take(&file, LEN_MAX), &mut text).map_err(failed)?;
         Ok(Some(text))
     }
 

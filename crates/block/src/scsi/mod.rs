@@ -20,7 +20,8 @@ mod unit;
 
 pub use cdb::only_reads;
 pub use inquiry::absent;
-pub use lasting::Lasting;
+pub use lasting::{Lasting, LastingError};
+pub use reservation::KeptError;
 pub use sense::{Sense, Status};
 pub use task_set::TaskSet;
 pub use unit::{Attention, Nexus, Unit};

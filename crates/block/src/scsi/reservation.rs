@@ -75,19 +75,31 @@ pub(super) struct Before {
 
 const FIRST_LINE: &str = "thruway reservations 1";
 
+/// Text of kept reservations that cannot be understood.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KeptError {
+    /// Something else, or of another version.
+    #[error("it does not begin with '{FIRST_LINE}'")]
+    FirstLine,
+    /// This line.
+    #[error("invalid line '{0}'")]
+    Line(String),
+}
+
 impl Reservations {
     /// With a place to keep them, and what is there.
     ///
     /// # Errors
-    /// A sentence that names what is wrong with that.
-    pub fn lasting(kept: Option<&str>) -> Result<Reservations, String> {
+    /// [`KeptError`].
+    pub fn lasting(kept: Option<&str>) -> Result<Reservations, KeptError> {
         let mut all = Reservations { can_last: true, lasts: kept.is_some(), ..Reservations::default() };
         let mut lines = kept.unwrap_or(FIRST_LINE).lines();
         if lines.next() != Some(FIRST_LINE) {
-            return Err(format!("it does not begin with '{FIRST_LINE}'"));
+            return Err(KeptError::FirstLine);
         }
         for line in lines {
-            let wrong = || format!("'{line}' is no line of it");
+            let wrong = || KeptError::Line(line.into());
             let mut words = line.split(' ');
             let [Some(what), Some(number), Some(port), None] = [(); 4].map(|()| words.next()) else {
                 return Err(wrong());

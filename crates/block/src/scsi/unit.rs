@@ -2,7 +2,9 @@
 
 use super::reservation::{Access, Reservations};
 use super::task_set::TaskSet;
-use super::{Lasting, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes, ports};
+use super::{
+    Lasting, LastingError, Outcome, Sense, Status, Transfer, be16, be32, cdb, inquiry, media, mode, opcodes, ports,
+};
 use crate::export::Export;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -133,12 +135,11 @@ impl Unit {
     /// Gives reservations a place to outlive the daemon; those that have are in force from now on.
     ///
     /// # Errors
-    /// A sentence, if what is kept there cannot be read.
-    pub fn with_lasting(mut self, lasting: Lasting) -> Result<Unit, String> {
+    /// [`LastingError`], if what is kept there cannot be read.
+    pub fn with_lasting(mut self, lasting: Lasting) -> Result<Unit, LastingError> {
         let kept = lasting.load()?;
-        let reservations = Reservations::lasting(kept.as_deref()).map_err(|why| {
-            format!("reservations in {}: {why}; remove the file to give them up", lasting.path().display())
-        })?;
+        let reservations = Reservations::lasting(kept.as_deref())
+            .map_err(|source| LastingError::Content { path: lasting.path().into(), source })?;
         self.with_state(|state| state.reservations = reservations);
         (self.kept, self.lasting) = (tokio::sync::Mutex::new(Some(kept)), Some(lasting));
         Ok(self)
@@ -614,7 +615,7 @@ mod tests {
                 std::fs::write(state.path().join("reservations").join("01".repeat(16)), nonsense).unwrap();
                 let export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
                 let refused = Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16]));
-                assert!(refused.err().unwrap().contains("remove the file"), "{nonsense:?}");
+                assert!(matches!(refused, Err(LastingError::Content { .. })), "{nonsense:?}");
             }
         });
     }

@@ -184,7 +184,7 @@ impl BlockArgs {
 
     /// The disks as iSCSI targets, and who may use them.
     fn targets(&self, exports: &[Arc<Export>], anonymous: bool) -> Result<Arc<Targets>, String> {
-        let secrets = self.chap.as_deref().map(Secrets::load).transpose()?;
+        let secrets = self.chap.as_deref().map(Secrets::load).transpose().map_err(|e| e.to_string())?;
         if let Some(open) = self.iscsi.iter().chain(&self.iser).find(|a| !a.ip().to_canonical().is_loopback())
             && secrets.is_none()
             && !anonymous
@@ -197,7 +197,7 @@ impl BlockArgs {
             let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
             let mut unit = Unit::new(Arc::clone(export), export.sector);
             if let Some(state) = state.as_ref().filter(|_| export.is_lasting) {
-                unit = unit.with_lasting(Lasting::of(state, &export.identity))?;
+                unit = unit.with_lasting(Lasting::of(state, &export.identity)).map_err(|e| e.to_string())?;
             }
             let unit = Arc::new(unit);
             match targets.iter_mut().find(|t| t.name == name) {

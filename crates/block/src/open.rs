@@ -1,0 +1,256 @@
+//! Opening an export: its storage, then its layers.
+
+use crate::backend::{Backend, FileBackend, MemoryBackend, Mode};
+use crate::cache::Cache;
+use crate::cache::persist::{CacheFile, CacheFileError, Leftover};
+use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Layer, Source, Spec};
+use crate::fence::Fence;
+use crate::identity::{self, Identity};
+use crate::layer::{Delay, Fault, Log, Overlay, Rate, Stripe};
+use crate::served::Served;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use thruway_engine::Reactors;
+
+/// A disk that cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Its storage, or a file of a layer.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file or device.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// There is not so much memory.
+    #[error("mem:{size}: {source}")]
+    Memory {
+        /// Bytes.
+        size: u64,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Its members do not fit together.
+    #[error("stripe: {0}")]
+    Stripe(io::Error),
+    /// There is no place for a file of changes.
+    #[error("overlay in {}: {source}", directory.display())]
+    Overlay {
+        /// Where the file was to be.
+        directory: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+    /// The cache cannot be made.
+    #[error("cache: {0}")]
+    Cache(io::Error),
+    /// No room for a cache that outlives the daemon.
+    #[error("cache: {0} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")]
+    CacheRoom(io::Error),
+    /// Two caches that are to outlive the daemon.
+    #[error("what a cache with writeback acknowledged outlives the daemon only if there is one such cache")]
+    TwoCaches,
+    /// What an earlier daemon had in its cache cannot be used.
+    #[error(transparent)]
+    CacheFile(#[from] CacheFileError),
+    /// What an earlier daemon had in its cache is not on the disk, and may not be written there.
+    #[error(
+        "{0} blocks that an earlier daemon acknowledged are not on the disk yet: serve it once so that it may be written to"
+    )]
+    Unwritten(usize),
+    /// What an earlier daemon had in its cache cannot be written to the disk.
+    #[error("writing what an earlier daemon had in its cache: {0}")]
+    Replay(io::Error),
+}
+
+impl Spec {
+    /// Opens the disk and puts the layers on it; a cache is spread over the nodes of the reactors.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(&self, reactors: Option<&Reactors>) -> Result<Export, OpenError> {
+        // Under an overlay nothing is changed.
+        let overlaid = self.layers.iter().any(|l| matches!(l, Layer::Overlay(_)));
+        let cached = self.layers.iter().any(|l| matches!(l, Layer::Cache(_)));
+        let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
+        let read_only = self.read_only || overlaid;
+        let mut backend = open_source(&self.source, mode, read_only)?;
+        let own = identity::of(&self.source);
+        let mut kept = self.kept(&own, &backend, read_only, reactors)?;
+        let chunk = self.chunk.unwrap_or_else(|| hinted(backend.geometry().preferred));
+        for layer in &self.layers {
+            backend = put_on(layer, backend, reactors, &mut kept)?;
+        }
+        let read_only = self.read_only || backend.geometry().read_only;
+        let description = describe(&self.source);
+        // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
+        let is_overlay = self.layers.iter().any(|layer| matches!(layer, Layer::Overlay(..)));
+        let found = || if is_overlay { thruway_engine::security::random() } else { own };
+        let identity = self.uuid.unwrap_or_else(found);
+        Ok(Export {
+            name: self.name.clone(),
+            description,
+            identity,
+            is_lasting: outlives_us(&self.source) && !is_overlay,
+            kind: kind(&self.source),
+            backend: Arc::new(Served::new(backend)),
+            read_only,
+            chunk,
+            target: self.target.clone(),
+            sector: self.sector,
+            allow: self.allow.clone(),
+            fence: Fence::default(),
+        })
+    }
+}
+
+impl Spec {
+    /// The file that a write-back cache of the disk is kept in, if it is to have one. What an earlier daemon left there is
+    /// on the disk then.
+    fn kept(
+        &self,
+        own: &Identity,
+        disk: &Arc<dyn Backend>,
+        read_only: bool,
+        reactors: Option<&Reactors>,
+    ) -> Result<Option<CacheFile>, OpenError> {
+        if !outlives_us(&self.source) {
+            return Ok(None);
+        }
+        let is_kept = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back && !config.volatile);
+        let count = if read_only { 0 } else { self.layers.iter().filter(is_kept).count() };
+        let writeback = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back);
+        if count > 0 && self.layers.iter().filter(writeback).count() > 1 {
+            return Err(OpenError::TwoCaches);
+        }
+        let Some(file) = CacheFile::open(own, &identity::stamp(&self.source), count > 0)? else { return Ok(None) };
+        let file = match file.leftover()? {
+            None => file,
+            Some(left) if read_only => return Err(OpenError::Unwritten(left.len())),
+            Some(left) => replay(file, left, disk, reactors)?,
+        };
+        if count > 0 {
+            return Ok(Some(file));
+        }
+        file.remove();
+        Ok(None)
+    }
+}
+
+/// Writes to a disk what an earlier daemon had in its cache.
+fn replay(
+    file: CacheFile,
+    left: Leftover,
+    disk: &Arc<dyn Backend>,
+    reactors: Option<&Reactors>,
+) -> Result<CacheFile, OpenError> {
+    let lost = || OpenError::Replay(io::Error::other("no reactor to do it"));
+    let reactors = reactors.ok_or_else(lost)?;
+    let (tell, told) = std::sync::mpsc::channel();
+    let (blocks, disk) = (left.len(), Arc::clone(disk));
+    reactors.handles()[0].spawn(move || async move {
+        let replayed = file.replay(&left, &*disk).await;
+        let _ = tell.send(replayed.map(|bytes| (file, bytes)));
+    });
+    let (file, bytes) = told.recv().map_err(|_| lost())?.map_err(OpenError::Replay)?;
+    tracing::warn!(
+        blocks,
+        bytes,
+        "an earlier daemon ended without warning: what it had in its cache is on the disk now"
+    );
+    Ok(file)
+}
+
+/// Whether a disk is there when we are not.
+fn outlives_us(source: &Source) -> bool {
+    match source {
+        Source::Path(_) => true,
+        Source::Memory(_) => false,
+        Source::Stripe { members, .. } => members.iter().all(outlives_us),
+    }
+}
+
+/// Pieces that lie on one member of the storage each, so that members deliver them independently.
+fn hinted(preferred: u32) -> u32 {
+    let is_one = (CHUNK_MIN..=CHUNK_MAX).contains(&u64::from(preferred)) && preferred.is_power_of_two();
+    if is_one { preferred } else { CHUNK }
+}
+
+/// What clients are told: not where it is.
+fn kind(source: &Source) -> &'static str {
+    match source {
+        Source::Path(path) if path.starts_with("/dev") => "a device",
+        Source::Path(_) => "a file",
+        Source::Memory(_) => "memory",
+        Source::Stripe { .. } => "a stripe",
+    }
+}
+
+fn describe(source: &Source) -> String {
+    match source {
+        Source::Path(path) => path.display().to_string(),
+        Source::Memory(size) => format!("{size} bytes of memory"),
+        Source::Stripe { members, .. } => format!("a stripe over {} members", members.len()),
+    }
+}
+
+fn open_source(source: &Source, mode: Mode, read_only: bool) -> Result<Arc<dyn Backend>, OpenError> {
+    Ok(match source {
+        Source::Path(path) => {
+            let failed = |source| OpenError::File { path: path.clone(), source };
+            Arc::new(FileBackend::open(path, mode, read_only).map_err(failed)?)
+        }
+        Source::Memory(size) => {
+            let failed = |source| OpenError::Memory { size: *size, source };
+            Arc::new(MemoryBackend::new(*size).map_err(failed)?)
+        }
+        Source::Stripe { chunk, members } => {
+            let members: Result<_, _> = members.iter().map(|m| open_source(m, mode, read_only)).collect();
+            Arc::new(Stripe::new(members?, *chunk).map_err(OpenError::Stripe)?)
+        }
+    })
+}
+
+fn put_on(
+    layer: &Layer,
+    below: Arc<dyn Backend>,
+    reactors: Option<&Reactors>,
+    kept: &mut Option<CacheFile>,
+) -> Result<Arc<dyn Backend>, OpenError> {
+    Ok(match layer {
+        Layer::Cache(config) => {
+            let nodes = reactors.map_or(vec![0], Reactors::nodes);
+            let file = if config.write_back && !config.volatile { kept.take() } else { None };
+            let no_room = |e: io::Error| match e.raw_os_error() {
+                Some(libc::ENOSPC | libc::ENOMEM) => OpenError::CacheRoom(e),
+                _ => OpenError::Cache(e),
+            };
+            let reactors = reactors.map(Reactors::spreader);
+            Arc::new(Cache::in_file(below, config.clone(), &nodes, reactors, file).map_err(no_room)?)
+        }
+        Layer::Overlay(dir) => {
+            let fail = |source| OpenError::Overlay { directory: dir.clone(), source };
+            let changes = temporary(dir, below.geometry().size).map_err(fail)?;
+            Arc::new(Overlay::new(below, changes).map_err(fail)?)
+        }
+        Layer::Rate(rate) => Arc::new(Rate::new(below, *rate)),
+        Layer::Delay(read, write) => Arc::new(Delay::new(below, *read, *write)),
+        Layer::Fault(kind, probability) => Arc::new(Fault::new(below, *kind, *probability, 1)),
+        Layer::Log(file) => {
+            let failed = |source| OpenError::File { path: file.clone(), source };
+            Arc::new(Log::new(below, file).map_err(failed)?)
+        }
+    })
+}
+
+/// An `O_TMPFILE`; freed when the last descriptor closes.
+fn temporary(dir: &Path, size: u64) -> io::Result<Arc<dyn Backend>> {
+    use rustix::fs::{Mode as Permissions, OFlags};
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = std::fs::File::from(rustix::fs::open(dir, flags, Permissions::RUSR | Permissions::WUSR)?);
+    file.set_len(size)?;
+    Ok(Arc::new(FileBackend::of(file)?))
+}
