@@ -1,5 +1,6 @@
 //! Digests of blocks.
 
+use crate::units::Invalid;
 use std::fmt;
 use std::str::FromStr;
 
@@ -50,13 +51,13 @@ impl fmt::Display for Algorithm {
 }
 
 impl FromStr for Algorithm {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Algorithm, String> {
+    type Err = Invalid;
+    fn from_str(s: &str) -> Result<Algorithm, Invalid> {
         match s {
             "none" => Ok(Algorithm::None),
             "xxh3" => Ok(Algorithm::Xxh3),
             "blake3" => Ok(Algorithm::Blake3),
-            other => Err(format!("'{other}' is not a verification; use none, xxh3 or blake3")),
+            other => Err(Invalid::new("verification", other, "none, xxh3 or blake3")),
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::connection_limit::{ConnectionLimit, Permit};
 use crate::listener::{Address, ListenError, Listener, Socket};
-use crate::rdma;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -72,23 +71,22 @@ impl Acceptor {
     /// with the fewest connections; others are rejected. Returns the addresses, with the ports that the kernel chose.
     ///
     /// # Errors
-    /// [`rdma::ListenError`] for the first address that cannot be listened on.
+    /// For the first address that cannot be listened on: there may be no RDMA device for it.
     pub fn listen_rdma<S, F>(
         self: &Arc<Self>,
         addresses: &[SocketAddr],
         provider: &Provider,
         reactors: &Reactors,
         serve: S,
-    ) -> Result<Vec<Address>, rdma::ListenError>
+    ) -> thruway_fabric::Result<Vec<Address>>
     where
         S: Fn(ConnectionRequest, Arc<Permit>) -> F + Clone + Send + 'static,
         F: Future<Output = io::Result<()>> + 'static,
     {
         let mut bound = Vec::new();
         for &address in addresses {
-            let fail = |source| rdma::ListenError { address, source };
-            let device = provider.open().map_err(fail)?;
-            let listener = device.listen(address, &ListenOptions::default()).map_err(fail)?;
+            let device = provider.open()?;
+            let listener = device.listen(address, &ListenOptions::default())?;
             let local = listener.local_addr();
             bound.push(Address::Tcp(local));
             let (acceptor, spreader, serve) = (Arc::clone(self), reactors.spreader(), serve.clone());
@@ -154,6 +152,11 @@ impl Acceptor {
 
     fn is_closing(&self) -> bool {
         *self.closing.borrow()
+    }
+
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.limit.count()
     }
 
     /// Becomes true when connections are to end.

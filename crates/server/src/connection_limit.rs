@@ -7,8 +7,8 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
 use thruway_engine::limits;
 use thruway_engine::reactor::Spreader;
 use tokio::sync::Notify;
@@ -18,6 +18,8 @@ pub struct ConnectionLimit {
     protocol: &'static str,
     max: usize,
     state: Mutex<State>,
+    /// Told when a permit is released.
+    released: Condvar,
 }
 
 #[derive(Default)]
@@ -60,7 +62,7 @@ pub struct Permit {
 impl ConnectionLimit {
     /// At most `max` connections of this protocol at a time.
     pub fn new(protocol: &'static str, max: usize) -> Arc<ConnectionLimit> {
-        Arc::new(ConnectionLimit { protocol, max, state: Mutex::default() })
+        Arc::new(ConnectionLimit { protocol, max, state: Mutex::default(), released: Condvar::new() })
     }
 
     /// The name of the protocol.
@@ -96,10 +98,14 @@ impl ConnectionLimit {
 
     /// Waits until all permits have been released, for at most `limit`.
     pub fn wait_until_empty(&self, limit: Duration) {
-        let end = Instant::now() + limit;
-        while self.lock().all > 0 && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let state = self.lock();
+        let waited = self.released.wait_timeout_while(state, limit, |state| state.all > 0);
+        drop(waited.expect("no panics under the lock"));
+    }
+
+    /// Permits that have not been released.
+    pub fn count(&self) -> usize {
+        self.lock().all
     }
 }
 
@@ -162,6 +168,7 @@ impl Drop for Permit {
     fn drop(&mut self) {
         let mut state = self.limit.lock();
         state.all -= 1;
+        self.limit.released.notify_all();
         if *self.is_authenticated.get_mut() {
             state.authenticated -= 1;
         } else {

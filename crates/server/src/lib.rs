@@ -9,6 +9,7 @@
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
 //! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
 //! - [`rdma`]: RDMA connections: messages, and the peer's memory to read from and write to.
+//! - [`service`]: what a daemon asks of each of its services.
 //! - [`panics`]: a panic ends one connection.
 //!
 //! It knows no protocol. Services never import one another: what two of them need is here, or below.
@@ -22,6 +23,7 @@ pub mod panics;
 pub mod rdma;
 pub mod reader;
 pub mod send_queue;
+pub mod service;
 pub mod stream;
 pub mod tls;
 pub mod writer;
@@ -33,5 +35,6 @@ pub use listener::{Address, ListenError, Listener, Socket};
 pub use message::{Body, Message};
 pub use reader::{Peer, Reader};
 pub use send_queue::SendQueue;
+pub use service::Service;
 pub use stream::{Plain, Stream};
 pub use writer::Writer;

@@ -26,6 +26,14 @@ impl Address {
             Address::Unix(_) => true,
         }
     }
+
+    /// The TCP port.
+    pub fn port(&self) -> Option<u16> {
+        match self {
+            Address::Tcp(addr) => Some(addr.port()),
+            Address::Unix(_) => None,
+        }
+    }
 }
 
 /// A text that is not an [`Address`].

@@ -434,7 +434,7 @@ fn push_to(
         once: false,
         fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
     };
-    let daemon = daemon::Daemon::start_with(config, Arc::clone(engines))?;
+    let daemon = daemon::Daemon::start_with(config, Arc::clone(engines)).map_err(|e| e.to_string())?;
     let addr = daemon.addrs()[0];
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {

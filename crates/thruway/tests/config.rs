@@ -40,6 +40,7 @@ layers = ["cache=8M"]
         .args(["--nbd", "127.0.0.1:0", "--config"])
         .arg(&file)
         .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     let mut line = String::new();
@@ -55,8 +56,17 @@ layers = ["cache=8M"]
         .expect("iscsi-ls is installed");
     let targets = String::from_utf8_lossy(&targets.stdout).into_owned();
     assert!(targets.contains("iqn.2026-11.org.last:one") && targets.contains("iqn.2026-11.org.last:two"), "{targets}");
-    child.kill().unwrap();
-    child.wait().unwrap();
+    // Statistics of all services, and an end in order.
+    let pid = rustix::process::Pid::from_child(&child);
+    let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
+    signal(rustix::process::Signal::USR1);
+    let mut lines = BufReader::new(child.stderr.as_mut().unwrap()).lines().map(Result::unwrap);
+    for expected in ["RFTP: 0 sessions", "NBD: 0 connections", "iSCSI: ", "block one: "] {
+        assert!(lines.by_ref().any(|line| line.starts_with(expected)), "{expected}");
+    }
+    signal(rustix::process::Signal::TERM);
+    drop(lines);
+    assert!(child.wait().unwrap().success());
 }
 
 #[test]

@@ -9,6 +9,7 @@ use crate::sink::Trust;
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
+use thruway_engine::units::Invalid;
 
 bitflags::bitflags! {
     /// What may be done.
@@ -154,11 +155,11 @@ impl AuthorizedKeys {
                 Ok(key) => (Grant::anywhere(Rights::READ_WRITE), Ok(key)),
                 // A line of one word is a key that is none, not options without a key.
                 Err(why) => match words.next() {
-                    Some(second) => (parse_options(first).map_err(at)?, second.parse()),
+                    Some(second) => (parse_options(first).map_err(|e| at(e.to_string()))?, second.parse()),
                     None => (Grant::anywhere(Rights::empty()), Err(why)),
                 },
             };
-            keys.entry(key.map_err(at)?).or_default().push(grant);
+            keys.entry(key.map_err(|e: Invalid| at(e.to_string()))?).or_default().push(grant);
         }
         Ok(AuthorizedKeys(keys))
     }
@@ -169,7 +170,22 @@ impl AuthorizedKeys {
     }
 }
 
-fn parse_options(text: &str) -> Result<Grant, String> {
+/// Options in front of a key that cannot be used.
+#[derive(Debug, thiserror::Error)]
+enum GrantError {
+    #[error(
+        "unknown option or invalid key '{}' (expected a key of 64 hexadecimal digits, or ro, rw, read, create, replace, delete, \
+         privileged, export=NAME[/PATH])",
+        crate::escape(.0)
+    )]
+    Unknown(String),
+    #[error(transparent)]
+    Path(#[from] crate::wire::Malformed),
+    #[error("export= takes one name; give the key another line for another export")]
+    SecondExport,
+}
+
+fn parse_options(text: &str) -> Result<Grant, GrantError> {
     let mut grant = Grant::anywhere(Rights::empty());
     for option in text.split(',') {
         grant.rights |= match option {
@@ -181,14 +197,13 @@ fn parse_options(text: &str) -> Result<Grant, String> {
             "privileged" => Rights::PRIVILEGED,
             other => {
                 let Some(place) = other.strip_prefix("export=") else {
-                    let known = "ro, rw, read, create, replace, delete, privileged, export=NAME[/PATH]";
-                    return Err(format!("'{}' is neither a key nor an option ({known})", crate::escape(other)));
+                    return Err(GrantError::Unknown(other.into()));
                 };
                 let (name, below) = place.split_once('/').unwrap_or((place, ""));
                 let below = below.trim_end_matches('/').as_bytes();
-                crate::wire::check_path(below).map_err(|e| e.to_string())?;
+                crate::wire::check_path(below)?;
                 if grant.export.is_some() || name.is_empty() {
-                    return Err("export= takes one name; give the key another line for another export".into());
+                    return Err(GrantError::SecondExport);
                 }
                 (grant.export, grant.below) = (Some(name.into()), below.to_vec());
                 Rights::empty()

@@ -10,6 +10,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use thruway_engine::units::Invalid;
 
 const KEYS_PATTERN: &str = "Noise_XX_25519_ChaChaPoly_BLAKE2s";
 const SECRET_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
@@ -70,9 +71,9 @@ impl fmt::Debug for PublicKey {
 }
 
 impl std::str::FromStr for PublicKey {
-    type Err = String;
-    fn from_str(s: &str) -> Result<PublicKey, String> {
-        from_hex(s).map(PublicKey).ok_or_else(|| format!("'{s}' is not a key: 64 hexadecimal digits are"))
+    type Err = Invalid;
+    fn from_str(s: &str) -> Result<PublicKey, Invalid> {
+        from_hex(s).map(PublicKey).ok_or_else(|| Invalid::new("public key", s, "64 hexadecimal digits"))
     }
 }
 

@@ -96,7 +96,7 @@ pub struct Job {
 }
 
 /// Reaches the peer again after a loss, where the address that is known may be of no use any more.
-pub type Reach<'a> = dyn Fn() -> Result<Remote, String> + 'a;
+pub type Reach<'a> = dyn Fn() -> Result<Remote, Box<dyn std::error::Error>> + 'a;
 
 /// How a job ended.
 #[derive(Debug, Clone)]
@@ -154,8 +154,8 @@ pub fn run(
                 if let Some(reach) = reach {
                     match reach() {
                         Ok(remote) => state.remote = remote,
-                        Err(why) if idle >= most => return Err(SessionError::Local(why)),
-                        Err(why) => tracing::warn!(why, "the peer cannot be reached"),
+                        Err(why) if idle >= most => return Err(SessionError::Local(why.to_string())),
+                        Err(why) => tracing::warn!(%why, "the peer cannot be reached"),
                     }
                 }
             }

@@ -3,6 +3,23 @@
 use crate::wire::TreeOptions;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
+/// A pattern that cannot be used.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum FilterError {
+    /// Not a pattern.
+    #[error("invalid pattern '{pattern}': {}", source.kind())]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        source: globset::Error,
+    },
+    /// Too many patterns, or too complicated ones.
+    #[error("patterns: {0}")]
+    Set(globset::Error),
+}
+
 /// Decides which entries of a tree take part.
 pub struct Filter {
     include: GlobSet,
@@ -14,8 +31,8 @@ impl Filter {
     /// matches names anywhere.
     ///
     /// # Errors
-    /// A sentence naming the pattern that is wrong.
-    pub fn new(options: &TreeOptions) -> Result<Filter, String> {
+    /// [`FilterError`].
+    pub fn new(options: &TreeOptions) -> Result<Filter, FilterError> {
         let set = |patterns: &[String]| {
             let mut builder = GlobSetBuilder::new();
             for pattern in patterns {
@@ -25,9 +42,9 @@ impl Filter {
                     format!("**/{pattern}")
                 };
                 let glob = Glob::new(anywhere.trim_end_matches('/'));
-                builder.add(glob.map_err(|e| format!("pattern '{pattern}': {}", e.kind()))?);
+                builder.add(glob.map_err(|source| FilterError::Pattern { pattern: pattern.clone(), source })?);
             }
-            builder.build().map_err(|e| e.to_string())
+            builder.build().map_err(FilterError::Set)
         };
         Ok(Filter { include: set(&options.include)?, exclude: set(&options.exclude)? })
     }
@@ -63,6 +80,6 @@ mod tests {
     #[test]
     fn a_wrong_pattern_is_named() {
         let options = TreeOptions { exclude: vec!["a[".into()], ..TreeOptions::default() };
-        assert!(Filter::new(&options).err().unwrap().contains("a["));
+        assert!(matches!(Filter::new(&options), Err(FilterError::Pattern { pattern, .. }) if pattern.contains("a[")));
     }
 }

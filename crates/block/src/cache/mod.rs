@@ -23,6 +23,7 @@ use crate::chunk_ranges::chunk_ranges;
 use crate::readahead::ReadAhead;
 use futures_util::future::try_join_all;
 use partition::{Found, Partition, Partitions};
+pub use persist::CacheFileError;
 use persist::{CacheFile, Layout};
 use range_lock::{Alone, RangeLock, Who};
 use smallvec::SmallVec;

@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_fabric::{ConnectionRequest, Provider, RemoteAddr};
-pub use thruway_server::rdma::ListenError;
 use thruway_server::rdma::{Channel, Messages, Options};
 use thruway_server::{Acceptor, Address, Body, Permit};
 
@@ -133,8 +132,8 @@ impl Server {
     /// Starts to serve on these reactors.
     ///
     /// # Errors
-    /// [`ListenError`] for the first address that cannot be listened on.
-    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
+    /// For the first address that cannot be listened on: there may be no RDMA device for it.
+    pub fn start(config: Config, reactors: &Reactors) -> thruway_fabric::Result<Server> {
         // The user behind a connection through an RDMA device is not known.
         let own_user_only = config.own_user_only && matches!(config.provider, Provider::Iwarp(_));
         let acceptor = Acceptor::new("iSER", config.connections_max, own_user_only);
@@ -155,6 +154,11 @@ impl Server {
     /// Refuses new connections and asks every initiator to log out.
     pub fn close(&self) {
         self.acceptor.close();
+    }
+
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.acceptor.connections()
     }
 
     /// Closes, and waits until every initiator has logged out, for at most `limit`.

@@ -89,6 +89,11 @@ impl Server {
         self.acceptor.close();
     }
 
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.acceptor.connections()
+    }
+
     /// Closes, and waits until every initiator has logged out, for at most `limit`.
     pub fn shut_down(&self, limit: Duration) {
         self.acceptor.shut_down(limit);

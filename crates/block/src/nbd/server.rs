@@ -65,6 +65,11 @@ impl Server {
         &self.addresses
     }
 
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.acceptor.connections()
+    }
+
     /// Ends every connection when its requests in flight are done, and waits for that for at most `limit`. What is in
     /// flight after that is for the disk to finish.
     pub fn shut_down(&self, limit: Duration) {

@@ -216,7 +216,8 @@ fn pages_on_demand(verbs: *mut ibv_context) -> bool {
 
 pub(super) fn open(name: &str) -> Result<crate::Device> {
     let other = |why: String| Error::io("opening an RDMA device", io::Error::other(why));
-    let lib = library().map_err(other)?;
+    let lib = library().map_err(|why| other(why.to_string()))?;
+
     let missing = || other(format!("there is no RDMA device '{name}'; `thruway bench devices` lists what there is"));
     let verbs = contexts(lib).into_iter().find(|v| name_of(lib, *v) == name).ok_or_else(missing)?;
     // SAFETY: zeroed integers are a valid value.

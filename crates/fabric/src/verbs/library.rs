@@ -14,7 +14,7 @@ macro_rules! library {
         }
 
         impl Library {
-            fn open() -> Result<Library, String> {
+            fn open() -> Result<Library, LibraryError> {
                 Ok(Library {
                     $($($name: {
                         let symbol = symbol($lib, stringify!($name))?;
@@ -72,7 +72,29 @@ library! {
     }
 }
 
-fn symbol(library: &str, name: &str) -> Result<*mut c_void, String> {
+/// rdma-core cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LibraryError {
+    /// A library is not there.
+    #[error("{library} is not installed ({reason}); it comes with rdma-core")]
+    Missing {
+        /// Its file.
+        library: &'static str,
+        /// What the dynamic linker says.
+        reason: String,
+    },
+    /// A library lacks a function.
+    #[error("{library} is too old: it lacks {function}")]
+    TooOld {
+        /// Its file.
+        library: &'static str,
+        /// The function.
+        function: &'static str,
+    },
+}
+
+fn symbol(library: &'static str, name: &'static str) -> Result<*mut c_void, LibraryError> {
     let reason = || {
         // SAFETY: dlerror returns a string that lives until the next call of this thread, or null.
         let said = unsafe { libc::dlerror() };
@@ -86,19 +108,19 @@ fn symbol(library: &str, name: &str) -> Result<*mut c_void, String> {
     // SAFETY: loads a system library; its constructors are rdma-core's. Never unloaded.
     let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if handle.is_null() {
-        return Err(format!("{library} is not installed ({}); it comes with rdma-core", reason()));
+        return Err(LibraryError::Missing { library, reason: reason() });
     }
     let symbol = CString::new(name).expect("no NUL in a constant");
     // SAFETY: the handle is of a loaded library.
     let found = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
-    if found.is_null() { Err(format!("{library} is too old: it lacks {name}")) } else { Ok(found) }
+    if found.is_null() { Err(LibraryError::TooOld { library, function: name }) } else { Ok(found) }
 }
 
 /// The libraries, loaded at the first call.
 ///
 /// # Errors
-/// A sentence that says which library is missing or too old.
-pub(super) fn library() -> Result<&'static Library, String> {
-    static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+/// [`LibraryError`].
+pub(super) fn library() -> Result<&'static Library, LibraryError> {
+    static LIBRARY: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
     LIBRARY.get_or_init(Library::open).as_ref().map_err(Clone::clone)
 }

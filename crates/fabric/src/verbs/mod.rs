@@ -40,6 +40,7 @@ mod memory;
 mod shared;
 
 use crate::{Device, Error, Result};
+pub use library::LibraryError;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
@@ -130,8 +131,8 @@ pub struct PortDescription {
 /// The RDMA devices of this machine; empty if it has none.
 ///
 /// # Errors
-/// A sentence that says which library of rdma-core is missing.
-pub fn devices() -> Result<Vec<DeviceDescription>, String> {
+/// [`LibraryError`].
+pub fn devices() -> Result<Vec<DeviceDescription>, LibraryError> {
     library::library()?;
     Ok(described(Path::new("/sys/class/infiniband")))
 }

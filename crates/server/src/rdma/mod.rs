@@ -12,14 +12,3 @@ pub mod slots;
 
 pub use channel::{Channel, Messages, Options};
 pub use slots::MessageSlots;
-
-/// An address that RDMA connections cannot be accepted at.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot listen for RDMA connections on {address}: {source}")]
-#[non_exhaustive]
-pub struct ListenError {
-    /// The address.
-    pub address: std::net::SocketAddr,
-    /// The reason: there may be no RDMA device for it.
-    pub source: thruway_fabric::Error,
-}

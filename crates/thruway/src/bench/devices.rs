@@ -37,7 +37,7 @@ fn rows() -> Vec<Value> {
     let found = match verbs::devices() {
         Ok(found) => found,
         Err(why) => {
-            rows.push(row("verbs", Value::Null, json!({"available": false, "why": why})));
+            rows.push(row("verbs", Value::Null, json!({"available": false, "why": why.to_string()})));
             return rows;
         }
     };

@@ -1,6 +1,7 @@
 //! The block service of the daemon: arguments, start, announcement.
 
 use clap::Args;
+use std::error::Error;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use thruway_block::{Backend, Export, iscsi, nbd};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
 use thruway_server::Address;
+use thruway_server::service::{Announcement, Service};
 use thruway_server::tls;
 
 /// Above these options in the help.
@@ -252,10 +254,12 @@ impl BlockArgs {
             own_user_only: self.own_initiators_only(anonymous),
             connections_max: self.max_connections,
         };
-        iser::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
+        iser::Server::start(config, reactors).map(Some).map_err(|e| format!("iSER: {e}"))
     }
 }
 
+/// How long clients that have been asked to leave may take.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 /// How long requests that are still under way when their clients have been told to leave may take.
 const LAST_REQUESTS: Duration = Duration::from_secs(10);
 
@@ -301,27 +305,58 @@ impl BlockService {
         let iser = args.iser(&targets, anonymous, fabric, &reactors)?;
         Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))
     }
+}
 
-    /// Lets clients that can be told leave in order, and flushes the disks.
-    ///
-    /// # Errors
-    /// Which disks may not have all that was written to them.
-    pub fn shut_down(&self) -> Result<(), String> {
+impl Service for BlockService {
+    fn announcement(&self) -> Announcement {
+        let nbd = self.nbd.as_ref().map(|s| ("nbd", "NBD at", s.addresses().to_vec()));
+        let iscsi = self.iscsi.as_ref().map(|s| ("iscsi", "iSCSI at", s.addresses().to_vec()));
+        let iser = self.iser.as_ref().map(|s| ("iser", "iSER at", s.addresses().to_vec()));
+        let disk = |export: &Arc<Export>| {
+            let geometry = export.geometry();
+            let mode = if geometry.read_only { "read-only" } else { "read and write" };
+            format!("block {} = {}, {} bytes ({mode})", export.name, export.description, geometry.size)
+        };
+        Announcement {
+            addresses: nbd.into_iter().chain(iscsi).chain(iser).collect(),
+            facts: Vec::new(),
+            lines: self.exports.iter().map(disk).collect(),
+        }
+    }
+
+    fn statistics(&self) -> Vec<String> {
+        let nbd = self.nbd.as_ref().map(|s| ("NBD", s.connections()));
+        let iscsi = self.iscsi.as_ref().map(|s| ("iSCSI", s.connections()));
+        let iser = self.iser.as_ref().map(|s| ("iSER", s.connections()));
+        let connections = nbd.into_iter().chain(iscsi).chain(iser);
+        let disk = |export: &Arc<Export>| Some(format!("block {}: {}", export.name, export.backend.report()?));
+        connections
+            .map(|(protocol, count)| format!("{protocol}: {count} connections"))
+            .chain(self.exports.iter().filter_map(disk))
+            .collect()
+    }
+
+    fn close(&self) {
+        // Those whom something asks to leave. Others go on until they have to end.
         if let Some(iscsi) = &self.iscsi {
             iscsi.close();
         }
         if let Some(iser) = &self.iser {
             iser.close();
         }
+    }
+
+    fn shut_down(&mut self) -> Result<(), Box<dyn Error>> {
+        self.close();
         if let Some(iscsi) = &self.iscsi {
-            iscsi.shut_down(Duration::from_secs(6));
+            iscsi.shut_down(LEAVE_TIMEOUT);
         }
         if let Some(iser) = &self.iser {
-            iser.shut_down(Duration::from_secs(6));
+            iser.shut_down(LEAVE_TIMEOUT);
         }
         // Last those whom nothing asks to leave: after the flush nothing may be acknowledged.
         if let Some(nbd) = &self.nbd {
-            nbd.shut_down(Duration::from_secs(6));
+            nbd.shut_down(LEAVE_TIMEOUT);
         }
         let mut failed = Vec::new();
         for export in &self.exports {
@@ -342,35 +377,6 @@ impl BlockService {
         if failed.is_empty() {
             return Ok(());
         }
-        Err(format!("not all that was written may be on the medium: {}", failed.join(", ")))
-    }
-
-    /// Where the service listens.
-    pub fn announce(&self, json: &mut serde_json::Map<String, serde_json::Value>) {
-        for (name, addresses) in self.portals() {
-            let addresses: Vec<String> = addresses.iter().map(Address::to_string).collect();
-            json.insert(name.to_lowercase(), addresses.into());
-        }
-    }
-
-    fn portals(&self) -> Vec<(&'static str, &[Address])> {
-        let nbd = self.nbd.as_ref().map(|s| ("NBD", s.addresses()));
-        let iscsi = self.iscsi.as_ref().map(|s| ("iSCSI", s.addresses()));
-        let iser = self.iser.as_ref().map(|s| ("iSER", s.addresses()));
-        nbd.into_iter().chain(iscsi).chain(iser).collect()
-    }
-
-    /// The same for people, a line each.
-    pub fn lines(&self) -> Vec<String> {
-        let mut lines = Vec::new();
-        for (name, addresses) in self.portals() {
-            lines.extend(addresses.iter().map(|address| format!("{name} at {address}")));
-        }
-        for export in &self.exports {
-            let geometry = export.geometry();
-            let mode = if geometry.read_only { "read-only" } else { "read and write" };
-            lines.push(format!("block {} = {}, {} bytes ({mode})", export.name, export.description, geometry.size));
-        }
-        lines
+        Err(format!("not all that was written may be on the medium: {}", failed.join(", ")).into())
     }
 }

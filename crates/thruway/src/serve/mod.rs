@@ -3,23 +3,27 @@
 mod block;
 mod config;
 mod confine;
+mod transfer;
 mod user;
 
 use self::block::{BlockArgs, BlockService};
+use self::transfer::TransferService;
 use self::user::User;
-use crate::endpoint::DEFAULT_PORT;
-use crate::{Cli, Command, Common, Failed, keys};
+use crate::{Cli, Command, Common, Failed};
 use clap::{Args, Parser, ValueEnum};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
 use std::ffi::OsString;
-use std::io::BufRead;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 use thruway_block::scsi::Lasting;
 use thruway_fabric::{Provider, iwarp, verbs};
+use thruway_server::Address;
+use thruway_server::service::{Announcement, Service};
 use thruway_transfer::access::AuthorizedKeys;
-use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
-use thruway_transfer::daemon::{Config, Daemon, Export};
+use thruway_transfer::auth::KeyPair;
+use thruway_transfer::daemon::Export;
 
 /// Arguments of `thruway serve`.
 #[derive(Args)]
@@ -36,7 +40,7 @@ use thruway_transfer::daemon::{Config, Daemon, Export};
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
 loopback only, the user it runs as and root, and nobody else. --anonymous lets
-everybody in. SIGHUP reads the keys again. Owners, set-id bits, devices and
+everybody in. SIGHUP reads the keys again, SIGUSR1 prints statistics. Owners, set-id bits, devices and
 privileged attributes are taken only from that user and from keys marked
 'privileged'. The export 'dev' is always there: tw://host/dev/null swallows
 what is sent, tw://host/dev/zero is endless.
@@ -192,53 +196,82 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         return check(args);
     }
     thruway_engine::limits::raise_open_files();
-    let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| e.to_string())?;
+    let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
-    let credentials = wants_transfer(args).then(|| credentials(args)).transpose()?;
+    let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
     // What ssh starts for a user may open what the user may.
     if !args.no_landlock && !args.secret_from_stdin {
         confine::confine(args)?;
     }
-    let blocks = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))?;
-    let Some(credentials) = credentials else {
-        become_user(args)?;
-        announce(None, blocks.as_ref(), args, common);
-        signals.forever().find(|signal| *signal != SIGHUP);
-        return blocks.as_ref().map_or(Ok(()), BlockService::shut_down);
-    };
-    let daemon = transfer(args, credentials.clone())?;
+    let mut services: Vec<Box<dyn Service>> = Vec::new();
+    if let Some(blocks) = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))? {
+        services.push(Box::new(blocks));
+    }
+    if let Some(credentials) = credentials {
+        services.insert(0, Box::new(TransferService::start(args, credentials)?));
+    }
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
-    let stopper = daemon.stopper();
-    let keys = args.authorized_keys.clone();
-    std::thread::spawn(move || {
-        for signal in signals.forever() {
-            match (signal, &keys) {
-                (SIGHUP, Some(path)) => match AuthorizedKeys::load(path) {
-                    Ok(keys) => {
-                        stopper.set_authorized(keys);
-                        tracing::warn!(path = %path.display(), "authorized keys read again");
-                    }
-                    Err(error) => tracing::error!(%error, "authorized keys not read again; those known before stay"),
-                },
-                (SIGHUP, None) => {}
-                _ => return stopper.stop(),
-            }
-        }
-    });
+    supervise(services, signals, args, common)
+}
+
+/// What happens to a daemon.
+enum Event {
+    Signal(i32),
+    /// Whoever started us through ssh has gone.
+    StdinClosed,
+    /// A service has ended by itself.
+    Ended(Result<(), String>),
+}
+
+/// Runs the services until the daemon is told to stop or one of them ends.
+fn supervise(
+    mut services: Vec<Box<dyn Service>>,
+    mut signals: Signals,
+    args: &ServeArgs,
+    common: &Common,
+) -> Result<(), String> {
+    let (events, happened) = mpsc::channel();
+    for service in &mut services {
+        let events = events.clone();
+        service.run(Box::new(move |result| {
+            let _ = events.send(Event::Ended(result.map_err(|e| e.to_string())));
+        }));
+    }
     if args.secret_from_stdin {
-        // Whoever started us through ssh holds the other end of the pipe.
-        let stopper = daemon.stopper();
+        let events = events.clone();
         std::thread::spawn(move || {
             let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-            stopper.stop();
+            events.send(Event::StdinClosed)
         });
     }
-    announce(Some((&daemon, &credentials)), blocks.as_ref(), args, common);
-    let result = daemon.run();
-    let flushed = blocks.as_ref().map_or(Ok(()), BlockService::shut_down);
-    result.and(flushed)
+    std::thread::spawn(move || signals.forever().try_for_each(|signal| events.send(Event::Signal(signal))));
+    announce(&services, args, common);
+    let mut result = Ok(());
+    for event in happened {
+        match event {
+            Event::Signal(SIGHUP) => services.iter().for_each(|service| {
+                if let Err(error) = service.reload() {
+                    tracing::error!(%error, "not read again; what was known before stays");
+                }
+            }),
+            Event::Signal(SIGUSR1) => {
+                services.iter().flat_map(|s| s.statistics()).for_each(|line| crate::say_error!("{line}"));
+            }
+            Event::Signal(_) | Event::StdinClosed => break,
+            Event::Ended(how) => {
+                result = how;
+                break;
+            }
+        }
+    }
+    services.iter().for_each(|service| service.close());
+    for service in &mut services {
+        let ended = service.shut_down().map_err(|e| e.to_string());
+        result = result.and(ended);
+    }
+    result
 }
 
 /// Makes the directory for what is to outlive the daemon, which only initiators ask for.
@@ -297,106 +330,37 @@ fn wants_transfer(args: &ServeArgs) -> bool {
     args.block.block.is_empty() || !args.listen.is_empty() || !args.export.is_empty() || args.secret_from_stdin
 }
 
-/// Who the daemon is.
-fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
-    if args.secret_from_stdin {
-        let mut line = String::new();
-        std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
-        return Ok(Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?));
-    }
-    // Clients on this machine remember no keys of daemons.
-    let passing = is_loopback_only(&args.listen) && args.key.is_none();
-    Ok(Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? }))
-}
-
-fn is_loopback_only(listen: &[SocketAddr]) -> bool {
-    listen.iter().all(|a| a.ip().to_canonical().is_loopback())
-}
-
-/// Starts the transfer service.
-fn transfer(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
-    let mut listen = args.listen.clone();
-    if listen.is_empty() && args.secret_from_stdin {
-        let ip = crate::ssh::reached_at().unwrap_or(std::net::Ipv4Addr::UNSPECIFIED.into());
-        listen.push(SocketAddr::new(ip, 0));
-    }
-    if listen.is_empty() {
-        listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
-    }
-    let authorized = match &args.authorized_keys {
-        Some(path) => AuthorizedKeys::load(path).map_err(|e| e.to_string())?,
-        None => AuthorizedKeys::default(),
-    };
-    let mut exports = args.export.clone();
-    // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
-    exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
-    let loopback_only = is_loopback_only(&listen);
-    let anonymous = args.anonymous;
-    // The user that we run as needs no key on this machine, unless keys are insisted on.
-    let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
-    if !anonymous && !loopback_only && args.authorized_keys.is_none() && !args.secret_from_stdin {
-        return Err(
-            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
-        );
-    }
-    let fabric = fabric(args.provider, &listen)?;
-    Daemon::start(Config {
-        listen,
-        exports,
-        credentials,
-        authorized,
-        anonymous,
-        local,
-        require_encryption: args.require_encryption,
-        require_verification: args.require_verification,
-        max_sessions: args.max_sessions as usize,
-        block_len_max: 16 << 20,
-        blocks: args.depth as usize,
-        once: args.once,
-        fabric,
-    })
-}
-
-fn announce(
-    transfer: Option<(&Daemon, &Credentials)>,
-    blocks: Option<&BlockService>,
-    args: &ServeArgs,
-    common: &Common,
-) {
-    let addrs = transfer.map(|(daemon, _)| daemon.addrs()).unwrap_or_default();
+fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
+    let announcements: Vec<Announcement> = services.iter().map(|service| service.announcement()).collect();
+    let all = || announcements.iter().flat_map(|a| &a.addresses);
     if args.secret_from_stdin {
         // The one line that the ssh client waits for.
+        let port = all().flat_map(|(_, _, addresses)| addresses).find_map(Address::port).unwrap_or(0);
         match crate::ssh::reached_at() {
-            Some(ip) => crate::say!("THRUWAY 1 {} {ip}", addrs[0].port()),
-            None => crate::say!("THRUWAY 1 {}", addrs[0].port()),
+            Some(ip) => crate::say!("THRUWAY 1 {port} {ip}"),
+            None => crate::say!("THRUWAY 1 {port}"),
         }
         return;
     }
-    let key = match transfer {
-        Some((_, Credentials::Keys(pair))) => pair.public().to_string(),
-        _ => String::new(),
-    };
     if common.json {
         let mut object = serde_json::Map::new();
-        object.insert("listening".into(), serde_json::json!(addrs));
-        object.insert("public_key".into(), key.into());
-        if let Some(blocks) = blocks {
-            blocks.announce(&mut object);
+        // Programs may count on these two.
+        object.insert("listening".into(), serde_json::json!([]));
+        object.insert("public_key".into(), "".into());
+        for (key, _, addresses) in all() {
+            let addresses: Vec<String> = addresses.iter().map(Address::to_string).collect();
+            object.insert((*key).into(), addresses.into());
+        }
+        for (key, value) in announcements.iter().flat_map(|a| &a.facts) {
+            object.insert((*key).into(), value.as_str().into());
         }
         crate::say!("{}", serde_json::Value::Object(object));
     } else if !common.quiet {
-        for addr in addrs {
-            crate::say_error!("listening on {addr}");
-        }
-        for export in &args.export {
-            let mode = if export.read_only { "read-only" } else { "read and write" };
-            crate::say_error!("export {} = {} ({mode})", export.name, export.dir.display());
-        }
-        for line in blocks.map(BlockService::lines).unwrap_or_default() {
-            crate::say_error!("{line}");
-        }
-        if transfer.is_some() {
-            crate::say_error!("public key {key}");
+        for announcement in &announcements {
+            for (_, name, addresses) in &announcement.addresses {
+                addresses.iter().for_each(|address| crate::say_error!("{name} {address}"));
+            }
+            announcement.lines.iter().for_each(|line| crate::say_error!("{line}"));
         }
     }
 }

@@ -129,6 +129,11 @@ impl Stopper {
         self.0.listener.wake();
     }
 
+    /// Sessions that are being served.
+    pub fn sessions(&self) -> usize {
+        lock(&self.0.running).len()
+    }
+
     /// From now on these keys may use the daemon. Sessions of others, and of those whose rights are not the same any
     /// more, end.
     pub fn set_authorized(&self, keys: AuthorizedKeys) {
@@ -162,45 +167,76 @@ fn hang_up(ended: Vec<Cancel>) {
     }
 }
 
+/// Why a daemon does not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// An export cannot be called so.
+    #[error("invalid name of an export '{0}' (expected no slash, and not '{DEV_EXPORT}')")]
+    ExportName(String),
+    /// Two exports have one name.
+    #[error("export '{0}' is given twice")]
+    DuplicateExport(String),
+    /// The directory of an export cannot be opened.
+    #[error("export {name}={}: {source}", dir.display())]
+    Export {
+        /// The export.
+        name: String,
+        /// Its directory.
+        dir: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// No threads or memory for the stages.
+    #[error("cannot start the storage stage: {0}")]
+    Stages(std::io::Error),
+    /// There is no device to listen with, or it cannot listen on an address.
+    #[error(transparent)]
+    Fabric(#[from] thruway_fabric::Error),
+}
+
 impl Daemon {
     /// Opens the exports and listens.
     ///
     /// # Errors
-    /// A sentence naming what is wrong.
-    pub fn start(config: Config) -> Result<Daemon, String> {
-        let engines = Engines::new().map_err(|e| e.to_string())?;
+    /// [`StartError`].
+    pub fn start(config: Config) -> Result<Daemon, StartError> {
+        let engines = Engines::new().map_err(StartError::Stages)?;
         Daemon::start_with(config, engines)
     }
 
     /// As [`Daemon::start`], with the stages of another part of this process.
     ///
     /// # Errors
-    /// A sentence naming what is wrong.
-    pub fn start_with(mut config: Config, engines: Arc<Engines>) -> Result<Daemon, String> {
+    /// [`StartError`].
+    pub fn start_with(mut config: Config, engines: Arc<Engines>) -> Result<Daemon, StartError> {
         let mut exports = HashMap::new();
         for export in &config.exports {
             if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
-                return Err(format!("export '{}': a name has no slash and is not '{DEV_EXPORT}'", export.name));
+                return Err(StartError::ExportName(export.name.clone()));
             }
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let dir = rustix::fs::open(&export.dir, flags, Mode::empty())
-                .map_err(|e| format!("export {}={}: {}", export.name, export.dir.display(), std::io::Error::from(e)))?;
+            let dir = rustix::fs::open(&export.dir, flags, Mode::empty()).map_err(|e| StartError::Export {
+                name: export.name.clone(),
+                dir: export.dir.clone(),
+                source: e.into(),
+            })?;
             let Export { read_only, unconfined, .. } = *export;
             let served = Served { root: Arc::new(dir), read_only, unconfined };
             if exports.insert(export.name.clone(), served).is_some() {
-                return Err(format!("export '{}' is given twice", export.name));
+                return Err(StartError::DuplicateExport(export.name.clone()));
             }
         }
-        let device = config.fabric.open().map_err(|e| e.to_string())?;
+        let device = config.fabric.open()?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
         let max_pending = share_of_descriptors(4).clamp(16, ListenOptions::default().max_pending);
         let options = ListenOptions { accept_foreign: true, max_pending, ..ListenOptions::default() };
-        for addr in &config.listen {
+        for &addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
                 tracing::warn!(%addr, "anonymous peers may connect from other hosts");
             }
-            listeners.push(device.listen(*addr, &options).map_err(|e| e.to_string())?);
+            listeners.push(device.listen(addr, &options)?);
         }
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
@@ -235,7 +271,7 @@ impl Daemon {
     ///
     /// # Errors
     /// If the system cannot wait for connections any more.
-    pub fn run(self) -> Result<(), String> {
+    pub fn run(self) -> thruway_fabric::Result<()> {
         let shared = &self.shared;
         while !shared.stop.load(Ordering::SeqCst) {
             shared.follow_greetings(shared.greetings.go_on());
@@ -249,7 +285,7 @@ impl Daemon {
                 None => {
                     let next = lock(&shared.channels).expire(Instant::now());
                     let limit = next.unwrap_or(Duration::from_secs(5));
-                    self.device.wait(Some(limit)).map_err(|e| e.to_string())?;
+                    self.device.wait(Some(limit))?;
                 }
             }
         }

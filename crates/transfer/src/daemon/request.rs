@@ -76,7 +76,7 @@ fn sentence(e: Errno) -> String {
 pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principal) -> Result<Work, Refusal> {
     let refused = |e: wire::Malformed| (AbortCode::Refused, e.to_string());
     let verify = wire::algorithm(asked.verify).map_err(refused)?;
-    crate::filter::Filter::new(&asked.options).or_else(refuse)?;
+    crate::filter::Filter::new(&asked.options).or_else(|e| refuse(e.to_string()))?;
     let config = &shared.config;
     if config.require_encryption && asked.data_key.is_none() && asked.direction != Direction::List {
         return refuse("this daemon insists on encryption (--encrypt on)");
@@ -125,7 +125,7 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
         Direction::List => {
             let Allowed { base, .. } = allowed(&asked.path, Rights::READ, "read")?;
             let (base, rest) = base_of(export, &asked.path, base)?;
-            list(export, &base, rest).map(Work::List).or_else(refuse)
+            list(export, &base, rest).map(Work::List)
         }
     }
 }
@@ -210,8 +210,8 @@ fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()>
     Ok(rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?)
 }
 
-fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, String> {
-    let failed = |e: Errno| format!("{}: {}", crate::escape(path), sentence(e));
+fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, Refusal> {
+    let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(path), sentence(e)));
     let entry = |name: &[u8], stat: &rustix::fs::Stat| ListEntry {
         name: name.to_vec(),
         mode: stat.st_mode,

@@ -79,7 +79,7 @@ pub fn run(
         payload_size: Arc::clone(&payload_size),
         destination: destination.filter(|d| d.machine == this_machine()),
     };
-    let walker = walk::Walker::new(setting).map_err(SessionError::Local)?;
+    let walker = walk::Walker::new(setting).map_err(|e| SessionError::Local(e.to_string()))?;
     let thread = std::thread::Builder::new()
         .name("walker".into())
         .stack_size(1 << 20)
@@ -296,7 +296,7 @@ impl Source<'_> {
                 Err(TryRecvError::Empty) => return Ok(()),
                 Err(TryRecvError::Disconnected) if self.core.is_walked() => return Ok(()),
                 Err(TryRecvError::Disconnected) => {
-                    return Err(SessionError::Local("the walker stopped without a word".into()));
+                    return Err(SessionError::Local("internal error: the walker thread exited unexpectedly".into()));
                 }
             }
         }

@@ -8,7 +8,7 @@ use super::large::OpenFiles;
 use super::payload_size::PayloadSize;
 use super::send::Pack;
 use super::{Ahead, Mail};
-use crate::filter::Filter;
+use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
 use crate::session::{Engine, Mailer, Progress, Terms};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
@@ -165,7 +165,7 @@ pub(super) struct Cancelled;
 pub(super) type Walk<T = ()> = Result<T, Cancelled>;
 
 impl Walker {
-    pub(super) fn new(setting: Setting) -> Result<Walker, String> {
+    pub(super) fn new(setting: Setting) -> Result<Walker, FilterError> {
         let Setting { engine, terms, mailer, verdicts, cancel, progress, from_files, ahead, payload_size, destination } =
             setting;
         let filter = Filter::new(&terms.options)?;

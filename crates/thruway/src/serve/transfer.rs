@@ -1,0 +1,154 @@
+//! The transfer service of the daemon: credentials, start, announcement.
+
+use super::{ServeArgs, fabric};
+use crate::endpoint::DEFAULT_PORT;
+use crate::keys;
+use std::error::Error;
+use std::io::BufRead;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+use thruway_server::Address;
+use thruway_server::service::{Announcement, Ended, Service};
+use thruway_transfer::access::AuthorizedKeys;
+use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
+use thruway_transfer::daemon::{Config, Daemon, Stopper};
+
+/// Who the daemon is.
+pub fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
+    if args.secret_from_stdin {
+        let mut line = String::new();
+        std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
+        return Ok(Credentials::Secret(from_hex(line.trim()).ok_or("no secret on standard input")?));
+    }
+    // Clients on this machine remember no keys of daemons.
+    let passing = is_loopback_only(&args.listen) && args.key.is_none();
+    Ok(Credentials::Keys(if passing { KeyPair::generate() } else { keys::host(args.key.as_ref())? }))
+}
+
+fn is_loopback_only(listen: &[SocketAddr]) -> bool {
+    listen.iter().all(|a| a.ip().to_canonical().is_loopback())
+}
+
+/// The running transfer service.
+pub struct TransferService {
+    addresses: Vec<Address>,
+    lines: Vec<String>,
+    /// The daemon's; empty if peers know it by a secret.
+    public_key: String,
+    authorized_keys: Option<PathBuf>,
+    stopper: Stopper,
+    /// Until it runs.
+    daemon: Option<Daemon>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TransferService {
+    /// Listens. Sessions begin with [`Service::run`].
+    pub fn start(args: &ServeArgs, credentials: Credentials) -> Result<TransferService, String> {
+        let public_key = match &credentials {
+            Credentials::Keys(pair) => pair.public().to_string(),
+            Credentials::Secret(_) => String::new(),
+        };
+        let daemon = start(args, credentials)?;
+        let mut lines = Vec::new();
+        for export in &args.export {
+            let mode = if export.read_only { "read-only" } else { "read and write" };
+            lines.push(format!("export {} = {} ({mode})", export.name, export.dir.display()));
+        }
+        lines.push(format!("public key {public_key}"));
+        Ok(TransferService {
+            addresses: daemon.addrs().into_iter().map(Address::Tcp).collect(),
+            lines,
+            public_key,
+            authorized_keys: args.authorized_keys.clone(),
+            stopper: daemon.stopper(),
+            daemon: Some(daemon),
+            thread: None,
+        })
+    }
+}
+
+impl Service for TransferService {
+    fn announcement(&self) -> Announcement {
+        Announcement {
+            addresses: vec![("listening", "listening on", self.addresses.clone())],
+            facts: vec![("public_key", self.public_key.clone())],
+            lines: self.lines.clone(),
+        }
+    }
+
+    fn run(&mut self, ended: Ended) {
+        let Some(daemon) = self.daemon.take() else { return };
+        self.thread = Some(std::thread::spawn(move || ended(daemon.run().map_err(Into::into))));
+    }
+
+    fn reload(&self) -> Result<(), Box<dyn Error>> {
+        if let Some(path) = &self.authorized_keys {
+            self.stopper.set_authorized(AuthorizedKeys::load(path)?);
+            tracing::warn!(path = %path.display(), "authorized keys read again");
+        }
+        Ok(())
+    }
+
+    fn statistics(&self) -> Vec<String> {
+        vec![format!("RFTP: {} sessions", self.stopper.sessions())]
+    }
+
+    fn close(&self) {
+        self.stopper.stop();
+    }
+
+    fn shut_down(&mut self) -> Result<(), Box<dyn Error>> {
+        self.close();
+        if let Some(thread) = self.thread.take() {
+            thread.join().map_err(|_| "the transfer service has panicked")?;
+        }
+        Ok(())
+    }
+}
+
+/// Starts to listen.
+fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
+    let mut listen = args.listen.clone();
+    if listen.is_empty() && args.secret_from_stdin {
+        let ip = crate::ssh::reached_at().unwrap_or(std::net::Ipv4Addr::UNSPECIFIED.into());
+        listen.push(SocketAddr::new(ip, 0));
+    }
+    if listen.is_empty() {
+        listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
+    }
+    let authorized = match &args.authorized_keys {
+        Some(path) => AuthorizedKeys::load(path).map_err(|e| e.to_string())?,
+        None => AuthorizedKeys::default(),
+    };
+    let mut exports = args.export.clone();
+    // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
+    exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
+    let loopback_only = is_loopback_only(&listen);
+    let anonymous = args.anonymous;
+    // The user that we run as needs no key on this machine, unless keys are insisted on.
+    let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
+    if !anonymous && !loopback_only && args.authorized_keys.is_none() && !args.secret_from_stdin {
+        return Err(
+            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
+        );
+    }
+    let fabric = fabric(args.provider, &listen)?;
+    Daemon::start(Config {
+        listen,
+        exports,
+        credentials,
+        authorized,
+        anonymous,
+        local,
+        require_encryption: args.require_encryption,
+        require_verification: args.require_verification,
+        max_sessions: args.max_sessions as usize,
+        block_len_max: 16 << 20,
+        blocks: args.depth as usize,
+        once: args.once,
+        fabric,
+    })
+    .map_err(|e| e.to_string())
+}
