@@ -3,7 +3,7 @@
 use crate::endpoint::{Endpoint, tidy};
 use crate::output::{Display, ProgressMode};
 use crate::remote::{Provider, daemon};
-use crate::{Common, Failed, ssh, units};
+use crate::ssh;
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
 use std::ffi::{OsStr, OsString};
@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+use thruway_cli::{Common, Failed, units};
 use thruway_engine::integrity::Algorithm;
 use thruway_engine::stage::StageStats;
 use thruway_fabric::iwarp;
@@ -119,7 +120,7 @@ pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
     let outcome = copy(args, common);
     let (finished, encrypted, stats) = outcome.map_err(|message| {
-        crate::say_error!("thruway cp: {message}");
+        thruway_cli::say_error!("thruway cp: {message}");
         Failed
     })?;
     let seconds = start.elapsed().as_secs_f64();
@@ -151,9 +152,9 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         let (path, message) =
             (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
         if path.is_empty() {
-            crate::say_error!("thruway cp: {message}");
+            thruway_cli::say_error!("thruway cp: {message}");
         } else {
-            crate::say_error!("thruway cp: {path}: {message}");
+            thruway_cli::say_error!("thruway cp: {path}: {message}");
         }
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
@@ -439,7 +440,7 @@ fn push_to(
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {
         if let Err(message) = daemon.run() {
-            crate::say_error!("thruway cp: {message}");
+            thruway_cli::say_error!("thruway cp: {message}");
         }
     });
     *peer = Some(Peer::Thread(stopper, Some(thread)));
@@ -568,7 +569,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "cpu_seconds": cpu,
             "stages": stats.iter().map(stage_row).collect::<Vec<_>>(),
         });
-        crate::say!("{out}");
+        thruway_cli::say!("{out}");
         return;
     }
     if common.quiet {
@@ -606,7 +607,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
         (false, true) => ", encrypted",
         (false, false) => "",
     };
-    crate::say!("{text}");
+    thruway_cli::say!("{text}");
 }
 
 fn stage_row(stage: &StageStats) -> serde_json::Value {
@@ -622,7 +623,7 @@ fn stage_row(stage: &StageStats) -> serde_json::Value {
 }
 
 fn print_stats(stats: &[StageStats]) {
-    crate::say_error!(
+    thruway_cli::say_error!(
         "{:<10} {:>7} {:>9} {:>12} {:>12} {:>12} {:>8}",
         "stage",
         "workers",
@@ -634,7 +635,7 @@ fn print_stats(stats: &[StageStats]) {
     );
     for stage in stats {
         let mean = |d: std::time::Duration| d.as_secs_f64() * 1e6 / stage.tasks.max(1) as f64;
-        crate::say_error!(
+        thruway_cli::say_error!(
             "{:<10} {:>7} {:>9} {:>12.1} {:>12.1} {:>12.2} {:>8}",
             stage.name,
             stage.workers.map_or("own".into(), |w| w.to_string()),

@@ -1,6 +1,5 @@
 //! `thruway demo`: the main job end to end on this machine, in a temporary directory.
 
-use crate::{Common, Failed, units};
 use clap::Args;
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,6 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use thruway_cli::{Common, Failed, units};
 
 /// Arguments of `thruway demo`.
 #[derive(Args)]
@@ -25,7 +25,7 @@ pub struct DemoArgs {
 pub fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
     let result = Demo::new(args, common).and_then(|demo| demo.run());
     result.map_err(|message| {
-        crate::say_error!("thruway demo: {message}");
+        thruway_cli::say_error!("thruway demo: {message}");
         Failed
     })
 }
@@ -67,7 +67,7 @@ impl<'a> Demo<'a> {
 
     fn say(&self, text: &str) {
         if !self.common.json && !self.common.quiet {
-            crate::say!("{text}");
+            thruway_cli::say!("{text}");
         }
     }
 
@@ -168,7 +168,7 @@ impl<'a> Demo<'a> {
                     json
                 })
                 .collect();
-            crate::say!("{}", serde_json::json!({ "ok": true, "steps": rows }));
+            thruway_cli::say!("{}", serde_json::json!({ "ok": true, "steps": rows }));
         }
         self.say("all copies are identical to the source; nothing was left behind");
         Ok(())

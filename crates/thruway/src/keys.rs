@@ -1,8 +1,8 @@
 //! Where keys are kept, and `thruway keygen`.
 
-use crate::{Common, Failed};
 use clap::Args;
 use std::path::PathBuf;
+use thruway_cli::{Common, Failed};
 use thruway_transfer::auth::KeyPair;
 
 /// Arguments of `thruway keygen`.
@@ -25,13 +25,13 @@ pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     let path = args.output.clone().unwrap_or_else(identity_path);
     let pair = KeyPair::generate();
     if let Err(error) = pair.save(&path) {
-        crate::say_error!("thruway keygen: {error}");
+        thruway_cli::say_error!("thruway keygen: {error}");
         return Err(Failed);
     }
     if common.json {
-        crate::say!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
+        thruway_cli::say!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
     } else if !common.quiet {
-        crate::say!("secret key: {}\npublic key: {}", path.display(), pair.public());
+        thruway_cli::say!("secret key: {}\npublic key: {}", path.display(), pair.public());
     }
     Ok(())
 }

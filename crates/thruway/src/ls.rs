@@ -2,10 +2,10 @@
 
 use crate::endpoint::Endpoint;
 use crate::remote::{self, Provider};
-use crate::{Common, Failed};
 use clap::Args;
 use std::ffi::OsString;
 use std::path::PathBuf;
+use thruway_cli::{Common, Failed};
 use thruway_transfer::client;
 
 /// Arguments of `thruway ls`.
@@ -34,7 +34,7 @@ pub fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
     })()
     .map_err(|message| {
-        crate::say_error!("thruway ls: {message}");
+        thruway_cli::say_error!("thruway ls: {message}");
         Failed
     })?;
     let kind = |mode: u32| match mode & 0o170_000 {
@@ -51,12 +51,12 @@ pub fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
                 serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime })
             })
             .collect();
-        crate::say!("{}", serde_json::Value::Array(rows));
+        thruway_cli::say!("{}", serde_json::Value::Array(rows));
         return Ok(());
     }
     for entry in entries {
         let name = thruway_transfer::escape(&entry.name);
-        crate::say!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
+        thruway_cli::say!("{}{:04o} {:>12} {}", kind(entry.mode), entry.mode & 0o7777, entry.size, name);
     }
     Ok(())
 }

@@ -3,7 +3,6 @@
 // They panic where nobody reads any more: `say!` and `say_error!` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
-mod bench;
 mod cp;
 mod demo;
 mod endpoint;
@@ -13,10 +12,10 @@ mod output;
 mod remote;
 mod serve;
 mod ssh;
-mod units;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use std::process::ExitCode;
+use thruway_cli::{Common, Failed};
 
 /// Moves and serves data at the speed of the machine.
 #[derive(Parser)]
@@ -26,20 +25,6 @@ struct Cli {
     common: Common,
     #[command(subcommand)]
     command: Command,
-}
-
-/// Options of every command.
-#[derive(Args, Clone)]
-struct Common {
-    /// One JSON value on standard output and nothing else
-    #[arg(long, global = true)]
-    json: bool,
-    /// Only errors
-    #[arg(long, short, global = true)]
-    quiet: bool,
-    /// More about what happens; twice for even more
-    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
-    verbose: u8,
 }
 
 #[derive(Subcommand)]
@@ -55,11 +40,9 @@ enum Command {
     /// The main job end to end on this machine, with a report
     Demo(demo::DemoArgs),
     /// Measure the fabric: latency, bandwidth, rping
-    Bench(bench::BenchArgs),
+    #[cfg(feature = "bench")]
+    Bench(thruway_bench::BenchArgs),
 }
-
-/// A failure already described to the user.
-pub(crate) struct Failed;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -70,7 +53,8 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args, &cli.common),
         Command::Keygen(args) => keys::run(&args, &cli.common),
         Command::Demo(args) => demo::run(&args, &cli.common),
-        Command::Bench(args) => bench::run(&args, &cli.common),
+        #[cfg(feature = "bench")]
+        Command::Bench(args) => thruway_bench::run(&args, &cli.common),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,45 +1,13 @@
 //! What a person sees while a copy runs.
 
-use crate::units;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use thruway_cli::units;
 use thruway_transfer::session::Progress;
-
-/// Prints a line on standard output. Unlike `println!` it ends the program in order when nobody reads any more
-/// (`| head`), and says so when it cannot be written (a full disk).
-#[macro_export]
-macro_rules! say {
-    ($($text:tt)*) => { $crate::output::say(format_args!($($text)*)) };
-}
-
-/// Writes a line to standard error. If that cannot be done nobody can be told, and the work goes on.
-#[macro_export]
-macro_rules! say_error {
-    ($($text:tt)*) => { $crate::output::say_error(format_args!($($text)*)) };
-}
-
-/// As [`say_error!`].
-pub fn say_error(text: std::fmt::Arguments<'_>) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
-}
-
-/// As [`say!`].
-pub fn say(text: std::fmt::Arguments<'_>) {
-    use std::io::Write;
-    let mut out = std::io::stdout().lock();
-    let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
-    if let Err(error) = written {
-        if error.kind() != std::io::ErrorKind::BrokenPipe {
-            crate::say_error!("thruway: standard output: {error}");
-        }
-        std::process::exit(1);
-    }
-}
 
 /// How to show progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -109,7 +77,7 @@ fn show(bar: Option<&ProgressBar>, progress: &Progress, stop: &AtomicBool) {
             }
             None if said.elapsed() >= Duration::from_secs(2) => {
                 said = Instant::now();
-                crate::say_error!("{text}");
+                thruway_cli::say_error!("{text}");
             }
             None => {}
         }

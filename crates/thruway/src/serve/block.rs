@@ -367,7 +367,7 @@ impl Service for BlockService {
             self.reactors.handles()[0].spawn(move || async move { drop(tell.send(close(disk).await)) });
             let closed = told.recv().unwrap_or_else(|_| Err(std::io::Error::other("its reactor has ended")));
             if let Err(error) = closed {
-                crate::say_error!("thruway serve: stopping block export '{}': {error}", export.name);
+                thruway_cli::say_error!("thruway serve: stopping block export '{}': {error}", export.name);
                 failed.push(export.name.clone());
             }
             if let Some(report) = export.backend.report() {

@@ -9,7 +9,7 @@ mod user;
 use self::block::{BlockArgs, BlockService};
 use self::transfer::TransferService;
 use self::user::User;
-use crate::{Cli, Command, Common, Failed};
+use crate::{Cli, Command};
 use clap::{Args, Parser, ValueEnum};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -18,6 +18,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use thruway_block::scsi::Lasting;
+use thruway_cli::{Common, Failed};
 use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
@@ -155,7 +156,7 @@ fn parse_export(text: &str) -> Result<Export, String> {
 /// Runs the daemon until it is told to stop.
 pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     serve(args, common).map_err(|message| {
-        crate::say_error!("thruway serve: {message}");
+        thruway_cli::say_error!("thruway serve: {message}");
         Failed
     })
 }
@@ -163,7 +164,7 @@ pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
 /// The arguments with what the configuration file says. Does not return if the file has mistakes.
 fn with_config(path: &Path) -> ServeArgs {
     let file = config::load(path).unwrap_or_else(|mistakes| {
-        crate::say_error!("{mistakes}");
+        thruway_cli::say_error!("{mistakes}");
         std::process::exit(2);
     });
     // What the file says stands before what the command line says, which so has the last word.
@@ -180,7 +181,7 @@ fn with_config(path: &Path) -> ServeArgs {
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     if args.config_reference {
-        crate::say!("{}", config::reference().trim_end());
+        thruway_cli::say!("{}", config::reference().trim_end());
         return Ok(());
     }
     let merged;
@@ -257,7 +258,7 @@ fn supervise(
                 }
             }),
             Event::Signal(SIGUSR1) => {
-                services.iter().flat_map(|s| s.statistics()).for_each(|line| crate::say_error!("{line}"));
+                services.iter().flat_map(|s| s.statistics()).for_each(|line| thruway_cli::say_error!("{line}"));
             }
             Event::Signal(_) | Event::StdinClosed => break,
             Event::Ended(how) => {
@@ -337,8 +338,8 @@ fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
         // The one line that the ssh client waits for.
         let port = all().flat_map(|(_, _, addresses)| addresses).find_map(Address::port).unwrap_or(0);
         match crate::ssh::reached_at() {
-            Some(ip) => crate::say!("THRUWAY 1 {port} {ip}"),
-            None => crate::say!("THRUWAY 1 {port}"),
+            Some(ip) => thruway_cli::say!("THRUWAY 1 {port} {ip}"),
+            None => thruway_cli::say!("THRUWAY 1 {port}"),
         }
         return;
     }
@@ -354,13 +355,13 @@ fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
         for (key, value) in announcements.iter().flat_map(|a| &a.facts) {
             object.insert((*key).into(), value.as_str().into());
         }
-        crate::say!("{}", serde_json::Value::Object(object));
+        thruway_cli::say!("{}", serde_json::Value::Object(object));
     } else if !common.quiet {
         for announcement in &announcements {
             for (_, name, addresses) in &announcement.addresses {
-                addresses.iter().for_each(|address| crate::say_error!("{name} {address}"));
+                addresses.iter().for_each(|address| thruway_cli::say_error!("{name} {address}"));
             }
-            announcement.lines.iter().for_each(|line| crate::say_error!("{line}"));
+            announcement.lines.iter().for_each(|line| thruway_cli::say_error!("{line}"));
         }
     }
 }

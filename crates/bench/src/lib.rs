@@ -14,10 +14,10 @@ mod rping;
 mod server;
 mod suite;
 
-use crate::{Common, Failed};
 use clap::{Args, Subcommand, ValueEnum};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
+use thruway_cli::{Common, Failed};
 use thruway_fabric::{Provider, iwarp, verbs};
 
 /// Arguments of `thruway bench`.
@@ -197,7 +197,7 @@ impl TestArgs {
             Some("sweep") => Ok((1..=23).map(|shift| 1 << shift).collect()),
             Some(list) => list
                 .split(',')
-                .map(|text| match crate::units::parse_size(text).map_err(|e| e.to_string())? {
+                .map(|text| match thruway_cli::units::parse_size(text).map_err(|e| e.to_string())? {
                     n @ 1..=0x4000_0000 => Ok(n as u32),
                     n => Err(format!("a message of {n} bytes; 1 to 1G are possible")),
                 })
@@ -284,7 +284,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         }
     };
     result.map_err(|message| {
-        crate::say_error!("thruway bench: {message}");
+        thruway_cli::say_error!("thruway bench: {message}");
         Failed
     })
 }
@@ -306,7 +306,7 @@ fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {
                 let stop = &stop;
                 scope.spawn(move || {
                     if let Err(message) = server.serve(|| stop.load(std::sync::atomic::Ordering::Relaxed)) {
-                        crate::say_error!("thruway bench: accepting end: {message}");
+                        thruway_cli::say_error!("thruway bench: accepting end: {message}");
                     }
                 });
                 addr

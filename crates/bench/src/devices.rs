@@ -1,7 +1,7 @@
 //! `thruway bench devices`: every provider, device and port, and why something is unavailable.
 
-use crate::Common;
 use serde_json::{Value, json};
+use thruway_cli::Common;
 use thruway_fabric::{DeviceAttributes, iwarp, verbs};
 
 fn capabilities(a: &DeviceAttributes) -> Value {
@@ -76,23 +76,28 @@ fn rows() -> Vec<Value> {
 pub(super) fn run(common: &Common) {
     let rows = rows();
     if common.json {
-        crate::say!("{}", Value::Array(rows));
+        thruway_cli::say!("{}", Value::Array(rows));
         return;
     }
     for row in &rows {
         let text = |key: &str| row[key].as_str().unwrap_or("-").to_string();
         let state =
             if row["available"] == true { "available".to_string() } else { format!("unavailable: {}", text("why")) };
-        crate::say!("{:<6} {:<10} {state}", text("provider"), text("device"));
+        thruway_cli::say!("{:<6} {:<10} {state}", text("provider"), text("device"));
         if let Some(kind) = row["kind"].as_str() {
-            crate::say!("       {kind}, interface {}", text("interface"));
+            thruway_cli::say!("       {kind}, interface {}", text("interface"));
         }
         for port in row["ports"].as_array().into_iter().flatten() {
-            crate::say!("       port {}: {}, {}", port["port"], text_of(&port["state"]), text_of(&port["link_layer"]));
+            thruway_cli::say!(
+                "       port {}: {}, {}",
+                port["port"],
+                text_of(&port["state"]),
+                text_of(&port["link_layer"])
+            );
         }
         if let Some(c) = row["capabilities"].as_object() {
             let list: Vec<String> = c.iter().map(|(k, v)| format!("{k} {v}")).collect();
-            crate::say!("       {}", list.join(", "));
+            thruway_cli::say!("       {}", list.join(", "));
         }
     }
 }

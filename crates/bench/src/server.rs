@@ -3,10 +3,10 @@
 
 use super::link::{self, Link, Pace};
 use super::{Op, Test, Wait};
-use crate::Common;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::Duration;
+use thruway_cli::Common;
 use thruway_fabric::{
     CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener,
     Provider, Status, WorkCompletion,
@@ -70,7 +70,7 @@ impl Server {
 
     pub(super) fn announce(self, common: &Common) -> Server {
         if !common.quiet {
-            crate::say_error!("listening on {}", self.addr());
+            thruway_cli::say_error!("listening on {}", self.addr());
         }
         self
     }
@@ -111,7 +111,7 @@ impl Server {
         let peer = request.peer();
         match self.try_accept(request) {
             Ok(()) => {}
-            Err(message) => crate::say_error!("thruway bench: {peer}: {message}"),
+            Err(message) => thruway_cli::say_error!("thruway bench: {peer}: {message}"),
         }
     }
 

@@ -3,11 +3,11 @@
 //! client compares. It proves interoperation with any RDMA implementation that has rping.
 
 use super::{OnOff, Where, resolve};
-use crate::Common;
 use clap::Args;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use thruway_cli::Common;
 use thruway_fabric::*;
 
 /// Largest buffer, as in rping.
@@ -48,7 +48,7 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
     if let Some(addr) = args.place.listen {
         let server = Server::start(addr, config)?;
         if !common.quiet {
-            crate::say_error!("listening on {}", server.listener.local_addr());
+            thruway_cli::say_error!("listening on {}", server.listener.local_addr());
         }
         return server.serve(args.once, common.verbose > 0);
     }
@@ -73,9 +73,9 @@ pub(super) fn run(args: &RpingArgs, common: &Common) -> Result<(), String> {
             "lat_us_p99": seconds * 1e6 / f64::from(args.count),
             "cpu_seconds": super::client::cpu_seconds(),
         }]);
-        crate::say!("{row:#}");
+        thruway_cli::say!("{row:#}");
     } else if !common.quiet {
-        crate::say!(
+        thruway_cli::say!(
             "{} pings of {} bytes, every one verified, {:.2} us each",
             args.count,
             args.size,
@@ -244,7 +244,7 @@ impl Server {
             match (result, once) {
                 (result, true) => return result.map_err(|e| format!("{from}: {e}")),
                 (Ok(()), false) => {}
-                (Err(message), false) => crate::say_error!("thruway bench rping: {from}: {message}"),
+                (Err(message), false) => thruway_cli::say_error!("thruway bench rping: {from}: {message}"),
             }
         }
     }
@@ -267,7 +267,7 @@ fn serve_client(peer: &mut Peer, verbose: bool) -> Result<(), String> {
         if verbose {
             let mut text = vec![0; size.saturating_sub(1) as usize];
             peer.buffer.read(DATA, &mut text);
-            crate::say!("server ping data: {}", String::from_utf8_lossy(&text));
+            thruway_cli::say!("server ping data: {}", String::from_utf8_lossy(&text));
         }
         peer.advertise(DATA, size).map_err(fail)?;
         peer.need(WR_SEND)?;

@@ -1,9 +1,9 @@
 //! `thruway bench region`: memory for fio's engine.
 
 use super::BenchProvider;
-use crate::Common;
 use clap::Args;
 use std::net::SocketAddr;
+use thruway_cli::Common;
 use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_fio::Target;
 
@@ -14,7 +14,7 @@ pub(super) struct RegionArgs {
     #[arg(long, value_name = "ADDR:PORT")]
     listen: SocketAddr,
     /// How much memory
-    #[arg(long, default_value = "1G", value_parser = crate::units::parse_size)]
+    #[arg(long, default_value = "1G", value_parser = thruway_cli::units::parse_size)]
     size: u64,
     /// What carries the requests
     #[arg(long, value_enum, default_value_t = BenchProvider::Iwarp)]
@@ -30,9 +30,9 @@ pub(super) fn run(args: &RegionArgs, common: &Common) -> Result<(), String> {
     let target = Target::open(&provider, args.listen, size).map_err(|e| e.to_string())?;
     let addr = target.local_addr();
     if common.json {
-        crate::say!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
+        thruway_cli::say!("{}", serde_json::json!({ "listening": addr.to_string(), "size": args.size }));
     } else if !common.quiet {
-        crate::say_error!("listening on {addr}, {size} bytes");
+        thruway_cli::say_error!("listening on {addr}, {size} bytes");
     }
     target.serve(|| false).map_err(|e| e.to_string())
 }

@@ -5,13 +5,13 @@ mod families;
 mod lab;
 mod page;
 
-use crate::Common;
 use clap::Args;
 use families::FAMILIES;
 use lab::Lab;
 use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
+use thruway_cli::Common;
 
 /// Arguments of `thruway bench suite`.
 #[derive(Args)]
@@ -146,7 +146,7 @@ impl Machine {
 pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     if args.list {
         for family in &FAMILIES {
-            crate::say!("{:<14} {} ({})", family.id, family.title, family.source);
+            thruway_cli::say!("{:<14} {} ({})", family.id, family.title, family.source);
         }
         return Ok(());
     }
@@ -174,7 +174,7 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
             Err(error) => (Findings::default(), Some(error)),
         };
         if !common.quiet && !common.json {
-            crate::say_error!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
+            thruway_cli::say_error!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
         }
         let Family { id, title, source, reported, expected, .. } = *family;
         report.families.push(Entry { id, title, source, reported, expected, error, findings });
@@ -187,9 +187,9 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     write("report.json", &json)?;
     let path = write("report.html", &page::render(&report)?)?;
     if common.json {
-        crate::say!("{json}");
+        thruway_cli::say!("{json}");
     } else if !common.quiet {
-        crate::say!("{}", path.display());
+        thruway_cli::say!("{}", path.display());
     }
     let failed = report.families.iter().filter(|f| f.error.is_some()).count();
     if failed > 0 { Err(format!("{failed} families could not be measured; the report says why")) } else { Ok(()) }

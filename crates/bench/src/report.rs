@@ -1,9 +1,9 @@
 //! Rows of results, for people and for programs.
 
 use super::{OnOff, Test, TestArgs};
-use crate::Common;
-use crate::units;
 use serde::Serialize;
+use thruway_cli::Common;
+use thruway_cli::units;
 
 /// One result. Field names are an interface; units are in them or base units.
 #[derive(Serialize)]
@@ -100,7 +100,7 @@ pub(super) struct Report {
 impl Report {
     pub(super) fn new(lat: bool, common: &Common) -> Report {
         if !common.json {
-            crate::say!("{}", Report::header(lat));
+            thruway_cli::say!("{}", Report::header(lat));
         }
         Report { rows: Vec::new(), lat, json: common.json }
     }
@@ -118,7 +118,7 @@ impl Report {
         if !self.json {
             let rate =
                 if self.lat { format!("{:.0}/s", row.ops_per_second) } else { units::rate(row.bytes_per_second) };
-            crate::say!(
+            thruway_cli::say!(
                 "{:<7} {:>9} {:>6} {:>4} {:>12} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>10.3}",
                 row.op,
                 units::size(row.size.into()),
@@ -137,7 +137,7 @@ impl Report {
 
     pub(super) fn finish(self) {
         if self.json {
-            crate::say!("{}", serde_json::to_string_pretty(&self.rows).expect("plain structures"));
+            thruway_cli::say!("{}", serde_json::to_string_pretty(&self.rows).expect("plain structures"));
         }
     }
 }

@@ -1,0 +1,27 @@
+//! What the commands of the program share: options, output, and how sizes are written.
+
+#![forbid(unsafe_code)]
+// They panic where nobody reads any more: `say!` and `say_error!` do not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
+
+pub mod print;
+pub mod units;
+
+use clap::Args;
+
+/// Options of every command.
+#[derive(Args, Clone)]
+pub struct Common {
+    /// One JSON value on standard output and nothing else
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Only errors
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// More about what happens; twice for even more
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// A failure already described to the user.
+pub struct Failed;

@@ -1,0 +1,33 @@
+//! Output that survives a reader who has gone.
+
+/// Prints a line on standard output. Unlike `println!` it ends the program in order when nobody reads any more
+/// (`| head`), and says so when it cannot be written (a full disk).
+#[macro_export]
+macro_rules! say {
+    ($($text:tt)*) => { $crate::print::say(format_args!($($text)*)) };
+}
+
+/// Writes a line to standard error. If that cannot be done nobody can be told, and the work goes on.
+#[macro_export]
+macro_rules! say_error {
+    ($($text:tt)*) => { $crate::print::say_error(format_args!($($text)*)) };
+}
+
+/// As [`say_error!`].
+pub fn say_error(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+/// As [`say!`].
+pub fn say(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
+    if let Err(error) = written {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            crate::say_error!("thruway: standard output: {error}");
+        }
+        std::process::exit(1);
+    }
+}
