@@ -4,14 +4,12 @@
 //! are set on the disk or put a layer on what stands to the left of them.
 
 use crate::backend::{Backend, Geometry, Mode};
-use crate::cache;
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
-use crate::layer::Kind;
+use crate::layer::{self, LayerSpec};
 use crate::served::Served;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 use thruway_engine::units::{Invalid, parse_size};
 
 /// A disk under a name.
@@ -64,7 +62,7 @@ pub struct Spec {
     /// Initiators and NBD clients that may use it, by name; everybody who may use the service, if there are none.
     pub allow: Vec<String>,
     /// From the lowest to the highest.
-    pub layers: Vec<Layer>,
+    pub layers: Vec<LayerSpec>,
 }
 
 /// Where an export's data is.
@@ -83,23 +81,6 @@ pub enum Source {
     },
 }
 
-/// A layer of an export.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Layer {
-    /// Blocks in memory.
-    Cache(cache::Config),
-    /// Changes go to a temporary file in this directory.
-    Overlay(PathBuf),
-    /// Bytes per second.
-    Rate(u64),
-    /// Before reads, before changes.
-    Delay(Duration, Duration),
-    /// Which operations fail, and how likely.
-    Fault(Kind, f64),
-    /// To this file.
-    Log(PathBuf),
-}
-
 /// The options of a disk, as they are written.
 pub const OPTIONS: &[&str] = &[
     "ro",
@@ -111,10 +92,6 @@ pub const OPTIONS: &[&str] = &[
     "allow=NAME[|NAME...]",
 ];
 
-/// The layers, as they are written.
-pub const LAYERS: &str = "cache=SIZE[:writeback[:volatile]][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME], \
-                          fault=[read:|write:|flush:]PROBABILITY, log=FILE";
-
 /// An export that cannot be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -123,7 +100,7 @@ pub enum SpecError {
     #[error(transparent)]
     Invalid(#[from] Invalid),
     /// There is no such option or layer.
-    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {LAYERS})", options = OPTIONS.join(", "))]
+    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = OPTIONS.join(", "), layers = layer::syntax())]
     UnknownOption(String),
     /// Options that mean nothing together.
     #[error("{0} has no effect without {1}")]
@@ -232,20 +209,7 @@ impl Spec {
     /// # Errors
     /// As [`Spec::parse`].
     pub fn layer(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
-        let layer = match (key, value) {
-            ("overlay", "") => Layer::Overlay(std::env::temp_dir()),
-            ("overlay", dir) => Layer::Overlay(dir.into()),
-            ("cache", value) => Layer::Cache(parse_cache(value)?),
-            ("rate", value) => Layer::Rate(parse_size(value)?),
-            ("delay", value) => {
-                let (read, write) = value.split_once('/').unwrap_or((value, value));
-                Layer::Delay(parse_duration(read)?, parse_duration(write)?)
-            }
-            ("fault", value) => parse_fault(value)?,
-            ("log", "") => return Err(Invalid::new("log", value, "a file").into()),
-            ("log", file) => Layer::Log(file.into()),
-            _ => return Ok(false),
-        };
+        let Some(layer) = LayerSpec::parse(key, value)? else { return Ok(false) };
         self.layers.push(layer);
         Ok(true)
     }
@@ -294,25 +258,6 @@ fn parse_source(text: &str) -> Result<Source, SpecError> {
     }
 }
 
-fn parse_cache(text: &str) -> Result<cache::Config, SpecError> {
-    let mut words = text.split(':');
-    let mut config = cache::Config::new(parse_size(words.next().unwrap_or(""))?);
-    for word in words {
-        match word {
-            "writeback" => config.write_back = true,
-            "volatile" => config.volatile = true,
-            size => {
-                let block = u32::try_from(parse_size(size)?);
-                config.block = block.map_err(|_| Invalid::new("block size of a cache", size, "at most 1M"))?;
-            }
-        }
-    }
-    if config.volatile && !config.write_back {
-        return Err(SpecError::Without(":volatile", ":writeback"));
-    }
-    Ok(config)
-}
-
 fn parse_mode(text: &str) -> Result<Mode, Invalid> {
     match text {
         "direct" => Ok(Mode::Direct),
@@ -330,33 +275,6 @@ fn parse_chunk(text: &str) -> Result<u32, Invalid> {
     Err(Invalid::new("chunk", text, "a power of two from 16K to 4M"))
 }
 
-fn parse_duration(text: &str) -> Result<Duration, Invalid> {
-    let wrong = || Invalid::new("time", text, "a number with us, ms or s");
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    match &text[digits.len()..] {
-        "us" => Ok(Duration::from_micros(number)),
-        "ms" => Ok(Duration::from_millis(number)),
-        "s" => Ok(Duration::from_secs(number)),
-        _ => Err(wrong()),
-    }
-}
-
-fn parse_fault(text: &str) -> Result<Layer, Invalid> {
-    let (kind, probability) = text.split_once(':').unwrap_or(("all", text));
-    let kind = match kind {
-        "read" => Kind::Read,
-        "write" => Kind::Write,
-        "flush" => Kind::Flush,
-        "all" => Kind::All,
-        other => return Err(Invalid::new("fault", other, "read, write or flush")),
-    };
-    match probability.parse() {
-        Ok(probability) if (0.0..=1.0).contains(&probability) => Ok(Layer::Fault(kind, probability)),
-        _ => Err(Invalid::new("probability", probability, "a number from 0 to 1")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -367,9 +285,8 @@ mod tests {
             Spec::parse("disk=/srv/a.img,ro,mode=direct,rate=10M,delay=1ms/2ms,fault=read:0.5,log=/tmp/l").unwrap();
         assert_eq!((spec.name.as_str(), spec.read_only, spec.mode), ("disk", true, Some(Mode::Direct)));
         assert_eq!(spec.source, Source::Path("/srv/a.img".into()));
-        let delay = Layer::Delay(Duration::from_millis(1), Duration::from_millis(2));
-        let layers = [Layer::Rate(10 << 20), delay, Layer::Fault(Kind::Read, 0.5), Layer::Log("/tmp/l".into())];
-        assert_eq!(spec.layers, layers);
+        let layers: Vec<String> = spec.layers.iter().map(|layer| format!("{layer:?}")).collect();
+        assert_eq!(layers, ["rate=10M", "delay=1ms/2ms", "fault=read:0.5", "log=/tmp/l"]);
         assert_eq!(Spec::parse("m=mem:1G").unwrap().source, Source::Memory(1 << 30));
         let Source::Stripe { chunk, members } = Spec::parse("s=stripe:64K:mem:1M:/b").unwrap().source else {
             panic!("a stripe")

@@ -1,15 +1,14 @@
 //! Opening an export: its storage, then its layers.
 
 use crate::backend::{Backend, FileBackend, MemoryBackend, Mode};
-use crate::cache::Cache;
 use crate::cache::persist::{CacheFile, CacheFileError, Leftover};
-use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Layer, Source, Spec};
+use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Source, Spec};
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
-use crate::layer::{Delay, Fault, Log, Overlay, Rate, Stripe};
+use crate::layer::{Opening, Role, Stripe};
 use crate::served::Served;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use thruway_engine::Reactors;
 
@@ -73,28 +72,28 @@ impl Spec {
     /// [`OpenError`].
     pub fn open(&self, reactors: Option<&Reactors>) -> Result<Export, OpenError> {
         // Under an overlay nothing is changed.
-        let overlaid = self.layers.iter().any(|l| matches!(l, Layer::Overlay(_)));
-        let cached = self.layers.iter().any(|l| matches!(l, Layer::Cache(_)));
+        let overlaid = self.roles().any(|role| role.hides_changes);
+        let cached = self.roles().any(|role| role.caches);
         let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
         let read_only = self.read_only || overlaid;
         let mut backend = open_source(&self.source, mode, read_only)?;
         let own = identity::of(&self.source);
-        let mut kept = self.kept(&own, &backend, read_only, reactors)?;
+        let cache_file = self.kept(&own, &backend, read_only, reactors)?;
+        let mut opening = Opening { reactors, cache_file };
         let chunk = self.chunk.unwrap_or_else(|| hinted(backend.geometry().preferred));
         for layer in &self.layers {
-            backend = put_on(layer, backend, reactors, &mut kept)?;
+            backend = layer.config.put_on(backend, &mut opening)?;
         }
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
         // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
-        let is_overlay = self.layers.iter().any(|layer| matches!(layer, Layer::Overlay(..)));
-        let found = || if is_overlay { thruway_engine::security::random() } else { own };
+        let found = || if overlaid { thruway_engine::security::random() } else { own };
         let identity = self.uuid.unwrap_or_else(found);
         Ok(Export {
             name: self.name.clone(),
             description,
             identity,
-            is_lasting: outlives_us(&self.source) && !is_overlay,
+            is_lasting: outlives_us(&self.source) && !overlaid,
             kind: kind(&self.source),
             backend: Arc::new(Served::new(backend)),
             read_only,
@@ -108,6 +107,10 @@ impl Spec {
 }
 
 impl Spec {
+    fn roles(&self) -> impl Iterator<Item = Role> {
+        self.layers.iter().map(|layer| layer.config.role())
+    }
+
     /// The file that a write-back cache of the disk is kept in, if it is to have one. What an earlier daemon left there is
     /// on the disk then.
     fn kept(
@@ -120,10 +123,8 @@ impl Spec {
         if !outlives_us(&self.source) {
             return Ok(None);
         }
-        let is_kept = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back && !config.volatile);
-        let count = if read_only { 0 } else { self.layers.iter().filter(is_kept).count() };
-        let writeback = |l: &&Layer| matches!(l, Layer::Cache(config) if config.write_back);
-        if count > 0 && self.layers.iter().filter(writeback).count() > 1 {
+        let count = if read_only { 0 } else { self.roles().filter(|role| role.is_lasting).count() };
+        if count > 0 && self.roles().filter(|role| role.writes_back).count() > 1 {
             return Err(OpenError::TwoCaches);
         }
         let Some(file) = CacheFile::open(own, &identity::stamp(&self.source), count > 0)? else { return Ok(None) };
@@ -212,45 +213,4 @@ fn open_source(source: &Source, mode: Mode, read_only: bool) -> Result<Arc<dyn B
             Arc::new(Stripe::new(members?, *chunk).map_err(OpenError::Stripe)?)
         }
     })
-}
-
-fn put_on(
-    layer: &Layer,
-    below: Arc<dyn Backend>,
-    reactors: Option<&Reactors>,
-    kept: &mut Option<CacheFile>,
-) -> Result<Arc<dyn Backend>, OpenError> {
-    Ok(match layer {
-        Layer::Cache(config) => {
-            let nodes = reactors.map_or(vec![0], Reactors::nodes);
-            let file = if config.write_back && !config.volatile { kept.take() } else { None };
-            let no_room = |e: io::Error| match e.raw_os_error() {
-                Some(libc::ENOSPC | libc::ENOMEM) => OpenError::CacheRoom(e),
-                _ => OpenError::Cache(e),
-            };
-            let reactors = reactors.map(Reactors::spreader);
-            Arc::new(Cache::in_file(below, config.clone(), &nodes, reactors, file).map_err(no_room)?)
-        }
-        Layer::Overlay(dir) => {
-            let fail = |source| OpenError::Overlay { directory: dir.clone(), source };
-            let changes = temporary(dir, below.geometry().size).map_err(fail)?;
-            Arc::new(Overlay::new(below, changes).map_err(fail)?)
-        }
-        Layer::Rate(rate) => Arc::new(Rate::new(below, *rate)),
-        Layer::Delay(read, write) => Arc::new(Delay::new(below, *read, *write)),
-        Layer::Fault(kind, probability) => Arc::new(Fault::new(below, *kind, *probability, 1)),
-        Layer::Log(file) => {
-            let failed = |source| OpenError::File { path: file.clone(), source };
-            Arc::new(Log::new(below, file).map_err(failed)?)
-        }
-    })
-}
-
-/// An `O_TMPFILE`; freed when the last descriptor closes.
-fn temporary(dir: &Path, size: u64) -> io::Result<Arc<dyn Backend>> {
-    use rustix::fs::{Mode as Permissions, OFlags};
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    let file = std::fs::File::from(rustix::fs::open(dir, flags, Permissions::RUSR | Permissions::WUSR)?);
-    file.set_len(size)?;
-    Ok(Arc::new(FileBackend::of(file)?))
 }

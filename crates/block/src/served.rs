@@ -5,7 +5,7 @@
 //! so there must be a moment from which nothing is: whatever connections are left, and however long the storage takes.
 //! Here is the one place that all of them pass.
 
-use crate::backend::{Backend, Op, Zero};
+use crate::backend::{Backend, Lent, Op, Zero};
 use crate::generations::{Generations, UnderWay};
 use crate::sequence::{Sequence, Turn};
 use std::io;
@@ -174,11 +174,13 @@ fn shut_down() -> io::Error {
     io::Error::from_raw_os_error(libc::ESHUTDOWN)
 }
 
-impl Backend for Served {
-    crate::layer::pass!(geometry, extents, announce, lend, prefetch, report);
+impl crate::layer::Layer for Served {
+    fn inner(&self) -> &dyn Backend {
+        &*self.below
+    }
 
-    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
-        self.below.read(at, segment)
+    fn lend(&self, at: u64, len: usize) -> Option<Lent> {
+        self.below.lend(at, len)
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
@@ -218,11 +220,9 @@ mod tests {
         seen: Mutex<Vec<&'static str>>,
     }
 
-    impl Backend for Slow {
-        crate::layer::pass!(geometry, extents);
-
-        fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
-            self.below.read(at, segment)
+    impl crate::layer::Layer for Slow {
+        fn inner(&self) -> &dyn Backend {
+            &self.below
         }
 
         fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {

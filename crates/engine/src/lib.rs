@@ -10,7 +10,7 @@
 //!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: data that is sent
 //!   from where it is.
 //! - [`integrity`], [`security`]: what the CPU stages do to a block.
-//! - [`page_cache`]: what reading would cost; [`file_system`]: what a file system can be relied on for. [`units`]: sizes as
+//! - [`rate_limit`]: bytes per second. [`page_cache`]: what reading would cost; [`file_system`]: what a file system can be relied on for. [`units`]: sizes as
 //!   people write them; [`text`]: what others wrote, to be shown to people.
 //! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
 //! - [`local_peer`]: which user is at the other end of a connection from this machine.
@@ -24,6 +24,7 @@ pub mod limits;
 pub mod local_peer;
 pub mod page_cache;
 pub mod pool;
+pub mod rate_limit;
 pub mod reactor;
 pub mod security;
 pub mod segment;

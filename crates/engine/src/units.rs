@@ -1,5 +1,23 @@
 //! Sizes as people write them.
 
+use std::time::Duration;
+
+/// Reads a time as people write it: a whole number with `us`, `ms` or `s`.
+///
+/// # Errors
+/// [`Invalid`].
+pub fn parse_duration(text: &str) -> Result<Duration, Invalid> {
+    let wrong = || Invalid::new("time", text, "a number with us, ms or s");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    match &text[digits.len()..] {
+        "us" => Ok(Duration::from_micros(number)),
+        "ms" => Ok(Duration::from_millis(number)),
+        "s" => Ok(Duration::from_secs(number)),
+        _ => Err(wrong()),
+    }
+}
+
 /// A value that cannot be used, and what was expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid {what} '{value}' (expected {expected})")]

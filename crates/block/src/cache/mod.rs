@@ -12,6 +12,7 @@
 //! is held until they have, so that nobody loads what is about to change.
 
 mod dirty_bitmap;
+pub(crate) mod layer;
 mod order;
 mod partition;
 pub(crate) mod persist;

@@ -1,16 +1,44 @@
 //! Writes a line for every operation.
 
+use super::{Layer, LayerConfig, LayerFile, LayerKind, Opening};
 use crate::backend::{Backend, Op, Zero};
+use crate::open::OpenError;
 use std::fs::File;
 use std::io::{self, LineWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use thruway_engine::Segment;
+use thruway_engine::units::Invalid;
+
+pub(super) const KIND: LayerKind = LayerKind {
+    name: "log",
+    syntax: "log=FILE",
+    about: "Writes a line for every operation: seconds since the start, operation, offset, length, seconds, result.",
+    parse: |value| match value {
+        "" => Err(Invalid::new("log", value, "a file").into()),
+        file => Ok(Arc::new(Config(file.into()))),
+    },
+};
+
+/// Where lines go.
+#[derive(Debug)]
+struct Config(PathBuf);
+
+impl LayerConfig for Config {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+        let failed = |source| OpenError::File { path: self.0.clone(), source };
+        Ok(Arc::new(Log::new(below, &self.0).map_err(failed)?))
+    }
+
+    fn files(&self) -> Option<LayerFile> {
+        Some(LayerFile::Append(self.0.clone()))
+    }
+}
 
 /// A log of operations: seconds since the start, operation, offset, length, seconds taken, result.
 pub struct Log {
-    below: Arc<dyn Backend>,
+    inner: Arc<dyn Backend>,
     start: Instant,
     out: Mutex<LineWriter<File>>,
 }
@@ -20,9 +48,9 @@ impl Log {
     ///
     /// # Errors
     /// If it cannot be opened.
-    pub fn new(below: Arc<dyn Backend>, path: &Path) -> io::Result<Log> {
+    pub fn new(inner: Arc<dyn Backend>, path: &Path) -> io::Result<Log> {
         let file = File::options().create(true).append(true).open(path)?;
-        Ok(Log { below, start: Instant::now(), out: Mutex::new(LineWriter::new(file)) })
+        Ok(Log { inner, start: Instant::now(), out: Mutex::new(LineWriter::new(file)) })
     }
 
     fn logged<'a, T: 'a>(&'a self, what: &'static str, at: u64, len: u64, op: Op<'a, T>) -> Op<'a, T> {
@@ -44,31 +72,33 @@ impl Log {
     }
 }
 
-impl Backend for Log {
-    super::pass!(report, geometry, prefetch, announce);
+impl Layer for Log {
+    fn inner(&self) -> &dyn Backend {
+        &*self.inner
+    }
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
-        self.logged("read", at, segment.len() as u64, self.below.read(at, segment))
+        self.logged("read", at, segment.len() as u64, self.inner.read(at, segment))
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
         let what = if durable { "write-fua" } else { "write" };
-        self.logged(what, at, segment.len() as u64, self.below.write(at, segment, durable))
+        self.logged(what, at, segment.len() as u64, self.inner.write(at, segment, durable))
     }
 
     fn flush(&self) -> Op<'_, ()> {
-        self.logged("flush", 0, 0, self.below.flush())
+        self.logged("flush", 0, 0, self.inner.flush())
     }
 
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.logged("zero", at, len, self.below.zero(at, len, how))
+        self.logged("zero", at, len, self.inner.zero(at, len, how))
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.logged("discard", at, len, self.below.discard(at, len))
+        self.logged("discard", at, len, self.inner.discard(at, len))
     }
 
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<crate::backend::Extent>> {
-        self.logged("extents", at, len, self.below.extents(at, len))
+        self.logged("extents", at, len, self.inner.extents(at, len))
     }
 }

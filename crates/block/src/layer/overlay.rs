@@ -1,58 +1,100 @@
 //! Copy on write: changes go to an overlay, the disk below stays as it is.
 
-use crate::backend::{Backend, Extent, Geometry, Op, Zero, merge};
+use super::{Layer, LayerConfig, LayerFile, LayerKind, Opening, Role};
+use crate::backend::{Backend, Extent, FileBackend, Geometry, Op, Zero, merge};
+use crate::open::OpenError;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use thruway_engine::{Segment, Segments};
 use tokio::sync::RwLock;
 
-/// What is copied at least.
-const GRAIN: u64 = 4096;
+pub(super) const KIND: LayerKind = LayerKind {
+    name: "overlay",
+    syntax: "overlay[=DIR]",
+    about: "Changes go to a temporary file in this directory and end with the daemon.",
+    parse: |value| {
+        let directory = if value.is_empty() { std::env::temp_dir() } else { value.into() };
+        Ok(Arc::new(Config(directory)))
+    },
+};
+
+/// Where the file of changes is.
+#[derive(Debug)]
+struct Config(PathBuf);
+
+impl LayerConfig for Config {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+        let fail = |source| OpenError::Overlay { directory: self.0.clone(), source };
+        let changes = temporary(&self.0, below.geometry().size).map_err(fail)?;
+        Ok(Arc::new(Overlay::new(below, changes).map_err(fail)?))
+    }
+
+    fn role(&self) -> Role {
+        Role { hides_changes: true, ..Role::default() }
+    }
+
+    fn files(&self) -> Option<LayerFile> {
+        Some(LayerFile::Directory(self.0.clone()))
+    }
+}
+
+/// An `O_TMPFILE`; freed when the last descriptor closes.
+fn temporary(dir: &Path, size: u64) -> io::Result<Arc<dyn Backend>> {
+    use rustix::fs::{Mode as Permissions, OFlags};
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = std::fs::File::from(rustix::fs::open(dir, flags, Permissions::RUSR | Permissions::WUSR)?);
+    file.set_len(size)?;
+    Ok(Arc::new(FileBackend::of(file)?))
+}
+
+/// Bytes copied up at once: the unit of the map of changes.
+const OVERLAY_BLOCK: u64 = 4096;
 
 /// A disk whose changes go elsewhere.
 pub struct Overlay {
-    below: Arc<dyn Backend>,
+    inner: Arc<dyn Backend>,
     changes: Arc<dyn Backend>,
-    /// One bit for each grain: it is in the overlay.
+    /// One bit for each block: it is in the overlay.
     changed: Vec<AtomicU64>,
-    /// Held alone while a grain is filled from below, so that what is filled never lands on a change.
+    /// Held alone while a block is filled from below, so that what is filled never lands on a change.
     filling: RwLock<()>,
 }
 
 impl Overlay {
-    /// Changes to `below` go to `changes`, which must be as large.
+    /// Changes to `inner` go to `changes`, which must be as large.
     ///
     /// # Errors
     /// If it is not.
-    pub fn new(below: Arc<dyn Backend>, changes: Arc<dyn Backend>) -> io::Result<Overlay> {
-        let size = below.geometry().size;
+    pub fn new(inner: Arc<dyn Backend>, changes: Arc<dyn Backend>) -> io::Result<Overlay> {
+        let size = inner.geometry().size;
         if changes.geometry().size < size {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the overlay is smaller than the disk"));
         }
         let mut changed = Vec::new();
-        changed.resize_with(size.div_ceil(GRAIN).div_ceil(64) as usize, || AtomicU64::new(0));
-        Ok(Overlay { below, changes, changed, filling: RwLock::new(()) })
+        changed.resize_with(size.div_ceil(OVERLAY_BLOCK).div_ceil(64) as usize, || AtomicU64::new(0));
+        Ok(Overlay { inner, changes, changed, filling: RwLock::new(()) })
     }
 
-    fn has(&self, grain: u64) -> bool {
-        self.changed[grain as usize / 64].load(Ordering::Acquire) & (1 << (grain % 64)) != 0
+    fn has(&self, block: u64) -> bool {
+        self.changed[block as usize / 64].load(Ordering::Acquire) & (1 << (block % 64)) != 0
     }
 
-    fn set(&self, grains: std::ops::Range<u64>) {
-        for grain in grains {
-            self.changed[grain as usize / 64].fetch_or(1 << (grain % 64), Ordering::Release);
+    fn set(&self, blocks: std::ops::Range<u64>) {
+        for block in blocks {
+            self.changed[block as usize / 64].fetch_or(1 << (block % 64), Ordering::Release);
         }
     }
 
-    /// Runs of grains of one kind in a range: offset, length, in the overlay or not.
+    /// Runs of blocks of one kind in a range: offset, length, in the overlay or not.
     fn runs(&self, at: u64, len: u64) -> Vec<(u64, u64, bool)> {
         let (mut runs, end) = (Vec::<(u64, u64, bool)>::new(), at + len);
         let mut position = at;
         while position < end {
-            let grain = position / GRAIN;
-            let len = ((grain + 1) * GRAIN).min(end) - position;
-            let here = self.has(grain);
+            let block = position / OVERLAY_BLOCK;
+            let len = ((block + 1) * OVERLAY_BLOCK).min(end) - position;
+            let here = self.has(block);
             match runs.last_mut() {
                 Some((_, run, there)) if *there == here => *run += len,
                 _ => runs.push((position, len, here)),
@@ -62,54 +104,56 @@ impl Overlay {
         runs
     }
 
-    /// Makes the grains that a change only covers in part whole in the overlay.
+    /// Makes the blocks that a change only covers in part whole in the overlay.
     async fn fill_edges(&self, at: u64, len: u64) -> io::Result<()> {
         let end = at + len;
-        let size = self.below.geometry().size;
-        let partial = |grain: u64| grain * GRAIN < at || ((grain + 1) * GRAIN).min(size) > end;
-        let (first, last) = (at / GRAIN, (end - 1) / GRAIN);
-        for grain in [first, last].into_iter().take(if first == last { 1 } else { 2 }) {
-            if partial(grain) {
-                self.fill(grain, size).await?;
+        let size = self.inner.geometry().size;
+        let partial = |block: u64| block * OVERLAY_BLOCK < at || ((block + 1) * OVERLAY_BLOCK).min(size) > end;
+        let (first, last) = (at / OVERLAY_BLOCK, (end - 1) / OVERLAY_BLOCK);
+        for block in [first, last].into_iter().take(if first == last { 1 } else { 2 }) {
+            if partial(block) {
+                self.fill(block, size).await?;
             }
         }
         Ok(())
     }
 
-    async fn fill(&self, grain: u64, size: u64) -> io::Result<()> {
+    async fn fill(&self, block: u64, size: u64) -> io::Result<()> {
         let _alone = self.filling.write().await;
-        if self.has(grain) {
+        if self.has(block) {
             return Ok(());
         }
-        let start = grain * GRAIN;
-        let len = GRAIN.min(size - start) as usize;
-        let supply = Segments::new(1, GRAIN as usize).map_err(io::Error::other)?;
+        let start = block * OVERLAY_BLOCK;
+        let len = OVERLAY_BLOCK.min(size - start) as usize;
+        let supply = Segments::new(1, OVERLAY_BLOCK as usize).map_err(io::Error::other)?;
         let segment = supply.reserve(1).await.segment(len);
-        let segment = self.below.read(start, segment).await?;
+        let segment = self.inner.read(start, segment).await?;
         self.changes.write(start, segment, false).await?;
-        self.set(grain..grain + 1);
+        self.set(block..block + 1);
         Ok(())
     }
 
-    fn grains(&self, at: u64, len: u64) -> std::ops::Range<u64> {
-        at / GRAIN..(at + len).div_ceil(GRAIN)
+    fn blocks(&self, at: u64, len: u64) -> std::ops::Range<u64> {
+        at / OVERLAY_BLOCK..(at + len).div_ceil(OVERLAY_BLOCK)
     }
 }
 
-impl Backend for Overlay {
-    super::pass!(report, announce);
+impl Layer for Overlay {
+    fn inner(&self) -> &dyn Backend {
+        &*self.inner
+    }
 
     fn geometry(&self) -> Geometry {
-        let below = self.below.geometry();
-        let size = below.size.min(self.changed.len() as u64 * 64 * GRAIN);
+        let inner = self.inner.geometry();
+        let size = inner.size.min(self.changed.len() as u64 * 64 * OVERLAY_BLOCK);
         Geometry {
             size,
-            physical: GRAIN as u32,
+            physical: OVERLAY_BLOCK as u32,
             read_only: false,
             discard: false,
             discard_zeroes: false,
             fast_zero: false,
-            ..below
+            ..inner
         }
     }
 
@@ -118,7 +162,7 @@ impl Backend for Overlay {
             let mut whole: Option<Segment> = None;
             for (start, len, here) in self.runs(at, segment.len() as u64) {
                 let rest = segment.split_off(len as usize);
-                let from = if here { &self.changes } else { &self.below };
+                let from = if here { &self.changes } else { &self.inner };
                 let part = from.read(start, std::mem::replace(&mut segment, rest)).await?;
                 match &mut whole {
                     Some(whole) => whole.join(part),
@@ -138,7 +182,7 @@ impl Backend for Overlay {
             self.fill_edges(at, len).await?;
             let _together = self.filling.read().await;
             self.changes.write(at, segment, durable).await?;
-            self.set(self.grains(at, len));
+            self.set(self.blocks(at, len));
             Ok(())
         })
     }
@@ -155,7 +199,7 @@ impl Backend for Overlay {
             self.fill_edges(at, len).await?;
             let _together = self.filling.read().await;
             self.changes.zero(at, len, how).await?;
-            self.set(self.grains(at, len));
+            self.set(self.blocks(at, len));
             Ok(())
         })
     }
@@ -171,7 +215,7 @@ impl Backend for Overlay {
         Box::pin(async move {
             let mut extents = Vec::new();
             for (start, run, here) in self.runs(at, len.min(LEN_MAX)) {
-                let from = if here { &self.changes } else { &self.below };
+                let from = if here { &self.changes } else { &self.inner };
                 let found = from.extents(start, run).await?;
                 let covered: u64 = found.iter().map(|e| e.len).sum();
                 extents.extend(found);

@@ -1,66 +1,74 @@
 //! Limits how much a disk moves per second, both directions together.
 
-use crate::backend::{Backend, Op, Zero};
+use super::{Layer, LayerConfig, LayerKind, Opening};
+use crate::backend::{Backend, Op};
+use crate::open::OpenError;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use thruway_engine::Segment;
+use thruway_engine::rate_limit::RateLimit;
+use thruway_engine::units::parse_size;
 use tokio::time::Instant;
 
-/// Bytes that may be moved at once after a rest, in seconds of the rate.
-const BURST: Duration = Duration::from_millis(100);
+pub(super) const KIND: LayerKind = LayerKind {
+    name: "rate",
+    syntax: "rate=SIZE",
+    about: "Limits reads and writes together to so many bytes per second.",
+    parse: |value| Ok(Arc::new(Config(parse_size(value)?))),
+};
+
+/// Bytes per second.
+#[derive(Debug)]
+struct Config(u64);
+
+impl LayerConfig for Config {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+        Ok(Arc::new(Rate::new(below, self.0)))
+    }
+}
 
 /// A limit of bytes per second.
 pub struct Rate {
-    below: Arc<dyn Backend>,
-    per_second: u64,
-    /// When the bytes moved so far will have been paid for.
-    paid: Mutex<Option<Instant>>,
+    inner: Arc<dyn Backend>,
+    limit: Mutex<RateLimit>,
 }
 
 impl Rate {
     /// At most `per_second` bytes, at least one.
-    pub fn new(below: Arc<dyn Backend>, per_second: u64) -> Rate {
-        Rate { below, per_second: per_second.max(1), paid: Mutex::new(None) }
+    pub fn new(inner: Arc<dyn Backend>, per_second: u64) -> Rate {
+        Rate { inner, limit: Mutex::new(RateLimit::new(Some(per_second))) }
     }
 
     /// Waits for the turn of `len` bytes.
-    async fn pay(&self, len: u64) {
-        let cost = Duration::from_secs_f64(len as f64 / self.per_second as f64);
+    async fn turn(&self, len: u64) {
         let now = Instant::now();
-        let start = {
-            let mut paid = self.paid.lock().expect("no panics under the lock");
-            let start = paid.unwrap_or(now).max(now.checked_sub(BURST).unwrap_or(now));
-            *paid = Some(start + cost);
-            start
+        let pause = {
+            let mut limit = self.limit.lock().expect("no panics under the lock");
+            let pause = limit.pause(now.into_std());
+            limit.record(len, now.into_std());
+            pause
         };
-        if start > now {
-            tokio::time::sleep_until(start).await;
+        if let Some(pause) = pause {
+            tokio::time::sleep_until(now + pause).await;
         }
     }
 }
 
-impl Backend for Rate {
-    super::pass!(report, geometry, flush, extents, announce);
+impl Layer for Rate {
+    fn inner(&self) -> &dyn Backend {
+        &*self.inner
+    }
 
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         Box::pin(async move {
-            self.pay(segment.len() as u64).await;
-            self.below.read(at, segment).await
+            self.turn(segment.len() as u64).await;
+            self.inner.read(at, segment).await
         })
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
         Box::pin(async move {
-            self.pay(segment.len() as u64).await;
-            self.below.write(at, segment, durable).await
+            self.turn(segment.len() as u64).await;
+            self.inner.write(at, segment, durable).await
         })
-    }
-
-    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-        self.below.zero(at, len, how)
-    }
-
-    fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.below.discard(at, len)
     }
 }

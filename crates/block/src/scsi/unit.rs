@@ -426,8 +426,9 @@ fn defect_data(cdb: &[u8; 16]) -> Outcome {
 mod tests {
     use super::super::fuzzing::Given;
     use super::*;
-    use crate::backend::{Backend, Op, Zero};
+    use crate::backend::{Backend, Op};
     use crate::export::Spec;
+    use crate::layer::Layer;
     use futures_util::FutureExt;
     use std::time::Duration;
     use thruway_engine::Segment;
@@ -459,11 +460,9 @@ mod tests {
         seen: Mutex<Vec<&'static str>>,
     }
 
-    impl Backend for Witness {
-        crate::layer::pass!(geometry, extents);
-
-        fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
-            self.below.read(at, segment)
+    impl Layer for Witness {
+        fn inner(&self) -> &dyn Backend {
+            &*self.below
         }
 
         fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
@@ -474,14 +473,6 @@ mod tests {
         fn flush(&self) -> Op<'_, ()> {
             self.seen.lock().unwrap().push("flush");
             self.below.flush()
-        }
-
-        fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
-            self.below.zero(at, len, how)
-        }
-
-        fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-            self.below.discard(at, len)
         }
     }
 

@@ -12,7 +12,8 @@ use std::ffi::OsString;
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::Path;
-use thruway_block::export::{self, Spec};
+use thruway_block::export::Spec;
+use thruway_block::layer;
 use thruway_transfer::daemon::Export;
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
@@ -320,7 +321,7 @@ impl Reader<'_> {
             match spec.layer(key, value) {
                 Ok(true) => {}
                 Ok(false) => {
-                    self.mistake(layer.span(), format!("unknown layer '{word}' (expected {})", export::LAYERS));
+                    self.mistake(layer.span(), format!("unknown layer '{word}' (expected {})", layer::syntax()));
                 }
                 Err(what) => self.mistake(layer.span(), what.to_string()),
             }
@@ -407,9 +408,13 @@ pub fn reference() -> String {
                 Kind::List => "list of texts",
             };
             let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
-            let layers = if key.name == "layers" { format!("`{}`", export::LAYERS) } else { String::new() };
+            let layers = if key.name == "layers" { String::from("see [layers](#layers)") } else { String::new() };
             row(&mut page, key.name, value, &default, &format!("{}{layers}", key.help));
         }
+    }
+    page.push_str("\n### Layers\n\nEach stands on what is before it (on the command line: to its left).\n\n| layer | |\n|---|---|\n");
+    for kind in layer::KINDS {
+        let _ = writeln!(page, "| `{}` | {} |", kind.syntax.replace('|', "\\|"), kind.about);
     }
     page
 }
@@ -538,7 +543,7 @@ layers = ["cache=1M", "magic"]
 
     #[test]
     fn a_disk_has_the_same_options_in_the_file_as_on_the_command_line() {
-        for option in export::OPTIONS {
+        for option in thruway_block::export::OPTIONS {
             let name = option.split('=').next().unwrap();
             let key = if name == "ro" { "read-only" } else { name };
             assert!(DISK.iter().any(|known| known.name == key), "{option} has no key");

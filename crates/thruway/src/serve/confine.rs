@@ -10,7 +10,8 @@ use landlock::{
     path_beneath_rules,
 };
 use std::path::{Path, PathBuf};
-use thruway_block::export::{Layer, Source, Spec};
+use thruway_block::export::{Source, Spec};
+use thruway_block::layer::LayerFile;
 use thruway_server::Address;
 
 /// Truncation is among the rights from here on. Older kernels go without.
@@ -72,17 +73,16 @@ impl Allowed {
     }
 
     fn export(&mut self, spec: &Spec) {
-        let overlaid = spec.layers.iter().any(|layer| matches!(layer, Layer::Overlay(_)));
+        let overlaid = spec.layers.iter().any(|layer| layer.config.role().hides_changes);
         self.disk(&spec.source, spec.read_only || overlaid);
-        for layer in &spec.layers {
-            match layer {
-                Layer::Overlay(dir) => self.write.push(dir.clone()),
-                Layer::Log(file) => {
+        for file in spec.layers.iter().filter_map(|layer| layer.config.files()) {
+            match file {
+                LayerFile::Directory(directory) => self.write.push(directory),
+                LayerFile::Append(file) => {
                     // The file, and not whatever is beside it: so it has to be there. If it cannot be, opening it says why.
-                    let _ = std::fs::OpenOptions::new().append(true).create(true).open(file);
-                    self.write.push(file.clone());
+                    let _ = std::fs::OpenOptions::new().append(true).create(true).open(&file);
+                    self.write.push(file);
                 }
-                Layer::Cache(_) | Layer::Rate(_) | Layer::Delay(..) | Layer::Fault(..) => {}
             }
         }
     }

@@ -16,7 +16,7 @@ use signal_hook::iterator::Signals;
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{LazyLock, mpsc};
 use thruway_block::scsi::Lasting;
 use thruway_cli::{Common, Failed};
 use thruway_fabric::{Provider, iwarp, verbs};
@@ -26,11 +26,10 @@ use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::KeyPair;
 use thruway_transfer::daemon::Export;
 
-/// Arguments of `thruway serve`.
-#[derive(Args)]
-#[command(
-    args_override_self = true,
-    after_help = "Examples:
+/// Below the options in the help. Layers are told from their registry.
+static AFTER_HELP: LazyLock<String> = LazyLock::new(|| HELP.replace("LAYERS", &thruway_block::layer::syntax()));
+
+const HELP: &str = "Examples:
   thruway serve --export data=/srv/data
   thruway serve --listen 0.0.0.0:7117 --export data=/srv/data:ro \\
       --key /etc/thruway/host --authorized-keys /etc/thruway/authorized_keys
@@ -41,18 +40,23 @@ use thruway_transfer::daemon::Export;
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
 loopback only, the user it runs as and root, and nobody else. --anonymous lets
-everybody in. SIGHUP reads the keys again, SIGUSR1 prints statistics. Owners, set-id bits, devices and
-privileged attributes are taken only from that user and from keys marked
-'privileged'. The export 'dev' is always there: tw://host/dev/null swallows
-what is sent, tw://host/dev/zero is endless.
+everybody in. SIGHUP reads the keys again, SIGUSR1 prints statistics. Owners,
+set-id bits, devices and privileged attributes are taken only from that user and
+from keys marked 'privileged'. The export 'dev' is always there: tw://host/dev/null
+discards what is sent, tw://host/dev/zero is endless.
 
 Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
 cache; reads through it; both through it, the default); chunk=SIZE; uuid=UUID;
 allow=NAME[|NAME...] for the clients that may use it; for iSCSI, target=NAME to
 put several disks under one target, sector=512|4096. Layers, each on
-what stands to its left: cache=SIZE[:writeback[:volatile]][:BLOCK], overlay[=DIR], rate=SIZE, delay=TIME[/TIME],
-fault=[read:|write:|flush:]PROBABILITY, log=FILE.
-A daemon that is given disks but neither --listen nor --export serves only disks."
+what stands to its left: LAYERS.
+A daemon that is given disks but neither --listen nor --export serves only disks.";
+
+/// Arguments of `thruway serve`.
+#[derive(Args)]
+#[command(
+    args_override_self = true,
+    after_help = AFTER_HELP.clone()
 )]
 pub struct ServeArgs {
     /// Read options and exports from a TOML file; those given here are added, or take their place

@@ -6,7 +6,6 @@
 
 mod large;
 mod payload_size;
-mod rate_limit;
 mod send;
 mod walk;
 
@@ -18,13 +17,16 @@ use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, 
 use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
 use large::LargeFile;
 use payload_size::{Gauge, PayloadSize};
-use rate_limit::RateLimit;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::Block;
+use thruway_engine::rate_limit::RateLimit;
+
+/// Longest wait at once for the rate limit.
+const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// What the walker and the stages tell the session.
 pub(crate) enum Mail {
@@ -237,7 +239,8 @@ impl Source<'_> {
             self.step()?;
             self.link.take_arrivals(self.channels, Role::Source)?;
             self.grow()?;
-            let limit = self.rate_limit.pause(Instant::now()).unwrap_or(Duration::from_secs(5));
+            let limit =
+                self.rate_limit.pause(Instant::now()).map_or(Duration::from_secs(5), |pause| pause.min(RATE_PAUSE_MAX));
             for event in self.link.poll(limit)? {
                 match event {
                     LinkEvent::Written(block, sequence) => {

@@ -1,40 +1,40 @@
-//! Rate limit of a source.
+//! Rate limits in bytes per second.
 
 use std::time::{Duration, Instant};
 
 /// Burst after a rest, as a time at the rate.
 const BURST: Duration = Duration::from_millis(100);
-/// Longest wait at once.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Keeps to a rate, allowing bursts of a tenth of a second. Time in which nothing was sent is not
 /// made up for later.
-pub(super) struct RateLimit {
+#[derive(Debug, Clone)]
+pub struct RateLimit {
     rate: Option<f64>,
     /// When what has been sent would have been sent at the rate.
     paid: Option<Instant>,
 }
 
 impl RateLimit {
-    pub(super) fn new(rate: Option<u64>) -> RateLimit {
+    /// A limit of so many bytes per second, at least one; without one there is none.
+    pub fn new(rate: Option<u64>) -> RateLimit {
         RateLimit { rate: rate.map(|r| r.max(1) as f64), paid: None }
     }
 
-    pub(super) fn record(&mut self, bytes: u64, now: Instant) {
+    /// Counts bytes that are moved now.
+    pub fn record(&mut self, bytes: u64, now: Instant) {
         let Some(rate) = self.rate else { return };
         let rested = now.checked_sub(BURST).unwrap_or(now);
         let from = self.paid.map_or(rested, |paid| paid.max(rested));
         self.paid = Some(from + Duration::from_secs_f64(bytes as f64 / rate));
     }
 
-    /// Time to wait before the next send.
-    pub(super) fn pause(&self, now: Instant) -> Option<Duration> {
-        let due = self.paid?.saturating_duration_since(now);
-        (due > Duration::ZERO).then(|| due.min(PAUSE_MAX))
+    /// Time to wait before more may be moved.
+    pub fn pause(&self, now: Instant) -> Option<Duration> {
+        self.paid?.checked_duration_since(now).filter(|due| *due > Duration::ZERO)
     }
 
-    /// Whether something may be sent now. Without a limit this reads no clock.
-    pub(super) fn is_open(&self) -> bool {
+    /// Whether something may be moved now. Without a limit this reads no clock.
+    pub fn is_open(&self) -> bool {
         self.paid.is_none() || self.pause(Instant::now()).is_none()
     }
 }
