@@ -23,7 +23,6 @@ pub mod session;
 pub mod sink;
 pub mod source;
 pub mod wire;
-mod xattr;
 
 pub use thruway_engine::text::{escape, escape_message};
 

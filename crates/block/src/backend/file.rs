@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::{Segment, Segments, file_system, page_cache, reactor};
+use thruway_fs::sparse;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, RwLock, Semaphore};
 
@@ -473,19 +474,17 @@ fn seek_extents(file: &File, at: u64, len: u64) -> io::Result<Vec<Extent>> {
     let (mut extents, end) = (Vec::new(), at + len);
     let mut position = at;
     while position < end && extents.len() < COUNT_MAX {
-        let start = match rustix::fs::seek(file, SeekFrom::Data(position)) {
-            Ok(start) => start.min(end),
-            Err(rustix::io::Errno::NXIO) => end,
+        let next = match sparse::next_data(file, position, end) {
+            Ok(next) => next.unwrap_or(end..end),
             Err(_) => return Ok(vec![data(len)]),
         };
-        if start > position {
-            extents.push(hole(start - position));
-            position = start;
-            continue;
+        if next.start > position {
+            extents.push(hole(next.start - position));
         }
-        let stop = rustix::fs::seek(file, SeekFrom::Hole(position))?.min(end);
-        extents.push(data(stop.max(position + 1) - position));
-        position = stop.max(position + 1);
+        if !next.is_empty() {
+            extents.push(data(next.end - next.start));
+        }
+        position = next.end;
     }
     Ok(merge(extents, len))
 }

@@ -4,10 +4,11 @@
 //! command that asked for it is answered.
 
 use super::reservation::KeptError;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::Mode;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
+use thruway_fs::durable;
 
 /// The file with the reservations of one disk.
 #[derive(Debug, Clone)]
@@ -52,7 +53,7 @@ impl Lasting {
 
     /// Whether a file there has a name that we would give it.
     pub fn is_name(name: &[u8]) -> bool {
-        let digits = name.strip_suffix(b".new").unwrap_or(name);
+        let digits = name.strip_suffix(durable::NEW_SUFFIX.as_bytes()).unwrap_or(name);
         digits.len() == 32 && digits.iter().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
     }
 
@@ -82,40 +83,9 @@ impl Lasting {
     /// # Errors
     /// If it may not. What was kept before may be there or not.
     pub(super) fn save(&self, text: Option<&str>) -> io::Result<()> {
-        let parent = self.path.parent().expect("a file in a directory");
         match text {
-            Some(text) => {
-                make_directories(parent)?;
-                let temp = self.path.with_extension("new");
-                match std::fs::remove_file(&temp) {
-                    Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                    _ => {}
-                }
-                let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-                let mut file = File::from(rustix::fs::open(&temp, flags, Mode::from_raw_mode(0o600))?);
-                file.write_all(text.as_bytes())?;
-                file.sync_all()?;
-                std::fs::rename(&temp, &self.path)?;
-            }
-            None => match std::fs::remove_file(&self.path) {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-                other => other?,
-            },
+            Some(text) => durable::replace(&self.path, text.as_bytes(), Mode::RUSR | Mode::WUSR),
+            None => durable::remove(&self.path),
         }
-        File::open(parent)?.sync_all()
     }
-}
-
-/// Makes what is missing of a path, durably.
-fn make_directories(path: &Path) -> io::Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
-    let above = path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    make_directories(above)?;
-    match std::fs::create_dir(path) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-        _ => {}
-    }
-    File::open(above)?.sync_all()
 }

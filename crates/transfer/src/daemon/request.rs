@@ -3,15 +3,16 @@
 use super::{DEV_EXPORT, Shared};
 use crate::access::{Allowed, Principal, Rights};
 use crate::session::SessionError;
-use crate::sink::{self, Prepared, Target, Trust};
+use crate::sink::{Prepared, Target, Trust};
 use crate::source::{Root, this_machine};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
+use thruway_fs::beneath::{self, Links};
 
 /// What was asked for, opened.
 pub(super) enum Work {
@@ -44,24 +45,13 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// How paths are resolved.
-    fn how(&self) -> ResolveFlags {
-        if self.unconfined { ResolveFlags::NO_MAGICLINKS } else { ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS }
-    }
-
     fn open_dir(&self, base: &OwnedFd, path: &[u8]) -> Result<OwnedFd, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        if !self.unconfined {
+            return beneath::open(base, path, flags, Links::Inside);
+        }
         let path = if path.is_empty() { &b"."[..] } else { path };
-        let path = Path::new(std::ffi::OsStr::from_bytes(path));
-        if self.unconfined {
-            return rustix::fs::openat(base, path, flags, Mode::empty());
-        }
-        loop {
-            match rustix::fs::openat2(base, path, flags, Mode::empty(), self.how()) {
-                Err(Errno::AGAIN) => {}
-                other => return other,
-            }
-        }
+        rustix::fs::openat(base, Path::new(std::ffi::OsStr::from_bytes(path)), flags, Mode::empty())
     }
 }
 
@@ -164,7 +154,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
     let (base, path) = base_of(export, &asked.path, allowed.base)?;
     let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(&asked.path), sentence(e)));
     let by_name = || -> Result<(OwnedFd, Option<Vec<u8>>), Refusal> {
-        let (parent, name) = sink::split(path);
+        let (parent, name) = beneath::split(path);
         Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
     };
     let (dir, rename) = match export.open_dir(&base, path) {
@@ -203,7 +193,7 @@ fn told(error: SessionError) -> Refusal {
 }
 
 fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()> {
-    let (parent, name) = sink::split(path);
+    let (parent, name) = beneath::split(path);
     let dir = export.open_dir(base, parent)?;
     let name = Path::new(std::ffi::OsStr::from_bytes(name));
     // Its name is made durable with what is put into it.
@@ -221,7 +211,7 @@ fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, 
     let dir = match export.open_dir(root, path) {
         Ok(dir) => dir,
         Err(Errno::NOTDIR) => {
-            let (parent, name) = sink::split(path);
+            let (parent, name) = beneath::split(path);
             let dir = export.open_dir(root, parent).map_err(failed)?;
             let os_name = Path::new(std::ffi::OsStr::from_bytes(name));
             let stat = rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;

@@ -280,7 +280,7 @@ impl Tree {
 
     fn write_xattrs(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, attributes: &[&(Vec<u8>, Vec<u8>)]) {
         for (attribute, value) in attributes {
-            let Err(e) = crate::xattr::write(fd, attribute, value) else { continue };
+            let Err(e) = thruway_fs::xattr::write(fd, attribute, value) else { continue };
             if e.raw_os_error() != Some(libc::ENOTSUP) {
                 short.push(format!("extended attribute {}: {e}", crate::escape(attribute)));
             } else if self.told.no_attributes.swap(true, Ordering::Relaxed) {

@@ -7,7 +7,7 @@
 //! A sync that fails says that something written since the last one is lost, not what. So it ends the session, voids what
 //! the journal says of files that are not in place, and nothing is put in place any more.
 
-use super::journal::{Identity, Journal, Key, Version};
+use super::journal::{Journal, Key, Version};
 use super::tree::{Place, Tree};
 use rustix::fs::AtFlags;
 use std::ffi::CString;
@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use thruway_fs::Identity;
 
 /// Files synced one by one; a larger group is synced with its file systems.
 const ONE_BY_ONE_MAX: usize = 4;

@@ -5,7 +5,7 @@
 use super::attributes::Shortcomings;
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
-use super::journal::{Earlier, Identity, Journal, Key, Range, Version, key_of};
+use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
 use super::reports::Reports;
 use super::scope::Scope;
 use super::tree::{Place, Tree, temp_name};
@@ -26,6 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
 use thruway_engine::{Block, StorageOp};
+use thruway_fs::Identity;
+use thruway_fs::beneath;
 
 /// Auto direct I/O begins here.
 const DIRECT_FROM: u64 = 256 << 20;
@@ -307,7 +309,7 @@ impl Files {
         open: usize,
         last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
     ) -> io::Result<Finished> {
-        let (parent, name) = super::tree::split(path);
+        let (parent, name) = beneath::split(path);
         let dir = match last_dir {
             Some((path, dir)) if path == parent => Arc::clone(dir),
             _ => {
@@ -389,7 +391,7 @@ impl Files {
             remove_leftover(dir, &temp)?;
             flags |= OFlags::CREATE | OFlags::EXCL;
         }
-        let (parent, _) = super::tree::split(path);
+        let (parent, _) = beneath::split(path);
         let open = || rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600));
         let file = File::from(self.tree.writing(parent, open)?);
         let (identity, stat) = Identity::of(&file, c"")?;
@@ -637,7 +639,7 @@ impl Files {
         if let Some(journal) = &self.journal {
             journal.whole(&file.key, &file.version, file.identity);
         }
-        let (parent, _) = super::tree::split(&file.path);
+        let (parent, _) = beneath::split(&file.path);
         self.committer.submit(vec![Finished {
             parent: parent.to_vec(),
             name: file.name.clone(),

@@ -12,15 +12,16 @@
 
 use crate::auth::to_hex;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, Statx, StatxFlags, Timespec, Timestamps};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 use std::collections::{HashMap, HashSet};
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_engine::integrity::DIGEST_LEN;
+use thruway_fs::Identity;
 
 /// Bytes of a record.
 pub(crate) const RECORD_LEN: usize = 64;
@@ -71,39 +72,6 @@ impl Version {
         }
         hasher.update(&identity.inode.to_le_bytes()).update(&identity.born.to_le_bytes());
         u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
-    }
-}
-
-/// Tells a file of ours from every other that had, has or will have its name. Inode numbers are used
-/// again; the time of birth, where the file system keeps it, is not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Identity {
-    pub(crate) inode: u64,
-    /// Nanoseconds; 0 where it is not known.
-    pub(crate) born: i64,
-}
-
-/// Nanoseconds of a file time.
-pub(crate) fn nanoseconds(time: rustix::fs::StatxTimestamp) -> i64 {
-    time.tv_sec.wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.into())
-}
-
-impl Identity {
-    /// A hash that also tells file systems apart.
-    pub(crate) fn hash_on(&self, stat: &Statx) -> u64 {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&self.inode.to_le_bytes()).update(&self.born.to_le_bytes());
-        hasher.update(&stat.stx_dev_major.to_le_bytes()).update(&stat.stx_dev_minor.to_le_bytes());
-        u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
-    }
-
-    /// The identity of an open file, or of the one with this name in a directory.
-    pub(crate) fn of(dir: impl AsFd, name: &CStr) -> io::Result<(Identity, Statx)> {
-        let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
-        let stat = rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS | StatxFlags::BTIME)?;
-        let known = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
-        let born = if known { nanoseconds(stat.stx_btime) } else { 0 };
-        Ok((Identity { inode: stat.stx_ino, born }, stat))
     }
 }
 

@@ -18,11 +18,10 @@ mod remove;
 mod reports;
 mod scope;
 mod tree;
-mod volumes;
 
 pub use attributes::Trust;
 pub(crate) use journal::replay_for_fuzzing;
-pub(crate) use tree::{is_own_name, split};
+pub(crate) use tree::is_own_name;
 
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
 use crate::protocol::Violation;

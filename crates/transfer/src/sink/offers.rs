@@ -5,9 +5,8 @@
 
 use super::Mail;
 use super::files::{Files, Promise};
-use super::journal::{Identity, Judgement, Key, Present, Version, key_of, nanoseconds};
+use super::journal::{Judgement, Key, Present, Version, key_of};
 use super::readback::{Checked, Readback};
-use super::split;
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
 use crate::wire::{Answer, OfferEntry};
@@ -17,6 +16,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use thruway_fs::Identity;
+use thruway_fs::beneath::split;
+use thruway_fs::identity::nanoseconds;
 
 /// Verified ranges told to the source in one answer; the rest is sent again.
 const RANGES_MAX: usize = 300;

@@ -1,6 +1,6 @@
 //! Reads back what an earlier attempt wrote, from the medium and not from the page cache.
 
-use super::journal::{Identity, Journal, Key, Range, Unfinished, join};
+use super::journal::{Journal, Key, Range, Unfinished, join};
 use rustix::fs::{Advice, Mode, OFlags};
 use std::ffi::CStr;
 use std::fs::File;
@@ -8,6 +8,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use thruway_engine::integrity::Algorithm;
+use thruway_fs::Identity;
+use thruway_fs::sparse;
 
 /// What of the recorded ranges is there.
 #[derive(Debug, PartialEq, Eq)]
@@ -95,12 +97,9 @@ impl Readback {
     fn is_zero(&self, mut at: u64, end: u64) -> bool {
         let mut buffer = vec![0; 64 << 10];
         while at < end {
-            match rustix::fs::seek(&self.file, rustix::fs::SeekFrom::Data(at)) {
-                Ok(data) if data >= end => return true,
-                Ok(data) => at = data,
-                Err(rustix::io::Errno::NXIO) => return true,
-                // A file system that knows no holes has zeroes.
-                Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => {}
+            match sparse::next_data(&self.file, at, end) {
+                Ok(Some(data)) => at = data.start,
+                Ok(None) => return true,
                 Err(_) => return false,
             }
             let len = ((end - at) as usize).min(buffer.len());

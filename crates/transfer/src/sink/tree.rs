@@ -5,19 +5,20 @@
 //! directory opened that way, and never followed.
 
 use super::attributes::{Shortcomings, Told, Trust, Unopened};
-use super::journal::{Identity, nanoseconds};
 use super::remove::{NEVER, Removed, Remover};
-use super::volumes::Volumes;
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
+use thruway_fs::Identity;
+use thruway_fs::Volumes;
+use thruway_fs::beneath::{self, Links, split};
+use thruway_fs::identity::nanoseconds;
 
 /// What temporary files of ours are called: `.NAME.tw-` and [`TAG_LEN`] hexadecimal digits.
 const TEMP_MARK: &[u8] = b".tw-";
@@ -289,7 +290,7 @@ impl Tree {
             return Ok(Arc::clone(&self.root));
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        match openat_without_links(&self.root, path, flags) {
+        match beneath::open(&self.root, path, flags, Links::Never) {
             Ok(dir) => Ok(Arc::new(dir)),
             Err(Errno::LOOP) => {
                 Err(io::Error::new(io::ErrorKind::NotADirectory, "a symbolic link is in the way of a directory"))
@@ -319,7 +320,7 @@ impl Tree {
 
     /// Makes a directory of ours writable, to be undone by [`Tree::lock_again`].
     fn unlock(&self, path: &[u8]) -> bool {
-        let opened = openat_without_links(&self.root, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC);
+        let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
         let Ok(dir) = opened else { return false };
         let Ok(stat) = rustix::fs::fstat(&dir) else { return false };
         let mode = stat.st_mode & 0o7777;
@@ -661,7 +662,7 @@ impl Tree {
                     file.chown(stat.st_uid, stat.st_gid)?;
                 }
                 file.chmod(stat.st_mode & 0o1777)?;
-                crate::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
+                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
                 open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())
             }
@@ -722,28 +723,6 @@ fn is_fresh_own(dir: &OwnedFd, name: &CStr) -> bool {
     stat.is_ok_and(|s| now.saturating_sub(s.st_mtime.max(s.st_ctime)) < OWN_AGE_MAX_S)
 }
 
-/// Opens a path beneath a directory, never leaving it, through no symbolic link.
-fn openat_without_links(root: impl AsFd, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    use std::os::unix::ffi::OsStrExt;
-    let path = if path.is_empty() { Path::new(".") } else { Path::new(std::ffi::OsStr::from_bytes(path)) };
-    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
-    loop {
-        match rustix::fs::openat2(root.as_fd(), path, flags, Mode::empty(), how) {
-            // A rename elsewhere made the kernel unsure.
-            Err(Errno::AGAIN) => {}
-            other => return other,
-        }
-    }
-}
-
-/// The directory part and the last component of a path.
-pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
-    match path.iter().rposition(|b| *b == b'/') {
-        Some(at) => (&path[..at], &path[at + 1..]),
-        None => (b"", path),
-    }
-}
-
 /// The temporary name of a file of a job.
 pub(crate) fn temp_name(name: &CStr, job: &[u8; 16], key: &[u8; 16]) -> CString {
     // Names have at most 255 bytes.
@@ -771,6 +750,7 @@ mod tests {
     use crate::wire::TreeOptions;
     use std::fs;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+    use std::path::Path;
 
     fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
         Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, trust })

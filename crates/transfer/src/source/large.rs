@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::Block;
 use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
+use thruway_fs::sparse;
 
 /// A large file on its way.
 pub(crate) struct LargeFile {
@@ -323,34 +324,14 @@ pub(super) fn set_direct(file: &File) -> bool {
 /// # Errors
 /// If the file cannot be asked: "no data behind here" is told apart from every other answer.
 pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64, u64)]) -> io::Result<Vec<(u64, u64)>> {
-    use rustix::fs::SeekFrom;
-    use rustix::io::Errno;
     let mut data = Vec::new();
-    let mut at = 0;
-    while at < size {
-        if dense {
-            data.push((0, size));
-            break;
-        }
-        let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(start) => start,
-            Err(Errno::NXIO) => break,
-            // A file system that knows no holes.
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
-            Err(e) => return Err(e.into()),
-        };
-        let end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
-            Ok(end) => end.min(size),
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => size,
-            // It is shorter by now, which its end will tell.
-            Err(Errno::NXIO) => size,
-            Err(e) => return Err(e.into()),
-        };
-        if start >= size || end <= start {
-            break;
-        }
-        data.push((start, end));
-        at = end;
+    if dense && size > 0 {
+        data.push((0, size));
+    }
+    let mut at = if dense { size } else { 0 };
+    while let Some(range) = sparse::next_data(file, at, size)? {
+        data.push((range.start, range.end));
+        at = range.end;
     }
     Ok(subtract(data, have))
 }

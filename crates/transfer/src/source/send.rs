@@ -90,7 +90,7 @@ impl Walker {
         }
         let mut meta = meta_of(&stat);
         if self.terms.options.preserve {
-            match crate::xattr::read_open(file.as_fd()) {
+            match thruway_fs::xattr::read_open(file.as_fd()) {
                 Ok(xattrs) => meta.xattrs = xattrs,
                 Err(e) => self.tell(&c.path, ReportKind::Incomplete, format!("extended attributes: {e}")),
             }

@@ -12,7 +12,7 @@ use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
 use crate::session::{Engine, Mailer, Progress, Terms};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs::File;
@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
+use thruway_fs::beneath::{self, Links, join};
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
@@ -112,7 +113,9 @@ impl From {
         match &self.dir {
             Some(dir) => Ok(Arc::clone(dir)),
             None if self.name.is_empty() => Ok(Arc::clone(&self.root)),
-            None => open_beneath(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY).map(Arc::new),
+            None => {
+                beneath::open(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY, Links::Never).map(Arc::new)
+            }
         }
     }
 
@@ -241,11 +244,7 @@ impl Walker {
                 let path = if root.path.as_os_str().is_empty() { ".".into() } else { root.path.clone() };
                 rustix::fs::openat(base, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
             }
-            Some(base) => {
-                let path = if root.path.as_os_str().is_empty() { ".".into() } else { root.path.clone() };
-                let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-                rustix::fs::openat2(base, &path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), how)
-            }
+            Some(base) => beneath::open(base, root.path.as_os_str().as_encoded_bytes(), OFlags::PATH, Links::Inside),
             None => rustix::fs::open(&root.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()),
         };
         let (fd, stat) = match opened.and_then(|fd| rustix::fs::fstat(&fd).map(|stat| (fd, stat))) {
@@ -286,7 +285,7 @@ impl Walker {
         while let Some((below, stat)) = todo.pop() {
             self.check_cancel()?;
             let path = join(&to, &below);
-            let dir = match open_beneath(root, &below, OFlags::RDONLY | OFlags::DIRECTORY) {
+            let dir = match beneath::open(root, &below, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never) {
                 Ok(dir) => Arc::new(dir),
                 Err(e) => {
                     self.tell(&path, ReportKind::NotListed, io::Error::from(e).to_string());
@@ -497,7 +496,8 @@ impl Walker {
     pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.terms.options.preserve {
-            let read = from.dir().map_err(io::Error::from).and_then(|dir| crate::xattr::read(dir.as_fd(), &from.name));
+            let read =
+                from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
             match read {
                 Ok(xattrs) => meta.xattrs = xattrs,
                 Err(e) => self.tell(path, ReportKind::Incomplete, format!("extended attributes: {e}")),
@@ -570,29 +570,6 @@ impl Walker {
             }
         }
         Ok(())
-    }
-}
-
-/// Opens a path beneath a root, through no symbolic link.
-fn open_beneath(root: &OwnedFd, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    use std::os::unix::ffi::OsStrExt;
-    let path = if path.is_empty() { &b"."[..] } else { path };
-    let how = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
-    loop {
-        let path = std::ffi::OsStr::from_bytes(path);
-        match rustix::fs::openat2(root, path, flags | OFlags::CLOEXEC, Mode::empty(), how) {
-            // A rename elsewhere made the kernel unsure.
-            Err(rustix::io::Errno::AGAIN) => {}
-            other => return other,
-        }
-    }
-}
-
-fn join(path: &[u8], name: &[u8]) -> Vec<u8> {
-    match (path, name) {
-        (path, []) => path.to_vec(),
-        ([], name) => name.to_vec(),
-        (path, name) => [path, b"/", name].concat(),
     }
 }
 

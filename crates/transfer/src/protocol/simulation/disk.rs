@@ -1,11 +1,12 @@
 //! A disk that forgets: what is written is in the cache, and only what was synced is sure to be
 //! there after a power cut. Of the rest an arbitrary part is, in whatever order.
 
-use crate::sink::journal::{Identity, Medium};
+use crate::sink::journal::Medium;
 use fastrand::Rng;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_faultfs::{Content, Names};
+use thruway_fs::Identity;
 
 /// Bytes that reach the medium or do not as one.
 const PAGE: usize = 16;

@@ -7,15 +7,14 @@ use crate::protocol::pieces::{cut, subtract};
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::protocol::{sink, source};
 use crate::sink::commit::{Commit, commit};
-use crate::sink::journal::{
-    Earlier, Identity, Journal, Judgement, Key, Present, Range, Unfinished, Version, join, key_of,
-};
+use crate::sink::journal::{Earlier, Journal, Judgement, Key, Present, Range, Unfinished, Version, join, key_of};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, Credit, FileStatus, HEADER_LEN, Meta, OfferEntry, Record,
     Summary,
 };
 use fastrand::Rng;
 use std::collections::{HashMap, HashSet, VecDeque};
+use thruway_fs::Identity;
 
 fn meta(file: &SourceFile) -> Meta {
     Meta { size: file.content.len() as u64, mtime: (file.mtime, 0), ctime: (file.mtime, 0), ..Meta::default() }

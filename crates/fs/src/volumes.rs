@@ -24,7 +24,7 @@ struct Volume {
 
 /// The file systems that a session has written to.
 #[derive(Default)]
-pub(crate) struct Volumes {
+pub struct Volumes {
     known: Mutex<Vec<Volume>>,
     /// A sync failed. The kernel has told its error and will say that all is well from now on.
     lost: AtomicBool,
@@ -40,7 +40,7 @@ impl Volumes {
     ///
     /// # Errors
     /// If its file system cannot be looked at, or is one too many.
-    pub(crate) fn note(&self, dir: impl AsFd) -> io::Result<bool> {
+    pub fn note(&self, dir: impl AsFd) -> io::Result<bool> {
         let device = rustix::fs::fstat(&dir)?.st_dev;
         let mut known = self.known();
         if let Some(volume) = known.iter().find(|v| v.device == device) {
@@ -58,7 +58,7 @@ impl Volumes {
     }
 
     /// Whether there are file systems on which only syncing each file makes it durable.
-    pub(crate) fn any_by_file(&self) -> bool {
+    pub fn any_by_file(&self) -> bool {
         self.known().iter().any(|v| v.by_file)
     }
 
@@ -66,7 +66,7 @@ impl Volumes {
     ///
     /// # Errors
     /// The first failure; what was written since the last success is then of unknown fate.
-    pub(crate) fn sync(&self) -> io::Result<()> {
+    pub fn sync(&self) -> io::Result<()> {
         // One at a time: whoever comes second must not take an error that was told to the first for success.
         let known = self.known();
         self.check()?;
@@ -79,7 +79,7 @@ impl Volumes {
     }
 
     /// Something that was written did not reach the medium.
-    pub(crate) fn lose(&self) {
+    pub fn lose(&self) {
         self.lost.store(true, Ordering::SeqCst);
     }
 
@@ -87,7 +87,7 @@ impl Volumes {
     ///
     /// # Errors
     /// If one has not: nothing is to be believed durable from then on.
-    pub(crate) fn check(&self) -> io::Result<()> {
+    pub fn check(&self) -> io::Result<()> {
         if self.lost.load(Ordering::SeqCst) {
             return Err(io::Error::other("an earlier write did not reach the medium"));
         }

@@ -18,8 +18,14 @@ fn path_of(dir: BorrowedFd<'_>, name: &CStr) -> CString {
     CString::new(text).expect("names have no NUL")
 }
 
-/// Reads all attributes. The `system` namespace is left out: the kernel maintains it.
-pub(crate) fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Vec<(Vec<u8>, Vec<u8>)>> {
+/// Names and values of attributes.
+pub type Attributes = Vec<(Vec<u8>, Vec<u8>)>;
+
+/// Reads all attributes. The `system` namespace is left out, but for access control lists: the kernel maintains it.
+///
+/// # Errors
+/// If they cannot be read; a file system without attributes has none.
+pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
     let path = path_of(dir, name);
     let follow = name.is_empty();
     let mut names = vec![0u8; 4096];
@@ -61,7 +67,10 @@ pub(crate) fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Vec<(Vec<u8>,
 }
 
 /// As [`read`], of an open file: the same without walking a path.
-pub(crate) fn read_open(file: BorrowedFd<'_>) -> io::Result<Vec<(Vec<u8>, Vec<u8>)>> {
+///
+/// # Errors
+/// As [`read`].
+pub fn read_open(file: BorrowedFd<'_>) -> io::Result<Attributes> {
     let mut names = [0u8; 256];
     match rustix::fs::flistxattr(file, &mut names) {
         Ok(0) | Err(rustix::io::Errno::NOTSUP) => Ok(Vec::new()),
@@ -70,13 +79,16 @@ pub(crate) fn read_open(file: BorrowedFd<'_>) -> io::Result<Vec<(Vec<u8>, Vec<u8
 }
 
 /// Sets an attribute of what is open, a symbolic link opened as a path included.
-pub(crate) fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<()> {
+///
+/// # Errors
+/// As `setxattr(2)`.
+pub fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<()> {
     let attribute = CString::new(attribute)?;
     Ok(rustix::fs::setxattr(path_of(fd, c""), &attribute, value, XattrFlags::empty())?)
 }
 
 /// Gives an open file the access control list of an entry of a directory, if that has one. Best effort.
-pub(crate) fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: BorrowedFd<'_>) {
+pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: BorrowedFd<'_>) {
     const ACL: &CStr = c"system.posix_acl_access";
     let mut value = vec![0; 4096];
     if let Ok(n) = rustix::fs::lgetxattr(path_of(dir, from), ACL, value.as_mut_slice()) {
