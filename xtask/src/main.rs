@@ -194,7 +194,7 @@ fn sanitize() -> Result<(), String> {
 
 /// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.
 const FOR_MIRI: [(&str, &str); 4] = [
-    ("thruway-fabric", "memory:: mpa:: ddp:: rdmap:: terminate:: reservation::"),
+    ("thruway-fabric", "memory:: regions:: mpa:: ddp:: rdmap:: terminate:: reservation::"),
     // One needs advice on memory, which it does not know.
     ("thruway-engine", "pool:: segment:: --skip who_waits_for_few"),
     ("thruway-server", "a_failed_queue_keeps_no_blocks"),

@@ -27,7 +27,6 @@ pub mod memory;
 pub mod path;
 mod provider;
 mod reservation;
-mod stags;
 mod sync;
 pub mod types;
 mod validity;

@@ -28,7 +28,6 @@
 //!    is there then is not defined, and the iWARP provider with CRC on may find that the bytes do not fit their CRC
 //!    and end the connection (segments of fewer than 512 bytes are exempt; `iwarp::Config::crc` switches it off).
 
-use crate::iwarp::terminate::TerminateCode;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -294,6 +293,17 @@ impl Default for ConnectParams {
     }
 }
 
+/// A breach of the transport's protocol, by the transport's own number.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+#[non_exhaustive]
+pub struct ProtocolError {
+    /// The number; over iWARP, layer, error type and error code of a Terminate message, eight bits each.
+    pub code: u32,
+    /// What it means.
+    pub text: String,
+}
+
 /// Why a connection ended or never came to be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectionError {
@@ -311,10 +321,10 @@ pub enum ConnectionError {
     Lost(String),
     /// The peer broke the protocol and was told so.
     #[error("the peer broke the protocol: {0}")]
-    Protocol(TerminateCode),
+    Protocol(ProtocolError),
     /// The peer says that we broke the protocol.
     #[error("the peer ended the connection: {0}")]
-    Terminated(TerminateCode),
+    Terminated(ProtocolError),
     /// The peer closed in order, between messages.
     #[error("the peer closed the connection")]
     Closed,

@@ -6,10 +6,11 @@
 
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
+use super::regions::{LocalPiece, RegionTable, Stream};
 use super::rx::Receiver;
 use super::terminate::{self, DdpUntagged, Offending, TerminateCode};
 use super::tx::Transmitter;
-use crate::memory::{Access, LocalPiece, RegionTable, Stream};
+use crate::memory::Access;
 use crate::sync::LockUnpoisoned;
 use crate::types::{
     CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
@@ -411,7 +412,7 @@ impl Connection {
         {
             self.report_recv(entry.wr_id, Status::LocalLength, 0, RecvDetail::default());
         }
-        self.flush(ConnectionError::Protocol(code), Status::ConnectionLost);
+        self.flush(ConnectionError::Protocol(code.into()), Status::ConnectionLost);
     }
 
     /// Ends the stream because the peer said so.
@@ -421,7 +422,7 @@ impl Connection {
             (0 | 1, 1) => Status::RemoteAccess,
             _ => Status::RemoteOperation,
         };
-        self.flush(ConnectionError::Terminated(code), status);
+        self.flush(ConnectionError::Terminated(code.into()), status);
     }
 
     /// Ends the stream because TCP ended.

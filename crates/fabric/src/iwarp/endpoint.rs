@@ -4,10 +4,11 @@ use super::IoVecs;
 use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
 use super::device::Context;
 use super::mpa::{self, Agreement, Frame, Preferences};
+use super::regions::Stream;
 use super::shared::{CompletionRing, SharedQueue};
 use super::socket;
 use crate::ConnectionInfo;
-use crate::memory::{Access, Stream};
+use crate::memory::Access;
 use crate::path::{self, Path};
 use crate::provider::{Event, QueuePairOps, RegionOps};
 use crate::sync::LockUnpoisoned;
@@ -422,7 +423,7 @@ impl Endpoint {
                         // but for the depths and the first message.
                         let plain = Frame { enhanced: None, ..frame };
                         let Ok(agreement) = mpa::conclude(&c.prefs, &plain) else {
-                            self.end(state, ConnectionError::Protocol(code));
+                            self.end(state, ConnectionError::Protocol(code.into()));
                             return Turn::Waiting;
                         };
                         let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {
@@ -516,7 +517,9 @@ impl Connecting {
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
                 Err(e) => return Err(lost(e)),
             }
-            if let Some(whole) = Frame::decode(&self.reply, true).map_err(ConnectionError::Protocol)? {
+            if let Some(whole) =
+                Frame::decode(&self.reply, true).map_err(|code| ConnectionError::Protocol(code.into()))?
+            {
                 return Ok(Some(whole));
             }
         }

@@ -4,7 +4,8 @@ use super::IoVecs;
 use super::connection::{Connection, ConnectionConfig, SharedReceives};
 use super::crc::RunningCrc;
 use super::mpa::Agreement;
-use crate::memory::{Access, Buffer, Owner, RegionTable};
+use super::regions::RegionTable;
+use crate::memory::{Access, Buffer, Owner};
 use crate::types::{Payload, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp, SendRequest, Sge};
 use std::sync::Arc;
 

@@ -25,10 +25,12 @@ mod endpoint;
 mod listener;
 pub(crate) mod mpa;
 pub(crate) mod rdmap;
-pub(crate) mod rx;
+pub(crate) mod regions;
+mod rx;
 mod shared;
 mod socket;
-pub mod terminate;
+mod stags;
+pub(crate) mod terminate;
 pub(crate) mod tx;
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use super::connection::{Connection, ConnectionConfig, Side};
 use super::ddp::{Header, queue};
 use super::mpa::{Agreement, ReadyToReceive};
 use super::rdmap::{AtomicOp, AtomicRequest, Opcode, ReadRequest};
+use super::regions::{Region, RegionTable};
 use super::terminate::{DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
-use crate::memory::{Access, Buffer, Owner, Region, RegionTable};
+use crate::memory::{Access, Buffer, Owner};
 use crate::types::*;
 use proptest::prelude::*;
 use std::collections::VecDeque;
@@ -154,9 +155,9 @@ impl End {
         out
     }
 
-    pub(super) fn failure(&self) -> Option<TerminateCode> {
-        match self.connection.failure {
-            Some(ConnectionError::Protocol(code)) => Some(code),
+    pub(super) fn failure(&self) -> Option<ProtocolError> {
+        match &self.connection.failure {
+            Some(ConnectionError::Protocol(error)) => Some(error.clone()),
             _ => None,
         }
     }
@@ -398,7 +399,7 @@ pub(super) fn untagged(opcode: Opcode, qn: u32, msn: u32, mo: u32, last: bool) -
 
 fn expect_terminate(mut end: End, wanted: impl Into<TerminateCode>) {
     let wanted = wanted.into();
-    assert_eq!(end.failure(), Some(wanted));
+    assert_eq!(end.failure(), Some(wanted.into()));
     let mut out = VecDeque::new();
     while end.transmit(&mut out, 1 << 20) {}
     let bytes: Vec<u8> = out.into();
@@ -691,7 +692,7 @@ fn send_with_invalidate_revokes_exactly_the_named_key() {
     assert!(!window.is_valid() && b.region.is_valid());
     a.post(3, SendOp::Write { remote: target, immediate: None }, &[a.sge(0, 1)]);
     settle(&mut a, &mut b, &mut rng, 5000);
-    assert_eq!(b.failure(), Some(DdpTagged::InvalidStag.into()));
+    assert_eq!(b.failure(), Some(TerminateCode::from(DdpTagged::InvalidStag).into()));
 }
 
 proptest! {

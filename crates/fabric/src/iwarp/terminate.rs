@@ -2,6 +2,7 @@
 //! (RFC 5040 §4.8 and §7, RFC 5041 §7, RFC 5044 §8, RFC 6581 §9).
 
 use super::ddp;
+use crate::types::ProtocolError;
 use std::fmt;
 
 /// Layer, error type and error code of a Terminate message.
@@ -13,6 +14,13 @@ pub struct TerminateCode {
     pub etype: u8,
     /// Error code within the type.
     pub code: u8,
+}
+
+impl From<TerminateCode> for ProtocolError {
+    fn from(code: TerminateCode) -> ProtocolError {
+        let number = u32::from(code.layer) << 16 | u32::from(code.etype) << 8 | u32::from(code.code);
+        ProtocolError { code: number, text: code.to_string() }
+    }
 }
 
 macro_rules! codes {

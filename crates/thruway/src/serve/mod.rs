@@ -258,7 +258,7 @@ fn supervise(
         match event {
             Event::Signal(SIGHUP) => services.iter().for_each(|service| {
                 if let Err(error) = service.reload() {
-                    tracing::error!(%error, "not read again; what was known before stays");
+                    tracing::error!("{error}");
                 }
             }),
             Event::Signal(SIGUSR1) => {

@@ -85,7 +85,8 @@ impl Service for TransferService {
 
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         if let Some(path) = &self.authorized_keys {
-            self.stopper.set_authorized(AuthorizedKeys::load(path)?);
+            let failed = |e| format!("authorized keys not read again; those known before stay: {e}");
+            self.stopper.set_authorized(AuthorizedKeys::load(path).map_err(failed)?);
             tracing::warn!(path = %path.display(), "authorized keys read again");
         }
         Ok(())
