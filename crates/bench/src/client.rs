@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use thruway_fabric::{CompletionOp, CompletionQueue, ConnectParams, ConnectionEvent, Device, Status, WorkCompletion};
 
 /// Nothing in a test takes this long unless the peer is gone.
-const PATIENCE: Duration = Duration::from_secs(30);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Measurements are kept up to this many; enough for every percentile printed.
 const SAMPLES_MAX: usize = 4 << 20;
 
@@ -22,7 +22,7 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
     let mut test = Test { lat, op, size, depth, wait: args.wait, bidi: args.bidirectional && !lat, addr: 0, rkey: 0 };
     if test.watches_memory() && test.wait == Wait::Event && device.attributes().auto_progress {
-        return Err("the arrival of a write is no event at this device: measure it with --wait poll".into());
+        return Err("--wait event cannot measure RDMA Writes on this device, which tells of no arrival: measure it with --wait poll".into());
     }
     let mut links = Vec::new();
     for _ in 0..qps {
@@ -62,7 +62,7 @@ fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut T
                 return Ok(link);
             }
             Some(ConnectionEvent::Disconnected { cause, .. }) => return Err(format!("{addr}: {cause}")),
-            _ => device.wait(Some(PATIENCE)).map_err(|e| e.to_string())?,
+            _ => device.wait(Some(REPLY_TIMEOUT)).map_err(|e| e.to_string())?,
         }
     }
 }
@@ -113,7 +113,7 @@ struct Run {
 impl Run {
     /// Polls, and fails on a failed completion or a lost connection.
     fn poll(&mut self) -> Result<usize, String> {
-        let n = link::poll(&self.device, &self.cq, &mut self.completed, self.test.wait, PATIENCE)?;
+        let n = link::poll(&self.device, &self.cq, &mut self.completed, self.test.wait, REPLY_TIMEOUT)?;
         if n == 0 {
             return Ok(0);
         }

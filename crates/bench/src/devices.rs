@@ -10,7 +10,7 @@ fn capabilities(a: &DeviceAttributes) -> Value {
         "max_read_depth": a.max_read_depth, "max_private_data": a.max_private_data,
         "max_reply_data": a.max_reply_data,
         "atomics": a.atomics, "immediate": a.immediate, "remote_invalidate": a.remote_invalidate,
-        "windows": a.windows, "max_shared_receives": a.max_shared_receives, "on_demand": a.on_demand,
+        "windows": a.windows, "max_shared_receives": a.max_srq_wr, "on_demand": a.on_demand,
         "auto_progress": a.auto_progress,
     })
 }

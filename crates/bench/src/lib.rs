@@ -40,7 +40,7 @@ pub struct BenchArgs {
 enum What {
     /// Half round trip of one operation at a time
     Lat(TestArgs),
-    /// Rate with many operations under way
+    /// Rate with many operations in flight
     Bw(TestArgs),
     /// Lend memory to fio, which reads and writes it with the engine that `cargo xtask fio` builds
     Region(region::RegionArgs),

@@ -64,7 +64,7 @@ impl Link {
     pub(super) fn new(device: &Device, cq: &CompletionQueue, size: u32, depth: u32) -> Result<Link, String> {
         let fail = |e: thruway_fabric::Error| e.to_string();
         let pd = device.alloc_pd().map_err(|e| e.to_string())?;
-        let caps = QueuePairCaps { max_send: depth + 16, max_recv: depth * 2 + ROOM_RECEIVES, max_sge: 1 };
+        let caps = QueuePairCaps { max_send_wr: depth + 16, max_recv_wr: depth * 2 + ROOM_RECEIVES, max_sge: 1 };
         let qp = pd.create_qp(cq, cq, caps).map_err(fail)?;
         let size = size.max(8).next_multiple_of(8);
         let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(fail)?);

@@ -12,7 +12,7 @@ use thruway_fabric::*;
 
 /// Largest buffer, as in rping.
 const SIZE_MAX: u32 = 64 << 10;
-const PATIENCE: Duration = Duration::from_secs(20);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes of an advertisement: address (64), key (32), size (32), network order.
 const INFO_LEN: usize = 16;
 
@@ -103,7 +103,7 @@ impl Peer {
     fn new(device: &Device) -> Result<Peer> {
         let pd = device.alloc_pd()?;
         let cq = device.create_cq(32)?;
-        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: 8, max_recv: 8, max_sge: 1 })?;
+        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send_wr: 8, max_recv_wr: 8, max_sge: 1 })?;
         let buffer = Arc::new(Buffer::new(SECOND + SIZE_MAX as usize)?);
         let mr = pd.register(&buffer, Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE)?;
         let peer = Peer { device: device.clone(), cq, qp, buffer, mr, seen: Vec::new() };
@@ -112,7 +112,7 @@ impl Peer {
     }
 
     fn params() -> ConnectParams {
-        ConnectParams { ird: 1, ord: 1, timeout: PATIENCE, ..ConnectParams::default() }
+        ConnectParams { ird: 1, ord: 1, timeout: REPLY_TIMEOUT, ..ConnectParams::default() }
     }
 
     fn expect(&self) -> Result<()> {
@@ -157,10 +157,10 @@ impl Peer {
                 };
             }
             if self.cq.poll(&mut self.seen, 8) == 0 {
-                if start.elapsed() > PATIENCE {
+                if start.elapsed() > REPLY_TIMEOUT {
                     return Err("the peer is silent".into());
                 }
-                self.device.wait(Some(PATIENCE)).map_err(|e| e.to_string())?;
+                self.device.wait(Some(REPLY_TIMEOUT)).map_err(|e| e.to_string())?;
             }
         }
     }
@@ -180,7 +180,7 @@ fn ping(addr: SocketAddr, config: iwarp::Config, args: &RpingArgs) -> Result<f64
         match device.poll_event() {
             Some(ConnectionEvent::Established { .. }) => break,
             Some(ConnectionEvent::Disconnected { cause, .. }) => return Err(format!("{addr}: {cause}")),
-            _ => device.wait(Some(PATIENCE)).map_err(fail)?,
+            _ => device.wait(Some(REPLY_TIMEOUT)).map_err(fail)?,
         }
     }
     tracing::info!("connected: {}", peer.qp.info().map(|i| i.detail).unwrap_or_default());
@@ -234,7 +234,7 @@ impl Server {
     fn serve(self, once: bool, verbose: bool) -> Result<(), String> {
         loop {
             let Some(ConnectionEvent::Request(request)) = self.device.poll_event() else {
-                self.device.wait(Some(PATIENCE)).map_err(|e| e.to_string())?;
+                self.device.wait(Some(REPLY_TIMEOUT)).map_err(|e| e.to_string())?;
                 continue;
             };
             let from = request.peer();

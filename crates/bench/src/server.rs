@@ -60,7 +60,7 @@ impl Server {
     pub(super) fn start(addr: SocketAddr, fabric: &Provider) -> Result<Server, String> {
         let device = fabric.open().map_err(|e| e.to_string())?;
         let listener = device.listen(addr, &ListenOptions::default()).map_err(|e| e.to_string())?;
-        let cq = device.create_cq(QUEUE.min(device.attributes().max_completions)).map_err(|e| e.to_string())?;
+        let cq = device.create_cq(QUEUE.min(device.attributes().max_cqe)).map_err(|e| e.to_string())?;
         Ok(Server { device, listener, cq, sessions: HashMap::new() })
     }
 
@@ -83,7 +83,7 @@ impl Server {
                 match event {
                     ConnectionEvent::Request(request) => self.accept(request),
                     ConnectionEvent::Disconnected { qp_num, cause } => {
-                        tracing::info!(qp_num, %cause, "a test's connection has ended");
+                        tracing::info!(qp_num, %cause, "connection closed");
                         self.sessions.remove(&qp_num);
                     }
                     _ => {}

@@ -78,7 +78,7 @@ impl Served {
         self.state.store(CLOSED, Ordering::SeqCst);
         let late = |_| io::Error::other("the flush takes too long; what was not flushed before may not be on the disk");
         tokio::time::timeout(FLUSH_LIMIT, self.below.flush()).await.map_err(late)??;
-        ended.map_err(|_| io::Error::other("requests were still under way, and were not acknowledged"))
+        ended.map_err(|_| io::Error::other("requests were still in flight, and were not acknowledged"))
     }
 
     /// Begins a change of `len` bytes from `at`.

@@ -129,7 +129,7 @@ impl Client {
                 let longest = (SECTORS - sector).min(READ_MAX);
                 let count = if self.random.u64(..3) == 0 { longest } else { 1 + self.random.u64(..longest) };
                 let len = count as usize * SECTOR;
-                self.cache.announce(at, len as u64);
+                self.cache.hint_sequential(at, len as u64);
                 if let Some(Lent::Memory(pieces)) = self.cache.lend(at, len) {
                     // It is sent at leisure.
                     tokio::time::sleep(Duration::from_millis(self.random.u64(..20))).await;

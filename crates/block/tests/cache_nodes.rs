@@ -44,7 +44,7 @@ fn run(write_back: bool) {
     let disk = Arc::new(MemoryBackend::new(8 << 20).unwrap());
     // Half of what is used, in blocks that are shorter than a request.
     let config = Config { block: 16 << 10, neighbours: 8, partitions: 2, write_back, ..Config::new(1536 << 10) };
-    let cache = Arc::new(Cache::new(disk, config, &reactors.nodes(), Some(reactors.spreader())).unwrap());
+    let cache = Arc::new(Cache::new(disk, config, &reactors.nodes(), Some(reactors.load_balancer())).unwrap());
     let (tell, told) = mpsc::channel();
     for number in 0..CLIENTS {
         let (cache, tell) = (Arc::clone(&cache), tell.clone());

@@ -9,7 +9,7 @@
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
 //!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: data that is sent
 //!   from where it is.
-//! - [`integrity`], [`security`]: what the CPU stages do to a block.
+//! - [`digest`], [`aead`]: what the CPU stages do to a block.
 //! - [`rate_limit`]: bytes per second. [`page_cache`]: what reading would cost; [`file_system`]: what a file system can be relied on for. [`units`]: sizes as
 //!   people write them; [`text`]: what others wrote, to be shown to people.
 //! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
@@ -17,8 +17,9 @@
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
+pub mod aead;
+pub mod digest;
 pub mod file_system;
-pub mod integrity;
 pub mod lent;
 pub mod limits;
 pub mod local_peer;
@@ -26,7 +27,6 @@ pub mod page_cache;
 pub mod pool;
 pub mod rate_limit;
 pub mod reactor;
-pub mod security;
 pub mod segment;
 pub mod stage;
 pub mod storage;

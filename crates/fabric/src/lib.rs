@@ -33,7 +33,7 @@ mod validity;
 pub mod verbs;
 
 pub use memory::{Access, Buffer};
-pub use path::Path;
+pub use path::PathInfo;
 pub use types::*;
 
 use provider::{
@@ -107,7 +107,7 @@ impl Device {
     /// A queue for `capacity` completions.
     ///
     /// # Errors
-    /// [`Error::Limit`] beyond [`DeviceAttributes::max_completions`].
+    /// [`Error::Limit`] beyond [`DeviceAttributes::max_cqe`].
     pub fn create_cq(&self, capacity: usize) -> Result<CompletionQueue> {
         Ok(CompletionQueue { ops: self.0.create_cq(capacity)? })
     }
@@ -351,26 +351,26 @@ impl ProtectionDomain {
         Ok(QueuePair { ops: self.device.0.create_qp(self.number, &send_cq.ops, &recv_cq.ops, caps, None)? })
     }
 
-    /// A queue for `max_recv` receives of up to `max_sge` elements, from which any number of queue pairs take theirs:
+    /// A queue for `max_recv_wr` receives of up to `max_sge` elements, from which any number of queue pairs take theirs:
     /// memory for the messages that come, not for those that could.
     ///
     /// # Errors
     /// [`Error::Unsupported`] on a device without, [`Error::Limit`] beyond
-    /// [`DeviceAttributes::max_shared_receives`] or [`DeviceAttributes::max_sge`].
-    pub fn create_srq(&self, max_recv: u32, max_sge: u32) -> Result<SharedReceiveQueue> {
+    /// [`DeviceAttributes::max_srq_wr`] or [`DeviceAttributes::max_sge`].
+    pub fn create_srq(&self, max_recv_wr: u32, max_sge: u32) -> Result<SharedReceiveQueue> {
         let attributes = self.device.attributes();
-        if attributes.max_shared_receives == 0 {
+        if attributes.max_srq_wr == 0 {
             return Err(Error::Unsupported("shared receive queues on this device"));
         }
         for (what, got, limit) in [
-            ("shared receive queue", max_recv, attributes.max_shared_receives),
+            ("shared receive queue", max_recv_wr, attributes.max_srq_wr),
             ("elements of a request", max_sge, attributes.max_sge),
         ] {
             if got > limit {
                 return Err(Error::Limit { what, got: got.into(), limit: limit.into() });
             }
         }
-        Ok(SharedReceiveQueue { ops: self.device.0.create_srq(self.number, max_recv.max(1), max_sge.max(1))? })
+        Ok(SharedReceiveQueue { ops: self.device.0.create_srq(self.number, max_recv_wr.max(1), max_sge.max(1))? })
     }
 
     /// A queue pair that takes its receives from a shared receive queue of this domain. They finish in `recv_cq`, where
@@ -385,7 +385,7 @@ impl ProtectionDomain {
         caps: QueuePairCaps,
         srq: &SharedReceiveQueue,
     ) -> Result<QueuePair> {
-        let caps = QueuePairCaps { max_recv: 0, ..caps };
+        let caps = QueuePairCaps { max_recv_wr: 0, ..caps };
         let ops = self.device.0.create_qp(self.number, &send_cq.ops, &recv_cq.ops, caps, Some(&srq.ops))?;
         Ok(QueuePair { ops })
     }
@@ -496,7 +496,7 @@ pub struct ConnectionInfo {
     /// Outbound reads and atomics allowed.
     pub ord: u16,
     /// What is known of the path now, where the device can tell.
-    pub path: Option<Path>,
+    pub path: Option<PathInfo>,
     /// Protocol details, for people.
     pub detail: String,
 }
@@ -584,7 +584,7 @@ impl QueuePair {
 
     /// What is known of the path to the peer now, where the device can tell; over TCP from when that is connected, a round
     /// trip before [`ConnectionEvent::Established`].
-    pub fn path(&self) -> Option<Path> {
+    pub fn path(&self) -> Option<PathInfo> {
         self.ops.path()
     }
 

@@ -9,17 +9,17 @@ use rustix::net::sockopt;
 
 /// From this round trip on, a path is a long one: it may lose packets for other reasons than
 /// congestion, and its rate is worth measuring.
-const LONG: Duration = Duration::from_millis(2);
+const LONG_PATH_RTT: Duration = Duration::from_millis(2);
 
 /// Bytes a socket on a long path takes beyond what is on its way.
 const UNSENT_MAX: libc::c_int = 256 << 10;
 
 /// Bytes a socket on a long path may be sent before anything is known of its rate.
-const WINDOW: libc::c_int = 1 << 20;
+const INITIAL_WINDOW: libc::c_int = 1 << 20;
 
 /// What TCP knows of a path, now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Path {
+pub struct PathInfo {
     /// Smoothed round trip.
     pub round_trip: Duration,
     /// Bytes that the peer has acknowledged.
@@ -52,9 +52,9 @@ const _: () = assert!(
         && std::mem::offset_of!(TcpInfo, busy_time) == 168
 );
 
-impl Path {
+impl PathInfo {
     /// What is known of a connection's path; `None` if nothing is.
-    pub fn of(stream: &TcpStream) -> Option<Path> {
+    pub fn of(stream: &TcpStream) -> Option<PathInfo> {
         // SAFETY: an all-zero TcpInfo is valid, being integers throughout.
         let mut info: TcpInfo = unsafe { std::mem::zeroed() };
         let mut len = size_of::<TcpInfo>() as libc::socklen_t;
@@ -68,7 +68,7 @@ impl Path {
                 &raw mut len,
             )
         };
-        (rc == 0 && info.rtt > 0).then(|| Path {
+        (rc == 0 && info.rtt > 0).then(|| PathInfo {
             round_trip: Duration::from_micros(info.rtt.into()),
             acked: info.acked,
             busy: Duration::from_micros(info.busy_time),
@@ -88,7 +88,7 @@ impl Path {
 ///
 /// A system that refuses keeps its own: this tunes, it does not decide correctness.
 pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
-    let long = Path::of(stream).is_some_and(|p| p.round_trip >= LONG);
+    let long = PathInfo::of(stream).is_some_and(|p| p.round_trip >= LONG_PATH_RTT);
     if long {
         // The option exists wherever the rest of this does.
         let _ = set(stream, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, UNSENT_MAX);
@@ -108,7 +108,7 @@ pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
 /// Makes room for what may come. To ask for a buffer of a size would end its growing later; to wait for much at once, which is
 /// taken back before anybody waits, makes the kernel provide for that much (`tcp_set_rcvlowat`).
 fn widen(stream: &TcpStream) {
-    for least in [WINDOW, 1] {
+    for least in [INITIAL_WINDOW, 1] {
         let _ = set(stream, libc::SOL_SOCKET, libc::SO_RCVLOWAT, least);
     }
 }
@@ -142,7 +142,7 @@ mod tests {
         far.read_exact(&mut [0; 5]).unwrap();
         far.write_all(b"back").unwrap();
         near.read_exact(&mut [0; 4]).unwrap();
-        let path = Path::of(&near).unwrap();
+        let path = PathInfo::of(&near).unwrap();
         assert!(path.round_trip > Duration::ZERO && path.window_limited <= path.busy);
         fit(&far, peer, None);
         assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
@@ -156,7 +156,7 @@ mod tests {
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut far, _) = listener.accept().unwrap();
         widen(&far);
-        assert!(sockopt::socket_recv_buffer_size(&far).unwrap() >= WINDOW as usize);
+        assert!(sockopt::socket_recv_buffer_size(&far).unwrap() >= INITIAL_WINDOW as usize);
         near.write_all(b"x").unwrap();
         let mut told = [rustix::event::PollFd::new(&far, rustix::event::PollFlags::IN)];
         assert_eq!(rustix::event::poll(&mut told, None).unwrap(), 1);

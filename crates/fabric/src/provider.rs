@@ -28,7 +28,7 @@ pub(crate) trait DeviceOps: Send + Sync {
         owner: Owner,
     ) -> Result<Arc<dyn RegionOps>>;
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>>;
-    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>>;
+    fn create_srq(&self, pd: u32, max_recv_wr: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>>;
     fn create_qp(
         &self,
         pd: u32,
@@ -93,7 +93,7 @@ pub(crate) trait QueuePairOps: Send + Sync {
     fn connect(&self, addr: SocketAddr, params: &ConnectParams) -> Result<()>;
     fn disconnect(&self);
     fn info(&self) -> Option<crate::ConnectionInfo>;
-    fn path(&self) -> Option<crate::Path>;
+    fn path(&self) -> Option<crate::PathInfo>;
     fn error(&self) -> Option<ConnectionError>;
     /// The consumer's handle is gone.
     fn destroy(&self);

@@ -40,20 +40,20 @@ impl Reservation {
 }
 
 /// What room is kept in.
-pub(crate) trait HasRoom {
+pub(crate) trait CqCapacity {
     fn room(&self) -> &Reservation;
 }
 
 /// Room for a shared receive queue's receives in every completion queue where they may finish: once in each, however
 /// many queue pairs finish there.
-pub(crate) struct SharedRoom<Q> {
+pub(crate) struct SharedCqCapacity<Q> {
     each: usize,
     queues: Mutex<Vec<(Arc<Q>, usize)>>,
 }
 
-impl<Q: HasRoom> SharedRoom<Q> {
-    pub(crate) fn new(each: u32) -> SharedRoom<Q> {
-        SharedRoom { each: each as usize, queues: Mutex::default() }
+impl<Q: CqCapacity> SharedCqCapacity<Q> {
+    pub(crate) fn new(each: u32) -> SharedCqCapacity<Q> {
+        SharedCqCapacity { each: each as usize, queues: Mutex::default() }
     }
 
     /// One more queue pair finishes its receives there.
@@ -98,7 +98,7 @@ mod tests {
 
     struct Queue(Reservation);
 
-    impl HasRoom for Queue {
+    impl CqCapacity for Queue {
         fn room(&self) -> &Reservation {
             &self.0
         }
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn a_shared_queue_takes_room_once_in_each_completion_queue() {
         let (a, b) = (Arc::new(Queue(Reservation::new(10))), Arc::new(Queue(Reservation::new(5))));
-        let shared = SharedRoom::new(8);
+        let shared = SharedCqCapacity::new(8);
         shared.join(&a).unwrap();
         shared.join(&a).unwrap();
         assert!(shared.join(&b).is_err());

@@ -220,16 +220,16 @@ impl WorkCompletion {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuePairCaps {
     /// Send requests outstanding.
-    pub max_send: u32,
+    pub max_send_wr: u32,
     /// Receives outstanding; without meaning where they come from a shared receive queue.
-    pub max_recv: u32,
+    pub max_recv_wr: u32,
     /// Elements of one request.
     pub max_sge: u32,
 }
 
 impl Default for QueuePairCaps {
     fn default() -> QueuePairCaps {
-        QueuePairCaps { max_send: 128, max_recv: 128, max_sge: 4 }
+        QueuePairCaps { max_send_wr: 128, max_recv_wr: 128, max_sge: 4 }
     }
 }
 
@@ -245,7 +245,7 @@ pub struct DeviceAttributes {
     /// Most requests of one queue.
     pub max_queue: u32,
     /// Most completions of one completion queue.
-    pub max_completions: usize,
+    pub max_cqe: usize,
     /// Most bytes of one inline payload.
     pub max_inline: u32,
     /// Most reads and atomics outstanding in each direction.
@@ -266,7 +266,7 @@ pub struct DeviceAttributes {
     /// A window for the peers of a protection domain costs no more; where this is false, it is a registration.
     pub domain_windows: bool,
     /// Most receives of one shared receive queue; 0 if there are none.
-    pub max_shared_receives: u32,
+    pub max_srq_wr: u32,
     /// What peers read, write and change in registered memory is served without this process; where this is false, it
     /// is served while somebody polls a completion queue or waits for the device.
     pub auto_progress: bool,

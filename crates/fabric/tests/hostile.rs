@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use thruway_fabric::iwarp::Config;
 use thruway_fabric::*;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn all() -> Access {
     Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC
@@ -78,7 +78,7 @@ fn untagged(opcode: u8, last: bool, qn: u32, msn: u32, mo: u32, payload: &[u8]) 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "not in time: {what}");
+        assert!(start.elapsed() < TIMEOUT, "not in time: {what}");
         std::thread::yield_now();
     }
 }
@@ -170,7 +170,7 @@ fn a_peer_may_read_what_its_owner_changes() {
 
 /// What a Terminate says: its control field, and how long it is.
 fn terminated(peer: &mut TcpStream) -> ([u8; 4], usize) {
-    peer.set_read_timeout(Some(PATIENCE)).unwrap();
+    peer.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut len = [0; 2];
     peer.read_exact(&mut len).unwrap();
     let mut fpdu = vec![0; usize::from(u16::from_be_bytes(len))];
@@ -322,7 +322,7 @@ fn every_sleeper_is_woken() {
             std::thread::spawn(move || {
                 asleep.wait();
                 let start = Instant::now();
-                device.wait(Some(PATIENCE * 2)).unwrap();
+                device.wait(Some(TIMEOUT * 2)).unwrap();
                 start.elapsed()
             })
         })
@@ -334,7 +334,7 @@ fn every_sleeper_is_woken() {
         device.wake();
     }
     for sleeper in sleepers {
-        assert!(sleeper.join().unwrap() < PATIENCE);
+        assert!(sleeper.join().unwrap() < TIMEOUT);
     }
 }
 
@@ -413,7 +413,7 @@ fn a_binding_completes_in_its_turn_and_is_counted() {
     assert_eq!(done.iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [1, 2]);
     // Behind a read that is not answered they fill the queue.
     pair.near.post_send(&read(3)).unwrap();
-    let most = QueuePairCaps::default().max_send as usize;
+    let most = QueuePairCaps::default().max_send_wr as usize;
     let bound =
         (0..most * 2).take_while(|_| pair.near.bind_window(&near_mr, 0, 8, Access::REMOTE_READ, Some(4)).is_ok());
     assert!(bound.count() < most);

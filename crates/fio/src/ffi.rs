@@ -51,7 +51,7 @@ pub unsafe extern "C" fn thruway_open(
 ) -> *mut Handle {
     // SAFETY: the caller's promise.
     let host = unsafe { CStr::from_ptr(host) }.to_string_lossy();
-    let port = u16::try_from(port).map_err(|_| format!("there is no port {port}"));
+    let port = u16::try_from(port).map_err(|_| format!("port {port} out of range (expected 0 to 65535)"));
     match port.and_then(|port| connect(&host, port, over_verbs != 0, depth)) {
         Ok(remote) => Box::into_raw(Box::new(Handle { remote, finished: Vec::new() })),
         Err(text) => {

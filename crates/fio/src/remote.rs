@@ -46,7 +46,7 @@ impl Remote {
         // One more for the proof.
         let depth = depth.saturating_add(1);
         let cq = device.create_cq(depth as usize + 1)?;
-        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: 1, max_sge: 1 })?;
+        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send_wr: depth, max_recv_wr: 1, max_sge: 1 })?;
         let proof = pd.register(&Arc::new(Buffer::new(8)?), Access::LOCAL_WRITE)?;
         let params = ConnectParams { private_data: GREETING.to_vec(), ..ConnectParams::default() };
         let deadline = Instant::now() + params.timeout + Duration::from_secs(1);

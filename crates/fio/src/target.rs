@@ -50,7 +50,7 @@ impl Target {
         let pd = device.alloc_pd().unwrap();
         let buffer = Arc::new(Buffer::new(len)?);
         let memory = pd.register(&buffer, Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE)?;
-        let cq = device.create_cq((2 * CONNECTIONS_MAX).min(device.attributes().max_completions))?;
+        let cq = device.create_cq((2 * CONNECTIONS_MAX).min(device.attributes().max_cqe))?;
         let listener = device.listen(addr, &ListenOptions::default())?;
         Ok(Target { device, listener, cq, pd, memory, len: len as u64, connections: HashMap::new() })
     }
@@ -76,7 +76,7 @@ impl Target {
                         }
                     }
                     ConnectionEvent::Disconnected { qp_num, cause } => {
-                        tracing::info!(qp_num, %cause, "a connection has ended");
+                        tracing::info!(qp_num, %cause, "connection closed");
                         self.connections.remove(&qp_num);
                     }
                     _ => {}
@@ -104,7 +104,7 @@ impl Target {
                 limit: CONNECTIONS_MAX as u64,
             });
         }
-        let caps = QueuePairCaps { max_send: 1, max_recv: 1, max_sge: 1 };
+        let caps = QueuePairCaps { max_send_wr: 1, max_recv_wr: 1, max_sge: 1 };
         let qp = self.pd.create_qp(&self.cq, &self.cq, caps)?;
         let private_data = answer(self.memory.addr(), self.memory.rkey(), self.len);
         request.accept(&qp, &ConnectParams { private_data, ..ConnectParams::default() })?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_engine::local_peer;
-use thruway_engine::reactor::Spreader;
+use thruway_engine::reactor::LoadBalancer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Provider};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -52,13 +52,13 @@ impl Acceptor {
         for address in addresses {
             let listener = Listener::bind(address)?;
             bound.push(listener.address());
-            let (acceptor, spreader, serve) = (Arc::clone(self), reactors.spreader(), serve.clone());
+            let (acceptor, load_balancer, serve) = (Arc::clone(self), reactors.load_balancer(), serve.clone());
             reactors.handles()[0].spawn(move || async move {
                 let result = listener
                     .accept(|socket| {
                         let Some(permit) = acceptor.admit_socket(&socket) else { return };
                         let serve = serve.clone();
-                        permit.serve(&spreader, move |permit| serve(socket, permit));
+                        permit.serve(&load_balancer, move |permit| serve(socket, permit));
                     })
                     .await;
                 tracing::error!(?result, protocol = acceptor.limit.protocol(), "no longer accepting connections");
@@ -89,9 +89,9 @@ impl Acceptor {
             let listener = device.listen(address, &ListenOptions::default())?;
             let local = listener.local_addr();
             bound.push(Address::Tcp(local));
-            let (acceptor, spreader, serve) = (Arc::clone(self), reactors.spreader(), serve.clone());
+            let (acceptor, load_balancer, serve) = (Arc::clone(self), reactors.load_balancer(), serve.clone());
             reactors.handles()[0].spawn(move || async move {
-                let result = acceptor.accept_rdma(&device, local, &spreader, serve).await;
+                let result = acceptor.accept_rdma(&device, local, &load_balancer, serve).await;
                 drop(listener);
                 tracing::error!(?result, protocol = acceptor.limit.protocol(), "no longer accepting connections");
             });
@@ -103,7 +103,7 @@ impl Acceptor {
         &self,
         device: &Device,
         local: SocketAddr,
-        reactors: &Spreader,
+        reactors: &LoadBalancer,
         serve: S,
     ) -> io::Result<Infallible>
     where

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::limits;
-use thruway_engine::reactor::Spreader;
+use thruway_engine::reactor::LoadBalancer;
 use tokio::sync::Notify;
 
 /// Limits the connections of one protocol.
@@ -111,7 +111,7 @@ impl ConnectionLimit {
 
 impl Permit {
     /// Runs the connection on the reactor with the fewest, and logs how it ended.
-    pub fn serve<F>(self, reactors: &Spreader, serve: impl FnOnce(Arc<Permit>) -> F + Send + 'static)
+    pub fn serve<F>(self, reactors: &LoadBalancer, serve: impl FnOnce(Arc<Permit>) -> F + Send + 'static)
     where
         F: Future<Output = io::Result<()>> + 'static,
     {

@@ -45,7 +45,7 @@ impl Client {
         let device = Provider::Iwarp(Config::default()).open().unwrap();
         let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(64).unwrap();
-        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: 32, max_recv: 32, max_sge: 1 }).unwrap();
+        let qp = pd.create_qp(&cq, &cq, QueuePairCaps { max_send_wr: 32, max_recv_wr: 32, max_sge: 1 }).unwrap();
         let slots = MessageSlots::new(&pd, 32, 32, MESSAGE_MAX).unwrap();
         slots.post_receives(&qp).unwrap();
         qp.connect(to, &ConnectParams { ird: 4, ord: 4, ..ConnectParams::default() }).unwrap();

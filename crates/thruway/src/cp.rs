@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 use thruway_cli::{Common, Failed, units};
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 use thruway_engine::stage::StageStats;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{Engines, OnReport, Progress};
+use thruway_transfer::session::{OnReport, PipelineSet, Progress};
 use thruway_transfer::sink::Prepared;
 use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 
@@ -73,14 +73,14 @@ pub struct CpArgs {
     #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
     bwlimit: Option<u64>,
     /// Go past the page cache
-    #[arg(long, value_enum, default_value_t = Tri::Auto)]
-    direct: Tri,
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    direct: When,
     /// Verify every block end to end with: none, xxh3, blake3
     #[arg(long, default_value = "xxh3")]
     verify: Algorithm,
     /// Encrypt the data; auto: unless the peer is this machine
-    #[arg(long, value_enum, default_value_t = Tri::Auto)]
-    encrypt: Tri,
+    #[arg(long, value_enum, default_value_t = When::Auto)]
+    encrypt: When,
     /// Begin anew even if an earlier attempt can be continued
     #[arg(long)]
     no_resume: bool,
@@ -109,7 +109,7 @@ pub struct CpArgs {
 
 /// Yes, no, or by rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Tri {
+enum When {
     Auto,
     On,
     Off,
@@ -138,10 +138,10 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     let sources: Vec<(Endpoint, &OsString)> =
         sources.iter().map(|s| Endpoint::parse(s).map(|e| (e, s))).collect::<Result<_, _>>()?;
     let all_local = sources.iter().all(|(e, _)| matches!(e, Endpoint::Local(_)));
-    let engines = Engines::new().map_err(|e| e.to_string())?;
+    let pipelines = PipelineSet::new().map_err(|e| e.to_string())?;
     let mut peer = None;
     let mut job = match (&target_endpoint, all_local) {
-        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &engines, &mut peer)?,
+        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &pipelines, &mut peer)?,
         (_, true) => push(args, &sources, &target_endpoint, target, &mut peer)?,
         (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
         _ => return Err("copies go from or to this machine; run the command on one of the two hosts".into()),
@@ -174,12 +174,12 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     };
     let reach = ssh_host.as_ref().map(|host| move || start_again(host));
     let reach = reach.as_ref().map(|reach| reach as &client::Reach<'_>);
-    let result = client::run(&job, engines.pick(), &progress, &on_report, reach);
+    let result = client::run(&job, pipelines.pick(), &progress, &on_report, reach);
     display.stop();
     drop(peer);
     let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
     tracing::info!("provider {}: {}", args.provider.name(), finished.detail);
-    Ok((finished, job.encrypt, engines.stats()))
+    Ok((finished, job.encrypt, pipelines.stats()))
 }
 
 /// What must live as long as the job: a daemon of our own, or an ssh connection.
@@ -212,9 +212,9 @@ impl CpArgs {
             include: self.include.clone(),
             exclude: self.exclude.clone(),
             direct: match self.direct {
-                Tri::Auto => Direct::Auto,
-                Tri::On => Direct::On,
-                Tri::Off => Direct::Off,
+                When::Auto => Direct::Auto,
+                When::On => Direct::On,
+                When::Off => Direct::Off,
             },
             length: self.size,
         }
@@ -230,9 +230,9 @@ impl CpArgs {
         })?;
         let this_host = remote.addr.ip().to_canonical().is_loopback();
         let encrypt = match self.encrypt {
-            Tri::Auto => !this_host,
-            Tri::On => true,
-            Tri::Off => false,
+            When::Auto => !this_host,
+            When::On => true,
+            When::Off => false,
         };
         // Where every block is verified or authenticated end to end, MPA's CRC adds nothing.
         if let thruway_fabric::Provider::Iwarp(config) = &mut remote.fabric {
@@ -380,7 +380,7 @@ fn push_locally(
     args: &CpArgs,
     sources: &[(Endpoint, &OsString)],
     target: &Path,
-    engines: &Arc<Engines>,
+    pipelines: &Arc<PipelineSet>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::daemon;
@@ -388,7 +388,7 @@ fn push_locally(
     let contents = local.iter().any(|(_, name)| name.is_empty());
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     if target == Path::new("/dev/null") {
-        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, Path::new("/"), engines, peer);
+        return push_to(args, local, daemon::DEV_EXPORT, b"null".to_vec(), false, Path::new("/"), pipelines, peer);
     }
     check_overlap(args, &local, target)?;
     let absolute = std::path::absolute(target).map_err(|e| format!("{}: {e}", target.display()))?;
@@ -400,7 +400,7 @@ fn push_locally(
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
-    push_to(args, local, "target", rest, into, &root, engines, peer).map_err(|e| format!("{}: {e}", target.display()))
+    push_to(args, local, "target", rest, into, &root, pipelines, peer).map_err(|e| format!("{}: {e}", target.display()))
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -411,11 +411,11 @@ fn push_to(
     path: Vec<u8>,
     into_directory: bool,
     root: &Path,
-    engines: &Arc<Engines>,
+    pipelines: &Arc<PipelineSet>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::daemon;
-    let credentials = Credentials::Secret(thruway_engine::security::random());
+    let credentials = Credentials::Secret(thruway_engine::aead::random());
     let exports = match export {
         daemon::DEV_EXPORT => Vec::new(),
         name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false, unconfined: true }],
@@ -435,7 +435,7 @@ fn push_to(
         once: false,
         fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
     };
-    let daemon = daemon::Daemon::start_with(config, Arc::clone(engines)).map_err(|e| e.to_string())?;
+    let daemon = daemon::Daemon::start_with(config, Arc::clone(pipelines)).map_err(|e| e.to_string())?;
     let addr = daemon.addrs()[0];
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {

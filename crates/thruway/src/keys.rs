@@ -59,7 +59,7 @@ pub fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
             // Another daemon may have been quicker.
             Err(_) if path.exists() => {}
             Err(error) => {
-                tracing::warn!(%error, "clients will meet another key after a restart");
+                tracing::warn!(%error, "cannot save the host key: clients will see a key mismatch after a restart");
                 return Ok(pair);
             }
         }

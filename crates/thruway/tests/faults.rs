@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 use support::*;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 
 fn args(list: &[&dyn AsRef<OsStr>]) -> Vec<OsString> {
@@ -34,7 +34,7 @@ fn until_written(dir: &Path, bytes: u64) {
         if blocks * 512 >= bytes {
             return;
         }
-        assert!(start.elapsed() < PATIENCE, "the copy does not get on");
+        assert!(start.elapsed() < TIMEOUT, "the copy does not get on");
         std::thread::yield_now();
     }
 }
@@ -56,7 +56,7 @@ fn until_recorded(dir: &Path, bytes: u64) -> u64 {
         if sum >= bytes {
             return sum;
         }
-        assert!(start.elapsed() < PATIENCE, "the copy does not get on");
+        assert!(start.elapsed() < TIMEOUT, "the copy does not get on");
         std::thread::yield_now();
     }
 }
@@ -74,7 +74,7 @@ fn no_leftovers(dir: &Path) {
     loop {
         let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned());
         let Some(name) = names.into_iter().find(|n| ours(n)) else { return };
-        assert!(start.elapsed() < PATIENCE, "{name} is left behind");
+        assert!(start.elapsed() < TIMEOUT, "{name} is left behind");
         std::thread::yield_now();
     }
 }

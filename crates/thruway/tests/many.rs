@@ -9,12 +9,12 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 use support::*;
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{Credentials, KeyPair};
 use thruway_transfer::client::{self, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{Engine, Progress};
+use thruway_transfer::session::{Pipeline, Progress};
 use thruway_transfer::wire::TreeOptions;
 
 const SESSIONS: usize = 2000;
@@ -63,17 +63,17 @@ fn thousands_of_sessions_at_once_are_all_served() {
     let args = ["--max-sessions", &sessions, "--depth", "4", "--export"].map(OsStr::new);
     let daemon = Daemon::start(&[&args[..], &[&export("e", &served, "")]].concat());
     thruway_engine::limits::raise_open_files();
-    let engine = Engine::new(1, 4096).unwrap();
+    let pipeline = Pipeline::new(1, 4096).unwrap();
     let (start, failed) = (Arc::new(Barrier::new(SESSIONS)), Arc::new(AtomicUsize::new(0)));
     let clients: Vec<_> = (0..SESSIONS)
         .map(|number| {
-            let (job, engine) = (job(&daemon.addr, &source, number), Arc::clone(&engine));
+            let (job, pipeline) = (job(&daemon.addr, &source, number), Arc::clone(&pipeline));
             let (start, failed) = (Arc::clone(&start), Arc::clone(&failed));
             let client = std::thread::Builder::new().stack_size(256 << 10);
             let run = move || {
                 let (progress, failures) = (Arc::new(Progress::default()), Arc::clone(&failed));
                 start.wait();
-                let result = client::run(&job, &engine, &progress, &(Arc::new(|_: &_| {}) as _), None);
+                let result = client::run(&job, &pipeline, &progress, &(Arc::new(|_: &_| {}) as _), None);
                 if let Err(error) = result {
                     eprintln!("session {number}: {error}");
                     failures.fetch_add(1, Ordering::SeqCst);

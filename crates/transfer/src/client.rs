@@ -2,7 +2,7 @@
 
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
-use crate::session::{Engine, OnReport, Progress, SessionError, Terms};
+use crate::session::{OnReport, Pipeline, Progress, SessionError, SessionParams};
 use crate::sink::{self, Prepared, Target, Trust};
 use crate::source::{self, Root};
 use crate::wire::{
@@ -14,9 +14,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use thruway_engine::integrity::Algorithm;
-use thruway_engine::security::Sealer;
-use thruway_engine::security::random;
+use thruway_engine::aead::Sealer;
+use thruway_engine::aead::random;
+use thruway_engine::digest::Algorithm;
 use thruway_fabric::Provider;
 
 /// Blocks of a pool where neither the user nor the path asks for more.
@@ -122,19 +122,19 @@ const FIRST_ATTEMPTS: u32 = 3;
 /// [`SessionError`] of the last attempt.
 pub fn run(
     job: &Job,
-    engine: &Arc<Engine>,
+    pipeline: &Arc<Pipeline>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
     reach: Option<&Reach<'_>>,
 ) -> Result<Finished, SessionError> {
-    engine.attract();
+    pipeline.bind_current_thread();
     let mut state = Attempts { remote: job.remote.clone(), renamed: false, reached: false };
     let (mut retries, mut idle) = (0, 0);
     // The most that an attempt has found done by those before it.
     let mut furthest = 0;
     loop {
         let before = progress.resumed.load(Ordering::Relaxed);
-        match attempt(job, engine, progress, on_report, &mut state) {
+        match attempt(job, pipeline, progress, on_report, &mut state) {
             Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
             Err(error) if error.is_transient() => {
                 // Bytes that are sent again and again, and kept nowhere, are no progress.
@@ -175,7 +175,7 @@ struct Attempts {
 
 fn attempt(
     job: &Job,
-    engine: &Arc<Engine>,
+    pipeline: &Arc<Pipeline>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
     state: &mut Attempts,
@@ -236,15 +236,16 @@ fn attempt(
     };
     let count = count.clamp(1, streams);
     let blocks = job.blocks.unwrap_or_else(|| blocks_for(link.round_trip(), block_len, BLOCKS));
-    let engine =
-        engine.with_pool(blocks, block_len as usize, link.is_long()).map_err(|e| SessionError::Local(e.to_string()))?;
-    link.attach(&engine.pool)?;
+    let pipeline = pipeline
+        .with_pool(blocks, block_len as usize, link.is_long())
+        .map_err(|e| SessionError::Local(e.to_string()))?;
+    link.attach(&pipeline.pool)?;
     link.set_peer_revocable(reply.revocable);
     let channels = Channels::Open { addr: state.remote.addr, token, grow: job.streams.is_none() };
     link.join(&channels, count, role)?;
     let detail = format!("{count} data channels, blocks of {block_len} bytes, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
-    let terms = Terms {
+    let params = SessionParams {
         session: reply.session,
         block_len,
         long_path: link.is_long(),
@@ -263,10 +264,20 @@ fn attempt(
                 name: reply.rename.clone().filter(|_| !name.is_empty()).unwrap_or_else(|| name.clone()),
             });
             let roots = rename_contents(roots.collect(), reply.rename.as_deref());
-            source::run(link, &channels, &engine, &terms, roots, reply.offers, reply.destination, progress, on_report)
+            source::run(
+                link,
+                &channels,
+                &pipeline,
+                &params,
+                roots,
+                reply.offers,
+                reply.destination,
+                progress,
+                on_report,
+            )
         }
         (Local::Directory(_), Some(prepared)) => {
-            sink::run(link, &channels, &engine, &terms, prepared, progress, on_report)
+            sink::run(link, &channels, &pipeline, &params, prepared, progress, on_report)
         }
         (Local::Directory(_), None) => unreachable!("prepared above"),
     };

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use thruway_fabric::Device;
 
 /// A caller who has waited this long is told to come again: it would have given up by now, or soon will.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
@@ -92,7 +92,7 @@ impl<T> Handshakes<T> {
         while self.under_way < self.limits.all && passed_over < self.turns.len() {
             let Some(from) = self.turns.pop_front() else { break };
             let Some(place) = self.places.get_mut(&from) else { continue };
-            while place.waiting.front().is_some_and(|(since, _)| now.duration_since(*since) > PATIENCE) {
+            while place.waiting.front().is_some_and(|(since, _)| now.duration_since(*since) > HANDSHAKE_TIMEOUT) {
                 verdict.refuse.extend(place.waiting.pop_front().map(|(_, caller)| caller));
                 self.waiting -= 1;
             }
@@ -263,8 +263,8 @@ mod tests {
         for number in 0..5 {
             handshakes.arrive(address(1), number, start);
         }
-        handshakes.arrive(address(1), 5, start + PATIENCE);
-        let verdict = handshakes.over(address(1), start + PATIENCE + Duration::from_millis(1));
+        handshakes.arrive(address(1), 5, start + HANDSHAKE_TIMEOUT);
+        let verdict = handshakes.over(address(1), start + HANDSHAKE_TIMEOUT + Duration::from_millis(1));
         assert_eq!(verdict.refuse, [3, 4]);
         assert_eq!(verdict.begin, [(address(1), 5)]);
     }

@@ -32,16 +32,16 @@ pub use thruway_engine::text::{escape, escape_message};
 /// If it cannot be read to its end.
 fn digest_file(
     file: &std::fs::File,
-    verify: thruway_engine::integrity::Algorithm,
+    verify: thruway_engine::digest::Algorithm,
     offset: u64,
     len: u32,
-) -> std::io::Result<[u8; thruway_engine::integrity::DIGEST_LEN]> {
+) -> std::io::Result<[u8; thruway_engine::digest::DIGEST_LEN]> {
     use std::os::unix::fs::FileExt;
     thread_local! {
         static BUFFER: std::cell::RefCell<Vec<u8>> = const { std::cell::RefCell::new(Vec::new()) };
     }
-    if verify == thruway_engine::integrity::Algorithm::None {
-        return Ok([0; thruway_engine::integrity::DIGEST_LEN]);
+    if verify == thruway_engine::digest::Algorithm::None {
+        return Ok([0; thruway_engine::digest::DIGEST_LEN]);
     }
     // The whole piece at once: the digest is of all of it, and a block's length is bounded.
     BUFFER.with_borrow_mut(|buffer| {

@@ -1,4 +1,4 @@
-//! What both ends of a session share: the engine's parts, parameters, progress, mail.
+//! What both ends of a session share: the pipeline's parts, parameters, progress, mail.
 
 use crate::link::LinkError;
 use crate::wire::{AbortCode, Report, Summary, TreeOptions};
@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
-use thruway_engine::integrity::Algorithm;
-use thruway_engine::security::Sealer;
+use thruway_engine::aead::Sealer;
+use thruway_engine::digest::Algorithm;
 use thruway_engine::stage::{StageId, StageStats};
 use thruway_engine::topology::{self, Node};
 use thruway_engine::{BlockPool, Storage, Workers};
@@ -19,7 +19,7 @@ use thruway_fabric::Device;
 ///
 /// Every session has a pool of its own, so that one which stalls with its hands full starves
 /// nobody; untouched blocks take no memory.
-pub struct Engine {
+pub struct Pipeline {
     /// Blocks.
     pub pool: Arc<BlockPool>,
     /// Storage stage.
@@ -38,7 +38,7 @@ pub struct Engine {
     _sweep: Sweep,
 }
 
-/// Has the storage stage let go of a pool's memory when the engine of a session goes.
+/// Has the storage stage let go of a pool's memory when the pipeline of a session goes.
 struct Sweep(Arc<Storage>);
 
 impl Drop for Sweep {
@@ -56,37 +56,37 @@ fn pool(node: Option<&Node>, blocks: usize, block_len: usize, sparse: bool) -> i
     Ok(pool)
 }
 
-/// The engines of a process: one for each memory node, so that a session's blocks, the threads
+/// The pipelines of a process: one for each memory node, so that a session's blocks, the threads
 /// that touch them and its own thread are all on one.
-pub struct Engines {
-    nodes: Vec<Arc<Engine>>,
+pub struct PipelineSet {
+    nodes: Vec<Arc<Pipeline>>,
     next: AtomicUsize,
 }
 
-impl Engines {
-    /// An engine for each node on which this process may run.
+impl PipelineSet {
+    /// A pipeline for each node on which this process may run.
     ///
     /// # Errors
     /// If memory is not to be had.
-    pub fn new() -> io::Result<Arc<Engines>> {
+    pub fn new() -> io::Result<Arc<PipelineSet>> {
         let nodes = topology::usable_nodes();
-        let engines = match nodes.len() {
-            0 | 1 => vec![Engine::on(None, 1, 4096)?],
-            _ => nodes.into_iter().map(|node| Engine::on(Some(node), 1, 4096)).collect::<io::Result<_>>()?,
+        let pipelines = match nodes.len() {
+            0 | 1 => vec![Pipeline::on(None, 1, 4096)?],
+            _ => nodes.into_iter().map(|node| Pipeline::on(Some(node), 1, 4096)).collect::<io::Result<_>>()?,
         };
-        Ok(Arc::new(Engines { nodes: engines, next: AtomicUsize::new(0) }))
+        Ok(Arc::new(PipelineSet { nodes: pipelines, next: AtomicUsize::new(0) }))
     }
 
-    /// The engine for the next session; sessions are dealt out evenly.
-    pub fn pick(&self) -> &Arc<Engine> {
+    /// The pipeline for the next session; sessions are dealt out evenly.
+    pub fn pick(&self) -> &Arc<Pipeline> {
         &self.nodes[self.next.fetch_add(1, Ordering::Relaxed) % self.nodes.len()]
     }
 
-    /// What the stages of all engines have done so far.
+    /// What the stages of all pipelines have done so far.
     pub fn stats(&self) -> Vec<StageStats> {
         let several = self.nodes.len() > 1;
-        let of = |(number, engine): (usize, &Arc<Engine>)| {
-            let mut stats = engine.stats();
+        let of = |(number, pipeline): (usize, &Arc<Pipeline>)| {
+            let mut stats = pipeline.stats();
             if several {
                 stats.iter_mut().for_each(|s| s.name = format!("{} on node {number}", s.name));
             }
@@ -96,17 +96,17 @@ impl Engines {
     }
 }
 
-impl Engine {
+impl Pipeline {
     /// Makes a pool of `blocks` blocks of `block_len` bytes, and the stages.
     ///
     /// # Errors
     /// If memory is not to be had.
-    pub fn new(blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
-        Engine::on(None, blocks, block_len)
+    pub fn new(blocks: usize, block_len: usize) -> io::Result<Arc<Pipeline>> {
+        Pipeline::on(None, blocks, block_len)
     }
 
-    /// As [`Engine::new`], with threads and memory on one node.
-    fn on(node: Option<Node>, blocks: usize, block_len: usize) -> io::Result<Arc<Engine>> {
+    /// As [`Pipeline::new`], with threads and memory on one node.
+    fn on(node: Option<Node>, blocks: usize, block_len: usize) -> io::Result<Arc<Pipeline>> {
         let cpus = node.as_ref().map_or(&[][..], |n| &n.cpus);
         let threads = if cpus.is_empty() { topology::cores() } else { cpus.len() }.max(2);
         let workers = Workers::near(cpus, threads, &["integrity", "security", "files"]);
@@ -115,23 +115,23 @@ impl Engine {
         let storage = Arc::new(Storage::near(cpus)?);
         let pool = pool(node.as_ref(), blocks, block_len, false)?;
         let sweep = Sweep(Arc::clone(&storage));
-        Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
+        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
     }
 
     /// The same stages with blocks for another session; `sparse` if few of them may ever be full.
     ///
     /// # Errors
     /// If memory is not to be had.
-    pub fn with_pool(&self, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<Engine>> {
+    pub fn with_pool(&self, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<Pipeline>> {
         let (storage, workers) = (Arc::clone(&self.storage), Arc::clone(&self.workers));
-        let Engine { integrity, security, files, .. } = *self;
+        let Pipeline { integrity, security, files, .. } = *self;
         let (pool, node) = (pool(self.node.as_ref(), blocks, block_len, sparse)?, self.node.clone());
         let sweep = Sweep(Arc::clone(&storage));
-        Ok(Arc::new(Engine { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
+        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
     }
 
-    /// Moves the calling thread, and those it will start, to where the engine is.
-    pub fn attract(&self) {
+    /// Moves the calling thread, and those it will start, to where the pipeline is.
+    pub fn bind_current_thread(&self) {
         if let Some(node) = &self.node {
             topology::bind_thread(&node.cpus);
         }
@@ -147,7 +147,7 @@ impl Engine {
 
 /// What a session was negotiated to be.
 #[derive(Clone)]
-pub struct Terms {
+pub struct SessionParams {
     /// Its number.
     pub session: u32,
     /// Payload of a block.
@@ -235,7 +235,7 @@ fn shut(stream: &Weak<TcpStream>) {
     }
 }
 
-impl Terms {
+impl SessionParams {
     /// # Errors
     /// If the session is to end.
     pub(crate) fn check_cancel(&self) -> Result<(), SessionError> {
@@ -352,22 +352,22 @@ impl From<crate::protocol::Violation> for SessionError {
 pub type Outcome = Result<Summary, SessionError>;
 
 /// Sends mail to a session's own thread, waking it.
-pub struct Mailer<T> {
+pub struct EventSender<T> {
     sender: Sender<T>,
     device: Device,
 }
 
-impl<T> Clone for Mailer<T> {
+impl<T> Clone for EventSender<T> {
     fn clone(&self) -> Self {
-        Mailer { sender: self.sender.clone(), device: self.device.clone() }
+        EventSender { sender: self.sender.clone(), device: self.device.clone() }
     }
 }
 
-impl<T> Mailer<T> {
+impl<T> EventSender<T> {
     /// A mailbox for a thread that waits on `device`.
-    pub fn new(device: &Device) -> (Mailer<T>, Receiver<T>) {
+    pub fn new(device: &Device) -> (EventSender<T>, Receiver<T>) {
         let (sender, receiver) = channel();
-        (Mailer { sender, device: device.clone() }, receiver)
+        (EventSender { sender, device: device.clone() }, receiver)
     }
 
     /// Sends; lost without harm if the session is gone.

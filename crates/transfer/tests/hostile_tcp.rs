@@ -6,8 +6,8 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use support::{PATIENCE, Served};
-use thruway_engine::security::random;
+use support::{Served, TIMEOUT};
+use thruway_engine::aead::random;
 use thruway_fabric::iwarp;
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair};
@@ -140,7 +140,7 @@ impl Liar {
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::yield_now();
     }
 }
@@ -216,17 +216,17 @@ fn a_key_that_is_revoked_writes_no_more_though_its_holder_does_not_listen() {
     while liar.pack(&records).is_ok() {}
     lab.stopper.set_authorized(AuthorizedKeys::default());
     // Neither connection takes anything any more, long before a peer that is silent is given up.
-    liar.data[1].set_write_timeout(Some(PATIENCE)).unwrap();
+    liar.data[1].set_write_timeout(Some(TIMEOUT)).unwrap();
     let start = Instant::now();
     let piece = vec![0; BLOCK as usize];
     loop {
-        assert!(start.elapsed() < PATIENCE, "it goes on");
+        assert!(start.elapsed() < TIMEOUT, "it goes on");
         let header = liar.header(BlockKind::Data, 1, BLOCK);
         if liar.data[1].write_all(&[&header[..], &piece].concat()).is_err() {
             break;
         }
     }
-    assert!(start.elapsed() < PATIENCE, "it went on");
+    assert!(start.elapsed() < TIMEOUT, "it went on");
     until("the control connection stays", || {
         matches!(liar.link.poll(Duration::from_millis(10)), Err(LinkError::Closed(_)))
     });

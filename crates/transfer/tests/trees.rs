@@ -8,12 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use support::Served;
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{Credentials, KeyPair};
 use thruway_transfer::client::{self, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{Engines, Progress};
+use thruway_transfer::session::{PipelineSet, Progress};
 use thruway_transfer::wire::{Summary, TreeOptions};
 
 /// Copies what is in `source` into the export; what came of it, and what was reported.
@@ -49,8 +49,8 @@ fn push(served: &Served, source: &Path, options: TreeOptions) -> (Summary, Vec<S
         let reports = Arc::clone(&reports);
         Arc::new(move |report| reports.lock().unwrap().push(report.message.clone()))
     };
-    let engines = Engines::new().unwrap();
-    let finished = client::run(&job, engines.pick(), &Arc::new(Progress::default()), &on_report, None).unwrap();
+    let pipelines = PipelineSet::new().unwrap();
+    let finished = client::run(&job, pipelines.pick(), &Arc::new(Progress::default()), &on_report, None).unwrap();
     let reports = reports.lock().unwrap().clone();
     (finished.summary, reports)
 }

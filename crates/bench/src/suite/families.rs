@@ -12,7 +12,7 @@ const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;
 
 const SIZE: Axis = Axis { label: "message size", sizes: true };
-const DEPTH: Axis = Axis { label: "operations under way", sizes: false };
+const DEPTH: Axis = Axis { label: "operations in flight", sizes: false };
 
 /// In the order of the report.
 pub(super) static FAMILIES: [Family; 12] = [
@@ -28,7 +28,7 @@ pub(super) static FAMILIES: [Family; 12] = [
     },
     Family {
         id: "depth",
-        title: "Synchronous against asynchronous: operations under way",
+        title: "Synchronous against asynchronous: operations in flight",
         source: "Ren 2015, fig. 3-6 and § 3.4.2",
         reported: "With one operation at a time the rate is bounded by the round trip; with 16 and more it is the wire's.",
         expected: "Reads: sixteen under way are at least a quarter faster than one at a time. Writes are done when TCP has taken \
@@ -148,7 +148,7 @@ fn semantics(lab: &Lab) -> Result<Findings, String> {
     let because =
         format!("write {:.1}, send {:.1}, read {:.1} Gbit/s at 4 MiB", write.last(), send.last(), rate[2].last());
     let charts = vec![
-        chart("Rate, 16 under way", SIZE, "Gbit/s", rate),
+        chart("Rate, 16 in flight", SIZE, "Gbit/s", rate),
         chart("Processor time of the active end", SIZE, "ns per byte", near),
         chart("Processor time of the passive end", SIZE, "ns per byte", far),
     ];
@@ -299,7 +299,7 @@ fn fan(lab: &Lab) -> Result<Findings, String> {
 fn overlap(lab: &Lab) -> Result<Findings, String> {
     let peer = Peer::bench(&Shape::default())?;
     let mut series = Vec::new();
-    for (depth, name) in [(1, "one at a time"), (16, "16 under way")] {
+    for (depth, name) in [(1, "one at a time"), (16, "16 in flight")] {
         let mut line = Series::new(name);
         for compute in [0, 5, 10, 20, 40, 80, 160] {
             let rate = lab.computing(&peer, 64 * KIB, depth, Duration::from_micros(compute))?;
@@ -309,7 +309,7 @@ fn overlap(lab: &Lab) -> Result<Findings, String> {
     }
     let gains: Vec<f64> = [0.0, 5.0, 10.0].iter().map(|c| series[1].at(*c) / series[0].at(*c)).collect();
     let because =
-        format!("16 under way against one, with 0, 5 and 10 µs: {:.2}, {:.2}, {:.2} x", gains[0], gains[1], gains[2]);
+        format!("16 in flight against one, with 0, 5 and 10 µs: {:.2}, {:.2}, {:.2} x", gains[0], gains[1], gains[2]);
     let x = Axis { label: "computation between operations, µs", sizes: false };
     let agrees = Some(gains.iter().all(|g| *g > 1.0));
     Ok(Findings { charts: vec![chart("Reads of 64 KiB", x, "Gbit/s", series)], agrees, because })
@@ -332,7 +332,7 @@ fn markers(lab: &Lab) -> Result<Findings, String> {
     let because =
         format!("at 1 MiB, of the rate with neither: markers {:.2}, CRC {:.2}, both {:.2}", part(1), part(2), part(3));
     let agrees = Some(part(3) > 0.1 && part(3) < 1.0);
-    Ok(Findings { charts: vec![chart("Writes, 16 under way", SIZE, "Gbit/s", series)], agrees, because })
+    Ok(Findings { charts: vec![chart("Writes, 16 in flight", SIZE, "Gbit/s", series)], agrees, because })
 }
 
 fn registration(lab: &Lab) -> Result<Findings, String> {

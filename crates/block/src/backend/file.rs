@@ -742,7 +742,7 @@ impl Backend for FileBackend {
         Box::pin(async move { self.threads().on_thread(move || seek_extents(&file, at, len)).await })
     }
 
-    fn announce(&self, at: u64, len: u64) {
+    fn hint_sequential(&self, at: u64, len: u64) {
         let Some(ahead) = self.readahead.read(at, len, self.size.load(Ordering::Relaxed)) else { return };
         let (ring, file) = (self.ring(), Arc::clone(&self.cached));
         // Only advice: what comes of it shows when it is read.

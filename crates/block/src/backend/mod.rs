@@ -95,7 +95,7 @@ pub trait Backend: Send + Sync {
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
 
     /// A long read of this range is about to begin, perhaps in pieces: time to begin to fetch what may follow it.
-    fn announce(&self, _at: u64, _len: u64) {}
+    fn hint_sequential(&self, _at: u64, _len: u64) {}
 
     /// The range without a copy, if that is to be had at once and worth while.
     fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
@@ -103,7 +103,7 @@ pub trait Backend: Send + Sync {
     }
 
     /// What there is to say of it when it has been used, for people.
-    fn report(&self) -> Option<String> {
+    fn summary(&self) -> Option<String> {
         None
     }
 

@@ -45,7 +45,7 @@ impl LayerConfig for Config {
             Some(libc::ENOSPC | libc::ENOMEM) => OpenError::CacheRoom(e),
             _ => OpenError::Cache(e),
         };
-        let reactors = opening.reactors.map(Reactors::spreader);
+        let reactors = opening.reactors.map(Reactors::load_balancer);
         Ok(Arc::new(Cache::in_file(below, self.clone(), &nodes, reactors, file).map_err(no_room)?))
     }
 

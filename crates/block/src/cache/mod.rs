@@ -34,7 +34,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use thruway_engine::reactor::Spreader;
+use thruway_engine::reactor::LoadBalancer;
 use thruway_engine::{Segment, Segments};
 use thruway_server::buffers::SMALL;
 use tokio::sync::futures::Notified;
@@ -83,7 +83,7 @@ const WRITE_OUT: usize = 16;
 /// When a write has waited so long for the writer, it sees for itself.
 const WRITER_LATE: Duration = Duration::from_millis(500);
 /// How long a block may be dirty before it is written out without need.
-const AGE: Duration = Duration::from_secs(5);
+const WRITEBACK_AGE: Duration = Duration::from_secs(5);
 
 /// What a cache has done.
 #[derive(Debug, Default)]
@@ -141,7 +141,7 @@ pub(crate) struct Inner {
     /// The memory that outlives us.
     layout: Option<Layout>,
     /// Reactors, to find one of another node; none if there is one node only.
-    reactors: Option<Spreader>,
+    reactors: Option<LoadBalancer>,
     counters: Counters,
     /// Had alone for ranges that are being zeroed, which nothing else may see half done. Shared by requests, and by
     /// loads and writes out of the cache, which may go on when whoever wanted them has gone.
@@ -183,7 +183,7 @@ impl Cache {
         below: Arc<dyn Backend>,
         config: Config,
         nodes: &[u32],
-        reactors: Option<Spreader>,
+        reactors: Option<LoadBalancer>,
     ) -> io::Result<Cache> {
         Cache::in_file(below, config, nodes, reactors, None)
     }
@@ -193,7 +193,7 @@ impl Cache {
         below: Arc<dyn Backend>,
         config: Config,
         nodes: &[u32],
-        reactors: Option<Spreader>,
+        reactors: Option<LoadBalancer>,
         file: Option<CacheFile>,
     ) -> io::Result<Cache> {
         let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -662,11 +662,11 @@ impl Inner {
                 return;
             }
             let much = dirty > self.dirty_max / 2;
-            let age = if much { Duration::ZERO } else { AGE };
+            let age = if much { Duration::ZERO } else { WRITEBACK_AGE };
             let blocks = self.partitions.dirty_since(age, 4 * WRITE_OUT);
             if blocks.is_empty() {
                 tokio::select! {
-                    () = tokio::time::sleep(AGE / 5) => {}
+                    () = tokio::time::sleep(WRITEBACK_AGE / 5) => {}
                     () = self.pressed.notified() => {}
                 }
                 continue;
@@ -823,7 +823,7 @@ impl Backend for Cache {
         })
     }
 
-    fn announce(&self, at: u64, len: u64) {
+    fn hint_sequential(&self, at: u64, len: u64) {
         self.inner.look_ahead(at, len);
     }
 
@@ -841,7 +841,7 @@ impl Backend for Cache {
         })
     }
 
-    fn report(&self) -> Option<String> {
+    fn summary(&self) -> Option<String> {
         Some(format!("cache: {}", self.inner.counters))
     }
 }

@@ -5,7 +5,7 @@ use md5::{Digest as _, Md5};
 use ring::digest as sha;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use thruway_engine::security::random;
+use thruway_engine::aead::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
 const ALGORITHMS: [u8; 3] = [7, 6, 5];

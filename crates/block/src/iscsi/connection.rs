@@ -19,6 +19,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
+use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -113,19 +114,13 @@ pub(super) struct Serials {
     pub expected_cmd_sn: u32,
 }
 
-/// What to do when a PDU has been dealt with.
-pub(super) enum Flow {
-    Go,
-    Stop,
-}
-
 /// Why a connection ends.
 fn broken(what: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 /// What a connection is made of.
-pub(super) struct Parts {
+pub(super) struct ConnectionParams {
     pub permit: Arc<Permit>,
     pub session: Arc<Session>,
     pub targets: Arc<Targets>,
@@ -140,7 +135,7 @@ pub(super) struct Parts {
 ///
 /// # Errors
 /// If the connection is lost or the initiator breaks the protocol.
-pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) -> io::Result<()> {
+pub(super) async fn serve(parts: ConnectionParams, (mut reader, writer): (Reader, Writer)) -> io::Result<()> {
     let lend = writer.can_lend() && !parts.params.data_digest;
     let closing = parts.closing.clone();
     let connection = Connection::new(parts, Carrier::Tcp(SendQueue::default()), Some(reader.peer()), lend);
@@ -161,7 +156,7 @@ pub(super) async fn serve(parts: Parts, (mut reader, writer): (Reader, Writer)) 
 
 impl Connection {
     /// A connection in full feature phase.
-    pub(super) fn new(parts: Parts, carrier: Carrier, peer: Option<Peer>, lend: bool) -> Rc<Connection> {
+    pub(super) fn new(parts: ConnectionParams, carrier: Carrier, peer: Option<Peer>, lend: bool) -> Rc<Connection> {
         let units = parts.session.target.as_ref().map_or(&[][..], |t| &t.units[..]);
         // A piece of any of them has room in one block.
         let chunk = units.iter().map(|u| u.export.chunk).max().unwrap_or(64 << 10);
@@ -329,8 +324,8 @@ impl Connection {
                 return Err(broken("a data segment longer than agreed on"));
             }
             match self.pdu(header, Advertised::default(), &mut Input::Stream(reader)).await? {
-                Flow::Go => {}
-                Flow::Stop => return Ok(()),
+                ControlFlow::Continue(()) => {}
+                ControlFlow::Break(()) => return Ok(()),
             }
         }
     }
@@ -355,16 +350,16 @@ impl Connection {
         header: Header,
         advertised: Advertised,
         reader: &mut Input<'_>,
-    ) -> io::Result<Flow> {
+    ) -> io::Result<ControlFlow<()>> {
         self.heard.set(true);
         if header.op() == op::DATA_OUT {
             self.data_out(&header, reader).await?;
-            return Ok(Flow::Go);
+            return Ok(ControlFlow::Continue(()));
         }
         if !self.in_turn(&header) {
             tracing::debug!(?header, "an iSCSI PDU out of turn");
             self.skip(&header, reader).await?;
-            return Ok(Flow::Go);
+            return Ok(ControlFlow::Continue(()));
         }
         match header.op() {
             op::COMMAND => self.command(header, advertised, reader).await?,
@@ -376,7 +371,7 @@ impl Connection {
                 self.skip(&header, reader).await?;
                 if self.functions.get() >= FUNCTIONS_MAX {
                     self.managed(&header, 255);
-                    return Ok(Flow::Go);
+                    return Ok(ControlFlow::Continue(()));
                 }
                 self.functions.set(self.functions.get() + 1);
                 let connection = Rc::clone(self);
@@ -402,7 +397,7 @@ impl Connection {
                 self.reject(reject::NOT_SUPPORTED, &header);
             }
         }
-        Ok(Flow::Go)
+        Ok(ControlFlow::Continue(()))
     }
 
     fn tail_len(&self, len: usize) -> usize {
@@ -467,7 +462,7 @@ impl Connection {
             return Ok(());
         };
         if self.tasks.borrow().len() >= TASKS_MAX {
-            return Err(broken("more commands at one time than the window allows"));
+            return Err(broken("CmdSN outside the command window"));
         }
         let task = Rc::new(Task::new(self, &header, advertised));
         match self.tasks.borrow_mut().entry(header.tag()) {
@@ -557,7 +552,7 @@ impl Connection {
         let mut held = SmallVec::<[(Segment, usize); 2]>::new();
         while left > 0 {
             let Some((mut segment, mut filled)) = place.take() else {
-                return Err(broken("data that nobody asked for"));
+                return Err(broken("Data-Out with no outstanding R2T"));
             };
             // Of those behind the first nothing is there.
             filled = if held.is_empty() { filled } else { 0 };
@@ -628,7 +623,7 @@ impl Connection {
         self.send_status(answer, Body::Bytes(part));
     }
 
-    async fn logout(&self, header: &Header) -> io::Result<Flow> {
+    async fn logout(&self, header: &Header) -> io::Result<ControlFlow<()>> {
         let reason = header.0[1] & 0x7f;
         let mut answer = Header::new(op::LOGOUT_RESPONSE);
         // Connections are not recovered; there is one only.
@@ -647,7 +642,7 @@ impl Connection {
             self.until(|tasks| tasks.is_empty()).await;
         }
         self.send_status(answer, Body::Empty);
-        Ok(if leaves { Flow::Stop } else { Flow::Go })
+        Ok(if leaves { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     }
 
     /// Task management (RFC 7143 11.5 and 11.6).

@@ -7,14 +7,15 @@
 //!
 //! The connection is a [`thruway_server::rdma::Channel`].
 
-use super::connection::{Advertised, Carrier, Connection, Flow, Input};
+use super::connection::{Advertised, Carrier, Connection, Input};
 use super::login::{ISER_DATA_MAX, Transport};
 use super::pdu::{BHS, Header};
-use super::server::{Dialogue, LOGIN_TIMEOUT, LoggedIn, Shared, Step};
+use super::server::{LOGIN_TIMEOUT, LoggedIn, LoginExchange, Shared, Step};
 use super::target::Targets;
 use crate::big_endian::{be32, be64};
 use std::io;
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -216,10 +217,10 @@ impl Service {
     }
 
     async fn log_in(&self, sender: &Sender, messages: &mut Messages) -> io::Result<Option<LoggedIn>> {
-        let mut dialogue = Dialogue::new(Transport::Iser);
+        let mut exchange = LoginExchange::new(Transport::Iser);
         while let Some(message) = messages.recv().await {
             let (_, header, data) = decode(&message).ok_or_else(malformed)?;
-            let (answer, text, next) = dialogue.request(&header, data, &self.shared.targets);
+            let (answer, text, next) = exchange.request(&header, data, &self.shared.targets);
             sender.send(answer, &Body::Bytes(text), None);
             match next {
                 Step::More => {}
@@ -241,7 +242,7 @@ async fn receive(connection: &Rc<Connection>, messages: &mut Messages) -> io::Re
         connection.room().await;
         let Some(message) = messages.recv().await else { return Ok(()) };
         let (buffers, header, data) = decode(&message).ok_or_else(malformed)?;
-        if let Flow::Stop = connection.pdu(header, buffers.into(), &mut Input::Message(data)).await? {
+        if let ControlFlow::Break(()) = connection.pdu(header, buffers.into(), &mut Input::Message(data)).await? {
             return Ok(());
         }
     }

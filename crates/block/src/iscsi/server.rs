@@ -1,6 +1,6 @@
 //! The iSCSI server: connections over TCP, up to the end of the login phase.
 
-use super::connection::{self, DEPTH, Parts, Serials};
+use super::connection::{self, ConnectionParams, DEPTH, Serials};
 use super::login::{Login, Next, Params, Transport, refusal, status};
 use super::pdu::{BHS, Header, padding};
 use super::target::{Session, Targets};
@@ -42,7 +42,13 @@ pub(super) struct Shared {
 
 impl Shared {
     /// What the connection of a session is made of.
-    pub(super) fn parts(&self, peer: &str, portal: String, logged_in: LoggedIn, permit: &Arc<Permit>) -> Parts {
+    pub(super) fn parts(
+        &self,
+        peer: &str,
+        portal: String,
+        logged_in: LoggedIn,
+        permit: &Arc<Permit>,
+    ) -> ConnectionParams {
         let LoggedIn { session, params, serials } = logged_in;
         let target = session.target.as_ref().map_or("discovery", |t| &t.name);
         tracing::info!(peer, initiator = session.initiator(), target, ?params, "iSCSI initiator logged in");
@@ -50,7 +56,7 @@ impl Shared {
         if session.target.is_some() {
             permit.set_authenticated();
         }
-        Parts {
+        ConnectionParams {
             permit: Arc::clone(permit),
             session,
             targets: Arc::clone(&self.targets),
@@ -117,7 +123,7 @@ impl Shared {
 
     /// Logs in; `None` if the initiator leaves, or is refused.
     async fn log_in(&self, stream: &mut Stream) -> io::Result<Option<LoggedIn>> {
-        let mut dialogue = Dialogue::new(Transport::Tcp);
+        let mut exchange = LoginExchange::new(Transport::Tcp);
         loop {
             let mut header = [0; BHS];
             match stream.read_exact(&mut header).await {
@@ -126,12 +132,12 @@ impl Shared {
             }
             let header = Header(header);
             if header.data_len() > LOGIN_DATA_MAX {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "a login longer than any"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "login text exceeds the limit"));
             }
             let mut rest = vec![0; header.ahs_len() + header.data_len() + padding(header.data_len())];
             stream.read_exact(&mut rest).await?;
             let data = &rest[header.ahs_len()..][..header.data_len()];
-            let (answer, text, next) = dialogue.request(&header, data, &self.targets);
+            let (answer, text, next) = exchange.request(&header, data, &self.targets);
             let pad = [0; 3];
             // Closed again if the answer does not get through.
             let opened = Opened::of(&next, &self.targets);
@@ -183,14 +189,14 @@ impl Drop for Opened<'_> {
 }
 
 /// A login, with its serial numbers and the session that it leads to.
-pub(super) struct Dialogue {
+pub(super) struct LoginExchange {
     login: Login,
     stat_sn: u32,
 }
 
-impl Dialogue {
-    pub(super) fn new(transport: Transport) -> Dialogue {
-        Dialogue { login: Login::new(transport), stat_sn: 0 }
+impl LoginExchange {
+    pub(super) fn new(transport: Transport) -> LoginExchange {
+        LoginExchange { login: Login::new(transport), stat_sn: 0 }
     }
 
     /// A request; the answer, its text, and what follows.

@@ -74,8 +74,8 @@ forwarded! {
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()>;
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
-    fn announce(&self, at: u64, len: u64) -> ();
-    fn report(&self) -> Option<String>;
+    fn hint_sequential(&self, at: u64, len: u64) -> ();
+    fn summary(&self) -> Option<String>;
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()>;
 }
 
@@ -193,11 +193,11 @@ mod tests {
             &self.0
         }
 
-        fn announce(&self, _at: u64, _len: u64) {
+        fn hint_sequential(&self, _at: u64, _len: u64) {
             self.1.fetch_add(1, Ordering::Relaxed);
         }
 
-        fn report(&self) -> Option<String> {
+        fn summary(&self) -> Option<String> {
             Some("counted".into())
         }
     }
@@ -218,9 +218,9 @@ mod tests {
             let before = counted.1.load(Ordering::Relaxed);
             let mut opening = Opening { reactors: None, cache_file: None };
             let layered = spec.config.put_on(Arc::clone(&disk), &mut opening).unwrap();
-            layered.announce(0, 1);
+            layered.hint_sequential(0, 1);
             assert_eq!(counted.1.load(Ordering::Relaxed), before + 1, "{}", kind.name);
-            assert_eq!((layered.geometry().size, layered.report().as_deref()), (1 << 20, Some("counted")));
+            assert_eq!((layered.geometry().size, layered.summary().as_deref()), (1 << 20, Some("counted")));
             assert!(layered.lend(0, 512).is_none(), "what is lent would pass by the layer");
         }
     }

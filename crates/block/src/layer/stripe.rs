@@ -136,11 +136,11 @@ impl Backend for Stripe {
         })
     }
 
-    fn announce(&self, at: u64, len: u64) {
+    fn hint_sequential(&self, at: u64, len: u64) {
         for (number, member) in self.members.iter().enumerate() {
             let (from, to) = (self.before(number, at), self.before(number, at + len));
             if to > from {
-                member.announce(from, to - from);
+                member.hint_sequential(from, to - from);
             }
         }
     }

@@ -153,7 +153,7 @@ fn invalid(what: &str) -> io::Error {
 async fn discard(stream: &mut Stream, len: u32) -> io::Result<()> {
     const REASON: u32 = 16 << 20;
     if len > REASON {
-        return Err(invalid("an option longer than any"));
+        return Err(invalid("option exceeds the limit"));
     }
     let mut left = len as usize;
     let mut buffer = [0; 4096];

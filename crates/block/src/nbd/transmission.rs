@@ -318,7 +318,7 @@ impl Connection {
         }
         let len = request.len as usize;
         if len > SMALL {
-            self.backend().announce(request.offset, request.len);
+            self.backend().hint_sequential(request.offset, request.len);
         }
         if self.can_lend
             && let Some(lent) = self.backend().lend(request.offset, len)
@@ -447,7 +447,7 @@ impl Connection {
         if let Err((code, why)) = self.check(&request, extended) {
             // A payload beyond all measure is no payload, but nonsense.
             if request.len > 2 * u64::from(PAYLOAD_MAX) {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "a write longer than any server takes"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "write payload exceeds the limit"));
             }
             reader.skip(request.len).await?;
             self.fail(&request, code, why);

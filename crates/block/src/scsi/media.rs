@@ -174,7 +174,7 @@ async fn compare(unit: &Unit, at: u64, offset: u64, sent: Segment, transfer: &dy
 async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result<(), Sense> {
     let backend = &*unit.export.backend;
     if len > SMALL as u64 {
-        backend.announce(at, len);
+        backend.hint_sequential(at, len);
     }
     if transfer.can_lend()
         && let Some(lent) = backend.lend(at, len as usize)

@@ -56,7 +56,7 @@ impl Initiator {
         let device = Provider::Iwarp(Config::default()).open().unwrap();
         let pd = device.alloc_pd().unwrap();
         let (sends, receives) = (device.create_cq(1).unwrap(), device.create_cq(RECEIVES).unwrap());
-        let caps = QueuePairCaps { max_send: 1, max_recv: RECEIVES as u32, max_sge: 1 };
+        let caps = QueuePairCaps { max_send_wr: 1, max_recv_wr: RECEIVES as u32, max_sge: 1 };
         let qp = pd.create_qp(&sends, &receives, caps).unwrap();
         let buffer = Arc::new(Buffer::new(DATA + DATA_LEN).unwrap());
         let access = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;

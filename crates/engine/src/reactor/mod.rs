@@ -37,7 +37,7 @@ pub struct Handle {
 }
 
 /// Finds the reactor for new work.
-pub struct Spreader(Vec<WeakHandle>);
+pub struct LoadBalancer(Vec<WeakHandle>);
 
 /// As a handle, but does not keep its reactor running.
 struct WeakHandle {
@@ -46,7 +46,7 @@ struct WeakHandle {
     node: u32,
 }
 
-impl Spreader {
+impl LoadBalancer {
     /// The reactor with the least load; `None` when they have been told to stop.
     pub fn least_loaded(&self) -> Option<Handle> {
         WeakHandle::least_loaded(self.0.iter())
@@ -167,9 +167,9 @@ impl Reactors {
     }
 
     /// Finds reactors for new work, also after these have been dropped.
-    pub fn spreader(&self) -> Spreader {
+    pub fn load_balancer(&self) -> LoadBalancer {
         let weak = |r: &Handle| WeakHandle { start: r.start.downgrade(), load: Arc::clone(&r.load), node: r.node };
-        Spreader(self.reactors.iter().map(weak).collect())
+        LoadBalancer(self.reactors.iter().map(weak).collect())
     }
 }
 

@@ -226,7 +226,7 @@ impl Connection {
     /// Validates and queues a send request. Nothing is transmitted yet.
     pub(crate) fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
         self.check_postable()?;
-        if self.sq.entries.len() >= self.caps.max_send as usize {
+        if self.sq.entries.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let entry = self.resolve_send(request)?;
@@ -237,7 +237,7 @@ impl Connection {
     /// Queues the completion of a window's binding behind what was posted before it.
     pub(crate) fn post_bind(&mut self, wr_id: u64) -> Result<()> {
         self.check_postable()?;
-        if self.sq.entries.len() >= self.caps.max_send as usize {
+        if self.sq.entries.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let (op, data) = (SendOp::Send { invalidate: None }, LocalData::Inline(SmallVec::new()));
@@ -520,8 +520,8 @@ pub(crate) struct SharedReceives {
 }
 
 impl SharedReceives {
-    pub(crate) fn new(pd: u32, max_recv: u32, max_sge: u32) -> SharedReceives {
-        SharedReceives { pd, caps: QueuePairCaps { max_send: 0, max_recv, max_sge }, queue: Mutex::default() }
+    pub(crate) fn new(pd: u32, max_recv_wr: u32, max_sge: u32) -> SharedReceives {
+        SharedReceives { pd, caps: QueuePairCaps { max_send_wr: 0, max_recv_wr, max_sge }, queue: Mutex::default() }
     }
 
     pub(crate) fn pd(&self) -> u32 {
@@ -556,7 +556,7 @@ pub(crate) fn resolve_recv(
     posted: usize,
     request: &RecvRequest<'_>,
 ) -> Result<RecvEntry> {
-    if posted >= caps.max_recv as usize {
+    if posted >= caps.max_recv_wr as usize {
         return Err(Error::QueueFull("receive"));
     }
     limit("elements of a request", request.sges.len() as u64, caps.max_sge.into())?;

@@ -180,7 +180,7 @@ impl Context {
             name: "iwarp0".into(),
             max_sge: MAX_SGE as u32,
             max_queue: MAX_QUEUE,
-            max_completions: MAX_QUEUE as usize * 64,
+            max_cqe: MAX_QUEUE as usize * 64,
             max_inline: MAX_INLINE as u32,
             max_read_depth: MAX_DEPTH,
             max_private_data: mpa::MAX_PRIVATE_DATA - 4,
@@ -190,7 +190,7 @@ impl Context {
             remote_invalidate: true,
             windows: true,
             domain_windows: true,
-            max_shared_receives: MAX_QUEUE,
+            max_srq_wr: MAX_QUEUE,
             auto_progress: false,
             on_demand: true,
         };
@@ -625,15 +625,15 @@ impl DeviceOps for Handle {
     }
 
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
-        let limit = self.attributes.max_completions;
+        let limit = self.attributes.max_cqe;
         if capacity > limit {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }
         Ok(Arc::new(CompletionQueueHandle(Arc::new(CompletionRing::new(Arc::clone(&self.0), capacity)))))
     }
 
-    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
-        Ok(Arc::new(SharedHandle(Arc::new(SharedQueue::new(Arc::clone(&self.0), pd, max_recv, max_sge)))))
+    fn create_srq(&self, pd: u32, max_recv_wr: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
+        Ok(Arc::new(SharedHandle(Arc::new(SharedQueue::new(Arc::clone(&self.0), pd, max_recv_wr, max_sge)))))
     }
 
     fn create_qp(
@@ -645,8 +645,8 @@ impl DeviceOps for Handle {
         shared: Option<&Arc<dyn SharedReceiveOps>>,
     ) -> Result<Arc<dyn QueuePairOps>> {
         for (what, got, limit) in [
-            ("send queue", caps.max_send, MAX_QUEUE),
-            ("receive queue", caps.max_recv, MAX_QUEUE),
+            ("send queue", caps.max_send_wr, MAX_QUEUE),
+            ("receive queue", caps.max_recv_wr, MAX_QUEUE),
             ("elements of a request", caps.max_sge, MAX_SGE as u32),
         ] {
             if got > limit {
@@ -665,9 +665,9 @@ impl DeviceOps for Handle {
             found.ok_or(Error::Unsupported("a shared receive queue of another protection domain"))
         });
         let shared = shared.transpose()?;
-        Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
+        Reservation::take_both(&send_cq.room, caps.max_send_wr, &recv_cq.room, caps.max_recv_wr)?;
         if let Some(shared) = &shared {
-            shared.room.join(&recv_cq).inspect_err(|_| send_cq.room.give_back(caps.max_send))?;
+            shared.room.join(&recv_cq).inspect_err(|_| send_cq.room.give_back(caps.max_send_wr))?;
         }
         let id = self.new_id();
         let number = self.new_qp_num();
@@ -687,7 +687,7 @@ impl DeviceOps for Handle {
     }
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {
-        let peer = stream.peer_addr().map_err(|e| Error::io("asking who has connected", e))?;
+        let peer = stream.peer_addr().map_err(|e| Error::io("getting the peer's address", e))?;
         self.begin_request(stream, peer, false)
     }
 

@@ -9,7 +9,7 @@ use super::shared::{CompletionRing, SharedQueue};
 use super::socket;
 use crate::ConnectionInfo;
 use crate::memory::Access;
-use crate::path::{self, Path};
+use crate::path::{self, PathInfo};
 use crate::provider::{Event, QueuePairOps, RegionOps};
 use crate::sync::LockUnpoisoned;
 use crate::types::{
@@ -708,10 +708,10 @@ impl QueuePairOps for Endpoint {
         Some(info)
     }
 
-    fn path(&self) -> Option<Path> {
+    fn path(&self) -> Option<PathInfo> {
         match &self.lock().phase {
-            Phase::Live(live) => Path::of(&live.stream),
-            Phase::Connecting(c) if c.connected => Path::of(&c.stream),
+            Phase::Live(live) => PathInfo::of(&live.stream),
+            Phase::Connecting(c) if c.connected => PathInfo::of(&c.stream),
             _ => None,
         }
     }
@@ -731,10 +731,10 @@ impl QueuePairOps for Endpoint {
         guard.phase = Phase::Over;
         guard.posted.clear();
         drop(guard);
-        self.send_cq.room.give_back(self.caps.max_send);
+        self.send_cq.room.give_back(self.caps.max_send_wr);
         match &self.shared {
             Some(shared) => shared.room.leave(&self.recv_cq),
-            None => self.recv_cq.room.give_back(self.caps.max_recv),
+            None => self.recv_cq.room.give_back(self.caps.max_recv_wr),
         }
         self.ctx.forget(self.id);
     }

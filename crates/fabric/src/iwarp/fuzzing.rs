@@ -112,7 +112,7 @@ fn feed(flags: u8, chunk: u8, ulpdus: &[Vec<u8>]) {
     let region = unsafe {
         table.register(1, buffer.as_ptr().add(LEN), LEN, 0, all, Arc::clone(&buffer) as Owner).expect("a key")
     };
-    let caps = QueuePairCaps { max_send: 16, max_recv: 16, max_sge: 4 };
+    let caps = QueuePairCaps { max_send_wr: 16, max_recv_wr: 16, max_sge: 4 };
     let sge = Sge { addr: 100, len: 3000, lkey: region.stag() };
     let receive = |wr_id| RecvRequest { wr_id, sges: std::slice::from_ref(&sge) };
     let shared = (flags & 16 != 0).then(|| {

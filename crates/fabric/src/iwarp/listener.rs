@@ -54,7 +54,7 @@ impl ListeningSocket {
                         tracing::debug!(%peer, "too many connections in set-up, closing the oldest");
                     }
                     if ctx.pending_requests() >= self.options.max_pending.max(1) {
-                        tracing::warn!(%peer, "too many requests that nobody has answered, closing");
+                        tracing::warn!(%peer, "too many unanswered requests, closing");
                         continue;
                     }
                     if let Err(error) = ctx.begin_request(stream, peer, self.options.accept_foreign) {

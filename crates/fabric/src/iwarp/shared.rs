@@ -3,7 +3,7 @@
 use super::connection::SharedReceives;
 use super::device::Context;
 use crate::provider::{CompletionQueueOps, SharedReceiveOps};
-use crate::reservation::{HasRoom, Reservation, SharedRoom};
+use crate::reservation::{CqCapacity, Reservation, SharedCqCapacity};
 use crate::sync::LockUnpoisoned;
 use crate::types::{RecvRequest, Result, WorkCompletion};
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ pub(super) struct CompletionRing {
     queue: Mutex<Option<VecDeque<WorkCompletion>>>,
 }
 
-impl HasRoom for CompletionRing {
+impl CqCapacity for CompletionRing {
     fn room(&self) -> &Reservation {
         &self.room
     }
@@ -81,13 +81,13 @@ impl Drop for CompletionQueueHandle {
 pub(super) struct SharedQueue {
     pub(super) ctx: Arc<Context>,
     pub(super) receives: Arc<SharedReceives>,
-    pub(super) room: SharedRoom<CompletionRing>,
+    pub(super) room: SharedCqCapacity<CompletionRing>,
 }
 
 impl SharedQueue {
-    pub(super) fn new(ctx: Arc<Context>, pd: u32, max_recv: u32, max_sge: u32) -> SharedQueue {
-        let receives = Arc::new(SharedReceives::new(pd, max_recv, max_sge));
-        SharedQueue { ctx, receives, room: SharedRoom::new(max_recv) }
+    pub(super) fn new(ctx: Arc<Context>, pd: u32, max_recv_wr: u32, max_sge: u32) -> SharedQueue {
+        let receives = Arc::new(SharedReceives::new(pd, max_recv_wr, max_sge));
+        SharedQueue { ctx, receives, room: SharedCqCapacity::new(max_recv_wr) }
     }
 }
 

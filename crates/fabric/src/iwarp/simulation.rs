@@ -73,7 +73,7 @@ impl End {
         // SAFETY: the buffer is the owner of its own memory.
         let region =
             unsafe { table.register(PD, buffer.as_ptr(), BUFFER, 0, all, Arc::clone(&buffer) as Owner) }.unwrap();
-        let caps = QueuePairCaps { max_send: 1000, max_recv: 1000, max_sge: 8 };
+        let caps = QueuePairCaps { max_send_wr: 1000, max_recv_wr: 1000, max_sge: 8 };
         let config = ConnectionConfig {
             qp_num: 1,
             pd: PD,

@@ -4,7 +4,7 @@ use super::abi::*;
 use super::device::{Context, lock};
 use super::endpoint::Posted;
 use crate::provider::CompletionQueueOps;
-use crate::reservation::{HasRoom, Reservation};
+use crate::reservation::{CqCapacity, Reservation};
 use crate::{CompletionOp, Status, WorkCompletion};
 use std::collections::VecDeque;
 use std::ffi::CStr;
@@ -36,7 +36,7 @@ impl Drop for Queue {
     }
 }
 
-impl HasRoom for Queue {
+impl CqCapacity for Queue {
     fn room(&self) -> &Reservation {
         &self.room
     }

@@ -29,7 +29,7 @@ const MAX_INLINE: u32 = 64;
 /// How often endpoints look at the clock.
 const TICK: Duration = Duration::from_millis(10);
 /// Longest wait between looks at the connection deadlines.
-const GLANCE: Duration = Duration::from_millis(250);
+const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// An opened device: a progress domain with an event channel and a completion channel of its own.
 pub(super) struct Context {
@@ -236,7 +236,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         name: name.to_string(),
         max_sge: attr.max_sge.clamp(1, 32) as u32,
         max_queue: attr.max_qp_wr.clamp(1, 16384) as u32,
-        max_completions: attr.max_cqe.max(1) as usize,
+        max_cqe: attr.max_cqe.max(1) as usize,
         max_inline: MAX_INLINE,
         max_read_depth: depth(attr.max_qp_rd_atom).min(depth(attr.max_qp_init_rd_atom)).max(1),
         max_private_data: if iwarp { 255 } else { 56 },
@@ -247,7 +247,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         remote_invalidate: iwarp || windows,
         windows,
         domain_windows: false,
-        max_shared_receives: if attr.max_srq > 0 { attr.max_srq_wr.clamp(0, 16384) as u32 } else { 0 },
+        max_srq_wr: if attr.max_srq > 0 { attr.max_srq_wr.clamp(0, 16384) as u32 } else { 0 },
         // rxe's (Linux 7.3, rxe_odp.c) writes each packet to the beginning of its page.
         auto_progress: true,
         on_demand: attr.vendor_id != VENDOR_RXE && pages_on_demand(verbs),
@@ -637,7 +637,7 @@ impl DeviceOps for Handle {
     }
 
     fn create_cq(&self, capacity: usize) -> Result<Arc<dyn CompletionQueueOps>> {
-        let limit = self.0.attributes.max_completions;
+        let limit = self.0.attributes.max_cqe;
         if capacity > limit {
             return Err(Error::Limit { what: "completion queue", got: capacity as u64, limit: limit as u64 });
         }
@@ -659,8 +659,8 @@ impl DeviceOps for Handle {
         Ok(Arc::new(QueueHandle(queue)))
     }
 
-    fn create_srq(&self, pd: u32, max_recv: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
-        Ok(Arc::new(SharedHandle(SharedReceives::new(&self.0, self.0.pd(pd), max_recv, max_sge)?)))
+    fn create_srq(&self, pd: u32, max_recv_wr: u32, max_sge: u32) -> Result<Arc<dyn SharedReceiveOps>> {
+        Ok(Arc::new(SharedHandle(SharedReceives::new(&self.0, self.0.pd(pd), max_recv_wr, max_sge)?)))
     }
 
     fn create_qp(
@@ -673,8 +673,8 @@ impl DeviceOps for Handle {
     ) -> Result<Arc<dyn QueuePairOps>> {
         let attributes = &self.0.attributes;
         for (what, got, limit) in [
-            ("send queue", caps.max_send, attributes.max_queue),
-            ("receive queue", caps.max_recv, attributes.max_queue),
+            ("send queue", caps.max_send_wr, attributes.max_queue),
+            ("receive queue", caps.max_recv_wr, attributes.max_queue),
             ("elements of a request", caps.max_sge, attributes.max_sge),
         ] {
             if got > limit {
@@ -693,10 +693,10 @@ impl DeviceOps for Handle {
             found.ok_or(Error::Unsupported("a shared receive queue of another protection domain"))
         });
         let shared = shared.transpose()?;
-        Reservation::take_both(&send_cq.room, caps.max_send, &recv_cq.room, caps.max_recv)?;
+        Reservation::take_both(&send_cq.room, caps.max_send_wr, &recv_cq.room, caps.max_recv_wr)?;
         let give_back = || {
-            send_cq.room.give_back(caps.max_send);
-            recv_cq.room.give_back(caps.max_recv);
+            send_cq.room.give_back(caps.max_send_wr);
+            recv_cq.room.give_back(caps.max_recv_wr);
         };
         if let Some(shared) = &shared {
             shared.room.join(&recv_cq).inspect_err(|_| give_back())?;
@@ -758,7 +758,7 @@ impl DeviceOps for Handle {
             let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
             return Ok(());
         }
-        let limit = timeout.map_or(GLANCE, |t| t.min(GLANCE));
+        let limit = timeout.map_or(EVENT_POLL_INTERVAL, |t| t.min(EVENT_POLL_INTERVAL));
         let limit = rustix::time::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut fds = [rustix::event::PollFd::new(&self.0.epoll, rustix::event::PollFlags::IN)];
         match rustix::event::poll(&mut fds, Some(&limit)) {

@@ -117,8 +117,8 @@ impl Endpoint {
             recv_cq: recv_cq.raw,
             srq: shared.as_ref().map_or(std::ptr::null_mut(), |s| s.raw),
             cap: ibv_qp_cap {
-                max_send_wr: caps.max_send.max(1),
-                max_recv_wr: if shared.is_some() { 0 } else { caps.max_recv.max(1) },
+                max_send_wr: caps.max_send_wr.max(1),
+                max_recv_wr: if shared.is_some() { 0 } else { caps.max_recv_wr.max(1) },
                 max_send_sge: caps.max_sge.max(1),
                 max_recv_sge: caps.max_sge.max(1),
                 max_inline_data: context.attributes.max_inline,
@@ -241,7 +241,7 @@ impl Endpoint {
     ) -> Result<Arc<Window>> {
         let mut state = self.lock();
         self.check_live(&state)?;
-        if state.sent.len() >= self.caps.max_send as usize {
+        if state.sent.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
@@ -278,7 +278,7 @@ impl Endpoint {
     }
 
     fn post_one(&self, state: &mut State, request: &SendRequest<'_>) -> Result<()> {
-        if state.sent.len() >= self.caps.max_send as usize {
+        if state.sent.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let attributes = &self.context.attributes;
@@ -438,7 +438,7 @@ impl QueuePairOps for Endpoint {
         if matches!(state.phase, Phase::Over) {
             return Err(Error::State { qp_num: self.number, state: "closed" });
         }
-        if state.received.len() >= self.caps.max_recv as usize {
+        if state.received.len() >= self.caps.max_recv_wr as usize {
             return Err(Error::QueueFull("receive"));
         }
         if request.sges.len() > self.caps.max_sge as usize {
@@ -525,7 +525,7 @@ impl QueuePairOps for Endpoint {
         self.lock().info.clone()
     }
 
-    fn path(&self) -> Option<crate::Path> {
+    fn path(&self) -> Option<crate::PathInfo> {
         None
     }
 
@@ -574,10 +574,10 @@ impl Drop for Endpoint {
         }
         // SAFETY: ours, and its identifier is gone.
         unsafe { (self.context.lib.ibv_destroy_qp)(self.raw) };
-        self.send_cq.room.give_back(self.caps.max_send);
+        self.send_cq.room.give_back(self.caps.max_send_wr);
         match &self.shared {
             Some(shared) => shared.room.leave(&self.recv_cq),
-            None => self.recv_cq.room.give_back(self.caps.max_recv),
+            None => self.recv_cq.room.give_back(self.caps.max_recv_wr),
         }
     }
 }

@@ -5,7 +5,7 @@ use super::completion::Queue;
 use super::device::{Context, ProtectionDomain, failed, lock};
 use super::endpoint::{post_error, receive_elements};
 use crate::provider::SharedReceiveOps;
-use crate::reservation::SharedRoom;
+use crate::reservation::SharedCqCapacity;
 use crate::{Error, RecvRequest, Result};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -16,10 +16,10 @@ pub(super) struct SharedReceives {
     pub(super) pd: Arc<ProtectionDomain>,
     pub(super) raw: *mut ibv_srq,
     number: u32,
-    max_recv: usize,
+    max_recv_wr: usize,
     max_sge: usize,
     posted: Mutex<Slots>,
-    pub(super) room: SharedRoom<Queue>,
+    pub(super) room: SharedCqCapacity<Queue>,
 }
 
 /// The consumer's identifiers of what is posted. Receives can finish in another order than they were posted in, so the
@@ -39,10 +39,11 @@ impl SharedReceives {
     pub(super) fn new(
         context: &Arc<Context>,
         pd: Arc<ProtectionDomain>,
-        max_recv: u32,
+        max_recv_wr: u32,
         max_sge: u32,
     ) -> Result<Arc<SharedReceives>> {
-        let mut attr = ibv_srq_init_attr { srq_context: std::ptr::null_mut(), max_wr: max_recv, max_sge, srq_limit: 0 };
+        let mut attr =
+            ibv_srq_init_attr { srq_context: std::ptr::null_mut(), max_wr: max_recv_wr, max_sge, srq_limit: 0 };
         // SAFETY: a live protection domain, which the queue holds.
         let raw = unsafe { (context.lib.ibv_create_srq)(pd.raw, &raw mut attr) };
         if raw.is_null() {
@@ -54,10 +55,10 @@ impl SharedReceives {
             pd,
             raw,
             number,
-            max_recv: max_recv as usize,
+            max_recv_wr: max_recv_wr as usize,
             max_sge: max_sge as usize,
             posted: Mutex::default(),
-            room: SharedRoom::new(max_recv),
+            room: SharedCqCapacity::new(max_recv_wr),
         });
         lock(&context.shared).insert(number, Arc::downgrade(&queue));
         Ok(queue)
@@ -73,7 +74,7 @@ impl SharedReceives {
         let post = unsafe { (*self.context.verbs).ops.post_srq_recv };
         let post = post.ok_or(Error::Unsupported("shared receive queues with this device's library"))?;
         let mut slots = lock(&self.posted);
-        if slots.ids.len() - slots.free.len() >= self.max_recv {
+        if slots.ids.len() - slots.free.len() >= self.max_recv_wr {
             return Err(Error::QueueFull("shared receive"));
         }
         let slot = slots.free.pop().unwrap_or(slots.ids.len());

@@ -110,7 +110,7 @@ pub fn destroyed_while_connecting(lab: &Lab) {
 }
 
 pub fn many_connections(lab: &Lab, count: usize) {
-    let caps = QueuePairCaps { max_send: 4, max_recv: 4, max_sge: 1 };
+    let caps = QueuePairCaps { max_send_wr: 4, max_recv_wr: 4, max_sge: 1 };
     let side = |device: &Device, cq: &CompletionQueue, pd: &ProtectionDomain| {
         let _ = device;
         pd.create_qp(cq, cq, caps).unwrap()
@@ -123,7 +123,7 @@ pub fn many_connections(lab: &Lab, count: usize) {
     let mut to = Vec::new();
     for _ in 0..count {
         let qp = side(&lab.a, &ca, &pa);
-        qp.connect(lab.addr(), &ConnectParams { timeout: PATIENCE, ..ConnectParams::default() }).unwrap();
+        qp.connect(lab.addr(), &ConnectParams { timeout: TIMEOUT, ..ConnectParams::default() }).unwrap();
         from.push(qp);
     }
     let mut up = 0;

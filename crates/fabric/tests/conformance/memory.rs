@@ -93,9 +93,9 @@ pub fn windows_end_with_what_they_are_on(lab: &Lab) {
     if lab.b.attributes().windows {
         // Another peer of the same protection domain has no use for it.
         let cq = b.device.create_cq(32).unwrap();
-        let caps = QueuePairCaps { max_send: 8, max_recv: 8, max_sge: 1 };
+        let caps = QueuePairCaps { max_send_wr: 8, max_recv_wr: 8, max_sge: 1 };
         let (theirs, ours) = (
-            a.pd.create_qp(&a.device.create_cq(16).unwrap(), &a.cq, QueuePairCaps { max_recv: 0, ..caps }),
+            a.pd.create_qp(&a.device.create_cq(16).unwrap(), &a.cq, QueuePairCaps { max_recv_wr: 0, ..caps }),
             b.pd.create_qp(&cq, &cq, caps),
         );
         let (theirs, ours) = (theirs.unwrap(), ours.unwrap());

@@ -191,14 +191,14 @@ pub fn waiting_sleeps_and_wakes(lab: &Lab) {
             b.post(2, send(), &[b.mr.sge(0, 8)]).unwrap();
             let mut out = Vec::new();
             while b.cq.poll(&mut out, 1) == 0 {
-                b.device.wait(Some(PATIENCE)).unwrap();
+                b.device.wait(Some(TIMEOUT)).unwrap();
             }
         });
         let mut out = Vec::new();
         let start = Instant::now();
         while a.cq.poll(&mut out, 1) == 0 {
-            a.device.wait(Some(PATIENCE)).unwrap();
-            assert!(start.elapsed() < PATIENCE);
+            a.device.wait(Some(TIMEOUT)).unwrap();
+            assert!(start.elapsed() < TIMEOUT);
         }
         assert_eq!(out[0].wr_id, 1);
     });

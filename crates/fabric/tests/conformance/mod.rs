@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use thruway_fabric::*;
 
 /// Generous: reached only if something hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 pub const SIZE: usize = 1 << 20;
 
 /// Two devices, the second of which listens.
@@ -44,7 +44,7 @@ fn all() -> Access {
 impl Side {
     fn new(device: &Device, caps: QueuePairCaps) -> Side {
         let pd = device.alloc_pd().unwrap();
-        let cq = device.create_cq((caps.max_send + caps.max_recv) as usize).unwrap();
+        let cq = device.create_cq((caps.max_send_wr + caps.max_recv_wr) as usize).unwrap();
         let qp = pd.create_qp(&cq, &cq, caps).unwrap();
         let buffer = Arc::new(Buffer::new(SIZE).unwrap());
         let mr = pd.register(&buffer, all()).unwrap();
@@ -144,7 +144,7 @@ impl Lab {
         while !done() {
             self.a.progress();
             self.b.progress();
-            assert!(start.elapsed() < PATIENCE, "{what} did not happen");
+            assert!(start.elapsed() < TIMEOUT, "{what} did not happen");
         }
     }
 

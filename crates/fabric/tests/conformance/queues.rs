@@ -4,12 +4,12 @@ use super::*;
 
 /// Three connections, the messages of which come unevenly, with one queue of receives.
 pub fn shared_receives(lab: &Lab) {
-    if lab.b.attributes().max_shared_receives == 0 {
+    if lab.b.attributes().max_srq_wr == 0 {
         assert!(matches!(lab.b.alloc_pd().unwrap().create_srq(8, 1).map(drop), Err(Error::Unsupported(_))));
         return;
     }
     const SLOT: usize = 4096;
-    let caps = QueuePairCaps { max_send: 16, max_recv: 1, max_sge: 2 };
+    let caps = QueuePairCaps { max_send_wr: 16, max_recv_wr: 1, max_sge: 2 };
     let (pa, pb) = (lab.a.alloc_pd().unwrap(), lab.b.alloc_pd().unwrap());
     let (ca, cb) = (lab.a.create_cq(64).unwrap(), lab.b.create_cq(3 * 16 + 8).unwrap());
     let (from, to) = (Arc::new(Buffer::new(SIZE).unwrap()), Arc::new(Buffer::new(SIZE).unwrap()));
@@ -81,10 +81,10 @@ pub fn shared_receives(lab: &Lab) {
 /// A queue pair that is gone leaves its share of a shared queue behind.
 pub fn shared_receives_outlive_who_took_them(lab: &Lab) {
     const RECEIVES: u64 = 4;
-    if lab.b.attributes().max_shared_receives == 0 {
+    if lab.b.attributes().max_srq_wr == 0 {
         return;
     }
-    let caps = QueuePairCaps { max_send: 16, max_recv: 1, max_sge: 1 };
+    let caps = QueuePairCaps { max_send_wr: 16, max_recv_wr: 1, max_sge: 1 };
     let (pa, pb) = (lab.a.alloc_pd().unwrap(), lab.b.alloc_pd().unwrap());
     let (ca, cb) = (lab.a.create_cq(64).unwrap(), lab.b.create_cq(64).unwrap());
     let buffer = Arc::new(Buffer::new(SIZE).unwrap());
@@ -138,7 +138,7 @@ pub fn limits(lab: &Lab) {
     let many = vec![a.mr.sge(0, 1); 5];
     assert!(matches!(a.post(1, send(), &many), Err(Error::Limit { limit: 4, .. })));
     let cq = a.device.create_cq(100).unwrap();
-    let caps = |s, r| QueuePairCaps { max_send: s, max_recv: r, max_sge: 1 };
+    let caps = |s, r| QueuePairCaps { max_send_wr: s, max_recv_wr: r, max_sge: 1 };
     assert!(a.pd.create_qp(&cq, &cq, caps(60, 60)).is_err(), "the completion queue could overflow");
     let qp = a.pd.create_qp(&cq, &cq, caps(50, 50)).unwrap();
     assert!(a.pd.create_qp(&cq, &cq, caps(1, 0)).is_err());

@@ -107,8 +107,8 @@ impl Channel {
         let pd = device.alloc_pd()?;
         let attributes = device.attributes();
         let depth = options.send_depth.min(attributes.max_queue as usize);
-        let cq = device.create_cq((depth + options.receives).min(attributes.max_completions))?;
-        let caps = QueuePairCaps { max_send: depth as u32, max_recv: options.receives as u32, max_sge: 1 };
+        let cq = device.create_cq((depth + options.receives).min(attributes.max_cqe))?;
+        let caps = QueuePairCaps { max_send_wr: depth as u32, max_recv_wr: options.receives as u32, max_sge: 1 };
         let qp = pd.create_qp(&cq, &cq, caps)?;
         let slots = MessageSlots::new(&pd, options.receives, options.sends, options.message_max)?;
         slots.post_receives(&qp)?;

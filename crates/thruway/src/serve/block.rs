@@ -170,7 +170,7 @@ impl BlockArgs {
             for export in exports.iter().filter(|export| !export.allow.is_empty()) {
                 tracing::warn!(
                     export = export.name,
-                    "it is served to those it allows only, and NBD without --tls-ca knows nobody's name"
+                    "allow= has no effect over NBD without --tls-ca: clients have no names"
                 );
             }
         }
@@ -329,7 +329,7 @@ impl Service for BlockService {
         let iscsi = self.iscsi.as_ref().map(|s| ("iSCSI", s.connections()));
         let iser = self.iser.as_ref().map(|s| ("iSER", s.connections()));
         let connections = nbd.into_iter().chain(iscsi).chain(iser);
-        let disk = |export: &Arc<Export>| Some(format!("block {}: {}", export.name, export.backend.report()?));
+        let disk = |export: &Arc<Export>| Some(format!("block {}: {}", export.name, export.backend.summary()?));
         connections
             .map(|(protocol, count)| format!("{protocol}: {count} connections"))
             .chain(self.exports.iter().filter_map(disk))
@@ -365,12 +365,13 @@ impl Service for BlockService {
             // Whatever connections are left: what is not done by then is not acknowledged.
             let close = async move |disk: Arc<Export>| disk.backend.close(LAST_REQUESTS).await;
             self.reactors.handles()[0].spawn(move || async move { drop(tell.send(close(disk).await)) });
-            let closed = told.recv().unwrap_or_else(|_| Err(std::io::Error::other("its reactor has ended")));
+            let closed =
+                told.recv().unwrap_or_else(|_| Err(std::io::Error::other("internal error: its reactor has ended")));
             if let Err(error) = closed {
                 thruway_cli::say_error!("thruway serve: stopping block export '{}': {error}", export.name);
                 failed.push(export.name.clone());
             }
-            if let Some(report) = export.backend.report() {
+            if let Some(report) = export.backend.summary() {
                 tracing::info!(export = export.name, "{report}");
             }
         }

@@ -30,7 +30,7 @@ pub struct File {
 }
 
 /// Something wrong, and where.
-struct Mistake {
+struct Diagnostic {
     span: Range<usize>,
     what: String,
 }
@@ -157,7 +157,7 @@ pub fn load(path: &Path) -> Result<File, String> {
     })
 }
 
-fn parse(text: &str) -> Result<File, Vec<Mistake>> {
+fn parse(text: &str) -> Result<File, Vec<Diagnostic>> {
     let (top, errors) = DeTable::parse_recoverable(text);
     let command = command();
     let mut reader = Reader { command: &command, file: File::default(), mistakes: Vec::new() };
@@ -181,12 +181,12 @@ fn full(table: &str, key: &str) -> String {
 struct Reader<'a> {
     command: &'a clap::Command,
     file: File,
-    mistakes: Vec<Mistake>,
+    mistakes: Vec<Diagnostic>,
 }
 
 impl Reader<'_> {
     fn mistake(&mut self, span: Range<usize>, what: impl Into<String>) {
-        self.mistakes.push(Mistake { span, what: what.into() });
+        self.mistakes.push(Diagnostic { span, what: what.into() });
     }
 
     fn table(&mut self, table: &Table, content: &DeTable<'_>) {

@@ -10,7 +10,7 @@ use crate::auth::{Credentials, PublicKey};
 use crate::channel_registry::ChannelRegistry;
 use crate::handshakes::{Answer, Limits, Turn, Turns};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
-use crate::session::{Cancel, Engines, LAST_WORDS, OnReport, Progress, SessionError, Terms};
+use crate::session::{Cancel, LAST_WORDS, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
 use crate::source;
 use crate::wire::{
@@ -25,9 +25,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
+use thruway_engine::aead::Sealer;
 use thruway_engine::limits;
 use thruway_engine::local_peer;
-use thruway_engine::security::Sealer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider};
 
 /// A directory that is served.
@@ -97,7 +97,7 @@ pub struct Daemon {
 
 struct Shared {
     config: Config,
-    engines: Arc<Engines>,
+    pipelines: Arc<PipelineSet>,
     exports: HashMap<String, Served>,
     authorized: RwLock<AuthorizedKeys>,
     greetings: Arc<Turns<(TcpStream, Vec<u8>)>>,
@@ -201,15 +201,15 @@ impl Daemon {
     /// # Errors
     /// [`StartError`].
     pub fn start(config: Config) -> Result<Daemon, StartError> {
-        let engines = Engines::new().map_err(StartError::Stages)?;
-        Daemon::start_with(config, engines)
+        let pipelines = PipelineSet::new().map_err(StartError::Stages)?;
+        Daemon::start_with(config, pipelines)
     }
 
     /// As [`Daemon::start`], with the stages of another part of this process.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn start_with(mut config: Config, engines: Arc<Engines>) -> Result<Daemon, StartError> {
+    pub fn start_with(mut config: Config, pipelines: Arc<PipelineSet>) -> Result<Daemon, StartError> {
         let mut exports = HashMap::new();
         for export in &config.exports {
             if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
@@ -244,7 +244,7 @@ impl Daemon {
             greetings: Turns::new(greeting_limits(), device.clone()),
             handshakes: Turns::new(handshake_limits(), device.clone()),
             config,
-            engines,
+            pipelines,
             exports,
             channels: Mutex::default(),
             running: Mutex::default(),
@@ -379,7 +379,7 @@ impl Shared {
     /// Begins handshakes whose turn it is.
     fn follow(self: &Arc<Shared>, answer: Answer<Caller>) {
         for Caller { arrival, peer, .. } in answer.refuse {
-            tracing::warn!(%peer, "refused: too many peers that have not proved who they are");
+            tracing::warn!(%peer, "refused: too many unauthenticated peers");
             if let Arrival::Rdma(request) = arrival {
                 request.reject(b"too many handshakes; try again later");
             }
@@ -608,11 +608,11 @@ impl Session<'_> {
             }
         };
         let blocks = blocks_for(link.round_trip(), block_len, config.blocks.clamp(4, 1024));
-        let stages = self.shared.engines.pick();
-        stages.attract();
-        let engine = stages.with_pool(blocks, block_len as usize, link.is_long());
-        let engine = engine.map_err(|e| SessionError::Local(e.to_string()))?;
-        link.attach(&engine.pool)?;
+        let stages = self.shared.pipelines.pick();
+        stages.bind_current_thread();
+        let pipeline = stages.with_pool(blocks, block_len as usize, link.is_long());
+        let pipeline = pipeline.map_err(|e| SessionError::Local(e.to_string()))?;
+        link.attach(&pipeline.pool)?;
         link.set_peer_revocable(asked.revocable);
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };
         link.send(&Control::ChannelsReply(count))?;
@@ -622,7 +622,7 @@ impl Session<'_> {
             Direction::Pull => asked.options.update || asked.offers,
             _ => offers,
         };
-        let terms = Terms {
+        let params = SessionParams {
             session,
             block_len,
             long_path: link.is_long(),
@@ -638,10 +638,10 @@ impl Session<'_> {
             tracing::info!(path, why, "not copied as asked");
         });
         let outcome = match work {
-            Work::Push(prepared, _) => sink::run(link, &channels, &engine, &terms, *prepared, &progress, &on_report),
+            Work::Push(prepared, _) => sink::run(link, &channels, &pipeline, &params, *prepared, &progress, &on_report),
             Work::Pull(roots) => {
                 let destination = asked.destination.clone();
-                source::run(link, &channels, &engine, &terms, roots, offers, destination, &progress, &on_report)
+                source::run(link, &channels, &pipeline, &params, roots, offers, destination, &progress, &on_report)
             }
             Work::List(_) => unreachable!("answered above"),
         };

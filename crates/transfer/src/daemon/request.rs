@@ -72,7 +72,7 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
         return refuse("this daemon insists on encryption (--encrypt on)");
     }
     if config.require_verification
-        && verify == thruway_engine::integrity::Algorithm::None
+        && verify == thruway_engine::digest::Algorithm::None
         && asked.direction != Direction::List
     {
         return refuse("this daemon insists on verification (--verify xxh3 or blake3)");

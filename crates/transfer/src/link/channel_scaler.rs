@@ -4,7 +4,7 @@
 //! bound, not the path, can be what limits the rate; then more channels help.
 
 use std::time::{Duration, Instant};
-use thruway_fabric::Path;
+use thruway_fabric::PathInfo;
 
 /// Channels that a path gets at first. On a short path two keep both ends busy. On a long one,
 /// each begins with ten segments and doubles every round trip: many reach the path's rate sooner.
@@ -75,7 +75,7 @@ impl ChannelScaler {
     }
 
     /// How many channels to add, `sent` bytes having been sent in all.
-    pub(crate) fn sample(&mut self, now: Instant, paths: &[Path], sent: u64) -> u32 {
+    pub(crate) fn sample(&mut self, now: Instant, paths: &[PathInfo], sent: u64) -> u32 {
         let busy: Duration = paths.iter().map(|p| p.busy).sum();
         let limited: Duration = paths.iter().map(|p| p.window_limited).sum();
         let rate = (sent - self.sent) as f64 / (now - self.last_sample).as_secs_f64().max(1e-6);
@@ -107,8 +107,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn path(busy: Duration, window_limited: Duration) -> Path {
-        Path { round_trip: 50 * MS, busy, window_limited, ..Path::default() }
+    fn path(busy: Duration, window_limited: Duration) -> PathInfo {
+        PathInfo { round_trip: 50 * MS, busy, window_limited, ..PathInfo::default() }
     }
 
     /// Looks every 100 ms at `n` channels whose windows, or whose path, are the limit; returns the

@@ -25,7 +25,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use tcp::TcpLink;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
-use thruway_fabric::{ConnectionError, ConnectionRequest, Device, Path};
+use thruway_fabric::{ConnectionError, ConnectionRequest, Device, PathInfo};
 
 /// Something is said at least this often, so that silence means trouble.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -157,7 +157,7 @@ impl Call<'_> {
     }
 
     /// The data channels to open now, given the path: what they show, their number and role.
-    fn early_channels(&self, path: Option<Path>) -> Option<(Token, u32, Role)> {
+    fn early_channels(&self, path: Option<PathInfo>) -> Option<(Token, u32, Role)> {
         let (role, count) = self.early?;
         let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= channel_scaler::ROUND_TRIP_MIN)?;
         let count = count.unwrap_or_else(|| first_channels(Some(round_trip)));
@@ -445,7 +445,7 @@ impl Link {
     }
 
     /// What is known of the data channels' paths.
-    pub fn paths(&self) -> Vec<Path> {
+    pub fn paths(&self) -> Vec<PathInfo> {
         match &self.0 {
             Inner::Rdma(link) => link.paths(),
             Inner::Tcp(link) => link.paths(),

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{
     Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
-    Device, Error, MemoryRegion, Path, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
-    SendFlags, SendOp, SendRequest, Status, WorkCompletion,
+    Device, Error, MemoryRegion, PathInfo, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest,
+    RemoteAddr, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
 use thruway_server::rdma::MessageSlots;
 use thruway_server::rdma::slots::{Completed, Received};
@@ -104,9 +104,9 @@ impl RdmaLink {
         let pd = device.alloc_pd()?;
         // A device with smaller queues serves fewer channels.
         let wanted = 4 * CONTROL_RECEIVES + CHANNEL_COMPLETIONS * wire::CHANNELS_MAX as usize;
-        let cq = device.create_cq(wanted.min(device.attributes().max_completions))?;
+        let cq = device.create_cq(wanted.min(device.attributes().max_cqe))?;
         let depth = CONTROL_RECEIVES as u32;
-        let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send: depth, max_recv: depth, max_sge: 1 })?;
+        let control = pd.create_qp(&cq, &cq, QueuePairCaps { max_send_wr: depth, max_recv_wr: depth, max_sge: 1 })?;
         let slots = MessageSlots::new(&pd, CONTROL_RECEIVES, CONTROL_RECEIVES, SLOT_LEN)?;
         slots.post_receives(&control)?;
         Ok(RdmaLink {
@@ -273,7 +273,7 @@ impl RdmaLink {
     }
 
     /// What is known of the data channels' paths.
-    pub(crate) fn paths(&self) -> Vec<Path> {
+    pub(crate) fn paths(&self) -> Vec<PathInfo> {
         self.data.iter().filter_map(|c| c.qp.info()?.path).collect()
     }
 
@@ -298,12 +298,12 @@ impl RdmaLink {
     }
 
     fn new_channel(&self, number: u32, role: Role) -> Result<DataChannel, LinkError> {
-        let (max_send, max_recv) = match role {
+        let (max_send_wr, max_recv_wr) = match role {
             Role::Source => (2 * WINDOW_MAX as u32, 1),
             // The first word, and the windows of credits.
             Role::Sink => (1 + WINDOW_MAX as u32, WINDOW_MAX as u32),
         };
-        let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send, max_recv, max_sge: 1 })?;
+        let qp = self.pd.create_qp(&self.cq, &self.cq, QueuePairCaps { max_send_wr, max_recv_wr, max_sge: 1 })?;
         let mut channel = DataChannel {
             qp,
             number,
@@ -336,7 +336,7 @@ impl RdmaLink {
     }
 
     /// What is known of the path to the peer.
-    pub(crate) fn control_path(&self) -> Option<Path> {
+    pub(crate) fn control_path(&self) -> Option<PathInfo> {
         self.control.path()
     }
 

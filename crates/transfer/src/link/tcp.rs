@@ -21,7 +21,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool};
-use thruway_fabric::{ConnectionError, Device, Path, path};
+use thruway_fabric::{ConnectionError, Device, PathInfo, path};
 
 /// How long a peer may take to say who it is.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -302,13 +302,13 @@ impl TcpLink {
     }
 
     /// What is known of the data channels' paths.
-    pub(crate) fn paths(&self) -> Vec<Path> {
-        self.data.iter().filter_map(|stream| Path::of(stream)).collect()
+    pub(crate) fn paths(&self) -> Vec<PathInfo> {
+        self.data.iter().filter_map(|stream| PathInfo::of(stream)).collect()
     }
 
     /// What is known of the path to the peer.
-    pub(crate) fn control_path(&self) -> Option<Path> {
-        Path::of(&self.control)
+    pub(crate) fn control_path(&self) -> Option<PathInfo> {
+        PathInfo::of(&self.control)
     }
 
     pub(crate) fn accept_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {

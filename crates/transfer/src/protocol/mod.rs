@@ -3,14 +3,14 @@
 //! - [`source`]: pairs loaded blocks with credits, announces the end.
 //! - [`sink`]: grants credits, accounts for blocks, knows when all is done.
 //! - [`offers`]: which files were offered, which answers belong to which.
-//! - [`pieces`]: what of a file must travel, in which pieces.
+//! - [`extents`]: what of a file must travel, in which pieces.
 //! - [`reassembly`]: large files whose beginning, pieces and end come in any order.
 //!
 //! [`crate::source`] and [`crate::sink`] drive them with a real network and real files;
 //! `simulation` drives them, and the journal, with invented ones that fail at every step.
 
+pub(crate) mod extents;
 pub(crate) mod offers;
-pub(crate) mod pieces;
 pub(crate) mod reassembly;
 pub(crate) mod sink;
 pub(crate) mod source;

@@ -10,7 +10,7 @@ const EARNED: usize = 2;
 /// What a message from the source means to those around.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Heard {
-    /// Nothing but what [`Sink::allowance`] and [`Sink::expected`] say now.
+    /// Nothing but what [`Sink::credits_to_grant`] and [`Sink::expected`] say now.
     Nothing,
     /// A large file has been read to its end.
     FileEnd { file: u64, blocks: u32, status: FileStatus },
@@ -106,7 +106,7 @@ impl<W> Sink<W> {
     /// How many credits to grant now, if there are blocks: as many as were earned, or as many as
     /// the window holds, if the source is owed an answer. `in_use` blocks count: those that are out, and perhaps those that
     /// have come and are being dealt with.
-    pub(crate) fn allowance(&self, in_use: usize) -> usize {
+    pub(crate) fn credits_to_grant(&self, in_use: usize) -> usize {
         let most = if self.owed { CREDITS_PER_REPLY } else { EARNED };
         most.min(self.window.saturating_sub(in_use))
     }
@@ -193,11 +193,11 @@ mod tests {
     #[test]
     fn the_window_doubles_with_every_round_of_notifications() {
         let mut sink: Sink<()> = Sink::new(1, false, 1, 64);
-        assert_eq!(sink.allowance(0), 2);
+        assert_eq!(sink.credits_to_grant(0), 2);
         let mut next = 0;
         let mut out = VecDeque::new();
         let mut grant = |sink: &mut Sink<()>, out: &mut VecDeque<u32>| {
-            let n = sink.allowance(out.len()) as u32;
+            let n = sink.credits_to_grant(out.len()) as u32;
             sink.grant((next..next + n).map(credit));
             out.extend(next..next + n);
             next += n;
@@ -216,14 +216,14 @@ mod tests {
     #[test]
     fn who_asks_is_answered_as_soon_as_the_window_has_room() {
         let mut sink: Sink<()> = Sink::new(1, false, 8, 2);
-        assert_eq!(sink.allowance(0), 2, "the beginning is a request");
+        assert_eq!(sink.credits_to_grant(0), 2, "the beginning is a request");
         sink.grant((0..2).map(credit));
-        assert_eq!(sink.allowance(2), 0);
+        assert_eq!(sink.credits_to_grant(2), 0);
         sink.take(Control::RegionRequest).unwrap();
-        assert_eq!(sink.allowance(2), 0, "never beyond the window");
+        assert_eq!(sink.credits_to_grant(2), 0, "never beyond the window");
         sink.arrived(&Completion { session: 1, sequence: 0, block: 1 }).unwrap();
-        assert_eq!(sink.allowance(2), 0, "it is being dealt with");
-        assert_eq!((sink.allowance(1), sink.window()), (1, 2));
+        assert_eq!(sink.credits_to_grant(2), 0, "it is being dealt with");
+        assert_eq!((sink.credits_to_grant(1), sink.window()), (1, 2));
         assert!(sink.grant([]).is_none() && sink.is_owed());
         assert!(sink.grant([credit(7)]).is_some() && !sink.is_owed());
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// Assumed upper bound of a path's bandwidth, in bytes per second.
 const RATE_MAX: f64 = 12.5e9;
 /// Credits beyond the bandwidth-delay product, for blocks being processed at both ends.
-const SLACK: usize = 8;
+const CREDITS_IN_PROCESS: usize = 8;
 /// From this round trip on the window follows what arrives.
 const LONG_PATH_RTT: Duration = Duration::from_millis(1);
 /// Measurements, of two round trips each, of which the largest counts: blocks come in bursts, and one round trip may see two
@@ -33,7 +33,7 @@ impl CreditWindow {
         let pool = pool.min(WINDOW_MAX);
         let most = round_trip.map_or(pool, |rtt| {
             let blocks = RATE_MAX * rtt.as_secs_f64() / f64::from(block_len);
-            (blocks.ceil() as usize + SLACK).min(pool)
+            (blocks.ceil() as usize + CREDITS_IN_PROCESS).min(pool)
         });
         let measured = round_trip.filter(|rtt| *rtt >= LONG_PATH_RTT);
         CreditWindow { round_trip: measured, most, since: None, arrived: 0, recent: [0; SAMPLES], next: 0 }
@@ -47,7 +47,7 @@ impl CreditWindow {
     /// The bound at first.
     pub(super) fn window_max(&self) -> usize {
         match self.round_trip {
-            Some(_) => self.most.min(2 * SLACK),
+            Some(_) => self.most.min(2 * CREDITS_IN_PROCESS),
             None => self.most,
         }
     }
@@ -69,7 +69,7 @@ impl CreditWindow {
             return None;
         }
         let best = self.recent.iter().copied().max().unwrap_or(0).max(self.arrived);
-        Some((best + 2 * SLACK).min(self.most))
+        Some((best + 2 * CREDITS_IN_PROCESS).min(self.most))
     }
 }
 
@@ -101,7 +101,10 @@ mod tests {
         for carried in [2, 20, 100] {
             for before in [&[][..], &[200], &[1]] {
                 let window = settled(&[before, &[carried]].concat());
-                assert!(window > carried && window <= 2 * carried + 4 * SLACK, "{carried} carried, {window} allowed");
+                assert!(
+                    window > carried && window <= 2 * carried + 4 * CREDITS_IN_PROCESS,
+                    "{carried} carried, {window} allowed"
+                );
             }
         }
         assert_eq!(settled(&[1000]), 256, "never more than there are");

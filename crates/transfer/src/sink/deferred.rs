@@ -1,7 +1,7 @@
 //! Records whose turn comes when everything else is in place: hard links, removals, attributes of
 //! directories.
 
-use super::Mail;
+use super::SessionEvent;
 use super::files::Files;
 use super::remove::Remover;
 use crate::filter::Filter;
@@ -87,7 +87,7 @@ impl Deferred {
                 return Ok(File::from(fd));
             }
             // File systems that know no files without names have one that had one.
-            let digits = crate::auth::to_hex(&thruway_engine::security::random::<16>());
+            let digits = crate::auth::to_hex(&thruway_engine::aead::random::<16>());
             let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
             let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
             if let Ok(fd) = rustix::fs::openat(root, &name, flags, Mode::from_raw_mode(0o600)) {
@@ -211,25 +211,25 @@ impl Files {
     pub(super) fn finalize(&self, may_remove: bool) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
         if let Err(e) = self.finalize_from(&mut deferred, may_remove) {
-            return self.mailer.send(Mail::Fatal(format!("reading back directory attributes: {e}")));
+            return self.events.send(SessionEvent::Fatal(format!("reading back directory attributes: {e}")));
         }
         drop(deferred);
         // Where each directory is synced by its name, before they cannot be opened any more.
-        let names = match self.tree.volumes().any_by_file() && !self.discard && !self.terms.options.dry_run {
+        let names = match self.tree.volumes().any_by_file() && !self.discard && !self.params.options.dry_run {
             true => self.tree.sync_names(),
             false => Ok(()),
         };
         self.tree.lock_again();
         if !self.discard
-            && !self.terms.options.dry_run
+            && !self.params.options.dry_run
             && let Err(e) = names.and_then(|()| self.tree.sync_names())
         {
             if let Some(journal) = &self.journal {
                 journal.void();
             }
-            return self.mailer.send(Mail::Fatal(format!("making names durable: {e}")));
+            return self.events.send(SessionEvent::Fatal(format!("making names durable: {e}")));
         }
-        self.mailer.send(Mail::Finalized);
+        self.events.send(SessionEvent::Finalized);
     }
 
     fn finalize_from(&self, deferred: &mut Deferred, may_remove: bool) -> io::Result<()> {
@@ -273,8 +273,8 @@ impl Files {
     }
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
-        let filter = Filter::new(&self.terms.options).map_err(io::Error::other)?;
-        let remover = Remover { filter: &filter, dry_run: self.terms.options.dry_run, is_over: &self.over };
+        let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
+        let remover = Remover { filter: &filter, dry_run: self.params.options.dry_run, is_over: &self.over };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.

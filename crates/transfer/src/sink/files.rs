@@ -9,11 +9,11 @@ use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
 use super::reports::Reports;
 use super::scope::Scope;
 use super::tree::{Place, Tree, temp_name};
-use super::{Counters, EARLY_ENDS_FEW, Mail};
+use super::{Counters, EARLY_ENDS_FEW, SessionEvent};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
-use crate::session::{Engine, FirstFailure, Mailer, Progress, Terms};
+use crate::session::{EventSender, FirstFailure, Pipeline, Progress, SessionParams};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FsWord, Mode, OFlags};
 use std::collections::{HashMap, HashSet};
@@ -24,7 +24,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
+use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_engine::{Block, StorageOp};
 use thruway_fs::Identity;
 use thruway_fs::beneath;
@@ -46,13 +46,13 @@ pub(super) struct Files {
     pub(super) tree: Arc<Tree>,
     pub(super) scope: Scope,
     pub(super) job: [u8; 16],
-    pub(super) terms: Terms,
-    pub(super) engine: Arc<Engine>,
+    pub(super) params: SessionParams,
+    pub(super) pipeline: Arc<Pipeline>,
     pub(super) journal: Option<Arc<Journal>>,
     pub(super) earlier: Earlier,
     pub(super) committer: Arc<Committer>,
     pub(super) counters: Arc<Counters>,
-    pub(super) mailer: Mailer<Mail>,
+    pub(super) events: EventSender<SessionEvent>,
     /// Data goes nowhere.
     pub(super) discard: bool,
     pub(super) large: Mutex<Large>,
@@ -111,7 +111,7 @@ impl Files {
     /// Gives the source leave to send a record that needs it; where it has too much of that already, when it has sent
     /// some of them. False if the session is over.
     pub(super) fn promise(&self, key: Key, promise: Promise) -> bool {
-        if self.terms.options.dry_run {
+        if self.params.options.dry_run {
             return true;
         }
         let full =
@@ -133,13 +133,13 @@ impl Files {
 
     /// Whether the session is over, or is to end.
     pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::SeqCst) || self.terms.check_cancel().is_err()
+        self.over.load(Ordering::SeqCst) || self.params.check_cancel().is_err()
     }
 
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
         // What would fail every other file too ends the session.
         if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
-            self.mailer.send(Mail::Fatal(format!("writing {}: {error}", crate::escape(path))));
+            self.events.send(SessionEvent::Fatal(format!("writing {}: {error}", crate::escape(path))));
         }
         self.report(path, ReportKind::NotCopied, error.to_string());
     }
@@ -147,7 +147,7 @@ impl Files {
     pub(super) fn report(&self, path: &[u8], kind: ReportKind, message: String) {
         let report = Report { path: path.to_vec(), kind, message };
         if self.reports.admit(&report) {
-            self.mailer.send(Mail::Report(report));
+            self.events.send(SessionEvent::Report(report));
         }
     }
 
@@ -197,7 +197,7 @@ impl Files {
                 self.violation(malformed.into());
                 break;
             }
-            if self.terms.options.dry_run || self.discard {
+            if self.params.options.dry_run || self.discard {
                 self.count_only(&record, content);
                 continue;
             }
@@ -297,7 +297,7 @@ impl Files {
     fn defer(&self, record: &Record, made: bool) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
         if let Err(e) = deferred.push(record, made) {
-            self.mailer.send(Mail::Fatal(format!("keeping directory attributes in a temporary file: {e}")));
+            self.events.send(SessionEvent::Fatal(format!("keeping directory attributes in a temporary file: {e}")));
         }
     }
 
@@ -407,7 +407,7 @@ impl Files {
             }
             file.set_len(meta.size)?;
         }
-        let wanted = match self.terms.options.direct {
+        let wanted = match self.params.options.direct {
             Direct::Off => false,
             Direct::On => true,
             Direct::Auto => meta.size >= DIRECT_FROM && is_disk(&file),
@@ -439,7 +439,7 @@ impl Files {
     }
 
     fn violation(&self, violation: Violation) {
-        self.mailer.send(Mail::Violation(violation));
+        self.events.send(SessionEvent::Violation(violation));
     }
 
     /// A large file has been opened (`None`: there is nothing to write) or not.
@@ -458,7 +458,7 @@ impl Files {
         };
         if few {
             // The source may be heard again.
-            self.mailer.send(Mail::Progressed);
+            self.events.send(SessionEvent::Progressed);
         }
         self.begun.notify_all();
         for (block, header, digest) in early {
@@ -516,7 +516,7 @@ impl Files {
         let target = direct.unwrap_or(&file.file);
         let (files, large) = (self.mailer_handle(), Arc::clone(&file));
         let op = StorageOp::Write { skip: 0, len, direct: direct.is_some() };
-        self.engine.storage.submit(Arc::clone(target), header.offset, op, block, move |done| {
+        self.pipeline.storage.submit(Arc::clone(target), header.offset, op, block, move |done| {
             let Some(files) = files.upgrade() else { return };
             match done.result {
                 Ok(_) => {
@@ -536,7 +536,7 @@ impl Files {
 
     /// Records that a range is verified and written; what was not verified cannot be checked later.
     fn record(&self, large: &LargeFile, range: Range) {
-        if let Some(journal) = self.journal.as_ref().filter(|_| self.terms.verify != Algorithm::None) {
+        if let Some(journal) = self.journal.as_ref().filter(|_| self.params.verify != Algorithm::None) {
             journal.range(&large.key, &large.version, large.identity, &range);
         }
     }
@@ -553,7 +553,7 @@ impl Files {
         if waits(&known) && !large.over {
             known = large.files.wait(number).map(|()| Known::NotYet);
             // If nothing else comes, it never begins.
-            self.mailer.send(Mail::Progressed);
+            self.events.send(SessionEvent::Progressed);
             while waits(&known) && !large.over {
                 large = self.begun.wait(large).expect("no panics under the lock");
                 known = large.files.lookup(number);
@@ -596,7 +596,7 @@ impl Files {
     pub(super) fn block_done(&self) {
         let done = self.counters.blocks.fetch_add(1, Ordering::SeqCst) + 1;
         if done == self.counters.expected.load(Ordering::SeqCst) {
-            self.mailer.send(Mail::Progressed);
+            self.events.send(SessionEvent::Progressed);
         }
     }
 
@@ -615,15 +615,15 @@ impl Files {
             Err(violation) => return self.violation(violation),
         };
         let Some(file) = file else {
-            if whole && (self.discard || self.terms.options.dry_run) {
+            if whole && (self.discard || self.params.options.dry_run) {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
             }
-            return self.mailer.send(Mail::Progressed);
+            return self.events.send(SessionEvent::Progressed);
         };
         let suspect = *file.suspect.lock().expect("no panics under the lock");
         if let Some(sequence) = suspect.filter(|_| whole) {
             // The source says that its file did not change: then it happened on the way.
-            return self.mailer.send(Mail::Damaged { sequence, what: "its digest does not match" });
+            return self.events.send(SessionEvent::Damaged { sequence, what: "its digest does not match" });
         }
         if !whole || file.failure.get().is_some() {
             if !whole && let Ok(place) = self.tree.find(&file.path) {
@@ -631,7 +631,7 @@ impl Files {
                 let _ = rustix::fs::unlinkat(&place.dir, &file.temp, AtFlags::empty());
             }
             self.leave(&file.key);
-            return self.mailer.send(Mail::Progressed);
+            return self.events.send(SessionEvent::Progressed);
         }
         let short = self.tree.apply(file.file.as_fd(), &file.meta, false);
         let lacking = !short.is_none();
@@ -672,7 +672,7 @@ impl Files {
 impl Receive for Files {
     fn piece(&self, header: &BlockHeader, stream: &TcpStream) -> io::Result<()> {
         let (offset, len) = (header.offset, header.len);
-        if header.session != self.terms.session || self.terms.sealer.is_some() {
+        if header.session != self.params.session || self.params.sealer.is_some() {
             self.violation(crate::wire::Malformed("block header: not of this session").into());
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -697,7 +697,7 @@ impl Receive for Files {
             return Err(e);
         }
         // What is verified is what the file now holds.
-        let verify = self.terms.verify;
+        let verify = self.params.verify;
         let digest = crate::digest_file(&file.file, verify, offset, len)?;
         if verify != Algorithm::None && header.bind(verify, digest) != header.digest {
             // Sent from the file after it was digested there: whether it changed in between, the source will say.

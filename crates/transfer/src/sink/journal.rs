@@ -20,7 +20,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard};
-use thruway_engine::integrity::DIGEST_LEN;
+use thruway_engine::digest::DIGEST_LEN;
 use thruway_fs::Identity;
 
 /// Bytes of a record.
@@ -130,33 +130,33 @@ impl Earlier {
         present: Option<Present>,
         update: bool,
         temp: impl FnOnce() -> Option<Identity>,
-    ) -> Judgement {
+    ) -> ResumeDecision {
         if let Some(present) = present {
             let placed = (version.fingerprint(present.identity), present.ctime);
             if self.placed.get(&short(key)) == Some(&placed) {
-                return Judgement::Placed { lacking: self.lacking.contains(&short(key)) };
+                return ResumeDecision::Placed { lacking: self.lacking.contains(&short(key)) };
             }
             if update && present.as_new {
-                return Judgement::UpToDate;
+                return ResumeDecision::UpToDate;
             }
             // Killed between its rename and the record of it. With the record, it was changed since.
             let recorded = |u: &Unfinished| self.placed.get(&short(key)).is_some_and(|(of, _)| *of == u.fingerprint);
             let renamed = self.unfinished(key, version, present.identity);
             if let Some(unfinished) = renamed.filter(|u| u.whole && !recorded(u)) {
-                return Judgement::CheckInPlace(unfinished);
+                return ResumeDecision::CheckInPlace(unfinished);
             }
         }
         if self.unfinished.is_empty() {
-            return Judgement::Missing;
+            return ResumeDecision::Missing;
         }
         let found = temp().and_then(|identity| self.unfinished(key, version, identity));
-        found.map_or(Judgement::Missing, Judgement::CheckTemporary)
+        found.map_or(ResumeDecision::Missing, ResumeDecision::CheckTemporary)
     }
 }
 
 /// What is known of an offered file.
 #[derive(Debug)]
-pub(crate) enum Judgement {
+pub(crate) enum ResumeDecision {
     /// Put in place by an earlier attempt, and not changed since; `lacking` some of its attributes.
     Placed { lacking: bool },
     /// As new as the source's.
@@ -633,7 +633,7 @@ mod tests {
     /// What is known of a temporary file.
     fn temporary(journal: &Journal, earlier: &Earlier, key: &Key, v: &Version, i: Identity) -> Vec<(u64, u64)> {
         let mut found = Vec::new();
-        if let Judgement::CheckTemporary(unfinished) = earlier.judge((key, v), None, false, || Some(i)) {
+        if let ResumeDecision::CheckTemporary(unfinished) = earlier.judge((key, v), None, false, || Some(i)) {
             let each = |r: Range| {
                 assert_eq!(r, range(r.offset, r.len), "the digest is the range's own");
                 found.push((r.offset, r.len.into()));
@@ -645,7 +645,7 @@ mod tests {
 
     fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
         let present = Some(Present { identity: i, ctime, as_new: false });
-        matches!(earlier.judge((key, v), present, false, || None), Judgement::Placed { .. })
+        matches!(earlier.judge((key, v), present, false, || None), ResumeDecision::Placed { .. })
     }
 
     #[test]
@@ -681,7 +681,7 @@ mod tests {
             drop(journal);
             let (_, earlier) = Journal::open(&fd, &[2; 16]).unwrap();
             let judged = earlier.judge((&a, &V), present, false, || None);
-            assert!(matches!(judged, Judgement::Placed { lacking: l } if l == lacking), "{judged:?}");
+            assert!(matches!(judged, ResumeDecision::Placed { lacking: l } if l == lacking), "{judged:?}");
         }
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         let busy = Journal::open(&fd, &[1; 16]).map(drop).unwrap_err();
@@ -731,20 +731,20 @@ mod tests {
         drop(journal);
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(
-            matches!(earlier.judge((&key, &V), present, false, || None), Judgement::Missing),
+            matches!(earlier.judge((&key, &V), present, false, || None), ResumeDecision::Missing),
             "not known to be whole"
         );
         journal.whole(&key, &V, I);
         drop(journal);
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         assert!(
-            matches!(earlier.judge((&key, &V), present, false, || None), Judgement::CheckInPlace(u) if u.is_whole())
+            matches!(earlier.judge((&key, &V), present, false, || None), ResumeDecision::CheckInPlace(u) if u.is_whole())
         );
         journal.placed([(&key, &V, I, 8, false)].into_iter());
         drop(journal);
         let (_, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         let changed = earlier.judge((&key, &V), present, false, || None);
-        assert!(matches!(changed, Judgement::Missing), "it was changed after it had been put in place");
+        assert!(matches!(changed, ResumeDecision::Missing), "it was changed after it had been put in place");
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(crate) use tree::is_own_name;
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
 use crate::protocol::Violation;
 use crate::protocol::sink::{Heard, Sink as Core};
-use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
+use crate::session::{EventSender, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, ReportKind, Summary, TreeOptions,
 };
@@ -46,7 +46,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use thruway_engine::pool::Exposed;
-use thruway_engine::{Block, integrity::DIGEST_LEN};
+use thruway_engine::{Block, digest::DIGEST_LEN};
 use tree::{Manner, Tree};
 
 /// After this many bytes what is written so far is synced in the background, so that a power cut
@@ -63,7 +63,7 @@ const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
 const BUSY_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What workers tell the session.
-pub(crate) enum Mail {
+pub(crate) enum SessionEvent {
     /// Counters that the session waits for have moved.
     Progressed,
     /// A block has become free while one was owed.
@@ -168,14 +168,14 @@ fn nowhere() -> std::io::Result<std::os::fd::OwnedFd> {
 pub fn run(
     mut link: Link,
     channels: &Channels,
-    engine: &Arc<Engine>,
-    terms: &Terms,
+    pipeline: &Arc<Pipeline>,
+    params: &SessionParams,
     prepared: Prepared,
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
     let Prepared { target, journal, earlier } = prepared;
-    let (mailer, mailbox) = Mailer::new(link.device());
+    let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
     let local = |e: std::io::Error| SessionError::Local(format!("starting the commit stage: {e}"));
     let discard = target.root.is_none();
@@ -183,7 +183,7 @@ pub fn run(
         Some(root) => root,
         None => Arc::new(nowhere().map_err(local)?),
     };
-    let options = &terms.options;
+    let options = &params.options;
     let manner = Manner {
         preserve: options.preserve,
         delete: clears_directories(options),
@@ -192,19 +192,19 @@ pub fn run(
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner));
-    let on_commit = on_commit(&counters, &mailer, progress);
+    let on_commit = on_commit(&counters, &events, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
     let files = Arc::new(Files {
         tree,
         scope: Scope::new(target.names.as_deref(), options),
         job: target.job,
-        terms: terms.clone(),
-        engine: Arc::clone(engine),
+        params: params.clone(),
+        pipeline: Arc::clone(pipeline),
         journal: journal.clone(),
         earlier,
         committer: Arc::clone(&committer),
         counters: Arc::clone(&counters),
-        mailer: mailer.clone(),
+        events: events.clone(),
         discard,
         large: Mutex::default(),
         begun: Condvar::new(),
@@ -218,17 +218,17 @@ pub fn run(
     });
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
-    let credit_window = CreditWindow::new(link.round_trip(), terms.block_len, engine.pool.count());
+    let credit_window = CreditWindow::new(link.round_trip(), params.block_len, pipeline.pool.count());
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
     link.start_receiving(&receive)?;
     let mut sink = Sink {
-        core: Core::new(terms.session, terms.sealer.is_some(), windows, credit_window.window_max()),
+        core: Core::new(params.session, params.sealer.is_some(), windows, credit_window.window_max()),
         credit_window,
         link: &mut link,
         channels,
-        engine,
-        terms,
-        mailer,
+        pipeline,
+        params,
+        events,
         mailbox,
         files: Arc::clone(&files),
         counters: &counters,
@@ -269,8 +269,12 @@ pub fn run(
 }
 
 /// Tells the session what becomes of files.
-fn on_commit(counters: &Arc<Counters>, mailer: &Mailer<Mail>, progress: &Arc<Progress>) -> commit::OnCommit {
-    let (counters, mailer, progress) = (Arc::clone(counters), mailer.clone(), Arc::clone(progress));
+fn on_commit(
+    counters: &Arc<Counters>,
+    events: &EventSender<SessionEvent>,
+    progress: &Arc<Progress>,
+) -> commit::OnCommit {
+    let (counters, events, progress) = (Arc::clone(counters), events.clone(), Arc::clone(progress));
     let leave = {
         let counters = Arc::clone(&counters);
         move |file: &commit::Finished| {
@@ -291,8 +295,8 @@ fn on_commit(counters: &Arc<Counters>, mailer: &Mailer<Mail>, progress: &Arc<Pro
                 files.report(&file.path, ReportKind::NotCopied, e.to_string());
             }
         }
-        Committed::Lost(e) => mailer.send(Mail::Fatal(format!("making what was written durable: {e}"))),
-        Committed::Group => mailer.send(Mail::Progressed),
+        Committed::Lost(e) => events.send(SessionEvent::Fatal(format!("making what was written durable: {e}"))),
+        Committed::Group => events.send(SessionEvent::Progressed),
     })
 }
 
@@ -321,10 +325,10 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
                 std::thread::sleep(Duration::from_millis(20));
             }
             Err(e) if e.kind() == ErrorKind::ResourceBusy => {
-                return Err(SessionError::Busy("another copy of the same sources to here is under way".into()));
+                return Err(SessionError::Busy("another process is already running this job".into()));
             }
             Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
-                tracing::warn!(error = %e, "no journal can be kept: an interrupted copy will begin anew");
+                tracing::warn!(error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);
             }
             Err(e) => return Err(SessionError::Local(format!("the journal of an earlier attempt: {e}"))),
@@ -337,10 +341,10 @@ struct Sink<'a> {
     credit_window: CreditWindow,
     link: &'a mut Link,
     channels: &'a Channels,
-    engine: &'a Arc<Engine>,
-    terms: &'a Terms,
-    mailer: Mailer<Mail>,
-    mailbox: Receiver<Mail>,
+    pipeline: &'a Arc<Pipeline>,
+    params: &'a SessionParams,
+    events: EventSender<SessionEvent>,
+    mailbox: Receiver<SessionEvent>,
     files: Arc<Files>,
     counters: &'a Arc<Counters>,
     /// Answers offers, once there are any.
@@ -361,7 +365,7 @@ struct Sink<'a> {
 impl Sink<'_> {
     fn run(&mut self) -> Outcome {
         loop {
-            self.terms.check_cancel()?;
+            self.params.check_cancel()?;
             if let Some(summary) = self.take_mail()? {
                 return Ok(summary);
             }
@@ -371,7 +375,7 @@ impl Sink<'_> {
             }
             self.check_end()?;
             for event in self.link.poll(Duration::from_secs(5))? {
-                self.terms.check_cancel()?;
+                self.params.check_cancel()?;
                 match event {
                     LinkEvent::Arrived(completion) => self.arrived(completion)?,
                     LinkEvent::Received(block, header) => self.received(block, header, None)?,
@@ -423,12 +427,12 @@ impl Sink<'_> {
     fn take_mail(&mut self) -> Result<Option<Summary>, SessionError> {
         loop {
             // The peer may be slow to hear what it is told.
-            self.terms.check_cancel()?;
+            self.params.check_cancel()?;
             self.tell_reports(REPORTS_AHEAD)?;
             match self.mailbox.try_recv() {
-                Ok(Mail::Progressed) => {}
-                Ok(Mail::BlockFree) => self.waiting_for_block = false,
-                Ok(Mail::Report(report)) => {
+                Ok(SessionEvent::Progressed) => {}
+                Ok(SessionEvent::BlockFree) => self.waiting_for_block = false,
+                Ok(SessionEvent::Report(report)) => {
                     self.failed += 1;
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
@@ -437,11 +441,11 @@ impl Sink<'_> {
                         Channels::Open { .. } => self.files.reports.told(&report),
                     }
                 }
-                Ok(Mail::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
-                Ok(Mail::Violation(violation)) => return Err(violation.into()),
-                Ok(Mail::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
-                Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
-                Ok(Mail::Finalized) => return self.conclude().map(Some),
+                Ok(SessionEvent::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
+                Ok(SessionEvent::Violation(violation)) => return Err(violation.into()),
+                Ok(SessionEvent::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
+                Ok(SessionEvent::Fatal(message)) => return Err(SessionError::Local(message)),
+                Ok(SessionEvent::Finalized) => return self.conclude().map(Some),
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(None),
             }
         }
@@ -452,7 +456,7 @@ impl Sink<'_> {
         while self.link.backlog() < ahead
             && let Some(report) = self.owed.pop_front()
         {
-            self.terms.check_cancel()?;
+            self.params.check_cancel()?;
             self.files.reports.told(&report);
             self.link.send(&Control::Report(report))?;
         }
@@ -469,7 +473,7 @@ impl Sink<'_> {
         drop(window);
         let filled = exposed.reclaim();
         let header =
-            BlockHeader::decode(filled.header(HEADER_LEN), self.terms.block_len as usize).map_err(LinkError::from)?;
+            BlockHeader::decode(filled.header(HEADER_LEN), self.params.block_len as usize).map_err(LinkError::from)?;
         self.received(filled, header, Some(completion.sequence))?;
         self.grant()
     }
@@ -485,37 +489,39 @@ impl Sink<'_> {
 
     /// Sends a block through the stages: open, verify, write.
     fn process(&self, block: Block, header: BlockHeader) {
-        let (files, terms) = (Arc::clone(&self.files), self.terms.clone());
-        let (engine, mailer) = (Arc::clone(self.engine), self.mailer.clone());
+        let (files, params) = (Arc::clone(&self.files), self.params.clone());
+        let (pipeline, events) = (Arc::clone(self.pipeline), self.events.clone());
         let next = move |block: Block, header: BlockHeader| {
-            if terms.verify == thruway_engine::integrity::Algorithm::None {
+            if params.verify == thruway_engine::digest::Algorithm::None {
                 return store(&files, block, header, Digest::default());
             }
-            let inner = Arc::clone(&files.engine);
+            let inner = Arc::clone(&files.pipeline);
             inner.workers.submit(inner.integrity, move || {
-                let digest = terms.verify.digest(&block.payload()[..header.len as usize]);
-                if header.bind(terms.verify, digest) != block.header(DIGEST_LEN) {
+                let digest = params.verify.digest(&block.payload()[..header.len as usize]);
+                if header.bind(params.verify, digest) != block.header(DIGEST_LEN) {
                     let sequence = header.sequence;
-                    return mailer.send(Mail::Damaged { sequence, what: "its digest does not match" });
+                    return events.send(SessionEvent::Damaged { sequence, what: "its digest does not match" });
                 }
                 store(&files, block, header, digest);
             });
         };
-        let Some(sealer) = self.terms.sealer.clone() else { return next(block, header) };
-        let mailer = self.mailer.clone();
-        engine.workers.submit(engine.security, move || {
+        let Some(sealer) = self.params.sealer.clone() else { return next(block, header) };
+        let events = self.events.clone();
+        pipeline.workers.submit(pipeline.security, move || {
             let mut block = block;
             let sealed = block.joined_mut(DIGEST_LEN, header.len as usize);
             match sealer.open(header.sequence.into(), &header.fixed(), sealed, &header.tag) {
                 Ok(()) => next(block, header),
-                Err(_) => mailer.send(Mail::Damaged { sequence: header.sequence, what: "it does not authenticate" }),
+                Err(_) => {
+                    events.send(SessionEvent::Damaged { sequence: header.sequence, what: "it does not authenticate" })
+                }
             }
         });
     }
 
     /// Grants the credits that are due, as far as there are blocks.
     fn grant(&mut self) -> Result<(), SessionError> {
-        let pool = &self.engine.pool;
+        let pool = &self.pipeline.pool;
         // On a long path the window bounds the memory as well. On a short one it keeps what comes in the processor's cache,
         // and the pool is what storage may lag behind.
         let all_count = self.credit_window.is_measured();
@@ -523,19 +529,19 @@ impl Sink<'_> {
             true => (pool.in_use(), self.core.window().min(pool.count())),
             false => (self.core.out(), pool.count()),
         };
-        let allowance = self.core.allowance(in_use);
+        let credits_to_grant = self.core.credits_to_grant(in_use);
         let mut granted = Vec::new();
-        for _ in 0..allowance {
+        for _ in 0..credits_to_grant {
             let Some(block) = pool.try_take() else { break };
             let (exposed, window) = self.link.expose(block)?;
             granted.push((window.credit, (exposed, window)));
         }
         if let Some(message) = self.core.grant(granted) {
             self.link.send(&message)?;
-        } else if self.core.is_owed() && (all_count || allowance > 0) && !self.waiting_for_block {
+        } else if self.core.is_owed() && (all_count || credits_to_grant > 0) && !self.waiting_for_block {
             self.waiting_for_block = true;
-            let mailer = self.mailer.clone();
-            pool.when_fewer(limit, move || mailer.send(Mail::BlockFree));
+            let events = self.events.clone();
+            pool.when_fewer(limit, move || events.send(SessionEvent::BlockFree));
         }
         Ok(())
     }
@@ -548,12 +554,12 @@ impl Sink<'_> {
         self.synced_bytes = written;
         let files = Arc::clone(&self.files);
         // What is written by now reaches the medium, and an error in doing so is known now, not at the end.
-        self.engine.workers.submit(self.engine.files, move || {
+        self.pipeline.workers.submit(self.pipeline.files, move || {
             if let Err(e) = files.tree.volumes().sync() {
                 if let Some(journal) = &files.journal {
                     journal.void();
                 }
-                files.mailer.send(Mail::Fatal(format!("making what was written durable: {e}")));
+                files.events.send(SessionEvent::Fatal(format!("making what was written durable: {e}")));
             }
         });
     }
@@ -572,7 +578,7 @@ impl Sink<'_> {
             return Ok(());
         }
         // What a session that is to end has left out counts as dealt with.
-        self.terms.check_cancel()?;
+        self.params.check_cancel()?;
         // The source has said nothing of what it could not read, either.
         if let Some(name) = self.files.scope.missing().filter(|_| self.failed == 0) {
             let name = crate::escape(name);
@@ -580,8 +586,8 @@ impl Sink<'_> {
         }
         self.finalizing = true;
         let files = Arc::clone(&self.files);
-        let may_remove = !self.unread || self.terms.options.ignore_errors;
-        self.engine.workers.submit(self.engine.files, move || files.finalize(may_remove));
+        let may_remove = !self.unread || self.params.options.ignore_errors;
+        self.pipeline.workers.submit(self.pipeline.files, move || files.finalize(may_remove));
         Ok(())
     }
 
@@ -618,8 +624,8 @@ fn store(files: &Arc<Files>, block: Block, header: BlockHeader, digest: Digest) 
         }
         BlockKind::Data => files.piece(block, header, digest),
         BlockKind::Pack => {
-            let (files, engine) = (Arc::clone(files), Arc::clone(&files.engine));
-            engine.workers.submit(engine.files, move || {
+            let (files, pipeline) = (Arc::clone(files), Arc::clone(&files.pipeline));
+            pipeline.workers.submit(pipeline.files, move || {
                 files.unpack(&block, header.len);
                 drop(block);
                 files.block_done();

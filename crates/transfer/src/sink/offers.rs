@@ -3,9 +3,9 @@
 //! On a thread of its own: what is recorded is read back before it is believed, which takes as long as reading
 //! that much from the disk.
 
-use super::Mail;
+use super::SessionEvent;
 use super::files::{Files, Promise};
-use super::journal::{Judgement, Key, Present, Version, key_of};
+use super::journal::{Key, Present, ResumeDecision, Version, key_of};
 use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
@@ -49,7 +49,7 @@ fn judge_all(files: &Files, offers: &Receiver<(u32, Vec<OfferEntry>)>) {
         // An answer must fit a control message; each range takes up to 20 bytes.
         let mut room = RANGES_MAX;
         let answers = entries.iter().map(|entry| files.judge(entry, &mut room)).collect();
-        files.mailer.send(Mail::Judged { batch, answers });
+        files.events.send(SessionEvent::Judged { batch, answers });
     }
 }
 
@@ -73,13 +73,13 @@ impl Files {
         });
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
-        match self.earlier.judge((&key, &version), present, self.terms.options.update, look) {
-            Judgement::Placed { lacking } => self.resumed((&entry.path, &place), key, entry.size, lacking),
-            Judgement::UpToDate => {
+        match self.earlier.judge((&key, &version), present, self.params.options.update, look) {
+            ResumeDecision::Placed { lacking } => self.resumed((&entry.path, &place), key, entry.size, lacking),
+            ResumeDecision::UpToDate => {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
-                let preserve = self.terms.options.preserve;
+                let preserve = self.params.options.preserve;
                 if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
                     return Answer::Send;
                 }
@@ -87,7 +87,7 @@ impl Files {
                 self.counters.skipped.fetch_add(1, Ordering::Relaxed);
                 if preserve { Answer::Attributes } else { Answer::Skip }
             }
-            Judgement::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
+            ResumeDecision::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
                 Some((readback, checked))
                     if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
                 {
@@ -96,7 +96,7 @@ impl Files {
                 }
                 _ => Answer::Send,
             },
-            Judgement::CheckTemporary(unfinished) => {
+            ResumeDecision::CheckTemporary(unfinished) => {
                 let Some((readback, Checked { mut good, complete })) = self.read_back(&place, &temp, &key, &unfinished)
                 else {
                     return Answer::Send;
@@ -118,7 +118,7 @@ impl Files {
                 self.has_got_on(have);
                 Answer::Except(good)
             }
-            Judgement::Missing => Answer::Send,
+            ResumeDecision::Missing => Answer::Send,
         }
     }
 
@@ -139,7 +139,7 @@ impl Files {
 
     /// What an earlier attempt had begun of a file is not needed any more.
     fn remove_begun(&self, place: &Place, key: &Key) {
-        if !self.terms.options.dry_run {
+        if !self.params.options.dry_run {
             let _ = unlinkat(&place.dir, temp_name(&place.name, &self.job, key), AtFlags::empty());
         }
     }
@@ -158,7 +158,7 @@ impl Files {
         unfinished: &super::journal::Unfinished,
     ) -> Option<(Readback, Checked)> {
         let journal = self.journal.as_ref()?;
-        let readback = Readback::open(&place.dir, name, self.terms.verify).ok()?;
+        let readback = Readback::open(&place.dir, name, self.params.verify).ok()?;
         let checked = readback.check(journal, key, unfinished, || !self.over.load(Ordering::SeqCst)).ok()?;
         Some((readback, checked))
     }

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 use thruway_fs::Identity;
 use thruway_fs::sparse;
 
@@ -90,7 +90,7 @@ impl Readback {
 
     /// Whether the file has data nowhere but in these ranges, which are in order and apart.
     pub(crate) fn is_hole_outside(&self, ranges: &[(u64, u64)], size: u64) -> bool {
-        let gaps = crate::protocol::pieces::subtract(vec![(0, size)], ranges);
+        let gaps = crate::protocol::extents::subtract_extents(vec![(0, size)], ranges);
         gaps.into_iter().all(|(from, to)| self.is_zero(from, to))
     }
 
@@ -115,7 +115,7 @@ impl Readback {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sink::journal::{Judgement, Version, key_of};
+    use crate::sink::journal::{ResumeDecision, Version, key_of};
     use std::sync::Arc;
 
     /// What somebody has put there meanwhile is no file of ours, and nothing waits for it.
@@ -151,7 +151,7 @@ mod tests {
         drop(journal);
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
         let found = earlier.judge((&key, &version), None, false, || Some(identity));
-        let Judgement::CheckTemporary(unfinished) = found else { panic!("{found:?}") };
+        let ResumeDecision::CheckTemporary(unfinished) = found else { panic!("{found:?}") };
         let good = |verify| {
             let readback = Readback::open(&*fd, c"temp", verify).unwrap();
             readback.check(&journal, &key, &unfinished, || true).unwrap().good

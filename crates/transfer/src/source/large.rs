@@ -1,8 +1,8 @@
 //! Large files on their way: read, digested, sealed, piece by piece; and how each one ended.
 
-use super::Mail;
-use crate::protocol::pieces::subtract;
-use crate::session::{Engine, FirstFailure, Mailer, Terms};
+use super::SessionEvent;
+use crate::protocol::extents::subtract_extents;
+use crate::session::{EventSender, FirstFailure, Pipeline, SessionParams};
 use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report, ReportKind};
 use rustix::fs::{OFlags, Stat};
 use std::fs::File;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::Block;
-use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
+use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_fs::sparse;
 
 /// A large file on its way.
@@ -29,37 +29,42 @@ pub(crate) struct LargeFile {
     /// Reads under way, and one for the walker until it has issued them all.
     pub(super) open: AtomicU32,
     pub(super) blocks: AtomicU32,
-    pub(super) engine: Arc<Engine>,
-    pub(super) mailer: Mailer<Mail>,
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) events: EventSender<SessionEvent>,
     pub(super) open_files: Arc<OpenFiles>,
 }
 
 /// What happens to a block between its loading and its sending.
 pub(super) struct Finish {
-    engine: Arc<Engine>,
-    terms: Terms,
-    mailer: Mailer<Mail>,
+    pipeline: Arc<Pipeline>,
+    params: SessionParams,
+    events: EventSender<SessionEvent>,
     /// Not to be sent before the block with this sequence number.
     after: Option<u32>,
 }
 
 impl Finish {
-    pub(super) fn new(engine: &Arc<Engine>, terms: &Terms, mailer: &Mailer<Mail>, after: Option<u32>) -> Finish {
-        Finish { engine: Arc::clone(engine), terms: terms.clone(), mailer: mailer.clone(), after }
+    pub(super) fn new(
+        pipeline: &Arc<Pipeline>,
+        params: &SessionParams,
+        events: &EventSender<SessionEvent>,
+        after: Option<u32>,
+    ) -> Finish {
+        Finish { pipeline: Arc::clone(pipeline), params: params.clone(), events: events.clone(), after }
     }
 
     /// Sends a loaded block on its way; `large` is the file that it is a piece of.
     pub(super) fn load(self, block: Block, mut header: BlockHeader, large: Option<Arc<LargeFile>>) {
-        let engine = Arc::clone(&self.engine);
-        if self.terms.verify == Algorithm::None {
+        let pipeline = Arc::clone(&self.pipeline);
+        if self.params.verify == Algorithm::None {
             self.seal(block, header);
             if let Some(large) = large {
                 large.close();
             }
             return;
         }
-        engine.workers.submit(engine.integrity, move || {
-            let verify = self.terms.verify;
+        pipeline.workers.submit(pipeline.integrity, move || {
+            let verify = self.params.verify;
             let digest = verify.digest(&block.payload()[..header.len as usize]);
             header.digest = header.bind(verify, digest);
             self.seal(block, header);
@@ -73,11 +78,11 @@ impl Finish {
     /// Digests a piece where it is and leaves it there; the block is a token that bounds how many
     /// are under way.
     pub(super) fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
-        let engine = Arc::clone(&self.engine);
-        engine.workers.submit(engine.integrity, move || {
-            match crate::digest_file(&large.file, self.terms.verify, header.offset, header.len) {
+        let pipeline = Arc::clone(&self.pipeline);
+        pipeline.workers.submit(pipeline.integrity, move || {
+            match crate::digest_file(&large.file, self.params.verify, header.offset, header.len) {
                 Ok(digest) => {
-                    header.digest = header.bind(self.terms.verify, digest);
+                    header.digest = header.bind(self.params.verify, digest);
                     large.sent.note(header.offset, header.len, digest);
                 }
                 Err(e) => {
@@ -87,14 +92,14 @@ impl Finish {
                     });
                     header.len = 0;
                     header.kind = BlockKind::Void;
-                    header.digest = header.bind(self.terms.verify, self.terms.verify.digest(&[]));
+                    header.digest = header.bind(self.params.verify, self.params.verify.digest(&[]));
                 }
             }
             if header.len == 0 {
                 return self.seal_and_close(block, header, &large);
             }
             // Whether it changed is looked at when it has been sent, not before.
-            self.mailer.send(Mail::Loaded(block, header, self.after, Some(large)));
+            self.events.send(SessionEvent::Loaded(block, header, self.after, Some(large)));
         });
     }
 
@@ -104,12 +109,12 @@ impl Finish {
     }
 
     fn seal(self, mut block: Block, mut header: BlockHeader) {
-        let Some(sealer) = self.terms.sealer.clone() else {
+        let Some(sealer) = self.params.sealer.clone() else {
             header.encode(block.with_header_mut(HEADER_LEN).0);
-            return self.mailer.send(Mail::Loaded(block, header, self.after, None));
+            return self.events.send(SessionEvent::Loaded(block, header, self.after, None));
         };
-        let engine = Arc::clone(&self.engine);
-        engine.workers.submit(engine.security, move || {
+        let pipeline = Arc::clone(&self.pipeline);
+        pipeline.workers.submit(pipeline.security, move || {
             header.encode(block.with_header_mut(HEADER_LEN).0);
             let len = header.len as usize;
             // Digest and payload are neighbours and are sealed as one.
@@ -117,7 +122,7 @@ impl Finish {
             header.tag = sealer.seal(header.sequence.into(), &header.fixed(), sealed);
             let (head, _) = block.with_header_mut(HEADER_LEN);
             head[32..48].copy_from_slice(&header.tag);
-            self.mailer.send(Mail::Loaded(block, header, self.after, None));
+            self.events.send(SessionEvent::Loaded(block, header, self.after, None));
         });
     }
 }
@@ -250,7 +255,7 @@ impl LargeFile {
             Ok(after) if has_grown(&self.stat, &after) => {
                 // Whether it only grew is known when it has been read once more, which takes its time.
                 let file = Arc::clone(self);
-                return self.engine.workers.submit(self.engine.files, move || file.end_grown());
+                return self.pipeline.workers.submit(self.pipeline.files, move || file.end_grown());
             }
             Ok(_) => self.failure.set("changed while it was read"),
             Err(e) => self.failure.set(io::Error::from(e).to_string()),
@@ -288,12 +293,12 @@ impl LargeFile {
             }
         };
         let blocks = self.blocks.load(Ordering::SeqCst);
-        self.mailer.send(Mail::FileEnd { file: self.number, blocks, status });
+        self.events.send(SessionEvent::FileEnd { file: self.number, blocks, status });
         self.open_files.closed();
     }
 
     fn tell(&self, kind: ReportKind, message: String) {
-        self.mailer.send(Mail::Report(Report { path: self.path.clone(), kind, message }));
+        self.events.send(SessionEvent::Report(Report { path: self.path.clone(), kind, message }));
     }
 }
 
@@ -333,7 +338,7 @@ pub(super) fn missing_extents(file: &File, size: u64, dense: bool, have: &[(u64,
         data.push((range.start, range.end));
         at = range.end;
     }
-    Ok(subtract(data, have))
+    Ok(subtract_extents(data, have))
 }
 
 #[cfg(test)]

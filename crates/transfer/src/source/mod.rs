@@ -13,7 +13,7 @@ pub use walk::Root;
 
 use crate::link::{ChannelScaler, Channels, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
-use crate::session::{Engine, Mailer, OnReport, Outcome, Progress, SessionError, Terms};
+use crate::session::{EventSender, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
 use large::LargeFile;
 use payload_size::{Gauge, PayloadSize};
@@ -29,7 +29,7 @@ use thruway_engine::rate_limit::RateLimit;
 const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// What the walker and the stages tell the session.
-pub(crate) enum Mail {
+pub(crate) enum SessionEvent {
     /// A block is loaded, digested and sealed, and may be sent after the block with this sequence
     /// number. With a file, the block only stands for the piece of the file that the header names,
     /// which is sent from there.
@@ -54,29 +54,31 @@ pub(crate) enum Mail {
 pub fn run(
     mut link: Link,
     channels: &Channels,
-    engine: &Arc<Engine>,
-    terms: &Terms,
+    pipeline: &Arc<Pipeline>,
+    params: &SessionParams,
     roots: Vec<Root>,
     offers: bool,
     destination: Option<Destination>,
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
-    let (mailer, mailbox) = Mailer::new(link.device());
+    let (events, mailbox) = EventSender::new(link.device());
     let (verdicts, verdict_receiver) = channel();
     let cancel = Arc::new(AtomicBool::new(false));
     // Over TCP a block is a token: what it stands for is sent from the file.
     let far = link.round_trip().filter(|_| link.transport() == Transport::Rdma);
-    let payload_size = Arc::new(PayloadSize::new(terms.block_len, far));
-    let ahead = Ahead::new(engine.pool.count(), least_ahead(&link, &payload_size));
+    let payload_size = Arc::new(PayloadSize::new(params.block_len, far));
+    let ahead = Ahead::new(pipeline.pool.count(), least_ahead(&link, &payload_size));
     let setting = walk::Setting {
-        engine: Arc::clone(engine),
-        terms: terms.clone(),
-        mailer,
+        pipeline: Arc::clone(pipeline),
+        params: params.clone(),
+        events,
         verdicts: offers.then_some(verdict_receiver),
         cancel: Arc::clone(&cancel),
         progress: Arc::clone(progress),
-        from_files: link.transport() == Transport::Tcp && terms.sealer.is_none() && terms.options.direct != Direct::On,
+        from_files: link.transport() == Transport::Tcp
+            && params.sealer.is_none()
+            && params.options.direct != Direct::On,
         ahead: Arc::clone(&ahead),
         payload_size: Arc::clone(&payload_size),
         destination: destination.filter(|d| d.machine == this_machine()),
@@ -88,13 +90,13 @@ pub fn run(
         .spawn(move || walker.run(roots))
         .map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?;
     let mut source = Source {
-        core: Core::new(terms.session, link.transport() == Transport::Rdma),
+        core: Core::new(params.session, link.transport() == Transport::Rdma),
         link: &mut link,
         mailbox,
         verdicts: Some(verdicts),
         progress,
         on_report,
-        rate_limit: RateLimit::new(terms.rate_limit),
+        rate_limit: RateLimit::new(params.rate_limit),
         ahead,
         gauge: far.map(|round_trip| Gauge::new(Arc::clone(&payload_size), round_trip, Instant::now())),
         payload_size,
@@ -102,7 +104,7 @@ pub fn run(
         scaler: ChannelScaler::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
         streaming: HashMap::new(),
-        terms,
+        params,
     };
     let result = source.run();
     if let Err(error) = &result {
@@ -127,7 +129,7 @@ pub fn run(
 struct Source<'a> {
     core: Core<(Block, Option<Arc<LargeFile>>)>,
     link: &'a mut Link,
-    mailbox: Receiver<Mail>,
+    mailbox: Receiver<SessionEvent>,
     verdicts: Option<Sender<Vec<Answer>>>,
     progress: &'a Arc<Progress>,
     on_report: &'a OnReport,
@@ -141,7 +143,7 @@ struct Source<'a> {
     sent: u64,
     /// Files of which a piece is being sent from the file itself, by its sequence number.
     streaming: HashMap<u32, Arc<LargeFile>>,
-    terms: &'a Terms,
+    params: &'a SessionParams,
 }
 
 /// Tells this machine, since it was started, from every other.
@@ -171,11 +173,15 @@ struct AheadState {
 /// Blocks that keep a link busy: on a long path, one that leaves each channel and one behind it, or more if they are
 /// short.
 fn least_ahead(link: &Link, payload_size: &PayloadSize) -> usize {
-    if link.is_long() { (payload_size.for_a_channel() * link.count()).max(Ahead::LEAST) } else { Ahead::LEAST }
+    if link.is_long() {
+        (payload_size.for_a_channel() * link.count()).max(Ahead::BLOCKS_MIN)
+    } else {
+        Ahead::BLOCKS_MIN
+    }
 }
 
 impl Ahead {
-    const LEAST: usize = 4;
+    const BLOCKS_MIN: usize = 4;
 
     fn new(most: usize, least: usize) -> Arc<Ahead> {
         let least = least.min(most);
@@ -234,7 +240,7 @@ impl Ahead {
 impl Source<'_> {
     fn run(&mut self) -> Outcome {
         loop {
-            self.terms.check_cancel()?;
+            self.params.check_cancel()?;
             self.take_mail()?;
             self.step()?;
             self.link.take_arrivals(self.channels, Role::Source)?;
@@ -283,19 +289,19 @@ impl Source<'_> {
     fn take_mail(&mut self) -> Result<(), SessionError> {
         loop {
             // The peer may be slow to hear what it is told.
-            self.terms.check_cancel()?;
+            self.params.check_cancel()?;
             match self.mailbox.try_recv() {
-                Ok(Mail::Loaded(block, header, after, file)) => self.core.loaded((block, file), header, after),
-                Ok(Mail::FileEnd { file, blocks, status }) => {
+                Ok(SessionEvent::Loaded(block, header, after, file)) => self.core.loaded((block, file), header, after),
+                Ok(SessionEvent::FileEnd { file, blocks, status }) => {
                     self.link.send(&Control::FileEnd { file, blocks, status })?;
                 }
-                Ok(Mail::Offer { batch, entries }) => self.link.send(&Control::Offer { batch, entries })?,
-                Ok(Mail::Report(report)) => {
+                Ok(SessionEvent::Offer { batch, entries }) => self.link.send(&Control::Offer { batch, entries })?,
+                Ok(SessionEvent::Report(report)) => {
                     (self.on_report)(&report);
                     self.link.send(&Control::Report(report))?;
                 }
-                Ok(Mail::Walked { blocks }) => self.core.walked(blocks),
-                Ok(Mail::Fatal(message)) => return Err(SessionError::Local(message)),
+                Ok(SessionEvent::Walked { blocks }) => self.core.walked(blocks),
+                Ok(SessionEvent::Fatal(message)) => return Err(SessionError::Local(message)),
                 Err(TryRecvError::Empty) => return Ok(()),
                 Err(TryRecvError::Disconnected) if self.core.is_walked() => return Ok(()),
                 Err(TryRecvError::Disconnected) => {

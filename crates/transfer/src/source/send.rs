@@ -4,8 +4,8 @@
 //! left out.
 
 use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version, set_direct};
-use super::walk::{Cancelled, Candidate, GLANCE, Walk, Walker, meta_of};
-use crate::protocol::pieces::cut;
+use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, Walk, Walker, meta_of};
+use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
 use crate::wire::{BlockHeader, BlockKind, Direct, RECORD_PREFIX_LEN, Record, ReportKind};
 use rustix::fs::{FileType, Stat};
@@ -35,7 +35,7 @@ impl Walker {
     pub(super) fn send_file(&mut self, candidate: Candidate, have: &[(u64, u64)]) -> Walk {
         let size = candidate.stat.st_size as u64;
         Progress::add(&self.progress.files, 1);
-        if self.terms.options.dry_run {
+        if self.params.options.dry_run {
             let meta = meta_of(&candidate.stat);
             return self.append(&Record::File { path: candidate.path, meta });
         }
@@ -59,7 +59,7 @@ impl Walker {
     /// Encodes a record that travels with so many bytes of content. Attributes that no block has room for stay behind.
     fn encode(&self, record: &mut Record, content: usize) -> Vec<u8> {
         let encoded = record.encode();
-        if RECORD_PREFIX_LEN + encoded.len() + content <= self.terms.block_len as usize {
+        if RECORD_PREFIX_LEN + encoded.len() + content <= self.params.block_len as usize {
             return encoded;
         }
         if let Record::File { path, meta }
@@ -89,7 +89,7 @@ impl Walker {
             return self.send_large(grown, &[]);
         }
         let mut meta = meta_of(&stat);
-        if self.terms.options.preserve {
+        if self.params.options.preserve {
             match thruway_fs::xattr::read_open(file.as_fd()) {
                 Ok(xattrs) => meta.xattrs = xattrs,
                 Err(e) => self.tell(&c.path, ReportKind::Incomplete, format!("extended attributes: {e}")),
@@ -134,7 +134,7 @@ impl Walker {
         let Some((file, mut stat)) = self.open(&c) else { return Ok(()) };
         let endless = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
         if endless {
-            stat.st_size = self.terms.options.length.unwrap_or(0) as i64;
+            stat.st_size = self.params.options.length.unwrap_or(0) as i64;
             stat.st_mode = 0o100_644;
         } else if !same_version(&c.stat, &stat) && !have.is_empty() {
             // What the sink has is of another version.
@@ -143,12 +143,12 @@ impl Walker {
         let size = stat.st_size as u64;
         let direct = !endless && !self.from_files && self.wants_direct(&file, size) && set_direct(&file);
         let mut meta = meta_of(&stat);
-        if self.terms.options.preserve && !endless {
+        if self.params.options.preserve && !endless {
             meta.xattrs = self.meta(&c.from, &c.path, &stat).xattrs;
         }
         let number = self.next_file;
         self.next_file += 1;
-        while !self.open_files.enter(GLANCE) {
+        while !self.open_files.enter(CANCEL_POLL_INTERVAL) {
             self.flush();
             self.check_cancel()?;
         }
@@ -163,11 +163,11 @@ impl Walker {
             path: c.path,
             endless,
             failure: FirstFailure::default(),
-            sent: Sent::new(self.terms.verify, have.is_empty() && !endless, Arc::clone(&self.cancel)),
+            sent: Sent::new(self.params.verify, have.is_empty() && !endless, Arc::clone(&self.cancel)),
             open: AtomicU32::new(1),
             blocks: AtomicU32::new(0),
-            engine: Arc::clone(&self.engine),
-            mailer: self.mailer.clone(),
+            pipeline: Arc::clone(&self.pipeline),
+            events: self.events.clone(),
             open_files: Arc::clone(&self.open_files),
         });
         let missing = missing_extents(&large.file, size, endless || stat.st_blocks as u64 * 512 >= size, have);
@@ -183,7 +183,7 @@ impl Walker {
     }
 
     fn wants_direct(&self, file: &File, size: u64) -> bool {
-        match self.terms.options.direct {
+        match self.params.options.direct {
             Direct::Off => false,
             Direct::On => true,
             // Where the kernel cannot say how much is cached, the page cache is the safe choice.
@@ -196,21 +196,21 @@ impl Walker {
     fn read_extent(&mut self, large: &Arc<LargeFile>, from: u64, to: u64, direct: bool) -> Walk {
         Progress::add(&self.progress.total_bytes, to - from);
         let payload_size = Arc::clone(&self.payload_size);
-        for (at, len) in cut((from, to), self.terms.block_len, || payload_size.get(), self.terms.long_path) {
+        for (at, len) in split_extent((from, to), self.params.block_len, || payload_size.get(), self.params.long_path) {
             let aligned = if direct && at.is_multiple_of(ALIGN) { len.next_multiple_of(ALIGN as u32) } else { len };
             let block = self.take_block()?;
             let sequence = self.sequence()?;
             large.open.fetch_add(1, Ordering::SeqCst);
             large.blocks.fetch_add(1, Ordering::SeqCst);
             let header = self.header(sequence, BlockKind::Data, large.number, at, len);
-            let finish = Finish::new(&self.engine, &self.terms, &self.mailer, Some(large.begun_in));
+            let finish = Finish::new(&self.pipeline, &self.params, &self.events, Some(large.begun_in));
             let large = Arc::clone(large);
             let file = Arc::clone(&large.file);
             if self.from_files && !large.endless {
                 finish.load_from_file(block, header, large);
                 continue;
             }
-            self.engine.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
+            self.pipeline.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
                 let mut header = header;
                 match done.result {
                     Ok(n) if n >= len => {}
@@ -234,12 +234,12 @@ impl Walker {
 
     fn header(&self, sequence: u32, kind: BlockKind, file: u64, offset: u64, len: u32) -> BlockHeader {
         BlockHeader {
-            session: self.terms.session,
+            session: self.params.session,
             sequence,
             offset,
             len,
             kind,
-            sealed: self.terms.sealer.is_some(),
+            sealed: self.params.sealer.is_some(),
             file,
             tag: [0; 16],
             digest: [0; 16],
@@ -254,12 +254,12 @@ impl Walker {
 
     /// A free block; while there is none, the sink's pace is ours.
     fn take_block(&self) -> Walk<Block> {
-        while !self.ahead.enter(GLANCE) {
+        while !self.ahead.enter(CANCEL_POLL_INTERVAL) {
             self.check_cancel()?;
         }
         loop {
             self.check_cancel()?;
-            if let Some(block) = self.engine.pool.take(GLANCE) {
+            if let Some(block) = self.pipeline.pool.take(CANCEL_POLL_INTERVAL) {
                 return Ok(block);
             }
         }
@@ -267,7 +267,7 @@ impl Walker {
 
     /// At least `len` bytes of the current pack, or of a new one.
     fn room(&mut self, len: usize) -> Walk<&mut [u8]> {
-        let capacity = self.terms.block_len as usize;
+        let capacity = self.params.block_len as usize;
         debug_assert!(len <= capacity);
         let most = self.payload_size.get() as usize;
         if self.pack.as_ref().is_some_and(|p| p.used > 0 && p.used + len > most) {
@@ -298,7 +298,7 @@ impl Walker {
         }
         let Ok(sequence) = self.sequence() else { return };
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
-        Finish::new(&self.engine, &self.terms, &self.mailer, None).load(block, header, None);
+        Finish::new(&self.pipeline, &self.params, &self.events, None).load(block, header, None);
     }
 }
 

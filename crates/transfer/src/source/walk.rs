@@ -7,10 +7,10 @@
 use super::large::OpenFiles;
 use super::payload_size::PayloadSize;
 use super::send::Pack;
-use super::{Ahead, Mail};
+use super::{Ahead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
-use crate::session::{Engine, Mailer, Progress, Terms};
+use crate::session::{EventSender, Pipeline, Progress, SessionParams};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use std::collections::HashMap;
@@ -36,7 +36,7 @@ const KEEP_BYTES: usize = 32 << 10;
 const UNFINISHED: &str = "has a name that Thruway gives to files of unfinished copies; it is not copied";
 
 /// How often a waiting walker looks whether the session is over.
-pub(super) const GLANCE: Duration = Duration::from_secs(1);
+pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A place to begin walking.
 pub struct Root {
@@ -51,9 +51,9 @@ pub struct Root {
 }
 
 pub(super) struct Walker {
-    pub(super) engine: Arc<Engine>,
-    pub(super) terms: Terms,
-    pub(super) mailer: Mailer<Mail>,
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) params: SessionParams,
+    pub(super) events: EventSender<SessionEvent>,
     verdicts: Option<Receiver<Vec<Answer>>>,
     pub(super) cancel: Arc<AtomicBool>,
     pub(super) progress: Arc<Progress>,
@@ -81,9 +81,9 @@ pub(super) struct Walker {
 
 /// What a walker works with.
 pub(super) struct Setting {
-    pub(super) engine: Arc<Engine>,
-    pub(super) terms: Terms,
-    pub(super) mailer: Mailer<Mail>,
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) params: SessionParams,
+    pub(super) events: EventSender<SessionEvent>,
     /// Answers to offers; without, everything is sent.
     pub(super) verdicts: Option<Receiver<Vec<Answer>>>,
     pub(super) cancel: Arc<AtomicBool>,
@@ -169,14 +169,24 @@ pub(super) type Walk<T = ()> = Result<T, Cancelled>;
 
 impl Walker {
     pub(super) fn new(setting: Setting) -> Result<Walker, FilterError> {
-        let Setting { engine, terms, mailer, verdicts, cancel, progress, from_files, ahead, payload_size, destination } =
-            setting;
-        let filter = Filter::new(&terms.options)?;
-        let pack_max = PACK_MAX.min(u64::from(terms.block_len) / 4);
+        let Setting {
+            pipeline,
+            params,
+            events,
+            verdicts,
+            cancel,
+            progress,
+            from_files,
+            ahead,
+            payload_size,
+            destination,
+        } = setting;
+        let filter = Filter::new(&params.options)?;
+        let pack_max = PACK_MAX.min(u64::from(params.block_len) / 4);
         Ok(Walker {
-            engine,
-            terms,
-            mailer,
+            pipeline,
+            params,
+            events,
             verdicts,
             cancel,
             progress,
@@ -209,16 +219,16 @@ impl Walker {
             self.settle_offers(0)?;
             self.flush();
             // The end of every file must be told before the end of the set.
-            while !self.open_files.all_closed(GLANCE) {
+            while !self.open_files.all_closed(CANCEL_POLL_INTERVAL) {
                 self.check_cancel()?;
             }
             Ok(())
         })();
         if let Ok(()) = done {
             self.progress.total_known.store(true, Ordering::Relaxed);
-            self.mailer.send(Mail::Walked { blocks: self.next_sequence });
+            self.events.send(SessionEvent::Walked { blocks: self.next_sequence });
         } else if !self.cancel.load(Ordering::SeqCst) {
-            self.mailer.send(Mail::Fatal("more than 2^32 blocks in one session".into()));
+            self.events.send(SessionEvent::Fatal("more than 2^32 blocks in one session".into()));
         }
     }
 
@@ -232,7 +242,7 @@ impl Walker {
     }
 
     pub(super) fn tell(&self, path: &[u8], kind: ReportKind, message: impl Into<String>) {
-        self.mailer.send(Mail::Report(Report { path: path.to_vec(), kind, message: message.into() }));
+        self.events.send(SessionEvent::Report(Report { path: path.to_vec(), kind, message: message.into() }));
     }
 
     fn root(&mut self, root: Root) -> Walk {
@@ -264,7 +274,7 @@ impl Walker {
         }
         let fd = Arc::new(fd);
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
-            if !self.terms.options.recursive {
+            if !self.params.options.recursive {
                 self.report(&shown, "is a directory, and -r was not given");
                 return Ok(());
             }
@@ -310,7 +320,7 @@ impl Walker {
         if !path.is_empty() && !self.may_name(&path, Named::Directory) {
             return Ok(());
         }
-        if !path.is_empty() || self.terms.options.preserve {
+        if !path.is_empty() || self.params.options.preserve {
             let from = From { root: Arc::clone(root), dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
             let meta = self.meta(&from, &path, stat);
             self.append(&Record::Dir { path: path.clone(), meta })?;
@@ -319,7 +329,7 @@ impl Walker {
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
         let listed = self.list(root, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep, todo)?;
         todo[first..].reverse();
-        if self.terms.options.delete {
+        if self.params.options.delete {
             let end = if listed { KeepEnd::Complete } else { KeepEnd::Incomplete };
             self.append(&keep.take(end))?;
         }
@@ -355,11 +365,11 @@ impl Walker {
             if matches!(name.to_bytes(), b"." | b"..") {
                 continue;
             }
-            if self.terms.options.delete {
+            if self.params.options.delete {
                 // What is excluded here is not touched there.
                 keep.names.push(name.to_bytes().to_vec());
                 keep.bytes += name.to_bytes().len() + 4;
-                if keep.bytes > KEEP_BYTES.min(self.terms.block_len as usize / 4) {
+                if keep.bytes > KEEP_BYTES.min(self.params.block_len as usize / 4) {
                     self.append(&keep.take(KeepEnd::More))?;
                 }
             }
@@ -430,7 +440,7 @@ impl Walker {
             return Ok(());
         }
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if self.terms.options.preserve && stat.st_nlink > 1 {
+        if self.params.options.preserve && stat.st_nlink > 1 {
             let key = (stat.st_dev, stat.st_ino);
             if let Some(first) = self.links.get(&key) {
                 let target = first.clone();
@@ -446,7 +456,7 @@ impl Walker {
         }
         match kind {
             FileType::RegularFile => {
-                if self.terms.options.length.is_some() {
+                if self.params.options.length.is_some() {
                     self.report(&path, "is a file, which has a size of its own; --size is for devices without end");
                     return Ok(());
                 }
@@ -469,15 +479,15 @@ impl Walker {
                     }
                 }
             }
-            FileType::CharacterDevice if self.terms.options.length.is_some() && !self.reads_devices => {
+            FileType::CharacterDevice if self.params.options.length.is_some() && !self.reads_devices => {
                 self.report(&path, "is a device of the host that serves it, which is not read for others");
                 Ok(())
             }
-            FileType::CharacterDevice if self.terms.options.length.is_some() => {
+            FileType::CharacterDevice if self.params.options.length.is_some() => {
                 self.send_large(Candidate { from: from.clone(), path, stat }, &[])
             }
             FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice
-                if self.terms.options.preserve =>
+                if self.params.options.preserve =>
             {
                 let meta = self.meta(from, &path, &stat);
                 self.append(&Record::Special { path, meta, rdev: stat.st_rdev })
@@ -495,7 +505,7 @@ impl Walker {
 
     pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
-        if self.terms.options.preserve {
+        if self.params.options.preserve {
             let read =
                 from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
             match read {
@@ -527,7 +537,7 @@ impl Walker {
 
     fn send_offer(&mut self) {
         if let Some((batch, entries)) = self.offers.send() {
-            self.mailer.send(Mail::Offer { batch, entries });
+            self.events.send(SessionEvent::Offer { batch, entries });
         }
     }
 

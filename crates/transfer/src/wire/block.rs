@@ -1,8 +1,8 @@
 //! Blocks: their headers, and the notifications behind them.
 
 use super::{CONTROL_HEADER_LEN, Malformed};
-use thruway_engine::integrity::{Algorithm, DIGEST_LEN};
-use thruway_engine::security::TAG_LEN;
+use thruway_engine::aead::TAG_LEN;
+use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 
 /// Bytes of a block completion notification, the one control message on data channels: a Send
 /// behind the write it announces, so that its arrival proves the write's placement.

@@ -11,7 +11,7 @@ pub use block::{BlockHeader, BlockKind, COMPLETION_LEN, Completion, HEADER_LEN};
 pub use record::{KeepEnd, Meta, RECORD_PREFIX_LEN, Record, check_path};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
 pub const VERSION: u16 = 4;

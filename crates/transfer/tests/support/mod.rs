@@ -10,7 +10,7 @@ use thruway_transfer::link::{Link, LinkError, LinkEvent};
 use thruway_transfer::wire::Control;
 
 #[allow(dead_code, reason = "not every test waits")]
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A daemon that exports a directory of its own as `e`; stopped when dropped.
 pub struct Served {
@@ -60,7 +60,7 @@ pub fn ended(link: &mut Link) -> String {
     let start = Instant::now();
     let mut said = String::new();
     loop {
-        assert!(start.elapsed() < PATIENCE, "the session goes on");
+        assert!(start.elapsed() < TIMEOUT, "the session goes on");
         match link.poll(Duration::from_millis(100)) {
             Ok(events) => {
                 for event in events {

@@ -2,12 +2,12 @@
 
 use super::disk::{JOURNAL, Shared, SimulatedJournal};
 use super::{BLOCK, Content, Failed, Network, SESSION, SourceFile, VERIFY, World};
+use crate::protocol::extents::{split_extent, subtract_extents};
 use crate::protocol::offers::{AHEAD, Offers};
-use crate::protocol::pieces::{cut, subtract};
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::protocol::{sink, source};
 use crate::sink::commit::{Commit, commit};
-use crate::sink::journal::{Earlier, Journal, Judgement, Key, Present, Range, Unfinished, Version, join, key_of};
+use crate::sink::journal::{Earlier, Journal, Key, Present, Range, ResumeDecision, Unfinished, Version, join, key_of};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, Credit, FileStatus, HEADER_LEN, Meta, OfferEntry, Record,
     Summary,
@@ -134,9 +134,9 @@ impl SourceEnd {
         self.flush();
         let after = self.next_sequence + self.planned.len() as u32 - 1;
         assert!(matches!(self.planned.back(), Some(Load::Pack(_))));
-        let missing = subtract(vec![(0, file.content.len() as u64)], have);
+        let missing = subtract_extents(vec![(0, file.content.len() as u64)], have);
         let pieces: Vec<(u64, u32)> =
-            missing.into_iter().flat_map(|e| cut(e, BLOCK as u32, || BLOCK as u32, false)).collect();
+            missing.into_iter().flat_map(|e| split_extent(e, BLOCK as u32, || BLOCK as u32, false)).collect();
         // Even of no pieces an end is told.
         self.open.insert(number, (pieces.len() as u32, pieces.len() as u32));
         self.planned.extend(pieces.into_iter().map(|(at, len)| Load::Piece { number, file: index, at, len, after }));
@@ -354,27 +354,27 @@ impl SinkEnd {
             Answer::Skip
         };
         match judgement {
-            Judgement::Placed { lacking } => {
+            ResumeDecision::Placed { lacking } => {
                 // Its attributes are sent again, and refused again.
                 assert_eq!(lacking, lacks(&name));
                 self.told.extend(lacking.then_some(name));
                 done(&mut self.summary)
             }
-            Judgement::UpToDate => unreachable!("nobody asked for an update"),
-            Judgement::CheckInPlace(unfinished) => match self.read_back(&name, &key, &unfinished) {
+            ResumeDecision::UpToDate => unreachable!("nobody asked for an update"),
+            ResumeDecision::CheckInPlace(unfinished) => match self.read_back(&name, &key, &unfinished) {
                 good if good == [(0, entry.size)] => {
                     self.told.extend(lacks(&name).then_some(name));
                     done(&mut self.summary)
                 }
                 _ => Answer::Send,
             },
-            Judgement::CheckTemporary(unfinished) => {
+            ResumeDecision::CheckTemporary(unfinished) => {
                 let mut good = self.read_back(&temp(&name), &key, &unfinished);
                 good.truncate(300);
                 self.summary.resumed_bytes += good.iter().map(|r| r.1).sum::<u64>();
                 if good.is_empty() { Answer::Send } else { Answer::Except(good) }
             }
-            Judgement::Missing => Answer::Send,
+            ResumeDecision::Missing => Answer::Send,
         }
     }
 
@@ -414,7 +414,7 @@ impl SinkEnd {
 
     pub(super) fn grant(&mut self, net: &mut Network) {
         let mut granted = Vec::new();
-        for _ in 0..self.core.allowance(self.blocks - self.free.len()) {
+        for _ in 0..self.core.credits_to_grant(self.blocks - self.free.len()) {
             let Some(block) = self.free.pop() else { break };
             let rkey = self.next_key;
             self.next_key += 1;
@@ -427,7 +427,7 @@ impl SinkEnd {
     }
 
     pub(super) fn can_grant(&self) -> bool {
-        self.core.is_owed() && !self.free.is_empty() && self.core.allowance(self.blocks - self.free.len()) > 0
+        self.core.is_owed() && !self.free.is_empty() && self.core.credits_to_grant(self.blocks - self.free.len()) > 0
     }
 
     /// A worker verifies a block and puts what it holds where it belongs.

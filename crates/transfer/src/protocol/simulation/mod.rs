@@ -13,7 +13,7 @@ use ends::{SinkEnd, SourceEnd, check_names, expect};
 use fastrand::Rng;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use thruway_engine::integrity::Algorithm;
+use thruway_engine::digest::Algorithm;
 
 const SESSION: u32 = 7;
 const BLOCK: usize = 256;
