@@ -1,5 +1,6 @@
 //! Development tasks: one way to do each. `cargo xtask` lists them.
 
+mod book;
 mod vm;
 
 use std::env;
@@ -12,7 +13,7 @@ cargo xtask TASK
 
   test          install what the tests need and run all of them, as CI does
   quick         format, lints, the libraries' unit tests, one run of the fabric's conformance suite: a minute
-  check         format, lints, documentation, licences
+  check         format, lints, documentation, links, spelling, licences
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   loom          what threads share in the fabric, in every order in which they can do it
@@ -23,15 +24,15 @@ cargo xtask TASK
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
                 part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
-  vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD
-                                 a command in such a guest, over this machine's files
+  vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD [ARG...]
+                                 a command in such a guest, over this machine's files; a single word is a line for the shell
   fio           builds fio's external engine for the fio that is installed; prints where it is
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 11] = [
+const PACKAGES: [&str; 12] = [
     "attr",
     "fio",
     "fuse3",
@@ -39,6 +40,7 @@ const PACKAGES: [&str; 11] = [
     "libnbd-bin",
     "openssl",
     "procps",
+    "python3-pip",
     "python3-libnbd",
     "qemu-utils",
     "strace",
@@ -160,6 +162,8 @@ fn quick() -> Result<(), String> {
 fn check() -> Result<(), String> {
     format_and_lints()?;
     let strict = [("RUSTDOCFLAGS", "-D warnings")];
+    book::links()?;
+    book::spelling()?;
     run_with("documentation", "cargo", &["doc", "--workspace", "--no-deps", "--document-private-items"], &strict)?;
     run("licences", "cargo", &["deny", "check", "bans", "licenses", "sources"])?;
     // Advisories come from a repository that not every machine can reach.

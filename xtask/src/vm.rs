@@ -143,8 +143,16 @@ pub fn guest(args: &[&str]) -> Result<(), String> {
     if rest.is_empty() {
         return Err("vm run: say which command, behind --".into());
     }
-    let status = start(guest, &kernel(guest.backend)?, &limit, &rest.join(" ")).status().map_err(|e| e.to_string())?;
+    // One word is a line for the shell; several are the command's arguments, as they are.
+    let command = if let [line] = rest { (*line).to_string() } else { quoted(rest) };
+    let status = start(guest, &kernel(guest.backend)?, &limit, &command).status().map_err(|e| e.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("the command in the guest ended with {status}")) }
+}
+
+/// Words as a shell reads them back.
+fn quoted(words: &[&str]) -> String {
+    let quote = |word: &&str| format!("'{}'", word.replace('\'', r"'\''"));
+    words.iter().map(quote).collect::<Vec<_>>().join(" ")
 }
 
 fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
@@ -250,4 +258,16 @@ fn tests(filter: &str) -> Result<Vec<Test>, String> {
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shell_reads_back_what_was_quoted() {
+        let words = ["printf", "%s|", "a b", "it's", "$HOME", "", "*", "\\n\""];
+        let out = Command::new("sh").args(["-c", &quoted(&words)]).output().unwrap();
+        assert_eq!(String::from_utf8(out.stdout).unwrap(), "a b|it's|$HOME||*|\\n\"|");
+    }
 }
