@@ -2,22 +2,25 @@
 
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
-use crate::session::{OnReport, Pipeline, Progress, SessionError, SessionParams};
+use crate::session::{Cancel, OnReport, Pipeline, Progress, SessionError, SessionParams};
 use crate::sink::{self, Prepared, Target, Trust};
 use crate::source::{self, Root};
 use crate::wire::{
-    Control, Destination, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token, TreeOptions,
+    AbortCode, Control, Destination, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token,
+    TreeOptions,
 };
+use std::fs::File;
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::aead::Sealer;
 use thruway_engine::aead::random;
 use thruway_engine::digest::Algorithm;
-use thruway_fabric::Provider;
+use thruway_fabric::{Provider, iwarp};
 
 /// Blocks of a pool where neither the user nor the path asks for more.
 const BLOCKS: usize = 64;
@@ -42,6 +45,19 @@ pub struct Remote {
 }
 
 impl Remote {
+    /// A daemon at this address, whatever its key, over iWARP in user space.
+    pub fn new(addr: SocketAddr, credentials: Credentials) -> Remote {
+        Remote {
+            addr,
+            others: Vec::new(),
+            label: addr.to_string(),
+            credentials,
+            known_hosts: None,
+            fabric: iwarp::Config::default().into(),
+            transport: Transport::Rdma,
+        }
+    }
+
     /// Turns to the next address, and comes back to this one after the others.
     fn next_address(&mut self) {
         if !self.others.is_empty() {
@@ -95,6 +111,99 @@ pub struct Job {
     pub retries: u32,
 }
 
+impl Job {
+    /// Copies a file or a tree into an export: to `path`, or below it if that ends in a slash.
+    pub fn push(remote: Remote, source: impl Into<PathBuf>, export: &str, path: &str) -> Job {
+        let source = source.into();
+        let name = source.file_name().unwrap_or_default().as_encoded_bytes().to_vec();
+        let into_directory = path.is_empty() || path.ends_with('/');
+        let path = path.trim_matches('/').as_bytes().to_vec();
+        Job { path, into_directory, ..Job::new(remote, export, Local::Sources(vec![(source, name)])) }
+    }
+
+    /// Copies a file or a tree out of an export into a directory.
+    ///
+    /// # Errors
+    /// If the directory cannot be opened.
+    pub fn pull(remote: Remote, export: &str, path: &str, into: impl AsRef<Path>) -> io::Result<Job> {
+        let directory = OwnedFd::from(File::open(into)?);
+        let path = path.trim_matches('/').as_bytes();
+        let (_, name) = thruway_fs::beneath::split(path);
+        let sources = vec![SourceSpec { path: path.to_vec(), name: name.to_vec() }];
+        Ok(Job { sources, ..Job::new(remote, export, Local::Directory(Some(Arc::new(directory)))) })
+    }
+
+    /// A job with what serves most: trees, verified by XXH3, encrypted unless the peer is on this host, tried again twelve times.
+    fn new(remote: Remote, export: &str, local: Local) -> Job {
+        Job {
+            encrypt: !remote.addr.ip().to_canonical().is_loopback(),
+            remote,
+            export: export.into(),
+            path: Vec::new(),
+            into_directory: false,
+            sources: Vec::new(),
+            local,
+            id: random(),
+            options: TreeOptions { recursive: true, ..TreeOptions::default() },
+            verify: Algorithm::Xxh3,
+            streams: None,
+            block_len: 1 << 20,
+            blocks: None,
+            rate_limit: None,
+            retries: 12,
+        }
+    }
+}
+
+/// Ends a job from another thread.
+#[derive(Clone, Default)]
+pub struct Stop(Arc<Stopped>);
+
+#[derive(Default)]
+struct Stopped {
+    /// Whether the job is to end, and its session while there is one.
+    state: Mutex<(bool, Option<Cancel>)>,
+    changed: Condvar,
+}
+
+/// What the peer of a job that was ended hears, and who waits for it.
+const STOPPED: &str = "the copy was cancelled";
+
+impl Stop {
+    /// Ends the job; while it is about to connect, as soon as the peer has answered or the connection timeout is over.
+    pub fn stop(&self) {
+        let mut state = self.state();
+        state.0 = true;
+        if let Some(cancel) = &state.1 {
+            cancel.cancel(AbortCode::Failed, STOPPED);
+        }
+        self.0.changed.notify_all();
+    }
+
+    fn state(&self) -> MutexGuard<'_, (bool, Option<Cancel>)> {
+        self.0.state.lock().expect("no panics under the lock")
+    }
+
+    fn check(&self) -> Result<(), SessionError> {
+        if self.state().0 { Err(SessionError::Cancelled(AbortCode::Failed, STOPPED)) } else { Ok(()) }
+    }
+
+    /// A session of the job begins, or with `None` has ended.
+    fn session(&self, cancel: Option<&Cancel>) {
+        let mut state = self.state();
+        state.1 = cancel.cloned();
+        if let (true, Some(cancel)) = (state.0, cancel) {
+            cancel.cancel(AbortCode::Failed, STOPPED);
+        }
+    }
+
+    fn pause(&self, limit: Duration) -> Result<(), SessionError> {
+        let waited = self.0.changed.wait_timeout_while(self.state(), limit, |state| !state.0);
+        drop(waited.expect("no panics under the lock"));
+        self.check()
+    }
+}
+
 /// Reaches the peer again after a loss, where the address that is known may be of no use any more.
 pub type Reach<'a> = dyn Fn() -> Result<Remote, Box<dyn std::error::Error>> + 'a;
 
@@ -127,6 +236,21 @@ pub fn run(
     on_report: &OnReport,
     reach: Option<&Reach<'_>>,
 ) -> Result<Finished, SessionError> {
+    run_until(job, pipeline, progress, on_report, reach, &Stop::default())
+}
+
+/// As [`run`], ended by `stop`.
+///
+/// # Errors
+/// As [`run`], and [`SessionError::Cancelled`].
+pub fn run_until(
+    job: &Job,
+    pipeline: &Arc<Pipeline>,
+    progress: &Arc<Progress>,
+    on_report: &OnReport,
+    reach: Option<&Reach<'_>>,
+    stop: &Stop,
+) -> Result<Finished, SessionError> {
     pipeline.bind_current_thread();
     let mut state = Attempts { remote: job.remote.clone(), renamed: false, reached: false };
     let (mut retries, mut idle) = (0, 0);
@@ -134,7 +258,10 @@ pub fn run(
     let mut furthest = 0;
     loop {
         let before = progress.resumed.load(Ordering::Relaxed);
-        match attempt(job, pipeline, progress, on_report, &mut state) {
+        stop.check()?;
+        let ended = attempt(job, pipeline, progress, on_report, &mut state, stop);
+        stop.session(None);
+        match ended {
             Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
             Err(error) if error.is_transient() => {
                 // Bytes that are sent again and again, and kept nowhere, are no progress.
@@ -150,7 +277,7 @@ pub fn run(
                 let pause = Duration::from_millis(100 << idle.min(9)).min(PAUSE_MAX);
                 (retries, idle) = (retries + 1, idle + 1);
                 tracing::warn!(%error, retries, ?pause, "trying again");
-                std::thread::sleep(pause);
+                stop.pause(pause)?;
                 if let Some(reach) = reach {
                     match reach() {
                         Ok(remote) => state.remote = remote,
@@ -179,6 +306,7 @@ fn attempt(
     progress: &Arc<Progress>,
     on_report: &OnReport,
     state: &mut Attempts,
+    stop: &Stop,
 ) -> Result<(Summary, String), SessionError> {
     let mut options = job.options.clone();
     // Files this very run has put in place are not to be sent twice. What was there before it is forgotten
@@ -243,6 +371,9 @@ fn attempt(
     link.set_peer_revocable(reply.revocable);
     let channels = Channels::Open { addr: state.remote.addr, token, grow: job.streams.is_none() };
     link.join(&channels, count, role)?;
+    let cancel = Cancel::new(link.device());
+    link.end_with(&cancel);
+    stop.session(Some(&cancel));
     let detail = format!("{count} data channels, blocks of {block_len} bytes, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
     let params = SessionParams {
@@ -253,7 +384,7 @@ fn attempt(
         sealer: data_key.map(|key| Arc::new(Sealer::new(&key))),
         options,
         rate_limit: job.rate_limit,
-        cancel: None,
+        cancel: Some(cancel),
     };
     let outcome = match (&job.local, prepared) {
         (Local::Sources(sources), _) => {

@@ -1,6 +1,27 @@
 //! RFTP: moves directory trees between hosts by RDMA writes into memory that the receiving end
 //! grants, block by block, with credits.
 //!
+//! A tree from here to a daemon, from another program:
+//!
+//! ```no_run
+//! use std::sync::atomic::Ordering;
+//! use thruway_transfer::auth::{Credentials, KeyPair};
+//! use thruway_transfer::client::{Job, Remote};
+//!
+//! let key = Credentials::Keys(KeyPair::load("id".as_ref())?);
+//! let client = thruway_transfer::Client::new()?;
+//! let remote = Remote::new("192.0.2.1:7117".parse()?, key);
+//! let transfer = client.start(Job::push(remote, "/srv/results", "data", "2026/"))?;
+//! while !transfer.is_finished() {
+//!     println!("{} bytes", transfer.progress().bytes.load(Ordering::Relaxed));
+//!     std::thread::sleep(std::time::Duration::from_secs(1));
+//! }
+//! println!("{:?}", transfer.wait()?.summary);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! `examples/push.rs` and `examples/serve.rs` are both ends as programs.
+//!
 //! - [`wire`]: every message and header, pure codec.
 //! - [`auth`]: keys, handshake, encryption of the control channel.
 //! - [`access`]: who may do what.
@@ -8,7 +29,7 @@
 //! - `protocol`: the two ends as state machines that do no I/O.
 //! - [`source`], [`sink`]: the same two ends with a network and files.
 //! - [`session`]: what they share.
-//! - [`client`], [`daemon`]: who connects and who is connected to.
+//! - [`client`], [`daemon`]: who connects and who is connected to; [`Client`]: jobs in the background.
 
 pub mod access;
 pub mod auth;
@@ -22,9 +43,11 @@ mod protocol;
 pub mod session;
 pub mod sink;
 pub mod source;
+mod transfer;
 pub mod wire;
 
 pub use thruway_engine::text::{escape, escape_message};
+pub use transfer::{Client, Transfer};
 
 /// The digest of a part of a file.
 ///

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use thruway_engine::aead::Sealer;
 use thruway_engine::limits;
 use thruway_engine::local_peer;
-use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider};
+use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 
 /// A directory that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,6 +86,34 @@ pub struct Config {
     pub once: bool,
     /// The fabric.
     pub fabric: Provider,
+}
+
+impl Config {
+    /// A daemon that serves nothing yet, to the user that it runs as; over iWARP in user space and plain TCP.
+    pub fn new(listen: SocketAddr, credentials: Credentials) -> Config {
+        Config {
+            listen: vec![listen],
+            exports: Vec::new(),
+            credentials,
+            authorized: AuthorizedKeys::default(),
+            anonymous: false,
+            local: true,
+            require_encryption: false,
+            require_verification: false,
+            max_sessions: 2048,
+            block_len_max: 16 << 20,
+            blocks: 64,
+            once: false,
+            fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
+        }
+    }
+
+    /// Serves a directory under a name.
+    #[must_use]
+    pub fn export(mut self, name: &str, dir: impl Into<PathBuf>, read_only: bool) -> Config {
+        self.exports.push(Export { name: name.into(), dir: dir.into(), read_only, unconfined: false });
+        self
+    }
 }
 
 /// A running daemon.

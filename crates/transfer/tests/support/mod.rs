@@ -3,9 +3,8 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use thruway_fabric::iwarp;
-use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair};
-use thruway_transfer::daemon::{Config, Daemon, Export, Stopper};
+use thruway_transfer::daemon::{Config, Daemon, Stopper};
 use thruway_transfer::link::{Link, LinkError, LinkEvent};
 use thruway_transfer::wire::Control;
 
@@ -24,20 +23,15 @@ impl Served {
     /// With a configuration that differs from the usual one.
     pub fn with(change: impl FnOnce(&mut Config)) -> Served {
         let dir = tempfile::tempdir().unwrap();
+        let credentials = Credentials::Keys(KeyPair::generate());
+        let config = Config::new("127.0.0.1:0".parse().unwrap(), credentials).export("e", dir.path(), false);
         let mut config = Config {
-            listen: vec!["127.0.0.1:0".parse().unwrap()],
-            exports: vec![Export { name: "e".into(), dir: dir.path().into(), read_only: false, unconfined: false }],
-            credentials: Credentials::Keys(KeyPair::generate()),
-            authorized: AuthorizedKeys::default(),
-            anonymous: false,
             local: false,
-            require_encryption: false,
-            require_verification: false,
             max_sessions: 50,
             block_len_max: 1 << 20,
             blocks: 8,
-            once: false,
             fabric: iwarp::Config::default().into(),
+            ..config
         };
         change(&mut config);
         let daemon = Daemon::start(config).unwrap();
