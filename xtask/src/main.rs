@@ -1,5 +1,6 @@
 //! Development tasks: one way to do each. `cargo xtask` lists them.
 
+#![forbid(unsafe_code)]
 mod book;
 mod vm;
 

@@ -216,6 +216,25 @@ impl Spec {
 }
 
 impl Export {
+    /// A disk of the caller's own, under a name, to everybody who may use the service. Clients know it as a new disk each time;
+    /// who keeps one for longer sets [`Export::identity`] and [`Export::is_lasting`].
+    pub fn new(name: &str, backend: Arc<dyn Backend>) -> Export {
+        Export {
+            name: name.into(),
+            description: "another program's".into(),
+            identity: thruway_engine::aead::random(),
+            is_lasting: false,
+            read_only: backend.geometry().read_only,
+            backend: Arc::new(Served::new(backend)),
+            kind: "a disk of another program",
+            chunk: CHUNK,
+            target: None,
+            sector: 512,
+            allow: Vec::new(),
+            fence: Fence::default(),
+        }
+    }
+
     /// Whether somebody of one of these names may use it. In iSCSI names the case of letters means nothing (RFC 3722).
     pub fn is_open_to<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> bool {
         self.allow.is_empty() || names.into_iter().any(|name| self.allow.iter().any(|allowed| is_same(allowed, name)))

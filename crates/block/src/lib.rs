@@ -1,5 +1,25 @@
 //! The block service: disks for Linux, qemu and every NBD or iSCSI client.
 //!
+//! ```no_run
+//! use std::sync::Arc;
+//! use thruway_block::{export::Spec, nbd};
+//! use thruway_engine::Reactors;
+//!
+//! let reactors = Reactors::start(None)?;
+//! let disk = Spec::parse("disk=/srv/disk.img,cache=1G")?.open(Some(&reactors))?;
+//! let config = nbd::Config {
+//!     listen: vec!["127.0.0.1:10809".parse()?],
+//!     exports: vec![Arc::new(disk)].into(),
+//!     tls: None,
+//!     own_user_only: true,
+//!     connections_max: 64,
+//! };
+//! let server = nbd::Server::start(config, &reactors)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! `examples/custom_layer.rs` is a layer of another program's own.
+//!
 //! - [`backend`]: what a disk is, and the disks there are: files, block devices, memory.
 //! - [`layer`]: what is put on top of any of them: overlay, stripe, rate limit, delay, faults, log.
 //! - [`cache`]: the NUMA-aware cache, a layer with blocks of its own.

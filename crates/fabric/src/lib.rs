@@ -1,4 +1,17 @@
-//! Verbs-shaped RDMA for programs that must not care whether there is an RDMA card.
+//! A verbs-style RDMA API that works with or without an RDMA card.
+//!
+//! ```no_run
+//! use thruway_fabric::messages::Messages;
+//! use thruway_fabric::{Provider, iwarp};
+//!
+//! let provider = Provider::Iwarp(iwarp::Config::default());
+//! let mut peer = Messages::connect(&provider, "192.0.2.1:7118".parse()?, 4096)?;
+//! peer.send(b"ping")?;
+//! println!("{:?}", peer.recv()?);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`messages`] is for threads that only send and receive; `examples/ping_pong.rs` is both ends of it. Everything else is below.
 //!
 //! The interface uses the words of the RDMA verbs: a [`Device`] has [`ProtectionDomain`]s, in
 //! which [`MemoryRegion`]s are registered and [`QueuePair`]s made; finished requests appear in
@@ -24,9 +37,11 @@
 
 pub mod iwarp;
 pub mod memory;
+pub mod messages;
 pub mod path;
 mod provider;
 mod reservation;
+pub mod slots;
 mod sync;
 pub mod types;
 mod validity;

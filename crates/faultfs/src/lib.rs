@@ -14,6 +14,7 @@
 //!
 //! What it cannot be: a file system that `syncfs` reaches. Linux does not ask FUSE servers.
 
+#![forbid(unsafe_code)]
 mod content;
 mod disk;
 mod mount;

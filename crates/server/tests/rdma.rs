@@ -6,13 +6,13 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_fabric::iwarp::Config;
+use thruway_fabric::slots::{Completed, MessageSlots};
 use thruway_fabric::{
     Access, Buffer, CompletionQueue, ConnectParams, ConnectionEvent, Device, ProtectionDomain, Provider, QueuePair,
     QueuePairCaps, RemoteAddr, Status,
 };
 use thruway_server::Buffers;
-use thruway_server::rdma::slots::Completed;
-use thruway_server::rdma::{Channel, MessageSlots, Options};
+use thruway_server::rdma::{Channel, Options};
 use thruway_server::{Acceptor, Address};
 
 const MESSAGE_MAX: usize = 512;

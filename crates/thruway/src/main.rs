@@ -1,5 +1,6 @@
 //! The `thruway` program.
 
+#![forbid(unsafe_code)]
 // They panic where nobody reads any more: `say!` and `say_error!` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 

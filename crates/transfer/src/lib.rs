@@ -31,6 +31,7 @@
 //! - [`session`]: what they share.
 //! - [`client`], [`daemon`]: who connects and who is connected to; [`Client`]: jobs in the background.
 
+#![forbid(unsafe_code)]
 pub mod access;
 pub mod auth;
 mod channel_registry;

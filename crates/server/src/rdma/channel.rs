@@ -3,7 +3,6 @@
 //! It has a device, a completion queue and message slots of its own. The [`Channel`] takes what is to be sent, read and
 //! written; a task posts that, as far as the send queue has room, and takes completions; [`Messages`] are what the peer has sent.
 
-use super::slots::{Completed, MessageSlots, Received, Stored};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -13,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Segment;
 use thruway_engine::pool::BlockPool;
+use thruway_fabric::slots::{Completed, MessageSlots, Received, Stored};
 use thruway_fabric::{
     Access, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, MemoryRegion, Payload,
     ProtectionDomain, Provider, QueuePair, QueuePairCaps, RemoteAddr, SendFlags, SendOp, SendRequest, Sge, Status,

@@ -14,13 +14,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::pool::{Block, BlockPool, Exposed};
+use thruway_fabric::slots::{Completed, MessageSlots, Received};
 use thruway_fabric::{
     Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
     Device, Error, MemoryRegion, PathInfo, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest,
     RemoteAddr, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
-use thruway_server::rdma::MessageSlots;
-use thruway_server::rdma::slots::{Completed, Received};
 
 /// Receives each end keeps posted for control messages.
 const CONTROL_RECEIVES: usize = 20;

@@ -1,10 +1,10 @@
 //! Message slots: the registered memory that a queue pair's messages are received into and sent from.
 
-use std::sync::Arc;
-use thruway_fabric::{
+use crate::{
     Access, Buffer, MemoryRegion, Payload, ProtectionDomain, QueuePair, RecvRequest, Result, SendFlags, SendOp,
     SendRequest, Sge, WorkCompletion,
 };
+use std::sync::Arc;
 
 /// Set in the work request ids of receives; the slot is in the low bits.
 const RECEIVE: u64 = 1 << 63;
