@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Checks that every link between the project's pages leads somewhere, and that the book's table of contents has all pages.
-pub fn links() -> Result<(), String> {
+pub(crate) fn links() -> Result<(), String> {
     let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(top()).output();
     let listed = listed.map_err(|e| format!("git ls-files: {e}"))?;
     let pages = String::from_utf8_lossy(&listed.stdout).into_owned();
@@ -78,7 +78,7 @@ fn anchors(text: &str) -> HashSet<String> {
 }
 
 /// Checks the spelling of code and pages (typos.toml has the words that are right).
-pub fn spelling() -> Result<(), String> {
+pub(crate) fn spelling() -> Result<(), String> {
     let typos = top().join("target/tools/typos/bin/typos");
     if !typos.exists() {
         let to = top().join("target/tools/typos");

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub const PACKAGES: [&str; 29] = [
+pub(crate) const PACKAGES: [&str; 29] = [
     "bc",
     "bindfs",
     "bison",
@@ -129,7 +129,7 @@ impl Backend {
 }
 
 /// Runs a command in a guest; its output and status are ours.
-pub fn guest(args: &[&str]) -> Result<(), String> {
+pub(crate) fn guest(args: &[&str]) -> Result<(), String> {
     let (mut limit, mut guest, mut rest) = (LIMIT.to_string(), Guest::default(), args);
     while let [option, value, more @ ..] = rest {
         match *option {
@@ -166,12 +166,12 @@ fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
 }
 
 /// Runs the guest tests whose names contain `filter`.
-pub fn test(filter: &str) -> Result<(), String> {
+pub(crate) fn test(filter: &str) -> Result<(), String> {
     test_longer(filter, "", 1)
 }
 
 /// Has the power fail at so many points of what a disk was told, instead of some.
-pub fn replay(points: &str) -> Result<(), String> {
+pub(crate) fn replay(points: &str) -> Result<(), String> {
     let count: std::num::NonZeroU32 = points.parse().map_err(|e| format!("replay {points}: {e}"))?;
     let count = count.get();
     test_longer("log_writes", &format!("POINTS={count}"), count.div_ceil(24).max(1))

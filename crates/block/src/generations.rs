@@ -7,7 +7,7 @@ use tokio::sync::{Mutex, Notify};
 
 /// Things under way, whichever reactor they are on.
 #[derive(Debug, Default)]
-pub struct Generations {
+pub(crate) struct Generations {
     generation: AtomicU64,
     /// Of even and of odd generations.
     running: [AtomicUsize; 2],
@@ -29,7 +29,7 @@ impl Generations {
     }
 
     /// Something begins.
-    pub fn begin(self: &Arc<Self>) -> UnderWay {
+    pub(crate) fn begin(self: &Arc<Self>) -> UnderWay {
         loop {
             let generation = self.generation.load(Ordering::SeqCst);
             self.running(generation).fetch_add(1, Ordering::SeqCst);
@@ -42,7 +42,7 @@ impl Generations {
     }
 
     /// Nothing is under way.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.running.iter().all(|running| running.load(Ordering::SeqCst) == 0)
     }
 
@@ -60,13 +60,13 @@ impl Generations {
     }
 
     /// Waits until nothing is under way; whatever is begun meanwhile is waited for too.
-    pub async fn idle(&self) {
+    pub(crate) async fn idle(&self) {
         self.until(|| self.is_idle()).await;
     }
 
     /// Waits until everything that was begun before is over. It can see that it is waited for
     /// ([`UnderWay::is_over_due`]).
-    pub async fn turn(&self) {
+    pub(crate) async fn turn(&self) {
         let _alone = self.turning.lock().await;
         // Of the generation before something is left if whoever turned it did not wait to the end.
         let generation = self.generation.load(Ordering::SeqCst);

@@ -20,7 +20,7 @@ use std::path::Path;
 use thruway_engine::units::Invalid;
 
 /// 128 bits.
-pub type Identity = [u8; 16];
+pub(crate) type Identity = [u8; 16];
 
 const ATTRIBUTE: &str = "user.thruway.disk";
 
@@ -28,7 +28,7 @@ const ATTRIBUTE: &str = "user.thruway.disk";
 ///
 /// # Errors
 /// [`Invalid`].
-pub fn parse(text: &str) -> Result<Identity, Invalid> {
+pub(crate) fn parse(text: &str) -> Result<Identity, Invalid> {
     let digits: String = text.chars().filter(|c| *c != '-').collect();
     let wrong = || Invalid::new("UUID", text, "32 hexadecimal digits, as uuidgen prints them");
     if digits.len() != 32 || !digits.is_ascii() {

@@ -34,7 +34,7 @@ use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 A copy that was interrupted goes on where it stopped when the same command is
 given again. Files appear under their names only when whole, verified and
 durable.")]
-pub struct CpArgs {
+pub(crate) struct CpArgs {
     /// Copy directories with all they hold
     #[arg(long, short)]
     recursive: bool,
@@ -116,7 +116,7 @@ enum When {
 }
 
 /// Runs `thruway cp`.
-pub fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
+pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
     let outcome = copy(args, common);
     let (finished, encrypted, stats) = outcome.map_err(|message| {

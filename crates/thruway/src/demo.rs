@@ -12,7 +12,7 @@ use thruway_cli::{Common, Failed, units};
 
 /// Arguments of `thruway demo`.
 #[derive(Args)]
-pub struct DemoArgs {
+pub(crate) struct DemoArgs {
     /// Size of the largest file of the data set
     #[arg(long, default_value = "256M", value_parser = units::parse_size)]
     size: u64,
@@ -22,7 +22,7 @@ pub struct DemoArgs {
 }
 
 /// Runs the demonstration.
-pub fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
+pub(crate) fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
     let result = Demo::new(args, common).and_then(|demo| demo.run());
     result.map_err(|message| {
         thruway_cli::say_error!("thruway demo: {message}");

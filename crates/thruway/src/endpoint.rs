@@ -6,11 +6,11 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
 /// The daemon's port unless another is given.
-pub const DEFAULT_PORT: u16 = 7117;
+pub(crate) const DEFAULT_PORT: u16 = 7117;
 
 /// A source or destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Endpoint {
+pub(crate) enum Endpoint {
     /// On this machine.
     Local(PathBuf),
     /// Through ssh.
@@ -41,7 +41,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// A sentence that says what is wrong with a `tw://` address.
-    pub fn parse(text: &OsStr) -> Result<Endpoint, String> {
+    pub(crate) fn parse(text: &OsStr) -> Result<Endpoint, String> {
         let bytes = text.as_bytes();
         if let Some(rest) = bytes.strip_prefix(b"tw://") {
             return parse_url(rest).map_err(|why| format!("{}: {why}", text.to_string_lossy()));
@@ -98,7 +98,7 @@ fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
 }
 
 /// A path without empty and `.` components.
-pub fn tidy(path: &[u8]) -> Vec<u8> {
+pub(crate) fn tidy(path: &[u8]) -> Vec<u8> {
     let parts: Vec<&[u8]> = path.split(|b| *b == b'/').filter(|c| !c.is_empty() && *c != b".").collect();
     parts.join(&b'/')
 }

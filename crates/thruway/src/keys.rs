@@ -14,14 +14,14 @@ use thruway_transfer::auth::KeyPair;
 Give the public half to a daemon's administrator, who adds it to the file that
 'thruway serve --authorized-keys FILE' reads, one key a line. Options stand before
 it: 'ro KEY' may only read, 'create,export=incoming KEY' only add there.")]
-pub struct KeygenArgs {
+pub(crate) struct KeygenArgs {
     /// File for the secret half; the public half goes beside it as FILE.pub
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
 /// Makes a key pair.
-pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
+pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     let path = args.output.clone().unwrap_or_else(identity_path);
     let pair = KeyPair::generate();
     if let Err(error) = pair.save(&path) {
@@ -37,20 +37,20 @@ pub fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
 }
 
 /// The user's configuration directory.
-pub fn config_dir() -> PathBuf {
+pub(crate) fn config_dir() -> PathBuf {
     let base = std::env::var_os("XDG_CONFIG_HOME").filter(|v| !v.is_empty()).map(PathBuf::from);
     let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")));
     base.unwrap_or_else(|| PathBuf::from("/etc")).join("thruway")
 }
 
 /// The user's own key.
-pub fn identity_path() -> PathBuf {
+pub(crate) fn identity_path() -> PathBuf {
     config_dir().join("id")
 }
 
 /// A daemon's key: the one named, or the one that is kept for daemons of this user, made when
 /// there is none. Clients remember it, so it must not change from one start to the next.
-pub fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
+pub(crate) fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
     let path = explicit.cloned().unwrap_or_else(|| config_dir().join("host"));
     if explicit.is_none() && !path.exists() {
         let pair = KeyPair::generate();
@@ -68,7 +68,7 @@ pub fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
 }
 
 /// The key to call daemons with: the user's, or one made for the occasion if there is none.
-pub fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
+pub(crate) fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
     let path = explicit.cloned().unwrap_or_else(identity_path);
     if explicit.is_none() && !path.exists() {
         return Ok(KeyPair::generate());

@@ -11,7 +11,7 @@ use thruway_transfer::client;
 /// Arguments of `thruway ls`.
 #[derive(Args)]
 #[command(after_help = "Example:\n  thruway ls tw://store/archive/run7")]
-pub struct LsArgs {
+pub(crate) struct LsArgs {
     /// Key to call a daemon with [default: ~/.config/thruway/id]
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
@@ -24,7 +24,7 @@ pub struct LsArgs {
 }
 
 /// Runs `thruway ls`.
-pub fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
+pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
     let entries = (|| {
         let Endpoint::Daemon { host, port, export, path, .. } = Endpoint::parse(&args.url)? else {
             return Err(format!("{}: write tw://host[:port]/export/path", args.url.to_string_lossy()));

@@ -11,7 +11,7 @@ use thruway_transfer::session::Progress;
 
 /// How to show progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum ProgressMode {
+pub(crate) enum ProgressMode {
     /// A bar on a terminal, nothing elsewhere
     Auto,
     /// A line every few seconds
@@ -21,14 +21,14 @@ pub enum ProgressMode {
 }
 
 /// A thread that shows progress until stopped.
-pub struct Display {
+pub(crate) struct Display {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Display {
     /// Starts showing, if the mode and the terminal want it.
-    pub fn start(mode: ProgressMode, quiet: bool, progress: &Arc<Progress>) -> Display {
+    pub(crate) fn start(mode: ProgressMode, quiet: bool, progress: &Arc<Progress>) -> Display {
         let stop = Arc::new(AtomicBool::new(false));
         let bar = match mode {
             _ if quiet => return Display { stop, thread: None },
@@ -43,7 +43,7 @@ impl Display {
     }
 
     /// Stops and clears the line.
-    pub fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();

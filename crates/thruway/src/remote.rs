@@ -11,7 +11,7 @@ use thruway_transfer::link::Transport;
 
 /// How data is carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Provider {
+pub(crate) enum Provider {
     /// The best there is
     Auto,
     /// RDMA in user space over TCP
@@ -24,7 +24,7 @@ pub enum Provider {
 
 impl Provider {
     /// Has this provider carry what goes to the remote.
-    pub fn carry(self, remote: &mut Remote) -> Result<(), String> {
+    pub(crate) fn carry(self, remote: &mut Remote) -> Result<(), String> {
         remote.transport = if self == Provider::Tcp { Transport::Tcp } else { Transport::Rdma };
         if self == Provider::Verbs {
             if !matches!(remote.credentials, Credentials::Keys(_)) {
@@ -35,7 +35,7 @@ impl Provider {
         Ok(())
     }
 
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Provider::Tcp => "tcp",
             Provider::Verbs => "verbs",
@@ -45,7 +45,7 @@ impl Provider {
 }
 
 /// The daemon at `host:port`, called with the user's key or the one named.
-pub fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote, String> {
+pub(crate) fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Remote, String> {
     let label = format!("{host}:{port}");
     let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
     let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;

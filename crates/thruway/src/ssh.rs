@@ -12,12 +12,12 @@ use thruway_transfer::client::Remote;
 use thruway_transfer::link::Transport;
 
 /// Export of the peer's file system.
-pub const ROOT: &str = "root";
+pub(crate) const ROOT: &str = "root";
 /// Export of the peer's home directory.
-pub const HOME: &str = "home";
+pub(crate) const HOME: &str = "home";
 
 /// A peer that lives as long as this.
-pub struct Connection {
+pub(crate) struct Connection {
     child: Child,
     /// The peer goes when this closes.
     _pipe: ChildStdin,
@@ -28,7 +28,7 @@ impl Connection {
     ///
     /// The ssh program and the program at the other end can be named by `THRUWAY_SSH` and
     /// `THRUWAY_REMOTE`.
-    pub fn start(host: &OsStr, read_only: bool) -> Result<(Connection, Remote), String> {
+    pub(crate) fn start(host: &OsStr, read_only: bool) -> Result<(Connection, Remote), String> {
         let shown = host.to_string_lossy().into_owned();
         let program = std::env::var_os("THRUWAY_SSH").unwrap_or_else(|| "ssh".into());
         let there = std::env::var("THRUWAY_REMOTE").unwrap_or_else(|_| "thruway".into());
@@ -81,7 +81,7 @@ fn parse_greeting(line: &str) -> Option<(u16, Option<IpAddr>)> {
 }
 
 /// At the peer: where ssh's client reached this machine.
-pub fn reached_at() -> Option<IpAddr> {
+pub(crate) fn reached_at() -> Option<IpAddr> {
     let text = std::env::var("SSH_CONNECTION").ok()?;
     text.split_whitespace().nth(2)?.parse().ok()
 }

@@ -92,7 +92,7 @@ impl Reservations {
     ///
     /// # Errors
     /// [`KeptError`].
-    pub fn lasting(kept: Option<&str>) -> Result<Reservations, KeptError> {
+    pub(super) fn lasting(kept: Option<&str>) -> Result<Reservations, KeptError> {
         let mut all = Reservations { can_last: true, lasts: kept.is_some(), ..Reservations::default() };
         let mut lines = kept.unwrap_or(FIRST_LINE).lines();
         if lines.next() != Some(FIRST_LINE) {
@@ -121,7 +121,7 @@ impl Reservations {
     }
 
     /// What is to be kept, a line each; `None` if nothing is.
-    pub fn kept(&self) -> Option<String> {
+    pub(super) fn kept(&self) -> Option<String> {
         if !self.lasts || self.registrations.is_empty() {
             return None;
         }
@@ -135,22 +135,22 @@ impl Reservations {
         Some(text)
     }
 
-    pub fn before(&self) -> Before {
+    pub(super) fn before(&self) -> Before {
         Before { registrations: self.registrations.clone(), holder: self.holder.clone(), lasts: self.lasts }
     }
 
     /// A change is as if it had not been.
-    pub fn undo(&mut self, before: Before) {
+    pub(super) fn undo(&mut self, before: Before) {
         let Before { registrations, holder, lasts } = before;
         (self.registrations, self.holder, self.lasts) = (registrations, holder, lasts);
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.unit.is_none() && self.registrations.is_empty()
     }
 
     /// RESERVE(6).
-    pub fn reserve_unit(&mut self, nexus: u64) -> bool {
+    pub(super) fn reserve_unit(&mut self, nexus: u64) -> bool {
         if self.unit.is_some_and(|holder| holder != nexus) {
             return false;
         }
@@ -159,17 +159,17 @@ impl Reservations {
     }
 
     /// RELEASE(6), or the session ends.
-    pub fn release_unit(&mut self, nexus: u64) {
+    pub(super) fn release_unit(&mut self, nexus: u64) {
         self.unit.take_if(|holder| *holder == nexus);
     }
 
     /// A reset.
-    pub fn release_all_units(&mut self) {
+    pub(super) fn release_all_units(&mut self) {
         self.unit = None;
     }
 
     /// What the unit is closed to for those who have no registration.
-    pub fn closed_to_others(&self) -> Closed {
+    pub(super) fn closed_to_others(&self) -> Closed {
         match &self.holder {
             _ if self.unit.is_some() => Closed::ToAll,
             Some(holder) if holder.kind.excludes_readers() => Closed::ToAll,
@@ -189,7 +189,7 @@ impl Reservations {
     }
 
     /// Whether a command of this initiator may be done.
-    pub fn admits(&self, nexus: &Nexus, cdb: &[u8; 16]) -> Access {
+    pub(super) fn admits(&self, nexus: &Nexus, cdb: &[u8; 16]) -> Access {
         let use_of = classify(cdb);
         let granted = |yes| if yes { Access::Granted } else { Access::Conflict };
         if let Some(holder) = self.unit {

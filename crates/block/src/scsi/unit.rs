@@ -87,7 +87,7 @@ pub(super) struct State {
 
 impl State {
     /// Tells everybody but one.
-    pub fn tell_others(&mut self, except: u64, what: Attention) {
+    pub(super) fn tell_others(&mut self, except: u64, what: Attention) {
         let others: Vec<u64> = self.nexuses.keys().copied().filter(|id| *id != except).collect();
         for id in others {
             self.tell(id, what);
@@ -95,7 +95,7 @@ impl State {
     }
 
     /// Tells the sessions of a port, but for one.
-    pub fn tell_port(&mut self, port: &str, except: u64, what: Attention) {
+    pub(super) fn tell_port(&mut self, port: &str, except: u64, what: Attention) {
         let ids: Vec<u64> = self
             .nexuses
             .values()

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
 /// A session with the only unit of a target, by one connection.
-pub struct Initiator {
+pub(crate) struct Initiator {
     stream: TcpStream,
     tag: u32,
     has_digests: bool,
@@ -13,12 +13,12 @@ pub struct Initiator {
 
 impl Initiator {
     /// Logs in. What tells it from others is `isid`.
-    pub fn log_in(address: &str, target: &str, isid: u8) -> Initiator {
+    pub(crate) fn log_in(address: &str, target: &str, isid: u8) -> Initiator {
         Initiator::log_in_with(address, target, isid, "")
     }
 
     /// The same, with more keys.
-    pub fn log_in_with(address: &str, target: &str, isid: u8, more: &str) -> Initiator {
+    pub(crate) fn log_in_with(address: &str, target: &str, isid: u8, more: &str) -> Initiator {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
         let keys =
@@ -39,7 +39,7 @@ impl Initiator {
     }
 
     /// Logs in to a discovery session and stays; `None` if it is not let in for long.
-    pub fn ask_for_names(address: &str) -> Option<TcpStream> {
+    pub(crate) fn ask_for_names(address: &str) -> Option<TcpStream> {
         let mut stream = TcpStream::connect(address).unwrap();
         let keys = "InitiatorName=iqn.2026-11.org.example:asks\0SessionType=Discovery\0";
         let mut login = [&[0x43, 0x87, 0, 0, 0, 0, 0, keys.len() as u8][..], &[0; 40]].concat();
@@ -76,19 +76,19 @@ impl Initiator {
     }
 
     /// WRITE (10) of one block of 512 bytes.
-    pub fn send_write(&mut self, block: u8, data: &[u8; 512]) -> io::Result<()> {
+    pub(crate) fn send_write(&mut self, block: u8, data: &[u8; 512]) -> io::Result<()> {
         self.send(vec![0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0], data)
     }
 
     /// VERIFY (16) of blocks from the first, whether each is zeroes.
-    pub fn send_verify_same(&mut self, blocks: u64) -> io::Result<()> {
+    pub(crate) fn send_verify_same(&mut self, blocks: u64) -> io::Result<()> {
         let mut cdb = vec![0x8f, 0x06, 0, 0, 0, 0, 0, 0, 0, 0];
         cdb.extend((blocks as u32).to_be_bytes());
         self.send(cdb, &[0; 512])
     }
 
     /// LOGICAL UNIT RESET; what comes of it.
-    pub fn reset(&mut self) -> io::Result<u8> {
+    pub(crate) fn reset(&mut self) -> io::Result<u8> {
         self.tag += 1;
         let mut header = [0; 48];
         (header[0], header[1]) = (0x42, 0x85);
@@ -103,7 +103,7 @@ impl Initiator {
     }
 
     /// WRITE (10) of so many blocks from the first; the tag by which the target asks for their data.
-    pub fn begin_write(&mut self, blocks: u8) -> io::Result<[u8; 4]> {
+    pub(crate) fn begin_write(&mut self, blocks: u8) -> io::Result<[u8; 4]> {
         self.tag += 1;
         let mut header = [0; 48];
         (header[0], header[1]) = (0x41, 0xa0);
@@ -118,7 +118,7 @@ impl Initiator {
     }
 
     /// The beginning of the data that was asked for, all in one, and how much of it.
-    pub fn begin_data(&mut self, asked: [u8; 4], data: &[u8], now: usize) -> io::Result<()> {
+    pub(crate) fn begin_data(&mut self, asked: [u8; 4], data: &[u8], now: usize) -> io::Result<()> {
         let mut header = [0; 48];
         (header[0], header[1]) = (0x05, 0x80);
         header[5..8].copy_from_slice(&(data.len() as u32).to_be_bytes()[1..]);
@@ -128,12 +128,12 @@ impl Initiator {
     }
 
     /// More of what was begun.
-    pub fn more(&mut self, data: &[u8]) -> io::Result<()> {
+    pub(crate) fn more(&mut self, data: &[u8]) -> io::Result<()> {
         self.stream.write_all(data)
     }
 
     /// The status of a command: of the next that is over.
-    pub fn status(&mut self) -> io::Result<u8> {
+    pub(crate) fn status(&mut self) -> io::Result<u8> {
         loop {
             let (header, _) = self.receive()?;
             if header[0] == 0x21 {
@@ -143,7 +143,7 @@ impl Initiator {
     }
 
     /// Nothing more will come from here; the target's system knows it when this returns.
-    pub fn half_close(&self) {
+    pub(crate) fn half_close(&self) {
         self.stream.shutdown(std::net::Shutdown::Write).unwrap();
         loop {
             let mut unacknowledged: libc::c_int = 0;

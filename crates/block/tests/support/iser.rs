@@ -19,7 +19,7 @@ const RECEIVES: usize = 16;
 const OUT: usize = RECEIVES * SLOT;
 const DATA: usize = OUT + SLOT;
 /// Bytes that a command can read or write.
-pub const DATA_LEN: usize = 1 << 20;
+pub(crate) const DATA_LEN: usize = 1 << 20;
 /// Only reached if something hangs.
 const HUNG: Duration = Duration::from_secs(60);
 
@@ -29,7 +29,7 @@ const WRITE_VALID: u8 = 0x08;
 const READ_VALID: u8 = 0x04;
 
 /// A connection, and after [`Initiator::log_in`] a session with the only unit of a target. Fields are dropped in order.
-pub struct Initiator {
+pub(crate) struct Initiator {
     qp: QueuePair,
     sends: CompletionQueue,
     receives: CompletionQueue,
@@ -42,7 +42,7 @@ pub struct Initiator {
 
 /// The buffer that a command advertises.
 #[derive(Clone, Copy)]
-pub enum Advertise {
+pub(crate) enum Advertise {
     Nothing,
     /// For the target to read from.
     Write(RemoteAddr),
@@ -52,7 +52,7 @@ pub enum Advertise {
 
 impl Initiator {
     /// Connects; `None` if the connection is refused.
-    pub fn connect(portal: &str) -> Option<Initiator> {
+    pub(crate) fn connect(portal: &str) -> Option<Initiator> {
         let device = Provider::Iwarp(Config::default()).open().unwrap();
         let pd = device.alloc_pd().unwrap();
         let (sends, receives) = (device.create_cq(1).unwrap(), device.create_cq(RECEIVES).unwrap());
@@ -77,7 +77,7 @@ impl Initiator {
     }
 
     /// Connects and logs in. What tells it from others is `isid`.
-    pub fn log_in(portal: &str, target: &str, isid: u8) -> Initiator {
+    pub(crate) fn log_in(portal: &str, target: &str, isid: u8) -> Initiator {
         let mut initiator = Initiator::connect(portal).expect("it is let in");
         let keys = format!(
             "InitiatorName=iqn.2026-11.org.example:{isid}\0SessionType=Normal\0TargetName={target}\0RDMAExtensions=Yes\0"
@@ -92,7 +92,7 @@ impl Initiator {
     }
 
     /// A login PDU with these flags; false if the connection has ended.
-    pub fn send_login(&mut self, isid: u8, flags: u8, keys: &[u8]) -> bool {
+    pub(crate) fn send_login(&mut self, isid: u8, flags: u8, keys: &[u8]) -> bool {
         let mut header = [0; BHS];
         (header[0], header[1], header[13]) = (0x43, flags, isid);
         header[5..8].copy_from_slice(&(keys.len() as u32).to_be_bytes()[1..]);
@@ -100,7 +100,7 @@ impl Initiator {
     }
 
     /// A control message; false if the connection has ended.
-    pub fn send(&self, pdu: [u8; BHS], advertise: Advertise, data: &[u8]) -> bool {
+    pub(crate) fn send(&self, pdu: [u8; BHS], advertise: Advertise, data: &[u8]) -> bool {
         let mut header = [0; HEADER];
         let (valid, at, remote) = match advertise {
             Advertise::Nothing => (0, 4, RemoteAddr { addr: 0, rkey: 0 }),
@@ -114,7 +114,7 @@ impl Initiator {
     }
 
     /// Anything, as one message; false if the connection has ended.
-    pub fn send_raw(&self, message: &[u8]) -> bool {
+    pub(crate) fn send_raw(&self, message: &[u8]) -> bool {
         self.buffer.write(OUT, message);
         let sge = self.region.sge(OUT, message.len() as u32);
         let request = SendRequest {
@@ -127,7 +127,7 @@ impl Initiator {
     }
 
     /// A command beside the line, for `len` bytes.
-    pub fn command(&mut self, cdb: &[u8], len: usize, advertise: Advertise) -> bool {
+    pub(crate) fn command(&mut self, cdb: &[u8], len: usize, advertise: Advertise) -> bool {
         self.tag += 1;
         let direction = match advertise {
             Advertise::Nothing => 0,
@@ -138,7 +138,7 @@ impl Initiator {
     }
 
     /// The same, whatever the flags and the buffer have to do with each other.
-    pub fn command_with(&mut self, cdb: &[u8], len: usize, flags: u8, advertise: Advertise) -> bool {
+    pub(crate) fn command_with(&mut self, cdb: &[u8], len: usize, flags: u8, advertise: Advertise) -> bool {
         let mut header = [0; BHS];
         (header[0], header[1]) = (0x41, flags);
         header[16..20].copy_from_slice(&self.tag.to_be_bytes());
@@ -148,36 +148,36 @@ impl Initiator {
     }
 
     /// What commands read and write, for a target.
-    pub fn remote(&self) -> RemoteAddr {
+    pub(crate) fn remote(&self) -> RemoteAddr {
         self.region.remote(DATA)
     }
 
-    pub fn set_data(&self, data: &[u8]) {
+    pub(crate) fn set_data(&self, data: &[u8]) {
         self.buffer.write(DATA, data);
     }
 
-    pub fn data(&self, len: usize) -> Vec<u8> {
+    pub(crate) fn data(&self, len: usize) -> Vec<u8> {
         let mut data = vec![0; len];
         self.buffer.read(DATA, &mut data);
         data
     }
 
     /// WRITE (10) of these blocks from the first; its status, `None` if the connection has ended.
-    pub fn write(&mut self, data: &[u8]) -> Option<u8> {
+    pub(crate) fn write(&mut self, data: &[u8]) -> Option<u8> {
         self.set_data(data);
         self.command(&cdb(0x2a, data.len()), data.len(), Advertise::Write(self.remote()));
         self.status()
     }
 
     /// READ (10) of so many bytes from the first.
-    pub fn read(&mut self, len: usize) -> Option<(u8, Vec<u8>)> {
+    pub(crate) fn read(&mut self, len: usize) -> Option<(u8, Vec<u8>)> {
         self.command(&cdb(0x28, len), len, Advertise::Read(self.remote()));
         let status = self.status()?;
         Some((status, self.data(len)))
     }
 
     /// The status of the next command that is over; `None` if the connection has ended.
-    pub fn status(&mut self) -> Option<u8> {
+    pub(crate) fn status(&mut self) -> Option<u8> {
         loop {
             let (header, _) = self.receive()?;
             if header[0] == 0x21 {
@@ -187,7 +187,7 @@ impl Initiator {
     }
 
     /// The next PDU; `None` if the connection has ended.
-    pub fn receive(&mut self) -> Option<([u8; BHS], Vec<u8>)> {
+    pub(crate) fn receive(&mut self) -> Option<([u8; BHS], Vec<u8>)> {
         let arrived = self.completion(&self.receives)?;
         let slot = arrived.wr_id as usize;
         let mut message = vec![0; arrived.len as usize];
@@ -231,7 +231,7 @@ impl Initiator {
 }
 
 /// A command of ten bytes for so many from the first block on.
-pub fn cdb(operation: u8, len: usize) -> [u8; 10] {
+pub(crate) fn cdb(operation: u8, len: usize) -> [u8; 10] {
     let blocks = ((len / 512) as u16).to_be_bytes();
     [operation, 0, 0, 0, 0, 0, 0, blocks[0], blocks[1], 0]
 }

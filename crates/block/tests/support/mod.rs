@@ -9,14 +9,14 @@ use thruway_block::backend::{Backend, Extent, Geometry, Op, Zero};
 use thruway_engine::Segment;
 use thruway_faultfs::Content;
 
-pub const SECTOR: usize = 512;
-pub const SECTORS: u64 = 1024;
+pub(crate) const SECTOR: usize = 512;
+pub(crate) const SECTORS: u64 = 1024;
 
 /// A disk with a cache of its own, which it may lose.
 ///
 /// What has been begun is done, whether or not anybody still waits for it, as by the kernel.
 #[derive(Clone)]
-pub struct Disk {
+pub(crate) struct Disk {
     state: Arc<Mutex<State>>,
     /// Taken by zeroing.
     zeroes: Arc<tokio::sync::Mutex<()>>,
@@ -53,7 +53,7 @@ impl State {
 
 impl Disk {
     /// A disk of zeroes on which one operation of `failing` fails, none if that is 0.
-    pub fn new(seed: u64, failing: u64) -> Disk {
+    pub(crate) fn new(seed: u64, failing: u64) -> Disk {
         let mut content = Content::new(SECTOR);
         content.resize(SECTORS as usize * SECTOR);
         content.sync().expect("nothing has been lost");
@@ -82,32 +82,32 @@ impl Disk {
     }
 
     /// From now on it is so long.
-    pub fn resize(&self, size: u64) {
+    pub(crate) fn resize(&self, size: u64) {
         self.lock().size = size;
     }
 
     /// From now on this sector cannot be read, until it is written.
-    pub fn spoil(&self, sector: u64) {
+    pub(crate) fn spoil(&self, sector: u64) {
         self.lock().bad = Some(sector);
     }
 
     /// From now on no write succeeds, or all do again.
-    pub fn fail_writes(&self, fail: bool) {
+    pub(crate) fn fail_writes(&self, fail: bool) {
         self.lock().full = fail;
     }
 
     /// From now on zeroing fails when it has done all but the last sector, or none does.
-    pub fn fail_zeroes(&self, fail: bool) {
+    pub(crate) fn fail_zeroes(&self, fail: bool) {
         self.lock().fails_to_zero = fail;
     }
 
     /// From now on nothing fails.
-    pub fn fail_never(&self) {
+    pub(crate) fn fail_never(&self) {
         self.lock().failing = 0;
     }
 
     /// Until what is returned is dropped, zeroing does not end.
-    pub fn hold_zeroes(&self) -> tokio::sync::OwnedMutexGuard<()> {
+    pub(crate) fn hold_zeroes(&self) -> tokio::sync::OwnedMutexGuard<()> {
         Arc::clone(&self.zeroes).try_lock_owned().expect("nothing is being zeroed")
     }
 
@@ -118,7 +118,7 @@ impl Disk {
     }
 
     /// What is there after a loss of power: all that was flushed, and of the rest any version of each sector.
-    pub fn crash(&self) -> Vec<u8> {
+    pub(crate) fn crash(&self) -> Vec<u8> {
         let mut state = self.lock();
         let State { content, random, .. } = &mut *state;
         content.lose_power(random);

@@ -7,7 +7,7 @@ use thruway_engine::Reactors;
 use thruway_server::Address;
 
 /// Starts the server; with it, its address.
-pub fn serve(export: Arc<Export>, reactors: &Reactors) -> (Server, String) {
+pub(crate) fn serve(export: Arc<Export>, reactors: &Reactors) -> (Server, String) {
     let config = Config {
         listen: vec![Address::Tcp("127.0.0.1:0".parse().unwrap())],
         exports: vec![export].into(),

@@ -17,27 +17,27 @@ const LAST: u8 = 0x40;
 const DV_MASK: u8 = 0x03;
 
 /// Bytes of a tagged header, control bytes included.
-pub const TAGGED_LEN: usize = 14;
+pub(crate) const TAGGED_LEN: usize = 14;
 /// Bytes of an untagged header, control bytes included.
-pub const UNTAGGED_LEN: usize = 18;
+pub(crate) const UNTAGGED_LEN: usize = 18;
 /// The longer of the two, for buffers that hold either.
-pub const MAX_HEADER_LEN: usize = UNTAGGED_LEN;
+pub(crate) const MAX_HEADER_LEN: usize = UNTAGGED_LEN;
 
 /// Untagged queue numbers used by RDMAP (RFC 5040 §5.1, RFC 7306 §5).
-pub mod queue {
+pub(crate) mod queue {
     /// Send-type messages and Immediate Data.
-    pub const SEND: u32 = 0;
+    pub(crate) const SEND: u32 = 0;
     /// RDMA Read Requests and Atomic Requests.
-    pub const READ_REQUEST: u32 = 1;
+    pub(crate) const READ_REQUEST: u32 = 1;
     /// Terminate messages.
-    pub const TERMINATE: u32 = 2;
+    pub(crate) const TERMINATE: u32 = 2;
     /// Atomic Responses.
-    pub const ATOMIC_RESPONSE: u32 = 3;
+    pub(crate) const ATOMIC_RESPONSE: u32 = 3;
 }
 
 /// A decoded DDP header together with the RDMAP opcode it carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Header {
+pub(crate) enum Header {
     /// Names its own target: a steering tag and an offset inside it.
     Tagged {
         /// RDMAP opcode.
@@ -71,7 +71,7 @@ impl Header {
     ///
     /// # Panics
     /// If `out` is shorter than the header.
-    pub fn encode(&self, out: &mut [u8]) -> usize {
+    pub(crate) fn encode(&self, out: &mut [u8]) -> usize {
         match *self {
             Header::Tagged { opcode, last, stag, to } => {
                 out[0] = TAGGED | if last { LAST } else { 0 } | DDP_VERSION;
@@ -93,7 +93,7 @@ impl Header {
     }
 
     /// Length of the header whose first byte is `first`.
-    pub fn len_from_first_byte(first: u8) -> usize {
+    pub(crate) fn len_from_first_byte(first: u8) -> usize {
         if first & TAGGED != 0 { TAGGED_LEN } else { UNTAGGED_LEN }
     }
 
@@ -102,7 +102,7 @@ impl Header {
     /// # Errors
     /// The Terminate code that RFC 5040 §7 or RFC 5041 §7 names for the fault: a wrong DDP or
     /// RDMAP version, an unknown opcode, or an opcode under the wrong buffer model.
-    pub fn decode(bytes: &[u8]) -> Result<Header, TerminateCode> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Header, TerminateCode> {
         let tagged = bytes[0] & TAGGED != 0;
         if bytes[0] & DV_MASK != DDP_VERSION {
             return Err(if tagged { DdpTagged::InvalidVersion.into() } else { DdpUntagged::InvalidVersion.into() });

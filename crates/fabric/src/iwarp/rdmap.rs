@@ -6,7 +6,7 @@
 /// RDMAP opcode: the low four bits of the RDMAP control byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum Opcode {
+pub(crate) enum Opcode {
     /// RDMA Write.
     Write = 0,
     /// RDMA Read Request.
@@ -35,7 +35,7 @@ pub enum Opcode {
 
 impl Opcode {
     /// The opcode for a wire value, or `None` where none is assigned.
-    pub fn from_wire(value: u8) -> Option<Opcode> {
+    pub(crate) fn from_wire(value: u8) -> Option<Opcode> {
         use Opcode::*;
         const ALL: [Opcode; 12] = [
             Write,
@@ -55,17 +55,17 @@ impl Opcode {
     }
 
     /// Whether the message uses DDP's tagged buffer model.
-    pub fn is_tagged(self) -> bool {
+    pub(crate) fn is_tagged(self) -> bool {
         matches!(self, Opcode::Write | Opcode::ReadResponse)
     }
 
     /// Whether the message belongs to RFC 7306, which a peer may lack.
-    pub fn is_extension(self) -> bool {
+    pub(crate) fn is_extension(self) -> bool {
         self as u8 >= Opcode::Immediate as u8
     }
 
     /// The Send-type opcode for a combination of modifiers.
-    pub fn send(invalidate: bool, solicited: bool) -> Opcode {
+    pub(crate) fn send(invalidate: bool, solicited: bool) -> Opcode {
         match (invalidate, solicited) {
             (false, false) => Opcode::Send,
             (true, false) => Opcode::SendInvalidate,
@@ -75,19 +75,19 @@ impl Opcode {
     }
 
     /// Whether the header's 32 ULP bits name an STag to invalidate.
-    pub fn invalidates(self) -> bool {
+    pub(crate) fn invalidates(self) -> bool {
         matches!(self, Opcode::SendInvalidate | Opcode::SendSolicitedInvalidate)
     }
 
     /// Whether delivery raises a solicited event.
-    pub fn is_solicited(self) -> bool {
+    pub(crate) fn is_solicited(self) -> bool {
         matches!(self, Opcode::SendSolicited | Opcode::SendSolicitedInvalidate | Opcode::ImmediateSolicited)
     }
 }
 
 /// RDMA Read Request payload (RFC 5040 §4.4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReadRequest {
+pub(crate) struct ReadRequest {
     /// Requester's buffer.
     pub sink_stag: u32,
     /// Offset in the requester's buffer.
@@ -102,10 +102,10 @@ pub struct ReadRequest {
 
 impl ReadRequest {
     /// Bytes on the wire.
-    pub const LEN: usize = 28;
+    pub(crate) const LEN: usize = 28;
 
     /// Writes the payload.
-    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+    pub(crate) fn encode(&self, out: &mut [u8; Self::LEN]) {
         out[0..4].copy_from_slice(&self.sink_stag.to_be_bytes());
         out[4..12].copy_from_slice(&self.sink_to.to_be_bytes());
         out[12..16].copy_from_slice(&self.len.to_be_bytes());
@@ -114,7 +114,7 @@ impl ReadRequest {
     }
 
     /// Reads the payload; every bit pattern is a request, its meaning is checked by the receiver.
-    pub fn decode(b: &[u8; Self::LEN]) -> ReadRequest {
+    pub(crate) fn decode(b: &[u8; Self::LEN]) -> ReadRequest {
         ReadRequest {
             sink_stag: be32(b, 0),
             sink_to: be64(b, 4),
@@ -127,7 +127,7 @@ impl ReadRequest {
 
 /// What an Atomic Request does to the 64-bit target (RFC 7306 §5.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AtomicOp {
+pub(crate) enum AtomicOp {
     /// Adds, carries stopping at the bits set in `mask`. A zero mask is a plain 64-bit addition.
     FetchAdd {
         /// Addend.
@@ -157,7 +157,7 @@ pub enum AtomicOp {
 
 impl AtomicOp {
     /// The value that follows `current`.
-    pub fn apply(&self, current: u64) -> u64 {
+    pub(crate) fn apply(&self, current: u64) -> u64 {
         match *self {
             AtomicOp::FetchAdd { add, mask: 0 } => current.wrapping_add(add),
             AtomicOp::FetchAdd { add, mask } => masked_add(current, add, mask),
@@ -181,7 +181,7 @@ fn masked_add(a: u64, b: u64, boundaries: u64) -> u64 {
 
 /// Atomic Request payload (RFC 7306 §5.2.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AtomicRequest {
+pub(crate) struct AtomicRequest {
     /// Chosen by the requester, returned in the response.
     pub id: u32,
     /// Responder's buffer.
@@ -198,10 +198,10 @@ const AOP_COMPARE_SWAP: u32 = 2;
 
 impl AtomicRequest {
     /// Bytes on the wire.
-    pub const LEN: usize = 52;
+    pub(crate) const LEN: usize = 52;
 
     /// Writes the payload.
-    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+    pub(crate) fn encode(&self, out: &mut [u8; Self::LEN]) {
         let (code, data, mask, compare, compare_mask) = match self.op {
             AtomicOp::FetchAdd { add, mask } => (AOP_FETCH_ADD, add, mask, 0, 0),
             AtomicOp::Swap { swap, mask } => (AOP_SWAP, swap, mask, 0, 0),
@@ -219,7 +219,7 @@ impl AtomicRequest {
     }
 
     /// Reads the payload; `None` where the operation code is unassigned.
-    pub fn decode(b: &[u8; Self::LEN]) -> Option<AtomicRequest> {
+    pub(crate) fn decode(b: &[u8; Self::LEN]) -> Option<AtomicRequest> {
         let op = match be32(b, 0) & 0x0f {
             AOP_FETCH_ADD => AtomicOp::FetchAdd { add: be64(b, 20), mask: be64(b, 28) },
             AOP_SWAP => AtomicOp::Swap { swap: be64(b, 20), mask: be64(b, 28) },
@@ -237,7 +237,7 @@ impl AtomicRequest {
 
 /// Atomic Response payload (RFC 7306 §5.2.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AtomicResponse {
+pub(crate) struct AtomicResponse {
     /// The request's identifier.
     pub id: u32,
     /// The target's value before the operation.
@@ -246,22 +246,22 @@ pub struct AtomicResponse {
 
 impl AtomicResponse {
     /// Bytes on the wire.
-    pub const LEN: usize = 12;
+    pub(crate) const LEN: usize = 12;
 
     /// Writes the payload.
-    pub fn encode(&self, out: &mut [u8; Self::LEN]) {
+    pub(crate) fn encode(&self, out: &mut [u8; Self::LEN]) {
         out[0..4].copy_from_slice(&self.id.to_be_bytes());
         out[4..12].copy_from_slice(&self.original.to_be_bytes());
     }
 
     /// Reads the payload.
-    pub fn decode(b: &[u8; Self::LEN]) -> AtomicResponse {
+    pub(crate) fn decode(b: &[u8; Self::LEN]) -> AtomicResponse {
         AtomicResponse { id: be32(b, 0), original: be64(b, 4) }
     }
 }
 
 /// Bytes of an Immediate Data message (RFC 7306 §6.1).
-pub const IMMEDIATE_LEN: usize = 8;
+pub(crate) const IMMEDIATE_LEN: usize = 8;
 
 fn be32(b: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(b[at..at + 4].try_into().expect("4 bytes"))

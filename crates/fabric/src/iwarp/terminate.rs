@@ -160,7 +160,7 @@ impl fmt::Debug for TerminateCode {
 /// Bytes of the fixed part of a Terminate payload.
 const CONTROL_LEN: usize = 4;
 /// Longest Terminate payload: control, DDP segment length, DDP header, RDMAP header.
-pub const MAX_LEN: usize = CONTROL_LEN + 2 + ddp::MAX_HEADER_LEN + super::rdmap::ReadRequest::LEN;
+pub(crate) const MAX_LEN: usize = CONTROL_LEN + 2 + ddp::MAX_HEADER_LEN + super::rdmap::ReadRequest::LEN;
 
 const HDRCT_M: u8 = 0x80;
 const HDRCT_D: u8 = 0x40;
@@ -168,7 +168,7 @@ const HDRCT_R: u8 = 0x20;
 
 /// The segment that a fault was in.
 #[derive(Debug, Clone, Copy)]
-pub struct Offending<'a> {
+pub(crate) struct Offending<'a> {
     /// Its length: DDP header and payload.
     pub len: u16,
     /// Its DDP header.
@@ -179,7 +179,7 @@ pub struct Offending<'a> {
 
 /// Writes a Terminate payload: the code and, where the fault was in a segment, its length and
 /// headers (RFC 5040 §4.8). Returns the payload's length.
-pub fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [u8; MAX_LEN]) -> usize {
+pub(crate) fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [u8; MAX_LEN]) -> usize {
     out[0] = code.layer << 4 | code.etype & 0x0f;
     out[1] = code.code;
     out[2] = 0;
@@ -203,7 +203,7 @@ pub fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [
 
 /// Reads the code of a Terminate payload; `None` if it is shorter than its fixed part or than
 /// the headers it says it carries.
-pub fn decode(payload: &[u8]) -> Option<TerminateCode> {
+pub(crate) fn decode(payload: &[u8]) -> Option<TerminateCode> {
     let control = payload.get(..CONTROL_LEN)?;
     let mut need = CONTROL_LEN;
     if control[2] & HDRCT_M != 0 {

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn private_data_and_depths(lab: &Lab) {
+pub(crate) fn private_data_and_depths(lab: &Lab) {
     let (a, b) = (Side::new(&lab.a, QueuePairCaps::default()), Side::new(&lab.b, QueuePairCaps::default()));
     let ask = ConnectParams { private_data: b"hello".to_vec(), ird: 3, ord: 9, ..ConnectParams::default() };
     a.qp.connect(lab.addr(), &ask).unwrap();
@@ -26,7 +26,7 @@ pub fn private_data_and_depths(lab: &Lab) {
     assert!(ia.ord == 5 || is_verbs(&a) || is_verbs(&b), "{}", ia.ord);
 }
 
-pub fn rejection(lab: &Lab) {
+pub(crate) fn rejection(lab: &Lab) {
     for silently in [false, true] {
         let a = Side::new(&lab.a, QueuePairCaps::default());
         a.recv(1, 0, 8);
@@ -42,7 +42,7 @@ pub fn rejection(lab: &Lab) {
     }
 }
 
-pub fn nobody_listens(lab: &Lab) {
+pub(crate) fn nobody_listens(lab: &Lab) {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut a = Side::new(&lab.a, QueuePairCaps::default());
     a.recv(1, 0, 8);
@@ -52,7 +52,7 @@ pub fn nobody_listens(lab: &Lab) {
     }
 }
 
-pub fn orderly_disconnect(lab: &Lab) {
+pub(crate) fn orderly_disconnect(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     b.recv(1, 0, SIZE);
     b.recv(2, 0, 8);
@@ -69,7 +69,7 @@ pub fn orderly_disconnect(lab: &Lab) {
 }
 
 /// The peer's last message and its end are there together, among more connections than are polled one by one.
-pub fn the_end_that_comes_with_the_last_message(lab: &Lab) {
+pub(crate) fn the_end_that_comes_with_the_last_message(lab: &Lab) {
     let others = [lab.pair(), lab.pair()];
     let (a, mut b) = lab.pair();
     b.recv(1, 0, 8);
@@ -80,7 +80,7 @@ pub fn the_end_that_comes_with_the_last_message(lab: &Lab) {
     drop(others);
 }
 
-pub fn abrupt_disconnect_with_requests_under_way(lab: &Lab) {
+pub(crate) fn abrupt_disconnect_with_requests_under_way(lab: &Lab) {
     let (mut a, b) = lab.pair();
     for id in 0..20 {
         a.recv(100 + id, 0, 8);
@@ -99,7 +99,7 @@ pub fn abrupt_disconnect_with_requests_under_way(lab: &Lab) {
     lab.disconnected(&a);
 }
 
-pub fn destroyed_while_connecting(lab: &Lab) {
+pub(crate) fn destroyed_while_connecting(lab: &Lab) {
     for _ in 0..20 {
         let a = Side::new(&lab.a, QueuePairCaps::default());
         a.qp.connect(lab.addr(), &ConnectParams::default()).unwrap();
@@ -109,7 +109,7 @@ pub fn destroyed_while_connecting(lab: &Lab) {
     write_then_send(lab);
 }
 
-pub fn many_connections(lab: &Lab, count: usize) {
+pub(crate) fn many_connections(lab: &Lab, count: usize) {
     let caps = QueuePairCaps { max_send_wr: 4, max_recv_wr: 4, max_sge: 1 };
     let side = |device: &Device, cq: &CompletionQueue, pd: &ProtectionDomain| {
         let _ = device;

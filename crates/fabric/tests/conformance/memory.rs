@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn solicited_and_invalidate(lab: &Lab) {
+pub(crate) fn solicited_and_invalidate(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     for (invalidate, solicited) in [(false, false), (false, true), (true, false), (true, true)] {
         if invalidate && !lab.b.attributes().remote_invalidate {
@@ -31,7 +31,7 @@ pub fn solicited_and_invalidate(lab: &Lab) {
 
 /// More windows than there are keys in their low byte, one after another and some at once; each lets the peer at its own
 /// part, until it is revoked or dropped.
-pub fn windows(lab: &Lab) {
+pub(crate) fn windows(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     a.fill(77);
     // The accepting end may not be the first to speak (see `responder_may_send_first`).
@@ -79,7 +79,7 @@ pub fn windows(lab: &Lab) {
     lab.refused_by_peer(&a);
 }
 
-pub fn windows_end_with_what_they_are_on(lab: &Lab) {
+pub(crate) fn windows_end_with_what_they_are_on(lab: &Lab) {
     let (a, b) = lab.pair();
     let read_only = b.pd.register(&b.buffer, Access::REMOTE_READ).unwrap();
     let refused = b.qp.bind_window(&read_only, 0, 64, Access::REMOTE_WRITE, None).map(drop);
@@ -123,7 +123,7 @@ pub fn windows_end_with_what_they_are_on(lab: &Lab) {
 
 /// Whoever drops a region means all of it: neither its own key nor a window on it works any more, whatever the window's
 /// owner still holds.
-pub fn a_dropped_region_is_shut_with_its_windows(lab: &Lab) {
+pub(crate) fn a_dropped_region_is_shut_with_its_windows(lab: &Lab) {
     for through_window in [false, true] {
         let (mut a, b) = lab.pair();
         let mut b = b;
@@ -150,7 +150,7 @@ pub fn a_dropped_region_is_shut_with_its_windows(lab: &Lab) {
 }
 
 /// Protection domains are a device's to give, and come back when nothing is of them any more.
-pub fn domains_come_back(lab: &Lab) {
+pub(crate) fn domains_come_back(lab: &Lab) {
     let buffer = Arc::new(Buffer::new(SIZE).unwrap());
     // More than software devices have.
     for _ in 0..70_000 {
@@ -162,7 +162,7 @@ pub fn domains_come_back(lab: &Lab) {
 }
 
 /// Memory that is not held in place, where the device does without.
-pub fn memory_on_demand(lab: &Lab) {
+pub(crate) fn memory_on_demand(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     let access = Access::ON_DEMAND | Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let buffer = Arc::new(Buffer::new(SIZE).unwrap());
@@ -183,7 +183,7 @@ pub fn memory_on_demand(lab: &Lab) {
     }
 }
 
-pub fn zero_based_regions(lab: &Lab) {
+pub(crate) fn zero_based_regions(lab: &Lab) {
     let (mut a, b) = lab.pair();
     a.fill(8);
     let zero = b.pd.register_zero_based(&b.buffer, all()).unwrap();
@@ -194,7 +194,7 @@ pub fn zero_based_regions(lab: &Lab) {
     assert!(a.bytes(200, 100) == a.bytes(0, 100) && b.bytes(4000, 100) == a.bytes(0, 100));
 }
 
-pub fn access_violations(lab: &Lab) {
+pub(crate) fn access_violations(lab: &Lab) {
     type Prepare = fn(&Side) -> (RemoteAddr, Option<MemoryRegion>);
     let cases: [(&str, Prepare); 6] = [
         ("no such key", |b| (RemoteAddr { addr: b.mr.addr(), rkey: b.mr.rkey() ^ 0x40 }, None)),
@@ -253,7 +253,7 @@ pub fn access_violations(lab: &Lab) {
     }
 }
 
-pub fn local_protection(lab: &Lab) {
+pub(crate) fn local_protection(lab: &Lab) {
     let (mut a, b) = lab.pair();
     let read_only = a.pd.register(&a.buffer, Access::empty()).unwrap();
     let other_pd = a.device.alloc_pd().unwrap();
@@ -270,7 +270,7 @@ pub fn local_protection(lab: &Lab) {
     lab.ok(&mut a, 2);
 }
 
-pub fn deregistered_memory_is_not_reachable(lab: &Lab) {
+pub(crate) fn deregistered_memory_is_not_reachable(lab: &Lab) {
     let (a, b) = lab.pair();
     let remote = b.mr.remote(0);
     let Side { mr, qp, .. } = b;
@@ -280,7 +280,7 @@ pub fn deregistered_memory_is_not_reachable(lab: &Lab) {
     drop(qp);
 }
 
-pub fn protection_domains_are_apart(lab: &Lab) {
+pub(crate) fn protection_domains_are_apart(lab: &Lab) {
     let (a, b) = lab.pair();
     let other = b.device.alloc_pd().unwrap();
     let mr = other.register(&b.buffer, all()).unwrap();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn send_and_receive(lab: &Lab) {
+pub(crate) fn send_and_receive(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     a.fill(1);
     for (i, len) in [1usize, 2, 3, 4, 64, 511, 512, 513, 1400, 4096, 65_521, 65_522, 100_000].into_iter().enumerate() {
@@ -16,7 +16,7 @@ pub fn send_and_receive(lab: &Lab) {
     }
 }
 
-pub fn write_then_send(lab: &Lab) {
+pub(crate) fn write_then_send(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     a.fill(2);
     for round in 0..20 {
@@ -32,7 +32,7 @@ pub fn write_then_send(lab: &Lab) {
     }
 }
 
-pub fn write_with_immediate(lab: &Lab) {
+pub(crate) fn write_with_immediate(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     a.fill(3);
     for len in [0u32, 10, 100_000] {
@@ -46,7 +46,7 @@ pub fn write_with_immediate(lab: &Lab) {
     }
 }
 
-pub fn read(lab: &Lab) {
+pub(crate) fn read(lab: &Lab) {
     let (mut a, b) = lab.pair();
     b.fill(4);
     for len in [1u32, 100, 65_000, 500_000] {
@@ -64,7 +64,7 @@ pub fn read(lab: &Lab) {
     }
 }
 
-pub fn read_scattered(lab: &Lab) {
+pub(crate) fn read_scattered(lab: &Lab) {
     let (mut a, b) = lab.pair();
     b.fill(5);
     let sinks = [a.mr.sge(0, 1000), a.mr.sge(5000, 70_000), a.mr.sge(200_000, 1)];
@@ -75,7 +75,7 @@ pub fn read_scattered(lab: &Lab) {
     assert!(a.bytes(200_000, 1) == b.bytes(71_000, 1));
 }
 
-pub fn atomics(lab: &Lab) {
+pub(crate) fn atomics(lab: &Lab) {
     let (mut a, b) = lab.pair();
     b.buffer.write(64, &100u64.to_ne_bytes());
     let remote = b.mr.remote(64);
@@ -94,7 +94,7 @@ pub fn atomics(lab: &Lab) {
     assert!(a.post(4, SendOp::FetchAdd { remote: odd, add: 1 }, &[a.mr.sge(0, 8)]).is_err());
 }
 
-pub fn gather_and_scatter(lab: &Lab) {
+pub(crate) fn gather_and_scatter(lab: &Lab) {
     let (a, mut b) = lab.pair();
     a.fill(6);
     let parts = [b.mr.sge(900_000, 3), b.mr.sge(10, 500), b.mr.sge(100_000, 200_000)];
@@ -107,7 +107,7 @@ pub fn gather_and_scatter(lab: &Lab) {
     assert!(sent == got);
 }
 
-pub fn inline_and_unsignalled(lab: &Lab) {
+pub(crate) fn inline_and_unsignalled(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     for id in 0..50u64 {
         b.recv(id, id as usize * 8, 8);
@@ -127,7 +127,7 @@ pub fn inline_and_unsignalled(lab: &Lab) {
     assert!(matches!(a.qp.post_send(&request), Err(Error::Limit { .. })));
 }
 
-pub fn fence(lab: &Lab) {
+pub(crate) fn fence(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     b.fill(7);
     b.recv(1, 0, 300_000);
@@ -141,7 +141,7 @@ pub fn fence(lab: &Lab) {
     lab.ok(&mut a, 2);
 }
 
-pub fn responder_may_send_first(lab: &Lab) {
+pub(crate) fn responder_may_send_first(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     a.recv(1, 0, 10);
     b.post(2, send(), &[b.mr.sge(0, 10)]).unwrap();
@@ -149,7 +149,7 @@ pub fn responder_may_send_first(lab: &Lab) {
     lab.ok(&mut b, 2);
 }
 
-pub fn empty_messages(lab: &Lab) {
+pub(crate) fn empty_messages(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     b.qp.post_recv(&RecvRequest { wr_id: 1, sges: &[] }).unwrap();
     a.post(1, write(RemoteAddr { addr: 5, rkey: 0xffff_ffff }), &[]).unwrap();
@@ -161,7 +161,7 @@ pub fn empty_messages(lab: &Lab) {
     }
 }
 
-pub fn large_messages(lab: &Lab) {
+pub(crate) fn large_messages(lab: &Lab) {
     let (a, mut b) = lab.pair();
     a.fill(9);
     let big = 64 << 20;
@@ -180,7 +180,7 @@ pub fn large_messages(lab: &Lab) {
     assert!(got == pattern);
 }
 
-pub fn waiting_sleeps_and_wakes(lab: &Lab) {
+pub(crate) fn waiting_sleeps_and_wakes(lab: &Lab) {
     let (a, b) = lab.pair();
     a.recv(1, 0, 8);
     // Nothing to come: the wait ends by its limit.
@@ -204,7 +204,7 @@ pub fn waiting_sleeps_and_wakes(lab: &Lab) {
     });
 }
 
-pub fn posting_from_another_thread(lab: &Lab) {
+pub(crate) fn posting_from_another_thread(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     for id in 0..100 {
         b.recv(id, 0, 8);
@@ -225,7 +225,7 @@ pub fn posting_from_another_thread(lab: &Lab) {
     }
 }
 
-pub fn extensions_are_refused(lab: &Lab) {
+pub(crate) fn extensions_are_refused(lab: &Lab) {
     let (a, b) = lab.pair();
     let remote = b.mr.remote(0);
     let refused = |r: Result<()>| assert!(matches!(r, Err(Error::Unsupported(_))), "{r:?}");

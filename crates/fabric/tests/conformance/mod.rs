@@ -6,10 +6,10 @@ mod memory;
 mod messages;
 mod queues;
 
-pub use connections::*;
-pub use memory::*;
-pub use messages::*;
-pub use queues::*;
+pub(crate) use connections::*;
+pub(crate) use memory::*;
+pub(crate) use messages::*;
+pub(crate) use queues::*;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,17 +17,17 @@ use thruway_fabric::*;
 
 /// Generous: reached only if something hangs.
 const TIMEOUT: Duration = Duration::from_secs(30);
-pub const SIZE: usize = 1 << 20;
+pub(crate) const SIZE: usize = 1 << 20;
 
 /// Two devices, the second of which listens.
-pub struct Lab {
+pub(crate) struct Lab {
     a: Device,
     b: Device,
     listener: Listener,
 }
 
 /// One end of a connection with a registered buffer.
-pub struct Side {
+pub(crate) struct Side {
     pub device: Device,
     pub pd: ProtectionDomain,
     pub cq: CompletionQueue,
@@ -51,32 +51,32 @@ impl Side {
         Side { device: device.clone(), pd, cq, qp, buffer, mr, seen: Vec::new() }
     }
 
-    pub fn fill(&self, seed: u8) {
+    pub(crate) fn fill(&self, seed: u8) {
         let bytes: Vec<u8> =
             (0..SIZE).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed) ^ (i >> 8) as u8).collect();
         self.buffer.write(0, &bytes);
     }
 
-    pub fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.buffer.read(at, &mut out);
         out
     }
 
-    pub fn recv(&self, wr_id: u64, at: usize, len: usize) {
+    pub(crate) fn recv(&self, wr_id: u64, at: usize, len: usize) {
         self.qp.post_recv(&RecvRequest { wr_id, sges: &[self.mr.sge(at, len as u32)] }).unwrap();
     }
 
-    pub fn post(&self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<()> {
+    pub(crate) fn post(&self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<()> {
         self.qp.post_send(&SendRequest { wr_id, op, payload: Payload::Sges(sges), flags: SendFlags::SIGNALED })
     }
 }
 
-pub fn send() -> SendOp {
+pub(crate) fn send() -> SendOp {
     SendOp::Send { invalidate: None }
 }
 
-pub fn write(remote: RemoteAddr) -> SendOp {
+pub(crate) fn write(remote: RemoteAddr) -> SendOp {
     SendOp::Write { remote, immediate: None }
 }
 
@@ -94,25 +94,25 @@ fn has_atomics(side: &Side) -> bool {
 }
 
 impl Lab {
-    pub fn new(a: Device, b: Device) -> Lab {
+    pub(crate) fn new(a: Device, b: Device) -> Lab {
         Lab::at(a, b, "127.0.0.1".parse().unwrap())
     }
 
     /// At another address than loopback.
-    pub fn at(a: Device, b: Device, address: std::net::IpAddr) -> Lab {
+    pub(crate) fn at(a: Device, b: Device, address: std::net::IpAddr) -> Lab {
         let listener = b.listen(SocketAddr::new(address, 0), &ListenOptions::default()).unwrap();
         Lab { a, b, listener }
     }
 
-    pub fn addr(&self) -> SocketAddr {
+    pub(crate) fn addr(&self) -> SocketAddr {
         self.listener.local_addr()
     }
 
-    pub fn pair(&self) -> (Side, Side) {
+    pub(crate) fn pair(&self) -> (Side, Side) {
         self.pair_with(QueuePairCaps::default(), &ConnectParams::default())
     }
 
-    pub fn pair_with(&self, caps: QueuePairCaps, params: &ConnectParams) -> (Side, Side) {
+    pub(crate) fn pair_with(&self, caps: QueuePairCaps, params: &ConnectParams) -> (Side, Side) {
         let (a, b) = (Side::new(&self.a, caps), Side::new(&self.b, caps));
         self.connect(&a.qp, &b.qp, params);
         (a, b)
@@ -149,7 +149,7 @@ impl Lab {
     }
 
     /// Waits for a completion with this identifier at `side`.
-    pub fn completion(&self, side: &mut Side, wr_id: u64) -> WorkCompletion {
+    pub(crate) fn completion(&self, side: &mut Side, wr_id: u64) -> WorkCompletion {
         let mut found = None;
         let Side { cq, seen, .. } = side;
         self.until(&format!("completion {wr_id}"), || {
@@ -191,7 +191,7 @@ macro_rules! behaviours {
 type Behaviour = (&'static str, fn(&Lab));
 
 /// Every behaviour, by name.
-pub const BEHAVIOURS: &[Behaviour] = behaviours! {
+pub(crate) const BEHAVIOURS: &[Behaviour] = behaviours! {
     send_and_receive,
     write_then_send,
     write_with_immediate,
@@ -233,12 +233,12 @@ pub const BEHAVIOURS: &[Behaviour] = behaviours! {
 };
 
 /// Checks every behaviour, each in a lab of its own, and names those that fail.
-pub fn run_all(lab: &dyn Fn() -> Lab) {
+pub(crate) fn run_all(lab: &dyn Fn() -> Lab) {
     run_except(&[], lab);
 }
 
 /// As [`run_all`], without what a device cannot do; each exception says why.
-pub fn run_except(except: &[(&str, &str)], lab: &dyn Fn() -> Lab) {
+pub(crate) fn run_except(except: &[(&str, &str)], lab: &dyn Fn() -> Lab) {
     for (name, _) in except {
         assert!(BEHAVIOURS.iter().any(|(n, _)| n == name), "there is no behaviour {name}");
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Three connections, the messages of which come unevenly, with one queue of receives.
-pub fn shared_receives(lab: &Lab) {
+pub(crate) fn shared_receives(lab: &Lab) {
     if lab.b.attributes().max_srq_wr == 0 {
         assert!(matches!(lab.b.alloc_pd().unwrap().create_srq(8, 1).map(drop), Err(Error::Unsupported(_))));
         return;
@@ -79,7 +79,7 @@ pub fn shared_receives(lab: &Lab) {
 }
 
 /// A queue pair that is gone leaves its share of a shared queue behind.
-pub fn shared_receives_outlive_who_took_them(lab: &Lab) {
+pub(crate) fn shared_receives_outlive_who_took_them(lab: &Lab) {
     const RECEIVES: u64 = 4;
     if lab.b.attributes().max_srq_wr == 0 {
         return;
@@ -110,7 +110,7 @@ pub fn shared_receives_outlive_who_took_them(lab: &Lab) {
     }
 }
 
-pub fn receiver_not_ready(lab: &Lab) {
+pub(crate) fn receiver_not_ready(lab: &Lab) {
     let (mut a, b) = lab.pair();
     a.recv(7, 0, 1);
     a.post(1, send(), &[a.mr.sge(0, 8)]).unwrap();
@@ -119,7 +119,7 @@ pub fn receiver_not_ready(lab: &Lab) {
     assert_eq!(lab.completion(&mut a, 7).status, Status::Flushed);
 }
 
-pub fn message_longer_than_receive(lab: &Lab) {
+pub(crate) fn message_longer_than_receive(lab: &Lab) {
     let (a, mut b) = lab.pair();
     b.fill(11);
     let before = b.bytes(100, 1000);
@@ -133,7 +133,7 @@ pub fn message_longer_than_receive(lab: &Lab) {
     lab.disconnected(&a);
 }
 
-pub fn limits(lab: &Lab) {
+pub(crate) fn limits(lab: &Lab) {
     let (a, _b) = lab.pair();
     let many = vec![a.mr.sge(0, 1); 5];
     assert!(matches!(a.post(1, send(), &many), Err(Error::Limit { limit: 4, .. })));
@@ -151,7 +151,7 @@ pub fn limits(lab: &Lab) {
     assert!(matches!(a.qp.connect(lab.addr(), &ConnectParams::default()), Err(Error::State { .. })));
 }
 
-pub fn queue_full(lab: &Lab) {
+pub(crate) fn queue_full(lab: &Lab) {
     let (mut a, b) = lab.pair();
     for i in 0..128 {
         b.recv(i, 0, 8);

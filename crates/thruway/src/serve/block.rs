@@ -19,12 +19,12 @@ use thruway_server::service::{Announcement, Service};
 use thruway_server::tls;
 
 /// Above these options in the help.
-pub const HEADING: &str = "Block service";
+pub(super) const HEADING: &str = "Block service";
 
 /// Arguments of the block service.
 #[derive(Args)]
 #[command(next_help_heading = HEADING)]
-pub struct BlockArgs {
+pub(super) struct BlockArgs {
     /// Disk to serve: a file, a block device, mem:SIZE or stripe:CHUNK:PATH:PATH...; may be repeated
     #[arg(long, value_name = "NAME=PATH[,ro][,mode=direct|cached|writeback]...", value_parser = Spec::parse)]
     pub block: Vec<Spec>,
@@ -89,22 +89,22 @@ fn parse_iqn(text: &str) -> Result<String, String> {
 
 impl BlockArgs {
     /// Where to keep what is to outlive the daemon.
-    pub fn state(&self) -> Option<PathBuf> {
+    pub(super) fn state(&self) -> Option<PathBuf> {
         self.state.clone().or_else(default_state).filter(|_| !self.block.is_empty())
     }
 
     /// Whether there are initiators, who may ask for what outlives the daemon.
-    pub fn has_initiators(&self) -> bool {
+    pub(super) fn has_initiators(&self) -> bool {
         !self.iscsi.is_empty() || !self.iser.is_empty()
     }
 
     /// Files with secrets and certificates.
-    pub fn secret_files(&self) -> impl Iterator<Item = &PathBuf> {
+    pub(super) fn secret_files(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca].into_iter().flatten()
     }
 
     /// Refuses what would be without effect.
-    pub fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), String> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
         let nbd = !self.nbd.is_empty() || !iscsi;
         let given = [
@@ -131,7 +131,7 @@ impl BlockArgs {
     }
 
     /// What would keep disks from being opened.
-    pub fn missing_files(&self) -> Vec<String> {
+    pub(super) fn missing_files(&self) -> Vec<String> {
         let given = [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca];
         let missing = given.into_iter().flatten().filter_map(|path| {
             let e = std::fs::metadata(path).err()?;
@@ -264,7 +264,7 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 const LAST_REQUESTS: Duration = Duration::from_secs(10);
 
 /// The running block service.
-pub struct BlockService {
+pub(super) struct BlockService {
     nbd: Option<nbd::Server>,
     iscsi: Option<iscsi::Server>,
     iser: Option<iser::Server>,
@@ -275,7 +275,7 @@ pub struct BlockService {
 
 impl BlockService {
     /// Starts what the arguments ask for; `None` if that is nothing.
-    pub fn start(
+    pub(super) fn start(
         args: &BlockArgs,
         anonymous: bool,
         fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,

@@ -20,7 +20,7 @@ use toml::de::{DeArray, DeTable, DeValue};
 
 /// What a file says.
 #[derive(Default)]
-pub struct File {
+pub(super) struct File {
     /// Options, as on the command line.
     pub options: Vec<OsString>,
     /// Directories.
@@ -145,7 +145,7 @@ fn command() -> clap::Command {
 ///
 /// # Errors
 /// All that is wrong with it, a line each.
-pub fn load(path: &Path) -> Result<File, String> {
+pub(super) fn load(path: &Path) -> Result<File, String> {
     let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     parse(&text).map_err(|mistakes| {
         let lines = mistakes.iter().map(|mistake| {
@@ -376,7 +376,7 @@ fn judgement(error: &clap::Error) -> Option<String> {
 }
 
 /// The reference, for the book.
-pub fn reference() -> String {
+pub(super) fn reference() -> String {
     let command = command();
     let mut page = String::from(INTRODUCTION);
     for table in TABLES {

@@ -123,7 +123,7 @@ fn directory(path: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// A sentence, if it can and something else keeps it from being done.
-pub fn confine(args: &ServeArgs) -> Result<(), String> {
+pub(super) fn confine(args: &ServeArgs) -> Result<(), String> {
     let run: BitFlags<AccessFs> = AccessFs::Execute.into();
     let (read, all) = (AccessFs::ReadFile | AccessFs::ReadDir, AccessFs::from_all(RIGHTS) & !run);
     let sockets = AccessFs::MakeSock | AccessFs::RemoveFile;

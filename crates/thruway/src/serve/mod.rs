@@ -58,7 +58,7 @@ A daemon that is given disks but neither --listen nor --export serves only disks
     args_override_self = true,
     after_help = AFTER_HELP.clone()
 )]
-pub struct ServeArgs {
+pub(crate) struct ServeArgs {
     /// Read options and exports from a TOML file; those given here are added, or take their place
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -158,7 +158,7 @@ fn parse_export(text: &str) -> Result<Export, String> {
 }
 
 /// Runs the daemon until it is told to stop.
-pub fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
+pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     serve(args, common).map_err(|message| {
         thruway_cli::say_error!("thruway serve: {message}");
         Failed

@@ -15,7 +15,7 @@ use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, Stopper};
 
 /// Who the daemon is.
-pub fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
+pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
     if args.secret_from_stdin {
         let mut line = String::new();
         std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
@@ -31,7 +31,7 @@ fn is_loopback_only(listen: &[SocketAddr]) -> bool {
 }
 
 /// The running transfer service.
-pub struct TransferService {
+pub(super) struct TransferService {
     addresses: Vec<Address>,
     lines: Vec<String>,
     /// The daemon's; empty if peers know it by a secret.
@@ -45,7 +45,7 @@ pub struct TransferService {
 
 impl TransferService {
     /// Listens. Sessions begin with [`Service::run`].
-    pub fn start(args: &ServeArgs, credentials: Credentials) -> Result<TransferService, String> {
+    pub(super) fn start(args: &ServeArgs, credentials: Credentials) -> Result<TransferService, String> {
         let public_key = match &credentials {
             Credentials::Keys(pair) => pair.public().to_string(),
             Credentials::Secret(_) => String::new(),

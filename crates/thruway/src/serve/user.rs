@@ -11,14 +11,14 @@ use std::path::Path;
 
 /// A user of this machine.
 #[derive(Debug, Clone)]
-pub struct User(unistd::User, Vec<unistd::Gid>);
+pub(super) struct User(unistd::User, Vec<unistd::Gid>);
 
 impl User {
     /// Looks a user up by name.
     ///
     /// # Errors
     /// A sentence, if there is none of this name.
-    pub fn parse(name: &str) -> Result<User, String> {
+    pub(super) fn parse(name: &str) -> Result<User, String> {
         let failed = |e: &dyn std::fmt::Display| format!("looking for user '{name}': {e}");
         let found = unistd::User::from_name(name).map_err(|e| failed(&e))?;
         let found = found.ok_or_else(|| format!("there is no user '{name}' on this machine"))?;
@@ -32,7 +32,7 @@ impl User {
     ///
     /// # Errors
     /// If it cannot be made.
-    pub fn make_directory(&self, path: &Path) -> io::Result<()> {
+    pub(super) fn make_directory(&self, path: &Path) -> io::Result<()> {
         match std::fs::create_dir(path) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             Err(e) => Err(e),
@@ -45,7 +45,7 @@ impl User {
     ///
     /// # Errors
     /// If it cannot be made, or is somebody else's.
-    pub fn take_over(&self, parent: &Path, name: &str, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
+    pub(super) fn take_over(&self, parent: &Path, name: &str, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
         // By descriptors and never through links: whoever may write there must not lead root elsewhere.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let parent = rustix::fs::open(parent, flags, Mode::empty())?;
@@ -85,7 +85,7 @@ impl User {
     ///
     /// # Errors
     /// A sentence, if the process may not.
-    pub fn become_it(&self) -> Result<(), String> {
+    pub(super) fn become_it(&self) -> Result<(), String> {
         let unistd::User { name, uid, gid, .. } = &self.0;
         if unistd::Uid::current() == *uid && unistd::Uid::effective() == *uid {
             return Ok(());

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 /// A daemon that serves disks; killed when dropped.
-pub struct Disks {
+pub(crate) struct Disks {
     pub child: Child,
     pub announced: serde_json::Value,
 }
 
 impl Disks {
-    pub fn serve(args: &[&str]) -> Disks {
+    pub(crate) fn serve(args: &[&str]) -> Disks {
         let mut child =
             Command::new(THRUWAY).args(["serve", "--json"]).args(args).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
@@ -22,15 +22,15 @@ impl Disks {
         Disks { child, announced: serde_json::from_str(&line).expect("the daemon says where it listens") }
     }
 
-    pub fn at(&self, protocol: &str) -> String {
+    pub(crate) fn at(&self, protocol: &str) -> String {
         self.announced[protocol][0].as_str().unwrap().to_string()
     }
 
-    pub fn nbd(&self, export: &str) -> String {
+    pub(crate) fn nbd(&self, export: &str) -> String {
         format!("nbd://{}/{export}", self.at("nbd"))
     }
 
-    pub fn stop(mut self) {
+    pub(crate) fn stop(mut self) {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
         assert!(self.child.wait().unwrap().success());
@@ -47,12 +47,12 @@ impl Drop for Disks {
     }
 }
 
-pub fn run(program: &str, args: &[&str]) -> Output {
+pub(crate) fn run(program: &str, args: &[&str]) -> Output {
     Command::new(program).args(args).stdin(Stdio::null()).output().unwrap_or_else(|e| panic!("{program}: {e}"))
 }
 
 /// Runs a program that must succeed; what it says.
-pub fn ok(program: &str, args: &[&str]) -> String {
+pub(crate) fn ok(program: &str, args: &[&str]) -> String {
     let output = run(program, args);
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{program} {args:?}\n{}{}", text(&output.stdout), text(&output.stderr));
@@ -60,13 +60,13 @@ pub fn ok(program: &str, args: &[&str]) -> String {
 }
 
 /// A script for libnbd's Python binding, with the URI of the export as its argument.
-pub fn libnbd(uri: &str, script: &str) -> String {
+pub(crate) fn libnbd(uri: &str, script: &str) -> String {
     let script = format!("import nbd, sys, errno\nh = nbd.NBD()\nuri = sys.argv[1]\n{script}");
     ok("/usr/bin/python3", &["-c", &script, uri])
 }
 
 /// A file of 40 MiB, half of it bytes that cannot be guessed, half of it a hole.
-pub fn image(lab: &Lab, name: &str) -> PathBuf {
+pub(crate) fn image(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.path(name);
     let mut bytes = vec![0; 20 << 20];
     fs::File::open("/dev/urandom").unwrap().read_exact(&mut bytes).unwrap();
@@ -76,15 +76,15 @@ pub fn image(lab: &Lab, name: &str) -> PathBuf {
     path
 }
 
-pub fn text(path: &Path) -> &str {
+pub(crate) fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
 /// A loop device over a file; gone when dropped.
-pub struct LoopDevice(pub String);
+pub(crate) struct LoopDevice(pub String);
 
 impl LoopDevice {
-    pub fn over(file: &Path) -> LoopDevice {
+    pub(crate) fn over(file: &Path) -> LoopDevice {
         LoopDevice(ok("losetup", &["--find", "--show", text(file)]).trim().to_string())
     }
 }

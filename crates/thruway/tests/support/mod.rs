@@ -1,8 +1,8 @@
 //! A daemon, directories, and a comparison of trees.
 #![allow(dead_code)]
 
-pub mod disks;
-pub mod nbd;
+pub(crate) mod disks;
+pub(crate) mod nbd;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -13,31 +13,31 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-pub const THRUWAY: &str = env!("CARGO_BIN_EXE_thruway");
+pub(crate) const THRUWAY: &str = env!("CARGO_BIN_EXE_thruway");
 
 /// A directory of its own for one test.
 #[derive(Debug)]
-pub struct Lab {
+pub(crate) struct Lab {
     pub dir: tempfile::TempDir,
 }
 
 impl Lab {
-    pub fn new() -> Lab {
+    pub(crate) fn new() -> Lab {
         Lab { dir: tempfile::tempdir().unwrap() }
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    pub fn mkdir(&self, name: &str) -> PathBuf {
+    pub(crate) fn mkdir(&self, name: &str) -> PathBuf {
         let path = self.path(name);
         fs::create_dir_all(&path).unwrap();
         path
     }
 
     /// The program where every user can run it who can look in here.
-    pub fn program_for_all(&self) -> PathBuf {
+    pub(crate) fn program_for_all(&self) -> PathBuf {
         let here = self.path("thruway");
         if fs::hard_link(THRUWAY, &here).is_err() {
             fs::copy(THRUWAY, &here).unwrap();
@@ -46,12 +46,12 @@ impl Lab {
     }
 
     /// A daemon that serves `dir` as `e`.
-    pub fn serve(&self, dir: &Path) -> Daemon {
+    pub(crate) fn serve(&self, dir: &Path) -> Daemon {
         Daemon::start(&[OsStr::new("--export"), &export("e", dir, "")])
     }
 }
 
-pub fn export(name: &str, dir: &Path, mode: &str) -> OsString {
+pub(crate) fn export(name: &str, dir: &Path, mode: &str) -> OsString {
     let mut text = OsString::from(format!("{name}="));
     text.push(dir);
     text.push(mode);
@@ -59,7 +59,7 @@ pub fn export(name: &str, dir: &Path, mode: &str) -> OsString {
 }
 
 /// A daemon process, killed when dropped.
-pub struct Daemon {
+pub(crate) struct Daemon {
     pub child: Child,
     pub addr: String,
     /// Where else it listens.
@@ -68,15 +68,15 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    pub fn start(args: &[&OsStr]) -> Daemon {
+    pub(crate) fn start(args: &[&OsStr]) -> Daemon {
         Daemon::start_at("127.0.0.1:0", args)
     }
 
-    pub fn start_at(addr: &str, args: &[&OsStr]) -> Daemon {
+    pub(crate) fn start_at(addr: &str, args: &[&OsStr]) -> Daemon {
         Daemon::start_by(Command::new(THRUWAY).args(["serve", "--json", "--listen", addr]).args(args))
     }
 
-    pub fn start_by(command: &mut Command) -> Daemon {
+    pub(crate) fn start_by(command: &mut Command) -> Daemon {
         let mut child = command.env("THRUWAY_LOG", log_level()).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
@@ -87,11 +87,11 @@ impl Daemon {
         Daemon { child, addr, also, public_key: announced["public_key"].as_str().unwrap().into() }
     }
 
-    pub fn url(&self, path: &str) -> OsString {
+    pub(crate) fn url(&self, path: &str) -> OsString {
         format!("tw://{}/{path}", self.addr).into()
     }
 
-    pub fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -104,39 +104,39 @@ impl Drop for Daemon {
 }
 
 /// Some user who is nobody in particular.
-pub const NOBODY: u32 = 65534;
+pub(crate) const NOBODY: u32 = 65534;
 
 /// A `thruway` command that touches no file of the user's.
-pub fn thruway(home: &Path) -> Command {
+pub(crate) fn thruway(home: &Path) -> Command {
     let mut command = Command::new(THRUWAY);
     command.env("XDG_CONFIG_HOME", home).env("THRUWAY_LOG", log_level()).stdin(Stdio::null());
     command
 }
 
 /// Runs `thruway cp --json` and returns its result, insisting on success.
-pub fn cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> serde_json::Value {
+pub(crate) fn cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> serde_json::Value {
     let out = try_cp(lab, args);
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     parse(&out)
 }
 
-pub fn try_cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> Output {
+pub(crate) fn try_cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> Output {
     thruway(lab.dir.path()).args(["cp", "--json"]).args(args).output().unwrap()
 }
 
-pub fn parse(out: &Output) -> serde_json::Value {
+pub(crate) fn parse(out: &Output) -> serde_json::Value {
     serde_json::from_slice(&out.stdout).unwrap_or_else(|e| {
         panic!("{e}: {}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr))
     })
 }
 
-pub fn stderr(out: &Output) -> String {
+pub(crate) fn stderr(out: &Output) -> String {
     String::from_utf8_lossy(&out.stderr).into_owned()
 }
 
 /// How closely two trees must agree.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Compare {
+pub(crate) enum Compare {
     /// Names, types, link targets, bytes.
     Content,
     /// Also modes, owners, times, extended attributes, hard links.
@@ -192,7 +192,7 @@ fn describe(root: &Path, how: Compare) -> BTreeMap<Vec<u8>, String> {
 }
 
 /// Insists that all that is in one tree is in the other.
-pub fn assert_has_all(a: &Path, b: &Path, how: Compare) {
+pub(crate) fn assert_has_all(a: &Path, b: &Path, how: Compare) {
     let (a, b) = (describe(a, how), describe(b, how));
     for (name, text) in &a {
         assert_eq!(Some(text), b.get(name), "{}", String::from_utf8_lossy(name));
@@ -200,7 +200,7 @@ pub fn assert_has_all(a: &Path, b: &Path, how: Compare) {
 }
 
 /// Insists that two trees agree.
-pub fn assert_same(a: &Path, b: &Path, how: Compare) {
+pub(crate) fn assert_same(a: &Path, b: &Path, how: Compare) {
     assert_has_all(a, b, how);
     let (a, b) = (describe(a, how), describe(b, how));
     for name in b.keys() {
@@ -209,7 +209,7 @@ pub fn assert_same(a: &Path, b: &Path, how: Compare) {
 }
 
 /// Deterministic bytes.
-pub fn noise(len: usize, mut seed: u64) -> Vec<u8> {
+pub(crate) fn noise(len: usize, mut seed: u64) -> Vec<u8> {
     let mut out = Vec::with_capacity(len + 8);
     while out.len() < len {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -220,7 +220,7 @@ pub fn noise(len: usize, mut seed: u64) -> Vec<u8> {
 }
 
 /// A tree with everything that is awkward to copy.
-pub fn awkward_tree(root: &Path) {
+pub(crate) fn awkward_tree(root: &Path) {
     let write = |name: &[u8], content: &[u8]| {
         let path = root.join(OsStr::from_bytes(name));
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -269,7 +269,7 @@ fn log_level() -> String {
 }
 
 /// Files that the write-back caches of a daemon keep their memory in.
-pub fn caches_of(pid: u32) -> Vec<PathBuf> {
+pub(crate) fn caches_of(pid: u32) -> Vec<PathBuf> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let mapped =
         maps.lines().filter_map(|line| line.find("/dev/shm/thruway-cache-").map(|at| PathBuf::from(&line[at..])));

@@ -4,22 +4,22 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
 /// A connection in transmission, with simple replies.
-pub struct Nbd(TcpStream);
+pub(crate) struct Nbd(TcpStream);
 
 /// NBD_EPERM, NBD_EIO, NBD_ENOSPC.
 const STORAGE_ERRORS: [u32; 3] = [1, 5, 28];
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
 #[allow(dead_code)]
-pub const FLUSH: u16 = 3;
+pub(crate) const FLUSH: u16 = 3;
 #[allow(dead_code)]
-pub const ZEROES: u16 = 6;
+pub(crate) const ZEROES: u16 = 6;
 #[allow(dead_code)]
-pub const FUA: u16 = 1;
+pub(crate) const FUA: u16 = 1;
 
 impl Nbd {
-    pub fn connect(address: &str, export: &str) -> io::Result<Nbd> {
+    pub(crate) fn connect(address: &str, export: &str) -> io::Result<Nbd> {
         let mut stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
         stream.read_exact(&mut [0; 18])?;
@@ -39,18 +39,18 @@ impl Nbd {
         }
     }
 
-    pub fn send(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
+    pub(crate) fn send(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
         self.send_many(1, command, at, len, data)
     }
 
     /// Nothing more will come from here.
     #[allow(dead_code)]
-    pub fn half_close(&self) {
+    pub(crate) fn half_close(&self) {
         self.0.shutdown(std::net::Shutdown::Write).unwrap();
     }
 
     /// The same request many times, all at once.
-    pub fn send_many(
+    pub(crate) fn send_many(
         &mut self,
         count: usize,
         (flags, command): (u16, u16),
@@ -67,7 +67,7 @@ impl Nbd {
     }
 
     /// The daemon's answer: what was read, or `None` if the storage has failed.
-    pub fn ask(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<Option<Vec<u8>>> {
+    pub(crate) fn ask(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<Option<Vec<u8>>> {
         self.send(command, at, len, data)?;
         if !self.answer()? {
             return Ok(None);
@@ -78,7 +78,7 @@ impl Nbd {
     }
 
     /// The beginning of an answer; false if the storage has failed.
-    pub fn answer(&mut self) -> io::Result<bool> {
+    pub(crate) fn answer(&mut self) -> io::Result<bool> {
         let mut reply = [0; 16];
         self.0.read_exact(&mut reply)?;
         assert_eq!(reply[..4], 0x6744_6698u32.to_be_bytes());

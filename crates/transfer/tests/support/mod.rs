@@ -9,10 +9,10 @@ use thruway_transfer::link::{Link, LinkError, LinkEvent};
 use thruway_transfer::wire::Control;
 
 #[allow(dead_code, reason = "not every test waits")]
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A daemon that exports a directory of its own as `e`; stopped when dropped.
-pub struct Served {
+pub(crate) struct Served {
     pub dir: tempfile::TempDir,
     pub addr: SocketAddr,
     pub stopper: Stopper,
@@ -21,7 +21,7 @@ pub struct Served {
 
 impl Served {
     /// With a configuration that differs from the usual one.
-    pub fn with(change: impl FnOnce(&mut Config)) -> Served {
+    pub(crate) fn with(change: impl FnOnce(&mut Config)) -> Served {
         let dir = tempfile::tempdir().unwrap();
         let credentials = Credentials::Keys(KeyPair::generate());
         let config = Config::new("127.0.0.1:0".parse().unwrap(), credentials).export("e", dir.path(), false);
@@ -50,7 +50,7 @@ impl Drop for Served {
 
 /// Waits until the daemon has ended the session, and returns what it said.
 #[allow(dead_code, reason = "not every test waits")]
-pub fn ended(link: &mut Link) -> String {
+pub(crate) fn ended(link: &mut Link) -> String {
     let start = Instant::now();
     let mut said = String::new();
     loop {
