@@ -5,6 +5,7 @@
 //! behind it, `#` for remarks; a secret key readable by anybody else is refused.
 
 use crate::wire::{AuthKind, Hello, Token};
+use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
@@ -303,19 +304,12 @@ fn builder(pattern: &str) -> snow::Builder<'_> {
 
 /// Hexadecimal digits of some bytes.
 pub fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
+    HEXLOWER.encode(bytes)
 }
 
 /// 32 bytes from hexadecimal digits.
 pub fn from_hex(text: &str) -> Option<[u8; KEY_LEN]> {
-    if text.len() != KEY_LEN * 2 || !text.is_ascii() {
-        return None;
-    }
-    let mut out = [0; KEY_LEN];
-    for (i, byte) in out.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&text[i * 2..i * 2 + 2], 16).ok()?;
-    }
-    Some(out)
+    HEXLOWER_PERMISSIVE.decode(text.as_bytes()).ok()?.try_into().ok()
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@
 use super::dirty_bitmap::DirtyBitmap;
 use crate::backend::{Backend, all};
 use crate::identity::Identity;
+use data_encoding::HEXLOWER;
 use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags};
 use std::fs::File;
 use std::io;
@@ -124,7 +125,7 @@ impl CacheFile {
         stamp: &Identity,
         make: bool,
     ) -> Result<Option<CacheFile>, CacheFileError> {
-        let digits: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
+        let digits = HEXLOWER.encode(identity);
         let user = rustix::process::geteuid().as_raw();
         let path = directory.join(format!("thruway-cache-{user}-{digits}"));
         if let Some(others) = others_file(directory, &path, &digits) {

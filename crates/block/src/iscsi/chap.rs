@@ -5,6 +5,7 @@ use md5::{Digest as _, Md5};
 use ring::digest as sha;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use subtle::ConstantTimeEq;
 use thruway_engine::aead::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
@@ -218,7 +219,7 @@ fn respond(algorithm: u8, identifier: u8, secret: &str, challenge: &[u8]) -> Vec
 
 /// Compares without telling by its time where the difference is.
 fn equal(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0
+    a.ct_eq(b).into()
 }
 
 #[cfg(test)]

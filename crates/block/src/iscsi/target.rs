@@ -208,7 +208,7 @@ impl Targets {
                 break sessions.last;
             }
         };
-        let isid: String = identity.isid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let isid = data_encoding::HEXLOWER.encode(&identity.isid);
         let port = format!("{},i,0x{isid}", identity.initiator);
         let nexus = Nexus { id: self.next_nexus.fetch_add(1, Ordering::Relaxed), port: port.into() };
         let all = target.iter().flat_map(|target| &target.units);

@@ -1,5 +1,7 @@
 //! Text keys (RFC 7143 section 6): `key=value`, each ended by a zero byte.
 
+use data_encoding::{BASE64_NOPAD, HEXLOWER, HEXLOWER_PERMISSIVE};
+
 /// Keys and values in their order.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Keys(pub Vec<(String, String)>);
@@ -49,37 +51,16 @@ pub fn number(text: &str) -> Option<u64> {
 /// Bytes in hexadecimal or base 64 (RFC 7143 6.1).
 pub fn binary(text: &str) -> Option<Vec<u8>> {
     if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        if !hex.is_ascii() {
-            return None;
-        }
         let padded = if hex.len() % 2 == 1 { format!("0{hex}") } else { hex.to_owned() };
-        return (0..padded.len()).step_by(2).map(|i| u8::from_str_radix(&padded[i..i + 2], 16).ok()).collect();
+        return HEXLOWER_PERMISSIVE.decode(padded.as_bytes()).ok();
     }
     let text = text.strip_prefix("0b").or_else(|| text.strip_prefix("0B"))?;
-    let (mut out, mut bits, mut held) = (Vec::new(), 0u32, 0);
-    for byte in text.trim_end_matches('=').bytes() {
-        let value = match byte {
-            b'A'..=b'Z' => byte - b'A',
-            b'a'..=b'z' => byte - b'a' + 26,
-            b'0'..=b'9' => byte - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => return None,
-        };
-        bits = bits << 6 | u32::from(value);
-        held += 6;
-        if held >= 8 {
-            held -= 8;
-            out.push((bits >> held) as u8);
-        }
-    }
-    Some(out)
+    BASE64_NOPAD.decode(text.trim_end_matches('=').as_bytes()).ok()
 }
 
 /// Bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
-    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("0x{digits}")
+    format!("0x{}", HEXLOWER.encode(bytes))
 }
 
 #[cfg(test)]

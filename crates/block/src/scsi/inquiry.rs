@@ -72,7 +72,7 @@ fn padded<const N: usize>(text: &str) -> [u8; N] {
 }
 
 fn serial(unit: &Unit) -> String {
-    unit.export.identity.iter().map(|byte| format!("{byte:02x}")).collect()
+    data_encoding::HEXLOWER.encode(&unit.export.identity)
 }
 
 fn identification(unit: &Unit) -> Vec<u8> {

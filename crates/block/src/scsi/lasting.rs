@@ -4,6 +4,7 @@
 //! command that asked for it is answered.
 
 use super::reservation::KeptError;
+use data_encoding::HEXLOWER;
 use rustix::fs::Mode;
 use std::fs::File;
 use std::io;
@@ -44,7 +45,7 @@ const LEN_MAX: u64 = 1 << 20;
 impl Lasting {
     /// The file for a disk, in the directory of a daemon's state.
     pub fn of(state: &Path, identity: &[u8; 16]) -> Lasting {
-        let digits: String = identity.iter().map(|byte| format!("{byte:02x}")).collect();
+        let digits = HEXLOWER.encode(identity);
         Lasting { path: state.join(Lasting::DIRECTORY).join(digits) }
     }
 
