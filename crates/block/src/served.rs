@@ -183,6 +183,10 @@ impl crate::layer::Layer for Served {
         self.below.lend(at, len)
     }
 
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.below.prefetch(at, len)
+    }
+
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
         self.change(at, segment.len() as u64, move || self.below.write(at, segment, durable))
     }

@@ -31,10 +31,19 @@ pub struct Invalid {
     pub expected: &'static str,
 }
 
+/// Characters of a value that are repeated in a message.
+const VALUE_MAX: usize = 80;
+
 impl Invalid {
     /// A value of something, of which something else was expected.
     pub fn new(what: &'static str, value: impl Into<String>, expected: &'static str) -> Invalid {
-        Invalid { what, value: value.into(), expected }
+        let mut value = value.into();
+        // A message is a line, whatever it is about.
+        if let Some((end, _)) = value.char_indices().nth(VALUE_MAX) {
+            value.truncate(end);
+            value.push_str("...");
+        }
+        Invalid { what, value, expected }
     }
 }
 

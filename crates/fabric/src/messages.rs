@@ -123,7 +123,8 @@ impl Messages {
                 Some(_) => {}
                 None => self.device.wait(None)?,
             }
-            self.cq.poll(&mut completions, DEPTH);
+            // All of them: after the end, nobody looks again.
+            while self.cq.poll(&mut completions, DEPTH) > 0 {}
         }
         for wc in completions.iter().filter(|wc| wc.status == Status::Success) {
             if let Completed::Received(received) = self.slots.complete(wc) {

@@ -16,7 +16,8 @@ pub fn next_data(file: impl AsFd, at: u64, end: u64) -> io::Result<Option<Range<
         return Ok(None);
     }
     let start = match rustix::fs::seek(&file, SeekFrom::Data(at)) {
-        Ok(start) => start,
+        // A FUSE server's answer is not checked by the kernel.
+        Ok(start) => start.max(at),
         Err(Errno::NXIO) => return Ok(None),
         Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
         Err(e) => return Err(e.into()),

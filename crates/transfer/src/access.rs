@@ -150,6 +150,11 @@ impl AuthorizedKeys {
             }
             let at = |message| (index + 1, message);
             let mut words = line.split_whitespace();
+            if line.split_whitespace().filter(|word| word.parse::<PublicKey>().is_ok()).count() > 1 {
+                return Err(
+                    at("two keys in a line: a secret key file? (expected the public half, from id.pub)".into()),
+                );
+            }
             let first = words.next().unwrap_or("");
             let (grant, key) = match first.parse::<PublicKey>() {
                 Ok(key) => (Grant::anywhere(Rights::READ_WRITE), Ok(key)),
@@ -197,7 +202,7 @@ fn parse_options(text: &str) -> Result<Grant, GrantError> {
             "privileged" => Rights::PRIVILEGED,
             other => {
                 let Some(place) = other.strip_prefix("export=") else {
-                    return Err(GrantError::Unknown(other.into()));
+                    return Err(GrantError::Unknown(other.chars().take(80).collect()));
                 };
                 let (name, below) = place.split_once('/').unwrap_or((place, ""));
                 let below = below.trim_end_matches('/').as_bytes();
@@ -272,6 +277,7 @@ mod tests {
             ("ro,export=a/../b KEY", 1, "path"),
             ("export= KEY", 1, "export"),
             ("export=a,export=b KEY", 1, "another line"),
+            ("KEY KEY\n", 1, "secret key file"),
         ] {
             let (at, message) = keys(text).map(drop).unwrap_err();
             assert!(at == line && message.contains(word), "{text}: {at} {message}");

@@ -176,6 +176,7 @@ impl Stop {
         state.0 = true;
         if let Some(cancel) = &state.1 {
             cancel.cancel(AbortCode::Failed, STOPPED);
+            Cancel::hang_up_later(vec![cancel.clone()]);
         }
         self.0.changed.notify_all();
     }
@@ -194,6 +195,7 @@ impl Stop {
         state.1 = cancel.cloned();
         if let (true, Some(cancel)) = (state.0, cancel) {
             cancel.cancel(AbortCode::Failed, STOPPED);
+            Cancel::hang_up_later(vec![cancel.clone()]);
         }
     }
 
@@ -264,6 +266,7 @@ pub fn run_until(
         match ended {
             Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
             Err(error) if error.is_transient() => {
+                stop.check()?;
                 // Bytes that are sent again and again, and kept nowhere, are no progress.
                 let found = progress.resumed.load(Ordering::Relaxed) - before;
                 if found > furthest {
@@ -276,7 +279,7 @@ pub fn run_until(
                 }
                 let pause = Duration::from_millis(100 << idle.min(9)).min(PAUSE_MAX);
                 (retries, idle) = (retries + 1, idle + 1);
-                tracing::warn!(%error, retries, ?pause, "trying again");
+                tracing::warn!(%error, retry = retries, ?pause, "connection failed, trying again");
                 stop.pause(pause)?;
                 if let Some(reach) = reach {
                     match reach() {

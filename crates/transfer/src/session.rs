@@ -181,7 +181,7 @@ struct Cancelled {
 }
 
 /// How long a session that is ended from outside has to tell its peer.
-pub(crate) const LAST_WORDS: Duration = Duration::from_secs(3);
+const LAST_WORDS: Duration = Duration::from_secs(3);
 
 impl Cancel {
     /// For a session whose thread waits on this device.
@@ -198,8 +198,22 @@ impl Cancel {
     }
 
     /// Ends the connection by which the peer would have been told why.
-    pub(crate) fn hang_up(&self) {
+    fn hang_up(&self) {
         self.0.control.get().into_iter().for_each(shut);
+    }
+
+    /// Hangs up on sessions that were ended, when they have had time to tell their peers.
+    pub(crate) fn hang_up_later(ended: Vec<Cancel>) {
+        if ended.is_empty() {
+            return;
+        }
+        let hang_up = move || {
+            std::thread::sleep(LAST_WORDS);
+            ended.iter().for_each(Cancel::hang_up);
+        };
+        if let Err(error) = std::thread::Builder::new().name("hang up".into()).stack_size(64 << 10).spawn(hang_up) {
+            tracing::warn!(%error, "sessions that were ended may wait for their peers");
+        }
     }
 
     pub(crate) fn watch_control(&self, stream: &Arc<TcpStream>) {

@@ -56,6 +56,10 @@ impl Layer for Delay {
         &*self.inner
     }
 
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.inner.prefetch(at, len)
+    }
+
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.after(self.read, move || self.inner.read(at, segment))
     }

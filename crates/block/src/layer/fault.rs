@@ -90,6 +90,10 @@ impl Layer for Fault {
         &*self.inner
     }
 
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.inner.prefetch(at, len)
+    }
+
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.unless(Kind::Read, || self.inner.read(at, segment))
     }

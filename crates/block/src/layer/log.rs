@@ -77,6 +77,10 @@ impl Layer for Log {
         &*self.inner
     }
 
+    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+        self.inner.prefetch(at, len)
+    }
+
     fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment> {
         self.logged("read", at, segment.len() as u64, self.inner.read(at, segment))
     }

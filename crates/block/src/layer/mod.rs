@@ -33,8 +33,8 @@ pub const KINDS: &[LayerKind] = &[cache::layer::KIND, overlay::KIND, rate::KIND,
 
 macro_rules! forwarded {
     ($(fn $name:ident(&self $(, $arg:ident: $ty:ty)*) -> $ret:ty;)*) => {
-        /// A disk that stands on another one. What it does not define, the disk below does; [`Layer::lend`] alone is not
-        /// forwarded, because data that is lent passes by what a layer does to reads.
+        /// A disk that stands on another one. What it does not define, the disk below does. Only [`Layer::lend`] and
+        /// [`Layer::prefetch`] are not forwarded: they read, and would pass by what a layer does to reads.
         pub trait Layer: Send + Sync {
             /// The disk below.
             fn inner(&self) -> &dyn Backend;
@@ -50,6 +50,11 @@ macro_rules! forwarded {
             fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
                 None
             }
+
+            /// [`Backend::prefetch`]; unless defined, nothing is fetched.
+            fn prefetch(&self, _at: u64, _len: u64) -> Op<'_, ()> {
+                Box::pin(std::future::ready(Ok(())))
+            }
         }
 
         impl<L: Layer> Backend for L {
@@ -61,6 +66,10 @@ macro_rules! forwarded {
 
             fn lend(&self, at: u64, len: usize) -> Option<Lent> {
                 Layer::lend(self, at, len)
+            }
+
+            fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
+                Layer::prefetch(self, at, len)
             }
         }
     };
@@ -76,7 +85,6 @@ forwarded! {
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
     fn hint_sequential(&self, at: u64, len: u64) -> ();
     fn summary(&self) -> Option<String>;
-    fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()>;
 }
 
 /// A kind of layer: how it is written, and what it is good for.
@@ -183,10 +191,11 @@ pub fn syntax() -> String {
 mod tests {
     use super::*;
     use crate::backend::MemoryBackend;
+    use futures_util::FutureExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A disk that counts what reaches it beside reads and writes.
-    struct Counted(MemoryBackend, AtomicU32);
+    /// A disk that counts what reaches it beside reads and writes, and what is to be fetched.
+    struct Counted(MemoryBackend, AtomicU32, AtomicU32);
 
     impl Layer for Counted {
         fn inner(&self) -> &dyn Backend {
@@ -200,11 +209,16 @@ mod tests {
         fn summary(&self) -> Option<String> {
             Some("counted".into())
         }
+
+        fn prefetch(&self, _at: u64, _len: u64) -> Op<'_, ()> {
+            self.2.fetch_add(1, Ordering::Relaxed);
+            Box::pin(std::future::ready(Ok(())))
+        }
     }
 
     #[test]
     fn what_a_layer_does_not_define_the_disk_below_does() {
-        let counted = Arc::new(Counted(MemoryBackend::new(1 << 20).unwrap(), AtomicU32::new(0)));
+        let counted = Arc::new(Counted(MemoryBackend::new(1 << 20).unwrap(), AtomicU32::new(0), AtomicU32::new(0)));
         let disk: Arc<dyn Backend> = Arc::clone(&counted) as _;
         for kind in KINDS.iter().filter(|kind| !matches!(kind.name, "cache" | "overlay")) {
             let value = match kind.name {
@@ -222,6 +236,10 @@ mod tests {
             assert_eq!(counted.1.load(Ordering::Relaxed), before + 1, "{}", kind.name);
             assert_eq!((layered.geometry().size, layered.summary().as_deref()), (1 << 20, Some("counted")));
             assert!(layered.lend(0, 512).is_none(), "what is lent would pass by the layer");
+            let before = counted.2.load(Ordering::Relaxed);
+            layered.prefetch(0, 4096).now_or_never().expect("nothing to wait for").unwrap();
+            let is_fetched = counted.2.load(Ordering::Relaxed) > before;
+            assert_eq!(is_fetched, kind.name != "rate", "{}: a limited disk is not read beyond the limit", kind.name);
         }
     }
 

@@ -255,9 +255,15 @@ impl Driver {
     pub async fn close(mut self, limit: Duration) {
         self.channel.closing.set(true);
         self.channel.work.notify_one();
-        if tokio::time::timeout(limit, &mut self.task).await.is_err() {
-            self.task.abort();
-        }
+        // What is not done by then is given up when this is dropped.
+        let _ = tokio::time::timeout(limit, &mut self.task).await;
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.channel.fail();
+        self.task.abort();
     }
 }
 

@@ -39,8 +39,8 @@ const HELP: &str = "Examples:
   thruway serve --config /etc/thruway/thruway.toml
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
-loopback only, the user it runs as and root, and nobody else. --anonymous lets
-everybody in. SIGHUP reads the keys again, SIGUSR1 prints statistics. Owners,
+loopback only, the user it runs as and root. --anonymous disables authentication.
+SIGHUP reloads the keys, SIGUSR1 prints statistics. Owners,
 set-id bits, devices and privileged attributes are taken only from that user and
 from keys marked 'privileged'. The export 'dev' is always there: tw://host/dev/null
 discards what is sent, tw://host/dev/zero is endless.
@@ -59,53 +59,53 @@ A daemon that is given disks but neither --listen nor --export serves only disks
     after_help = AFTER_HELP.clone()
 )]
 pub(crate) struct ServeArgs {
-    /// Read options and exports from a TOML file; those given here are added, or take their place
+    /// Read options and exports from a TOML file; lists given here are appended, single values override the file
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Say what is wrong with the options and the configuration file, and stop
+    /// Validate the options and the configuration file, then exit
     #[arg(long)]
     check: bool,
     /// Print the page of the book about the configuration file
     #[arg(long, hide = true)]
     config_reference: bool,
-    /// Address to listen at; may be repeated (port 0: any; the address is printed)
+    /// Address to listen on; may be repeated (port 0: any; the address is printed)
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Vec<SocketAddr>,
-    /// Serve by iWARP in user space and plain TCP, or by the RDMA device at the address
+    /// Serve over iWARP in user space and plain TCP, or over the RDMA device at the address
     #[arg(long, value_enum, default_value_t = ServeProvider::Iwarp)]
     provider: ServeProvider,
     /// Directory to serve, read-only with :ro; may be repeated
     #[arg(long, value_name = "NAME=DIR[:ro]", value_parser = parse_export)]
     export: Vec<Export>,
-    /// The daemon's own key [default: ~/.config/thruway/host, made when it is not there; one for
-    /// this run if only this machine can connect]
+    /// The daemon's private key [default: ~/.config/thruway/host, created if missing; a temporary one if
+    /// listening only on loopback]
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
-    /// Keys that may use the daemon
+    /// File of the public keys that may use the daemon
     #[arg(long, value_name = "FILE")]
     authorized_keys: Option<PathBuf>,
-    /// Serve peers without a known key even from other hosts
+    /// Serve anybody, without authentication
     #[arg(long)]
     anonymous: bool,
-    /// Refuse copies whose data is not encrypted
+    /// Refuse copies without encryption
     #[arg(long)]
     require_encryption: bool,
-    /// Refuse copies whose data is not verified
+    /// Refuse copies without verification
     #[arg(long)]
     require_verification: bool,
-    /// Become this user when everything is open that only root may open
+    /// Drop privileges to this user after opening ports, devices and keys
     #[arg(long, value_name = "NAME", value_parser = User::parse)]
     user: Option<User>,
-    /// Do without Landlock, by which the kernel (6.2 or later) keeps the daemon to what it serves
+    /// Disable the Landlock sandbox (Linux 6.2 or later)
     #[arg(long)]
     no_landlock: bool,
-    /// Most sessions at a time
+    /// Maximum concurrent sessions
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_sessions: u32,
-    /// Blocks of each session's pool; a long path gets more
+    /// Number of blocks in each session's buffer pool; more on a long path
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: u32,
-    /// Stop after one session
+    /// Exit after one session
     #[arg(long)]
     once: bool,
     #[command(flatten)]
@@ -146,7 +146,7 @@ fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
-    let (name, dir) = text.split_once('=').ok_or("write NAME=DIR or NAME=DIR:ro")?;
+    let (name, dir) = text.split_once('=').ok_or("expected NAME=DIR or NAME=DIR:ro")?;
     let (dir, read_only) = match dir.strip_suffix(":ro") {
         Some(dir) => (dir, true),
         None => (dir, false),
@@ -257,12 +257,13 @@ fn supervise(
     for event in happened {
         match event {
             Event::Signal(SIGHUP) => services.iter().for_each(|service| {
-                if let Err(error) = service.reload() {
+                if let Err(error) = guarded(|| service.reload().map_err(|e| e.to_string())).flatten() {
                     tracing::error!("{error}");
                 }
             }),
             Event::Signal(SIGUSR1) => {
-                services.iter().flat_map(|s| s.statistics()).for_each(|line| thruway_cli::say_error!("{line}"));
+                let lines = services.iter().flat_map(|service| guarded(|| service.statistics()).unwrap_or_default());
+                lines.for_each(|line| thruway_cli::say_error!("{line}"));
             }
             Event::Signal(_) | Event::StdinClosed => break,
             Event::Ended(how) => {
@@ -271,12 +272,19 @@ fn supervise(
             }
         }
     }
-    services.iter().for_each(|service| service.close());
+    for service in &services {
+        result = result.and(guarded(|| service.close()));
+    }
     for service in &mut services {
-        let ended = service.shut_down().map_err(|e| e.to_string());
-        result = result.and(ended);
+        result = result.and(guarded(|| service.shut_down().map_err(|e| e.to_string())).flatten());
     }
     result
+}
+
+/// Calls a service. Its panic keeps no other from being closed, nor disks from being flushed.
+fn guarded<T>(call: impl FnOnce() -> T) -> Result<T, String> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call))
+        .map_err(|_| "internal error: a service panicked".into())
 }
 
 /// Makes the directory for what is to outlive the daemon, which only initiators ask for.
@@ -290,7 +298,7 @@ fn prepare_state(args: &ServeArgs) {
         None => std::fs::create_dir_all(&state),
     };
     if let Err(error) = made {
-        tracing::warn!(path = %state.display(), %error, "no place for reservations that are to outlive the daemon");
+        tracing::warn!(path = %state.display(), %error, "cannot create the state directory: persistent reservations will not survive a restart");
     }
 }
 
@@ -373,6 +381,12 @@ fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_service_that_panics_is_an_error() {
+        assert_eq!(guarded(|| 1), Ok(1));
+        assert!(guarded(|| -> i32 { panic!("as it is meant to") }).is_err());
+    }
 
     #[test]
     fn exports_are_read_with_their_mode() {

@@ -80,14 +80,20 @@ impl Service for TransferService {
 
     fn run(&mut self, ended: Ended) {
         let Some(daemon) = self.daemon.take() else { return };
-        self.thread = Some(std::thread::spawn(move || ended(daemon.run().map_err(Into::into))));
+        self.thread = Some(std::thread::spawn(move || {
+            // Whoever waits for the end hears of a panic, too.
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| daemon.run()));
+            ended(
+                result.map_err(|_| "the transfer service has panicked".into()).and_then(|run| run.map_err(Into::into)),
+            );
+        }));
     }
 
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         if let Some(path) = &self.authorized_keys {
-            let failed = |e| format!("authorized keys not read again; those known before stay: {e}");
+            let failed = |e| format!("cannot reload the authorized keys, keeping the previous ones: {e}");
             self.stopper.set_authorized(AuthorizedKeys::load(path).map_err(failed)?);
-            tracing::warn!(path = %path.display(), "authorized keys read again");
+            tracing::warn!(path = %path.display(), "reloaded the authorized keys");
         }
         Ok(())
     }

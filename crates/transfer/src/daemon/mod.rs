@@ -10,7 +10,7 @@ use crate::auth::{Credentials, PublicKey};
 use crate::channel_registry::ChannelRegistry;
 use crate::handshakes::{Answer, Limits, Turn, Turns};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
-use crate::session::{Cancel, LAST_WORDS, OnReport, PipelineSet, Progress, SessionError, SessionParams};
+use crate::session::{Cancel, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
 use crate::source;
 use crate::wire::{
@@ -153,7 +153,7 @@ impl Stopper {
             running.cancel.cancel(AbortCode::Busy, "the daemon stops");
             ended.push(running.cancel.clone());
         }
-        hang_up(ended);
+        Cancel::hang_up_later(ended);
         self.0.listener.wake();
     }
 
@@ -177,21 +177,7 @@ impl Stopper {
             }
             ended.push(running.cancel.clone());
         }
-        hang_up(ended);
-    }
-}
-
-/// Hangs up on sessions that were ended, when they have had time to tell their peers.
-fn hang_up(ended: Vec<Cancel>) {
-    if ended.is_empty() {
-        return;
-    }
-    let hang_up = move || {
-        std::thread::sleep(LAST_WORDS);
-        ended.iter().for_each(Cancel::hang_up);
-    };
-    if let Err(error) = std::thread::Builder::new().name("hang up".into()).stack_size(64 << 10).spawn(hang_up) {
-        tracing::warn!(%error, "sessions that were ended may wait for their peers");
+        Cancel::hang_up_later(ended);
     }
 }
 
@@ -542,7 +528,9 @@ impl Session<'_> {
                     "this daemon serves only the user it runs as without a key (--authorized-keys lets keys in, \
                      --anonymous everybody)"
                 }
-                None => "this daemon does not know your key; add its public half to the authorized keys",
+                None => {
+                    "this daemon does not know your key; add the client's id.pub ('thruway keygen' makes one) to its authorized keys"
+                }
             };
             return self.refuse(link, AbortCode::Refused, why.into());
         };

@@ -82,7 +82,7 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
     }
     let export = shared.exports.get(&asked.export).filter(|_| principal.knows(&asked.export));
     let Some(export) = export else {
-        return refuse(format!("no export '{}' here", crate::escape(&asked.export)));
+        return refuse(format!("no export '{}' on this daemon", crate::escape(&asked.export)));
     };
     let paths = asked.sources.iter().flat_map(|s| [&s.path, &s.name]).chain([&asked.path]);
     for path in paths.filter(|_| !export.unconfined) {

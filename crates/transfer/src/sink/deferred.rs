@@ -256,7 +256,7 @@ impl Files {
         let lists: HashMap<Vec<u8>, u32> =
             counts.into_iter().filter_map(|(path, count)| Some((path, count?))).collect();
         if !lists.is_empty() && !may_remove {
-            let why = "nothing was removed, because the source could not be read whole (--ignore-errors removes all the same)";
+            let why = "--delete skipped: parts of the source could not be read (--ignore-errors overrides)";
             self.report(b"", ReportKind::Incomplete, why.into());
         } else if !lists.is_empty() {
             self.remove(deferred, &lists)?;

@@ -331,7 +331,7 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
                 tracing::warn!(error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);
             }
-            Err(e) => return Err(SessionError::Local(format!("the journal of an earlier attempt: {e}"))),
+            Err(e) => return Err(SessionError::Local(format!("cannot open the journal in the destination: {e}"))),
         }
     }
 }

@@ -451,7 +451,7 @@ impl Tree {
                 Err(e) => Err(e.into()),
             },
             FileType::BlockDevice | FileType::CharacterDevice if !special => {
-                refuse("a device is in the way: files are put in place by renaming, never written into devices")
+                refuse("destination is a device; thruway does not write into devices")
             }
             FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
                 refuse("a named pipe or socket is in the way; remove it first (-p replaces it)")
@@ -529,7 +529,7 @@ impl Tree {
     pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<Shortcomings> {
         let kind = FileType::from_raw_mode(meta.mode);
         if self.manner.trust == Trust::Peer && !matches!(kind, FileType::Fifo | FileType::Socket) {
-            let why = "devices are taken only from whom the operator allows to make them";
+            let why = "creating devices requires a key with the 'privileged' option";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         if !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice) {

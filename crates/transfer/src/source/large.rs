@@ -257,7 +257,7 @@ impl LargeFile {
                 let file = Arc::clone(self);
                 return self.pipeline.workers.submit(self.pipeline.files, move || file.end_grown());
             }
-            Ok(_) => self.failure.set("changed while it was read"),
+            Ok(_) => self.failure.set("changed during the copy"),
             Err(e) => self.failure.set(io::Error::from(e).to_string()),
         }
         self.end(false);
@@ -272,9 +272,9 @@ impl LargeFile {
         match self.sent.still_holds(&self.file, self.stat.st_size as u64) {
             Ok(true) => {}
             Ok(false) if self.sent.verify == Algorithm::None => {
-                self.failure.set("grew while it was read; without --verify it cannot be told whether it only grew");
+                self.failure.set("grew during the copy; use --verify to detect whether earlier data changed");
             }
-            Ok(false) => self.failure.set("changed while it was read, or grew and could not be told from one that did"),
+            Ok(false) => self.failure.set("changed during the copy"),
             Err(e) => self.failure.set(format!("reading it again after it grew: {e}")),
         }
         self.end(true);

@@ -125,7 +125,7 @@ impl Walker {
             (Ok(n), Ok(after)) if n > size && same_version(&stat, &after) => {
                 self.report(&c.path, format!("has more in it than the {size} bytes that its file system says"));
             }
-            _ => self.report(&c.path, "changed while it was read"),
+            _ => self.report(&c.path, "changed during the copy"),
         }
         Ok(())
     }

@@ -33,7 +33,7 @@ const LINKS_MAX: usize = 1 << 18;
 const KEEP_BYTES: usize = 32 << 10;
 
 /// Said of what no receiver takes: it could be taken for its own.
-const UNFINISHED: &str = "has a name that Thruway gives to files of unfinished copies; it is not copied";
+const UNFINISHED: &str = "skipped: reserved file name (journal or temporary file of an unfinished copy)";
 
 /// How often a waiting walker looks whether the session is over.
 pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -275,7 +275,7 @@ impl Walker {
         let fd = Arc::new(fd);
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if !self.params.options.recursive {
-                self.report(&shown, "is a directory, and -r was not given");
+                self.report(&shown, "is a directory (use -r to copy it)");
                 return Ok(());
             }
             return self.tree(&fd, root.name, &stat);
@@ -457,7 +457,7 @@ impl Walker {
         match kind {
             FileType::RegularFile => {
                 if self.params.options.length.is_some() {
-                    self.report(&path, "is a file, which has a size of its own; --size is for devices without end");
+                    self.report(&path, "is a file; --size applies only to devices such as /dev/zero");
                     return Ok(());
                 }
                 let candidate = Candidate { from: from.clone(), path, stat };
@@ -480,7 +480,7 @@ impl Walker {
                 }
             }
             FileType::CharacterDevice if self.params.options.length.is_some() && !self.reads_devices => {
-                self.report(&path, "is a device of the host that serves it, which is not read for others");
+                self.report(&path, "is a device; device files are not read for remote peers");
                 Ok(())
             }
             FileType::CharacterDevice if self.params.options.length.is_some() => {
@@ -493,7 +493,7 @@ impl Walker {
                 self.append(&Record::Special { path, meta, rdev: stat.st_rdev })
             }
             FileType::CharacterDevice => {
-                self.report(&path, "is a device: --size SIZE says how much to read of it, -p copies the device itself");
+                self.report(&path, "is a device; use --size to read from it, or -p to copy the device node");
                 Ok(())
             }
             _ => {
