@@ -11,6 +11,8 @@ pub(crate) fn links() -> Result<(), String> {
     let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(top()).output();
     let listed = listed.map_err(|e| format!("git ls-files: {e}"))?;
     let pages = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let tracked = Command::new("git").args(["ls-files"]).current_dir(top()).output();
+    let tracked = String::from_utf8_lossy(&tracked.map_err(|e| format!("git ls-files: {e}"))?.stdout).into_owned();
     let mut wrong = Vec::new();
     for page in pages.lines() {
         let text = fs::read_to_string(top().join(page)).map_err(|e| format!("{page}: {e}"))?;
@@ -18,6 +20,12 @@ pub(crate) fn links() -> Result<(), String> {
         for target in targets(&text) {
             if let Err(why) = follow(page, directory, &target) {
                 wrong.push(format!("{page}: {target}: {why}"));
+            }
+        }
+        for name in sources(&text) {
+            let end = format!("/{name}");
+            if !tracked.lines().any(|file| file == name || file.ends_with(&end)) {
+                wrong.push(format!("{page}: `{name}`: there is no such file"));
             }
         }
     }
@@ -49,6 +57,12 @@ fn targets(text: &str) -> Vec<String> {
         }
     }
     found
+}
+
+/// Source files that a page names.
+fn sources(text: &str) -> impl Iterator<Item = &str> {
+    let is_source = |name: &&str| name.ends_with(".rs") && !name.contains([' ', '*', '{']) && name.contains('/');
+    text.split('`').skip(1).step_by(2).filter(is_source)
 }
 
 fn follow(page: &str, directory: &Path, target: &str) -> Result<(), String> {

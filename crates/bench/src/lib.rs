@@ -114,9 +114,9 @@ enum OnOff {
 /// How to wait for completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Wait {
-    /// Ask without pause
+    /// Busy-poll
     Poll,
-    /// Sleep until told
+    /// Wait for events
     Event,
 }
 
@@ -131,7 +131,7 @@ struct TestArgs {
     /// Message sizes, or `sweep` for powers of two from 2 B to 8 MiB [default: 64 for lat, 1M for bw]
     #[arg(long, value_name = "SIZES")]
     size: Option<String>,
-    /// Operations under way at once on each queue pair (bw)
+    /// Outstanding operations on each queue pair (bw)
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     depth: u32,
     /// Queue pairs (bw)
@@ -199,7 +199,7 @@ impl TestArgs {
                 .split(',')
                 .map(|text| match thruway_cli::units::parse_size(text).map_err(|e| e.to_string())? {
                     n @ 1..=0x4000_0000 => Ok(n as u32),
-                    n => Err(format!("a message of {n} bytes; 1 to 1G are possible")),
+                    n => Err(format!("invalid message size {n} (expected 1 to 1G)")),
                 })
                 .collect(),
         }

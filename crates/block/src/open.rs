@@ -50,7 +50,7 @@ pub enum OpenError {
     #[error("cache: {0} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")]
     CacheRoom(io::Error),
     /// Two caches that are to outlive the daemon.
-    #[error("what a cache with writeback acknowledged outlives the daemon only if there is one such cache")]
+    #[error("only one layer of a disk may be cache=...:writeback (use :volatile for all of them otherwise)")]
     TwoCaches,
     /// What an earlier daemon had in its cache cannot be used.
     #[error(transparent)]
@@ -157,11 +157,7 @@ fn replay(
         let _ = tell.send(replayed.map(|bytes| (file, bytes)));
     });
     let (file, bytes) = told.recv().map_err(|_| lost())?.map_err(OpenError::Replay)?;
-    tracing::warn!(
-        blocks,
-        bytes,
-        "an earlier daemon ended without warning: what it had in its cache is on the disk now"
-    );
+    tracing::warn!(blocks, bytes, "recovered unflushed blocks from the cache of a daemon that was killed");
     Ok(file)
 }
 

@@ -12,13 +12,13 @@ use clap::Args;
 /// Options of every command.
 #[derive(Args, Clone)]
 pub struct Common {
-    /// One JSON value on standard output and nothing else
+    /// Print one JSON value on standard output
     #[arg(long, global = true)]
     pub json: bool,
-    /// Only errors
+    /// Print errors only
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// More about what happens; twice for even more
+    /// Log more; repeat for debug
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }

@@ -391,7 +391,7 @@ impl Loop {
                 && !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
             {
                 // Nothing can be completed any more; the requests fail when they are dropped.
-                tracing::error!(error = %e, "the storage stage lost its ring");
+                tracing::error!(error = %e, "io_uring failed; the storage stage has stopped");
                 self.fail_all(&e);
                 return;
             }

@@ -317,7 +317,7 @@ pub enum ConnectionError {
     #[error("no answer within the connection timeout")]
     TimedOut,
     /// TCP could not connect, or was lost in mid-message.
-    #[error("connection lost: {0}")]
+    #[error("cannot connect, or connection lost: {0}")]
     Lost(String),
     /// The peer broke the protocol and was told so.
     #[error("the peer broke the protocol: {0}")]

@@ -72,7 +72,7 @@ impl Target {
                     ConnectionEvent::Request(request) => {
                         let peer = request.peer();
                         if let Err(error) = self.accept(request) {
-                            tracing::warn!(%peer, %error, "a caller that could not be served");
+                            tracing::warn!(%peer, %error, "cannot serve client");
                         }
                     }
                     ConnectionEvent::Disconnected { qp_num, cause } => {

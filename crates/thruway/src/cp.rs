@@ -25,85 +25,94 @@ use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
 #[derive(Args, Clone)]
-#[command(after_help = "Examples:
+#[command(
+    override_usage = "thruway cp [OPTIONS] <SRC>... <DST>",
+    after_help = "Examples:
   thruway cp -r results tw://store/archive/       makes archive/results
   thruway cp -r results/ tw://store/archive/run7  makes archive/run7 of the contents
   thruway cp -rp user@host:data .                 starts the peer through ssh
   thruway cp --size 100G /dev/zero tw://store/dev/null
 
-A copy that was interrupted goes on where it stopped when the same command is
-given again. Files appear under their names only when whole, verified and
-durable.")]
+An interrupted copy resumes when the same command is given again. Files appear
+under their names only when they are whole, verified and durable.
+
+PATTERN is a glob (*, ?, [a-z], {a,b}; * matches slashes, too). With a slash it
+is matched against the path below the source, else against names anywhere.
+
+Environment: THRUWAY_SSH is the program in place of ssh, THRUWAY_REMOTE the
+program on the other host, THRUWAY_LOG the log filter (such as debug)."
+)]
 pub(crate) struct CpArgs {
-    /// Copy directories with all they hold
+    /// Copy directories recursively
     #[arg(long, short)]
     recursive: bool,
     /// Keep mode, times, owner where permitted, extended attributes, hard links, special files
     #[arg(long, short)]
     preserve: bool,
-    /// Leave alone what is as new at the destination and of the same size
+    /// Skip files whose copies have the same size and are not older
     #[arg(long, short)]
     update: bool,
-    /// Remove from copied directories what the source does not have; what --exclude leaves out stays, and nothing is
-    /// removed if the source could not be read whole
+    /// Delete from copied directories what the source does not have; excluded entries are kept, and nothing is deleted
+    /// if parts of the source could not be read
     #[arg(long)]
     delete: bool,
-    /// With --delete: remove even if some of the source could not be read
+    /// With --delete: delete even if parts of the source could not be read
     #[arg(long, requires = "delete")]
     ignore_errors: bool,
-    /// Take what matches even if excluded; may be repeated
+    /// Include what matches PATTERN, overriding --exclude; may be repeated
     #[arg(long, value_name = "PATTERN")]
     include: Vec<String>,
-    /// Leave out what matches; may be repeated
+    /// Exclude what matches PATTERN; may be repeated
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<String>,
-    /// Say what would be done, change nothing
+    /// Show what would be done without changing anything
     #[arg(long, short = 'n')]
     dry_run: bool,
-    /// Data channels [default: as many as the path wants, 2 to 64]
+    /// Number of data channels [default: chosen by the path, 2 to 64]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     streams: Option<u32>,
-    /// Bytes of a block [default: 1M]
+    /// Block size [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     block_size: Option<u64>,
-    /// Blocks of our pool [default: 64, more on a long path]
+    /// Number of blocks in this end's buffer pool [default: 64, more on a long path]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: Option<u32>,
-    /// Bytes per second to keep under; 0 for no limit
+    /// Maximum rate in bytes per second; 0 means unlimited
     #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
     bwlimit: Option<u64>,
-    /// Go past the page cache
+    /// Bypass the page cache (direct I/O)
     #[arg(long, value_enum, default_value_t = When::Auto)]
     direct: When,
     /// Verify every block end to end with: none, xxh3, blake3
     #[arg(long, default_value = "xxh3")]
     verify: Algorithm,
-    /// Encrypt the data; auto: unless the peer is this machine
+    /// Encrypt the data; auto: unless the peer is on this host
     #[arg(long, value_enum, default_value_t = When::Auto)]
     encrypt: When,
-    /// Begin anew even if an earlier attempt can be continued
+    /// Start over instead of resuming an interrupted copy
     #[arg(long)]
     no_resume: bool,
-    /// Times to try again after the connection is lost, without any progress in between; 12 take some three minutes
+    /// Consecutive retries without progress after a lost connection, at most 3 before the first session; 12 take about
+    /// three minutes
     #[arg(long, default_value_t = 12, value_name = "N")]
     retries: u32,
-    /// Bytes to take from an endless source such as /dev/zero
+    /// Number of bytes to read from a device such as /dev/zero
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     size: Option<u64>,
-    /// Key to call a daemon with [default: ~/.config/thruway/id]
+    /// Private key for daemons [default: ~/.config/thruway/id]
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
-    /// Carry the data by
+    /// Transport for the data
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
     /// Show progress
     #[arg(long, value_enum, default_value_t = ProgressMode::Auto)]
     progress: ProgressMode,
-    /// Print what each stage did
+    /// Print per-stage statistics
     #[arg(long)]
     stats: bool,
     /// Sources, then the destination
-    #[arg(required = true, num_args = 2.., value_name = "SRC... DST")]
+    #[arg(required = true, num_args = 2.., value_name = "PATH")]
     paths: Vec<OsString>,
 }
 
@@ -144,7 +153,7 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
         (Endpoint::Local(path), true) => push_locally(args, &sources, path, &pipelines, &mut peer)?,
         (_, true) => push(args, &sources, &target_endpoint, target, &mut peer)?,
         (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
-        _ => return Err("copies go from or to this machine; run the command on one of the two hosts".into()),
+        _ => return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into()),
     };
     job.id = job_id(args, &job.export);
     let progress = Arc::new(Progress::default());
@@ -168,7 +177,7 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     let start_again = |host: &OsString| {
         peer.borrow_mut().take();
         let (connection, mut remote) = ssh::Connection::start(host, pulls)?;
-        args.provider.carry(&mut remote)?;
+        args.provider.apply_to(&mut remote)?;
         *peer.borrow_mut() = Some(Peer::Ssh(connection));
         Ok(remote)
     };
@@ -221,12 +230,12 @@ impl CpArgs {
     }
 
     fn job(&self, mut remote: Remote, local: Local) -> Result<Job, String> {
-        self.provider.carry(&mut remote)?;
+        self.provider.apply_to(&mut remote)?;
         let block = self.block_size.unwrap_or(1 << 20);
         let range = thruway_transfer::wire::BLOCK_LEN;
         let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
         let block_len = block_len.ok_or_else(|| {
-            format!("--block-size {}: 64 KiB to 64 MiB, in steps of 4 KiB, are possible", units::size(block))
+            format!("invalid --block-size {} (expected 64K to 64M, a multiple of 4K)", units::size(block))
         })?;
         let this_host = remote.addr.ip().to_canonical().is_loopback();
         let encrypt = match self.encrypt {

@@ -30,7 +30,7 @@ pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
             return Err(format!("{}: write tw://host[:port]/export/path", args.url.to_string_lossy()));
         };
         let mut remote = remote::daemon(&host, port, args.key.as_ref())?;
-        args.provider.carry(&mut remote)?;
+        args.provider.apply_to(&mut remote)?;
         client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
     })()
     .map_err(|message| {

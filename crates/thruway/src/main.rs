@@ -18,7 +18,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use thruway_cli::{Common, Failed};
 
-/// Moves and serves data at the speed of the machine.
+/// Copies directory trees and serves disks over RDMA, iWARP and TCP.
 #[derive(Parser)]
 #[command(name = "thruway", version, about, max_term_width = 100, propagate_version = true)]
 struct Cli {
@@ -38,7 +38,7 @@ enum Command {
     Serve(Box<serve::ServeArgs>),
     /// Make a key pair for access to daemons
     Keygen(keys::KeygenArgs),
-    /// The main job end to end on this machine, with a report
+    /// Run a self-contained demonstration on this machine
     Demo(demo::DemoArgs),
     /// Measure the fabric: latency, bandwidth, rping
     #[cfg(feature = "bench")]

@@ -12,7 +12,7 @@ use thruway_transfer::link::Transport;
 /// How data is carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Provider {
-    /// The best there is
+    /// Chosen automatically (iwarp)
     Auto,
     /// RDMA in user space over TCP
     Iwarp,
@@ -23,8 +23,8 @@ pub(crate) enum Provider {
 }
 
 impl Provider {
-    /// Has this provider carry what goes to the remote.
-    pub(crate) fn carry(self, remote: &mut Remote) -> Result<(), String> {
+    /// Sets the transport of a remote.
+    pub(crate) fn apply_to(self, remote: &mut Remote) -> Result<(), String> {
         remote.transport = if self == Provider::Tcp { Transport::Tcp } else { Transport::Rdma };
         if self == Provider::Verbs {
             if !matches!(remote.credentials, Credentials::Keys(_)) {

@@ -88,7 +88,7 @@ fn mistakes_are_told_before_anything_starts() {
     fs::write(&file, "[block]\nnbd = [\"127.0.0.1:0\"]\n").unwrap();
     let useless = Command::new(THRUWAY).args(["serve", "--check", "--config"]).arg(&file).output().unwrap();
     assert_eq!(useless.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&useless.stderr).contains("--nbd is about disks"));
+    assert!(String::from_utf8_lossy(&useless.stderr).contains("--nbd requires at least one"));
 }
 
 #[test]

@@ -286,7 +286,7 @@ fn a_job_that_its_own_predecessor_still_holds_waits_for_it() {
         .unwrap();
     let mut told = std::io::BufReader::new(second.stderr.take().unwrap());
     let mut line = String::new();
-    while !line.contains("is under way") {
+    while !line.contains("already running this job") {
         line.clear();
         assert!(std::io::BufRead::read_line(&mut told, &mut line).unwrap() > 0, "it gave up: {:?}", second.wait());
     }
@@ -371,7 +371,7 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
     file.set_modified(before).unwrap();
     let out = child.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(1));
-    assert!(stderr(&out).contains("changed while it was read"), "{}", stderr(&out));
+    assert!(stderr(&out).contains("changed during the copy"), "{}", stderr(&out));
     assert!(!served.join("big").exists());
     assert_eq!(fs::read_to_string(served.join("other")).unwrap(), "other");
 }
@@ -397,7 +397,7 @@ fn a_file_that_grows_and_changes_is_not_copied_as_a_mixture() {
         std::os::unix::fs::FileExt::write_all_at(&file, b"more", 32 * MIB).unwrap();
         let out = child.wait_with_output().unwrap();
         assert_eq!(out.status.code(), Some(1));
-        assert!(stderr(&out).contains("changed while it was read"), "{provider}: {}", stderr(&out));
+        assert!(stderr(&out).contains("changed during the copy"), "{provider}: {}", stderr(&out));
         assert!(!served.join("big").exists(), "{provider}");
     }
 }
@@ -422,7 +422,7 @@ fn a_file_that_grows_while_it_is_read_arrives_as_it_was_and_that_is_told() {
         fs::OpenOptions::new().append(true).open(&big).unwrap().write_all(b"more").unwrap();
         let out = child.wait_with_output().unwrap();
         assert_eq!(out.status.code(), Some(1));
-        assert!(stderr(&out).contains("grew while it was read"), "{}", stderr(&out));
+        assert!(stderr(&out).contains("grew during the copy"), "{}", stderr(&out));
         assert_eq!(parse(&out)["verified"], false);
         assert!(fs::read(served.join("big")).unwrap() == noise(32 << 20, 7));
     }

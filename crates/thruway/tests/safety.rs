@@ -94,7 +94,7 @@ fn one_unreadable_thing_stops_removal_unless_asked_otherwise() {
         stderr(&out)
     };
     let said = with(&[]);
-    assert!(said.contains("nothing was removed") && target.join("good/gone").exists(), "{said}");
+    assert!(said.contains("--delete skipped") && target.join("good/gone").exists(), "{said}");
     with(&["--ignore-errors"]);
     assert!(!target.join("good/gone").exists());
 }
@@ -271,7 +271,7 @@ fn names_like_our_own_are_files_like_any_other() {
     ] {
         let out = try_cp(&lab, &list);
         assert_eq!(out.status.code(), Some(1));
-        assert!(stderr(&out).contains("files of unfinished copies"), "{}", stderr(&out));
+        assert!(stderr(&out).contains("reserved file name"), "{}", stderr(&out));
         assert!(served.join("whole").exists() && !served.join(&unfinished).exists());
         fs::remove_file(served.join("whole")).unwrap();
     }
@@ -420,7 +420,7 @@ fn names_of_one_file_stay_that_however_often_they_are_copied() {
     write(unfinished.join("x"), "y");
     let out = try_cp(&lab, &args(&[&"-r", &unfinished, &lab.path("source/a"), &lab.mkdir("into")]));
     assert_eq!(out.status.code(), Some(1));
-    assert!(stderr(&out).contains("files of unfinished copies") && lab.path("into/a").exists(), "{}", stderr(&out));
+    assert!(stderr(&out).contains("reserved file name") && lab.path("into/a").exists(), "{}", stderr(&out));
 }
 
 #[test]
@@ -583,7 +583,7 @@ fn options_without_sense_are_refused_or_do_what_they_say() {
     write(lab.path("f"), "content");
     cp(&lab, &args(&[&"--bwlimit", &"0", &lab.path("f"), &lab.path("g")]));
     let out = try_cp(&lab, &args(&[&"--size", &"3", &lab.path("f"), &lab.path("h")]));
-    assert!(!out.status.success() && stderr(&out).contains("--size is for devices"), "{}", stderr(&out));
+    assert!(!out.status.success() && stderr(&out).contains("--size applies only to devices"), "{}", stderr(&out));
     let out = thruway(lab.dir.path()).args(["serve", "--max-sessions", "0", "--export", "e=/tmp"]).output().unwrap();
     assert_eq!(out.status.code(), Some(2));
     for (option, what) in [("e=/nonexistent", "nonexistent"), ("e=/etc/passwd", "not a directory")] {

@@ -154,7 +154,7 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
         return Err(format!("--only {unknown}: no such family; --list names them"));
     }
     if !(args.seconds > 0.0 && args.seconds <= 60.0) {
-        return Err(format!("--seconds {}: more than 0 and at most 60 are possible", args.seconds));
+        return Err(format!("invalid --seconds {} (expected more than 0, at most 60)", args.seconds));
     }
     std::fs::create_dir_all(&args.output).map_err(|e| format!("{}: {e}", args.output.display()))?;
     let lab = Lab::new(args.seconds)?;

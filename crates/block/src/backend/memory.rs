@@ -43,7 +43,7 @@ impl MemoryBackend {
     /// If there is no address space for it, or the size is zero.
     pub fn new(size: u64) -> io::Result<MemoryBackend> {
         if size == 0 || size > 1 << 46 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a memory disk has 1 byte to 64 TiB"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "size out of range (1 byte to 64 TiB)"));
         }
         let len = size.next_multiple_of(PAGE) as usize;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;

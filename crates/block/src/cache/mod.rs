@@ -203,7 +203,7 @@ impl Cache {
         let blocks = config.size / u64::from(config.block);
         let partitions = nodes.len() * config.partitions;
         if config.partitions == 0 || config.neighbours == 0 || blocks < 4 * partitions as u64 {
-            return wrong("a cache has at least four blocks for each of its partitions");
+            return wrong("cache too small: at least four blocks for each partition are needed");
         }
         let slots = (blocks / partitions as u64) as usize;
         let layout = file.map(|file| file.lay_out(config.block as usize, partitions, slots)).transpose()?;
@@ -674,7 +674,7 @@ impl Inner {
             let written = all(blocks.into_iter().map(|block| self.write_out(block))).await;
             if let Err(error) = written {
                 // The blocks stay dirty: nothing is lost, and the next flush says that it fails.
-                tracing::warn!(%error, "writing out of the block cache");
+                tracing::warn!(%error, "cache write-back failed");
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
         }

@@ -93,7 +93,7 @@ pub enum CacheFileError {
     )]
     OtherUser(PathBuf),
     /// A file of this name that no daemon made.
-    #[error("{}: is there and not a cache of ours; remove it", .0.display())]
+    #[error("{}: exists but is not a Thruway cache file; remove it", .0.display())]
     Foreign(PathBuf),
     /// Another daemon holds its lock.
     #[error("{}: another daemon serves this disk", .0.display())]

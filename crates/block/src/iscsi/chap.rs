@@ -78,7 +78,7 @@ impl Secrets {
         let mode = std::fs::metadata(path).map_err(failed)?.permissions().mode();
         if mode & 0o077 != 0 {
             let mode = format!("{:03o}", mode & 0o777);
-            tracing::warn!(path = %path.display(), mode, "others on this machine can use this file of secrets: chmod 600");
+            tracing::warn!(path = %path.display(), mode, "CHAP file is readable by other users; run chmod 600");
         }
         Secrets::parse(&text).map_err(|(line, what)| SecretsError::Content { path: path.into(), line, what })
     }

@@ -104,7 +104,7 @@ async fn run(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer) -> Re
 }
 
 fn read_error(error: io::Error) -> Sense {
-    tracing::warn!(%error, "reading for SCSI");
+    tracing::warn!(%error, "SCSI read failed");
     Sense::READ_ERROR
 }
 

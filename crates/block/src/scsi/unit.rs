@@ -158,7 +158,7 @@ impl Unit {
             let text = to_keep.clone();
             let saved = tokio::task::spawn_blocking(move || lasting.save(text.as_deref())).await;
             if let Err(error) = saved.map_err(std::io::Error::other).flatten() {
-                tracing::error!(%error, export = self.export.name, "keeping reservations");
+                tracing::error!(%error, export = self.export.name, "cannot save persistent reservations");
                 self.with_state(|state| state.reservations.undo(before));
                 return Sense::TARGET_FAILURE.into();
             }

@@ -192,7 +192,7 @@ impl Region {
         // with the memory.
         let rc = unsafe { (self.context.lib.ibv_dereg_mr)(raw) };
         if rc != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(rc), "deregistering memory");
+            tracing::warn!(error = %io::Error::from_raw_os_error(rc), "cannot deregister memory");
         }
     }
 }
@@ -292,7 +292,7 @@ impl Spare {
         // SAFETY: a window that nobody else has.
         let rc = unsafe { dealloc(self.0) };
         if rc != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(rc.abs()), "giving up a memory window");
+            tracing::warn!(error = %io::Error::from_raw_os_error(rc.abs()), "cannot release a memory window");
         }
     }
 }

@@ -26,47 +26,47 @@ pub(super) const HEADING: &str = "Block service";
 #[command(next_help_heading = HEADING)]
 pub(super) struct BlockArgs {
     /// Disk to serve: a file, a block device, mem:SIZE or stripe:CHUNK:PATH:PATH...; may be repeated
-    #[arg(long, value_name = "NAME=PATH[,ro][,mode=direct|cached|writeback]...", value_parser = Spec::parse)]
+    #[arg(long, value_name = "NAME=PATH[,OPTION]...", value_parser = Spec::parse)]
     pub block: Vec<Spec>,
-    /// Serve the disks by NBD at this address, or at unix:PATH [default: 127.0.0.1:10809 if no protocol is named]
+    /// Serve the disks over NBD on this address, or on unix:PATH [default: 127.0.0.1:10809 if no protocol is named]
     #[arg(long, value_name = "ADDR:PORT")]
     pub nbd: Vec<Address>,
-    /// Certificate chain for NBD over TLS (PEM); without it there is no TLS, with it nothing else
+    /// Certificate chain for NBD (PEM); enables TLS and makes it mandatory
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// Secret key of the certificate (PEM)
+    /// Private key of the certificate (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Serve only clients with a certificate signed by one of these (PEM)
+    /// Require client certificates signed by one of these authorities (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_ca: Option<PathBuf>,
-    /// Serve the disks by iSCSI at this address, each as a target of its own
+    /// Serve the disks over iSCSI on this address, each as a target of its own
     #[arg(long, value_name = "ADDR:PORT")]
     pub iscsi: Vec<SocketAddr>,
-    /// Serve the disks by iSER (iSCSI over RDMA) at this address: in user space, or with --provider verbs by
+    /// Serve the disks over iSER (iSCSI over RDMA) on this address: in user space, or with --provider verbs over
     /// the RDMA device there
     #[arg(long, value_name = "ADDR:PORT")]
     pub iser: Vec<SocketAddr>,
-    /// What the names of targets begin with; ':NAME' follows
+    /// IQN prefix of target names (PREFIX:NAME)
     #[arg(long, value_name = "IQN", default_value = "iqn.2026-11.org.thruway", value_parser = parse_iqn)]
     iqn: String,
-    /// Let in iSCSI initiators that know a secret of this file: lines 'initiator NAME SECRET [IQN,IQN...]', whose
-    /// iSCSI names are then theirs alone, and 'target NAME SECRET' to prove who we are
+    /// Require CHAP from iSCSI initiators: lines 'initiator NAME SECRET [IQN,IQN...]', which reserve those IQNs for
+    /// that name, and 'target NAME SECRET' for mutual CHAP
     #[arg(long, value_name = "FILE")]
     chap: Option<PathBuf>,
-    /// Let in only iSCSI initiators of this name; may be repeated
+    /// Serve only iSCSI initiators of this name; may be repeated
     #[arg(long, value_name = "IQN")]
     initiator: Vec<String>,
-    /// Where to keep reservations that are to outlive the daemon [default: /var/lib/thruway for root,
+    /// Directory for persistent reservations [default: /var/lib/thruway for root,
     /// ~/.local/state/thruway for others]
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
-    /// Connections of each protocol of the block service at one time
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    max_connections: usize,
-    /// Threads of the block service [default: one for each core]
-    #[arg(long, value_name = "N")]
-    reactors: Option<usize>,
+    /// Maximum concurrent connections of each protocol
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: u32,
+    /// Number of threads of the block service [default: one for each core]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    reactors: Option<u32>,
 }
 
 /// Where a program of this user keeps what is to outlive it.
@@ -111,16 +111,16 @@ impl BlockArgs {
             ("--nbd", !self.nbd.is_empty(), true, ""),
             ("--iscsi", !self.iscsi.is_empty(), true, ""),
             ("--iser", !self.iser.is_empty(), true, ""),
-            ("--tls-cert", self.tls_cert.is_some(), nbd, "NBD: give --nbd ADDR:PORT"),
-            ("--chap", self.chap.is_some(), iscsi, "iSCSI: give --iscsi or --iser ADDR:PORT"),
-            ("--initiator", !self.initiator.is_empty(), iscsi, "iSCSI: give --iscsi or --iser ADDR:PORT"),
+            ("--tls-cert", self.tls_cert.is_some(), nbd, "NBD (--nbd ADDR:PORT)"),
+            ("--chap", self.chap.is_some(), iscsi, "iSCSI (--iscsi or --iser ADDR:PORT)"),
+            ("--initiator", !self.initiator.is_empty(), iscsi, "iSCSI (--iscsi or --iser ADDR:PORT)"),
         ];
         for (option, is_given, has_use, wanted) in given {
             if is_given && self.block.is_empty() {
-                return Err(format!("{option} is about disks, and there is none: give --block NAME=PATH"));
+                return Err(format!("{option} requires at least one --block NAME=PATH"));
             }
             if is_given && !has_use {
-                return Err(format!("{option} is about {wanted}"));
+                return Err(format!("{option} requires {wanted}"));
             }
         }
         let mut names = std::collections::HashSet::new();
@@ -159,7 +159,7 @@ impl BlockArgs {
             && !anonymous
         {
             return Err(format!(
-                "NBD at {open} could be used by anybody: give --tls-cert, --tls-key and --tls-ca, or --anonymous"
+                "refusing to serve NBD on {open} without authentication; use --tls-cert, --tls-key and --tls-ca, or --anonymous"
             ));
         }
         let tls = match (&self.tls_cert, &self.tls_key) {
@@ -179,7 +179,7 @@ impl BlockArgs {
             exports: exports.into(),
             tls,
             own_user_only: self.tls_ca.is_none() && !anonymous,
-            connections_max: self.max_connections,
+            connections_max: self.max_connections as usize,
         };
         nbd::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
@@ -191,7 +191,9 @@ impl BlockArgs {
             && secrets.is_none()
             && !anonymous
         {
-            return Err(format!("iSCSI at {open} could be used by anybody: give --chap FILE, or --anonymous"));
+            return Err(format!(
+                "refusing to serve iSCSI on {open} without authentication; use --chap FILE, or --anonymous"
+            ));
         }
         let mut targets: Vec<Target> = Vec::new();
         let state = self.state();
@@ -206,7 +208,7 @@ impl BlockArgs {
                 // A session is a target's, all units of it.
                 Some(target) if target.units[0].export.allow != export.allow => {
                     return Err(format!(
-                        "block export '{}' is a unit of target {name} as others are, and allows others to use it",
+                        "block export '{}': disks of target {name} must have the same allow= list",
                         export.name
                     ));
                 }
@@ -233,7 +235,7 @@ impl BlockArgs {
         }
         let (listen, targets) = (self.iscsi.clone(), Arc::clone(targets));
         let own_user_only = self.own_initiators_only(anonymous);
-        let config = iscsi::Config { listen, targets, own_user_only, connections_max: self.max_connections };
+        let config = iscsi::Config { listen, targets, own_user_only, connections_max: self.max_connections as usize };
         iscsi::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 
@@ -252,7 +254,7 @@ impl BlockArgs {
             provider: fabric(&self.iser)?,
             targets: Arc::clone(targets),
             own_user_only: self.own_initiators_only(anonymous),
-            connections_max: self.max_connections,
+            connections_max: self.max_connections as usize,
         };
         iser::Server::start(config, reactors).map(Some).map_err(|e| format!("iSER: {e}"))
     }
@@ -283,7 +285,8 @@ impl BlockService {
         if args.block.is_empty() {
             return Ok(None);
         }
-        let reactors = Reactors::start(args.reactors).map_err(|e| format!("starting the block service: {e}"))?;
+        let reactors = Reactors::start(args.reactors.map(|n| n as usize))
+            .map_err(|e| format!("starting the block service: {e}"))?;
         let mut exports: Vec<Arc<Export>> = Vec::new();
         for spec in &args.block {
             let opened = spec.open(Some(&reactors)).map_err(|e| format!("block export '{}': {e}", spec.name));

@@ -65,45 +65,45 @@ impl Key {
 const DIRECTORY: &[Key] = &[
     Key::required("name", "What clients call it"),
     Key::required("dir", "The directory to serve"),
-    Key::new("read-only", Kind::Flag, "false", "Nobody may change it"),
+    Key::new("read-only", Kind::Flag, "false", "Read-only"),
 ];
 
 /// The keys of `[[block.export]]`.
 const DISK: &[Key] = &[
     Key::required("name", "What clients call it"),
     Key::required("path", "A file, a block device, `mem:SIZE` or `stripe:CHUNK:PATH:PATH...`"),
-    Key::new("read-only", Kind::Flag, "false", "Nobody may change it"),
+    Key::new("read-only", Kind::Flag, "false", "Read-only"),
     Key::new(
         "mode",
         Kind::Text,
         "",
-        "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. If nothing is said: \
+        "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: \
          direct under a cache layer, else writeback",
     ),
     Key::new(
         "chunk",
         Kind::Text,
         "",
-        "Length of the pieces that requests are cut into, 16K to 4M. If nothing is said: what a stripe or an array has on one member, or 256K",
+        "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one member, or 256K",
     ),
     Key::new(
         "target",
         Kind::Text,
         "",
-        "Target for iSCSI; several disks may have the same. If nothing is said, one of the disk's name",
+        "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
     ),
     Key::new("sector", Kind::Text, "512", "Bytes of a SCSI block: 512 or 4096"),
     Key::new(
         "uuid",
         Kind::Text,
         "",
-        "Identity of the disk, as initiators see it. By default: the device's own identifier, or one kept with the file",
+        "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
     ),
     Key::new(
         "allow",
         Kind::List,
         "",
-        "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. By default: all clients of the service",
+        "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
     ),
     Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "),
 ];
@@ -301,7 +301,9 @@ impl Reader<'_> {
             Err(what) => return self.mistake(export.span(), what.to_string()),
         };
         spec.read_only = read_only;
-        for name in ["mode", "chunk", "target", "sector", "uuid"] {
+        // Those with a meaning of their own are dealt with apart.
+        let apart = ["name", "path", "read-only", "allow", "layers"];
+        for name in DISK.iter().map(|key| key.name).filter(|name| !apart.contains(name)) {
             if let (Some(value), Some(text)) = (get(name), text(name))
                 && let Err(what) = spec.option(name, &text)
             {
@@ -430,8 +432,8 @@ const INTRODUCTION: &str = r#"# The configuration file
 
 `thruway serve --config FILE` reads a TOML file with a table for each service. Its keys are the options of
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
-the place of single values. The file is checked whole before anything is started, and every mistake is told with its
-line; `thruway serve --config FILE --check` does no more than that.
+the place of single values. The file is checked whole before anything is started, and every error is reported with its line
+number; `thruway serve --config FILE --check` does no more than that.
 
 ```toml
 provider = "iwarp"
