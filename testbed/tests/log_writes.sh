@@ -95,7 +95,7 @@ files() {
                 ;;
             new) sort /tmp/contents.new | cmp - /tmp/found ;;
         esac
-        # And it is gone on from: wherever the second copy was under way, and now and then elsewhere.
+        # And it is gone on from: wherever the second copy was in progress, and now and then elsewhere.
         if [[ $said == old || ($said != begun && $((checked % 3)) == 0) ]]; then
             "$THRUWAY" cp -rp --json /tmp/new/. /mnt/d/tree >/tmp/result
             contents /mnt/d/tree | cmp - /tmp/contents.new

@@ -10,7 +10,7 @@ until_listening - 7117
 for n in 1 2; do
     "$THRUWAY" cp --quiet --bwlimit 1M /tmp/large tw://127.0.0.1/e/copy$n & clients[n]=$!
 done
-# Both sessions are under way, and their pools have been touched.
+# Both sessions are in progress, and their pools have been touched.
 bound() { grep -ch "Cpus_allowed_list:[[:space:]]*$1\$" $(grep -l "^session" /proc/$daemon/task/*/comm | sed 's/comm/status/') /dev/null | grep -c 1; }
 for ((i = 0; i < 500; i++)); do
     [[ $(bound 0) == 1 && $(bound 1) == 1 ]] && grep -q "prefer.*:0 " /proc/$daemon/numa_maps && grep -q "prefer.*:1 " /proc/$daemon/numa_maps && break

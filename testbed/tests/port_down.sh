@@ -52,5 +52,5 @@ down_and_up siw 01
 rdma link del siw0
 rdma link add rxe0 type rxe netdev eth0
 # rxe (Linux 7.3) never sends another message of its connection manager once one could not be sent, and ending a connection
-# sends one: until the device is made anew, nobody connects through it.
+# sends one: until the device is made again, nobody connects through it.
 down_and_up rxe 02

@@ -34,7 +34,7 @@ ln -s 1/1 /tmp/tree/link
 ln /tmp/tree/2/2 /tmp/tree/name
 head -c 24M /dev/urandom >/tmp/tree/large
 
-# until_half_done: waits until a copy of the tree is under way.
+# until_half_done: waits until a copy of the tree is in progress.
 until_half_done() {
     local i
     for ((i = 0; i < 3000; i++)); do
@@ -45,7 +45,7 @@ until_half_done() {
     return 1
 }
 
-# begin_copy: a copy of the tree, under way.
+# begin_copy: a copy of the tree, in progress.
 begin_copy() {
     "$THRUWAY" cp -rp --quiet --bwlimit 16M /tmp/tree /mnt/d/ 2>/tmp/said &
     copy=$!

@@ -47,7 +47,7 @@ cp -rp /tmp/tree/. /tmp/rest
 rm /tmp/rest/7
 same /tmp/rest "$(dirname "$(find /tmp/copied -name large)")"
 umount /mnt/d
-# The device itself: what is read there fails, and nothing else; who writes it anew reads it again.
+# The device itself: what is read there fails, and nothing else; who writes it again reads it again.
 for options in ,mode=direct ,mode=writeback ,cache=8M ,cache=8M:writeback; do
     serve_disk "/dev/mapper/dust$options"
     at=$((first * 4096 + 8192))

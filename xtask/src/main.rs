@@ -177,8 +177,11 @@ fn check() -> Result<(), String> {
     Ok(())
 }
 
+/// Longest that all unit and integration tests may take, in seconds: one that hangs is a failure, and not a run without end.
+const TESTS_MAX: &str = "2400";
+
 fn unit() -> Result<(), String> {
-    run("tests", "cargo", &["test", "--workspace", "--quiet"])
+    run("tests", "timeout", &["--kill-after=10", TESTS_MAX, "cargo", "test", "--workspace", "--quiet"])
 }
 
 fn loom() -> Result<(), String> {

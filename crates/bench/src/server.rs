@@ -28,7 +28,7 @@ struct Session {
     link: Link,
     test: Test,
     pace: Pace,
-    /// Operations of our own, of a test in both directions, that are not under way.
+    /// Operations of our own, of a test in both directions, that are not in progress.
     idle: u32,
     /// Mark of the last write echoed.
     mark: u8,

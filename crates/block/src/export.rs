@@ -14,7 +14,7 @@ use thruway_engine::units::{Invalid, parse_size};
 
 /// A disk under a name.
 pub struct Export {
-    /// What clients call it.
+    /// Name for clients.
     pub name: String,
     /// For people.
     pub description: String,
@@ -43,9 +43,9 @@ pub struct Export {
 /// What the text of an export says, before anything is opened.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
-    /// What clients call it.
+    /// Name for clients.
     pub name: String,
-    /// Where the data is.
+    /// Storage of the data.
     pub source: Source,
     /// Nobody may change it.
     pub read_only: bool,

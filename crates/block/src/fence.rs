@@ -8,7 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use tokio::sync::{RwLock, RwLockReadGuard};
 
-/// What those without a registration may not do, and what they have under way.
+/// What those without a registration may not do, and what they have in progress.
 #[derive(Debug, Default)]
 pub struct Fence {
     /// There are SCSI initiators that could reserve the disk.

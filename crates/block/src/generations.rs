@@ -1,11 +1,11 @@
-//! What is under way, by generations: whoever has to wait for all that was begun before, and for nothing that is begun
+//! What is in progress, by generations: whoever has to wait for all that was begun before, and for nothing that is begun
 //! meanwhile, begins a new generation and waits for the end of the one before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tokio::sync::{Mutex, Notify};
 
-/// Things under way, whichever reactor they are on.
+/// Things in progress, whichever reactor they are on.
 #[derive(Debug, Default)]
 pub(crate) struct Generations {
     generation: AtomicU64,
@@ -16,7 +16,7 @@ pub(crate) struct Generations {
     turning: Mutex<()>,
 }
 
-/// Something under way, until it is dropped.
+/// Something in progress, until it is dropped.
 #[derive(Debug)]
 pub struct UnderWay {
     of: Arc<Generations>,
@@ -41,7 +41,7 @@ impl Generations {
         }
     }
 
-    /// Nothing is under way.
+    /// Nothing is in progress.
     pub(crate) fn is_idle(&self) -> bool {
         self.running.iter().all(|running| running.load(Ordering::SeqCst) == 0)
     }
@@ -59,7 +59,7 @@ impl Generations {
         }
     }
 
-    /// Waits until nothing is under way; whatever is begun meanwhile is waited for too.
+    /// Waits until nothing is in progress; whatever is begun meanwhile is waited for too.
     pub(crate) async fn idle(&self) {
         self.until(|| self.is_idle()).await;
     }

@@ -1,4 +1,4 @@
-//! Changes of a disk under way, by range: those that overlap are done one after the other, in the order in which they
+//! Changes of a disk in progress, by range: those that overlap are done one after the other, in the order in which they
 //! were begun.
 //!
 //! A client that gives up a write and sends it again, by another connection or another path, would else have what it

@@ -48,7 +48,7 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(60);
 const OPEN: u8 = 0;
 /// Nothing new is.
 const CLOSING: u8 = 1;
-/// What was under way and comes to its end now is not believed.
+/// What was in progress and comes to its end now is not believed.
 const CLOSED: u8 = 2;
 
 impl Served {
@@ -67,11 +67,11 @@ impl Served {
         Changer { changers, has_company: came_after > gone, came_after, has_changed: AtomicBool::new(false) }
     }
 
-    /// Refuses changes from now on, waits for those under way, and flushes the disk. What takes longer than `limit` is not
+    /// Refuses changes from now on, waits for those in progress, and flushes the disk. What takes longer than `limit` is not
     /// acknowledged any more.
     ///
     /// # Errors
-    /// If the flush fails, or if something was still under way.
+    /// If the flush fails, or if something was still in progress.
     pub async fn close(&self, limit: Duration) -> io::Result<()> {
         self.state.fetch_max(CLOSING, Ordering::SeqCst);
         let ended = tokio::time::timeout(limit, self.changes.idle()).await;

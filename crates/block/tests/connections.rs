@@ -253,7 +253,7 @@ fn a_write_does_not_overtake_the_rest_of_a_long_zeroing() {
     lab.ends_with(3);
 }
 
-/// More requests than are read at one time: those that were still in the socket when the connection was lost have not
+/// More requests than are read at a time: those that were still in the socket when the connection was lost have not
 /// been answered, and come again by the next one. They are not begun after it has gone on.
 #[test]
 fn what_a_lost_connection_had_not_begun_is_not_begun_any_more() {
@@ -467,7 +467,7 @@ fn the_first_write_of_a_lost_connection_comes_too_late_too() {
     lab.ends_with(2);
 }
 
-/// Replies that cannot be sent any more keep nothing: reads still under way wait for the blocks that those had.
+/// Replies that cannot be sent any more keep nothing: reads still in progress wait for the blocks that those had.
 #[test]
 fn clients_that_go_with_many_reads_under_way_leave_nothing() {
     let lab = lab(0, true);

@@ -1,4 +1,4 @@
-//! The storage stage: one thread, many requests under way, io_uring underneath. Where that is forbidden (containers,
+//! The storage stage: one thread, many requests in progress, io_uring underneath. Where that is forbidden (containers,
 //! hardened systems), as many threads as are worth while, and a system call for each request.
 //!
 //! Requests carry blocks by ownership and come back through their completion closure, which runs
@@ -21,7 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Requests under way at once; more wait in the queue.
+/// Requests in progress at once; more wait in the queue.
 const DEPTH: u32 = 128;
 /// Threads where there is no io_uring.
 const THREADS: usize = 16;

@@ -171,7 +171,7 @@ impl Device {
         self.0.wait_fd()
     }
 
-    /// Makes a [`Device::wait`] under way, or else the next one, return at once. From any thread.
+    /// Makes a [`Device::wait`] in progress, or else the next one, return at once. From any thread.
     pub fn wake(&self) {
         self.0.wake();
     }
@@ -194,7 +194,7 @@ pub struct ListenOptions {
     /// Hand over connections that do not speak the device's protocol as
     /// [`ConnectionEvent::Foreign`] instead of closing them.
     pub accept_foreign: bool,
-    /// Connections in set-up at one time; more are closed at once.
+    /// Connections in set-up at a time; more are closed at once.
     pub max_pending: usize,
 }
 
@@ -210,16 +210,16 @@ pub enum ConnectionEvent {
     Request(ConnectionRequest),
     /// The connection is up; `private_data` is what the accepting side had to say.
     Established {
-        /// Which queue pair.
+        /// The queue pair's number.
         qp_num: u32,
         /// The reply's private data; empty on the accepting side.
         private_data: Vec<u8>,
     },
     /// The connection has ended, or could not be made.
     Disconnected {
-        /// Which queue pair.
+        /// The queue pair's number.
         qp_num: u32,
-        /// Why.
+        /// The cause.
         cause: ConnectionError,
     },
     /// A peer connected that does not speak the device's protocol.

@@ -24,7 +24,7 @@ pub struct PathInfo {
     pub round_trip: Duration,
     /// Bytes that the peer has acknowledged.
     pub acked: u64,
-    /// How long the connection has had something under way.
+    /// How long the connection has had something in progress.
     pub busy: Duration,
     /// How long of that it could have sent more, had its send buffer or the peer's window been
     /// larger.

@@ -173,7 +173,7 @@ pub enum Status {
     RemoteNoReceive,
     /// The peer says the request was not one it serves.
     RemoteOperation,
-    /// The connection was lost while the request was under way.
+    /// The connection was lost while the request was in progress.
     ConnectionLost,
     /// Not executed: the queue pair had already failed or was closed.
     Flushed,
@@ -310,7 +310,7 @@ pub enum ConnectionError {
     /// The peer's consumer refused.
     #[error("the peer refused the connection{}", reason(private_data))]
     Rejected {
-        /// What it had to say.
+        /// Private data of the refusal.
         private_data: Vec<u8>,
     },
     /// No answer in time.
@@ -343,11 +343,11 @@ pub enum Error {
     /// A request or parameter is outside what the device or queue allows.
     #[error("{what}: {got} exceeds the limit of {limit}")]
     Limit {
-        /// The thing limited.
+        /// What is limited.
         what: &'static str,
-        /// What was asked for.
+        /// The value asked for.
         got: u64,
-        /// What is possible.
+        /// The largest value possible.
         limit: u64,
     },
     /// The queue has no room; poll for completions first.
@@ -362,7 +362,7 @@ pub enum Error {
         len: u64,
         /// Element key.
         lkey: u32,
-        /// Which rule.
+        /// The rule that was broken.
         why: &'static str,
     },
     /// The operation is not possible with this device, peer, or combination of parameters.
@@ -371,7 +371,7 @@ pub enum Error {
     /// The queue pair is not in a state for this call.
     #[error("queue pair {qp_num} is {state}")]
     State {
-        /// Which.
+        /// The queue pair's number.
         qp_num: u32,
         /// Its state.
         state: &'static str,
@@ -379,19 +379,19 @@ pub enum Error {
     /// The operating system refused.
     #[error("{op}{}: {source}", peer.map(|p| format!(" {p}")).unwrap_or_default())]
     Io {
-        /// What was tried.
+        /// The operation.
         op: &'static str,
-        /// With whom.
+        /// The peer.
         peer: Option<SocketAddr>,
-        /// What it said.
+        /// The cause.
         source: io::Error,
     },
     /// The connection could not be made.
     #[error("{peer}: {cause}")]
     Connection {
-        /// With whom.
+        /// The peer.
         peer: SocketAddr,
-        /// Why.
+        /// The cause.
         cause: ConnectionError,
     },
 }

@@ -36,7 +36,7 @@ pub struct Finished {
 }
 
 impl Remote {
-    /// Connects to memory, for `depth` requests under way.
+    /// Connects to memory, for `depth` requests in progress.
     ///
     /// # Errors
     /// [`Error::Connection`] if nobody lends memory there, and those of making a device and a queue pair.

@@ -10,7 +10,7 @@ use thruway_fabric::{
     Listener, MemoryRegion, ProtectionDomain, Provider, QueuePair, QueuePairCaps, Result,
 };
 
-/// Connections served at one time; more are refused.
+/// Connections served at a time; more are refused.
 const CONNECTIONS_MAX: usize = 1024;
 
 /// Memory that anybody who connects may read and write, like a disk that several hosts share.

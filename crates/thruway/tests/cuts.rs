@@ -31,7 +31,7 @@ impl Daemon {
         let lab = Lab::new();
         let (said, served) = (fs::File::create(lab.path("said")).unwrap(), lab.mkdir("served"));
         let mut command = Command::new(THRUWAY);
-        // Requests are under way when their client ends.
+        // Requests are in progress when their client ends.
         command.args([
             "serve",
             "--json",

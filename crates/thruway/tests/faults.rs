@@ -40,7 +40,7 @@ fn until_written(dir: &Path, bytes: u64) {
 }
 
 /// Waits until the journal in `dir` says that at least so many bytes are verified and written; how many
-/// it says. A killed process loses nothing of them, whatever else was under way.
+/// it says. A killed process loses nothing of them, whatever else was in progress.
 fn until_recorded(dir: &Path, bytes: u64) -> u64 {
     const RECORD_LEN: usize = 64;
     const RANGE: u8 = 2;

@@ -25,19 +25,19 @@ pub enum AuthError {
     /// A file could not be read or written.
     #[error("{path}: {source}")]
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A file holds something else than it should.
     #[error("{path}:{line}: {message}")]
     Content {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where.
+        /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The mistake.
         message: String,
     },
     /// The handshake failed: wrong secret, or not a Thruway.
@@ -211,7 +211,7 @@ impl Credentials {
     }
 }
 
-/// A handshake under way.
+/// A handshake in progress.
 pub struct Handshake(snow::HandshakeState);
 
 /// An authenticated, encrypted channel of messages.

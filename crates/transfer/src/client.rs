@@ -28,19 +28,19 @@ const BLOCKS: usize = 64;
 /// How to reach a daemon and trust it.
 #[derive(Clone)]
 pub struct Remote {
-    /// Where.
+    /// Address of the daemon.
     pub addr: SocketAddr,
     /// Where else, if nobody answers there.
     pub others: Vec<SocketAddr>,
-    /// What known hosts call it.
+    /// Name of the daemon in messages and in known hosts.
     pub label: String,
-    /// Who we are.
+    /// Credentials of this end.
     pub credentials: Credentials,
     /// Daemons seen before; `None` trusts any.
     pub known_hosts: Option<PathBuf>,
     /// The fabric.
     pub fabric: Provider,
-    /// What carries the data.
+    /// Transport of the data.
     pub transport: Transport,
 }
 
@@ -93,7 +93,7 @@ pub struct Job {
     pub local: Local,
     /// Identifies the job when it is tried again.
     pub id: [u8; 16],
-    /// How to treat trees.
+    /// How trees are read and written.
     pub options: TreeOptions,
     /// End-to-end verification.
     pub verify: Algorithm,
@@ -226,7 +226,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 const FIRST_ATTEMPTS: u32 = 3;
 
 /// Runs a job. After a loss it is tried again, with pauses that grow to half a minute; all retries are to be had again
-/// when more is durable at the sink than any attempt before had found there. `reach` reaches the peer anew for that,
+/// when more is durable at the sink than any attempt before had found there. `reach` reaches the peer again for that,
 /// if its address is not enough.
 ///
 /// # Errors

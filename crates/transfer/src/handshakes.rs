@@ -1,4 +1,4 @@
-//! Peers that have not proved yet who they are: how many at one time, and who is next.
+//! Peers that have not proved yet who they are: how many at a time, and who is next.
 //!
 //! What a stranger can make the daemon hold is bounded, in all and for each address. A burst is no attack, though: who comes
 //! while all places are taken waits its turn. Addresses take turns, so that one that says nothing, or sends a flood, keeps
@@ -17,15 +17,15 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(8);
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Handshakes under way.
+    /// Handshakes in progress.
     pub all: usize,
-    /// Handshakes under way with one address.
+    /// Handshakes in progress with one address.
     pub of_one: usize,
     /// Callers who wait.
     pub waiting: usize,
 }
 
-/// Handshakes under way, and the callers who wait for theirs.
+/// Handshakes in progress, and the callers who wait for theirs.
 #[derive(Debug)]
 pub(crate) struct Handshakes<T> {
     limits: Limits,
@@ -144,7 +144,7 @@ pub(crate) struct Turns<T> {
     closed: AtomicBool,
 }
 
-/// A handshake under way: its place is another's when this is dropped.
+/// A handshake in progress: its place is another's when this is dropped.
 pub(crate) struct Turn<T> {
     turns: Arc<Turns<T>>,
     from: IpAddr,

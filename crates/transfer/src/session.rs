@@ -158,7 +158,7 @@ pub struct SessionParams {
     pub verify: Algorithm,
     /// Seals the data plane.
     pub sealer: Option<Arc<Sealer>>,
-    /// How to treat trees.
+    /// How trees are read and written.
     pub options: TreeOptions,
     /// Bytes per second to keep under.
     pub rate_limit: Option<u64>,
@@ -303,9 +303,9 @@ pub enum SessionError {
     /// A block did not arrive as it was sent.
     #[error("block {sequence} arrived damaged ({what})")]
     Damaged {
-        /// Which.
+        /// The block's sequence number.
         sequence: u32,
-        /// What was found.
+        /// The mismatch.
         what: &'static str,
     },
 }

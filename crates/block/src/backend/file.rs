@@ -405,7 +405,7 @@ impl FileBackend {
     }
 
     async fn write_zeroes(&self, mut at: u64, len: u64) -> io::Result<()> {
-        /// Written at one time.
+        /// Written at a time.
         const PIECE: usize = 256 << 10;
         let supply = Segments::new(1, PIECE).map_err(io::Error::other)?;
         let end = at + len;
@@ -534,7 +534,7 @@ fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// How long what a daemon that was killed has under way may take.
+/// How long what a daemon that was killed has in progress may take.
 const PREDECESSOR: Duration = Duration::from_secs(2);
 
 /// Keeps others from writing to a file that is served, and us from one that others write to or rely on: other exports,

@@ -14,7 +14,7 @@ use std::pin::Pin;
 use thruway_engine::Segment;
 pub use thruway_engine::lent::{Lent, Memory};
 
-/// An operation under way on a reactor.
+/// An operation in progress on a reactor.
 pub type Op<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
 
 /// What clients are told about a disk.
@@ -69,7 +69,7 @@ pub struct Extent {
 ///
 /// Ranges have been checked against [`Geometry::size`] by the caller, and so have changes against
 /// [`Geometry::read_only`]; a disk that shrinks fails what is beyond its end. Operations run on any
-/// reactor, any number at one time, in any order: whoever needs an order waits for one operation before
+/// reactor, any number at a time, in any order: whoever needs an order waits for one operation before
 /// starting the next. An operation may begin when its function is called, before it is waited for.
 pub trait Backend: Send + Sync {
     /// What the disk is like now; its size may change.

@@ -78,7 +78,7 @@ impl Config {
 const LEND_MIN: usize = 32 << 10;
 /// Requests from here on are handed to the node that holds most of them.
 const FORWARD_MIN: usize = 64 << 10;
-/// Copies that are written out at one time.
+/// Copies that are written out at a time.
 const WRITE_OUT: usize = 16;
 /// When a write has waited so long for the writer, it sees for itself.
 const WRITER_LATE: Duration = Duration::from_millis(500);
@@ -340,7 +340,7 @@ impl Inner {
                 missing.push((part, here));
             }
         }
-        // What is not there is loaded all at one time.
+        // What is not there is loaded all at once.
         try_join_all(missing.into_iter().map(|(part, here)| async move {
             let partition = self.partitions.of(part.block);
             loop {

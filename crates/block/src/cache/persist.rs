@@ -38,7 +38,7 @@ const BITMAP: usize = 16;
 /// Of the record behind those of a partition's slots: where in the file bytes are being changed that are dirty, and how
 /// many; none, if that is zero. What they were is behind the partition's slots.
 const CHANGED_LEN: usize = 16;
-/// Blocks that are replayed at one time.
+/// Blocks that are replayed at a time.
 const REPLAYED: usize = 16;
 
 /// The file of one disk's cache, locked.
@@ -553,7 +553,7 @@ mod tests {
     #[test]
     fn what_was_being_changed_when_the_daemon_ended_is_what_it_was() {
         ends_in_a_change(1050..16384);
-        // As much as there can be at one time.
+        // As much as there can be at a time.
         ends_in_a_change(0..16384);
     }
 

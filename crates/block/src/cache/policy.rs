@@ -101,7 +101,7 @@ impl Policy {
         slot.live && slot.life == place.life
     }
 
-    /// Takes out the slot to be used anew; one that `pinned` says must stay is passed over. `None` if all must.
+    /// Takes out the slot to be used again; one that `pinned` says must stay is passed over. `None` if all must.
     pub fn evict(&mut self, pinned: impl Fn(u32) -> bool) -> Option<u32> {
         let first = if self.small_live >= self.small_max { self.evict_small(&pinned) } else { None };
         first.or_else(|| self.evict_main(&pinned)).or_else(|| self.evict_small(&pinned))

@@ -60,7 +60,7 @@ pub enum SecretsError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The mistake.
         what: &'static str,
     },
 }
@@ -130,7 +130,7 @@ impl Secrets {
     }
 }
 
-/// An authentication under way.
+/// An authentication in progress.
 #[derive(Debug, Default)]
 pub enum Chap {
     /// Nothing has been said.

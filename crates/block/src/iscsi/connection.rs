@@ -28,12 +28,12 @@ use thruway_fabric::RemoteAddr;
 use thruway_server::{Body, Buffers, Message, Peer, Permit, Reader, SendQueue, Writer, panics};
 use tokio::sync::{Notify, watch};
 
-/// Commands of a session under way at one time: what the command window is opened for.
+/// Commands of a session in progress at a time: what the command window is opened for.
 pub(super) const DEPTH: u32 = 128;
-/// Commands of a session under way at one time, those beside the numbered ones with them; an initiator that sends
+/// Commands of a session in progress at a time, those beside the numbered ones with them; an initiator that sends
 /// more is cut off.
 const TASKS_MAX: usize = 2 * DEPTH as usize;
-/// Task management functions of a session under way at one time; more are refused.
+/// Task management functions of a session in progress at a time; more are refused.
 const FUNCTIONS_MAX: usize = 64;
 /// An initiator that has said nothing for so long is asked whether it is there, and must answer within as long.
 const PING: Duration = Duration::from_secs(30);
@@ -54,9 +54,9 @@ pub(super) struct Connection {
     tasks: RefCell<HashMap<u32, Rc<Task>>>,
     /// Told when a command is over.
     task_done: Notify,
-    /// Numbered commands under way.
+    /// Numbered commands in progress.
     numbered: Cell<u32>,
-    /// Task management functions under way.
+    /// Task management functions in progress.
     functions: Cell<usize>,
     expected_cmd_sn: Cell<u32>,
     stat_sn: Cell<u32>,
@@ -208,14 +208,14 @@ impl Connection {
         }
     }
 
-    /// Ends what is under way.
+    /// Ends what is in progress.
     pub(super) async fn end(&self) {
         self.tasks.borrow().values().for_each(|task| task.abort());
         futures_util::future::join_all(self.session.units.iter().map(|attached| attached.clear())).await;
         self.until(|tasks| tasks.is_empty()).await;
     }
 
-    /// Waits until the commands under way are as wished for.
+    /// Waits until the commands in progress are as wished for.
     async fn until(&self, done: impl Fn(&HashMap<u32, Rc<Task>>) -> bool) {
         loop {
             let told = self.task_done.notified();
@@ -638,7 +638,7 @@ impl Connection {
         answer.set16(42, self.params.time2retain);
         let leaves = answer.0[2] == 0;
         if leaves {
-            // What is under way is finished before the goodbye.
+            // What is in progress is finished before the goodbye.
             self.until(|tasks| tasks.is_empty()).await;
         }
         self.send_status(answer, Body::Empty);
@@ -757,7 +757,7 @@ impl Drop for Bug {
     }
 }
 
-/// A command's place among those under way.
+/// A command's place among those in progress.
 struct Over {
     connection: Rc<Connection>,
     task: Rc<Task>,

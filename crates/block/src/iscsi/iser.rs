@@ -103,18 +103,18 @@ impl Sender {
     }
 }
 
-/// How to serve.
+/// Configuration of a server.
 pub struct Config {
     /// Addresses to listen on.
     pub listen: Vec<SocketAddr>,
     /// By what.
     pub provider: Provider,
-    /// What to serve.
+    /// Targets to serve.
     pub targets: Arc<Targets>,
     /// Of those who come over the loopback interface, only the user that this process runs as, and root; of what an
     /// RDMA device brings, nobody knows the user.
     pub own_user_only: bool,
-    /// Connections at one time; more are refused.
+    /// Connections at a time; more are refused.
     pub connections_max: usize,
 }
 

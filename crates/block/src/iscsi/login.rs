@@ -45,7 +45,7 @@ pub struct Params {
     pub initial_r2t: bool,
     /// Data may come with the command.
     pub immediate_data: bool,
-    /// Solicitations at one time.
+    /// Solicitations at a time.
     pub max_r2t: u32,
     /// iSER is in use from here on.
     pub rdma: bool,

@@ -16,11 +16,11 @@ pub(super) const LOGIN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes of text in one login PDU (RFC 7143 13.12: before anything is declared).
 const LOGIN_DATA_MAX: usize = 8192;
 
-/// How to serve.
+/// Configuration of a server.
 pub struct Config {
     /// Addresses to listen on.
     pub listen: Vec<SocketAddr>,
-    /// What to serve.
+    /// Targets to serve.
     pub targets: Arc<Targets>,
     /// Of initiators over the loopback interface, serve only root and the user that this process runs as.
     pub own_user_only: bool,

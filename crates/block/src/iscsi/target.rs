@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
 
-/// Sessions at one time.
+/// Sessions at a time.
 const SESSIONS_MAX: usize = 4096;
 
 /// A target: units under numbers.

@@ -1,4 +1,4 @@
-//! One command under way: its data in both directions (RFC 7143 4.2.5 and 11.7).
+//! One command in progress: its data in both directions (RFC 7143 4.2.5 and 11.7).
 
 use super::connection::{Advertised, Carrier, Connection};
 use super::pdu::{Header, NO_TAG, op};
@@ -15,7 +15,7 @@ use thruway_server::rdma::Channel;
 use thruway_server::{Body, Buffers};
 use tokio::sync::Notify;
 
-/// A command under way.
+/// A command in progress.
 pub(super) struct Task {
     connection: Rc<Connection>,
     pub tag: u32,
@@ -32,7 +32,7 @@ pub(super) struct Task {
     advertised: Advertised,
     /// Bytes that came unasked: advertised buffers begin behind them.
     unasked_len: Cell<u64>,
-    /// RDMA Reads under way.
+    /// RDMA Reads in progress.
     fetching: Cell<usize>,
 }
 
@@ -304,7 +304,7 @@ impl Task {
         }
     }
 
-    /// Fetches what the initiator has not sent by RDMA Reads (RFC 7145 7.3.6), several at one time.
+    /// Fetches what the initiator has not sent by RDMA Reads (RFC 7145 7.3.6), several at a time.
     async fn fetch(self: &Rc<Self>) -> io::Result<()> {
         let Some(remote) = self.advertised.write else { return Err(io::ErrorKind::InvalidData.into()) };
         let at = self.incoming.borrow().asked;
@@ -363,7 +363,7 @@ impl Place<'_> {
     }
 }
 
-/// RDMA Reads of one command under way.
+/// RDMA Reads of one command in progress.
 const FETCHES_MAX: usize = 4;
 
 impl Transfer for Rc<Task> {

@@ -14,7 +14,7 @@ use tokio_rustls::rustls::ServerConfig;
 /// Time for a client's handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How to serve.
+/// Configuration of a server.
 pub struct Config {
     /// Addresses to listen on.
     pub listen: Vec<Address>,

@@ -21,15 +21,15 @@ use thruway_server::buffers::SMALL;
 use thruway_server::{Body, Buffers, Message, Peer, Reader, SendQueue, Writer, panics};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Requests of a connection under way at one time; then it is not read from.
+/// Requests of a connection in progress at a time; then it is not read from.
 const REQUESTS_MAX: usize = 512;
-/// Reads that need more blocks than a connection has, under way at one time.
+/// Reads that need more blocks than a connection has, in progress at a time.
 const LONG_MAX: usize = 1;
-/// Pieces of a read under way at one time.
+/// Pieces of a read in progress at a time.
 const PIECES_MAX: usize = 32;
 /// Zeroes that are written, or bytes discarded, in one step.
 const STRETCH: u64 = 256 << 20;
-/// Bytes zeroed or discarded by one request; of longer ones, a connection has one under way at a time.
+/// Bytes zeroed or discarded by one request; of longer ones, a connection has one in progress at a time.
 const OWN_TURN: u64 = 1 << 20;
 /// Reads from here on are looked through for holes.
 const SPARSE_MIN: u64 = 64 << 10;
@@ -227,7 +227,7 @@ impl Connection {
         self.finish(&request, result);
     }
 
-    /// Does a change of a range of any length a stretch at a time: what waits for changes under way waits for one of them,
+    /// Does a change of a range of any length a stretch at a time: what waits for changes in progress waits for one of them,
     /// and what has been done of it is free for others.
     async fn stretch(
         &self,
@@ -509,7 +509,7 @@ impl Connection {
     }
 }
 
-/// A write whose pieces are under way; answered when the last is done.
+/// A write whose pieces are in progress; answered when the last is done.
 struct Write {
     connection: Rc<Connection>,
     request: Request,

@@ -78,7 +78,7 @@ pub(super) struct State {
     pub reservations: Reservations,
     attentions: HashMap<u64, Vec<Attention>>,
     nexuses: HashMap<u64, Arc<TaskSet>>,
-    /// Of sessions that have ended, as long as commands of theirs are under way.
+    /// Of sessions that have ended, as long as commands of theirs are in progress.
     ending: Vec<Arc<TaskSet>>,
     /// Nexuses that prevent removal.
     pub prevented: Vec<u64>,

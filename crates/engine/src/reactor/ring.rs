@@ -27,7 +27,7 @@ use tokio::sync::Semaphore;
 
 /// Entries of the submission queue; more requests wait in memory.
 const ENTRIES: u32 = 256;
-/// Requests under way at once: as many completions fit.
+/// Requests in progress at once: as many completions fit.
 const UNDER_WAY_MAX: usize = 512;
 
 /// A ring that is not at work yet.
@@ -108,7 +108,7 @@ enum Slot {
         result: i32,
         segment: Option<Segment>,
     },
-    /// As under way, but the task that asked is gone.
+    /// As in progress, but the task that asked is gone.
     Abandoned {
         _file: Arc<File>,
         _segment: Option<Segment>,
@@ -220,7 +220,7 @@ impl State {
     }
 }
 
-/// A request under way.
+/// A request in progress.
 struct Under {
     requests: Rc<RefCell<State>>,
     index: usize,
@@ -436,7 +436,7 @@ impl Drop for State {
     fn drop(&mut self) {
         while self.under_way > 0 {
             if self.ring.submit_and_wait(1).is_err() {
-                // The memory of what is under way must not go.
+                // The memory of what is in progress must not go.
                 std::mem::forget(std::mem::take(&mut self.slots));
                 return;
             }

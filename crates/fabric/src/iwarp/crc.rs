@@ -18,7 +18,7 @@ impl RunningCrc {
         }
     }
 
-    /// The four bytes for the wire; zero where CRCs are off. Starts anew.
+    /// The four bytes for the wire; zero where CRCs are off. Starts again.
     pub(crate) fn take(&mut self) -> [u8; 4] {
         match &mut self.0 {
             Some(digest) => {

@@ -38,7 +38,7 @@ pub(super) fn congestion(stream: &TcpStream) -> String {
     sockopt::tcp_congestion(stream).unwrap_or_default()
 }
 
-/// The outcome of a connect that was under way: `Ok(false)` while it still is.
+/// The outcome of a connect that was in progress: `Ok(false)` while it still is.
 pub(super) fn connect_result(stream: &TcpStream) -> io::Result<bool> {
     if let Some(error) = stream.take_error()? {
         return Err(error);

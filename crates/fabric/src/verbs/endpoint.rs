@@ -40,7 +40,7 @@ pub(super) fn all_of(verbs: *mut ibv_context) -> Vec<Arc<Endpoint>> {
     known.into_iter().filter(|e| e.context.verbs == verbs).collect()
 }
 
-/// A request under way, or done.
+/// A request in progress, or done.
 pub(super) struct Posted {
     pub(super) wr_id: u64,
     pub(super) op: CompletionOp,
@@ -389,7 +389,7 @@ impl Endpoint {
 }
 
 impl Posted {
-    /// A receive under way, or done.
+    /// A receive in progress, or done.
     pub(super) fn receive(wr_id: u64) -> Posted {
         Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None }
     }

@@ -262,7 +262,7 @@ impl BlockArgs {
 
 /// How long clients that have been asked to leave may take.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
-/// How long requests that are still under way when their clients have been told to leave may take.
+/// How long requests that are still in progress when their clients have been told to leave may take.
 const LAST_REQUESTS: Duration = Duration::from_secs(10);
 
 /// The running block service.

@@ -33,9 +33,9 @@ use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, 
 /// A directory that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Export {
-    /// What clients call it.
+    /// Name for clients.
     pub name: String,
-    /// Where it is.
+    /// The directory.
     pub dir: PathBuf,
     /// Nothing may be written.
     pub read_only: bool,
@@ -62,13 +62,13 @@ const HANDSHAKE_DESCRIPTORS: u64 = 16;
 pub struct Config {
     /// Addresses to listen at.
     pub listen: Vec<SocketAddr>,
-    /// What is served.
+    /// Directories to serve.
     pub exports: Vec<Export>,
-    /// Who the daemon is.
+    /// The daemon's credentials.
     pub credentials: Credentials,
-    /// Who may use it.
+    /// Keys that may use it, with their rights.
     pub authorized: AuthorizedKeys,
-    /// Anybody else may, too.
+    /// Accept unauthenticated peers, too.
     pub anonymous: bool,
     /// The user this daemon runs as, and root, may use it over the loopback interface without a key.
     pub local: bool,
@@ -76,7 +76,7 @@ pub struct Config {
     pub require_encryption: bool,
     /// Refuse sessions whose data would not be verified.
     pub require_verification: bool,
-    /// Sessions at one time; more are refused.
+    /// Sessions at a time; more are refused.
     pub max_sessions: usize,
     /// Largest block that is accepted.
     pub block_len_max: u32,
@@ -131,7 +131,7 @@ struct Shared {
     greetings: Arc<Turns<(TcpStream, Vec<u8>)>>,
     handshakes: Arc<Turns<Caller>>,
     channels: Mutex<ChannelRegistry<Arrival>>,
-    /// Sessions under way, by a number of their own.
+    /// Sessions in progress, by a number of their own.
     running: Mutex<HashMap<u64, Running>>,
     next_running: AtomicU64,
     next_session: AtomicU32,
@@ -306,7 +306,7 @@ impl Daemon {
         drop(self.listeners);
         shared.greetings.close();
         shared.handshakes.close();
-        // Sessions under way have been told to end.
+        // Sessions in progress have been told to end.
         let patience = Instant::now();
         while shared.active.load(Ordering::SeqCst) > 0 && patience.elapsed() < Duration::from_secs(5) {
             let _ = self.device.wait(Some(Duration::from_millis(50)));
@@ -440,7 +440,7 @@ struct Caller {
     local: SocketAddr,
 }
 
-/// A session under way.
+/// A session in progress.
 struct Running {
     principal: Principal,
     peer: IpAddr,
@@ -478,7 +478,7 @@ impl Drop for Listed<'_> {
 /// Whoever has so many times the places that are left gets no more: one who takes all there are leaves some to others.
 const PLACES_TO_ONE: usize = 8;
 
-/// The place of a session among those that there may be at one time.
+/// The place of a session among those that there may be at a time.
 struct SessionPlace<'a>(&'a Shared);
 
 impl<'a> SessionPlace<'a> {

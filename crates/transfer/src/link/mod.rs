@@ -142,7 +142,7 @@ pub enum Channels {
 pub struct Call<'a> {
     /// The peer.
     pub addr: SocketAddr,
-    /// Who we are.
+    /// Credentials of this end.
     pub credentials: &'a Credentials,
     /// Joins the connections of the session.
     pub token: Token,
@@ -362,7 +362,7 @@ impl Link {
         Ok(any)
     }
 
-    /// How many data channels there are, or will be when those under way are open.
+    /// How many data channels there are, or will be when those in progress are open.
     pub fn count(&self) -> usize {
         match &self.0 {
             Inner::Rdma(link) => link.count(),

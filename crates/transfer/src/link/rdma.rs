@@ -50,7 +50,7 @@ pub(crate) struct RdmaLink {
     raw: VecDeque<Vec<u8>>,
     /// Control messages the peer has room for, [`CONTROL_RESERVE`] not counted.
     peer_room: usize,
-    /// Receives posted anew and not yet told to the peer.
+    /// Receives posted again and not yet told to the peer.
     owed: usize,
     data: Vec<DataChannel>,
     /// Data channels that this end has opened.
@@ -80,7 +80,7 @@ struct DataChannel {
     number: u32,
     role: Role,
     notices: Option<(Arc<Buffer>, MemoryRegion)>,
-    /// Writes under way.
+    /// Writes in progress.
     under_way: usize,
     bytes_under_way: u64,
     /// Credits of ours that only it can use, and has not.
@@ -266,7 +266,7 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// Data channels, with those under way.
+    /// Data channels, with those in progress.
     pub(crate) fn count(&self) -> usize {
         self.data.len()
     }

@@ -138,7 +138,7 @@ enum News {
     Opened(Result<TcpStream, LinkError>, Role),
 }
 
-/// Takes so much news at one time, so that what it leads to is done before there is more.
+/// Takes so much news at a time, so that what it leads to is done before there is more.
 const NEWS_TOGETHER: usize = 256;
 /// News that wait for the session's thread. Whoever has more to tell waits, and with it the peer.
 const NEWS_MAX: usize = 1024;
@@ -296,7 +296,7 @@ impl TcpLink {
         Ok(())
     }
 
-    /// Data channels, with those under way.
+    /// Data channels, with those in progress.
     pub(crate) fn count(&self) -> usize {
         self.data.len() + self.opening
     }

@@ -32,7 +32,7 @@ pub(crate) enum Violation {
     Unexpected(&'static str),
 }
 
-/// Most blocks under way in one session: credits granted and not used up.
+/// Most blocks in progress in one session: credits granted and not used up.
 pub(crate) const WINDOW_MAX: usize = 256;
 /// Credits in one message.
 pub(crate) const CREDITS_PER_REPLY: usize = 64;

@@ -8,7 +8,7 @@ const ENTRIES: usize = 64;
 const BYTES: usize = 7500;
 /// What an offered file takes beside its path, at most: the length of that, its size, and two times.
 const ENTRY: usize = 2 + 10 + 2 * (10 + 5);
-/// Offers under way: on a long path so many batches are answered in one round trip. Fewer than the
+/// Offers in progress: on a long path so many batches are answered in one round trip. Fewer than the
 /// receives that a control connection has for them.
 pub(crate) const AHEAD: usize = 10;
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 /// Large files that may be unfinished at once. A sink leaves ends of files unread long before there are so many.
 const OPEN_MAX: usize = 4096;
 
-/// Large files under way. `F` is an open file, `P` a piece that came too early.
+/// Large files in progress. `F` is an open file, `P` a piece that came too early.
 pub(crate) struct Reassembly<F, P> {
     slots: HashMap<u64, Slot<F, P>>,
     parked: u64,

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 const IN_MEMORY: usize = 1 << 20;
 /// Where that file cannot be in the destination, it takes no more than this of the directory for temporary files.
 const ELSEWHERE_MAX: u64 = 256 << 20;
-/// Bytes of names to keep, in one directory or gathered at one time, beyond which nothing is removed from them.
+/// Bytes of names to keep, in one directory or gathered at a time, beyond which nothing is removed from them.
 const KEEP_BYTES_MAX: usize = 256 << 20;
 /// Before each record: where the directory before it is, and what is known of its own.
 const LINK_LEN: u64 = 9;

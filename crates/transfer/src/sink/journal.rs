@@ -204,7 +204,7 @@ pub(crate) trait Medium: Read + Write + Send {
     fn remove(&mut self) -> io::Result<()>;
 }
 
-/// The journal of a job under way.
+/// The journal of a job in progress.
 pub(crate) struct Journal {
     state: Mutex<State>,
 }
@@ -226,7 +226,7 @@ impl Journal {
     /// attempt at a time holds it.
     ///
     /// # Errors
-    /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is under way.
+    /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is in progress.
     pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
         let name = name_of(job);
         Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }))

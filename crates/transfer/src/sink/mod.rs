@@ -315,7 +315,7 @@ fn took_leave(link: &mut Link) -> bool {
 }
 
 /// Opens the journal of a job, waiting a moment for an earlier attempt to wind up. `None`: the
-/// directory may not be written to, and an interrupted attempt will be begun anew.
+/// directory may not be written to, and an interrupted attempt will be begun again.
 fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, Earlier)>, SessionError> {
     let deadline = Instant::now() + BUSY_PATIENCE;
     loop {

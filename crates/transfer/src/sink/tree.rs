@@ -31,7 +31,7 @@ pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
 const CHANGED_MAX: usize = 8;
 /// Where file systems are not to be asked as a whole, directories that wait to be synced.
 const CHANGED_BY_FILE_MAX: usize = 10_000;
-/// Directories above the destination that are synced at one time.
+/// Directories above the destination that are synced at a time.
 const ABOVE_TOGETHER: usize = 16;
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;

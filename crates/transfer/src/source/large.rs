@@ -26,7 +26,7 @@ pub(crate) struct LargeFile {
     pub(super) failure: FirstFailure,
     /// What has been read of it, to be read again if it has grown.
     pub(super) sent: Sent,
-    /// Reads under way, and one for the walker until it has issued them all.
+    /// Reads in progress, and one for the walker until it has issued them all.
     pub(super) open: AtomicU32,
     pub(super) blocks: AtomicU32,
     pub(super) pipeline: Arc<Pipeline>,
@@ -76,7 +76,7 @@ impl Finish {
     }
 
     /// Digests a piece where it is and leaves it there; the block is a token that bounds how many
-    /// are under way.
+    /// are in progress.
     pub(super) fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
         let pipeline = Arc::clone(&self.pipeline);
         pipeline.workers.submit(pipeline.integrity, move || {
@@ -264,7 +264,7 @@ impl LargeFile {
     }
 
     fn end_grown(&self) {
-        // No read of the storage stage is under way any more; what is read now need not be aligned.
+        // No read of the storage stage is in progress any more; what is read now need not be aligned.
         let direct = rustix::fs::fcntl_getfl(&self.file).map(|flags| (flags, flags.contains(OFlags::DIRECT)));
         if let Ok((flags, true)) = direct {
             let _ = rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT);

@@ -470,7 +470,7 @@ impl Control {
         }
     }
 
-    /// The message's bytes; `receives` is how many receives the sender has posted anew.
+    /// The message's bytes; `receives` is how many receives the sender has posted again.
     pub fn encode(&self, receives: u8) -> Vec<u8> {
         let body = match self {
             Control::Session(b) => postcard::to_allocvec(b),
@@ -500,7 +500,7 @@ impl Control {
         out
     }
 
-    /// Reads one whole message; also returns how many receives its sender posted anew.
+    /// Reads one whole message; also returns how many receives its sender posted again.
     ///
     /// # Errors
     /// [`Malformed`] unless the bytes are exactly one valid message.

@@ -89,7 +89,7 @@ pub enum Record {
     },
     /// Attributes of a file whose content is at the sink already.
     Attributes {
-        /// Which.
+        /// The file.
         path: Vec<u8>,
         /// Its attributes.
         meta: Meta,
