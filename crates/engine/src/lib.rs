@@ -1,19 +1,19 @@
 //! ACES, the engine under every service: data lives in fixed-size blocks, and stages pass the
 //! *ownership* of blocks to one another through explicit queues; nothing is copied between them.
 //!
-//! - [`pool`]: the blocks. A full pool is the back-pressure of the whole path: who has no block
-//!   loads nothing, and who has no free block grants no credit.
+//! - [`pool`]: the blocks. The pool is the back-pressure of the whole path: without a free
+//!   block a source loads nothing, and a sink grants no credit.
 //! - [`stage`]: queues and the parallel workers behind them (CPU work and blocking file calls),
 //!   with the monitor that moves workers to where the queue is.
 //! - [`storage`]: the event-driven storage stage, one thread over io_uring, or several where that is forbidden.
 //! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
-//!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: data that is sent
-//!   from where it is.
+//!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: borrowed data, sent
+//!   without a copy.
 //! - [`digest`], [`aead`]: what the CPU stages do to a block.
-//! - [`rate_limit`]: bytes per second. [`page_cache`]: what reading would cost; [`file_system`]: what a file system can be relied on for. [`units`]: sizes as
-//!   people write them; [`text`]: what others wrote, to be shown to people.
+//! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`file_system`]: properties of
+//!   file systems. [`units`]: parsing of sizes and times; [`text`]: escaping of untrusted text.
 //! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
-//! - [`local_peer`]: which user is at the other end of a connection from this machine.
+//! - [`local_peer`]: the user at the other end of a connection from this host.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 

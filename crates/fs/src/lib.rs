@@ -1,10 +1,10 @@
-//! What services that work on files stand on.
+//! Shared infrastructure of services that work on files.
 //!
-//! - [`beneath`]: paths that never lead out of a root, by `openat2`.
-//! - [`identity`]: tells a file from every other that had, has or will have its name or its inode number.
+//! - [`beneath`]: paths resolved beneath a root, by `openat2`.
+//! - [`identity`]: file identity: inode number and time of birth.
 //! - [`sparse`]: the data and the holes of a file.
-//! - [`durable`]: files that are replaced as a whole, and survive a loss of power when that has returned.
-//! - [`volumes`]: the file systems that a session writes to, synced so that no error is told to somebody else.
+//! - [`durable`]: atomic, durable replacement of small files.
+//! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
 //! - [`xattr`]: extended attributes and access control lists.
 
 #![forbid(unsafe_code)]

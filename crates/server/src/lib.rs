@@ -1,4 +1,4 @@
-//! What every network service stands on: from a listening socket to a connection with its buffers.
+//! Shared infrastructure of network services: from a listening socket to a connection with its buffers.
 //!
 //! - [`listener`]: addresses, listening sockets, accepted connections.
 //! - [`tls`]: certificates from files, and the names in those of clients.
@@ -12,7 +12,7 @@
 //! - [`service`]: what a daemon asks of each of its services.
 //! - [`panics`]: a panic ends one connection.
 //!
-//! It knows no protocol. Services never import one another: what two of them need is here, or below.
+//! It knows no protocol. Services never import one another: what two of them need is here, or in a crate below.
 
 pub mod acceptor;
 pub mod buffers;

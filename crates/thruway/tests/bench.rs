@@ -11,7 +11,7 @@ fn the_suite_writes_a_page_and_figures() {
     let lab = Lab::new();
     let out = lab.path("report");
     let only = "registration,depth,overlap,breakdown";
-    let args = ["bench", "suite", "--quiet", "--seconds", "0.02", "--only", only, "--output"];
+    let args = ["bench", "suite", "--quiet", "--seconds", "0.02", "--rounds", "2", "--only", only, "--output"];
     let done = Command::new(THRUWAY).args(args).arg(&out).output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap();
@@ -21,6 +21,8 @@ fn the_suite_writes_a_page_and_figures() {
         assert!(family["error"].is_null(), "{family}");
         let series = family["charts"][0]["series"].as_array().unwrap();
         assert!(series.iter().all(|s| s["points"].as_array().unwrap().len() > 1), "{family}");
+        assert!(series.iter().all(|s| s["spread"].as_array().unwrap().len() > 1), "{family}");
+        assert!(family["rounds"].as_u64().unwrap() >= 2 && family["verdict"].is_string(), "{family}");
     }
     let page = std::fs::read_to_string(out.join("report.html")).unwrap();
     assert!(page.matches("<svg").count() >= 4 && page.contains("Must agree") && !page.contains("http://thruway"));

@@ -561,8 +561,8 @@ fn breakdown(lab: &Lab) -> Result<Findings, String> {
         "source, the rest",
     ];
     let series = parts.iter().enumerate().map(|(part, name)| Series {
-        name: (*name).into(),
         points: totals.iter().enumerate().map(|(case, values)| (case as f64 + 1.0, values[part])).collect(),
+        ..Series::new(*name)
     });
     let (plain, verified, sealed) = (&totals[0], &totals[1], &totals[2]);
     let because = format!(

@@ -4,6 +4,7 @@
 mod families;
 mod lab;
 mod page;
+mod rounds;
 
 use clap::Args;
 use families::FAMILIES;
@@ -22,6 +23,9 @@ pub(super) struct SuiteArgs {
     /// Seconds for each point
     #[arg(long, default_value_t = 0.5)]
     seconds: f64,
+    /// Rounds of each family; more, up to three times as many, while they disagree on the verdict
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
     /// Only these families (see --list); may be repeated
     #[arg(long, value_name = "FAMILY", value_delimiter = ',')]
     only: Vec<String>,
@@ -54,6 +58,50 @@ struct Findings {
     because: String,
 }
 
+/// All rounds of a measurement together.
+#[derive(Serialize, Default)]
+struct Whole {
+    #[serde(flatten)]
+    findings: Findings,
+    verdict: Verdict,
+    /// How often it was measured.
+    rounds: usize,
+}
+
+/// What the rounds of a family say together.
+#[derive(Serialize, Default, Debug, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+enum Verdict {
+    /// What must agree does, in every round.
+    Agrees,
+    /// It does not, in any round.
+    Differs,
+    /// Some rounds agree and some do not: the machine is too noisy, or the difference too small.
+    Inconclusive,
+    /// There is nothing that must agree.
+    #[default]
+    Measured,
+}
+
+impl Verdict {
+    fn name(self) -> &'static str {
+        match self {
+            Verdict::Agrees => "agrees",
+            Verdict::Differs => "differs",
+            Verdict::Inconclusive => "inconclusive",
+            Verdict::Measured => "measured",
+        }
+    }
+
+    fn agrees(self) -> Option<bool> {
+        match self {
+            Verdict::Agrees => Some(true),
+            Verdict::Differs => Some(false),
+            Verdict::Inconclusive | Verdict::Measured => None,
+        }
+    }
+}
+
 /// One plot.
 #[derive(Serialize)]
 struct Chart {
@@ -73,12 +121,15 @@ struct Axis {
 #[derive(Serialize, Clone)]
 struct Series {
     name: String,
+    /// Medians of all rounds.
     points: Vec<(f64, f64)>,
+    /// The least and the most of all rounds, by point.
+    spread: Vec<(f64, f64, f64)>,
 }
 
 impl Series {
     fn new(name: impl Into<String>) -> Series {
-        Series { name: name.into(), points: Vec::new() }
+        Series { name: name.into(), points: Vec::new(), spread: Vec::new() }
     }
 
     fn at(&self, x: f64) -> f64 {
@@ -113,7 +164,7 @@ struct Entry {
     /// Why there is nothing.
     error: Option<String>,
     #[serde(flatten)]
-    findings: Findings,
+    whole: Whole,
 }
 
 #[derive(Serialize)]
@@ -169,15 +220,15 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
         if !common.quiet && !common.json {
             let _ = write!(std::io::stderr(), "{:<14} {} … ", family.id, family.title);
         }
-        let (findings, error) = match (family.measure)(&lab) {
-            Ok(findings) => (findings, None),
-            Err(error) => (Findings::default(), Some(error)),
+        let (whole, error) = match measure(family, &lab, args.rounds as usize) {
+            Ok(whole) => (whole, None),
+            Err(error) => (Whole::default(), Some(error)),
         };
         if !common.quiet && !common.json {
-            thruway_cli::say_error!("{}", error.as_deref().unwrap_or(verdict(findings.agrees)));
+            thruway_cli::say_error!("{}", error.as_deref().unwrap_or(whole.verdict.name()));
         }
         let Family { id, title, source, reported, expected, .. } = *family;
-        report.families.push(Entry { id, title, source, reported, expected, error, findings });
+        report.families.push(Entry { id, title, source, reported, expected, error, whole });
     }
     let write = |name: &str, text: &str| {
         let path = args.output.join(name);
@@ -195,10 +246,11 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     if failed > 0 { Err(format!("{failed} families could not be measured; the report says why")) } else { Ok(()) }
 }
 
-fn verdict(agrees: Option<bool>) -> &'static str {
-    match agrees {
-        Some(true) => "agrees",
-        Some(false) => "differs",
-        None => "measured",
+/// Measures a family until its verdict and spread are known.
+fn measure(family: &Family, lab: &Lab, rounds: usize) -> Result<Whole, String> {
+    let mut found = Vec::new();
+    while !rounds::is_enough(&found, rounds) {
+        found.push((family.measure)(lab)?);
     }
+    Ok(rounds::combine(found))
 }

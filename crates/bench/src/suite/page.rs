@@ -1,6 +1,6 @@
 //! The report as one HTML page that needs nothing else.
 
-use super::{Chart, Entry, Report, verdict};
+use super::{Chart, Entry, Report};
 use plotters::prelude::*;
 use std::fmt::Write;
 
@@ -25,7 +25,7 @@ dd { margin: 0; }
 figure { margin: 0; max-width: 640px; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
 svg { width: 100%; height: auto; display: block; }
 .mark { font-size: .85rem; padding: .1rem .6rem; border-radius: 1rem; border: 1px solid currentColor; }
-.agrees { color: #1a7f37; } .differs { color: #cf222e; } .measured { color: var(--soft); }
+.agrees { color: #1a7f37; } .differs { color: #cf222e; } .measured, .inconclusive { color: var(--soft); }
 @media (prefers-color-scheme: dark) { .agrees { color: #3fb950; } .differs { color: #f85149; } }
 details { margin-top: .75rem; font-size: .85rem; } pre { overflow-x: auto; }
 ";
@@ -47,7 +47,7 @@ pub(super) fn render(report: &Report) -> Result<String, String> {
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
          <title>Thruway: the published figures again</title><style>{STYLE}</style></head><body><main>\
          <h1>The published figures, measured again</h1>\
-         <p class=\"soft\">Thruway {}, {} s for each point. {}, {} processors, {} GiB, {}. Both ends on this machine, iWARP in user \
+         <p class=\"soft\">Thruway {}, {} s for each point and round, medians with bars from the least to the most of all rounds. {}, {} processors, {} GiB, {}. Both ends on this machine, iWARP in user \
          space over the loopback device: the shapes are to be compared, not the figures.</p>\
          <table><tr><th>Figures</th><th>Shape</th><th>Why</th></tr>",
         report.version,
@@ -59,7 +59,7 @@ pub(super) fn render(report: &Report) -> Result<String, String> {
     )
     .expect("writing to a string");
     for entry in &report.families {
-        let why = entry.error.as_ref().unwrap_or(&entry.findings.because);
+        let why = entry.error.as_ref().unwrap_or(&entry.whole.findings.because);
         write!(
             page,
             "<tr><td><a href=\"#{}\">{}</a></td><td>{}</td><td>{}</td></tr>",
@@ -79,17 +79,17 @@ pub(super) fn render(report: &Report) -> Result<String, String> {
 }
 
 fn mark(entry: &Entry) -> String {
-    let word = if entry.error.is_some() { "failed" } else { verdict(entry.findings.agrees) };
+    let word = if entry.error.is_some() { "failed" } else { entry.whole.verdict.name() };
     let class = if word == "failed" { "differs" } else { word };
     format!("<span class=\"mark {class}\">{word}</span>")
 }
 
 fn section(page: &mut String, entry: &Entry) -> Result<(), String> {
-    let here = entry.error.as_ref().unwrap_or(&entry.findings.because);
+    let here = entry.error.as_ref().unwrap_or(&entry.whole.findings.because);
     write!(
         page,
         "<section id=\"{}\"><header><h2>{}</h2>{}</header><dl><dt>Published</dt><dd>{}</dd><dt>Reported</dt><dd>{}</dd>\
-         <dt>Must agree</dt><dd>{}</dd><dt>Here</dt><dd>{}</dd></dl><div class=\"plots\">",
+         <dt>Must agree</dt><dd>{}</dd><dt>Here</dt><dd>{}</dd><dt>Rounds</dt><dd>{}</dd></dl><div class=\"plots\">",
         entry.id,
         entry.title,
         mark(entry),
@@ -97,15 +97,16 @@ fn section(page: &mut String, entry: &Entry) -> Result<(), String> {
         entry.reported,
         entry.expected,
         escape(here),
+        entry.whole.rounds,
     )
     .expect("writing to a string");
-    for chart in &entry.findings.charts {
+    for chart in &entry.whole.findings.charts {
         write!(page, "<figure>{}</figure>", plot(chart)?).expect("writing to a string");
     }
     page.push_str("</div>");
-    if !entry.findings.charts.is_empty() {
+    if !entry.whole.findings.charts.is_empty() {
         page.push_str("<details><summary>Figures</summary>");
-        entry.findings.charts.iter().for_each(|chart| table(page, chart));
+        entry.whole.findings.charts.iter().for_each(|chart| table(page, chart));
         page.push_str("</details>");
     }
     page.push_str("</section>");
@@ -153,7 +154,13 @@ fn tick(chart: &Chart, x: f64) -> String {
 fn plot(chart: &Chart) -> Result<String, String> {
     let fail = |e: &dyn std::fmt::Display| format!("the plot '{}': {e}", chart.title);
     let xs: Vec<f64> = chart.series.first().map(|s| s.points.iter().map(|p| p.0).collect()).unwrap_or_default();
-    let values = || chart.series.iter().flat_map(|s| s.points.iter().map(|p| p.1)).filter(|v| v.is_finite());
+    let values = || {
+        chart
+            .series
+            .iter()
+            .flat_map(|s| s.points.iter().map(|p| p.1).chain(s.spread.iter().map(|p| p.2)))
+            .filter(|v| v.is_finite())
+    };
     let top = values().fold(0.0, f64::max).max(1e-6);
     let least = values().filter(|v| *v > 0.0).fold(f64::INFINITY, f64::min);
     // Times over sizes span decades; rates do not.
@@ -198,6 +205,11 @@ fn plot(chart: &Chart) -> Result<String, String> {
                         .map_err(|e| fail(&e))?
                         .label(&series.name)
                         .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(3)));
+                    // From the least to the most of all rounds.
+                    let bars = series.spread.iter().map(|(x, least, most)| {
+                        PathElement::new([(at(*x), *least), (at(*x), *most)], colour.mix(0.6).stroke_width(3))
+                    });
+                    plot.draw_series(bars).map_err(|e| fail(&e))?;
                     let dots = points.into_iter().map(|p| Circle::new(p, 3, colour.filled()));
                     plot.draw_series(dots).map_err(|e| fail(&e))?;
                 }
@@ -231,7 +243,11 @@ mod tests {
 
     #[test]
     fn a_plot_has_its_lines_and_labels() {
-        let line = |name: &str, k: f64| Series { name: name.into(), points: vec![(1024.0, k), (1_048_576.0, 3.0 * k)] };
+        let line = |name: &str, k: f64| Series {
+            name: name.into(),
+            points: vec![(1024.0, k), (1_048_576.0, 3.0 * k)],
+            spread: vec![(1024.0, 0.9 * k, 1.1 * k)],
+        };
         for y in ["Gbit/s", "µs"] {
             let series = vec![line("one <way>", 1.0), line("both", 200.0)];
             let chart = Chart { title: "Rate".into(), x: Axis { label: "size", sizes: true }, y, series };
