@@ -81,16 +81,137 @@ pub enum Source {
     },
 }
 
-/// The options of a disk, as they are written.
-pub const OPTIONS: &[&str] = &[
-    "ro",
-    "mode=direct|cached|writeback",
-    "chunk=SIZE",
-    "target=NAME",
-    "sector=512|4096",
-    "uuid=UUID",
-    "allow=NAME[|NAME...]",
+/// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are told from
+/// [`OPTIONS`].
+pub struct OptionKind {
+    /// What stands before the `=`.
+    pub name: &'static str,
+    /// `NAME=VALUE` with its parts, as users are shown it.
+    pub syntax: &'static str,
+    /// Its key in the configuration file.
+    pub key: &'static str,
+    /// Its value there.
+    pub form: Form,
+    /// The value if none is given, if that is short.
+    pub default: &'static str,
+    /// What it does; a sentence or two without the last full stop.
+    pub about: &'static str,
+    /// Sets it.
+    set: fn(&mut Spec, &str) -> Result<(), SpecError>,
+}
+
+/// The value of an option in the configuration file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// `true` or `false`; on the command line the name alone.
+    Flag,
+    /// A text or a number.
+    Text,
+    /// A list of texts; on the command line with `|` between them.
+    List,
+}
+
+/// All options of a disk.
+pub const OPTIONS: &[OptionKind] = &[
+    OptionKind {
+        name: "ro",
+        syntax: "ro",
+        key: "read-only",
+        form: Form::Flag,
+        default: "false",
+        about: "Read-only",
+        set: |spec, value| match value {
+            "" => {
+                spec.read_only = true;
+                Ok(())
+            }
+            other => Err(Invalid::new("ro", other, "no value").into()),
+        },
+    },
+    OptionKind {
+        name: "mode",
+        syntax: "mode=direct|cached|writeback",
+        key: "mode",
+        form: Form::Text,
+        default: "",
+        about: "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: direct under a \
+                cache layer, else writeback",
+        set: |spec, value| {
+            spec.mode = Some(parse_mode(value)?);
+            Ok(())
+        },
+    },
+    OptionKind {
+        name: "chunk",
+        syntax: "chunk=SIZE",
+        key: "chunk",
+        form: Form::Text,
+        default: "",
+        about: "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one member, \
+                or 256K",
+        set: |spec, value| {
+            spec.chunk = Some(parse_chunk(value)?);
+            Ok(())
+        },
+    },
+    OptionKind {
+        name: "target",
+        syntax: "target=NAME",
+        key: "target",
+        form: Form::Text,
+        default: "",
+        about: "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
+        set: |spec, value| {
+            if value.is_empty() {
+                return Err(Invalid::new("target", value, "a name").into());
+            }
+            spec.target = Some(value.into());
+            Ok(())
+        },
+    },
+    OptionKind {
+        name: "sector",
+        syntax: "sector=512|4096",
+        key: "sector",
+        form: Form::Text,
+        default: "512",
+        about: "Bytes of a SCSI block: 512 or 4096",
+        set: |spec, value| {
+            spec.sector = match value {
+                "512" => 512,
+                "4096" => 4096,
+                other => return Err(Invalid::new("sector size", other, "512 or 4096").into()),
+            };
+            Ok(())
+        },
+    },
+    OptionKind {
+        name: "uuid",
+        syntax: "uuid=UUID",
+        key: "uuid",
+        form: Form::Text,
+        default: "",
+        about: "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
+        set: |spec, value| {
+            spec.uuid = Some(identity::parse(value)?);
+            Ok(())
+        },
+    },
+    OptionKind {
+        name: "allow",
+        syntax: "allow=NAME[|NAME...]",
+        key: "allow",
+        form: Form::List,
+        default: "",
+        about: "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
+        set: |spec, value| spec.allow(value.split('|')),
+    },
 ];
+
+/// The options as they are written, for messages.
+pub fn options() -> String {
+    OPTIONS.iter().map(|option| option.syntax).collect::<Vec<_>>().join(", ")
+}
 
 /// An export that cannot be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -100,7 +221,7 @@ pub enum SpecError {
     #[error(transparent)]
     Invalid(#[from] Invalid),
     /// There is no such option or layer.
-    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = OPTIONS.join(", "), layers = layer::syntax())]
+    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = options(), layers = layer::syntax())]
     UnknownOption(String),
     /// Options that mean nothing together.
     #[error("{0} has no effect without {1}")]
@@ -175,19 +296,8 @@ impl Spec {
     /// # Errors
     /// As [`Spec::parse`].
     pub fn option(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
-        match (key, value) {
-            ("ro", "") => self.read_only = true,
-            ("mode", value) => self.mode = Some(parse_mode(value)?),
-            ("chunk", value) => self.chunk = Some(parse_chunk(value)?),
-            ("target", "") => return Err(Invalid::new("target", value, "a name").into()),
-            ("target", value) => self.target = Some(value.into()),
-            ("sector", "512") => self.sector = 512,
-            ("sector", "4096") => self.sector = 4096,
-            ("uuid", value) => self.uuid = Some(identity::parse(value)?),
-            ("allow", names) => self.allow(names.split('|'))?,
-            ("sector", other) => return Err(Invalid::new("sector size", other, "512 or 4096").into()),
-            _ => return Ok(false),
-        }
+        let Some(kind) = OPTIONS.iter().find(|kind| kind.name == key) else { return Ok(false) };
+        (kind.set)(self, value)?;
         Ok(true)
     }
 
@@ -332,6 +442,7 @@ mod tests {
             ("a=mem:12Q", "'12Q'"),
             ("a=x,mode=fast", "'fast'"),
             ("a=x,turbo", "'turbo'"),
+            ("a=x,ro=yes", "'yes'"),
             ("a=x,fault=2", "'2'"),
             ("a=x,fault=trim:1", "'trim'"),
             ("a=x,delay=5", "'5'"),

@@ -12,7 +12,8 @@ use std::ffi::OsString;
 use std::fmt::Write;
 use std::ops::Range;
 use std::path::Path;
-use thruway_block::export::Spec;
+use std::sync::LazyLock;
+use thruway_block::export::{self, Form as Kind, OptionKind, Spec};
 use thruway_block::layer;
 use thruway_transfer::daemon::Export;
 use toml::Spanned;
@@ -44,13 +45,6 @@ struct Key {
     help: &'static str,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Text,
-    Flag,
-    List,
-}
-
 impl Key {
     const fn new(name: &'static str, kind: Kind, default: &'static str, help: &'static str) -> Key {
         Key { name, kind, required: false, default, help }
@@ -68,52 +62,24 @@ const DIRECTORY: &[Key] = &[
     Key::new("read-only", Kind::Flag, "false", "Read-only"),
 ];
 
-/// The keys of `[[block.export]]`.
-const DISK: &[Key] = &[
-    Key::required("name", "What clients call it"),
-    Key::required("path", "A file, a block device, `mem:SIZE` or `stripe:CHUNK:PATH:PATH...`"),
-    Key::new("read-only", Kind::Flag, "false", "Read-only"),
-    Key::new(
-        "mode",
-        Kind::Text,
-        "",
-        "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: \
-         direct under a cache layer, else writeback",
-    ),
-    Key::new(
-        "chunk",
-        Kind::Text,
-        "",
-        "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one member, or 256K",
-    ),
-    Key::new(
-        "target",
-        Kind::Text,
-        "",
-        "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
-    ),
-    Key::new("sector", Kind::Text, "512", "Bytes of a SCSI block: 512 or 4096"),
-    Key::new(
-        "uuid",
-        Kind::Text,
-        "",
-        "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
-    ),
-    Key::new(
-        "allow",
-        Kind::List,
-        "",
-        "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
-    ),
-    Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "),
-];
+/// The keys of `[[block.export]]`: those that make a disk, and its options.
+static DISK: LazyLock<Vec<Key>> = LazyLock::new(|| {
+    let option = |kind: &OptionKind| Key::new(kind.key, kind.form, kind.default, kind.about);
+    let mut keys = vec![
+        Key::required("name", "What clients call it"),
+        Key::required("path", "A file, a block device, `mem:SIZE` or `stripe:CHUNK:PATH:PATH...`"),
+    ];
+    keys.extend(export::OPTIONS.iter().map(option));
+    keys.push(Key::new("layers", Kind::List, "[]", "Layers, from the lowest to the highest: "));
+    keys
+});
 
 /// A table of the file.
 struct Table {
     /// Empty: the top.
     name: &'static str,
     about: &'static str,
-    export: Option<&'static [Key]>,
+    export: Option<fn() -> &'static [Key]>,
 }
 
 const TABLES: &[Table] = &[
@@ -121,9 +87,9 @@ const TABLES: &[Table] = &[
     Table {
         name: "transfer",
         about: "Directories for `thruway cp`. Served if there is a `listen` or an export, or no disk.",
-        export: Some(DIRECTORY),
+        export: Some(|| DIRECTORY),
     },
-    Table { name: "block", about: "Disks. Served if there is an export.", export: Some(DISK) },
+    Table { name: "block", about: "Disks. Served if there is an export.", export: Some(|| &DISK) },
 ];
 
 /// The table that an option is set in.
@@ -201,7 +167,7 @@ impl Reader<'_> {
                 }
                 continue;
             }
-            if let Some(keys) = table.export
+            if let Some(keys) = table.export.map(|keys| keys())
                 && name == "export"
             {
                 match value.get_ref() {
@@ -256,9 +222,9 @@ impl Reader<'_> {
         self.file.options.push(option.into());
     }
 
-    fn export(&mut self, table: &Table, keys: &'static [Key], export: &Spanned<DeValue<'_>>) {
-        let DeValue::Table(content) = export.get_ref() else {
-            return self.mistake(export.span(), format!("write [[{}.export]], with two brackets", table.name));
+    fn export(&mut self, table: &Table, keys: &'static [Key], entry: &Spanned<DeValue<'_>>) {
+        let DeValue::Table(content) = entry.get_ref() else {
+            return self.mistake(entry.span(), format!("write [[{}.export]], with two brackets", table.name));
         };
         let before = self.mistakes.len();
         for (key, value) in content {
@@ -280,7 +246,7 @@ impl Reader<'_> {
             self.mistake(value.span(), format!("{name} {wanted}"));
         }
         for key in keys.iter().filter(|k| k.required && !content.contains_key(k.name)) {
-            self.mistake(export.span(), format!("the export's {} is missing", key.name));
+            self.mistake(entry.span(), format!("the export's {} is missing", key.name));
         }
         if self.mistakes.len() > before {
             return;
@@ -288,32 +254,33 @@ impl Reader<'_> {
         let get = |name: &str| content.get(name);
         let text = |name: &str| get(name).and_then(|value| scalar(value.get_ref()));
         let flag = |name: &str| get(name).is_some_and(|value| value.get_ref().as_bool() == Some(true));
-        let (name, read_only) = (text("name").unwrap_or_default(), flag("read-only"));
+        let name = text("name").unwrap_or_default();
         if table.name == "transfer" {
             let dir = text("dir").unwrap_or_default();
             if dir.is_empty() {
-                return self.mistake(export.span(), "the export's dir is empty");
+                return self.mistake(entry.span(), "the export's dir is empty");
             }
+            let read_only = flag("read-only");
             return self.file.exports.push(Export { name, dir: dir.into(), read_only, unconfined: false });
         }
         let mut spec = match Spec::new(&name, &text("path").unwrap_or_default()) {
             Ok(spec) => spec,
-            Err(what) => return self.mistake(export.span(), what.to_string()),
+            Err(what) => return self.mistake(entry.span(), what.to_string()),
         };
-        spec.read_only = read_only;
-        // Those with a meaning of their own are dealt with apart.
-        let apart = ["name", "path", "read-only", "allow", "layers"];
-        for name in DISK.iter().map(|key| key.name).filter(|name| !apart.contains(name)) {
-            if let (Some(value), Some(text)) = (get(name), text(name))
-                && let Err(what) = spec.option(name, &text)
-            {
-                self.mistake(value.span(), what.to_string());
-            }
-        }
         let none = DeArray::new();
-        if let Some(value) = get("allow") {
-            let names = value.get_ref().as_array().unwrap_or(&none);
-            if let Err(what) = spec.allow(names.iter().map(|name| name.get_ref().as_str().unwrap_or_default())) {
+        for kind in export::OPTIONS {
+            let Some(value) = get(kind.key) else { continue };
+            let set = match kind.form {
+                Kind::Flag if flag(kind.key) => spec.option(kind.name, "").map(drop),
+                Kind::Flag => Ok(()),
+                Kind::Text => spec.option(kind.name, &text(kind.key).unwrap_or_default()).map(drop),
+                // Names with a | in them are names.
+                Kind::List => {
+                    let names = value.get_ref().as_array().unwrap_or(&none);
+                    spec.allow(names.iter().map(|name| name.get_ref().as_str().unwrap_or_default()))
+                }
+            };
+            if let Err(what) = set {
                 self.mistake(value.span(), what.to_string());
             }
         }
@@ -401,6 +368,7 @@ pub(super) fn reference() -> String {
             row(&mut page, name, &value, &defaults.join(" "), &help);
         }
         let Some(keys) = table.export else { continue };
+        let keys = keys();
         let _ = write!(page, "\n### `[[{}.export]]`\n\n{HEAD}", table.name);
         for key in keys {
             let value = match key.kind {
@@ -545,10 +513,8 @@ layers = ["cache=1M", "magic"]
 
     #[test]
     fn a_disk_has_the_same_options_in_the_file_as_on_the_command_line() {
-        for option in thruway_block::export::OPTIONS {
-            let name = option.split('=').next().unwrap();
-            let key = if name == "ro" { "read-only" } else { name };
-            assert!(DISK.iter().any(|known| known.name == key), "{option} has no key");
+        for option in export::OPTIONS {
+            assert!(DISK.iter().any(|known| known.name == option.key), "{} has no key", option.name);
         }
         let text = r#"
 [[block.export]]

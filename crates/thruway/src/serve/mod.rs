@@ -27,7 +27,10 @@ use thruway_transfer::auth::KeyPair;
 use thruway_transfer::daemon::Export;
 
 /// Below the options in the help. Layers are told from their registry.
-static AFTER_HELP: LazyLock<String> = LazyLock::new(|| HELP.replace("LAYERS", &thruway_block::layer::syntax()));
+static AFTER_HELP: LazyLock<String> = LazyLock::new(|| {
+    HELP.replace("OPTIONS.", &format!("{}.", thruway_block::export::options()))
+        .replace("LAYERS", &thruway_block::layer::syntax())
+});
 
 const HELP: &str = "Examples:
   thruway serve --export data=/srv/data
@@ -40,16 +43,14 @@ const HELP: &str = "Examples:
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
 loopback only, the user it runs as and root. --anonymous disables authentication.
-SIGHUP reloads the keys, SIGUSR1 prints statistics. Owners,
-set-id bits, devices and privileged attributes are taken only from that user and
-from keys marked 'privileged'. The export 'dev' is always there: tw://host/dev/null
-discards what is sent, tw://host/dev/zero is endless.
+SIGHUP reloads the keys, SIGUSR1 prints statistics. Owners, set-id bits, devices
+and privileged attributes are taken only from that user and from keys marked
+'privileged'. The export 'dev' always exists: tw://host/dev/null discards
+what is sent, tw://host/dev/zero is endless.
 
-Options of a disk, after its path: ro; mode=direct|cached|writeback (past the page
-cache; reads through it; both through it, the default); chunk=SIZE; uuid=UUID;
-allow=NAME[|NAME...] for the clients that may use it; for iSCSI, target=NAME to
-put several disks under one target, sector=512|4096. Layers, each on
-what stands to its left: LAYERS.
+Options of a disk, after its path: OPTIONS.
+Layers, each on what stands to its left: LAYERS.
+The book's page on the configuration file says what each does.
 A daemon that is given disks but neither --listen nor --export serves only disks.";
 
 /// Arguments of `thruway serve`.

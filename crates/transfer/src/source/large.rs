@@ -315,7 +315,7 @@ pub(super) fn has_grown(before: &Stat, after: &Stat) -> bool {
 
 /// What is said of a file that has grown.
 pub(super) fn grew(len: u64) -> String {
-    format!("grew while it was read: its first {len} bytes were copied")
+    format!("grew during the copy: only its first {len} bytes were copied")
 }
 
 /// Turns direct I/O on for an open file. False where the file system refuses.
