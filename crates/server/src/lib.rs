@@ -17,6 +17,7 @@
 pub mod acceptor;
 pub mod buffers;
 pub mod connection_limit;
+mod flag;
 pub mod listener;
 pub mod message;
 pub mod panics;

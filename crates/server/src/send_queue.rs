@@ -1,5 +1,6 @@
 //! Send queue of a connection: any task adds messages, one task sends them, as many as possible at once.
 
+use crate::flag::Flag;
 use crate::{Message, Writer};
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -17,14 +18,13 @@ pub struct SendQueue {
     ready: Notify,
     sent: Notify,
     closing: Cell<bool>,
-    broken: Cell<bool>,
-    broke: Notify,
+    broken: Flag,
 }
 
 impl SendQueue {
     /// Adds a message. Once the queue has failed it is dropped at once, with the blocks that it holds.
     pub fn push(&self, message: Message) {
-        if self.broken.get() {
+        if self.broken.is_set() {
             return;
         }
         self.unsent.set(self.unsent.get() + message.memory());
@@ -39,7 +39,7 @@ impl SendQueue {
             let notified = self.sent.notified();
             tokio::pin!(notified);
             notified.as_mut().enable();
-            if self.unsent.get() < UNSENT_MAX || self.broken.get() {
+            if self.unsent.get() < UNSENT_MAX || self.broken.is_set() {
                 return;
             }
             notified.await;
@@ -54,15 +54,7 @@ impl SendQueue {
 
     /// Resolves when the queue has failed.
     pub async fn broken(&self) {
-        loop {
-            let notified = self.broke.notified();
-            tokio::pin!(notified);
-            notified.as_mut().enable();
-            if self.broken.get() {
-                return;
-            }
-            notified.await;
-        }
+        self.broken.wait().await;
     }
 
     /// Sends messages until the queue is closed or has failed.
@@ -83,10 +75,9 @@ impl SendQueue {
 
     /// Drops the unsent messages and ends [`SendQueue::run`].
     pub fn fail(&self) {
-        self.broken.set(true);
+        self.broken.set();
         let unsent = std::mem::take(&mut *self.messages.borrow_mut());
         drop(unsent);
-        self.broke.notify_waiters();
         self.sent.notify_waiters();
         self.ready.notify_one();
     }
@@ -96,7 +87,7 @@ impl SendQueue {
         loop {
             std::mem::swap(&mut batch, &mut *self.messages.borrow_mut());
             if batch.is_empty() {
-                if self.closing.get() || self.broken.get() {
+                if self.closing.get() || self.broken.is_set() {
                     return Ok(());
                 }
                 self.ready.notified().await;
@@ -137,7 +128,7 @@ mod tests {
     #[test]
     fn a_failed_queue_keeps_no_blocks() {
         let (queue, segments) = (SendQueue::default(), Segments::new(1, 4096).unwrap());
-        queue.broken.set(true);
+        queue.broken.set();
         let segment = segments.reserve(1).now_or_never().unwrap().segment(4096);
         let body = Body::Segments(SmallVec::from_iter([segment]));
         queue.push(Message { header: SmallVec::new(), body, trailer: SmallVec::new() });

@@ -3,6 +3,7 @@
 //! It has a device, a completion queue and message slots of its own. The [`Channel`] takes what is to be sent, read and
 //! written; a task posts that, as far as the send queue has room, and takes completions; [`Messages`] are what the peer has sent.
 
+use crate::flag::Flag;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -71,8 +72,7 @@ pub struct Channel {
     /// Told when some of the backlog has found slots.
     sent: Notify,
     closing: Cell<bool>,
-    broken: Cell<bool>,
-    broke: Notify,
+    broken: Flag,
 }
 
 /// The messages that the peer has sent, in their order.
@@ -126,8 +126,7 @@ impl Channel {
             work: Notify::new(),
             sent: Notify::new(),
             closing: Cell::new(false),
-            broken: Cell::new(false),
-            broke: Notify::new(),
+            broken: Flag::default(),
         });
         let (arrived, received) = mpsc::unbounded_channel();
         let end = End {
@@ -156,7 +155,7 @@ impl Channel {
 
     /// Sends a message, and with `invalidate` revokes a key of the peer's. Once the channel has failed it is dropped.
     pub fn send(&self, message: Vec<u8>, invalidate: Option<u32>) {
-        if self.broken.get() {
+        if self.broken.is_set() {
             return;
         }
         if message.len() > self.slots.borrow().message_max() {
@@ -183,7 +182,7 @@ impl Channel {
             let notified = self.sent.notified();
             tokio::pin!(notified);
             notified.as_mut().enable();
-            if self.backlog.borrow().len() < self.backlog_max || self.broken.get() {
+            if self.backlog.borrow().len() < self.backlog_max || self.broken.is_set() {
                 return;
             }
             notified.await;
@@ -192,7 +191,7 @@ impl Channel {
 
     /// Writes a segment to the peer's memory. What is sent afterwards arrives afterwards.
     pub fn write(&self, segment: Segment, remote: RemoteAddr) {
-        if self.broken.get() {
+        if self.broken.is_set() {
             return;
         }
         self.requests.borrow_mut().push_back(Request::Write { segment, remote });
@@ -201,7 +200,7 @@ impl Channel {
 
     /// Fills a segment from the peer's memory; `None` if the channel has failed.
     pub async fn read(&self, segment: Segment, remote: RemoteAddr) -> Option<Segment> {
-        if self.broken.get() {
+        if self.broken.is_set() {
             return None;
         }
         let (done, result) = oneshot::channel();
@@ -216,30 +215,23 @@ impl Channel {
 
     /// Ends the connection; what has not been sent is dropped.
     pub fn fail(&self) {
-        self.broken.set(true);
-        self.requests.borrow_mut().clear();
-        self.backlog.borrow_mut().clear();
-        self.broke.notify_waiters();
+        self.broken.set();
+        // Dropped when nothing is borrowed: who waits for their memory may look in here.
+        let requests = std::mem::take(&mut *self.requests.borrow_mut());
+        let backlog = std::mem::take(&mut *self.backlog.borrow_mut());
+        drop((requests, backlog));
         self.sent.notify_waiters();
         self.work.notify_one();
     }
 
     /// Whether the channel has failed, or its connection has ended.
     pub fn is_broken(&self) -> bool {
-        self.broken.get()
+        self.broken.is_set()
     }
 
     /// Resolves when the channel has failed, or its connection has ended.
     pub async fn broken(&self) {
-        loop {
-            let notified = self.broke.notified();
-            tokio::pin!(notified);
-            notified.as_mut().enable();
-            if self.broken.get() {
-                return;
-            }
-            notified.await;
-        }
+        self.broken.wait().await;
     }
 }
 
@@ -398,7 +390,7 @@ impl End {
                 continue;
             }
             let is_done = channel.closing.get() && channel.is_idle() && self.in_flight == 0;
-            if is_done || channel.broken.get() {
+            if is_done || channel.broken.is_set() {
                 self.qp.disconnect();
                 return Ok(());
             }
