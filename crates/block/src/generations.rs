@@ -1,5 +1,5 @@
-//! What is in progress, by generations: whoever has to wait for all that was begun before, and for nothing that is begun
-//! meanwhile, begins a new generation and waits for the end of the one before.
+//! Generations of requests: to wait for everything begun before, and for nothing begun since, a caller begins a new
+//! generation and waits for the previous one to end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

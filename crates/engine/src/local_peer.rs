@@ -14,10 +14,10 @@ const IPPROTO_TCP: u8 = 6;
 const TCP_ESTABLISHED: u8 = 1;
 const TCP_CLOSE_WAIT: u8 = 8;
 
-/// The user who made the socket at the other end of a TCP connection over the loopback interface. `None` if the
-/// peer is not on this machine, or gone, or the kernel does not say; then nobody's rights may be assumed.
+/// The user who created the socket at the other end of a TCP connection over the loopback interface. `None` if the
+/// peer is not on this host, or has closed, or the kernel does not say; then no rights may be assumed.
 ///
-/// A proxy on this machine (an ssh tunnel, a container's port forwarder) is its own user, whoever it speaks for.
+/// A proxy on this host (an ssh tunnel, a container's port forwarder) counts as the user that runs it.
 pub fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
     if !peer.ip().to_canonical().is_loopback() {
         return None;

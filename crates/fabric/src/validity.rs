@@ -1,9 +1,9 @@
-//! Revocation: after it, nobody uses what was revoked.
+//! Revocation: when it returns, no use of what was revoked is in progress, and none begins.
 
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{in_order, wait_a_little};
 
-/// Whether something may still be used, and how many use it.
+/// Whether something may still be used, and the number of uses in progress.
 pub(crate) struct Validity {
     holds: AtomicBool,
     users: AtomicU32,

@@ -1,7 +1,7 @@
-//! Who may do what with which export.
+//! Access control: principals and their rights by export and path.
 //!
-//! A principal is who the handshake has proved: a key, whoever knows the secret that this daemon was started
-//! with, the user of this machine that the daemon runs as, or nobody in particular. Its rights are those of its
+//! A principal is what the handshake has proved: a key, knowledge of the secret that this daemon was started
+//! with, the local user that the daemon runs as, or nothing (anonymous). Its rights are those of its
 //! grants, each for one export or all, and for a path beneath it.
 
 use crate::auth::{AuthError, PublicKey};
@@ -68,19 +68,19 @@ pub struct Allowed {
     pub base: usize,
 }
 
-/// Who a peer is.
+/// An authenticated peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Principal {
-    /// Whoever started this daemon or may do what it may.
+    /// The user who started this daemon, and root.
     Operator,
     /// The holder of a key.
     Key(PublicKey, Vec<Grant>),
-    /// Nobody in particular.
+    /// An unauthenticated peer.
     Anonymous,
 }
 
 impl Principal {
-    /// What this principal may do at a path of an export, if that is anything.
+    /// The rights of this principal at a path of an export; `None` if it has none.
     pub fn allowed(&self, export: &str, path: &[u8], needed: Rights) -> Option<Allowed> {
         let grants = match self {
             Principal::Operator => &[Grant::anywhere(Rights::all())][..],

@@ -72,7 +72,7 @@ impl Remote {
 pub enum Local {
     /// Things to send: path and name at the sink.
     Sources(Vec<(PathBuf, Vec<u8>)>),
-    /// The directory to receive into; `None` swallows everything.
+    /// The directory to receive into; `None` discards everything.
     Directory(Option<Arc<OwnedFd>>),
 }
 

@@ -5,8 +5,8 @@
 //! cache or through it, never both: what is not aligned for direct I/O is read, changed and written by direct I/O,
 //! under a lock.
 //!
-//! A sync that fails says that some write since the last one is lost, once and to whoever asks first. So it is
-//! remembered: from then on no flush of this disk succeeds until it is opened again.
+//! The kernel reports lost writes once, to the first sync. So a failed sync is
+//! recorded: from then on no flush of this disk succeeds until it is opened again.
 
 use super::write_throttle;
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
@@ -68,8 +68,8 @@ pub struct FileBackend {
     aligned: RwLock<()>,
     /// How what need not wait is done at once, without the ring.
     at_once: AtOnce,
-    /// Who reads on through the page cache. The kernel looks after them too, but loses its way where several read, or one
-    /// reads in pieces that overtake each other.
+    /// Read-ahead through the page cache; the kernel's own fails with interleaved readers, and with one whose
+    /// pieces overtake each other.
     readahead: ReadAhead,
 }
 
@@ -537,11 +537,11 @@ fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
 /// How long what a daemon that was killed has in progress may take.
 const PREDECESSOR: Duration = Duration::from_secs(2);
 
-/// Keeps others from writing to a file that is served, and us from one that others write to or rely on: other exports,
-/// other daemons, and qemu, whose protocol of locks this is (qemu's block/file-posix.c). A byte from 100 on says what
-/// its holder does, one from 200 on what it cannot bear others to do.
+/// Locks a file that is served against other writers: other exports, other daemons, and qemu, whose locking protocol this is
+/// (qemu's block/file-posix.c). A locked byte from 100 on is a permission that its holder uses, one from 200 on a permission that it does not
+/// share.
 ///
-/// `alone`: nobody else of us has it open yet, and whoever has may be about to go.
+/// `alone`: no other export of this process has it open yet, and another holder may be about to close it.
 fn lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     let start = std::time::Instant::now();
     loop {

@@ -55,7 +55,7 @@ pub(super) struct Table {
 
 struct Slot {
     block: u64,
-    /// The memory; with whoever loads it while it is being loaded.
+    /// The memory; `None` while a loader has it.
     segment: Option<Segment>,
     state: State,
     /// Since when it has been dirty.
@@ -242,7 +242,7 @@ impl Partitions {
         });
     }
 
-    /// Waits until a block is nobody's and makes it the caller's, whether it is there or not.
+    /// Waits until a block is free and takes it, whether it is cached or not.
     pub(super) async fn hold(&self, block: u64) -> Hold<'_> {
         let partition = self.of(block);
         loop {

@@ -1,9 +1,9 @@
 //! What outlives the daemon: the blocks of a write-back cache, in a file in memory.
 //!
-//! A client has been told that a write is done when it is in the cache. If the daemon is killed then, and another started,
-//! the client goes on with that one, flushes, and is told that all is well: so what was dirty must still be there. The
-//! cache's memory is therefore a file of `/dev/shm`, which the next daemon finds, and writes to the disk before it
-//! serves it. It does not outlive the machine: that is what flushes are for.
+//! A write is acknowledged when it is in the cache. If the daemon is then killed and restarted, a client may reconnect and
+//! flush successfully: so dirty blocks must survive. The
+//! cache's memory is therefore a file in `/dev/shm`, which the next daemon finds and writes to the disk before it
+//! serves it. It does not survive the host: that is what flushes are for.
 //!
 //! The file is a header, a record for each slot, and the slots' memory. A record says which block the slot holds and which
 //! sub-blocks of it are dirty. It is changed in an order that is right wherever the process stops: a sub-block is marked dirty

@@ -1,13 +1,13 @@
-//! A lock on ranges of blocks: many may share a range, one may have it alone, and what does not overlap never meets.
+//! A shared/exclusive lock on ranges of blocks. Ranges that do not overlap never wait for each other.
 //!
-//! Requests share the blocks they touch; whoever zeroes or discards a range has it alone. What a request needs done
-//! inside the cache (a load, a write-out to make room) shares its block too, and may outlast the request.
+//! Requests share the blocks they touch; zeroing or discarding a range locks it exclusively. Internal work of the cache
+//! for a request (a load, a write-out to make room) shares its block too, and may outlast the request.
 //!
-//! Whoever wants a range alone keeps later *requests* out from the beginning, so that it is not starved, but lets
-//! *internal* work through until everything that shares its range has ended: a request that it waits for may need
-//! that work. From then on nothing gets in. It needs nothing of the cache any more by then, so nobody waits in a circle.
+//! A waiting exclusive lock blocks later *requests* at once, so that it is not starved, but admits
+//! *internal* work until every shared lock on its range has been released: a request that it waits for may need
+//! that work. After that nothing is admitted. The exclusive holder needs nothing of the cache itself, so there is no deadlock.
 //!
-//! Those who share register in one of several shards, by thread: an uncontended lock each. Who wants a range alone
+//! Shared locks are registered in one of several shards, by thread: an uncontended mutex each. An exclusive lock
 //! goes through all shards.
 
 use slab::Slab;

@@ -1,7 +1,7 @@
 //! Reservations that outlive the daemon and a loss of power (APTPL, SPC-4 5.12.5).
 //!
-//! A cluster that has shut somebody out relies on it, whoever starts the daemon again. What is to last is in a file before the
-//! command that asked for it is answered.
+//! A cluster that has fenced a member relies on it across restarts of the daemon. The file is durable before the command that
+//! asked for it is answered.
 
 use super::reservation::KeptError;
 use data_encoding::HEXLOWER;

@@ -1,7 +1,7 @@
-//! Who may use a unit: RESERVE(6) (SPC-2) and persistent reservations (SPC-4 5.12, 6.13 to 6.16).
+//! Reservations: RESERVE(6) (SPC-2) and persistent reservations (SPC-4 5.12, 6.13 to 6.16).
 //!
-//! Registrations belong to initiator ports and outlive their sessions; and the daemon, if whoever registered last asked
-//! for that.
+//! Registrations belong to initiator ports and outlive their sessions; they outlive the daemon too if the last registration asked
+//! for that (APTPL).
 
 use super::unit::{Attention, State};
 use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};

@@ -448,13 +448,13 @@ struct Running {
 }
 
 impl Running {
-    /// Whether it is this one's. Those whom nobody knows are told apart by their addresses.
+    /// Whether it belongs to this principal. Anonymous ones are distinguished by their addresses.
     fn is_of(&self, principal: &Principal, peer: IpAddr) -> bool {
         self.principal == *principal && (*principal != Principal::Anonymous || self.peer == peer)
     }
 }
 
-/// Keeps a session among those that can be ended from outside.
+/// Registers a session for cancellation, until dropped.
 struct Listed<'a> {
     shared: &'a Shared,
     number: u64,
@@ -475,10 +475,10 @@ impl Drop for Listed<'_> {
     }
 }
 
-/// Whoever has so many times the places that are left gets no more: one who takes all there are leaves some to others.
+/// A principal may hold at most this many times the number of free places, so that one alone cannot take all.
 const PLACES_TO_ONE: usize = 8;
 
-/// The place of a session among those that there may be at a time.
+/// A place among the sessions that are allowed at a time.
 struct SessionPlace<'a>(&'a Shared);
 
 impl<'a> SessionPlace<'a> {

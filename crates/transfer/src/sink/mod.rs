@@ -97,9 +97,9 @@ pub(crate) struct Counters {
     files_handle: OnceLock<Weak<Files>>,
 }
 
-/// Where a sink writes.
+/// Destination of a sink.
 pub struct Target {
-    /// The root directory; `None` swallows everything.
+    /// The root directory; `None` discards everything.
     pub root: Option<Arc<OwnedFd>>,
     /// Identifies the job, for resuming.
     pub job: [u8; 16],

@@ -240,7 +240,7 @@ pub struct SessionReply {
     pub offers: bool,
     /// Push: where to.
     pub destination: Option<Destination>,
-    /// Push to a place that swallows everything.
+    /// Push to a destination that discards everything.
     pub discard: bool,
     /// Push: keys of the daemon's credits for any channel may be revoked by Send with Invalidate.
     pub revocable: bool,
