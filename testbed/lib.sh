@@ -105,6 +105,18 @@ initiator_start() {
     return 1
 }
 
+# until_readable NAME: waits until a disk that sysfs names has a device file and can be read: it is named before it is complete.
+until_readable() {
+    local i
+    for ((i = 0; i < 400; i++)); do
+        [[ -b /dev/$1 ]] || mknod "/dev/$1" b $(tr : ' ' <"/sys/block/$1/dev") 2>/dev/null || true
+        dd if="/dev/$1" of=/dev/null bs=4096 count=1 iflag=direct status=none 2>/dev/null && return
+        read -rt 0.05 <> <(:) || true
+    done
+    echo "/dev/$1 cannot be read" >&2
+    return 1
+}
+
 # disk LUN: the block device of a unit of the only session, when it is there.
 disk() {
     local i d
@@ -112,7 +124,7 @@ disk() {
         d=$(ls -d /sys/class/iscsi_session/session*/device/target*/*:"$1"/block/* 2>/dev/null | head -n 1)
         if [[ -n $d ]]; then
             d=${d##*/}
-            [[ -b /dev/$d ]] || mknod "/dev/$d" b $(tr : ' ' <"/sys/block/$d/dev")
+            until_readable "$d" || return
             echo "/dev/$d"
             return
         fi

@@ -23,7 +23,7 @@ for ((i = 0; i < 400; i++)); do
     read -rt 0.05 <> <(:) || true
 done
 one=/dev/${disks[0]##*/} two=/dev/${disks[1]##*/}
-for d in $one $two; do [[ -b $d ]] || mknod "$d" b $(tr : ' ' <"/sys/block/${d##*/}/dev"); done
+for d in $one $two; do until_readable "${d##*/}"; done
 
 write() { dd if=/dev/urandom of="$1" bs=4096 count=1 oflag=direct status=none 2>/dev/null; }
 write $one
