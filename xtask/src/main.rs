@@ -163,6 +163,12 @@ fn quick() -> Result<(), String> {
 fn check() -> Result<(), String> {
     format_and_lints()?;
     let strict = [("RUSTDOCFLAGS", "-D warnings")];
+    // What users' builds can do without.
+    run(
+        "lints without bench",
+        "cargo",
+        &["clippy", "--package", "thruway", "--no-default-features", "--", "-D", "warnings"],
+    )?;
     book::links()?;
     book::spelling()?;
     run_with("documentation", "cargo", &["doc", "--workspace", "--no-deps", "--document-private-items"], &strict)?;

@@ -81,7 +81,7 @@ pub enum Source {
     },
 }
 
-/// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are told from
+/// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are generated from
 /// [`OPTIONS`].
 pub struct OptionKind {
     /// What stands before the `=`.

@@ -1,7 +1,7 @@
 //! What the commands of the program share: options, output, and how sizes are written.
 
 #![forbid(unsafe_code)]
-// They panic where nobody reads any more: `say!` and `say_error!` do not.
+// They panic when the reader has closed the pipe: `say!` and `say_error!` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod print;
@@ -12,7 +12,7 @@ use clap::Args;
 /// Options of every command.
 #[derive(Args, Clone)]
 pub struct Common {
-    /// Print one JSON value on standard output
+    /// Print the result as one JSON value on standard output
     #[arg(long, global = true)]
     pub json: bool,
     /// Print errors only

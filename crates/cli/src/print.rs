@@ -1,13 +1,13 @@
 //! Output that survives a reader who has gone.
 
-/// Prints a line on standard output. Unlike `println!` it ends the program in order when nobody reads any more
+/// Prints a line on standard output. Unlike `println!` it ends the program in order when the reader has closed the pipe
 /// (`| head`), and says so when it cannot be written (a full disk).
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => { $crate::print::say(format_args!($($text)*)) };
 }
 
-/// Writes a line to standard error. If that cannot be done nobody can be told, and the work goes on.
+/// Writes a line to standard error. A failure is ignored: there is no place to report it.
 #[macro_export]
 macro_rules! say_error {
     ($($text:tt)*) => { $crate::print::say_error(format_args!($($text)*)) };

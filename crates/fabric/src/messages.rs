@@ -123,7 +123,7 @@ impl Messages {
                 Some(_) => {}
                 None => self.device.wait(None)?,
             }
-            // All of them: after the end, nobody looks again.
+            // All of them: after the end there is no other poll.
             while self.cq.poll(&mut completions, DEPTH) > 0 {}
         }
         for wc in completions.iter().filter(|wc| wc.status == Status::Success) {

@@ -8,7 +8,7 @@ use std::error::Error;
 /// A daemon starts its services as root, if it has to, and calls [`Service::run`] when it has given that up. It announces what
 /// they listen on, tells them to reload on SIGHUP, and at the end closes all of them before it shuts down each.
 pub trait Service {
-    /// What users are told of it when it has started.
+    /// Its addresses and more, for the users.
     fn announcement(&self) -> Announcement;
 
     /// Begins to serve, if it does not already. `ended` is called if it ends by itself.
@@ -42,7 +42,7 @@ pub trait Service {
 /// Called by a service that ends by itself.
 pub type Ended = Box<dyn FnOnce(Result<(), Box<dyn Error + Send + Sync>>) + Send>;
 
-/// What users are told of a service.
+/// The announcement of a service.
 #[derive(Debug, Default)]
 pub struct Announcement {
     /// Addresses with the ports that the kernel chose, by a key for programs and a name for people.

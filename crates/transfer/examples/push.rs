@@ -1,4 +1,4 @@
-//! Copies a file or a tree to a daemon: `push SOURCE ADDR:PORT EXPORT [PATH]`.
+//! Copies a file or a tree to a daemon of the same user on this host: `push SOURCE ADDR:PORT EXPORT [PATH]`.
 
 use std::error::Error;
 use std::sync::atomic::Ordering;

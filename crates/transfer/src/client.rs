@@ -45,7 +45,8 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// A daemon at this address, whatever its key, over iWARP in user space.
+    /// A daemon at this address, over iWARP in user space. Any key of the daemon is trusted: beyond this host, set
+    /// [`Remote::known_hosts`].
     pub fn new(addr: SocketAddr, credentials: Credentials) -> Remote {
         Remote {
             addr,
@@ -166,7 +167,7 @@ struct Stopped {
     changed: Condvar,
 }
 
-/// What the peer of a job that was ended hears, and who waits for it.
+/// The reason of a cancelled job, for its peer and its caller.
 const STOPPED: &str = "the copy was cancelled";
 
 impl Stop {

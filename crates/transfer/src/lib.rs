@@ -11,6 +11,8 @@
 //! let key = Credentials::Keys(KeyPair::load("id".as_ref())?);
 //! let client = thruway_transfer::Client::new()?;
 //! let remote = Remote::new("192.0.2.1:7117".parse()?, key);
+//! // The daemon's key is remembered there, and refused when it has changed.
+//! let remote = Remote { known_hosts: Some("known_hosts".into()), ..remote };
 //! let transfer = client.start(Job::push(remote, "/srv/results", "data", "2026/"))?;
 //! while !transfer.is_finished() {
 //!     println!("{} bytes", transfer.progress().bytes.load(Ordering::Relaxed));

@@ -16,19 +16,9 @@ use thruway_transfer::wire::*;
 
 const BLOCK: u32 = 64 << 10;
 
-struct Lab(Served);
-
-impl std::ops::Deref for Lab {
-    type Target = Served;
-
-    fn deref(&self) -> &Served {
-        &self.0
-    }
-}
-
-impl Lab {
-    fn new() -> Lab {
-        Lab(Served::with(|config| config.anonymous = true))
+impl Served {
+    fn new() -> Served {
+        Served::with(|config| config.anonymous = true)
     }
 
     fn connect(&self) -> Link {
@@ -262,7 +252,7 @@ fn lies_about_blocks_end_the_session() {
             l.write(block, header);
         }),
     ];
-    let lab = Lab::new();
+    let lab = Served::new();
     for (what, lie) in lies {
         let mut liar = lab.session();
         while liar.credits.len() < 2 {
@@ -279,7 +269,7 @@ fn lies_about_blocks_end_the_session() {
 
 #[test]
 fn a_credit_works_once() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let mut liar = lab.session();
     let credit = liar.credits[0];
     let (block, header) = liar.pack(&[], 0);
@@ -293,7 +283,7 @@ fn a_credit_works_once() {
 
 #[test]
 fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let meta = Meta { mode: 0o644, ..Meta::default() };
     let bad = [
         Record::File { path: b"../evil".to_vec(), meta: meta.clone() },
@@ -323,7 +313,7 @@ fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
 
 #[test]
 fn a_source_goes_on_only_with_what_it_was_told_is_there() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let meta = Meta { mode: 0o644, size: 4, ..Meta::default() };
     std::fs::write(lab.dir.path().join("there"), "here").unwrap();
     for record in [
@@ -343,7 +333,7 @@ fn a_source_goes_on_only_with_what_it_was_told_is_there() {
 
 #[test]
 fn data_beyond_its_file_ends_the_session() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let mut liar = lab.session();
     let meta = Meta { mode: 0o644, size: 100, ..Meta::default() };
     let begin = Record::Begin { file: 1, path: b"f".to_vec(), meta, resume: false };
@@ -368,7 +358,7 @@ fn data_beyond_its_file_ends_the_session() {
 
 #[test]
 fn messages_out_of_turn_end_the_session() {
-    let lab = Lab::new();
+    let lab = Served::new();
     for message in [
         Control::Verdict { batch: 0, answers: vec![Answer::Send] },
         Control::DataSetReply(Summary::default()),
@@ -389,7 +379,7 @@ fn messages_out_of_turn_end_the_session() {
 
 #[test]
 fn refused_requests_say_why() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let ask = |change: &dyn Fn(&mut SessionRequest)| {
         let mut request = lab.request();
         change(&mut request);
@@ -417,7 +407,7 @@ fn refused_requests_say_why() {
 #[test]
 fn strangers_at_the_door_harm_nobody() {
     use std::io::Write;
-    let lab = Lab::new();
+    let lab = Served::new();
     let mut open = Vec::new();
     for i in 0..200u32 {
         let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
@@ -435,7 +425,7 @@ fn strangers_at_the_door_harm_nobody() {
 #[test]
 fn data_connections_that_nobody_expects_are_refused() {
     use std::io::{Read, Write};
-    let lab = Lab::new();
+    let lab = Served::new();
     let greeting = Hello::Data { token: random(), channel: 1 }.encode();
     let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
     stream.write_all(&[b"TWFT", &(greeting.len() as u16).to_be_bytes()[..], &greeting].concat()).unwrap();
@@ -449,7 +439,7 @@ fn data_connections_that_nobody_expects_are_refused() {
 
 #[test]
 fn a_flood_of_control_messages_is_bounded() {
-    let lab = Lab::new();
+    let lab = Served::new();
     let mut liar = lab.session();
     // As many as a source makes are answered in turn; more are held against it.
     let offer = |i: u32| {
@@ -474,7 +464,7 @@ fn a_flood_of_control_messages_is_bounded() {
 
 #[test]
 fn the_end_of_a_data_channel_may_overtake_the_farewell() {
-    let lab = Lab::new();
+    let lab = Served::new();
     for _ in 0..20 {
         let (way, connections) = lab.detour();
         let mut liar = lab.copy_honestly(lab.session_by(way));

@@ -16,25 +16,15 @@ use thruway_transfer::wire::*;
 
 const BLOCK: u32 = 1 << 20;
 
-struct Lab(Served);
-
-impl std::ops::Deref for Lab {
-    type Target = Served;
-
-    fn deref(&self) -> &Served {
-        &self.0
-    }
-}
-
 fn keys(text: &str) -> AuthorizedKeys {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
     AuthorizedKeys::load(file.path()).unwrap()
 }
 
-impl Lab {
-    fn new(authorized: &str, max_sessions: usize) -> Lab {
-        Lab(Served::with(|config| (config.authorized, config.max_sessions) = (keys(authorized), max_sessions)))
+impl Served {
+    fn new(authorized: &str, max_sessions: usize) -> Served {
+        Served::with(|config| (config.authorized, config.max_sessions) = (keys(authorized), max_sessions))
     }
 
     fn call(&self, key: &KeyPair) -> (Link, Token) {
@@ -149,7 +139,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 #[test]
 fn a_piece_that_is_on_its_way_keeps_its_file_from_ending() {
     let key = KeyPair::generate();
-    let lab = Lab::new(&format!("create,export=e {}", key.public()), 10);
+    let lab = Served::new(&format!("create,export=e {}", key.public()), 10);
     let mut liar = lab.session(&key);
     let content = vec![b'G'; BLOCK as usize];
     liar.begin(1, BLOCK.into());
@@ -171,7 +161,7 @@ fn a_piece_that_is_on_its_way_keeps_its_file_from_ending() {
 #[test]
 fn a_piece_of_a_file_that_never_begins_ends_the_session() {
     let key = KeyPair::generate();
-    let lab = Lab::new(&format!("rw {}", key.public()), 10);
+    let lab = Served::new(&format!("rw {}", key.public()), 10);
     let mut liar = lab.session(&key);
     let piece = liar.header(BlockKind::Data, 99, 10);
     liar.data[0].write_all(&[&piece[..], b"0123456789"].concat()).unwrap();
@@ -182,7 +172,7 @@ fn a_piece_of_a_file_that_never_begins_ends_the_session() {
 #[test]
 fn contradictions_end_the_session() {
     let key = KeyPair::generate();
-    let lab = Lab::new(&format!("rw {}", key.public()), 10);
+    let lab = Served::new(&format!("rw {}", key.public()), 10);
     // A piece could not be read, and the file is whole.
     let mut liar = lab.session(&key);
     liar.begin(1, 10);
@@ -203,7 +193,7 @@ fn contradictions_end_the_session() {
 #[test]
 fn a_key_that_is_revoked_writes_no_more_though_its_holder_does_not_listen() {
     let key = KeyPair::generate();
-    let lab = Lab::new(&format!("rw {}", key.public()), 10);
+    let lab = Served::new(&format!("rw {}", key.public()), 10);
     let mut liar = lab.session(&key);
     // Each of these fails, and is told: far more than the sockets between us take.
     std::fs::write(lab.dir.path().join("file"), "").unwrap();
@@ -236,7 +226,7 @@ fn a_key_that_is_revoked_writes_no_more_though_its_holder_does_not_listen() {
 #[test]
 fn one_key_does_not_take_all_sessions() {
     let (greedy, other) = (KeyPair::generate(), KeyPair::generate());
-    let lab = Lab::new(&format!("rw {}\nrw {}", greedy.public(), other.public()), 20);
+    let lab = Served::new(&format!("rw {}\nrw {}", greedy.public(), other.public()), 20);
     let mut taken = Vec::new();
     let refusal = loop {
         assert!(taken.len() < 20, "it has all of them");

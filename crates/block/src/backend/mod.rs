@@ -69,7 +69,7 @@ pub struct Extent {
 ///
 /// Ranges have been checked against [`Geometry::size`] by the caller, and so have changes against
 /// [`Geometry::read_only`]; a disk that shrinks fails what is beyond its end. Operations run on any
-/// reactor, any number at a time, in any order: whoever needs an order waits for one operation before
+/// reactor, any number at a time, in any order: a caller that needs an order waits for one operation before
 /// starting the next. An operation may begin when its function is called, before it is waited for.
 pub trait Backend: Send + Sync {
     /// What the disk is like now; its size may change.

@@ -28,7 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use thruway_engine::{Reactors, Segment};
 
-/// All kinds of layers, as users are told of them.
+/// All kinds of layers, in the order of the documentation.
 pub const KINDS: &[LayerKind] = &[cache::layer::KIND, overlay::KIND, rate::KIND, delay::KIND, fault::KIND, log::KIND];
 
 macro_rules! forwarded {

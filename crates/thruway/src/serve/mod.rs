@@ -26,7 +26,7 @@ use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::KeyPair;
 use thruway_transfer::daemon::Export;
 
-/// Below the options in the help. Layers are told from their registry.
+/// Below the options in the help. Options and layers come from their registries.
 static AFTER_HELP: LazyLock<String> = LazyLock::new(|| {
     HELP.replace("OPTIONS.", &format!("{}.", thruway_block::export::options()))
         .replace("LAYERS", &thruway_block::layer::syntax())
@@ -225,13 +225,13 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
 /// What happens to a daemon.
 enum Event {
     Signal(i32),
-    /// Whoever started us through ssh has gone.
+    /// The ssh connection that started the daemon has ended.
     StdinClosed,
     /// A service has ended by itself.
     Ended(Result<(), String>),
 }
 
-/// Runs the services until the daemon is told to stop or one of them ends.
+/// Runs the services until a signal stops the daemon or one of them ends.
 fn supervise(
     mut services: Vec<Box<dyn Service>>,
     mut signals: Signals,

@@ -81,7 +81,7 @@ impl Service for TransferService {
     fn run(&mut self, ended: Ended) {
         let Some(daemon) = self.daemon.take() else { return };
         self.thread = Some(std::thread::spawn(move || {
-            // Whoever waits for the end hears of a panic, too.
+            // A panic is an end, too.
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| daemon.run()));
             ended(
                 result.map_err(|_| "the transfer service has panicked".into()).and_then(|run| run.map_err(Into::into)),
