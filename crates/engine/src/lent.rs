@@ -1,8 +1,8 @@
 //! Data that its owner lends to be sent from where it is.
 
+use crate::io::OpenFile;
 use smallvec::SmallVec;
 use std::any::Any;
-use std::fs::File;
 use std::sync::Arc;
 
 /// Memory or a file of its owner's, from which data can be sent without a copy.
@@ -12,7 +12,7 @@ pub enum Lent {
     /// A range of a file whose pages are cached.
     File {
         /// The file.
-        file: Arc<File>,
+        file: Arc<OpenFile>,
         /// First byte.
         offset: u64,
         /// Bytes.

@@ -5,10 +5,10 @@
 //!   block a source loads nothing, and a sink grants no credit.
 //! - [`stage`]: queues and the parallel workers behind them (CPU work and blocking file calls),
 //!   with the monitor that moves workers to where the queue is.
-//! - [`storage`]: the event-driven storage stage, one thread over io_uring, or several where that is forbidden.
-//! - [`reactor`]: event loops, one per core, each with a ring of its own: what the services with many
-//!   small requests run on; [`segment`]: the parts of blocks that their requests carry; [`lent`]: borrowed data, sent
-//!   without a copy.
+//! - [`io`]: storage, by io_uring or, where that is forbidden, by threads: a stage for services that are threads, a ring of
+//!   each reactor for those that are tasks; [`segment`]: the memory that requests carry.
+//! - [`reactor`]: event loops, one per core: what the services with many small requests run on; [`lent`]: borrowed data,
+//!   sent without a copy.
 //! - [`digest`], [`aead`]: what the CPU stages do to a block.
 //! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`file_system`]: properties of
 //!   file systems. [`units`]: parsing of sizes and times; [`text`]: escaping of untrusted text.
@@ -20,6 +20,7 @@
 pub mod aead;
 pub mod digest;
 pub mod file_system;
+pub mod io;
 pub mod lent;
 pub mod limits;
 pub mod local_peer;
@@ -29,24 +30,12 @@ pub mod rate_limit;
 pub mod reactor;
 pub mod segment;
 pub mod stage;
-pub mod storage;
 pub mod text;
 pub mod topology;
 pub mod units;
 
-/// Says, once, that there is no io_uring here and why.
-pub(crate) fn without_io_uring(error: &std::io::Error) {
-    static TOLD: std::sync::Once = std::sync::Once::new();
-    TOLD.call_once(|| {
-        tracing::warn!(
-            %error,
-            "no io_uring (a container's seccomp profile, or sysctl kernel.io_uring_disabled): storage works without, slower"
-        );
-    });
-}
-
+pub use io::{OpenFile, Storage};
 pub use pool::{Block, BlockPool};
-pub use reactor::{Reactors, Ring};
+pub use reactor::Reactors;
 pub use segment::{Segment, Segments};
 pub use stage::{StageId, StageStats, Workers};
-pub use storage::{Storage, StorageOp};

@@ -1,24 +1,37 @@
-//! Segments: parts of blocks, owned.
+//! Segments: owned parts of buffers.
 //!
 //! A request of a service moves through a backend as a segment. A segment can be cut in two, whose
-//! ranges do not overlap, and only neighbours that came from one block can be joined again; so each
+//! ranges do not overlap, and only neighbours that were one can be joined again; so each
 //! is its holder's alone, and nothing else in the program refers to its bytes.
+//!
+//! Most are parts of blocks of a pool. [`Segment::of_buffer`] makes one of any other memory: a virtual machine's, a region that is
+//! registered already.
 
 use crate::pool::{Block, BlockPool};
+use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
+use thruway_fabric::Buffer;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// A range of a block that is its holder's alone.
+/// A range of a buffer that is its holder's alone.
 pub struct Segment {
     source: Arc<Source>,
+    /// In the source's buffer.
     start: usize,
     len: usize,
 }
 
-struct Source {
-    block: Block,
-    /// Given back after the block, so that a permit is always good for a block.
-    _permit: Option<OwnedSemaphorePermit>,
+enum Source {
+    Block {
+        block: Block,
+        /// Given back after the block, so that a permit is always good for a block.
+        _permit: Option<OwnedSemaphorePermit>,
+    },
+    Other {
+        buffer: Arc<Buffer>,
+        _owner: Box<dyn Any + Send + Sync>,
+    },
 }
 
 impl Segment {
@@ -32,7 +45,29 @@ impl Segment {
 
     fn with_permit(block: Block, len: usize, permit: Option<OwnedSemaphorePermit>) -> Segment {
         assert!(len <= block.pool().payload_len(), "a segment lies inside its block");
-        Segment { source: Arc::new(Source { block, _permit: permit }), start: 0, len }
+        let start = block.payload_offset();
+        Segment { source: Arc::new(Source::Block { block, _permit: permit }), start, len }
+    }
+
+    /// A range of a buffer. `owner` is dropped when nobody needs it any more.
+    ///
+    /// # Panics
+    /// If the range is not inside the buffer.
+    ///
+    /// # Safety
+    /// Nothing else in this process reads or changes these bytes until `owner` is dropped.
+    pub unsafe fn of_buffer(buffer: Arc<Buffer>, range: Range<usize>, owner: impl Any + Send + Sync) -> Segment {
+        assert!(range.start <= range.end && range.end <= buffer.len(), "a segment lies inside its buffer");
+        let source = Source::Other { buffer, _owner: Box::new(owner) };
+        Segment { source: Arc::new(source), start: range.start, len: range.len() }
+    }
+
+    /// The block that this was made of; `None` if another part of it is still in use, or it was made of something else.
+    pub fn into_block(self) -> Option<Block> {
+        match Arc::into_inner(self.source)? {
+            Source::Block { block, .. } => Some(block),
+            Source::Other { .. } => None,
+        }
     }
 
     /// Bytes.
@@ -47,22 +82,25 @@ impl Segment {
 
     /// The first byte, for devices. Valid while the segment lives.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.source.block.payload_ptr().wrapping_add(self.start)
+        self.buffer().as_ptr().wrapping_add(self.start)
     }
 
-    /// Offset of the first byte in the buffer of the block's pool.
-    pub fn offset_in_pool(&self) -> usize {
-        self.source.block.payload_offset() + self.start
+    /// Offset of the first byte in [`Segment::buffer`].
+    pub fn offset(&self) -> usize {
+        self.start
     }
 
-    /// The pool that the block belongs to.
-    pub fn pool(&self) -> &Arc<BlockPool> {
-        self.source.block.pool()
+    /// The memory that this is a part of, for registration with devices.
+    pub fn buffer(&self) -> &Arc<Buffer> {
+        match &*self.source {
+            Source::Block { block, .. } => block.pool().buffer(),
+            Source::Other { buffer, .. } => buffer,
+        }
     }
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the range is inside the block, which `source` keeps; ranges of segments do not
+        // SAFETY: the range is inside the buffer, which `source` keeps; ranges of segments do not
         // overlap, so it can only be changed through `&mut self`.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.len) }
     }
@@ -176,6 +214,30 @@ mod tests {
         assert_eq!(a.as_slice()[39..41], [1, 2]);
         drop(a);
         assert!(supply.try_reserve(1).is_some());
+    }
+
+    #[test]
+    fn a_block_comes_back_when_all_of_it_does() {
+        let pool = BlockPool::new(1, 4096).unwrap();
+        let mut a = Segment::new(pool.try_take().unwrap(), 100);
+        let b = a.split_off(50);
+        assert!(a.into_block().is_none(), "a part is still in use");
+        assert!(b.into_block().is_some());
+    }
+
+    #[test]
+    fn other_memory_is_given_back_when_its_last_part_is() {
+        let buffer = Arc::new(Buffer::new(4096).unwrap());
+        let owner = Arc::new(());
+        // SAFETY: nothing else uses the buffer.
+        let mut a = unsafe { Segment::of_buffer(Arc::clone(&buffer), 100..300, Arc::clone(&owner)) };
+        let b = a.split_off(50);
+        assert_eq!((a.offset(), b.offset(), b.len()), (100, 150, 150));
+        assert!(Arc::ptr_eq(b.buffer(), &buffer));
+        drop(a);
+        assert_eq!(Arc::strong_count(&owner), 2);
+        assert!(b.into_block().is_none());
+        assert_eq!(Arc::strong_count(&owner), 1);
     }
 
     #[test]

@@ -24,13 +24,51 @@ struct Queued {
     since: Instant,
 }
 
+/// What a stage has done so far, counted by its threads.
 #[derive(Default)]
-struct Counters {
+pub(crate) struct Counters {
     tasks: AtomicU64,
     queue_ns: AtomicU64,
     service_ns: AtomicU64,
     wait_ns: AtomicU64,
     longest: AtomicU64,
+}
+
+impl Counters {
+    /// A task has been queued; there are so many now.
+    pub(crate) fn queued(&self, len: usize) {
+        self.longest.fetch_max(len as u64, Ordering::Relaxed);
+    }
+
+    /// A task is taken from the queue, where it was since then.
+    pub(crate) fn started(&self, queued: Instant) {
+        add(&self.queue_ns, queued);
+    }
+
+    /// A task that began then is done.
+    pub(crate) fn served(&self, started: Instant) {
+        add(&self.service_ns, started);
+        self.tasks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A thread has waited for tasks since then.
+    pub(crate) fn waited(&self, since: Instant) {
+        add(&self.wait_ns, since);
+    }
+
+    /// What has been counted, for a stage with a thread of its own.
+    pub(crate) fn stats(&self, name: &str) -> StageStats {
+        let of = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        StageStats {
+            name: name.into(),
+            workers: None,
+            tasks: self.tasks.load(Ordering::Relaxed),
+            queue_delay: of(&self.queue_ns),
+            wait: of(&self.wait_ns),
+            service: of(&self.service_ns),
+            longest_queue: self.longest.load(Ordering::Relaxed),
+        }
+    }
 }
 
 /// What a stage has done so far.
@@ -50,6 +88,17 @@ pub struct StageStats {
     pub service: Duration,
     /// Most tasks ever queued at once.
     pub longest_queue: u64,
+}
+
+impl StageStats {
+    /// Adds what another part of the same stage has done.
+    pub(crate) fn add(&mut self, other: &StageStats) {
+        self.tasks += other.tasks;
+        self.queue_delay += other.queue_delay;
+        self.wait += other.wait;
+        self.service += other.service;
+        self.longest_queue = self.longest_queue.max(other.longest_queue);
+    }
 }
 
 struct Shared {
@@ -132,7 +181,7 @@ impl Workers {
         let mut state = self.shared.lock();
         let queue = &mut state.queues[stage.0];
         queue.push_back(Queued { task: Box::new(task), since: Instant::now() });
-        self.shared.counters[stage.0].longest.fetch_max(queue.len() as u64, Ordering::Relaxed);
+        self.shared.counters[stage.0].queued(queue.len());
         let first = std::mem::replace(&mut state.unwatched, false);
         drop(state);
         self.shared.wake.notify_one();
@@ -144,15 +193,10 @@ impl Workers {
     /// What every stage has done so far.
     pub fn stats(&self) -> Vec<StageStats> {
         let shared = &self.shared;
-        let of = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
-        let stage = |(index, c): (usize, &Counters)| StageStats {
-            name: shared.names[index].to_string(),
-            workers: Some(shared.assignment.iter().filter(|a| a.load(Ordering::Relaxed) == index).count()),
-            tasks: c.tasks.load(Ordering::Relaxed),
-            queue_delay: of(&c.queue_ns),
-            wait: of(&c.wait_ns),
-            service: of(&c.service_ns),
-            longest_queue: c.longest.load(Ordering::Relaxed),
+        let assigned = |index| shared.assignment.iter().filter(|a| a.load(Ordering::Relaxed) == index).count();
+        let stage = |(index, counters): (usize, &Counters)| StageStats {
+            workers: Some(assigned(index)),
+            ..counters.stats(shared.names[index])
         };
         shared.counters.iter().enumerate().map(stage).collect()
     }
@@ -191,16 +235,15 @@ impl Shared {
                 }
                 let since = Instant::now();
                 state = self.wake.wait(state).expect("no panics under the lock");
-                add(&self.counters[home].wait_ns, since);
+                self.counters[home].waited(since);
                 continue;
             };
             let Queued { task, since } = state.queues[stage].pop_front().expect("found above");
             drop(state);
-            add(&self.counters[stage].queue_ns, since);
+            self.counters[stage].started(since);
             let started = Instant::now();
             task();
-            add(&self.counters[stage].service_ns, started);
-            self.counters[stage].tasks.fetch_add(1, Ordering::Relaxed);
+            self.counters[stage].served(started);
             state = self.lock();
         }
     }

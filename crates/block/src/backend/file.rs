@@ -8,11 +8,9 @@
 //! The kernel reports lost writes once, to the first sync. So a failed sync is
 //! recorded: from then on no flush of this disk succeeds until it is opened again.
 
-use super::write_throttle;
 use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
 use crate::readahead::ReadAhead;
-use rustix::fs::{FileType, OFlags, SeekFrom};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::fs::{FallocateFlags, FileType, OFlags, SeekFrom};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -21,7 +19,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use thruway_engine::{Segment, Segments, file_system, page_cache, reactor};
+use thruway_engine::io::{self as storage, OpenFile};
+use thruway_engine::{Segment, Segments, page_cache};
 use thruway_fs::sparse;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, RwLock, Semaphore};
@@ -37,20 +36,21 @@ pub enum Mode {
     Writeback,
 }
 
+/// Extents in one answer.
+const EXTENTS_MAX: usize = 1024;
+/// Extents that are looked for at once, where the file system is of this host.
+const EXTENTS_AT_ONCE: usize = 8;
+
 /// Threads that wait for the server of one disk, at most, of those that a reactor has.
 const PLACES: usize = 16;
 
 /// A disk in a file or on a block device.
 pub struct FileBackend {
-    cached: Arc<File>,
-    direct: Option<Arc<File>>,
+    cached: Arc<OpenFile>,
+    direct: Option<Arc<OpenFile>>,
     mode: Mode,
-    uring_is_sound: bool,
-    /// Its file system tells its length and extents without asking a server.
-    is_of_this_host: bool,
     /// What offsets, lengths and addresses of direct I/O must be multiples of.
     alignment: u64,
-    is_device: bool,
     /// The length at whose multiples requests are best cut.
     preferred: u32,
     read_only: bool,
@@ -66,21 +66,9 @@ pub struct FileBackend {
     syncs: Syncs,
     /// Held together by writes past the page cache, alone by one that changes a part of what can be written so.
     aligned: RwLock<()>,
-    /// How what need not wait is done at once, without the ring.
-    at_once: AtOnce,
     /// Read-ahead through the page cache; the kernel's own fails with interleaved readers, and with one whose
     /// pieces overtake each other.
     readahead: ReadAhead,
-}
-
-/// Which flag keeps a read or write through the page cache from waiting.
-struct AtOnce {
-    reads: AtomicBool,
-    writes: AtomicBool,
-    /// The file is in memory: nothing ever waits.
-    memory: bool,
-    /// Writes through the page cache cannot be asked not to wait, but only wait while too much is dirty.
-    patient: bool,
 }
 
 /// Syncs of one file: one at a time, shared by all who were waiting when it began.
@@ -95,7 +83,7 @@ struct Syncs {
 
 impl Syncs {
     /// Has the file synced after now.
-    async fn sync(&self, ring: &reactor::Requests, file: &Arc<File>) -> io::Result<()> {
+    async fn sync(&self, ring: &storage::Requests, file: &Arc<OpenFile>) -> io::Result<()> {
         let arrived = self.begun.load(Ordering::SeqCst);
         let _turn = self.turn.lock().await;
         self.check()?;
@@ -128,58 +116,6 @@ fn means_no_room(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EINVAL))
 }
 
-impl AtOnce {
-    fn of(file: &File, is_device: bool) -> AtOnce {
-        // Of a device it would be asked where its node is, which says nothing of the device.
-        let kind = if is_device { 0 } else { rustix::fs::fstatfs(file).map_or(0, |fs| fs.f_type) };
-        let (memory, patient) = (kind == libc::TMPFS_MAGIC, kind == libc::EXT4_SUPER_MAGIC);
-        AtOnce { reads: AtomicBool::new(true), writes: AtomicBool::new(!patient), memory, patient }
-    }
-
-    /// Tries to read all of the segment from cached pages. True if that is done.
-    fn read(&self, file: &File, at: u64, segment: &mut Segment) -> bool {
-        let len = segment.len();
-        let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice())];
-        self.done(&self.reads, len, |flags| rustix::io::preadv2(file, buffers, at, flags))
-    }
-
-    /// Tries to write all of the segment to cached pages. True if that is done.
-    fn write(&self, file: &File, at: u64, segment: &Segment) -> bool {
-        let buffers = &[io::IoSlice::new(segment.as_slice())];
-        // Whole pages, so that nothing has to be read first.
-        if self.patient && (at | segment.len() as u64).is_multiple_of(4096) && write_throttle::has_room(segment.len()) {
-            return rustix::io::pwritev2(file, buffers, at, ReadWriteFlags::empty()) == Ok(segment.len());
-        }
-        self.done(&self.writes, segment.len(), |flags| rustix::io::pwritev2(file, buffers, at, flags))
-    }
-
-    /// Whether the page of this byte is not only in the page cache but has been read.
-    fn is_there(&self, file: &File, at: u64) -> bool {
-        let mut byte = [0];
-        self.done(&self.reads, 1, |flags| rustix::io::preadv2(file, &mut [io::IoSliceMut::new(&mut byte)], at, flags))
-    }
-
-    fn done(
-        &self,
-        offered: &AtomicBool,
-        len: usize,
-        mut call: impl FnMut(ReadWriteFlags) -> rustix::io::Result<usize>,
-    ) -> bool {
-        if !offered.load(Ordering::Relaxed) {
-            return false;
-        }
-        match call(if self.memory { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT }) {
-            Ok(done) => done == len,
-            Err(Errno::OPNOTSUPP) => {
-                offered.store(false, Ordering::Relaxed);
-                false
-            }
-            // It would have to wait, or fails: the ring finds out again.
-            Err(_) => false,
-        }
-    }
-}
-
 /// What is fetched ahead of a sequential reader.
 const AHEAD: u64 = 4 << 20;
 
@@ -201,16 +137,17 @@ impl FileBackend {
             _ => error,
         };
         let first = if exclusive { OFlags::EXCL.bits() as i32 } else { 0 };
-        let cached = Arc::new(open(first | OFlags::NONBLOCK.bits() as i32).map_err(in_use)?);
-        let kind = FileType::from_raw_mode(rustix::fs::fstat(&*cached)?.st_mode);
+        let cached = open(first | OFlags::NONBLOCK.bits() as i32).map_err(in_use)?;
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&cached)?.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
         }
+        let cached = Arc::new(OpenFile::new(cached));
         lock_file(&cached, read_only, true)?;
         let direct = match mode {
             Mode::Writeback => None,
             Mode::Direct | Mode::Cached => match open(OFlags::DIRECT.bits() as i32) {
-                Ok(file) => Some(Arc::new(file)),
+                Ok(file) => Some(Arc::new(OpenFile::new(file))),
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                     tracing::warn!(path = %path.display(), "the file system has no direct I/O; going through the page cache");
                     None
@@ -224,17 +161,14 @@ impl FileBackend {
             lock_file(direct, read_only, false)?;
         }
         let alignment = direct.as_ref().map_or(1, |file| direct_alignment(file));
-        let is_device = kind == FileType::BlockDevice;
+        let is_device = cached.is_device();
         let size = Arc::new(AtomicU64::new(size_of(&cached)?));
         // Without this the kernel would write the zeroes itself, which nobody who discards has asked for.
         let zeroes_fast = !is_device || queue_limit(&cached, "write_zeroes_max_bytes").is_some_and(|max| max > 0);
         let discards = is_device && queue_limit(&cached, "discard_max_bytes").is_some_and(|max| max > 0);
         let (punches, zeroes) = (AtomicBool::new(zeroes_fast), AtomicBool::new(zeroes_fast));
-        let at_once = AtOnce::of(&cached, is_device);
-        let readahead = ReadAhead::new(if mode == Mode::Direct || at_once.memory { 0 } else { AHEAD });
+        let readahead = ReadAhead::new(if mode == Mode::Direct || cached.is_in_memory() { 0 } else { AHEAD });
         Ok(FileBackend {
-            uring_is_sound: is_device || file_system::uring_is_sound(&cached),
-            is_of_this_host: is_device || file_system::is_of_this_host(&cached),
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             discards,
             syncs: Syncs::default(),
@@ -243,14 +177,12 @@ impl FileBackend {
             direct,
             mode,
             alignment,
-            is_device,
             read_only,
             size,
             asks_size: Arc::new(Semaphore::new(1)),
             places: Arc::new(Semaphore::new(PLACES)),
             punches,
             zeroes,
-            at_once,
             readahead,
         })
     }
@@ -261,33 +193,29 @@ impl FileBackend {
     /// If its size cannot be read.
     pub fn of(file: File) -> io::Result<FileBackend> {
         Ok(FileBackend {
-            uring_is_sound: file_system::uring_is_sound(&file),
-            is_of_this_host: file_system::is_of_this_host(&file),
             size: Arc::new(AtomicU64::new(size_of(&file)?)),
             asks_size: Arc::new(Semaphore::new(1)),
             places: Arc::new(Semaphore::new(PLACES)),
             direct: None,
             mode: Mode::Writeback,
             alignment: 1,
-            is_device: false,
             preferred: 0,
             read_only: false,
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
-            at_once: AtOnce::of(&file, false),
             discards: false,
             syncs: Syncs::default(),
             aligned: RwLock::new(()),
             readahead: ReadAhead::new(0),
-            cached: Arc::new(file),
+            cached: Arc::new(OpenFile::new(file)),
         })
     }
 
     /// The file that writes go to past the page cache, if they do.
-    fn written_directly(&self) -> Option<&Arc<File>> {
+    fn written_directly(&self) -> Option<&Arc<OpenFile>> {
         // Of a device the kernel does not drop the cached pages that an asynchronous direct write changes
         // (mm/filemap.c): who reads it through the page cache has to write it so.
-        let through = self.mode == Mode::Writeback || (self.mode == Mode::Cached && self.is_device);
+        let through = self.mode == Mode::Writeback || (self.mode == Mode::Cached && self.cached.is_device());
         self.direct.as_ref().filter(|_| !through)
     }
 
@@ -305,7 +233,7 @@ impl FileBackend {
     }
 
     /// Reads past the page cache what is not aligned for it.
-    async fn read_around(&self, file: &Arc<File>, at: u64, segment: &mut Segment) -> io::Result<()> {
+    async fn read_around(&self, file: &Arc<OpenFile>, at: u64, segment: &mut Segment) -> io::Result<()> {
         let (start, around) = self.around(at, segment.len()).await?;
         let around = self.read_to_end(file, start, around).await?;
         let from = (at - start) as usize;
@@ -316,29 +244,20 @@ impl FileBackend {
 
     /// The length of the file as it is now, in bytes. Where a server is asked, one that does not answer holds up nobody else.
     async fn size_now(&self) -> io::Result<u64> {
-        if self.is_of_this_host {
+        if self.cached.is_of_this_host() {
             return size_of(&self.cached);
         }
         let file = Arc::clone(&self.cached);
-        self.threads().on_thread(move || size_of(&file)).await
+        self.ring().on_thread(move || size_of(&file)).await
     }
 
-    /// Where a server is asked.
-    fn threads(&self) -> reactor::Requests {
-        reactor::Requests::by_threads().within(&self.places)
-    }
-
-    /// Where requests for this file are started.
-    fn ring(&self) -> reactor::Requests {
-        match (self.uring_is_sound, self.is_of_this_host) {
-            (false, _) => self.threads(),
-            (true, false) => reactor::ring().within(&self.places),
-            (true, true) => reactor::ring(),
-        }
+    /// Where requests for this file are started. Threads that ask a server are few.
+    fn ring(&self) -> storage::Requests {
+        if self.cached.is_of_this_host() { storage::ring() } else { storage::ring().within(&self.places) }
     }
 
     /// Reads; what is behind the end of a file is zeroes.
-    async fn read_to_end(&self, file: &Arc<File>, at: u64, mut segment: Segment) -> io::Result<Segment> {
+    async fn read_to_end(&self, file: &Arc<OpenFile>, at: u64, mut segment: Segment) -> io::Result<Segment> {
         let size = self.size_now().await?;
         let there = size.saturating_sub(at).min(segment.len() as u64) as usize;
         if there < segment.len() {
@@ -366,7 +285,7 @@ impl FileBackend {
     }
 
     /// Writes past the page cache.
-    async fn write_directly(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+    async fn write_directly(&self, file: &Arc<OpenFile>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         if self.is_aligned(at, &segment) {
             let _together = self.aligned.read().await;
             return self.write_past_cache(file, at, segment, durable).await;
@@ -377,7 +296,7 @@ impl FileBackend {
         let mut around = self.read_to_end(file, start, around).await?;
         around.as_mut_slice()[(at - start) as usize..][..segment.len()].copy_from_slice(segment.as_slice());
         let size = self.size_now().await?;
-        if start + around.len() as u64 <= size || self.is_device {
+        if start + around.len() as u64 <= size || self.cached.is_device() {
             return self.write_past_cache(file, start, around, durable).await;
         }
         // The file must not grow: its last part goes through the page cache, and at once to the disk.
@@ -389,8 +308,8 @@ impl FileBackend {
 
     /// A direct write, and a sync if it is to be durable. In one step where the kernel sees to that; of a server of FUSE it only asks
     /// for it, in a flag that most know nothing of.
-    async fn write_past_cache(&self, file: &Arc<File>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
-        let at_once = durable && self.uring_is_sound;
+    async fn write_past_cache(&self, file: &Arc<OpenFile>, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
+        let at_once = durable && self.cached.uring_is_sound();
         let written = self.ring().write(file, at, segment, at_once).await.0;
         match &written {
             // That there is no room may be what the sync found of an earlier write: asked again by the other descriptor, it tells.
@@ -420,7 +339,7 @@ impl FileBackend {
 
     /// Whether a change is inside of the file as it is now: one that has been made shorter must not grow again.
     async fn check_inside(&self, at: u64, len: u64) -> io::Result<()> {
-        if self.is_device { Ok(()) } else { Self::is_inside(at, len, self.size_now().await?) }
+        if self.cached.is_device() { Ok(()) } else { Self::is_inside(at, len, self.size_now().await?) }
     }
 
     fn is_inside(at: u64, len: u64, size: u64) -> io::Result<()> {
@@ -445,7 +364,7 @@ impl FileBackend {
     }
 
     /// Tries `fallocate`; false if it is not to be had for this file.
-    async fn allocate(&self, offered: &AtomicBool, mode: i32, at: u64, len: u64) -> io::Result<bool> {
+    async fn allocate(&self, offered: &AtomicBool, mode: FallocateFlags, at: u64, len: u64) -> io::Result<bool> {
         if !offered.load(Ordering::Relaxed) {
             return Ok(false);
         }
@@ -465,15 +384,13 @@ impl FileBackend {
     }
 }
 
-/// The states of a range of a file, as its file system tells them.
-fn seek_extents(file: &File, at: u64, len: u64) -> io::Result<Vec<Extent>> {
-    /// Extents in one answer.
-    const COUNT_MAX: usize = 1024;
+/// The states of a range of a file, as its file system tells them; at most so many extents, the rest of the range is left.
+fn seek_extents(file: &File, at: u64, len: u64, count_max: usize) -> io::Result<Vec<Extent>> {
     let data = |len| Extent { len, hole: false, zero: false };
     let hole = |len| Extent { len, hole: true, zero: true };
     let (mut extents, end) = (Vec::new(), at + len);
     let mut position = at;
-    while position < end && extents.len() < COUNT_MAX {
+    while position < end && extents.len() < count_max {
         let next = match sparse::next_data(file, position, end) {
             Ok(next) => next.unwrap_or(end..end),
             Err(_) => return Ok(vec![data(len)]),
@@ -512,26 +429,6 @@ fn queue_limit(device: &File, name: &str) -> Option<u64> {
 /// What a device has on one of its members (the chunk of an array), or writes at least.
 fn member_len(device: &File) -> Option<u32> {
     queue_limit(device, "minimum_io_size").and_then(|len| u32::try_from(len).ok()).filter(|len| len.is_power_of_two())
-}
-
-/// `BLKDISCARD`. Where the device cannot, nothing is lost.
-fn discard_blocks(device: &File, at: u64, len: u64) -> io::Result<()> {
-    // linux/fs.h: _IO(0x12, 119)
-    const BLKDISCARD: libc::c_ulong = 0x1277;
-    const SECTOR: u64 = 512;
-    let (from, to) = (at.next_multiple_of(SECTOR), (at + len) / SECTOR * SECTOR);
-    if from >= to {
-        return Ok(());
-    }
-    let range = [from, to - from];
-    // SAFETY: the request takes two numbers at this address.
-    let rc = unsafe { libc::ioctl(device.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        _ if rc == 0 => Ok(()),
-        Some(libc::EOPNOTSUPP | libc::EINVAL) => Ok(()),
-        _ => Err(error),
-    }
 }
 
 /// How long what a daemon that was killed has in progress may take.
@@ -617,7 +514,7 @@ impl Backend for FileBackend {
     fn geometry(&self) -> Geometry {
         match Handle::try_current() {
             // A server is asked meanwhile; what it says is known the next time.
-            Ok(runtime) if !self.is_of_this_host => {
+            Ok(runtime) if !self.cached.is_of_this_host() => {
                 if let Ok(place) = Arc::clone(&self.asks_size).try_acquire_owned() {
                     let (file, size) = (Arc::clone(&self.cached), Arc::clone(&self.size));
                     runtime.spawn_blocking(move || {
@@ -643,7 +540,7 @@ impl Backend for FileBackend {
     }
 
     fn read(&self, at: u64, mut segment: Segment) -> Op<'_, Segment> {
-        if self.mode != Mode::Direct && self.at_once.read(&self.cached, at, &mut segment) {
+        if self.mode != Mode::Direct && self.cached.try_read(at, &mut segment) {
             return Box::pin(std::future::ready(Ok(segment)));
         }
         Box::pin(async move {
@@ -669,18 +566,18 @@ impl Backend for FileBackend {
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
-        if !self.is_of_this_host {
+        if !self.cached.is_of_this_host() {
             return Box::pin(async move {
                 self.check_inside(at, segment.len() as u64).await?;
                 self.put(at, segment, durable).await
             });
         }
         let inside = || Self::is_inside(at, segment.len() as u64, size_of(&self.cached)?);
-        let checked = if self.is_device { Ok(()) } else { inside() };
+        let checked = if self.cached.is_device() { Ok(()) } else { inside() };
         if let Err(error) = checked {
             return Box::pin(std::future::ready(Err(error)));
         }
-        if self.mode == Mode::Writeback && !durable && self.at_once.write(&self.cached, at, &segment) {
+        if self.mode == Mode::Writeback && !durable && self.cached.try_write(at, &segment) {
             return Box::pin(std::future::ready(Ok(())));
         }
         Box::pin(self.put(at, segment, durable))
@@ -699,8 +596,8 @@ impl Backend for FileBackend {
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()> {
         Box::pin(async move {
             self.check_inside(at, len).await?;
-            let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            let range = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let range = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
             // Who changes a part of a page must not bring back what it was.
             let together = self.aligned.read().await;
             let done = (how.contains(Zero::MAY_DISCARD) && self.allocate(&self.punches, punch, at, len).await?)
@@ -720,26 +617,36 @@ impl Backend for FileBackend {
         Box::pin(async move {
             let _together = self.aligned.read().await;
             if self.discards {
-                let file = Arc::clone(&self.cached);
-                let done = tokio::task::spawn_blocking(move || discard_blocks(&file, at, len)).await;
-                return done.map_err(io::Error::other)?;
+                return self.ring().discard(&self.cached, at, len).await;
             }
-            let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             // Only advice: where it cannot be followed, nothing is lost.
             self.allocate(&self.punches, punch, at, len).await.map(drop)
         })
     }
 
     fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
-        if self.is_device {
+        if self.cached.is_device() {
             return Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])));
         }
-        if self.is_of_this_host {
-            return Box::pin(std::future::ready(seek_extents(&self.cached, at, len)));
+        let mut known = Vec::new();
+        if self.cached.is_of_this_host() {
+            match seek_extents(&self.cached, at, len, EXTENTS_AT_ONCE) {
+                Ok(extents) => known = extents,
+                Err(error) => return Box::pin(std::future::ready(Err(error))),
+            }
         }
-        // A server that does not answer holds up nobody else.
+        let done: u64 = known.iter().map(|extent| extent.len).sum();
+        if done == len {
+            return Box::pin(std::future::ready(Ok(known)));
+        }
+        // Many of them take their time, and a server that does not answer holds up nobody else.
         let file = Arc::clone(&self.cached);
-        Box::pin(async move { self.threads().on_thread(move || seek_extents(&file, at, len)).await })
+        let rest = move || seek_extents(&file, at + done, len - done, EXTENTS_MAX);
+        Box::pin(async move {
+            known.extend(self.ring().on_thread(rest).await?);
+            Ok(merge(known, len))
+        })
     }
 
     fn hint_sequential(&self, at: u64, len: u64) {
@@ -756,7 +663,7 @@ impl Backend for FileBackend {
             return None;
         }
         let there = page_cache::cached(&self.cached, at, len as u64).is_some_and(|cached| cached >= len as u64);
-        if !there || !self.at_once.is_there(&self.cached, at + len as u64 - 1) {
+        if !there || !self.cached.is_cached(at + len as u64 - 1) {
             return None;
         }
         Some(Lent::File { file: Arc::clone(&self.cached), offset: at, len })

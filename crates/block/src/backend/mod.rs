@@ -2,7 +2,6 @@
 
 mod file;
 mod memory;
-mod write_throttle;
 
 pub use file::{FileBackend, Mode};
 pub use memory::MemoryBackend;

@@ -205,7 +205,7 @@ impl Partitions {
                 (Some(segment), None) => keep(block, segment.as_mut_slice()),
                 (Some(segment), Some(records)) => {
                     let mut kept = false;
-                    let offset = segment.offset_in_pool();
+                    let offset = segment.offset();
                     records.change(segment.as_mut_slice(), offset, |bytes| kept = keep(block, bytes));
                     kept
                 }
@@ -416,13 +416,13 @@ impl Table {
             self.dirty_order.push(slot);
             self.dirty.fetch_add(1, Ordering::Relaxed);
             if let (Some(records), Some(segment)) = (&self.records, &state.segment) {
-                records.name(slot, block, segment.offset_in_pool());
+                records.name(slot, block, segment.offset());
             }
         }
         let dirty_already = !state.bitmap.is_empty() || state.writing;
         state.bitmap.add(within, data.len());
         let segment = state.segment.as_mut().expect("a block that is there has memory");
-        let offset = segment.offset_in_pool() + within;
+        let offset = segment.offset() + within;
         let there = segment.as_mut_slice();
         match &self.records {
             Some(records) if dirty_already => {

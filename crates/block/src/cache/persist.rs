@@ -565,16 +565,16 @@ mod tests {
         // The one that ends where the file does.
         let last = (0..4).map(|_| pool.try_take().unwrap()).collect::<Vec<_>>().pop().unwrap();
         let mut slot = Segment::new(last, 16 << 10);
-        records.name(0, 3, slot.offset_in_pool());
+        records.name(0, 3, slot.offset());
         slot.as_mut_slice().fill(1);
         let mut bitmap = DirtyBitmap::none(16 << 10);
         bitmap.add(0, 16 << 10);
         records.add(0, bitmap);
-        let offset = slot.offset_in_pool() + 1000;
+        let offset = slot.offset() + 1000;
         records.change(&mut slot.as_mut_slice()[1000..1100], offset, |bytes| bytes.fill(2));
         // This one ends in the middle.
         let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let offset = slot.offset_in_pool() + changed.start;
+            let offset = slot.offset() + changed.start;
             records.change(&mut slot.as_mut_slice()[changed], offset, |bytes| {
                 bytes[..2000].fill(3);
                 panic!("killed");

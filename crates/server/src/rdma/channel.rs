@@ -12,10 +12,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Segment;
-use thruway_engine::pool::BlockPool;
 use thruway_fabric::slots::{Completed, MessageSlots, Received, Stored};
 use thruway_fabric::{
-    Access, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, MemoryRegion, Payload,
+    Access, Buffer, CompletionQueue, ConnectParams, ConnectionEvent, ConnectionRequest, Device, MemoryRegion, Payload,
     ProtectionDomain, Provider, QueuePair, QueuePairCaps, RemoteAddr, SendFlags, SendOp, SendRequest, Sge, Status,
     WorkCompletion,
 };
@@ -270,8 +269,8 @@ struct End {
     /// Of the send queue.
     depth: usize,
     next_id: u64,
-    /// Registrations of the pools that segments come from.
-    regions: Vec<(Arc<BlockPool>, MemoryRegion)>,
+    /// Registrations of the buffers that segments are parts of.
+    regions: Vec<(Arc<Buffer>, MemoryRegion)>,
     channel: Rc<Channel>,
     arrived: mpsc::UnboundedSender<Received>,
     pd: ProtectionDomain,
@@ -283,18 +282,18 @@ fn other(error: impl std::fmt::Display) -> io::Error {
 }
 
 impl End {
-    /// Where a segment is, in the registration of its pool.
+    /// Where a segment is, in the registration of its buffer.
     fn sge(&mut self, segment: &Segment) -> thruway_fabric::Result<Sge> {
-        let pool = segment.pool();
-        let index = match self.regions.iter().position(|(known, _)| Arc::ptr_eq(known, pool)) {
+        let buffer = segment.buffer();
+        let index = match self.regions.iter().position(|(known, _)| Arc::ptr_eq(known, buffer)) {
             Some(index) => index,
             None => {
-                let region = self.pd.register(pool.buffer(), Access::LOCAL_WRITE)?;
-                self.regions.push((Arc::clone(pool), region));
+                let region = self.pd.register(buffer, Access::LOCAL_WRITE)?;
+                self.regions.push((Arc::clone(buffer), region));
                 self.regions.len() - 1
             }
         };
-        Ok(self.regions[index].1.sge(segment.offset_in_pool(), segment.len() as u32))
+        Ok(self.regions[index].1.sge(segment.offset(), segment.len() as u32))
     }
 
     fn keep(&mut self, posted: Posted) -> u64 {

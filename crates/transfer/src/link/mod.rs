@@ -18,12 +18,12 @@ use crate::session::Cancel;
 use crate::wire::{AbortCode, BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
-use std::fs::File;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use tcp::TcpLink;
+use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{ConnectionError, ConnectionRequest, Device, PathInfo};
 
@@ -509,7 +509,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn stream(&mut self, block: Block, header: BlockHeader, file: Option<Arc<File>>) -> Result<(), LinkError> {
+    pub fn stream(&mut self, block: Block, header: BlockHeader, file: Option<Arc<OpenFile>>) -> Result<(), LinkError> {
         match &mut self.0 {
             Inner::Rdma(_) => Err(LinkError::Unexpected("streamed block")),
             Inner::Tcp(link) => link.stream(block, header, file),

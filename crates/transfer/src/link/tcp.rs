@@ -20,6 +20,7 @@ use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
+use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_fabric::{ConnectionError, Device, PathInfo, path};
 
@@ -160,7 +161,7 @@ impl Teller {
 struct Outgoing {
     block: Block,
     header: BlockHeader,
-    file: Option<Arc<File>>,
+    file: Option<Arc<OpenFile>>,
 }
 
 pub(crate) struct TcpLink {
@@ -358,7 +359,7 @@ impl TcpLink {
         &mut self,
         block: Block,
         header: BlockHeader,
-        file: Option<Arc<File>>,
+        file: Option<Arc<OpenFile>>,
     ) -> Result<(), LinkError> {
         let outgoing = self.outgoing.as_ref().ok_or(LinkError::Unexpected("block"))?;
         // The receiving end of this channel is ours too.

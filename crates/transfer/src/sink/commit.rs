@@ -13,6 +13,7 @@ use rustix::fs::AtFlags;
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -44,7 +45,7 @@ pub(crate) struct Finished {
 /// How far a finished file's content is on its way to the medium.
 pub(crate) enum Content {
     /// It is still open: to be synced through the descriptor that it was written through, which no error passes by.
-    Open(Arc<File>),
+    Open(Arc<dyn AsFd + Send + Sync>),
     /// Synced.
     Synced,
     /// Syncing it failed, which the kernel will not say again.
@@ -137,7 +138,7 @@ impl Committer {
             if self.pending.open.fetch_add(1, Ordering::SeqCst) >= OPEN_MAX {
                 // Descriptors are few.
                 self.pending.open.fetch_sub(1, Ordering::SeqCst);
-                file.content = match self.by_file().then(|| open.sync_all()) {
+                file.content = match self.by_file().then(|| sync(open)) {
                     None => Content::Closed,
                     Some(Ok(())) => Content::Synced,
                     Some(Err(e)) => Content::Lost(e),
@@ -281,13 +282,18 @@ fn make_durable(group: &[Finished], tree: &Tree) -> io::Result<()> {
     }
     for file in group {
         if let Content::Open(open) = &file.content {
-            open.sync_all()?;
+            sync(open)?;
         }
     }
     if group.iter().any(|file| matches!(file.content, Content::Closed)) {
         volumes.sync()?;
     }
     Ok(())
+}
+
+/// `fsync(2)`.
+fn sync(file: impl AsFd) -> io::Result<()> {
+    Ok(rustix::io::retry_on_intr(|| rustix::fs::fsync(&file))?)
 }
 
 /// Opens the directories of files; neighbours share theirs.

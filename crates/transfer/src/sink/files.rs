@@ -25,7 +25,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
-use thruway_engine::{Block, StorageOp};
+use thruway_engine::io::{Outcome, Request};
+use thruway_engine::{Block, OpenFile, Segment};
 use thruway_fs::Identity;
 use thruway_fs::beneath;
 
@@ -81,9 +82,9 @@ pub(super) struct Large {
 }
 
 pub(super) struct LargeFile {
-    file: Arc<File>,
+    file: Arc<OpenFile>,
     /// The same file for direct I/O.
-    direct: Option<Arc<File>>,
+    direct: Option<Arc<OpenFile>>,
     name: CString,
     temp: CString,
     path: Vec<u8>,
@@ -417,9 +418,9 @@ impl Files {
         let direct = wanted
             .then(|| rustix::fs::open(&itself, OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty()))
             .and_then(Result::ok)
-            .map(|fd| Arc::new(File::from(fd)));
+            .map(|fd| Arc::new(OpenFile::new(File::from(fd))));
         Ok(LargeFile {
-            file: Arc::new(file),
+            file: Arc::new(OpenFile::new(file)),
             direct,
             name: name.clone(),
             temp,
@@ -515,10 +516,11 @@ impl Files {
         let direct = file.direct.as_ref().filter(|_| aligned);
         let target = direct.unwrap_or(&file.file);
         let (files, large) = (self.mailer_handle(), Arc::clone(&file));
-        let op = StorageOp::Write { skip: 0, len, direct: direct.is_some() };
-        self.pipeline.storage.submit(Arc::clone(target), header.offset, op, block, move |done| {
+        let request = Request::write(Arc::clone(target), header.offset, Segment::new(block, len as usize));
+        self.pipeline.storage.submit(request, move |outcome| {
             let Some(files) = files.upgrade() else { return };
-            match done.result {
+            let Outcome { result, buffers } = outcome;
+            match result {
                 Ok(_) => {
                     files.counters.bytes.fetch_add(len.into(), Ordering::Relaxed);
                     large.written.fetch_add(1, Ordering::SeqCst);
@@ -529,7 +531,7 @@ impl Files {
                     files.fail(&large.path, &e);
                 }
             }
-            drop(done.block);
+            drop(buffers);
             files.dealt(header.file);
         });
     }
@@ -649,7 +651,7 @@ impl Files {
             version: file.version,
             identity: file.identity,
             lacking,
-            content: Content::Open(Arc::clone(&file.file)),
+            content: Content::Open(Arc::clone(&file.file) as Arc<_>),
         }]);
     }
 

@@ -4,19 +4,19 @@ use super::SessionEvent;
 use crate::protocol::extents::subtract_extents;
 use crate::session::{EventSender, FirstFailure, Pipeline, SessionParams};
 use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report, ReportKind};
-use rustix::fs::{OFlags, Stat};
+use rustix::fs::Stat;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
-use thruway_engine::Block;
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
+use thruway_engine::{Block, OpenFile};
 use thruway_fs::sparse;
 
 /// A large file on its way.
 pub(crate) struct LargeFile {
-    pub(super) file: Arc<File>,
+    pub(super) file: Arc<OpenFile>,
     pub(super) number: u64,
     /// Sequence number of the block that the file begins in.
     pub(super) begun_in: u32,
@@ -265,10 +265,7 @@ impl LargeFile {
 
     fn end_grown(&self) {
         // No read of the storage stage is in progress any more; what is read now need not be aligned.
-        let direct = rustix::fs::fcntl_getfl(&self.file).map(|flags| (flags, flags.contains(OFlags::DIRECT)));
-        if let Ok((flags, true)) = direct {
-            let _ = rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT);
-        }
+        self.file.set_direct(false);
         match self.sent.still_holds(&self.file, self.stat.st_size as u64) {
             Ok(true) => {}
             Ok(false) if self.sent.verify == Algorithm::None => {
@@ -316,11 +313,6 @@ pub(super) fn has_grown(before: &Stat, after: &Stat) -> bool {
 /// What is said of a file that has grown.
 pub(super) fn grew(len: u64) -> String {
     format!("grew during the copy: only its first {len} bytes were copied")
-}
-
-/// Turns direct I/O on for an open file. False where the file system refuses.
-pub(super) fn set_direct(file: &File) -> bool {
-    rustix::fs::fcntl_getfl(file).and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_ok()
 }
 
 /// The parts of a file that hold data and are not among `have`: holes are left out unless the

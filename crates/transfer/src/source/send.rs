@@ -3,7 +3,7 @@
 //! Small files are read straight into the block they travel in; large ones are read by the storage stage, holes
 //! left out.
 
-use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version, set_direct};
+use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version};
 use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, Walk, Walker, meta_of};
 use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
@@ -14,7 +14,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use thruway_engine::{Block, StorageOp, page_cache};
+use thruway_engine::io::Request;
+use thruway_engine::{Block, OpenFile, Segment, page_cache};
 
 /// Auto direct I/O begins here, for files of which less than half is cached.
 const DIRECT_FROM: u64 = 64 << 20;
@@ -141,7 +142,8 @@ impl Walker {
             return self.send_large(Candidate { stat, ..c }, &[]);
         }
         let size = stat.st_size as u64;
-        let direct = !endless && !self.from_files && self.wants_direct(&file, size) && set_direct(&file);
+        let file = OpenFile::new(file);
+        let direct = !endless && !self.from_files && self.wants_direct(&file, size) && file.set_direct(true);
         let mut meta = meta_of(&stat);
         if self.params.options.preserve && !endless {
             meta.xattrs = self.meta(&c.from, &c.path, &stat).xattrs;
@@ -210,13 +212,14 @@ impl Walker {
                 finish.load_from_file(block, header, large);
                 continue;
             }
-            self.pipeline.storage.submit(file, at, StorageOp::Read { len: aligned, direct }, block, move |done| {
+            let request = Request::read(file, at, Segment::new(block, aligned as usize));
+            self.pipeline.storage.submit(request, move |outcome| {
                 let mut header = header;
-                match done.result {
-                    Ok(n) if n >= len => {}
+                match &outcome.result {
+                    Ok(n) if *n >= len as usize => {}
                     Ok(n) => {
                         large.failure.set("shrank while it was read");
-                        header.len = n;
+                        header.len = *n as u32;
                     }
                     Err(e) => {
                         large.failure.set(e.to_string());
@@ -226,7 +229,7 @@ impl Walker {
                 if header.len == 0 {
                     header.kind = BlockKind::Void;
                 }
-                finish.load(done.block, header, Some(large));
+                finish.load(outcome.into_block(), header, Some(large));
             });
         }
         Ok(())

@@ -1,13 +1,10 @@
 //! Reactors: event loops, one per core, for services with many connections and small requests.
 //!
-//! A reactor is a thread with a single-threaded runtime and an io_uring of its own ([`Ring`]). What is
+//! A reactor is a thread with a single-threaded runtime and an io_uring of its own ([`io::ring`](crate::io::ring)). What is
 //! started on it stays on it, so its tasks share state without locks; reactors share nothing. There is no
 //! central thread: whoever accepts a connection gives it to the reactor with the fewest.
 
-mod ring;
-
-pub use ring::{Requests, Ring, ring};
-
+use crate::io::Ring;
 use crate::topology::{self, Node};
 use std::future::Future;
 use std::io;
@@ -214,7 +211,9 @@ async fn run(ring: Ring, mut started: UnboundedReceiver<Start>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::io::{OpenFile, ring};
     use crate::segment::Segments;
+    use rustix::fs::FallocateFlags;
     use std::fs::File;
     use std::sync::mpsc;
 
@@ -233,7 +232,7 @@ mod tests {
     }
 
     fn read_and_write(reactors: Reactors) {
-        let file = Arc::new(tempfile::tempfile().unwrap());
+        let file = Arc::new(OpenFile::new(tempfile::tempfile().unwrap()));
         let (tx, rx) = mpsc::channel();
         for (i, reactor) in reactors.handles().iter().enumerate() {
             let (file, tx) = (Arc::clone(&file), tx.clone());
@@ -246,7 +245,7 @@ mod tests {
         }
     }
 
-    async fn round_trip(file: Arc<File>, at: u64, value: u8) -> io::Result<()> {
+    async fn round_trip(file: Arc<OpenFile>, at: u64, value: u8) -> io::Result<()> {
         let supply = Segments::new(1, 8192).unwrap();
         let mut segment = supply.reserve(1).await.segment(8192);
         segment.as_mut_slice().fill(value);
@@ -256,9 +255,9 @@ mod tests {
         result?;
         ring().sync(&file).await?;
         ring().prefetch(&file, at, 8192).await?;
-        ring().allocate(&file, libc::FALLOC_FL_KEEP_SIZE, at, 8192).await?;
-        let read_only = Arc::new(File::open("/proc/self/exe").unwrap());
-        assert!(ring().allocate(&read_only, 0, 0, 1).await.is_err());
+        ring().allocate(&file, FallocateFlags::KEEP_SIZE, at, 8192).await?;
+        let read_only = Arc::new(OpenFile::new(File::open("/proc/self/exe").unwrap()));
+        assert!(ring().allocate(&read_only, FallocateFlags::empty(), 0, 1).await.is_err());
         segment.as_mut_slice().fill(0);
         let (result, segment) = ring().read(&file, at, segment).await;
         result?;
@@ -269,13 +268,36 @@ mod tests {
     #[test]
     fn a_read_past_the_end_says_so() {
         for reactors in sets() {
-            let file = Arc::new(tempfile::tempfile().unwrap());
+            let file = Arc::new(OpenFile::new(tempfile::tempfile().unwrap()));
             let (tx, rx) = mpsc::channel();
             reactors.handles()[0].spawn(move || async move {
                 let segment = Segments::new(1, 4096).unwrap().reserve(1).await.segment(4096);
                 tx.send(ring().read(&file, 0, segment).await.0).unwrap();
             });
             assert_eq!(rx.recv().unwrap().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        }
+    }
+
+    #[test]
+    fn a_write_whose_task_is_gone_is_done_all_the_same() {
+        for reactors in sets() {
+            let file = Arc::new(OpenFile::new(tempfile::tempfile().unwrap()));
+            let (tx, rx) = mpsc::channel();
+            reactors.handles()[0].spawn(move || async move {
+                let supply = Segments::new(1, 4096).unwrap();
+                let mut segment = supply.reserve(1).await.segment(4096);
+                segment.as_mut_slice().fill(7);
+                let requests = ring();
+                let mut write = Box::pin(requests.write(&file, 0, segment, true));
+                assert!(futures_util::poll!(&mut write).is_pending());
+                drop(write);
+                // It has its memory until it is over.
+                let segment = supply.reserve(1).await.segment(4096);
+                tx.send(ring().read(&file, 0, segment).await).unwrap();
+            });
+            let (result, segment) = rx.recv().unwrap();
+            result.unwrap();
+            assert!(segment.as_slice().iter().all(|byte| *byte == 7));
         }
     }
 

@@ -1,0 +1,210 @@
+//! A ring and the requests that the kernel has: what the drivers have in common.
+
+use super::buffers::RegisteredBuffers;
+use super::request::{Outcome, Progress, Request};
+use io_uring::{IoUring, opcode, types};
+use slab::Slab;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+
+/// Entries of the submission queue; more requests wait in memory.
+const ENTRIES: u32 = 256;
+/// Marks the completion of a watched descriptor.
+const WATCH: u64 = u64::MAX;
+
+/// Where the thread of a ring waits for completions.
+#[derive(Clone, Copy)]
+pub(super) enum Wait {
+    /// In [`Core::submit`].
+    InRing,
+    /// Elsewhere, for the ring's descriptor to become readable. Work that is deferred until the ring is entered does not make it so.
+    InEpoll,
+}
+
+/// A ring that no thread uses yet.
+pub(super) struct NewRing(IoUring);
+
+/// A ring, its requests, and with each what its driver needs to pass the outcome on.
+pub(super) struct Core<T> {
+    ring: IoUring,
+    requests: Slab<InProgress<T>>,
+    /// Requests not handed to the submission queue yet, or again.
+    waiting: VecDeque<usize>,
+    /// Entries that the ring has, the watch left out.
+    in_ring: usize,
+    limit: usize,
+    watching: bool,
+    registered: RegisteredBuffers,
+}
+
+struct InProgress<T> {
+    request: Request,
+    progress: Progress,
+    /// What the entry refers to; in the heap, so that it stays where it is.
+    vectors: Vec<libc::iovec>,
+    owner: T,
+}
+
+impl NewRing {
+    /// Makes a ring with room for this many requests in progress. The first thread that uses it is the only one.
+    ///
+    /// # Errors
+    /// If there is no io_uring.
+    pub(super) fn new(limit: usize, wait: Wait) -> io::Result<NewRing> {
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(2 * limit as u32).setup_r_disabled();
+        let plain = builder.clone();
+        // A completion does not interrupt the thread; it is dealt with when the thread enters the kernel next (Linux 5.19), or
+        // waits for completions (6.1).
+        builder.setup_single_issuer().setup_taskrun_flag();
+        match wait {
+            Wait::InRing => builder.setup_defer_taskrun(),
+            Wait::InEpoll => builder.setup_coop_taskrun(),
+        };
+        Ok(NewRing(builder.build(ENTRIES).or_else(|_| plain.build(ENTRIES))?))
+    }
+}
+
+impl<T> Core<T> {
+    /// Puts a ring to work on this thread, with at most `limit` requests in progress.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(super) fn new(ring: NewRing, limit: usize) -> io::Result<Core<T>> {
+        let ring = ring.0;
+        ring.submitter().register_enable_rings()?;
+        let registered = RegisteredBuffers::new(&ring);
+        let (requests, waiting) = (Slab::new(), VecDeque::new());
+        Ok(Core { ring, requests, waiting, in_ring: 0, limit, watching: false, registered })
+    }
+
+    /// The ring's descriptor, which is readable when there are completions.
+    pub(super) fn fd(&self) -> RawFd {
+        self.ring.as_raw_fd()
+    }
+
+    /// Takes in a request; it goes to the kernel with the next [`Core::submit`].
+    pub(super) fn start(&mut self, request: Request, owner: T) {
+        let vectors = Vec::new();
+        let key = self.requests.insert(InProgress { request, progress: Progress::default(), vectors, owner });
+        self.waiting.push_back(key);
+    }
+
+    /// Requests that are not over.
+    pub(super) fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Whether requests wait that there is room for.
+    pub(super) fn can_submit(&self) -> bool {
+        !self.waiting.is_empty() && self.in_ring < self.limit
+    }
+
+    /// Has [`Core::collect`] say so when a descriptor can be read.
+    pub(super) fn watch(&mut self, fd: impl AsFd) {
+        if self.watching {
+            return;
+        }
+        let fd = types::Fd(fd.as_fd().as_raw_fd());
+        let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WATCH);
+        // SAFETY: the entry refers to no memory.
+        self.watching = unsafe { self.ring.submission().push(&entry) }.is_ok();
+    }
+
+    /// Hands waiting requests to the kernel, and waits for `want` completions.
+    pub(super) fn submit(&mut self, want: usize) {
+        while self.in_ring < self.limit
+            && let Some(key) = self.waiting.front().copied()
+        {
+            let InProgress { request, progress, vectors, .. } = &mut self.requests[key];
+            let registered = match &request.buffers[..] {
+                [segment] if request.file.is_direct() => self.registered.index_of(&self.ring, segment.buffer()),
+                _ => None,
+            };
+            let entry = request.entry(progress.done, registered, vectors).user_data(key as u64);
+            // SAFETY: file, memory and vectors stay in `requests` until the entry's completion.
+            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                // The submission queue is full.
+                self.enter(0);
+                if self.ring.submission().is_full() {
+                    break;
+                }
+                continue;
+            }
+            self.waiting.pop_front();
+            self.in_ring += 1;
+        }
+        let queue = self.ring.submission();
+        let has_work = want > 0 || !queue.is_empty() || queue.taskrun() || queue.cq_overflow();
+        drop(queue);
+        if has_work {
+            self.enter(want);
+        }
+    }
+
+    /// `io_uring_enter`: submits, does the kernel's deferred work, waits for `want` completions.
+    fn enter(&mut self, want: usize) {
+        let to_submit = self.ring.submission().len() as u32;
+        // SAFETY: no argument refers to memory.
+        let entered = unsafe {
+            let events = io_uring::EnterFlags::GETEVENTS;
+            self.ring.submitter().enter::<libc::sigset_t>(to_submit, want as u32, events.bits(), None)
+        };
+        if let Err(error) = entered
+            && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
+        {
+            // What remains are mistakes of this program. Nobody can say what the kernel does with the memory of the requests that it has.
+            tracing::error!(%error, "io_uring_enter failed");
+            std::process::abort();
+        }
+    }
+
+    /// Passes on what is done. True if the watched descriptor can be read.
+    pub(super) fn collect(&mut self, mut done: impl FnMut(T, Outcome)) -> bool {
+        let mut readable = false;
+        while let Some(completion) = { self.ring.completion().next() } {
+            if completion.user_data() == WATCH {
+                (self.watching, readable) = (false, true);
+                continue;
+            }
+            self.in_ring -= 1;
+            let key = completion.user_data() as usize;
+            let InProgress { request, progress, .. } = &mut self.requests[key];
+            let result = match completion.result() {
+                code if code < 0 => Err(io::Error::from_raw_os_error(-code)),
+                n => Ok(n as usize),
+            };
+            match progress.advance(request, result) {
+                None => self.waiting.push_back(key),
+                Some(result) => {
+                    let InProgress { request, owner, .. } = self.requests.remove(key);
+                    done(owner, Outcome { result, buffers: request.buffers });
+                }
+            }
+        }
+        readable
+    }
+
+    /// Whether there is memory to be let go of one day.
+    pub(super) fn has_registered(&self) -> bool {
+        self.registered.is_in_use()
+    }
+
+    /// Lets go of registered memory that nobody else has any more.
+    pub(super) fn sweep(&mut self) {
+        self.registered.sweep(&self.ring);
+    }
+}
+
+impl<T> Drop for Core<T> {
+    /// Waits for what the kernel still has, whose memory would otherwise go from under it.
+    fn drop(&mut self) {
+        while self.in_ring > 0 {
+            self.enter(1);
+            while let Some(completion) = { self.ring.completion().next() } {
+                self.in_ring -= usize::from(completion.user_data() != WATCH);
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! An open file or block device, and what is known of it.
+
+use super::write_throttle;
+use crate::file_system;
+use crate::segment::Segment;
+use rustix::fs::{FileType, OFlags};
+use rustix::io::{Errno, ReadWriteFlags};
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// An open file or block device, and what is known of it.
+pub struct OpenFile {
+    file: File,
+    direct: AtomicBool,
+    is_device: bool,
+    uring_is_sound: bool,
+    is_of_this_host: bool,
+    /// The file is in memory: nothing ever waits.
+    is_in_memory: bool,
+    /// Writes through the page cache cannot be asked not to wait, but only wait while too much is dirty.
+    is_patient: bool,
+    /// `RWF_NOWAIT` has not been refused yet.
+    reads_at_once: AtomicBool,
+    writes_at_once: AtomicBool,
+}
+
+impl OpenFile {
+    /// Finds out what there is to be known. Asks the file's server if it has one.
+    pub fn new(file: File) -> OpenFile {
+        let is_device =
+            rustix::fs::fstat(&file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
+        let direct = rustix::fs::fcntl_getfl(&file).is_ok_and(|flags| flags.contains(OFlags::DIRECT));
+        // Of a device it would be asked where its node is, which says nothing of the device.
+        let kind = if is_device { 0 } else { rustix::fs::fstatfs(&file).map_or(0, |fs| fs.f_type) };
+        let is_patient = kind == libc::EXT4_SUPER_MAGIC;
+        OpenFile {
+            direct: AtomicBool::new(direct),
+            is_device,
+            uring_is_sound: is_device || file_system::uring_is_sound(&file),
+            is_of_this_host: is_device || file_system::is_of_this_host(&file),
+            is_in_memory: kind == libc::TMPFS_MAGIC,
+            is_patient,
+            reads_at_once: AtomicBool::new(true),
+            writes_at_once: AtomicBool::new(!is_patient),
+            file,
+        }
+    }
+
+    /// The file.
+    pub fn std(&self) -> &File {
+        &self.file
+    }
+
+    /// It is a block device.
+    pub fn is_device(&self) -> bool {
+        self.is_device
+    }
+
+    /// It is in memory (tmpfs).
+    pub fn is_in_memory(&self) -> bool {
+        self.is_in_memory
+    }
+
+    /// Whether io_uring can be trusted with it ([`file_system::uring_is_sound`]).
+    pub fn uring_is_sound(&self) -> bool {
+        self.uring_is_sound
+    }
+
+    /// Whether what is known of it is known without asking a server ([`file_system::is_of_this_host`]).
+    pub fn is_of_this_host(&self) -> bool {
+        self.is_of_this_host
+    }
+
+    /// It is open for direct I/O; offsets, lengths and addresses are then the caller's to align.
+    pub fn is_direct(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+
+    /// Turns direct I/O on or off. False where the file system refuses.
+    pub fn set_direct(&self, direct: bool) -> bool {
+        let Ok(flags) = rustix::fs::fcntl_getfl(&self.file) else { return false };
+        let mut wanted = flags;
+        wanted.set(OFlags::DIRECT, direct);
+        let done = wanted == flags || rustix::fs::fcntl_setfl(&self.file, wanted).is_ok();
+        if done {
+            self.direct.store(direct, Ordering::Relaxed);
+        }
+        done
+    }
+
+    /// Fills all of the segment from cached pages, if that need not wait. True if it is done; if not, any part of it may have been.
+    pub fn try_read(&self, offset: u64, segment: &mut Segment) -> bool {
+        let len = segment.len();
+        let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice())];
+        self.at_once(&self.reads_at_once, len, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags))
+    }
+
+    /// Writes all of the segment to cached pages, if that need not wait. True if it is done; if not, any part of it may have been.
+    pub fn try_write(&self, offset: u64, segment: &Segment) -> bool {
+        let buffers = &[io::IoSlice::new(segment.as_slice())];
+        // Whole pages, so that nothing has to be read first.
+        let whole = (offset | segment.len() as u64).is_multiple_of(4096);
+        if self.is_patient && whole && write_throttle::has_room(segment.len()) {
+            let written = rustix::io::pwritev2(&self.file, buffers, offset, ReadWriteFlags::empty());
+            return written == Ok(segment.len());
+        }
+        self.at_once(&self.writes_at_once, segment.len(), |flags| {
+            rustix::io::pwritev2(&self.file, buffers, offset, flags)
+        })
+    }
+
+    /// Whether the page of a byte is not only in the page cache but has been read.
+    pub fn is_cached(&self, offset: u64) -> bool {
+        let mut byte = [0];
+        self.at_once(&self.reads_at_once, 1, |flags| {
+            rustix::io::preadv2(&self.file, &mut [io::IoSliceMut::new(&mut byte)], offset, flags)
+        })
+    }
+
+    fn at_once(
+        &self,
+        offered: &AtomicBool,
+        len: usize,
+        mut call: impl FnMut(ReadWriteFlags) -> rustix::io::Result<usize>,
+    ) -> bool {
+        if !offered.load(Ordering::Relaxed) {
+            return false;
+        }
+        match call(if self.is_in_memory { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT }) {
+            Ok(done) => done == len,
+            Err(Errno::OPNOTSUPP) => {
+                offered.store(false, Ordering::Relaxed);
+                false
+            }
+            // It would have to wait, or fails: who asks for it to be done will learn.
+            Err(_) => false,
+        }
+    }
+
+    /// `BLKDISCARD` of the whole sectors of a range. Where the device cannot, nothing is lost.
+    pub(super) fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        // linux/fs.h: _IO(0x12, 119)
+        const BLKDISCARD: libc::c_ulong = 0x1277;
+        const SECTOR: u64 = 512;
+        let (from, to) = (offset.next_multiple_of(SECTOR), (offset + len) / SECTOR * SECTOR);
+        if from >= to {
+            return Ok(());
+        }
+        let range = [from, to - from];
+        // SAFETY: the request takes two numbers at this address.
+        let rc = unsafe { libc::ioctl(self.file.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            _ if rc == 0 => Ok(()),
+            Some(libc::EOPNOTSUPP | libc::EINVAL) => Ok(()),
+            _ => Err(error),
+        }
+    }
+}
+
+impl From<File> for OpenFile {
+    fn from(file: File) -> OpenFile {
+        OpenFile::new(file)
+    }
+}
+
+impl Deref for OpenFile {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+impl AsFd for OpenFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
