@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| thruway_fabric::iwarp::fuzzing::receive(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| thruway_iwarp::fuzzing::receive(data));

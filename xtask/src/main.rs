@@ -191,7 +191,19 @@ fn unit() -> Result<(), String> {
 }
 
 fn loom() -> Result<(), String> {
-    let args = ["test", "--quiet", "--target-dir", "target/loom", "--lib", "-p", "thruway-fabric", "--", "loom_"];
+    let args = [
+        "test",
+        "--quiet",
+        "--target-dir",
+        "target/loom",
+        "--lib",
+        "-p",
+        "thruway-fabric",
+        "-p",
+        "thruway-iwarp",
+        "--",
+        "loom_",
+    ];
     run_with("every order of threads", "cargo", &args, &[("RUSTFLAGS", "--cfg loom")])
 }
 
@@ -201,14 +213,17 @@ fn sanitize() -> Result<(), String> {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
     let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
-                -p thruway-fabric -p thruway-engine -p thruway-server -p thruway-transfer -p thruway-block";
+                -p thruway-memory -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-server \
+                -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
 }
 
 /// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.
-const FOR_MIRI: [(&str, &str); 4] = [
-    ("thruway-fabric", "memory:: regions:: mpa:: ddp:: rdmap:: terminate:: reservation::"),
+const FOR_MIRI: [(&str, &str); 6] = [
+    ("thruway-memory", ""),
+    ("thruway-iwarp", "regions:: mpa:: ddp:: rdmap:: terminate::"),
+    ("thruway-fabric", "reservation::"),
     // One needs advice on memory, which it does not know.
     ("thruway-engine", "pool:: segment:: --skip who_waits_for_few"),
     ("thruway-server", "a_failed_queue_keeps_no_blocks"),
@@ -259,7 +274,7 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
     }
     // Every n-th of them, so that a part has some of each file.
     let args = ["mutants", "--output", "target", "--shard", part, "--sharding", "round-robin"];
-    let packages = ["-p", "thruway-block", "-p", "thruway-fabric", "-p", "thruway-transfer"];
+    let packages = ["-p", "thruway-block", "-p", "thruway-iwarp", "-p", "thruway-fabric", "-p", "thruway-transfer"];
     // Nobody looks into them with a debugger.
     let vars = [("CARGO_PROFILE_DEV_DEBUG", "0"), ("CARGO_PROFILE_TEST_DEBUG", "0")];
     run_with("mutants", "cargo", &[&args[..], &packages, rest].concat(), &vars)

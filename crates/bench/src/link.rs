@@ -67,7 +67,7 @@ impl Link {
         let caps = QueuePairCaps { max_send_wr: depth + 16, max_recv_wr: depth * 2 + ROOM_RECEIVES, max_sge: 1 };
         let qp = pd.create_qp(cq, cq, caps).map_err(fail)?;
         let size = size.max(8).next_multiple_of(8);
-        let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(fail)?);
+        let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(|e| e.to_string())?);
         let all = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
         let mr = pd.register(&buffer, all).map_err(fail)?;
         Ok(Link { qp, buffer, mr, size, remote: RemoteAddr { addr: 0, rkey: 0 } })

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
-use thruway_fabric::Buffer;
+use thruway_memory::{Buffer, MapError};
 
 /// Bytes in front of every payload, for headers; a page, so that payloads stay page-aligned.
 pub const HEADROOM: usize = 4096;
@@ -38,7 +38,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// If `count` is zero or `payload_len` is not a positive multiple of 4096.
-    pub fn new(count: usize, payload_len: usize) -> thruway_fabric::Result<Arc<BlockPool>> {
+    pub fn new(count: usize, payload_len: usize) -> Result<Arc<BlockPool>, MapError> {
         BlockPool::with_memory(count, payload_len, Buffer::new)
     }
 
@@ -49,7 +49,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// As [`BlockPool::new`].
-    pub fn sparse(count: usize, payload_len: usize) -> thruway_fabric::Result<Arc<BlockPool>> {
+    pub fn sparse(count: usize, payload_len: usize) -> Result<Arc<BlockPool>, MapError> {
         BlockPool::with_memory(count, payload_len, Buffer::sparse)
     }
 
@@ -65,8 +65,8 @@ impl BlockPool {
     fn with_memory(
         count: usize,
         payload_len: usize,
-        buffer: impl FnOnce(usize) -> thruway_fabric::Result<Buffer>,
-    ) -> thruway_fabric::Result<Arc<BlockPool>> {
+        buffer: impl FnOnce(usize) -> Result<Buffer, MapError>,
+    ) -> Result<Arc<BlockPool>, MapError> {
         assert!(count > 0 && payload_len > 0 && payload_len.is_multiple_of(4096));
         let buffer = Arc::new(buffer(count * (HEADROOM + payload_len))?);
         // Low numbers come out first, so that a pool larger than its use touches little memory.

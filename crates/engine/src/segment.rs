@@ -11,7 +11,7 @@ use crate::pool::{Block, BlockPool};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
-use thruway_fabric::Buffer;
+use thruway_memory::{Buffer, MapError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// A range of a buffer that is its holder's alone.
@@ -152,7 +152,7 @@ impl Segments {
     ///
     /// # Errors
     /// If the memory cannot be mapped.
-    pub fn new(count: usize, len: usize) -> thruway_fabric::Result<Segments> {
+    pub fn new(count: usize, len: usize) -> Result<Segments, MapError> {
         Ok(Segments { pool: BlockPool::new(count, len)?, free: Arc::new(Semaphore::new(count)) })
     }
 

@@ -63,7 +63,7 @@ pub fn bind_thread(cpus: &[u32]) {
 }
 
 /// Asks for the pages of a buffer that are not there yet to come from this node.
-pub fn bind_memory(buffer: &thruway_fabric::Buffer, node: u32) {
+pub fn bind_memory(buffer: &thruway_memory::Buffer, node: u32) {
     const PREFERRED: libc::c_int = 1;
     let mut mask = [0u64; 16];
     let Some(word) = mask.get_mut(node as usize / 64) else { return };
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn a_thread_and_a_buffer_can_be_bound_to_a_node_of_this_machine() {
         let node = usable_nodes().remove(0);
-        let buffer = thruway_fabric::Buffer::new(1 << 20).unwrap();
+        let buffer = thruway_memory::Buffer::new(1 << 20).unwrap();
         bind_memory(&buffer, node.number);
         let cpus = node.cpus.clone();
         let bound = std::thread::spawn(move || {

@@ -36,20 +36,15 @@
 //! socket to their final address.
 
 pub mod iwarp;
-pub mod memory;
 pub mod messages;
-pub mod path;
 mod provider;
 mod reservation;
 pub mod slots;
-mod sync;
-pub mod types;
-mod validity;
 pub mod verbs;
 
-pub use memory::{Access, Buffer};
-pub use path::PathInfo;
-pub use types::*;
+pub use thruway_memory::Buffer;
+pub use thruway_rdma_types::{self as types, *};
+pub use thruway_tcp::PathInfo;
 
 use provider::{
     CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, RequestOps, SharedReceiveOps,
@@ -310,14 +305,7 @@ impl ProtectionDomain {
         let ptr = buffer.as_ptr();
         // SAFETY: the buffer owns the memory and the region keeps the buffer.
         unsafe {
-            self.device.0.register(
-                self.number,
-                ptr,
-                buffer.len(),
-                ptr as u64,
-                access,
-                Arc::clone(buffer) as memory::Owner,
-            )
+            self.device.0.register(self.number, ptr, buffer.len(), ptr as u64, access, Arc::clone(buffer) as Owner)
         }
         .map(MemoryRegion)
     }
@@ -327,7 +315,7 @@ impl ProtectionDomain {
     /// # Errors
     /// As [`ProtectionDomain::register`].
     pub fn register_zero_based(&self, buffer: &Arc<Buffer>, access: Access) -> Result<MemoryRegion> {
-        let owner = Arc::clone(buffer) as memory::Owner;
+        let owner = Arc::clone(buffer) as Owner;
         // SAFETY: as in `register`.
         unsafe { self.device.0.register(self.number, buffer.as_ptr(), buffer.len(), 0, access, owner) }
             .map(MemoryRegion)

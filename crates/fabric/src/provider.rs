@@ -1,14 +1,14 @@
 //! What a provider implements. [`crate::Device`] and its kin are thin wrappers over these, so a
 //! consumer is written once and runs over every provider.
 
-use crate::memory::{Access, Owner};
-use crate::types::{
-    ConnectParams, ConnectionError, DeviceAttributes, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
-};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
+use thruway_rdma_types::{Access, Owner};
+use thruway_rdma_types::{
+    ConnectParams, ConnectionError, DeviceAttributes, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
+};
 
 /// An opened device.
 pub(crate) trait DeviceOps: Send + Sync {

@@ -1,9 +1,9 @@
 //! Room in a completion queue, kept for what queue pairs can have posted.
 
-use crate::sync::LockUnpoisoned;
-use crate::types::{Error, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{Error, Result};
 
 /// Counts what is taken of a capacity. A queue whose users reserve cannot overflow.
 pub(crate) struct Reservation {

@@ -5,7 +5,7 @@
 
 use io_uring::IoUring;
 use std::sync::{Arc, Weak};
-use thruway_fabric::Buffer;
+use thruway_memory::Buffer;
 
 /// Buffers that can be registered with a ring at once; the others do without.
 const SLOTS: u32 = 64;

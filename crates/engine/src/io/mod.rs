@@ -1,6 +1,6 @@
 //! Storage: reads, writes, syncs and allocations over owned memory.
 //!
-//! A [`Request`] names a file, an offset, an [`Operation`] and its memory, a list of [`Segment`]s that the request owns until it is over.
+//! A [`Request`] names a file, an offset, an [`Operation`] and its memory, a list of [segments](crate::Segment) that the request owns until it is over.
 //! Two drivers carry requests out. Both use io_uring, and system calls on threads where that is forbidden (containers,
 //! hardened systems), for files with which it is not to be trusted, and for what it cannot do:
 //!

@@ -1,18 +1,12 @@
 //! The iWARP device: one epoll set, one timer, one table of memory, and the queue pairs,
 //! listeners and completion queues that hang on them.
 
-use super::connection::{MAX_INLINE, MAX_SGE};
 use super::doorbell::{Doorbell, Whom};
 use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
-use super::mpa::{self, Agreement, Preferences, ReadyToReceive};
-use super::regions::{Region, RegionTable, Stream};
 use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
-use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
-use crate::sync::LockUnpoisoned;
-use crate::types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
 use crate::{Device, ListenOptions};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
@@ -22,6 +16,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
+use thruway_iwarp::connection::{MAX_INLINE, MAX_SGE};
+use thruway_iwarp::mpa::{self, Agreement, Preferences, ReadyToReceive};
+use thruway_iwarp::regions::{Region, RegionTable, Stream};
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{Access, Owner};
+use thruway_rdma_types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
 
 const MAX_QUEUE: u32 = 16384;
 const MAX_DEPTH: u16 = 256;
@@ -555,7 +555,7 @@ impl<'a> Sleeper<'a> {
         }
         let fd = OWN.with(|own| {
             if let Some(fd) = own.get() {
-                return Ok(Arc::clone(fd));
+                return Ok::<_, Error>(Arc::clone(fd));
             }
             let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(|e| Error::io("waiting", e))?;

@@ -4,8 +4,8 @@
 //! something has been counted. So one of the two sees the other. What is written here is swapped and not stored, because loom
 //! lets a store come before an exchange that has not seen it; for the processor it is one instruction.
 
-use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::in_order;
+use thruway_rdma_types::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use thruway_rdma_types::sync::in_order;
 
 /// What there is to poll, and who sleeps until there is.
 #[derive(Default)]

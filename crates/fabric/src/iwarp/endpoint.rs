@@ -1,24 +1,24 @@
 //! A queue pair and its socket: set-up, transfer, orderly end.
 
-use super::IoVecs;
-use super::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
 use super::device::Context;
-use super::mpa::{self, Agreement, Frame, Preferences};
-use super::regions::Stream;
 use super::shared::{CompletionRing, SharedQueue};
 use super::socket;
 use crate::ConnectionInfo;
-use crate::memory::Access;
-use crate::path::{self, PathInfo};
 use crate::provider::{Event, QueuePairOps, RegionOps};
-use crate::sync::LockUnpoisoned;
-use crate::types::{
-    ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
-};
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use thruway_iwarp::IoVecs;
+use thruway_iwarp::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
+use thruway_iwarp::mpa::{self, Agreement, Frame, Preferences};
+use thruway_iwarp::regions::Stream;
+use thruway_rdma_types::Access;
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{
+    ConnectParams, ConnectionError, Error, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
+};
+use thruway_tcp::PathInfo;
 
 /// Bytes one queue pair may receive or send before others get their turn.
 const TURN: usize = 4 << 20;
@@ -500,7 +500,7 @@ impl Connecting {
                 return Ok(None);
             }
             self.connected = true;
-            path::fit(&self.stream, self.peer, self.congestion.as_deref());
+            thruway_tcp::fit(&self.stream, self.peer, self.congestion.as_deref());
         }
         while self.sent < self.request.len() {
             match std::io::Write::write(&mut self.stream, &self.request[self.sent..]) {

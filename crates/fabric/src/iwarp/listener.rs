@@ -2,17 +2,16 @@
 
 use super::device::Context;
 use super::endpoint::Endpoint;
-use super::mpa::{self, Frame};
 use super::socket;
 use crate::ListenOptions;
-use crate::path;
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
-use crate::sync::LockUnpoisoned;
-use crate::types::{ConnectParams, Error, Result};
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use thruway_iwarp::mpa::{self, Frame};
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{ConnectParams, Error, Result};
 
 /// How long a connected peer may take to send its request frame.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -288,6 +287,6 @@ impl Drop for Request {
 pub(super) fn prepare(stream: &TcpStream, peer: SocketAddr, ctx: &Context) -> Result<()> {
     let tuned = socket::tune(stream);
     tuned.map_err(|source| Error::Io { op: "preparing the socket from", peer: Some(peer), source })?;
-    path::fit(stream, peer, ctx.config().congestion.as_deref());
+    thruway_tcp::fit(stream, peer, ctx.config().congestion.as_deref());
     Ok(())
 }

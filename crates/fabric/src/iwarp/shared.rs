@@ -1,13 +1,13 @@
 //! What queue pairs of one device have in common: completion queues, and shared receive queues.
 
-use super::connection::SharedReceives;
 use super::device::Context;
 use crate::provider::{CompletionQueueOps, SharedReceiveOps};
 use crate::reservation::{CqCapacity, Reservation, SharedCqCapacity};
-use crate::sync::LockUnpoisoned;
-use crate::types::{RecvRequest, Result, WorkCompletion};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use thruway_iwarp::connection::SharedReceives;
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{RecvRequest, Result, WorkCompletion};
 
 /// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
 pub(super) struct CompletionRing {

@@ -8,10 +8,8 @@ use super::library::{Library, library};
 use super::listener::{Request, VerbsListener};
 use super::memory::{Region, RegionHandle};
 use super::shared::{SharedHandle, SharedReceives};
-use crate::memory::{Access, Owner};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
-use crate::sync::LockUnpoisoned;
 use crate::{DeviceAttributes, Error, ListenOptions, QueuePairCaps, Result, Sge};
 use rustix::event::{EventfdFlags, epoll};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -23,6 +21,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{Access, Owner};
 
 /// Bytes of a request's own copy of small payloads.
 const MAX_INLINE: u32 = 64;

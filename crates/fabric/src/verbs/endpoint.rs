@@ -7,9 +7,7 @@ use super::completion::Queue;
 use super::device::{Context, ProtectionDomain, failed, lock, next_token};
 use super::memory::{RegionHandle, Spare, Window, WindowHandle};
 use super::shared::SharedReceives;
-use crate::memory::Access;
 use crate::provider::{QueuePairOps, RegionOps};
-use crate::sync::LockUnpoisoned;
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, Payload, QueuePairCaps, RecvRequest, Result,
     SendFlags, SendOp, SendRequest, WorkCompletion,
@@ -20,6 +18,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Weak};
 use std::time::Instant;
+use thruway_rdma_types::Access;
+use thruway_rdma_types::sync::LockUnpoisoned;
 
 /// Identifiers of requests as the device sees them: only which queue they belong to. Both queues
 /// finish in order, so the consumer's identifiers wait in lists of their own.

@@ -3,12 +3,12 @@
 use super::abi::*;
 use super::device::{Context, ProtectionDomain, failed, lock};
 use super::endpoint::Endpoint;
-use crate::memory::{Access, Owner};
 use crate::provider::RegionOps;
 use crate::{Error, Result};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
+use thruway_rdma_types::{Access, Owner};
 
 /// Registered memory.
 pub(super) struct Region {

@@ -4,7 +4,7 @@
 //! bound, not the path, can be what limits the rate; then more channels help.
 
 use std::time::{Duration, Instant};
-use thruway_fabric::PathInfo;
+use thruway_tcp::PathInfo;
 
 /// Channels that a path gets at first. On a short path two keep both ends busy. On a long one,
 /// each begins with ten segments and doubles every round trip: many reach the path's rate sooner.

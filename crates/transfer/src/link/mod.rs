@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 use tcp::TcpLink;
 use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
-use thruway_fabric::{ConnectionError, ConnectionRequest, Device, PathInfo};
+use thruway_fabric::{ConnectionError, ConnectionRequest, Device};
+use thruway_tcp::PathInfo;
 
 /// Something is said at least this often, so that silence means trouble.
 const HEARTBEAT: Duration = Duration::from_secs(10);

@@ -17,9 +17,10 @@ use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::slots::{Completed, MessageSlots, Received};
 use thruway_fabric::{
     Access, Buffer, CompletionOp, CompletionQueue, ConnectParams, ConnectionError, ConnectionEvent, ConnectionRequest,
-    Device, Error, MemoryRegion, PathInfo, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest,
-    RemoteAddr, SendFlags, SendOp, SendRequest, Status, WorkCompletion,
+    Device, Error, MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
+    SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
+use thruway_tcp::PathInfo;
 
 /// Receives each end keeps posted for control messages.
 const CONTROL_RECEIVES: usize = 20;
@@ -314,7 +315,7 @@ impl RdmaLink {
             established: false,
         };
         if role == Role::Sink {
-            let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN)?);
+            let buffer = Arc::new(Buffer::new(WINDOW_MAX * NOTICE_LEN).map_err(Error::from)?);
             let mr = self.pd.register(&buffer, Access::LOCAL_WRITE)?;
             channel.notices = Some((buffer, mr));
             for slot in 0..WINDOW_MAX {

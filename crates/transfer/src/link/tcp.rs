@@ -22,7 +22,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool};
-use thruway_fabric::{ConnectionError, Device, PathInfo, path};
+use thruway_fabric::{ConnectionError, Device};
+use thruway_tcp::PathInfo;
 
 /// How long a peer may take to say who it is.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -105,7 +106,7 @@ fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {
 fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(SILENCE_MAX))?;
-    path::fit(stream, peer, None);
+    thruway_tcp::fit(stream, peer, None);
     Ok(())
 }
 

@@ -4,17 +4,17 @@
 //! a peer may have invented, to an address; every check RFC 5040 §7 and RFC 5041 §7 ask for is
 //! made here and nowhere else. Nothing in this module reads or writes what the memory holds.
 
-use super::stags::Stags;
-use super::terminate::{RdmaProtection, TerminateCode};
-use crate::memory::{Access, Owner};
-use crate::types::{Error, Result, Sge};
+use crate::stags::Stags;
+use crate::terminate::{RdmaProtection, TerminateCode};
 use crate::validity::Validity;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Arc, PoisonError, RwLock};
+use thruway_rdma_types::{Access, Owner};
+use thruway_rdma_types::{Error, Result, Sge};
 
 /// A registered range and the rights to it.
-pub(crate) struct Region {
+pub struct Region {
     ptr: *mut u8,
     len: usize,
     /// What the first byte is called by those who hold the key.
@@ -38,11 +38,11 @@ unsafe impl Sync for Region {}
 
 /// Where a peer's claim comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stream {
+pub struct Stream {
     /// The queue pair's protection domain.
-    pub(crate) pd: u32,
+    pub pd: u32,
     /// The queue pair.
-    pub(crate) qp_num: u32,
+    pub qp_num: u32,
 }
 
 impl Region {
@@ -65,7 +65,7 @@ impl Region {
 
     /// Holds off invalidation; `None` if it has come first. Not to be kept while waiting for
     /// anybody: who invalidates waits for it.
-    pub(crate) fn enter(self: &Arc<Region>) -> Option<Placement> {
+    pub fn enter(self: &Arc<Region>) -> Option<Placement> {
         self.parent.iter().chain([self]).for_each(|held| held.validity.enter());
         let placement = Placement(Arc::clone(self));
         self.is_valid().then_some(placement)
@@ -76,13 +76,14 @@ impl Region {
         self.validity.revoke()
     }
 
-    pub(crate) fn is_valid(&self) -> bool {
+    /// Neither it nor what it is a window on has been revoked.
+    pub fn is_valid(&self) -> bool {
         self.validity.holds() && self.parent.as_ref().is_none_or(|p| p.validity.holds())
     }
 }
 
 /// Holds off the invalidation of a region while bytes are being placed in it.
-pub(crate) struct Placement(Arc<Region>);
+pub struct Placement(Arc<Region>);
 
 impl Placement {
     pub(crate) fn region(&self) -> &Arc<Region> {
@@ -98,7 +99,7 @@ impl Drop for Placement {
 
 /// A scatter/gather element resolved to an address that its region keeps mapped.
 #[derive(Clone)]
-pub(crate) struct LocalPiece {
+pub struct LocalPiece {
     pub(crate) ptr: *mut u8,
     pub(crate) len: u32,
     region: Arc<Region>,
@@ -106,7 +107,7 @@ pub(crate) struct LocalPiece {
 
 impl LocalPiece {
     /// The region it is in.
-    pub(crate) fn region(&self) -> &Arc<Region> {
+    pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
 }
@@ -118,7 +119,7 @@ unsafe impl Send for LocalPiece {}
 ///
 /// Tags cannot be foreseen in any of their 32 bits: a peer that may try one per connection (a wrong one ends it) does not
 /// find one that it was not given. One that was revoked does not come back before all others have been given out.
-pub(crate) struct RegionTable {
+pub struct RegionTable {
     regions: RwLock<Regions>,
 }
 
@@ -161,12 +162,14 @@ impl Regions {
 }
 
 impl RegionTable {
-    pub(crate) fn new() -> RegionTable {
+    /// An empty table, whose keys come in an order that nobody can foresee.
+    #[expect(clippy::new_without_default, reason = "a table of secrets is made on purpose")]
+    pub fn new() -> RegionTable {
         RegionTable::with(Stags::secret())
     }
 
     /// For simulations and fuzzing: the first tags are `0x101`, `0x201` and so on.
-    pub(crate) fn foreseeable() -> RegionTable {
+    pub fn foreseeable() -> RegionTable {
         RegionTable::with(Stags::foreseeable())
     }
 
@@ -195,7 +198,7 @@ impl RegionTable {
     }
 
     /// Resolves local elements, with `needed` rights, for one request of protection domain `pd`.
-    pub(crate) fn resolve(
+    pub fn resolve(
         &self,
         pd: u32,
         sges: &[Sge],
@@ -223,7 +226,7 @@ impl RegionTable {
     }
 
     /// Checks a peer's claim on memory and returns its address, held against invalidation.
-    pub(crate) fn remote(
+    pub fn remote(
         &self,
         stream: Stream,
         stag: u32,
@@ -274,7 +277,7 @@ impl RegionTable {
     ///
     /// # Safety
     /// `ptr..ptr+len` must be mapped readable and writable for as long as `owner` lives.
-    pub(crate) unsafe fn register(
+    pub unsafe fn register(
         &self,
         pd: u32,
         ptr: *mut u8,
@@ -298,7 +301,7 @@ impl RegionTable {
     }
 
     /// A window on part of `parent`, under its own key; for the peer of one queue pair, if one is given.
-    pub(crate) fn bind(
+    pub fn bind(
         &self,
         stream: Option<Stream>,
         parent: &Arc<Region>,
@@ -337,22 +340,27 @@ impl RegionTable {
         })
     }
 
-    pub(crate) fn deregister(&self, region: &Region) {
+    /// Takes a region out of the table. After this returns no peer's bytes land there any more.
+    pub fn deregister(&self, region: &Region) {
         region.invalidate();
         self.remove(region.stag());
     }
 }
 
 impl Region {
-    pub(crate) fn stag(&self) -> u32 {
+    /// Its key: the steering tag.
+    pub fn stag(&self) -> u32 {
         self.stag
     }
 
-    pub(crate) fn base(&self) -> u64 {
+    /// The address of its first byte, in the terms of its peers.
+    pub fn base(&self) -> u64 {
         self.base
     }
 
-    pub(crate) fn len(&self) -> usize {
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
         self.len
     }
 }
@@ -360,7 +368,7 @@ impl Region {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Buffer;
+    use thruway_memory::Buffer;
 
     const ONE: Stream = Stream { pd: 1, qp_num: 7 };
     const OTHER: Stream = Stream { pd: 2, qp_num: 7 };

@@ -2,10 +2,10 @@
 //!
 //! Pure codec: bytes in, header out. The RDMAP control byte (RFC 5040 §4.1) shares the
 //! 16-bit control field with DDP, so both bytes are decoded here in one step and
-//! [`super::rdmap`] gives the opcode its meaning.
+//! [`crate::rdmap`] gives the opcode its meaning.
 
-use super::rdmap::Opcode;
-use super::terminate::{DdpTagged, DdpUntagged, RdmaOperation, TerminateCode};
+use crate::rdmap::Opcode;
+use crate::terminate::{DdpTagged, DdpUntagged, RdmaOperation, TerminateCode};
 
 /// DDP protocol version 1 (RFC 5041 §4.1).
 const DDP_VERSION: u8 = 1;

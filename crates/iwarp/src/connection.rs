@@ -1,34 +1,36 @@
 //! One RDMAP stream in full operation: the queues of a queue pair and the rules that join them.
 //!
-//! No sockets, no clock, no threads. The driver hands over bytes from TCP ([`super::rx`]) and
-//! takes bytes for TCP ([`super::tx`]); finished requests come out of [`Connection::completions`].
+//! No sockets, no clock, no threads. The driver hands over bytes from TCP (`rx`) and
+//! takes bytes for TCP (`tx`); finished requests come out of [`Connection::completions`].
 //! The same code therefore runs over a socket, in the simulator and under the fuzzer.
 
-use super::mpa::{Agreement, ReadyToReceive};
-use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
-use super::regions::{LocalPiece, RegionTable, Stream};
-use super::rx::Receiver;
-use super::terminate::{self, DdpUntagged, Offending, TerminateCode};
-use super::tx::Transmitter;
-use crate::memory::Access;
-use crate::sync::LockUnpoisoned;
-use crate::types::{
-    CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
-    Status, WorkCompletion,
-};
+use crate::mpa::{Agreement, ReadyToReceive};
+use crate::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
+use crate::regions::{LocalPiece, RegionTable, Stream};
+use crate::rx::Receiver;
+use crate::terminate::{self, DdpUntagged, Offending, TerminateCode};
+use crate::tx::Transmitter;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
+use thruway_rdma_types::Access;
+use thruway_rdma_types::sync::LockUnpoisoned;
+use thruway_rdma_types::{
+    CompletionOp, ConnectionError, Error, Payload, QueuePairCaps, RecvRequest, Result, SendFlags, SendOp, SendRequest,
+    Status, WorkCompletion,
+};
 
 /// Longest inline payload.
-pub(crate) const MAX_INLINE: usize = 512;
+pub const MAX_INLINE: usize = 512;
 /// Most elements of one request.
-pub(crate) const MAX_SGE: usize = 32;
+pub const MAX_SGE: usize = 32;
 
 /// Which completion queue a completion belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
+pub enum Side {
+    /// The one for sends.
     Send,
+    /// The one for receives.
     Recv,
 }
 
@@ -46,7 +48,7 @@ pub(crate) struct SendEntry {
     pub(crate) data: LocalData,
     pub(crate) len: u32,
     /// Nothing is transmitted: it completes when its turn comes, as the binding of a window does.
-    pub(crate) local: bool,
+    pub local: bool,
     done: Option<Status>,
 }
 
@@ -68,7 +70,7 @@ impl SendEntry {
 }
 
 /// A posted receive.
-pub(crate) struct RecvEntry {
+pub struct RecvEntry {
     wr_id: u64,
     pub(crate) pieces: SmallVec<[LocalPiece; 2]>,
     pub(crate) capacity: u64,
@@ -81,7 +83,7 @@ pub(crate) struct SendQueue {
     /// Sequence number of the front entry.
     head: u64,
     /// Sequence number of the next entry to start. `head <= started <= head + entries.len()`.
-    pub(crate) started: u64,
+    pub started: u64,
 }
 
 impl SendQueue {
@@ -97,14 +99,14 @@ impl SendQueue {
 /// An outstanding read or atomic of ours, in request order.
 pub(crate) struct Outstanding {
     /// Entry of the send queue; `None` for a ready-to-receive read.
-    pub(crate) seq: Option<u64>,
+    pub seq: Option<u64>,
     pub(crate) sink_stag: u32,
     pub(crate) sink_to: u64,
     pub(crate) len: u32,
     /// Bytes of the response delivered so far, `<= len`.
-    pub(crate) received: u32,
+    pub received: u32,
     /// The request's identifier if it is an atomic.
-    pub(crate) atomic_id: Option<u32>,
+    pub atomic_id: Option<u32>,
 }
 
 /// What we owe the peer.
@@ -122,7 +124,7 @@ pub(crate) struct ResponseQueue {
 }
 
 /// A queue pair's protocol state in full operation.
-pub(crate) struct Connection {
+pub struct Connection {
     pub(crate) qp_num: u32,
     pub(crate) pd: u32,
     pub(crate) table: Arc<RegionTable>,
@@ -137,8 +139,9 @@ pub(crate) struct Connection {
     pub(crate) tx: Transmitter,
     pub(crate) rx: Receiver,
     /// Finished requests, for the driver to hand to the completion queues.
-    pub(crate) completions: Vec<(Side, WorkCompletion)>,
-    pub(crate) failure: Option<ConnectionError>,
+    pub completions: Vec<(Side, WorkCompletion)>,
+    /// Why the stream has ended, once it has.
+    pub failure: Option<ConnectionError>,
     /// The consumer asked to close, or the peer has; nothing more may be posted.
     closing: bool,
     /// The peer's half of the stream is over.
@@ -146,20 +149,28 @@ pub(crate) struct Connection {
 }
 
 /// Parameters of a new connection.
-pub(crate) struct ConnectionConfig {
-    pub(crate) qp_num: u32,
-    pub(crate) pd: u32,
-    pub(crate) table: Arc<RegionTable>,
-    pub(crate) agreement: Agreement,
-    pub(crate) caps: QueuePairCaps,
-    pub(crate) initiator: bool,
-    pub(crate) shared: Option<Arc<SharedReceives>>,
+pub struct ConnectionConfig {
+    /// The queue pair's number, for completions.
+    pub qp_num: u32,
+    /// Its protection domain.
+    pub pd: u32,
+    /// The registered memory that it may name, within its domain.
+    pub table: Arc<RegionTable>,
+    /// What [`crate::mpa`] has negotiated.
+    pub agreement: Agreement,
+    /// Sizes of its queues.
+    pub caps: QueuePairCaps,
+    /// This end has connected, the other accepted.
+    pub initiator: bool,
+    /// Where receives come from, if they are shared.
+    pub shared: Option<Arc<SharedReceives>>,
     /// Largest ULPDU to send.
-    pub(crate) max_ulpdu: u16,
+    pub max_ulpdu: u16,
 }
 
 impl Connection {
-    pub(crate) fn new(config: ConnectionConfig) -> Connection {
+    /// A stream in full operation: the set-up frames have been exchanged.
+    pub fn new(config: ConnectionConfig) -> Connection {
         let ConnectionConfig { qp_num, pd, table, agreement, caps, initiator, shared, max_ulpdu } = config;
         let mut connection = Connection {
             qp_num,
@@ -196,13 +207,13 @@ impl Connection {
     }
 
     /// Takes over receives posted before the connection was up.
-    pub(crate) fn adopt_receives(&mut self, posted: VecDeque<RecvEntry>) {
+    pub fn adopt_receives(&mut self, posted: VecDeque<RecvEntry>) {
         debug_assert!(self.rq.is_empty());
         self.rq = posted;
     }
 
     /// How the region table knows this stream.
-    pub(crate) fn stream(&self) -> Stream {
+    pub fn stream(&self) -> Stream {
         Stream { pd: self.pd, qp_num: self.qp_num }
     }
 
@@ -214,7 +225,11 @@ impl Connection {
         !self.rq.is_empty()
     }
 
-    pub(crate) fn check_postable(&self) -> Result<()> {
+    /// Whether requests are taken.
+    ///
+    /// # Errors
+    /// [`Error::State`] once the stream is closing or has failed.
+    pub fn check_postable(&self) -> Result<()> {
         let state = match (&self.failure, self.closing) {
             (Some(_), _) => "in error",
             (None, true) => "closing",
@@ -224,7 +239,7 @@ impl Connection {
     }
 
     /// Validates and queues a send request. Nothing is transmitted yet.
-    pub(crate) fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    pub fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
         self.check_postable()?;
         if self.sq.entries.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
@@ -235,7 +250,7 @@ impl Connection {
     }
 
     /// Queues the completion of a window's binding behind what was posted before it.
-    pub(crate) fn post_bind(&mut self, wr_id: u64) -> Result<()> {
+    pub fn post_bind(&mut self, wr_id: u64) -> Result<()> {
         self.check_postable()?;
         if self.sq.entries.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
@@ -312,7 +327,11 @@ impl Connection {
         Err(Error::Unsupported("reads on this connection: the peer granted no read resources"))
     }
 
-    pub(crate) fn post_recv(&mut self, request: &RecvRequest<'_>) -> Result<()> {
+    /// Posts a receive.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], [`Error::Limit`] for too many elements, [`Error::LocalProtection`] for one outside of its region.
+    pub fn post_recv(&mut self, request: &RecvRequest<'_>) -> Result<()> {
         self.check_postable()?;
         let entry = resolve_recv(&self.table, self.pd, &self.caps, self.rq.len(), request)?;
         self.rq.push_back(entry);
@@ -387,7 +406,7 @@ impl Connection {
     pub(crate) fn execute_atomic(&mut self, request: &AtomicRequest) -> Result<u64, TerminateCode> {
         let (ptr, _placement) = self.table.remote(self.stream(), request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
         if !(ptr as usize).is_multiple_of(8) {
-            return Err(super::terminate::RdmaOperation::CatastrophicStream.into());
+            return Err(crate::terminate::RdmaOperation::CatastrophicStream.into());
         }
         // SAFETY: the region table vouches for eight mapped bytes held by `_placement`; the
         // address is aligned; concurrent access by the consumer must be atomic too, as verbs require.
@@ -400,7 +419,7 @@ impl Connection {
     }
 
     /// Ends the stream because of something the peer did: tells it, flushes everything.
-    pub(crate) fn fail_protocol(&mut self, code: TerminateCode, offending: Option<Offending<'_>>) {
+    pub fn fail_protocol(&mut self, code: TerminateCode, offending: Option<Offending<'_>>) {
         if self.failure.is_some() {
             return;
         }
@@ -426,31 +445,32 @@ impl Connection {
     }
 
     /// Ends the stream because TCP ended.
-    pub(crate) fn fail_lost(&mut self, cause: ConnectionError) {
+    pub fn fail_lost(&mut self, cause: ConnectionError) {
         self.flush(cause, Status::ConnectionLost);
     }
 
     /// The consumer wants out. Started and queued sends still go; then the driver closes.
-    pub(crate) fn close(&mut self) {
+    pub fn close(&mut self) {
         self.closing = true;
     }
 
-    pub(crate) fn is_closing(&self) -> bool {
+    /// Whether the consumer has asked to close, or the peer has.
+    pub fn is_closing(&self) -> bool {
         self.closing
     }
 
     /// Whether nothing of ours is left to transmit or to wait for.
-    pub(crate) fn is_drained(&self) -> bool {
+    pub fn is_drained(&self) -> bool {
         self.tx.is_idle() && self.sq.entries.is_empty() && self.responses.entries.is_empty()
     }
 
     /// Nothing is left to transmit.
-    pub(crate) fn tx_idle(&self) -> bool {
+    pub fn tx_idle(&self) -> bool {
         self.tx.is_idle()
     }
 
     /// TCP takes nothing any more.
-    pub(crate) fn tx_abandon(&mut self) {
+    pub fn tx_abandon(&mut self) {
         self.tx.abandon();
     }
 
@@ -497,12 +517,12 @@ impl Connection {
     }
 
     /// Whether the peer's half is over and ours has nothing more to send.
-    pub(crate) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.peer_ended && self.is_drained()
     }
 
     /// Gives receives that a message has taken from a shared queue, and did not fill, back to it.
-    pub(crate) fn give_back_receives(&mut self) {
+    pub fn give_back_receives(&mut self) {
         if let Some(shared) = &self.shared {
             let mut queue = shared.queue.lock_unpoisoned();
             while let Some(entry) = self.rq.pop_back() {
@@ -513,22 +533,28 @@ impl Connection {
 }
 
 /// The receives of a shared receive queue.
-pub(crate) struct SharedReceives {
+pub struct SharedReceives {
     pd: u32,
     caps: QueuePairCaps,
     queue: Mutex<VecDeque<RecvEntry>>,
 }
 
 impl SharedReceives {
-    pub(crate) fn new(pd: u32, max_recv_wr: u32, max_sge: u32) -> SharedReceives {
+    /// A queue for `max_recv_wr` receives of `max_sge` elements each, in a protection domain.
+    pub fn new(pd: u32, max_recv_wr: u32, max_sge: u32) -> SharedReceives {
         SharedReceives { pd, caps: QueuePairCaps { max_send_wr: 0, max_recv_wr, max_sge }, queue: Mutex::default() }
     }
 
-    pub(crate) fn pd(&self) -> u32 {
+    /// Its protection domain.
+    pub fn pd(&self) -> u32 {
         self.pd
     }
 
-    pub(crate) fn post(&self, table: &RegionTable, request: &RecvRequest<'_>) -> Result<()> {
+    /// Posts a receive.
+    ///
+    /// # Errors
+    /// As [`Connection::post_recv`].
+    pub fn post(&self, table: &RegionTable, request: &RecvRequest<'_>) -> Result<()> {
         let mut queue = self.queue.lock_unpoisoned();
         let entry = resolve_recv(table, self.pd, &self.caps, queue.len(), request)?;
         queue.push_back(entry);
@@ -549,7 +575,7 @@ pub(crate) struct RecvDetail {
 }
 
 /// Validates a receive against a queue that holds `posted` already.
-pub(crate) fn resolve_recv(
+pub fn resolve_recv(
     table: &RegionTable,
     pd: u32,
     caps: &QueuePairCaps,
@@ -566,7 +592,7 @@ pub(crate) fn resolve_recv(
 }
 
 /// Flushes receives that never saw a connection.
-pub(crate) fn flush_receives(qp_num: u32, posted: VecDeque<RecvEntry>) -> Vec<(Side, WorkCompletion)> {
+pub fn flush_receives(qp_num: u32, posted: VecDeque<RecvEntry>) -> Vec<(Side, WorkCompletion)> {
     let flushed = |entry: RecvEntry| WorkCompletion {
         wr_id: entry.wr_id,
         status: Status::Flushed,

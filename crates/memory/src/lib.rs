@@ -1,32 +1,25 @@
-//! Memory that devices and peers write to, and the rights to it.
+//! Page-aligned memory for blocks: mapped, of huge pages where it is large, and shared with devices and peers.
 
-use crate::types::{Error, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::io;
 use std::ptr::NonNull;
-use std::sync::Arc;
 
-bitflags::bitflags! {
-    /// What a region's holder and its peers may do to it. Local reading is always allowed.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Access: u32 {
-        /// Receives, read results and atomic results may land here.
-        const LOCAL_WRITE = 1;
-        /// Peers may write.
-        const REMOTE_WRITE = 2;
-        /// Peers may read.
-        const REMOTE_READ = 4;
-        /// Peers may do atomics.
-        const REMOTE_ATOMIC = 8;
-        /// The memory need not stay in place: pages may come and go as the system likes
-        /// (on-demand paging). Needs [`crate::DeviceAttributes::on_demand`].
-        const ON_DEMAND = 16;
-        /// Peers may revoke the region by a Send with Invalidate. Windows can always be revoked by those who may use
-        /// them; a region is usually several peers', and revoking it takes its local key with it.
-        const REMOTE_INVALIDATE = 32;
+const PAGE: usize = 4096;
+
+/// Memory that cannot be mapped.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot map memory: {0}")]
+pub struct MapError(#[source] io::Error);
+
+impl From<MapError> for io::Error {
+    fn from(error: MapError) -> io::Error {
+        io::Error::new(error.0.kind(), error.to_string())
     }
 }
 
-const PAGE: usize = 4096;
+fn invalid(why: &'static str) -> MapError {
+    MapError(io::Error::new(io::ErrorKind::InvalidInput, why))
+}
 
 /// Page-aligned memory that can be registered.
 ///
@@ -49,8 +42,8 @@ impl Buffer {
     /// where the kernel finds them.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system has no memory to map, [`Error::Limit`] for a length of zero.
-    pub fn new(len: usize) -> Result<Buffer> {
+    /// If the system has no memory to map, or the length is zero.
+    pub fn new(len: usize) -> Result<Buffer, MapError> {
         const HUGE: usize = 2 << 20;
         if len >= HUGE
             && let Ok(buffer) = Buffer::map(len.next_multiple_of(HUGE), MapFlags::PRIVATE | MapFlags::HUGETLB)
@@ -68,7 +61,7 @@ impl Buffer {
     ///
     /// # Errors
     /// As [`Buffer::new`].
-    pub fn sparse(len: usize) -> Result<Buffer> {
+    pub fn sparse(len: usize) -> Result<Buffer, MapError> {
         let buffer = Buffer::map(len.next_multiple_of(PAGE), MapFlags::PRIVATE)?;
         buffer.advise(Advice::LinuxNoHugepage);
         Ok(buffer)
@@ -79,18 +72,18 @@ impl Buffer {
     /// process.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be mapped, [`Error::Limit`] for a length of zero or an offset that is no multiple of a
-    /// page.
-    pub fn of_file(file: impl std::os::fd::AsFd, offset: u64, len: usize) -> Result<Buffer> {
+    /// If it cannot be mapped, the length is zero, or the offset is no multiple of a page.
+    pub fn of_file(file: impl std::os::fd::AsFd, offset: u64, len: usize) -> Result<Buffer, MapError> {
         if len == 0 || !offset.is_multiple_of(PAGE as u64) {
-            return Err(Error::Limit { what: "part of a file to map: length", got: len as u64, limit: 1 });
+            let why = "a part of a file to map is of no bytes, or begins inside a page";
+            return Err(invalid(why));
         }
         let len = len.next_multiple_of(PAGE);
         let (all, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a fresh mapping at an address of the kernel's choice. Whoever else changes the file changes memory that
         // is shared with devices and peers anyway, and is only copied to and from.
         let ptr = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, all, flags, file, offset) }
-            .map_err(|e| Error::io("mapping a file", e))?;
+            .map_err(|e| MapError(e.into()))?;
         Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
     }
 
@@ -99,15 +92,15 @@ impl Buffer {
         let _ = unsafe { rustix::mm::madvise(self.as_ptr().cast(), self.len, advice) };
     }
 
-    fn map(len: usize, flags: MapFlags) -> Result<Buffer> {
+    fn map(len: usize, flags: MapFlags) -> Result<Buffer, MapError> {
         if len == 0 {
-            return Err(Error::Limit { what: "buffer of no bytes: length", got: 0, limit: 1 });
+            return Err(invalid("a buffer of no bytes"));
         }
         // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice aliases
         // nothing.
         let ptr =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags) }
-                .map_err(|e| Error::io("mapping a buffer", e))?;
+                .map_err(|e| MapError(e.into()))?;
         Ok(Buffer { ptr: NonNull::new(ptr.cast()).expect("mmap never returns null"), len })
     }
 
@@ -155,14 +148,16 @@ impl Drop for Buffer {
 ///
 /// By relaxed atomics, of words where the memory is aligned: whoever races gets some mixture of old and new
 /// bytes, as on every RDMA device, and never undefined behaviour.
-pub(crate) mod shared {
+pub mod shared {
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
     const WORD: usize = 8;
 
+    /// Copies to ordinary memory.
+    ///
     /// # Safety
     /// `from..from + to.len()` must be mapped, and apart from `to`.
-    pub(crate) unsafe fn load(from: *const u8, to: &mut [u8]) {
+    pub unsafe fn load(from: *const u8, to: &mut [u8]) {
         let mut at = 0;
         while at < to.len() {
             let ptr = from.wrapping_add(at).cast_mut();
@@ -179,9 +174,11 @@ pub(crate) mod shared {
         }
     }
 
+    /// Copies from ordinary memory.
+    ///
     /// # Safety
     /// `to..to + from.len()` must be mapped writable, and apart from `from`.
-    pub(crate) unsafe fn store(to: *mut u8, from: &[u8]) {
+    pub unsafe fn store(to: *mut u8, from: &[u8]) {
         let mut at = 0;
         while at < from.len() {
             let ptr = to.wrapping_add(at);
@@ -198,18 +195,17 @@ pub(crate) mod shared {
         }
     }
 
+    /// Appends a copy.
+    ///
     /// # Safety
     /// `from..from + len` must be mapped.
-    pub(crate) unsafe fn append(to: &mut Vec<u8>, from: *const u8, len: usize) {
+    pub unsafe fn append(to: &mut Vec<u8>, from: *const u8, len: usize) {
         let at = to.len();
         to.resize(at + len, 0);
         // SAFETY: the caller's promise; a vector of ours is nobody's registered memory.
         unsafe { load(from, &mut to[at..]) };
     }
 }
-
-/// Keeps registered memory mapped.
-pub(crate) type Owner = Arc<dyn std::any::Any + Send + Sync>;
 
 #[cfg(test)]
 mod tests {

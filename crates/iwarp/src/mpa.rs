@@ -1,16 +1,16 @@
 //! MPA connection set-up (RFC 5044 §7, RFC 6581): the request and reply frames and the rules by
 //! which two ends agree on markers, CRC, read resources and who may speak first.
 //!
-//! Pure: bytes in, decisions out. [`super::endpoint`] moves the bytes.
+//! Pure: bytes in, decisions out. The driver moves the bytes.
 
-use super::terminate::{Mpa, TerminateCode};
+use crate::terminate::{Mpa, TerminateCode};
 
 const REQUEST_KEY: &[u8; 16] = b"MPA ID Req Frame";
 const REPLY_KEY: &[u8; 16] = b"MPA ID Rep Frame";
 /// Bytes of a frame before its private data.
-pub(crate) const FRAME_HEADER_LEN: usize = 20;
+pub const FRAME_HEADER_LEN: usize = 20;
 /// Private data limit of RFC 5044 §7.1.1, the four RFC 6581 bytes included.
-pub(crate) const MAX_PRIVATE_DATA: usize = 512;
+pub const MAX_PRIVATE_DATA: usize = 512;
 /// Bytes RFC 6581 takes from the front of the private data.
 const ENHANCED_LEN: usize = 4;
 
@@ -45,7 +45,7 @@ pub enum ReadyToReceive {
 
 /// RFC 6581 additions to a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Enhanced {
+pub struct Enhanced {
     /// Inbound reads this end can hold, at most 16383.
     pub ird: u16,
     /// Outbound reads this end wants to have outstanding, at most 16383.
@@ -62,7 +62,7 @@ pub(crate) struct Enhanced {
 
 /// A request or a reply frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Frame {
+pub struct Frame {
     /// Reply rather than request.
     pub reply: bool,
     /// The sender wants markers in what it receives.
@@ -89,7 +89,7 @@ fn extensions_flag(reply: bool) -> u8 {
 
 impl Frame {
     /// The frame's bytes.
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub fn encode(&self) -> Vec<u8> {
         let pd_len = self.private_data.len() + if self.enhanced.is_some() { ENHANCED_LEN } else { 0 };
         debug_assert!(pd_len <= MAX_PRIVATE_DATA);
         let mut out = Vec::with_capacity(FRAME_HEADER_LEN + pd_len);
@@ -137,7 +137,7 @@ impl Frame {
     ///
     /// # Errors
     /// [`Mpa::InvalidFrame`] as soon as the bytes cannot begin a valid frame.
-    pub(crate) fn decode(bytes: &[u8], reply: bool) -> Result<Option<(Frame, usize)>, TerminateCode> {
+    pub fn decode(bytes: &[u8], reply: bool) -> Result<Option<(Frame, usize)>, TerminateCode> {
         let key = if reply { REPLY_KEY } else { REQUEST_KEY };
         let seen = bytes.len().min(key.len());
         if bytes[..seen] != key[..seen] {
@@ -232,7 +232,7 @@ impl Default for Preferences {
 
 /// What both ends agreed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Agreement {
+pub struct Agreement {
     /// This end inserts markers.
     pub send_markers: bool,
     /// This end expects markers.
@@ -255,7 +255,7 @@ pub(crate) struct Agreement {
 }
 
 /// The initiator's request.
-pub(crate) fn request(prefs: &Preferences, private_data: &[u8]) -> Frame {
+pub fn request(prefs: &Preferences, private_data: &[u8]) -> Frame {
     Frame {
         reply: false,
         markers: prefs.markers,
@@ -277,7 +277,7 @@ pub(crate) fn request(prefs: &Preferences, private_data: &[u8]) -> Frame {
 }
 
 /// The responder's reply to `request` and what it makes binding.
-pub(crate) fn accept(prefs: &Preferences, request: &Frame, private_data: &[u8]) -> (Frame, Agreement) {
+pub fn accept(prefs: &Preferences, request: &Frame, private_data: &[u8]) -> (Frame, Agreement) {
     let revision = request.revision.min(prefs.revision);
     let mut rtr = None;
     // Without the peer's figures (revision 1) each end keeps its own; consumers agree by other means.
@@ -329,7 +329,7 @@ pub(crate) fn accept(prefs: &Preferences, request: &Frame, private_data: &[u8]) 
 }
 
 /// The responder's refusal.
-pub(crate) fn reject(request: &Frame, private_data: &[u8]) -> Frame {
+pub fn reject(request: &Frame, private_data: &[u8]) -> Frame {
     Frame {
         reply: true,
         markers: false,
@@ -350,7 +350,7 @@ pub(crate) fn reject(request: &Frame, private_data: &[u8]) -> Frame {
 /// revision than the request; [`Mpa::InsufficientIrd`] if the responder wants more reads
 /// outstanding than this end can hold; [`Mpa::NoMatchingRtr`] if it picked none of the offered
 /// ready-to-receive messages.
-pub(crate) fn conclude(prefs: &Preferences, reply: &Frame) -> Result<Agreement, TerminateCode> {
+pub fn conclude(prefs: &Preferences, reply: &Frame) -> Result<Agreement, TerminateCode> {
     if reply.revision > prefs.revision || (prefs.crc && !reply.crc) {
         return Err(Mpa::InvalidFrame.into());
     }

@@ -2,22 +2,23 @@
 //!
 //! The real protocol code runs; only the network is invented. Every run is a function of its seed.
 
-use super::IoVecs;
-use super::connection::{Connection, ConnectionConfig, Side};
-use super::ddp::{Header, queue};
-use super::mpa::{Agreement, ReadyToReceive};
-use super::rdmap::{AtomicOp, AtomicRequest, Opcode, ReadRequest};
-use super::regions::{Region, RegionTable};
-use super::terminate::{DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
-use crate::memory::{Access, Buffer, Owner};
-use crate::types::*;
+use crate::IoVecs;
+use crate::connection::{Connection, ConnectionConfig, Side};
+use crate::ddp::{Header, queue};
+use crate::mpa::{Agreement, ReadyToReceive};
+use crate::rdmap::{AtomicOp, AtomicRequest, Opcode, ReadRequest};
+use crate::regions::{Region, RegionTable};
+use crate::terminate::{DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
 use proptest::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use thruway_memory::Buffer;
+use thruway_rdma_types::*;
+use thruway_rdma_types::{Access, Owner};
 
 const PD: u32 = 7;
 
-pub(super) struct Rng(u64);
+pub(crate) struct Rng(u64);
 
 impl Rng {
     fn next(&mut self) -> u64 {
@@ -34,17 +35,17 @@ impl Rng {
     }
 }
 
-pub(super) struct End {
-    pub(super) connection: Connection,
-    pub(super) table: Arc<RegionTable>,
-    pub(super) buffer: Arc<Buffer>,
-    pub(super) region: Arc<Region>,
+pub(crate) struct End {
+    pub connection: Connection,
+    pub table: Arc<RegionTable>,
+    pub buffer: Arc<Buffer>,
+    pub region: Arc<Region>,
     /// On their way to this end.
-    pub(super) wire: VecDeque<u8>,
-    pub(super) done: Vec<(Side, WorkCompletion)>,
+    pub wire: VecDeque<u8>,
+    pub done: Vec<(Side, WorkCompletion)>,
 }
 
-pub(super) fn agreement(
+pub(crate) fn agreement(
     crc: bool,
     send_markers: bool,
     receive_markers: bool,
@@ -66,7 +67,7 @@ pub(super) fn agreement(
 const BUFFER: usize = 1 << 20;
 
 impl End {
-    pub(super) fn new(agreement: Agreement, initiator: bool, max_ulpdu: u16) -> End {
+    pub(crate) fn new(agreement: Agreement, initiator: bool, max_ulpdu: u16) -> End {
         let table = Arc::new(RegionTable::foreseeable());
         let buffer = Arc::new(Buffer::new(BUFFER).unwrap());
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
@@ -88,16 +89,16 @@ impl End {
         End { connection, table, buffer, region, wire: VecDeque::new(), done: Vec::new() }
     }
 
-    pub(super) fn sge(&self, offset: usize, len: usize) -> Sge {
+    pub(crate) fn sge(&self, offset: usize, len: usize) -> Sge {
         Sge { addr: offset as u64, len: len as u32, lkey: self.region.stag() }
     }
 
-    pub(super) fn remote(&self, offset: usize) -> RemoteAddr {
+    pub(crate) fn remote(&self, offset: usize) -> RemoteAddr {
         RemoteAddr { addr: offset as u64, rkey: self.region.stag() }
     }
 
     /// Lets the simulated kernel take some bytes.
-    pub(super) fn transmit(&mut self, to: &mut VecDeque<u8>, most: usize) -> bool {
+    pub(crate) fn transmit(&mut self, to: &mut VecDeque<u8>, most: usize) -> bool {
         if !self.connection.tx_fill() {
             return false;
         }
@@ -116,7 +117,7 @@ impl End {
     }
 
     /// Delivers some bytes.
-    pub(super) fn receive(&mut self, most: usize) -> bool {
+    pub(crate) fn receive(&mut self, most: usize) -> bool {
         if self.wire.is_empty() || self.connection.failure.is_some() {
             self.wire.clear();
             return false;
@@ -143,36 +144,36 @@ impl End {
         true
     }
 
-    pub(super) fn fill(&self, seed: u64) {
+    pub(crate) fn fill(&self, seed: u64) {
         let mut rng = Rng(seed);
         let bytes: Vec<u8> = (0..BUFFER).map(|_| rng.next() as u8).collect();
         self.buffer.write(0, &bytes);
     }
 
-    pub(super) fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.buffer.read(offset, &mut out);
         out
     }
 
-    pub(super) fn failure(&self) -> Option<ProtocolError> {
+    pub(crate) fn failure(&self) -> Option<ProtocolError> {
         match &self.connection.failure {
             Some(ConnectionError::Protocol(error)) => Some(error.clone()),
             _ => None,
         }
     }
 
-    pub(super) fn post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
+    pub(crate) fn post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
         self.post_flags(wr_id, op, sges, SendFlags::SIGNALED);
     }
 
-    pub(super) fn post_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
+    pub(crate) fn post_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
         self.connection.post_send(&SendRequest { wr_id, op, payload: Payload::Sges(sges), flags }).unwrap();
     }
 }
 
 /// Runs both ends until nothing moves.
-pub(super) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
+pub(crate) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     loop {
         let mut moved = false;
         for _ in 0..4 {
@@ -196,7 +197,7 @@ pub(super) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     }
 }
 
-pub(super) fn pair(seed: u64) -> (End, End, Rng) {
+pub(crate) fn pair(seed: u64) -> (End, End, Rng) {
     let mut rng = Rng(seed);
     let crc = rng.below(2) == 0;
     let (ma, mb) = (rng.below(2) == 0, rng.below(2) == 0);
@@ -357,25 +358,25 @@ fn no_more_reads_are_outstanding_than_agreed() {
 }
 
 /// A peer that sends whatever it likes, with correct framing.
-pub(super) struct Liar {
-    pub(super) position: u64,
+pub(crate) struct Liar {
+    pub position: u64,
 }
 
 impl Liar {
-    pub(super) fn fpdu(&mut self, header: Header, payload: &[u8]) -> Vec<u8> {
+    pub(crate) fn fpdu(&mut self, header: Header, payload: &[u8]) -> Vec<u8> {
         let mut head = [0; 18];
         let n = header.encode(&mut head);
         self.raw(&[&head[..n], payload].concat())
     }
 
     /// An FPDU around any ULPDU, with CRC.
-    pub(super) fn raw(&mut self, ulpdu: &[u8]) -> Vec<u8> {
+    pub(crate) fn raw(&mut self, ulpdu: &[u8]) -> Vec<u8> {
         let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
         out.extend_from_slice(ulpdu);
         while !out.len().is_multiple_of(4) {
             out.push(0);
         }
-        let mut crc = super::crc::RunningCrc::new(true);
+        let mut crc = crate::crc::RunningCrc::new(true);
         crc.update(&out);
         out.extend_from_slice(&crc.take());
         self.position += out.len() as u64;
@@ -383,17 +384,17 @@ impl Liar {
     }
 }
 
-pub(super) fn victim() -> (End, Liar) {
+pub(crate) fn victim() -> (End, Liar) {
     let end = End::new(agreement(true, false, false, None), true, 1442);
     (end, Liar { position: 0 })
 }
 
-pub(super) fn feed(end: &mut End, bytes: &[u8]) {
+pub(crate) fn feed(end: &mut End, bytes: &[u8]) {
     end.wire.extend(bytes);
     while end.receive(1 << 20) {}
 }
 
-pub(super) fn untagged(opcode: Opcode, qn: u32, msn: u32, mo: u32, last: bool) -> Header {
+pub(crate) fn untagged(opcode: Opcode, qn: u32, msn: u32, mo: u32, last: bool) -> Header {
     Header::Untagged { opcode, last, invalidate: 0, qn, msn, mo }
 }
 
@@ -405,10 +406,10 @@ fn expect_terminate(mut end: End, wanted: impl Into<TerminateCode>) {
     let bytes: Vec<u8> = out.into();
     assert!(bytes.len() > 20, "a Terminate goes out");
     assert_eq!(Header::decode(&bytes[2..20]).unwrap(), untagged(Opcode::Terminate, queue::TERMINATE, 1, 0, true));
-    assert_eq!(super::terminate::decode(&bytes[20..bytes.len() - 4]), Some(wanted));
+    assert_eq!(crate::terminate::decode(&bytes[20..bytes.len() - 4]), Some(wanted));
 }
 
-pub(super) fn post_receive(end: &mut End, len: usize) {
+pub(crate) fn post_receive(end: &mut End, len: usize) {
     let sge = end.sge(0, len);
     end.connection.post_recv(&RecvRequest { wr_id: 1, sges: &[sge] }).unwrap();
 }

@@ -1,7 +1,7 @@
 //! RDMAP message formats above DDP (RFC 5040 §4, RFC 7306 §5-6).
 //!
-//! Pure codec. Segmentation is [`super::tx`]'s business and validation of what a message asks
-//! for is [`super::rx`]'s; here are only opcodes and the fixed payloads that RDMAP defines.
+//! Pure codec. Segmentation is [`crate::tx`]'s business and validation of what a message asks
+//! for is [`crate::rx`]'s; here are only opcodes and the fixed payloads that RDMAP defines.
 
 /// RDMAP opcode: the low four bits of the RDMAP control byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

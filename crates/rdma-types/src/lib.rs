@@ -21,7 +21,7 @@
 //! 6. On an error the request at fault completes with the reason, everything behind it and every
 //!    posted receive with [`Status::Flushed`], and the connection ends. The receives of a shared receive queue
 //!    stay for the other queue pairs.
-//! 7. A window ([`crate::QueuePair::bind_window`]) is bound in the order of its send queue: a Send posted later may tell
+//! 7. A window (`QueuePair::bind_window`) is bound in the order of its send queue: a Send posted later may tell
 //!    the peer its key. A message of another queue pair may only after the binding has completed.
 //! 8. Who reads remote memory that its owner changes gets some mixture of old and new bytes. Memory that a peer's write,
 //!    or the result of a read, is arriving in must not be changed by anybody else until the message is complete: what
@@ -30,7 +30,35 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
+
+#[doc(hidden)]
+pub mod sync;
+
+bitflags::bitflags! {
+    /// What a region's holder and its peers may do to it. Local reading is always allowed.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub struct Access: u32 {
+        /// Receives, read results and atomic results may land here.
+        const LOCAL_WRITE = 1;
+        /// Peers may write.
+        const REMOTE_WRITE = 2;
+        /// Peers may read.
+        const REMOTE_READ = 4;
+        /// Peers may do atomics.
+        const REMOTE_ATOMIC = 8;
+        /// The memory need not stay in place: pages may come and go as the system likes
+        /// (on-demand paging). Needs [`DeviceAttributes::on_demand`].
+        const ON_DEMAND = 16;
+        /// Peers may revoke the region by a Send with Invalidate. Windows can always be revoked by those who may use
+        /// them; a region is usually several peers', and revoking it takes its local key with it.
+        const REMOTE_INVALIDATE = 32;
+    }
+}
+
+/// Keeps registered memory mapped.
+pub type Owner = Arc<dyn std::any::Any + Send + Sync>;
 
 /// One piece of registered memory: a scatter/gather element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,7 +180,7 @@ pub enum CompletionOp {
     CompareSwap,
     /// [`SendOp::FetchAdd`].
     FetchAdd,
-    /// [`crate::QueuePair::bind_window`].
+    /// `QueuePair::bind_window`.
     Bind,
     /// A received message.
     Recv,
@@ -202,7 +230,7 @@ pub struct WorkCompletion {
 
 impl WorkCompletion {
     /// Of a window that has been bound.
-    pub(crate) fn of_binding(wr_id: u64, qp_num: u32) -> WorkCompletion {
+    pub fn of_binding(wr_id: u64, qp_num: u32) -> WorkCompletion {
         WorkCompletion {
             wr_id,
             status: Status::Success,
@@ -258,7 +286,7 @@ pub struct DeviceAttributes {
     pub atomics: bool,
     /// Write with immediate is offered (the peer must have it too).
     pub immediate: bool,
-    /// Peers may revoke keys of ours by Send with Invalidate: those of windows ([`crate::QueuePair::bind_window`]) on
+    /// Peers may revoke keys of ours by Send with Invalidate: those of windows (`QueuePair::bind_window`) on
     /// every such device, those of registrations where there are no windows or domain windows too.
     pub remote_invalidate: bool,
     /// A queue pair's window costs a request at most; where this is false, it is a registration of its own.
@@ -270,7 +298,7 @@ pub struct DeviceAttributes {
     /// What peers read, write and change in registered memory is served without this process; where this is false, it
     /// is served while somebody polls a completion queue or waits for the device.
     pub auto_progress: bool,
-    /// Memory can be registered without being held in place ([`crate::Access::ON_DEMAND`]).
+    /// Memory can be registered without being held in place ([`Access::ON_DEMAND`]).
     pub on_demand: bool,
 }
 
@@ -302,6 +330,13 @@ pub struct ProtocolError {
     pub code: u32,
     /// What it means.
     pub text: String,
+}
+
+impl ProtocolError {
+    /// A breach by its number.
+    pub fn new(code: u32, text: impl Into<String>) -> ProtocolError {
+        ProtocolError { code, text: text.into() }
+    }
 }
 
 /// Why a connection ended or never came to be.
@@ -396,8 +431,15 @@ pub enum Error {
     },
 }
 
+impl From<thruway_memory::MapError> for Error {
+    fn from(error: thruway_memory::MapError) -> Error {
+        Error::io("memory for blocks", error)
+    }
+}
+
 impl Error {
-    pub(crate) fn io(op: &'static str, source: impl Into<io::Error>) -> Error {
+    /// What the operating system refused.
+    pub fn io(op: &'static str, source: impl Into<io::Error>) -> Error {
         Error::Io { op, peer: None, source: source.into() }
     }
 }

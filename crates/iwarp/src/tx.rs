@@ -9,22 +9,22 @@
 //! on: its owner may change it at any time, so the CRC has to be of the bytes that are sent, and may
 //! revoke the right to it, after which none of it may be read any more.
 
-use super::IoVecs;
-use super::connection::{Connection, LocalData, Outstanding, Response};
-use super::crc::RunningCrc;
-use super::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
-use super::mpa::{Agreement, ReadyToReceive};
-use super::rdmap::{AtomicOp, AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
-use super::regions::Placement;
-use super::terminate::{RdmaProtection, TerminateCode};
-use crate::memory::shared;
-use crate::types::{SendFlags, SendOp, Status};
+use crate::IoVecs;
+use crate::connection::{Connection, LocalData, Outstanding, Response};
+use crate::crc::RunningCrc;
+use crate::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
+use crate::mpa::{Agreement, ReadyToReceive};
+use crate::rdmap::{AtomicOp, AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
+use crate::regions::Placement;
+use crate::terminate::{RdmaProtection, TerminateCode};
 use smallvec::SmallVec;
 use std::collections::VecDeque;
+use thruway_memory::shared;
+use thruway_rdma_types::{SendFlags, SendOp, Status};
 
 /// Bytes between markers (RFC 5044 §4.3).
-pub(super) const MARKER_INTERVAL: u64 = 512;
-pub(super) const MARKER_LEN: usize = 4;
+pub(crate) const MARKER_INTERVAL: u64 = 512;
+pub(crate) const MARKER_LEN: usize = 4;
 /// Inline room for payloads that RDMAP itself defines.
 const FIXED_LEN: usize = 64;
 /// A batch is closed at the first segment that reaches one of these.
@@ -131,7 +131,7 @@ pub(crate) struct Transmitter {
 unsafe impl Send for Transmitter {}
 
 impl Transmitter {
-    pub(super) fn new(agreement: &Agreement, max_ulpdu: u16, responder: bool) -> Transmitter {
+    pub(crate) fn new(agreement: &Agreement, max_ulpdu: u16, responder: bool) -> Transmitter {
         Transmitter {
             max_ulpdu,
             crc: RunningCrc::new(agreement.crc),
@@ -160,21 +160,21 @@ impl Transmitter {
         }
     }
 
-    pub(super) fn queue_ready(&mut self, rtr: ReadyToReceive) {
+    pub(crate) fn queue_ready(&mut self, rtr: ReadyToReceive) {
         self.ready = Some(rtr);
     }
 
-    pub(super) fn queue_terminate(&mut self, payload: &[u8]) {
+    pub(crate) fn queue_terminate(&mut self, payload: &[u8]) {
         self.terminate = Some(SmallVec::from_slice(payload));
     }
 
     /// The initiator has spoken: the responder may.
-    pub(super) fn release(&mut self) {
+    pub(crate) fn release(&mut self) {
         self.hold = false;
     }
 
     /// Nothing is built, nothing is half sent.
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.pieces.is_empty()
             && self.current.is_none()
             && self.ready.is_none()
@@ -185,7 +185,7 @@ impl Transmitter {
     /// Forgets consumer data. With a Terminate queued, an FPDU of which the kernel took a part is
     /// still completed, because only then can the peer read what follows; from a copy, because the memory is the
     /// consumer's again when its request has been flushed.
-    pub(super) fn drop_data(&mut self) {
+    pub(crate) fn drop_data(&mut self) {
         self.marks.clear();
         self.current = None;
         self.immediate = None;
@@ -228,7 +228,7 @@ impl Transmitter {
     }
 
     /// Gives up on everything, a Terminate included.
-    pub(super) fn abandon(&mut self) {
+    pub(crate) fn abandon(&mut self) {
         self.terminate = None;
         self.ready = None;
         self.current = None;
@@ -248,7 +248,7 @@ impl Transmitter {
     }
 
     /// Fills `out` with what the kernel should take next.
-    pub(super) fn iovecs(&self, out: &mut IoVecs) {
+    pub(crate) fn iovecs(&self, out: &mut IoVecs) {
         out.clear();
         let mut skip = self.taken_offset;
         for piece in &self.pieces[self.taken_piece..] {
@@ -392,7 +392,7 @@ impl Transmitter {
 impl Connection {
     /// Builds FPDUs until the batch is full or nothing may be sent. True if there is something
     /// for the kernel to take.
-    pub(crate) fn tx_fill(&mut self) -> bool {
+    pub fn tx_fill(&mut self) -> bool {
         if self.tx.pieces.is_empty() {
             while self.tx.batch_bytes < BATCH_BYTES
                 && self.tx.pieces.len() < BATCH_PIECES
@@ -413,17 +413,17 @@ impl Connection {
     }
 
     /// Bytes that the kernel has taken so far.
-    pub(crate) fn sent(&self) -> u64 {
+    pub fn sent(&self) -> u64 {
         self.tx.taken
     }
 
     /// What the kernel should take next; see [`Connection::tx_advance`].
-    pub(crate) fn tx_iovecs(&self, out: &mut IoVecs) {
+    pub fn tx_iovecs(&self, out: &mut IoVecs) {
         self.tx.iovecs(out);
     }
 
     /// The kernel took `n` bytes from the front of the last iovecs.
-    pub(crate) fn tx_advance(&mut self, mut n: usize) {
+    pub fn tx_advance(&mut self, mut n: usize) {
         self.tx.taken += n as u64;
         while n > 0 {
             let len = self.tx.pieces[self.tx.taken_piece].len();

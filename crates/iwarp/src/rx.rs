@@ -13,19 +13,20 @@
 //! Every length, offset, sequence number and key in here was chosen by the peer. TCP keeps order,
 //! so anything but the one expected sequence number and offset is a lie.
 
-use super::IoVecs;
-use super::connection::{Connection, RecvDetail, Response};
-use super::crc::RunningCrc;
-use super::ddp::{self, Header, queue};
-use super::mpa::{Agreement, ReadyToReceive};
-use super::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
-use super::regions::{LocalPiece, Placement, Region};
-use super::terminate::{self, DdpTagged, DdpUntagged, Mpa, Offending, RdmaOperation, RdmaProtection, TerminateCode};
-use super::tx::{MARKER_INTERVAL, MARKER_LEN};
-use crate::memory::{Access, shared};
-use crate::types::{ConnectionError, SendOp, Status};
+use crate::IoVecs;
+use crate::connection::{Connection, RecvDetail, Response};
+use crate::crc::RunningCrc;
+use crate::ddp::{self, Header, queue};
+use crate::mpa::{Agreement, ReadyToReceive};
+use crate::rdmap::{AtomicRequest, AtomicResponse, IMMEDIATE_LEN, Opcode, ReadRequest};
+use crate::regions::{LocalPiece, Placement, Region};
+use crate::terminate::{self, DdpTagged, DdpUntagged, Mpa, Offending, RdmaOperation, RdmaProtection, TerminateCode};
+use crate::tx::{MARKER_INTERVAL, MARKER_LEN};
 use smallvec::SmallVec;
 use std::sync::Arc;
+use thruway_memory::shared;
+use thruway_rdma_types::Access;
+use thruway_rdma_types::{ConnectionError, SendOp, Status};
 
 /// Bytes of stash offered when no payload is being placed.
 const STASH_LEN: usize = 8 << 10;
@@ -109,7 +110,7 @@ pub(crate) struct Receiver {
 unsafe impl Send for Receiver {}
 
 impl Receiver {
-    pub(super) fn new(agreement: &Agreement, responder: bool) -> Receiver {
+    pub(crate) fn new(agreement: &Agreement, responder: bool) -> Receiver {
         Receiver {
             phase: Phase::Header,
             stash: vec![0; STASH_LEN].into_boxed_slice(),
@@ -142,7 +143,7 @@ impl Receiver {
         }
     }
 
-    pub(super) fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.phase = Phase::Stopped;
         self.targets.clear();
         (self.claim, self.placement) = (None, None);
@@ -182,7 +183,7 @@ impl Connection {
     /// even if none, before anything else touches the connection. False, and nowhere, if the
     /// connection has failed: the peer's right was revoked in the middle of a segment.
     #[must_use]
-    pub(crate) fn rx_iovecs(&mut self, out: &mut IoVecs) -> bool {
+    pub fn rx_iovecs(&mut self, out: &mut IoVecs) -> bool {
         out.clear();
         if let Some(claim) = &self.rx.claim {
             self.rx.placement = claim.enter();
@@ -213,7 +214,7 @@ impl Connection {
 
     /// `n` bytes have been written to the last iovecs, in order. True if the connection is
     /// still sound.
-    pub(crate) fn rx_received(&mut self, mut n: usize) -> bool {
+    pub fn rx_received(&mut self, mut n: usize) -> bool {
         let result = (|| {
             if self.rx.wants_direct() {
                 n -= self.rx.account_direct(n)?;
@@ -252,14 +253,14 @@ impl Connection {
     }
 
     /// Bytes that were read before the connection existed. As [`Connection::rx_received`].
-    pub(crate) fn rx_feed(&mut self, bytes: &[u8]) -> bool {
+    pub fn rx_feed(&mut self, bytes: &[u8]) -> bool {
         let parsed = self.parse(bytes);
         self.rx.placement = None;
         self.conclude_receive(parsed)
     }
 
     /// TCP reached its end.
-    pub(crate) fn rx_eof(&mut self) {
+    pub fn rx_eof(&mut self) {
         if self.rx.is_between_fpdus() {
             self.end_of_peer();
         } else {
@@ -379,7 +380,7 @@ impl Connection {
         }
         let offset = read.received as usize;
         if let (Some(seq), true) = (read.seq, len > 0) {
-            let super::connection::LocalData::Pieces(pieces) = &self.sq.get(seq).data else {
+            let crate::connection::LocalData::Pieces(pieces) = &self.sq.get(seq).data else {
                 unreachable!("reads have no inline payload")
             };
             slice_pieces(pieces, offset, len, &mut self.rx.targets);
@@ -591,7 +592,7 @@ impl Connection {
         let seq = self.outstanding.pop_front().and_then(|o| o.seq).expect("atomics come from the send queue");
         let entry = self.sq.get(seq);
         debug_assert!(matches!(entry.op, SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }));
-        let super::connection::LocalData::Pieces(pieces) = &entry.data else {
+        let crate::connection::LocalData::Pieces(pieces) = &entry.data else {
             unreachable!("atomics have no inline payload")
         };
         // SAFETY: the piece is 8 bytes of a live region with local write (checked when posted).

@@ -1,7 +1,7 @@
 //! Revocation: when it returns, no use of what was revoked is in progress, and none begins.
 
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use crate::sync::{in_order, wait_a_little};
+use thruway_rdma_types::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use thruway_rdma_types::sync::{in_order, wait_a_little};
 
 /// Whether something may still be used, and the number of uses in progress.
 pub(crate) struct Validity {

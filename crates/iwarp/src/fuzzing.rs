@@ -1,21 +1,22 @@
 //! Entry points for the fuzz targets; not part of the interface.
 
-use super::IoVecs;
-use super::connection::{Connection, ConnectionConfig, SharedReceives};
-use super::crc::RunningCrc;
-use super::mpa::Agreement;
-use super::regions::RegionTable;
-use crate::memory::{Access, Buffer, Owner};
-use crate::types::{Payload, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp, SendRequest, Sge};
+use crate::IoVecs;
+use crate::connection::{Connection, ConnectionConfig, SharedReceives};
+use crate::crc::RunningCrc;
+use crate::mpa::Agreement;
+use crate::regions::RegionTable;
 use std::sync::Arc;
+use thruway_memory::Buffer;
+use thruway_rdma_types::{Access, Owner};
+use thruway_rdma_types::{Payload, QueuePairCaps, RecvRequest, RemoteAddr, SendFlags, SendOp, SendRequest, Sge};
 
 /// Decodes a request or reply frame.
 pub fn mpa_frame(data: &[u8]) {
     let Some((&which, rest)) = data.split_first() else { return };
-    if let Ok(Some((frame, used))) = super::mpa::Frame::decode(rest, which & 1 != 0) {
+    if let Ok(Some((frame, used))) = crate::mpa::Frame::decode(rest, which & 1 != 0) {
         assert!(used <= rest.len());
         let again = frame.encode();
-        assert_eq!(super::mpa::Frame::decode(&again, frame.reply), Ok(Some((frame, again.len()))));
+        assert_eq!(crate::mpa::Frame::decode(&again, frame.reply), Ok(Some((frame, again.len()))));
     }
 }
 
@@ -193,7 +194,7 @@ fn transmit(connection: &mut Connection) {
 }
 
 #[cfg(test)]
-#[path = "../../../../fuzz/seeds.rs"]
+#[path = "../../../fuzz/seeds.rs"]
 mod seeds;
 
 #[cfg(test)]
@@ -204,7 +205,7 @@ mod tests {
     /// What the fuzzer begins with (`fuzz/seeds`): each gets somewhere, and is what is there.
     #[test]
     fn the_fuzzers_seeds_are_there() {
-        use super::super::mpa::{Preferences, accept, request};
+        use crate::mpa::{Preferences, accept, request};
         let prefs = Preferences::default();
         let asked = request(&prefs, b"private");
         let frames = [asked.encode(), accept(&prefs, &asked, b"").0.encode()];

@@ -1,12 +1,12 @@
 //! Peers that break rules which a first reading overlooks, and memory that does not stand still.
 
-use super::connection::Side;
-use super::ddp::queue;
-use super::rdmap::Opcode;
-use super::simulation::{End, Liar, agreement, feed, pair, post_receive, settle, untagged, victim};
-use crate::memory::Access;
-use crate::types::{RecvRequest, RemoteAddr, SendOp, Status};
+use crate::connection::Side;
+use crate::ddp::queue;
+use crate::rdmap::Opcode;
+use crate::simulation::{End, Liar, agreement, feed, pair, post_receive, settle, untagged, victim};
 use std::collections::VecDeque;
+use thruway_rdma_types::Access;
+use thruway_rdma_types::{RecvRequest, RemoteAddr, SendOp, Status};
 
 /// Bytes that stand for what a peer must not see.
 const SECRET: u8 = 0x5e;
@@ -89,7 +89,7 @@ fn memory_of_a_flushed_request_is_not_sent_from() {
     // What was begun is finished nevertheless, so that the peer can read the Terminate behind it.
     while a.receive(1 << 20) {}
     assert!(
-        matches!(a.connection.failure, Some(crate::types::ConnectionError::Terminated(_))),
+        matches!(a.connection.failure, Some(thruway_rdma_types::ConnectionError::Terminated(_))),
         "{:?}",
         a.connection.failure
     );

@@ -1,9 +1,9 @@
 //! Terminate messages: what ends an RDMAP stream, and how it is told to the peer
 //! (RFC 5040 §4.8 and §7, RFC 5041 §7, RFC 5044 §8, RFC 6581 §9).
 
-use super::ddp;
-use crate::types::ProtocolError;
+use crate::ddp;
 use std::fmt;
+use thruway_rdma_types::ProtocolError;
 
 /// Layer, error type and error code of a Terminate message.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +19,7 @@ pub struct TerminateCode {
 impl From<TerminateCode> for ProtocolError {
     fn from(code: TerminateCode) -> ProtocolError {
         let number = u32::from(code.layer) << 16 | u32::from(code.etype) << 8 | u32::from(code.code);
-        ProtocolError { code: number, text: code.to_string() }
+        ProtocolError::new(number, code.to_string())
     }
 }
 
@@ -160,7 +160,7 @@ impl fmt::Debug for TerminateCode {
 /// Bytes of the fixed part of a Terminate payload.
 const CONTROL_LEN: usize = 4;
 /// Longest Terminate payload: control, DDP segment length, DDP header, RDMAP header.
-pub(crate) const MAX_LEN: usize = CONTROL_LEN + 2 + ddp::MAX_HEADER_LEN + super::rdmap::ReadRequest::LEN;
+pub const MAX_LEN: usize = CONTROL_LEN + 2 + ddp::MAX_HEADER_LEN + crate::rdmap::ReadRequest::LEN;
 
 const HDRCT_M: u8 = 0x80;
 const HDRCT_D: u8 = 0x40;
@@ -168,18 +168,18 @@ const HDRCT_R: u8 = 0x20;
 
 /// The segment that a fault was in.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Offending<'a> {
+pub struct Offending<'a> {
     /// Its length: DDP header and payload.
     pub len: u16,
     /// Its DDP header.
     pub header: &'a [u8],
     /// The Read Request that it carries, if it is one.
-    pub read_request: Option<&'a [u8; super::rdmap::ReadRequest::LEN]>,
+    pub read_request: Option<&'a [u8; crate::rdmap::ReadRequest::LEN]>,
 }
 
 /// Writes a Terminate payload: the code and, where the fault was in a segment, its length and
 /// headers (RFC 5040 §4.8). Returns the payload's length.
-pub(crate) fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [u8; MAX_LEN]) -> usize {
+pub fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out: &mut [u8; MAX_LEN]) -> usize {
     out[0] = code.layer << 4 | code.etype & 0x0f;
     out[1] = code.code;
     out[2] = 0;
@@ -203,7 +203,7 @@ pub(crate) fn encode(code: TerminateCode, offending: Option<Offending<'_>>, out:
 
 /// Reads the code of a Terminate payload; `None` if it is shorter than its fixed part or than
 /// the headers it says it carries.
-pub(crate) fn decode(payload: &[u8]) -> Option<TerminateCode> {
+pub fn decode(payload: &[u8]) -> Option<TerminateCode> {
     let control = payload.get(..CONTROL_LEN)?;
     let mut need = CONTROL_LEN;
     if control[2] & HDRCT_M != 0 {
@@ -214,7 +214,7 @@ pub(crate) fn decode(payload: &[u8]) -> Option<TerminateCode> {
         need += ddp::Header::len_from_first_byte(first);
     }
     if control[2] & HDRCT_R != 0 {
-        need += super::rdmap::ReadRequest::LEN;
+        need += crate::rdmap::ReadRequest::LEN;
     }
     if payload.len() < need {
         return None;
@@ -224,8 +224,8 @@ pub(crate) fn decode(payload: &[u8]) -> Option<TerminateCode> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rdmap::ReadRequest;
     use super::*;
+    use crate::rdmap::ReadRequest;
     use proptest::prelude::*;
 
     #[test]
