@@ -2,6 +2,7 @@
 //!
 //! - [`beneath`]: paths resolved beneath a root, by `openat2`.
 //! - [`identity`]: file identity: inode number and time of birth.
+//! - [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
@@ -12,8 +13,10 @@
 pub mod beneath;
 pub mod durable;
 pub mod identity;
+pub mod remove;
 pub mod sparse;
 pub mod volumes;
+pub mod walk;
 pub mod xattr;
 
 pub use identity::Identity;

@@ -3,7 +3,6 @@
 
 use super::SessionEvent;
 use super::files::Files;
-use super::remove::Remover;
 use crate::filter::Filter;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
 use rustix::fs::{Mode, OFlags};
@@ -14,6 +13,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use thruway_fs::remove::Remover;
 
 /// Records are kept in memory up to this many bytes, then in a file without a name.
 const IN_MEMORY: usize = 1 << 20;
@@ -274,7 +274,8 @@ impl Files {
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
-        let remover = Remover { filter: &filter, dry_run: self.params.options.dry_run, is_over: &self.over };
+        let spares = |path: &[u8]| !filter.takes(path);
+        let remover = Remover { spares: &spares, dry_run: self.params.options.dry_run, is_over: &self.over };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.

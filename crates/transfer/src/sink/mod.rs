@@ -14,7 +14,6 @@ mod files;
 pub(crate) mod journal;
 mod offers;
 pub(crate) mod readback;
-mod remove;
 mod reports;
 mod scope;
 mod tree;

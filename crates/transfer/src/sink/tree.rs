@@ -5,7 +5,6 @@
 //! directory opened that way, and never followed.
 
 use super::attributes::{Shortcomings, Told, Trust, Unopened};
-use super::remove::{NEVER, Removed, Remover};
 use crate::wire::Meta;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
@@ -19,6 +18,7 @@ use thruway_fs::Identity;
 use thruway_fs::Volumes;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
+use thruway_fs::remove::{NEVER, Removed, Remover};
 
 /// What temporary files of ours are called: `.NAME.tw-` and [`TAG_LEN`] hexadecimal digits.
 const TEMP_MARK: &[u8] = b".tw-";
@@ -436,13 +436,8 @@ impl Tree {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
                 Ok(()) => Ok(()),
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
-                    let filter = crate::filter::Filter::new(&crate::wire::TreeOptions::default());
-                    let filter = filter.map_err(io::Error::other)?;
-                    let removed = Remover { filter: &filter, dry_run: false, is_over: &NEVER }.remove(
-                        &place.dir,
-                        &place.name,
-                        b"",
-                    );
+                    let remover = Remover { spares: &|_| false, dry_run: false, is_over: &NEVER };
+                    let removed = remover.remove(&place.dir, &place.name, b"");
                     removed.failure.map_or(Ok(()), |(_, e)| Err(e))
                 }
                 Err(Errno::NOTEMPTY | Errno::EXIST) => {
@@ -746,8 +741,6 @@ fn current_umask() -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::filter::Filter;
-    use crate::wire::TreeOptions;
     use std::fs;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
     use std::path::Path;
@@ -798,8 +791,7 @@ mod tests {
         assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made anew");
         assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
         let keep = HashSet::new();
-        let filter = Filter::new(&TreeOptions::default()).unwrap();
-        tree.prune(b"link", b"", &keep, c"journal", &Remover { filter: &filter, dry_run: false, is_over: &NEVER })
+        tree.prune(b"link", b"", &keep, c"journal", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER })
             .unwrap();
         assert!(dir.path().join("real/precious").exists());
         if rustix::fs::mknodat(&tree.root, c"dev", FileType::CharacterDevice, Mode::from_raw_mode(0o600), 0x103).is_ok()
@@ -915,10 +907,10 @@ mod tests {
         }
         let keep = HashSet::from([b"keep".to_vec()]);
         let tree = tree(dir.path());
-        let filter = Filter::new(&TreeOptions::default()).unwrap();
         for dry_run in [true, false] {
-            let removed =
-                tree.prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run, is_over: &NEVER }).unwrap();
+            let removed = tree
+                .prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run, is_over: &NEVER })
+                .unwrap();
             assert_eq!((removed.count, removed.left), (4, 0));
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
@@ -1002,10 +994,9 @@ mod tests {
         let identity = file(dir.path(), "temp", 0o644);
         tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), c"temp", identity).unwrap();
         fs::write(dir.path().join("old"), "").unwrap();
-        let filter = Filter::new(&TreeOptions::default()).unwrap();
         let keep = HashSet::from([b"README".to_vec()]);
         let removed = tree
-            .prune(b"", b"", &keep, c".own", &Remover { filter: &filter, dry_run: false, is_over: &NEVER })
+            .prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER })
             .unwrap();
         assert_eq!((removed.count, removed.left), (1, 1));
         assert!(dir.path().join("Readme").exists() && !dir.path().join("old").exists());

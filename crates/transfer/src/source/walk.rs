@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 use thruway_fs::beneath::{self, Links, join};
+use thruway_fs::walk::{self, Visit};
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
@@ -288,47 +289,39 @@ impl Walker {
         self.entry(&From { root: fd, dir: None, below: Vec::new(), name: c"".into() }, root.name, stat)
     }
 
-    /// Walks a directory with all beneath it, which goes where `to` says. One directory is open at a time, whatever
-    /// the depth; each is opened by its path below the root, through no symbolic link.
+    /// Sends a directory with all beneath it, which goes where `to` says.
     fn tree(&mut self, root: &Arc<OwnedFd>, to: Vec<u8>, stat: &Stat) -> Walk {
-        let mut todo = vec![(Vec::new(), *stat)];
-        while let Some((below, stat)) = todo.pop() {
+        let mut tree = walk::Walk::new(Arc::clone(root), *stat);
+        while let Some(Visit { below, stat, dir }) = tree.visit() {
             self.check_cancel()?;
-            let path = join(&to, &below);
-            let dir = match beneath::open(root, &below, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never) {
-                Ok(dir) => Arc::new(dir),
-                Err(e) => {
-                    self.tell(&path, ReportKind::NotListed, io::Error::from(e).to_string());
-                    continue;
-                }
-            };
-            self.directory(root, &dir, (&to, &below), &stat, &mut todo)?;
+            match dir {
+                Ok(dir) => self.directory(&mut tree, &dir, (&to, &below), &stat)?,
+                Err(e) => self.tell(&join(&to, &below), ReportKind::NotListed, io::Error::from(e).to_string()),
+            }
         }
         Ok(())
     }
 
-    /// Sends what a directory holds, and adds its subdirectories to those that are still to be walked.
+    /// Sends what a directory holds, but for its subdirectories, which the walk comes to later.
     fn directory(
         &mut self,
-        root: &Arc<OwnedFd>,
+        tree: &mut walk::Walk,
         dir: &Arc<OwnedFd>,
         (to, below): (&[u8], &[u8]),
         stat: &Stat,
-        todo: &mut Vec<(Vec<u8>, Stat)>,
     ) -> Walk {
         let path = join(to, below);
         if !path.is_empty() && !self.may_name(&path, Named::Directory) {
             return Ok(());
         }
         if !path.is_empty() || self.params.options.preserve {
-            let from = From { root: Arc::clone(root), dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
+            let root = Arc::clone(tree.root());
+            let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
             let meta = self.meta(&from, &path, stat);
             self.append(&Record::Dir { path: path.clone(), meta })?;
         }
-        let first = todo.len();
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
-        let listed = self.list(root, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep, todo)?;
-        todo[first..].reverse();
+        let listed = self.list(tree, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep)?;
         if self.params.options.delete {
             let end = if listed { KeepEnd::Complete } else { KeepEnd::Incomplete };
             self.append(&keep.take(end))?;
@@ -339,11 +332,10 @@ impl Walker {
     /// False if the listing was not complete, which has been told.
     fn list(
         &mut self,
-        root: &Arc<OwnedFd>,
+        tree: &mut walk::Walk,
         (dir, dir_id): (&Arc<OwnedFd>, (u64, u64)),
         (to, below): (&[u8], &[u8]),
         keep: &mut KeepList,
-        todo: &mut Vec<(Vec<u8>, Stat)>,
     ) -> Walk<bool> {
         let path = join(to, below);
         let failed = |walker: &Walker, e: rustix::io::Errno| {
@@ -390,10 +382,10 @@ impl Walker {
                 Ok(stat) if self.is_destination(dir_id, name.to_bytes(), &stat) => {
                     self.report(&target, "is where this copy goes; it is not copied into itself");
                 }
-                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => todo.push((inner, stat)),
+                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => tree.descend(inner, stat),
                 Ok(stat) => {
                     let from = From {
-                        root: Arc::clone(root),
+                        root: Arc::clone(tree.root()),
                         dir: Some(Arc::clone(dir)),
                         below: below.to_vec(),
                         name: name.into(),

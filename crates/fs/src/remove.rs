@@ -1,9 +1,8 @@
-//! Removes trees that a mirror's source does not have.
+//! Removes an entry with all beneath it.
 //!
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link, never leaves the file system, and leaves alone what the filter leaves out of the copy.
+//! Never follows a link, never leaves the file system, and leaves alone what its caller spares.
 
-use crate::filter::Filter;
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use std::ffi::{CStr, CString};
 use std::io;
@@ -15,27 +14,27 @@ const BATCH: usize = 64 << 10;
 
 /// What became of a removal.
 #[derive(Debug, Default)]
-pub(crate) struct Removed {
+pub struct Removed {
     /// Entries removed, or, in a dry run, that would be.
-    pub(crate) count: u64,
-    /// Entries that the filter protects, or that are on another file system.
-    pub(crate) left: u64,
+    pub count: u64,
+    /// Entries that are spared, or that are on another file system.
+    pub left: u64,
     /// The first failure, with the path that it belongs to.
-    pub(crate) failure: Option<(Vec<u8>, io::Error)>,
+    pub failure: Option<(Vec<u8>, io::Error)>,
 }
 
 /// How to remove.
-pub(crate) struct Remover<'a> {
-    /// Leaves alone what takes no part in the copy.
-    pub(crate) filter: &'a Filter,
+pub struct Remover<'a> {
+    /// Whether the entry with this path is left alone, with all beneath it.
+    pub spares: &'a dyn Fn(&[u8]) -> bool,
     /// Count, remove nothing.
-    pub(crate) dry_run: bool,
+    pub dry_run: bool,
     /// Whoever has asked for it does not want it any more.
-    pub(crate) is_over: &'a AtomicBool,
+    pub is_over: &'a AtomicBool,
 }
 
 /// For what is never over before its end.
-pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
+pub static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// A directory that is being emptied.
 struct Level {
@@ -54,9 +53,9 @@ struct Level {
 }
 
 impl Remover<'_> {
-    /// Removes the entry `name` of `dir` with all beneath it. `below` is the path of `dir` relative to the source,
-    /// which the filter goes by.
-    pub(crate) fn remove(&self, dir: impl AsFd, name: &CStr, below: &[u8]) -> Removed {
+    /// Removes the entry `name` of `dir` with all beneath it. `below` is the path of `dir`, which paths begin with that
+    /// [`Remover::spares`] is asked about.
+    pub fn remove(&self, dir: impl AsFd, name: &CStr, below: &[u8]) -> Removed {
         let mut removed = Removed::default();
         let mut path = below.to_vec();
         let start = path.len();
@@ -70,7 +69,7 @@ impl Remover<'_> {
     fn entry(&self, dir: impl AsFd, name: &CStr, path: &mut Vec<u8>, removed: &mut Removed) -> io::Result<()> {
         let top_len = path.len();
         push(path, top_len, name);
-        if !self.filter.takes(path) {
+        if (self.spares)(path) {
             removed.left += 1;
             return Ok(());
         }
@@ -86,7 +85,7 @@ impl Remover<'_> {
         let mut stack = vec![level];
         loop {
             if self.is_over.load(Ordering::SeqCst) {
-                return Err(io::Error::other("the session is over"));
+                return Err(io::Error::other("told to stop"));
             }
             let depth = stack.len();
             let top = stack.last_mut().expect("not empty");
@@ -111,7 +110,7 @@ impl Remover<'_> {
             };
             let len = top.path_len;
             push(path, len, &name);
-            if !self.filter.takes(path) {
+            if (self.spares)(path) {
                 top.stays = true;
                 removed.left += 1;
                 path.truncate(len);
@@ -251,12 +250,7 @@ fn push(path: &mut Vec<u8>, len: usize, name: &CStr) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::TreeOptions;
     use std::fs;
-
-    fn remover(filter: &Filter, dry_run: bool) -> Remover<'_> {
-        Remover { filter, dry_run, is_over: &NEVER }
-    }
 
     #[test]
     fn a_tree_goes_whatever_its_depth_and_links_are_not_followed() {
@@ -273,9 +267,8 @@ mod tests {
         rustix::fs::symlinkat(c"/", &inner, c"root").unwrap();
         std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
-        let filter = Filter::new(&TreeOptions::default()).unwrap();
         for dry_run in [true, false] {
-            let removed = remover(&filter, dry_run).remove(&fd, c"d", b"");
+            let removed = Remover { spares: &|_| false, dry_run, is_over: &NEVER }.remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -288,14 +281,13 @@ mod tests {
         let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
-        let filter = Filter::new(&TreeOptions::default()).unwrap();
-        let removed =
-            Remover { filter: &filter, dry_run: false, is_over: &AtomicBool::new(true) }.remove(&fd, c"d", b"");
+        let is_over = AtomicBool::new(true);
+        let removed = Remover { spares: &|_| false, dry_run: false, is_over: &is_over }.remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
     #[test]
-    fn what_takes_no_part_in_the_copy_stays_with_its_directories() {
+    fn what_is_spared_stays_with_its_directories() {
         let dir = tempfile::tempdir().unwrap();
         let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
         for path in ["top/a/keep.log", "top/a/go", "top/b/go", "top/.snapshots/x"] {
@@ -303,9 +295,8 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        let exclude = vec!["*.log".to_string(), "/top/.snapshots".to_string()];
-        let filter = Filter::new(&TreeOptions { exclude, ..TreeOptions::default() }).unwrap();
-        let removed = remover(&filter, false).remove(&fd, c"top", b"");
+        let spares = |path: &[u8]| path.ends_with(b".log") || path == b"top/.snapshots";
+        let removed = Remover { spares: &spares, dry_run: false, is_over: &NEVER }.remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());
