@@ -1,33 +1,35 @@
-//! Peers that have not proved yet who they are: how many at a time, and who is next.
+//! Admission: which connections may begin their handshakes, for services to which each costs a thread.
 //!
-//! What a stranger can make the daemon hold is bounded, in all and for each address. A burst is no attack, though: who comes
-//! while all places are taken waits its turn. Addresses take turns, so that one that says nothing, or sends a flood, keeps
-//! itself waiting and nobody else.
+//! What unauthenticated peers can make a daemon hold is bounded, in all and for each host. A burst is no attack, though: a connection
+//! that comes while all slots are taken waits. Hosts take turns, so that one that says nothing, or sends a flood, keeps
+//! only itself waiting.
+//!
+//! Where an unauthenticated connection costs little, [`crate::connection_limit`] evicts one instead.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use thruway_fabric::Device;
+use thruway_engine::limits::host_of;
 
-/// A caller who has waited this long is told to come again: it would have given up by now, or soon will.
-pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(8);
+/// A connection that has waited this long is refused: its client would have given up by now, or soon will.
+const WAIT_MAX: Duration = Duration::from_secs(8);
 
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    /// Handshakes in progress.
+pub struct Limits {
+    /// FairQueue in progress.
     pub all: usize,
-    /// Handshakes in progress with one address.
-    pub of_one: usize,
-    /// Callers who wait.
+    /// FairQueue in progress with one address.
+    pub per_host: usize,
+    /// Connections that wait.
     pub waiting: usize,
 }
 
-/// Handshakes in progress, and the callers who wait for theirs.
+/// FairQueue in progress, and the callers who wait for theirs.
 #[derive(Debug)]
-pub(crate) struct Handshakes<T> {
+struct FairQueue<T> {
     limits: Limits,
     places: HashMap<IpAddr, Place<T>>,
     /// Addresses with callers who wait, in the order in which they are next.
@@ -44,21 +46,21 @@ struct Place<T> {
 
 /// What to do now.
 #[derive(Debug)]
-pub(crate) struct Verdict<T> {
-    /// Handshakes to begin; each is told of by [`Handshakes::over`] when it has ended.
+struct Verdict<T> {
+    /// FairQueue to begin; each is told of by [`FairQueue::over`] when it has ended.
     pub begin: Vec<(IpAddr, T)>,
-    /// Callers to be told that there are too many.
+    /// Connections to be refused: there are too many.
     pub refuse: Vec<T>,
 }
 
-impl<T> Handshakes<T> {
-    pub(crate) fn new(limits: Limits) -> Handshakes<T> {
-        Handshakes { limits, places: HashMap::new(), turns: VecDeque::new(), under_way: 0, waiting: 0 }
+impl<T> FairQueue<T> {
+    fn new(limits: Limits) -> FairQueue<T> {
+        FairQueue { limits, places: HashMap::new(), turns: VecDeque::new(), under_way: 0, waiting: 0 }
     }
 
-    /// Somebody calls.
-    pub(crate) fn arrive(&mut self, from: IpAddr, caller: T, now: Instant) -> Verdict<T> {
-        let from = site(from);
+    /// A connection arrives.
+    fn arrive(&mut self, from: IpAddr, caller: T, now: Instant) -> Verdict<T> {
+        let from = host_of(from);
         let place = self.places.entry(from).or_insert_with(|| Place { under_way: 0, waiting: VecDeque::new() });
         if place.waiting.is_empty() {
             self.turns.push_back(from);
@@ -73,8 +75,8 @@ impl<T> Handshakes<T> {
     }
 
     /// A handshake with `from` has ended, well or not.
-    pub(crate) fn over(&mut self, from: IpAddr, now: Instant) -> Verdict<T> {
-        let from = site(from);
+    fn over(&mut self, from: IpAddr, now: Instant) -> Verdict<T> {
+        let from = host_of(from);
         if let Some(place) = self.places.get_mut(&from) {
             place.under_way = place.under_way.saturating_sub(1);
             self.under_way = self.under_way.saturating_sub(1);
@@ -92,12 +94,12 @@ impl<T> Handshakes<T> {
         while self.under_way < self.limits.all && passed_over < self.turns.len() {
             let Some(from) = self.turns.pop_front() else { break };
             let Some(place) = self.places.get_mut(&from) else { continue };
-            while place.waiting.front().is_some_and(|(since, _)| now.duration_since(*since) > HANDSHAKE_TIMEOUT) {
+            while place.waiting.front().is_some_and(|(since, _)| now.duration_since(*since) > WAIT_MAX) {
                 verdict.refuse.extend(place.waiting.pop_front().map(|(_, caller)| caller));
                 self.waiting -= 1;
             }
             let mut begun = false;
-            if place.under_way < self.limits.of_one
+            if place.under_way < self.limits.per_host
                 && let Some((_, caller)) = place.waiting.pop_front()
             {
                 self.waiting -= 1;
@@ -134,27 +136,28 @@ impl<T> Handshakes<T> {
     }
 }
 
-/// [`Handshakes`] that end on threads of their own. One thread lets callers in, and is woken when there may be a place.
-pub(crate) struct Turns<T> {
-    handshakes: Mutex<Handshakes<T>>,
-    /// Where handshakes have ended since that thread last looked.
+/// Decides which connections may begin their handshakes. One thread asks it; handshakes end on threads of their own, which have that one
+/// woken.
+pub struct Admission<T> {
+    queue: Mutex<FairQueue<T>>,
+    /// With whom handshakes have ended since that thread last looked.
     over: Mutex<Vec<IpAddr>>,
-    waker: Device,
-    /// Nobody is let in any more. Changes under the lock of `handshakes`.
+    wake: Box<dyn Fn() + Send + Sync>,
+    /// Nobody is admitted any more. Changes under the lock of `queue`.
     closed: AtomicBool,
 }
 
-/// A handshake in progress: its place is another's when this is dropped.
-pub(crate) struct Turn<T> {
-    turns: Arc<Turns<T>>,
+/// A handshake in progress; released on drop.
+pub struct Slot<T> {
+    admission: Arc<Admission<T>>,
     from: IpAddr,
 }
 
 /// What to do now.
-pub(crate) struct Answer<T> {
-    /// Handshakes to begin.
-    pub begin: Vec<(T, Turn<T>)>,
-    /// Callers to be told that there are too many.
+pub struct Answer<T> {
+    /// FairQueue to begin.
+    pub begin: Vec<(T, Slot<T>)>,
+    /// Connections to be refused: there are too many.
     pub refuse: Vec<T>,
 }
 
@@ -162,19 +165,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no panics under the lock")
 }
 
-impl<T> Turns<T> {
-    pub(crate) fn new(limits: Limits, waker: Device) -> Arc<Turns<T>> {
-        Arc::new(Turns {
-            handshakes: Mutex::new(Handshakes::new(limits)),
+impl<T> Admission<T> {
+    /// `wake` has the thread that asks call [`Admission::go_on`].
+    pub fn new(limits: Limits, wake: impl Fn() + Send + Sync + 'static) -> Arc<Admission<T>> {
+        Arc::new(Admission {
+            queue: Mutex::new(FairQueue::new(limits)),
             over: Mutex::default(),
-            waker,
+            wake: Box::new(wake),
             closed: AtomicBool::new(false),
         })
     }
 
-    /// Somebody calls.
-    pub(crate) fn arrive(self: &Arc<Self>, from: IpAddr, caller: T) -> Answer<T> {
-        let mut handshakes = lock(&self.handshakes);
+    /// A connection arrives.
+    pub fn arrive(self: &Arc<Self>, from: IpAddr, caller: T) -> Answer<T> {
+        let mut handshakes = lock(&self.queue);
         if self.closed.load(Ordering::SeqCst) {
             return Answer { begin: Vec::new(), refuse: vec![caller] };
         }
@@ -183,12 +187,12 @@ impl<T> Turns<T> {
         self.answer(verdict)
     }
 
-    /// Gives the places of handshakes that have ended to those who wait.
-    pub(crate) fn go_on(self: &Arc<Self>) -> Answer<T> {
+    /// Gives the slots of handshakes that have ended to connections that wait.
+    pub fn go_on(self: &Arc<Self>) -> Answer<T> {
         let over = std::mem::take(&mut *lock(&self.over));
         let mut all = Verdict { begin: Vec::new(), refuse: Vec::new() };
         for from in over {
-            let verdict = lock(&self.handshakes).over(from, Instant::now());
+            let verdict = lock(&self.queue).over(from, Instant::now());
             all.begin.extend(verdict.begin);
             all.refuse.extend(verdict.refuse);
         }
@@ -196,36 +200,25 @@ impl<T> Turns<T> {
     }
 
     fn answer(self: &Arc<Self>, verdict: Verdict<T>) -> Answer<T> {
-        let turn = |(from, caller)| (caller, Turn { turns: Arc::clone(self), from });
+        let turn = |(from, caller)| (caller, Slot { admission: Arc::clone(self), from });
         Answer { begin: verdict.begin.into_iter().map(turn).collect(), refuse: verdict.refuse }
     }
 
-    /// Nobody is let in any more. Who waits its turn waits in vain, and may keep what it waits for alive.
-    pub(crate) fn close(&self) {
-        let mut handshakes = lock(&self.handshakes);
+    /// Admits nobody any more. Connections that wait are dropped.
+    pub fn close(&self) {
+        let mut handshakes = lock(&self.queue);
         self.closed.store(true, Ordering::SeqCst);
         let limits = handshakes.limits;
-        let waiting = std::mem::replace(&mut *handshakes, Handshakes::new(limits));
+        let waiting = std::mem::replace(&mut *handshakes, FairQueue::new(limits));
         drop(handshakes);
         drop(waiting);
     }
 }
 
-impl<T> Drop for Turn<T> {
+impl<T> Drop for Slot<T> {
     fn drop(&mut self) {
-        lock(&self.turns.over).push(self.from);
-        self.turns.waker.wake();
-    }
-}
-
-/// What counts as one caller: an address, or the network of 2^64 that one IPv6 host usually has.
-pub(crate) fn site(from: IpAddr) -> IpAddr {
-    match from.to_canonical() {
-        IpAddr::V6(v6) => {
-            let [a, b, c, d, ..] = v6.segments();
-            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
-        }
-        v4 => v4,
+        lock(&self.admission.over).push(self.from);
+        (self.admission.wake)();
     }
 }
 
@@ -233,8 +226,9 @@ pub(crate) fn site(from: IpAddr) -> IpAddr {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::net::Ipv6Addr;
 
-    const LIMITS: Limits = Limits { all: 8, of_one: 3, waiting: 20 };
+    const LIMITS: Limits = Limits { all: 8, per_host: 3, waiting: 20 };
 
     fn address(number: u8) -> IpAddr {
         [10, 0, 0, number].into()
@@ -242,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_flood_from_one_address_holds_up_no_other() {
-        let (mut handshakes, now) = (Handshakes::new(LIMITS), Instant::now());
+        let (mut handshakes, now) = (FairQueue::new(LIMITS), Instant::now());
         let mut refused = 0;
         for number in 0..1000 {
             refused += handshakes.arrive(address(1), number, now).refuse.len();
@@ -259,31 +253,31 @@ mod tests {
 
     #[test]
     fn who_has_waited_too_long_is_refused_and_the_rest_go_on() {
-        let (mut handshakes, start) = (Handshakes::new(LIMITS), Instant::now());
+        let (mut handshakes, start) = (FairQueue::new(LIMITS), Instant::now());
         for number in 0..5 {
             handshakes.arrive(address(1), number, start);
         }
-        handshakes.arrive(address(1), 5, start + HANDSHAKE_TIMEOUT);
-        let verdict = handshakes.over(address(1), start + HANDSHAKE_TIMEOUT + Duration::from_millis(1));
+        handshakes.arrive(address(1), 5, start + WAIT_MAX);
+        let verdict = handshakes.over(address(1), start + WAIT_MAX + Duration::from_millis(1));
         assert_eq!(verdict.refuse, [3, 4]);
         assert_eq!(verdict.begin, [(address(1), 5)]);
     }
 
     #[test]
     fn a_host_with_a_network_of_its_own_is_one_caller() {
-        let (mut handshakes, now) = (Handshakes::new(LIMITS), Instant::now());
+        let (mut handshakes, now) = (FairQueue::new(LIMITS), Instant::now());
         let begun = (0..100u128).map(|low| {
             let from = Ipv6Addr::from(0x2001_0db8_0000_0001_u128 << 64 | low).into();
             handshakes.arrive(from, low, now).begin.len()
         });
-        assert_eq!(begun.sum::<usize>(), LIMITS.of_one);
+        assert_eq!(begun.sum::<usize>(), LIMITS.per_host);
     }
 
     proptest! {
         /// Everybody is begun or refused exactly once, nobody waits beside a free place, and no bound is passed.
         #[test]
         fn everybody_gets_one_answer(calls in prop::collection::vec((0u8..6, any::<bool>(), 0u64..3000), 0..400)) {
-            let (mut handshakes, mut now) = (Handshakes::new(LIMITS), Instant::now());
+            let (mut handshakes, mut now) = (FairQueue::new(LIMITS), Instant::now());
             let (mut under_way, mut answered, mut next) = (Vec::new(), Vec::new(), 0);
             for (number, arrives, later) in calls {
                 now += Duration::from_millis(later);
@@ -301,10 +295,10 @@ mod tests {
                 answered.extend(verdict.refuse);
                 prop_assert!(under_way.len() <= LIMITS.all);
                 for number in 0..6 {
-                    let of_one = under_way.iter().filter(|from| **from == address(number)).count();
-                    prop_assert!(of_one <= LIMITS.of_one);
+                    let per_host = under_way.iter().filter(|from| **from == address(number)).count();
+                    prop_assert!(per_host <= LIMITS.per_host);
                     let waits = handshakes.places.get(&address(number)).is_some_and(|p| !p.waiting.is_empty());
-                    prop_assert!(!waits || of_one == LIMITS.of_one || under_way.len() == LIMITS.all);
+                    prop_assert!(!waits || per_host == LIMITS.per_host || under_way.len() == LIMITS.all);
                 }
                 prop_assert!(handshakes.waiting <= LIMITS.waiting);
             }

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
@@ -84,7 +84,7 @@ impl ConnectionLimit {
             tracing::warn!(peer, protocol, limit, "connection limit reached; connection refused");
             return None;
         }
-        let host = peer.parse().ok().map(limits::host_of);
+        let host = peer.parse().ok().map(|peer: SocketAddr| limits::host_of(peer.ip()));
         if state.authenticated + state.unauthenticated.len() >= self.max {
             state.evict_one(host);
         }

@@ -3,6 +3,7 @@
 //! - [`listener`]: addresses, listening sockets, accepted connections.
 //! - [`tls`]: certificates from files, and the names in those of clients.
 //! - [`acceptor`]: accepts the connections of a protocol, and shuts them down in an orderly way.
+//! - [`admission`]: hosts take turns where each handshake costs a thread.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
@@ -15,6 +16,7 @@
 //! It knows no protocol. Services never import one another: what two of them need is here, or in a crate below.
 
 pub mod acceptor;
+pub mod admission;
 pub mod buffers;
 pub mod connection_limit;
 mod flag;

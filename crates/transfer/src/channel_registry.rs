@@ -4,12 +4,12 @@
 //! control connection is lost, they arrive first. So a few connections without a session are kept for a moment; when there are
 //! too many, those of the host that has most of them are closed.
 
-use crate::handshakes::site;
 use crate::wire::{CHANNELS_MAX, Token};
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
+use thruway_engine::limits::host_of;
 use thruway_fabric::Device;
 
 /// How long a data connection is kept without a session.
@@ -80,7 +80,7 @@ impl<A> ChannelRegistry<A> {
     pub(crate) fn deliver(&mut self, token: Token, from: IpAddr, arrival: A, now: Instant) -> Option<A> {
         let Some(entry) = self.sessions.get_mut(&token) else {
             self.expire(now);
-            let site = site(from);
+            let site = host_of(from);
             if self.pending.len() >= PENDING_MAX && !self.evict_one_for(site) {
                 return Some(arrival);
             }

@@ -40,7 +40,6 @@ mod channel_registry;
 pub mod client;
 pub mod daemon;
 pub mod filter;
-mod handshakes;
 pub mod link;
 mod protocol;
 pub mod session;

@@ -8,7 +8,6 @@ mod request;
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
 use crate::channel_registry::ChannelRegistry;
-use crate::handshakes::{Answer, Limits, Turn, Turns};
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Cancel, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
@@ -29,6 +28,7 @@ use thruway_engine::aead::Sealer;
 use thruway_engine::limits;
 use thruway_engine::local_peer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
+use thruway_server::admission::{Admission, Answer, Limits, Slot};
 
 /// A directory that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,8 +128,8 @@ struct Shared {
     pipelines: Arc<PipelineSet>,
     exports: HashMap<String, Served>,
     authorized: RwLock<AuthorizedKeys>,
-    greetings: Arc<Turns<(TcpStream, Vec<u8>)>>,
-    handshakes: Arc<Turns<Caller>>,
+    greetings: Arc<Admission<(TcpStream, Vec<u8>)>>,
+    handshakes: Arc<Admission<Caller>>,
     channels: Mutex<ChannelRegistry<Arrival>>,
     /// Sessions in progress, by a number of their own.
     running: Mutex<HashMap<u64, Running>>,
@@ -255,8 +255,8 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            greetings: Turns::new(greeting_limits(), device.clone()),
-            handshakes: Turns::new(handshake_limits(), device.clone()),
+            greetings: Admission::new(greeting_limits(), waker(&device)),
+            handshakes: Admission::new(handshake_limits(), waker(&device)),
             config,
             pipelines,
             exports,
@@ -293,7 +293,7 @@ impl Daemon {
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
-                    shared.follow_greetings(shared.greetings.arrive(limits::host_of(peer), (stream, prefix)));
+                    shared.follow_greetings(shared.greetings.arrive(limits::host_of(peer.ip()), (stream, prefix)));
                 }
                 Some(_) => {}
                 None => {
@@ -324,7 +324,8 @@ impl Shared {
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                if let Some(Arrival::Rdma(request)) = self.deliver(token, limits::host_of(peer), Arrival::Rdma(request))
+                if let Some(Arrival::Rdma(request)) =
+                    self.deliver(token, limits::host_of(peer.ip()), Arrival::Rdma(request))
                 {
                     request.reject(b"too many data channels");
                 }
@@ -365,7 +366,7 @@ impl Shared {
                 self.call(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.deliver(*token, limits::host_of(peer), Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.deliver(*token, limits::host_of(peer.ip()), Arrival::Tcp(stream))),
         }
     }
 
@@ -387,7 +388,7 @@ impl Shared {
         };
         let registration = Registration { shared: Arc::clone(self), token };
         let caller = Caller { arrival, arrivals, registration, peer, local };
-        self.follow(self.handshakes.arrive(limits::host_of(peer), caller));
+        self.follow(self.handshakes.arrive(limits::host_of(peer.ip()), caller));
     }
 
     /// Begins handshakes whose turn it is.
@@ -403,7 +404,7 @@ impl Shared {
         }
     }
 
-    fn begin(self: &Arc<Shared>, caller: Caller, handshake: Turn<Caller>) {
+    fn begin(self: &Arc<Shared>, caller: Caller, handshake: Slot<Caller>) {
         let Caller { arrival, arrivals, registration, peer, local } = caller;
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
@@ -514,7 +515,7 @@ impl Session<'_> {
         &self,
         arrival: Arrival,
         arrivals: Receiver<Arrival>,
-        handshake: Turn<Caller>,
+        handshake: Slot<Caller>,
     ) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
         // Before the handshake: the peer's socket is certainly there.
@@ -536,7 +537,7 @@ impl Session<'_> {
         };
         let cancel = Cancel::new(link.device());
         link.end_with(&cancel);
-        let _listed = Listed::new(self.shared, &principal, limits::host_of(self.peer), &cancel);
+        let _listed = Listed::new(self.shared, &principal, limits::host_of(self.peer.ip()), &cancel);
         if self.shared.stop.load(Ordering::SeqCst) {
             return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
         }
@@ -546,7 +547,7 @@ impl Session<'_> {
         }
         drop(handshake);
         self.known.store(true, Ordering::SeqCst);
-        let Some(_place) = SessionPlace::take(self.shared, &principal, limits::host_of(self.peer)) else {
+        let Some(_place) = SessionPlace::take(self.shared, &principal, limits::host_of(self.peer.ip())) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
         let Control::Session(asked) = link.prompt_control()? else {
@@ -670,11 +671,17 @@ fn share_of_descriptors(of: u64) -> usize {
     usize::try_from(limits::open_files() / of).unwrap_or(usize::MAX)
 }
 
+/// Wakes the thread that waits for a device.
+fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
+    let device = device.clone();
+    move || device.wake()
+}
+
 fn greeting_limits() -> Limits {
     let all = share_of_descriptors(8).clamp(4, GREETINGS_MAX);
     Limits {
         all,
-        of_one: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
+        per_host: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: share_of_descriptors(8).clamp(8, GREETINGS_WAITING_MAX),
     }
 }
@@ -684,7 +691,7 @@ fn handshake_limits() -> Limits {
     let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
     Limits {
         all,
-        of_one: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
+        per_host: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),
     }
 }
