@@ -1,0 +1,250 @@
+//! Puts entries in place: what may make way, and how it is replaced.
+
+use super::names::temp_name;
+use super::{Place, Tree};
+use crate::sink::attributes::{Shortcomings, Trust, Unopened};
+use crate::wire::Meta;
+use rustix::fs::{AtFlags, FileType, Mode, RenameFlags, Stat};
+use rustix::io::Errno;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use thruway_fs::Identity;
+use thruway_fs::beneath::split;
+use thruway_fs::identity::nanoseconds;
+use thruway_fs::remove::{NEVER, Remover};
+
+/// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
+const OURS_MAX: usize = 8 << 20;
+impl Tree {
+    /// From now on, the entry is known as one that this session has put in place, or found as it should be.
+    pub(crate) fn remember(&self, dir: impl AsFd, name: &CStr) {
+        if let Ok((identity, stat)) = Identity::of(dir, name) {
+            self.remember_identity(identity, &stat);
+        }
+    }
+
+    fn remember_identity(&self, identity: Identity, stat: &rustix::fs::Statx) {
+        let mut ours = self.ours.lock().expect("no panics under the lock");
+        if ours.len() < OURS_MAX {
+            ours.insert(identity.hash_on(stat));
+        }
+    }
+
+    pub(super) fn is_ours(&self, dir: impl AsFd, name: &CStr) -> io::Result<bool> {
+        let (identity, stat) = match Identity::of(dir, name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            other => other?,
+        };
+        let ours = self.ours.lock().expect("no panics under the lock");
+        // Who remembers no more than that knows nothing of the rest.
+        Ok(ours.len() >= OURS_MAX || ours.contains(&identity.hash_on(&stat)))
+    }
+
+    /// Whether what has this name may make way: not if it came with this very copy, under a name that is
+    /// another one to the source and the same to this file system.
+    pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
+        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
+        let ours = self.ours.lock().expect("no panics under the lock");
+        if !ours.contains(&identity.hash_on(&stat)) {
+            return Ok(());
+        }
+        let why = "another entry of this copy has this name here (a file system may take names that differ in case \
+                   for one); not overwriting it";
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
+    }
+
+    /// Removes what is in the way of an entry of another type. `special` entries may replace devices.
+    pub(super) fn clear_way(&self, place: &Place, stat: &Stat, special: bool) -> io::Result<()> {
+        self.may_replace()?;
+        self.is_of_this_copy(place)?;
+        let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why.to_string()));
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
+                Ok(()) => Ok(()),
+                Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
+                    let remover = Remover { spares: &|_| false, dry_run: false, is_over: &NEVER };
+                    let removed = remover.remove(&place.dir, &place.name, b"");
+                    removed.failure.map_or(Ok(()), |(_, e)| Err(e))
+                }
+                Err(Errno::NOTEMPTY | Errno::EXIST) => {
+                    refuse("a directory with contents is in the way (--delete without --exclude removes it)")
+                }
+                Err(e) => Err(e.into()),
+            },
+            FileType::BlockDevice | FileType::CharacterDevice if !special => {
+                refuse("destination is a device; thruway does not write into devices")
+            }
+            FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
+                refuse("a named pipe or socket is in the way; remove it first (-p replaces it)")
+            }
+            _ => Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?),
+        }
+    }
+
+    /// # Errors
+    /// If the peer may only add.
+    pub(crate) fn may_replace(&self) -> io::Result<()> {
+        if self.manner.replace {
+            return Ok(());
+        }
+        let why = "there is an entry of this name, and you have no right to replace it";
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+    }
+
+    /// Makes a symbolic link, replacing what is there.
+    pub(crate) fn symlink(&self, path: &[u8], target: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
+        let place = self.place(path)?;
+        let target = CString::new(target)?;
+        self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
+        // They come after its name, and it cannot be synced itself.
+        self.changed().many |= self.manner.preserve;
+        Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
+    }
+
+    /// Makes a special file, replacing what is there.
+    pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<Shortcomings> {
+        let kind = FileType::from_raw_mode(meta.mode);
+        if self.manner.trust == Trust::Peer && !matches!(kind, FileType::Fifo | FileType::Socket) {
+            let why = "creating devices requires a key with the 'privileged' option";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        if !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a special file"));
+        }
+        let place = self.place(path)?;
+        let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
+        self.replace(path, &place, true, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
+        self.changed().many = true;
+        Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
+    }
+
+    /// Gives an existing file another name, replacing what is there.
+    pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
+        let (from, to) = (self.find(target)?, self.place(path)?);
+        let of = |place: &Place| Identity::of(&place.dir, &place.name).map(|(identity, stat)| identity.hash_on(&stat));
+        // Moving one name of a file over another does nothing, and is not to be taken for more.
+        if of(&to).is_ok_and(|there| of(&from).is_ok_and(|target| target == there)) {
+            return Ok(());
+        }
+        self.replace(path, &to, true, |dir, name| {
+            rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
+        })
+    }
+
+    /// Makes an entry; where there is one, under a temporary name that is then moved over it.
+    fn replace(
+        &self,
+        path: &[u8],
+        place: &Place,
+        special: bool,
+        make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
+    ) -> io::Result<()> {
+        let (parent, _) = split(path);
+        self.change(parent);
+        let replaced = self.replace_in(parent, path, place, special, make);
+        // Once more: it may have been synced in between.
+        self.change(parent);
+        replaced
+    }
+
+    fn replace_in(
+        &self,
+        parent: &[u8],
+        path: &[u8],
+        place: &Place,
+        special: bool,
+        make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
+    ) -> io::Result<()> {
+        match self.writing(parent, || make(&place.dir, &place.name)) {
+            Err(Errno::EXIST) => {}
+            other => {
+                other?;
+                self.remember(&place.dir, &place.name);
+                return Ok(());
+            }
+        }
+        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
+            self.clear_way(place, &stat, special)?;
+            make(&place.dir, &place.name)?;
+            self.remember(&place.dir, &place.name);
+            return Ok(());
+        }
+        self.may_replace()?;
+        self.is_of_this_copy(place)?;
+        let temp = temp_name(&place.name, &[0x5a; 16], &crate::sink::journal::key_of(path));
+        let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
+        make(&place.dir, &temp)?;
+        let moved = rustix::fs::renameat(&place.dir, &temp, &place.dir, &place.name);
+        // Renaming one name of a file over another of the same leaves both.
+        let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
+        moved?;
+        self.remember(&place.dir, &place.name);
+        Ok(())
+    }
+
+    /// Gives a finished file its name; says when its inode last changed then.
+    ///
+    /// # Errors
+    /// Also if what is in the way may not be replaced, or if what has the temporary name is not that file.
+    pub(crate) fn put_in_place(
+        &self,
+        parent: &[u8],
+        place: &Place,
+        temp: &CStr,
+        identity: Identity,
+    ) -> io::Result<i64> {
+        self.change(parent);
+        let Place { dir, name } = place;
+        let file = Unopened::look(dir, temp)?;
+        let (found, _) = Identity::of(&file, c"")?;
+        if found != identity || !file.is(FileType::RegularFile) {
+            return Err(io::Error::other("its temporary file was replaced by another"));
+        }
+        let rename = || rustix::fs::renameat_with(dir, temp, dir, name, RenameFlags::NOREPLACE);
+        match self.writing(parent, rename) {
+            Ok(()) => {}
+            Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
+                match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(stat) => self.make_way(place, &file, &stat)?,
+                    Err(Errno::NOENT) => {}
+                    Err(e) => return Err(e.into()),
+                }
+                rustix::fs::renameat(dir, temp, dir, name)?;
+            }
+            Err(e) => return Err(e.into()),
+        }
+        let (placed, stat) = Identity::of(dir, name)?;
+        if placed != identity {
+            return Err(io::Error::other("something else took its name in the same moment"));
+        }
+        self.remember_identity(placed, &stat);
+        // Once more: it may have been synced in between.
+        self.change(parent);
+        Ok(nanoseconds(stat.stx_ctime))
+    }
+
+    /// Prepares for a file to take the place of another: without `preserve` it keeps whose that was
+    /// and who could read it.
+    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat) -> io::Result<()> {
+        self.may_replace()?;
+        self.is_of_this_copy(place)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile if !self.manner.preserve => {
+                self.changed().many = true;
+                let open = self.volumes.any_by_file().then(|| file.open_whatever_it_may()).transpose()?;
+                if self.privileged {
+                    file.chown(stat.st_uid, stat.st_gid)?;
+                }
+                file.chmod(stat.st_mode & 0o1777)?;
+                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
+                open.iter().for_each(|open| self.sync_if_by_file(open));
+                Ok(())
+            }
+            FileType::RegularFile | FileType::Symlink => Ok(()),
+            _ => self.clear_way(place, stat, false),
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! The target tree, reached only beneath an open root directory.
+//!
+//! Every path is resolved with `openat2` beneath the root and through no symbolic link, so that neither `..`
+//! nor a link that somebody swaps in leads anywhere else; the last component is only ever named relative to a
+//! directory opened that way, and never followed.
+
+mod durability;
+mod entries;
+mod names;
+
+pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, is_own_name, temp_name};
+
+use super::attributes::{Shortcomings, Told, Trust};
+use crate::wire::Meta;
+use durability::Changed;
+use names::is_fresh_own;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use std::collections::HashSet;
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use thruway_fs::Identity;
+use thruway_fs::Volumes;
+use thruway_fs::beneath::{self, Links, split};
+use thruway_fs::identity::nanoseconds;
+use thruway_fs::remove::{Removed, Remover};
+
+/// How a tree is written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Manner {
+    /// Keep attributes.
+    pub(crate) preserve: bool,
+    /// What is in the way may be removed even if it is a directory with contents.
+    pub(crate) delete: bool,
+    /// What is there may be replaced.
+    pub(crate) replace: bool,
+    pub(crate) trust: Trust,
+}
+
+/// A directory tree that is written to.
+pub(crate) struct Tree {
+    root: Arc<OwnedFd>,
+    pub(super) manner: Manner,
+    pub(super) umask: u32,
+    pub(super) privileged: bool,
+    volumes: Volumes,
+    changed: Mutex<Changed>,
+    /// Directories made writable for the time of the copy, and the modes they had.
+    unlocked: Mutex<Vec<(Vec<u8>, u32)>>,
+    /// What this session has put in place, by hash of its identity.
+    ours: Mutex<HashSet<u64>>,
+    pub(super) told: Told,
+}
+
+/// Where an entry goes: its directory and its name there.
+pub(crate) struct Place {
+    pub(crate) dir: Arc<OwnedFd>,
+    pub(crate) name: CString,
+}
+
+impl Tree {
+    /// The tree beneath an open directory.
+    pub(crate) fn new(root: Arc<OwnedFd>, manner: Manner) -> Tree {
+        Tree {
+            root,
+            manner,
+            umask: current_umask(),
+            privileged: rustix::process::geteuid().is_root(),
+            volumes: Volumes::default(),
+            changed: Mutex::default(),
+            unlocked: Mutex::default(),
+            ours: Mutex::default(),
+            told: Told::default(),
+        }
+    }
+
+    pub(crate) fn volumes(&self) -> &Volumes {
+        &self.volumes
+    }
+
+    /// Opens a directory beneath the root, making what is missing of it.
+    pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        match self.open_to_write(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            other => return other,
+        }
+        // From the longest part that is there, downwards.
+        let ends: Vec<usize> = path.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(at, _)| at).collect();
+        let is_there =
+            |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+        let there = ends.partition_point(is_there);
+        for end in ends[there..].iter().copied().chain([path.len()]) {
+            self.make(&path[..end], 0o777)?;
+        }
+        self.open_to_write(path)
+    }
+
+    fn make(&self, path: &[u8], mode: u32) -> io::Result<()> {
+        let (parent, name) = split(path);
+        let dir = self.open_to_write(parent)?;
+        let name = CString::new(name)?;
+        match self.writing(parent, || rustix::fs::mkdirat(&dir, &name, Mode::from_raw_mode(mode))) {
+            Ok(()) => {
+                self.change(parent);
+                Ok(())
+            }
+            Err(Errno::EXIST) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn open_directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        if path.is_empty() {
+            return Ok(Arc::clone(&self.root));
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        match beneath::open(&self.root, path, flags, Links::Never) {
+            Ok(dir) => Ok(Arc::new(dir)),
+            Err(Errno::LOOP) => {
+                Err(io::Error::new(io::ErrorKind::NotADirectory, "a symbolic link is in the way of a directory"))
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// As [`Tree::open_directory`], for writing: its file system is known from now on.
+    fn open_to_write(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        let dir = match self.open_directory(path) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied && self.unlock(path) => self.open_directory(path),
+            other => other,
+        }?;
+        self.note(path, &dir)?;
+        Ok(dir)
+    }
+
+    /// Runs a change in a directory; if that is refused and the directory is ours, makes it writable for the time
+    /// of the copy.
+    pub(crate) fn writing<T>(&self, path: &[u8], change: impl Fn() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+        match change() {
+            Err(Errno::ACCESS) if self.unlock(path) => change(),
+            other => other,
+        }
+    }
+
+    /// Makes a directory of ours writable, to be undone by [`Tree::lock_again`].
+    fn unlock(&self, path: &[u8]) -> bool {
+        let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
+        let Ok(dir) = opened else { return false };
+        let Ok(stat) = rustix::fs::fstat(&dir) else { return false };
+        let mode = stat.st_mode & 0o7777;
+        if self.privileged || stat.st_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
+            return false;
+        }
+        let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
+        if rustix::fs::chmod(path_to_it, Mode::from_raw_mode(mode | 0o700)).is_err() {
+            return false;
+        }
+        self.unlocked.lock().expect("no panics under the lock").push((path.to_vec(), mode));
+        true
+    }
+
+    /// Gives directories that were made writable the modes back that they had.
+    pub(crate) fn lock_again(&self) {
+        let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
+        for (path, mode) in unlocked.into_iter().rev() {
+            if let Ok(dir) = self.open_directory(&path) {
+                if let Err(error) = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode)) {
+                    let path = crate::escape(&path);
+                    tracing::warn!(path, %error, "a directory that was made writable for the copy stays so");
+                }
+                self.sync_if_by_file(&*dir);
+                self.change(&path);
+            }
+        }
+    }
+
+    /// The place of an entry; its directory is made if missing.
+    pub(crate) fn place(&self, path: &[u8]) -> io::Result<Place> {
+        let (parent, name) = split(path);
+        Ok(Place { dir: self.directory(parent)?, name: CString::new(name)? })
+    }
+
+    /// The place of an entry whose directory is there.
+    pub(crate) fn find(&self, path: &[u8]) -> io::Result<Place> {
+        let (parent, name) = split(path);
+        Ok(Place { dir: self.open_directory(parent)?, name: CString::new(name)? })
+    }
+
+    /// Makes a directory that its owner can write to until its attributes are applied. What is there and no
+    /// directory, a link to one included, gives way. Whether it was made.
+    pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<bool> {
+        if path.is_empty() {
+            return Ok(false);
+        }
+        let place = self.place(path)?;
+        let (parent, _) = split(path);
+        let mode = Mode::from_raw_mode(meta.mode & 0o777 | 0o700);
+        let make = || self.writing(parent, || rustix::fs::mkdirat(&place.dir, &place.name, mode));
+        match make() {
+            Ok(()) => {}
+            Err(Errno::EXIST) => {
+                let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
+                if FileType::from_raw_mode(stat.st_mode).is_dir() {
+                    self.remember(&place.dir, &place.name);
+                    return Ok(false);
+                }
+                self.clear_way(&place, &stat, false)?;
+                make()?;
+            }
+            Err(e) => return Err(e.into()),
+        }
+        self.remember(&place.dir, &place.name);
+        self.change(parent);
+        Ok(true)
+    }
+
+    /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
+    pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
+        // Whoever may only add leaves what is there as it is.
+        let is_ours_to_change = made || (self.manner.preserve && self.manner.replace);
+        if !is_ours_to_change {
+            return Ok(Shortcomings::default());
+        }
+        let dir = self.open_to_write(path)?;
+        self.change(path);
+        // The mode that it had is not to come back.
+        self.unlocked.lock().expect("no panics under the lock").retain(|(unlocked, _)| unlocked != path);
+        if self.manner.preserve {
+            let short = self.apply(dir.as_fd(), meta, false);
+            self.sync_if_by_file(&*dir);
+            return Ok(short);
+        }
+        // The set-group-id bit comes from the directory above.
+        let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
+        let wanted = self.mode(meta) | now & 0o2000;
+        if wanted != now {
+            rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
+        }
+        self.sync_if_by_file(&*dir);
+        Ok(Shortcomings::default())
+    }
+
+    /// Applies the attributes of a file whose content is right already.
+    ///
+    /// With what fell short, which file it is and when its inode changed last.
+    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<(Shortcomings, Identity, i64)> {
+        let place = self.find(path)?;
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&file)?;
+        if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size as u64 != meta.size {
+            return Err(io::Error::other("it changed at the destination meanwhile"));
+        }
+        self.note(split(path).0, &place.dir)?;
+        self.changed().many = true;
+        let short = self.apply(file.as_fd(), meta, false);
+        self.sync_if_by_file(&file);
+        let (identity, stat) = Identity::of(&file, c"")?;
+        Ok((short, identity, nanoseconds(stat.stx_ctime)))
+    }
+
+    /// Removes from a directory what is not to be kept.
+    pub(crate) fn prune(
+        &self,
+        path: &[u8],
+        below: &[u8],
+        keep: &HashSet<Vec<u8>>,
+        own: &CStr,
+        remover: &Remover<'_>,
+    ) -> io::Result<Removed> {
+        let mut total = Removed::default();
+        let dir = match self.open_directory(path) {
+            // Not there, or, in a dry run, still something else.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(total),
+            other => other?,
+        };
+        if !remover.dry_run {
+            self.change(path);
+        }
+        for entry in rustix::fs::Dir::read_from(&*dir)? {
+            let entry = entry?;
+            if remover.is_over.load(Ordering::SeqCst) {
+                break;
+            }
+            let name = entry.file_name();
+            let bytes = name.to_bytes();
+            if matches!(bytes, b"." | b"..") || keep.contains(bytes) || name == own || is_fresh_own(&dir, name) {
+                continue;
+            }
+            // Where two names are one, what came under the other is not in the list, and is here all the same.
+            if self.is_ours(&dir, name)? {
+                total.left += 1;
+                continue;
+            }
+            let removed = remover.remove(&*dir, name, below);
+            total.count += removed.count;
+            total.left += removed.left;
+            total.failure = total.failure.or(removed.failure);
+        }
+        Ok(total)
+    }
+}
+
+/// The process's umask, read without changing it.
+fn current_umask() -> u32 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("Umask:"));
+    line.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0o022)
+}
+
+#[cfg(test)]
+mod tests;

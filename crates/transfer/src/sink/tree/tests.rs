@@ -1,0 +1,286 @@
+use super::*;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use thruway_fs::remove::NEVER;
+
+fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
+    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, trust })
+}
+
+fn tree(dir: &Path) -> Tree {
+    tree_with(dir, true, false, Trust::Operator)
+}
+
+fn file(dir: &Path, name: &str, mode: u32) -> Identity {
+    fs::write(dir.join(name), name).unwrap();
+    fs::set_permissions(dir.join(name), fs::Permissions::from_mode(mode)).unwrap();
+    Identity::of(fs::File::open(dir.join(name)).unwrap(), c"").unwrap().0
+}
+
+#[test]
+fn nothing_is_reached_outside_the_root_or_through_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+    fs::create_dir(&root).unwrap();
+    fs::create_dir(&outside).unwrap();
+    fs::create_dir(root.join("real")).unwrap();
+    symlink(&outside, root.join("absolute")).unwrap();
+    symlink("../outside", root.join("relative")).unwrap();
+    symlink("real", root.join("inside")).unwrap();
+    let tree = tree(&root);
+    for path in [&b"absolute/x"[..], b"relative/x", b"inside/x", b"../outside/x"] {
+        assert!(tree.place(path).is_err());
+        assert!(tree.symlink(path, b"y", &Meta::default()).is_err());
+        assert!(tree.make_directory(path, &Meta::default()).is_err());
+        assert!(tree.link(path, b"real").is_err());
+    }
+    for empty in [&outside, &root.join("real")] {
+        assert_eq!(fs::read_dir(empty).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("real")).unwrap();
+    fs::write(dir.path().join("real/precious"), "").unwrap();
+    symlink("real", dir.path().join("link")).unwrap();
+    let tree = tree_with(dir.path(), false, true, Trust::Operator);
+    assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made anew");
+    assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
+    let keep = HashSet::new();
+    tree.prune(b"link", b"", &keep, c"journal", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER })
+        .unwrap();
+    assert!(dir.path().join("real/precious").exists());
+    if rustix::fs::mknodat(&tree.root, c"dev", FileType::CharacterDevice, Mode::from_raw_mode(0o600), 0x103).is_ok() {
+        let error = tree.make_directory(b"dev", &Meta::default()).unwrap_err();
+        assert!(error.to_string().contains("device"), "{error}");
+    }
+}
+
+#[test]
+fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
+    let dir = tempfile::tempdir().unwrap();
+    let with = |delete| tree_with(dir.path(), false, delete, Trust::Operator);
+    with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
+    with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
+    fs::write(dir.path().join("file"), "").unwrap();
+    assert!(with(false).make_directory(b"file", &Meta::default()).unwrap(), "a file gives way to a directory");
+    let put = |delete: bool, name: &str| {
+        let identity = file(dir.path(), ".temp", 0o644);
+        let tree = with(delete);
+        let place = tree.place(name.as_bytes()).unwrap();
+        tree.put_in_place(b"", &place, c".temp", identity)
+    };
+    put(false, "file").unwrap();
+    assert!(dir.path().join("file").is_file(), "an empty directory gives way to a file");
+    assert!(put(false, "a").unwrap_err().to_string().contains("--delete"));
+    put(true, "a").unwrap();
+    assert_eq!(fs::read(dir.path().join("a")).unwrap(), b".temp");
+    let identity = file(dir.path(), "other", 0o644);
+    file(dir.path(), ".temp2", 0o644);
+    let tree = with(false);
+    let place = tree.place(b"new").unwrap();
+    assert!(tree.put_in_place(b"", &place, c".temp2", identity).is_err(), "not the file that was written");
+    assert!(!dir.path().join("new").exists());
+}
+
+#[test]
+fn without_preserve_what_is_there_keeps_its_permissions() {
+    let dir = tempfile::tempdir().unwrap();
+    file(dir.path(), "secret", 0o600);
+    fs::create_dir(dir.path().join("private")).unwrap();
+    fs::set_permissions(dir.path().join("private"), fs::Permissions::from_mode(0o2700)).unwrap();
+    let tree = tree_with(dir.path(), false, false, Trust::Operator);
+    let identity = file(dir.path(), ".temp", 0o644);
+    let place = tree.place(b"secret").unwrap();
+    tree.put_in_place(b"", &place, c".temp", identity).unwrap();
+    let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().mode() & 0o7777;
+    assert_eq!(mode("secret"), 0o600);
+    assert_eq!(fs::read(dir.path().join("secret")).unwrap(), b".temp");
+    let open = Meta { mode: 0o040_755, ..Meta::default() };
+    assert!(!tree.make_directory(b"private", &open).unwrap());
+    tree.finish_directory(b"private", &open, false).unwrap();
+    assert_eq!(mode("private"), 0o2700);
+    assert!(tree.make_directory(b"private/inner", &open).unwrap());
+    tree.finish_directory(b"private/inner", &open, true).unwrap();
+    assert_eq!(mode("private/inner") & 0o2000, 0o2000, "the set-group-id bit is inherited");
+}
+
+#[test]
+fn a_peer_gives_nobody_rights() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), true, false, Trust::Peer);
+    let handle = fs::File::create(dir.path().join("f")).unwrap();
+    let meta = Meta {
+        mode: 0o106_755,
+        uid: 12345,
+        gid: 12345,
+        xattrs: vec![(
+            b"security.capability".to_vec(),
+            vec![1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        )],
+        ..Meta::default()
+    };
+    assert_eq!(tree.apply(handle.as_fd(), &meta, false), Shortcomings::default());
+    let stat = handle.metadata().unwrap();
+    assert_eq!((stat.mode() & 0o7777, stat.uid()), (0o755, rustix::process::geteuid().as_raw()));
+    assert_eq!(rustix::fs::flistxattr(&handle, &mut [0; 100]).unwrap(), 0);
+    let device = Meta { mode: 0o020_666, ..Meta::default() };
+    assert_eq!(tree.special(b"dev", &device, 0x103).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    let fifo = Meta { mode: 0o010_666, ..Meta::default() };
+    tree.special(b"fifo", &fifo, 0).unwrap();
+    assert_eq!(fs::metadata(dir.path().join("fifo")).unwrap().mode() & 0o777, 0o666, "whatever the umask");
+}
+
+#[test]
+fn set_id_bits_go_only_to_the_owner_they_were_meant_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree(dir.path());
+    tree.privileged = false;
+    let handle = fs::File::create(dir.path().join("f")).unwrap();
+    let ours = handle.metadata().unwrap();
+    let meta = |uid, gid| Meta { mode: 0o106_755, uid, gid, ..Meta::default() };
+    let mode = || handle.metadata().unwrap().mode() & 0o7777;
+    tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false);
+    assert_eq!(mode() & 0o4000, 0);
+    tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false);
+    assert_eq!(mode(), 0o6755);
+}
+
+#[test]
+fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    for path in [
+        "keep",
+        "gone",
+        "sub/deep/file",
+        ".x.tw-0123abcd0123abcd0123abcd0123abcd",
+        ".y.tw-0123abcd0123abcd0123abcd0123abcd",
+    ] {
+        let path = dir.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "").unwrap();
+    }
+    let keep = HashSet::from([b"keep".to_vec()]);
+    let tree = tree(dir.path());
+    for dry_run in [true, false] {
+        let removed =
+            tree.prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run, is_over: &NEVER }).unwrap();
+        assert_eq!((removed.count, removed.left), (4, 0));
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
+}
+
+#[test]
+fn what_somebody_swaps_in_gets_neither_name_nor_attributes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+    fs::create_dir(&root).unwrap();
+    file(dir.path(), "outside", 0o600);
+    let before = fs::metadata(&outside).unwrap();
+    let untouched = || {
+        let now = fs::metadata(&outside).unwrap();
+        assert_eq!((now.mode(), now.uid(), now.mtime()), (before.mode(), before.uid(), before.mtime()));
+    };
+    let tree = tree_with(&root, false, false, Trust::Operator);
+    let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), c"temp", identity);
+    fs::write(root.join("f"), "what was there").unwrap();
+    fs::set_permissions(root.join("f"), fs::Permissions::from_mode(0o666)).unwrap();
+    // A link where the temporary file was; another file; the same file with a second name.
+    let identity = file(&root, "temp", 0o644);
+    fs::rename(root.join("temp"), root.join("aside")).unwrap();
+    symlink(&outside, root.join("temp")).unwrap();
+    assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+    fs::remove_file(root.join("temp")).unwrap();
+    fs::write(root.join("temp"), "another").unwrap();
+    assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+    fs::remove_file(root.join("temp")).unwrap();
+    fs::hard_link(root.join("aside"), root.join("temp")).unwrap();
+    assert!(put(identity).unwrap_err().to_string().contains("replaced"));
+    fs::remove_file(root.join("aside")).unwrap();
+    put(identity).unwrap();
+    assert_eq!(fs::metadata(root.join("f")).unwrap().mode() & 0o777, 0o666);
+    // A link to something else, where a pipe was just made.
+    let preserving = tree_with(&root, true, false, Trust::Operator);
+    let meta = Meta { mode: 0o010_666, mtime: (5, 0), ..Meta::default() };
+    symlink(&outside, root.join("pipe")).unwrap();
+    let fd = fs::File::open(&root).unwrap();
+    assert!(!preserving.apply_unopened(&fd, c"pipe", FileType::Fifo, &meta).is_none());
+    untouched();
+    // Attributes of a link are its own.
+    let short = preserving.apply_unopened(&fd, c"pipe", FileType::Symlink, &meta);
+    assert!(short.is_none(), "{short:?}");
+    assert_eq!(fs::symlink_metadata(root.join("pipe")).unwrap().mtime(), 5);
+    untouched();
+}
+
+#[test]
+fn one_entry_of_a_copy_does_not_take_the_place_of_another() {
+    // As where names that differ in case are one: the second comes to the place of the first.
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, true, Trust::Operator);
+    let put = |name: &CStr, content: &str| {
+        let identity = file(dir.path(), "temp", 0o644);
+        fs::write(dir.path().join("temp"), content).unwrap();
+        let place = Place { dir: Arc::clone(&tree.root), name: name.into() };
+        tree.put_in_place(b"", &place, c"temp", identity)
+    };
+    fs::write(dir.path().join("f"), "old").unwrap();
+    put(c"f", "first").unwrap();
+    for error in [
+        put(c"f", "second").unwrap_err(),
+        tree.symlink(b"f", b"x", &Meta::default()).unwrap_err(),
+        tree.make_directory(b"f", &Meta::default()).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("another entry of this copy"), "{error}");
+    }
+    assert_eq!(fs::read_to_string(dir.path().join("f")).unwrap(), "first");
+    tree.make_directory(b"d", &Meta::default()).unwrap();
+    fs::write(dir.path().join("d/inner"), "").unwrap();
+    assert!(put(c"d", "file").is_err() && dir.path().join("d/inner").exists());
+    assert!(!tree.make_directory(b"d", &Meta::default()).unwrap(), "directories become one");
+}
+
+#[test]
+fn what_came_with_a_copy_is_not_removed_by_it() {
+    // As where names that differ in case are one: it is here under a name that is not in the list.
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    let identity = file(dir.path(), "temp", 0o644);
+    tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), c"temp", identity).unwrap();
+    fs::write(dir.path().join("old"), "").unwrap();
+    let keep = HashSet::from([b"README".to_vec()]);
+    let removed =
+        tree.prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER }).unwrap();
+    assert_eq!((removed.count, removed.left), (1, 1));
+    assert!(dir.path().join("Readme").exists() && !dir.path().join("old").exists());
+}
+
+#[test]
+fn names_of_an_earlier_attempt_are_synced_with_ours() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    tree.sync_names().unwrap();
+    tree.sync_later(b"", &tree.root).unwrap();
+    assert!(tree.changed().many, "its file system is asked as a whole");
+    tree.volumes.lose();
+    assert!(tree.sync_names().is_err());
+}
+
+#[test]
+fn own_names_are_told_from_others() {
+    let name = temp_name(c"report.pdf", &[1; 16], &[2; 16]);
+    assert!(is_own_name(name.to_bytes()));
+    let long = CString::new(vec![b'a'; 255]).unwrap();
+    assert!(temp_name(&long, &[1; 16], &[2; 16]).to_bytes().len() <= 255);
+    for name in [&b"report.pdf"[..], b".tw-0123abcd0123abcd0123abcd0123abcd", b".thruway", b".a.tw-20240101"] {
+        assert!(!is_own_name(name));
+    }
+    let journal = super::super::journal::name_of(&[7; 16]);
+    assert!(is_own_name(journal.to_bytes()) && !is_own_name(b".thruway-notes.journal"));
+    for (job, key) in [([1; 16], [1; 16]), ([2; 16], [2; 16]), ([1; 16], [2; 16])] {
+        assert!((job, key) == ([1; 16], [2; 16]) || temp_name(c"report.pdf", &job, &key) != name);
+    }
+}
