@@ -32,11 +32,8 @@ fn use_it(address: &str, id: u64, seed: u64) -> Vec<Known> {
     let half = SECTORS / CLIENTS;
     let mut nbd = Nbd::connect(address, "d").unwrap();
     let mut known = vec![Known::default(); half as usize];
-    let mut state = seed * 2 + id * 77 + 1;
-    let mut draw = |n: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) % n
-    };
+    let mut rng = fastrand::Rng::with_seed(seed * 2 + id * 77 + 1);
+    let mut draw = |n: u64| rng.u64(..n);
     for version in 1..60 {
         let first = draw(half);
         let count = 1 + draw((half - first).min(LONGEST));

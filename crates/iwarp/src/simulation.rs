@@ -9,6 +9,7 @@ use crate::mpa::{Agreement, ReadyToReceive};
 use crate::rdmap::{AtomicOp, AtomicRequest, Opcode, ReadRequest};
 use crate::regions::{Region, RegionTable};
 use crate::terminate::{DdpTagged, DdpUntagged, Mpa, RdmaOperation, RdmaProtection, TerminateCode};
+use fastrand::Rng;
 use proptest::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,23 +18,6 @@ use thruway_rdma_types::*;
 use thruway_rdma_types::{Access, Owner};
 
 const PD: u32 = 7;
-
-pub(crate) struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        // splitmix64
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
 
 pub(crate) struct End {
     pub connection: Connection,
@@ -145,8 +129,8 @@ impl End {
     }
 
     pub(crate) fn fill(&self, seed: u64) {
-        let mut rng = Rng(seed);
-        let bytes: Vec<u8> = (0..BUFFER).map(|_| rng.next() as u8).collect();
+        let mut rng = Rng::with_seed(seed);
+        let bytes: Vec<u8> = (0..BUFFER).map(|_| rng.u64(..) as u8).collect();
         self.buffer.write(0, &bytes);
     }
 
@@ -177,8 +161,8 @@ pub(crate) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     loop {
         let mut moved = false;
         for _ in 0..4 {
-            let n = 1 + rng.below(largest) as usize;
-            moved |= match rng.below(4) {
+            let n = 1 + rng.u64(..largest) as usize;
+            moved |= match rng.u64(..4) {
                 0 => a.transmit(&mut b.wire, n),
                 1 => b.transmit(&mut a.wire, n),
                 2 => a.receive(n),
@@ -198,12 +182,12 @@ pub(crate) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
 }
 
 pub(crate) fn pair(seed: u64) -> (End, End, Rng) {
-    let mut rng = Rng(seed);
-    let crc = rng.below(2) == 0;
-    let (ma, mb) = (rng.below(2) == 0, rng.below(2) == 0);
+    let mut rng = Rng::with_seed(seed);
+    let crc = rng.u64(..2) == 0;
+    let (ma, mb) = (rng.u64(..2) == 0, rng.u64(..2) == 0);
     let rtr = [None, Some(ReadyToReceive::Write), Some(ReadyToReceive::Send), Some(ReadyToReceive::Read)]
-        [rng.below(4) as usize];
-    let max = [128, 1442, 8940, u16::MAX][rng.below(4) as usize];
+        [rng.u64(..4) as usize];
+    let max = [128, 1442, 8940, u16::MAX][rng.u64(..4) as usize];
     let a = End::new(agreement(crc, mb, ma, rtr), true, max);
     let b = End::new(agreement(crc, ma, mb, rtr), false, max);
     a.fill(seed ^ 1);
@@ -214,24 +198,24 @@ pub(crate) fn pair(seed: u64) -> (End, End, Rng) {
 /// One end's half of the buffers is what it sends from, the other what it is sent to.
 fn exercise(seed: u64) {
     let (mut a, mut b, mut rng) = pair(seed);
-    let largest = [3, 700, 70_000, 1 << 20][rng.below(4) as usize];
+    let largest = [3, 700, 70_000, 1 << 20][rng.u64(..4) as usize];
     let half = BUFFER / 2;
     let mut expected_a = a.bytes(0, BUFFER);
     let mut expected_b = b.bytes(0, BUFFER);
     let mut expected_recv = Vec::new();
-    let operations = 1 + rng.below(40);
+    let operations = 1 + rng.u64(..40);
     let mut recv_at = half + half / 2;
     for id in 0..operations {
-        let len = match rng.below(4) {
+        let len = match rng.u64(..4) {
             0 => 0,
-            1 => rng.below(64) as usize,
-            2 => rng.below(5000) as usize,
-            _ => rng.below(60_000) as usize,
+            1 => rng.u64(..64) as usize,
+            2 => rng.u64(..5000) as usize,
+            _ => rng.u64(..60_000) as usize,
         };
-        let from = rng.below((half - len) as u64) as usize;
-        let cut = if len > 0 { rng.below(len as u64) as usize } else { 0 };
+        let from = rng.u64(..(half - len) as u64) as usize;
+        let cut = if len > 0 { rng.u64(..len as u64) as usize } else { 0 };
         let sges = [a.sge(from, cut), a.sge(from + cut, len - cut)];
-        match rng.below(5) {
+        match rng.u64(..5) {
             0 if recv_at + len < BUFFER => {
                 b.connection
                     .post_recv(&RecvRequest {
@@ -245,12 +229,12 @@ fn exercise(seed: u64) {
                 expected_recv.push((id, len, None));
             }
             1 => {
-                let at = half + rng.below((half / 2 - len) as u64) as usize;
+                let at = half + rng.u64(..(half / 2 - len) as u64) as usize;
                 expected_b[at..at + len].copy_from_slice(&expected_a[from..from + len]);
                 a.post(id, SendOp::Write { remote: b.remote(at), immediate: None }, &sges);
             }
             2 => {
-                let at = half + rng.below((half / 2 - len) as u64) as usize;
+                let at = half + rng.u64(..(half / 2 - len) as u64) as usize;
                 b.connection.post_recv(&RecvRequest { wr_id: id, sges: &[] }).unwrap();
                 expected_b[at..at + len].copy_from_slice(&expected_a[from..from + len]);
                 a.post(id, SendOp::Write { remote: b.remote(at), immediate: Some(id as u32) }, &sges);
@@ -258,23 +242,23 @@ fn exercise(seed: u64) {
             }
             3 => {
                 // From b's constant half to a's second half.
-                let at = half + rng.below((half - len) as u64) as usize;
-                let source = rng.below((half - len) as u64) as usize;
+                let at = half + rng.u64(..(half - len) as u64) as usize;
+                let source = rng.u64(..(half - len) as u64) as usize;
                 let sinks = [a.sge(at, cut), a.sge(at + cut, len - cut)];
                 a.post(id, SendOp::Read { remote: b.remote(source) }, &sinks);
                 expected_a[at..at + len].copy_from_slice(&expected_b[source..source + len]);
             }
             _ => {
                 let word = half + half / 2 - 8;
-                let at = half + (rng.below((half / 8) as u64) as usize) * 8;
+                let at = half + (rng.u64(..(half / 8) as u64) as usize) * 8;
                 let at = at.min(BUFFER - 8);
                 let old = u64::from_ne_bytes(expected_b[word..word + 8].try_into().unwrap());
-                let new = if rng.below(2) == 0 {
+                let new = if rng.u64(..2) == 0 {
                     a.post(id, SendOp::FetchAdd { remote: b.remote(word), add: seed }, &[a.sge(at, 8)]);
                     old.wrapping_add(seed)
                 } else {
-                    let compare = if rng.below(2) == 0 { old } else { !old };
-                    let swap = rng.next();
+                    let compare = if rng.u64(..2) == 0 { old } else { !old };
+                    let swap = rng.u64(..);
                     a.post(id, SendOp::CompareSwap { remote: b.remote(word), compare, swap }, &[a.sge(at, 8)]);
                     if compare == old { swap } else { old }
                 };
@@ -311,8 +295,8 @@ fn many_requests_at_once_complete_in_order() {
     for seed in 0..60 {
         let (mut a, mut b, mut rng) = pair(seed);
         for id in 0..200 {
-            let len = rng.below(9000) as usize;
-            match rng.below(3) {
+            let len = rng.u64(..9000) as usize;
+            match rng.u64(..3) {
                 0 => a.post(id, SendOp::Write { remote: b.remote(BUFFER / 2), immediate: None }, &[a.sge(0, len)]),
                 1 => a.post(id, SendOp::Read { remote: b.remote(0) }, &[a.sge(BUFFER / 2, len)]),
                 _ => {
@@ -351,7 +335,7 @@ fn no_more_reads_are_outstanding_than_agreed() {
     for id in 0..50 {
         a.post(id, SendOp::Read { remote: b.remote(0) }, &[a.sge(0, 100)]);
     }
-    settle(&mut a, &mut b, &mut Rng(1), 100);
+    settle(&mut a, &mut b, &mut Rng::with_seed(1), 100);
     let _ = &mut rng;
     assert_eq!(b.failure(), None);
     assert_eq!(a.done.len(), 50);
@@ -705,9 +689,9 @@ proptest! {
         let guard = Buffer::new(4096).unwrap();
         guard.write(0, &[0x5a; 4096]);
         post_receive(&mut end, 100);
-        let mut rng = Rng(seed);
+        let mut rng = Rng::with_seed(seed);
         end.wire.extend(&bytes);
-        while end.receive(1 + rng.below(100) as usize) {}
+        while end.receive(1 + rng.u64(..100) as usize) {}
         let mut check = [0; 4096];
         guard.read(0, &mut check);
         prop_assert!(check.iter().all(|b| *b == 0x5a));
@@ -718,8 +702,8 @@ proptest! {
         let (mut a, mut b, mut rng) = pair(seed);
         for id in 0..5 {
             b.connection.post_recv(&RecvRequest { wr_id: id, sges: &[b.sge(BUFFER / 2, 2000)] }).unwrap();
-            a.post(id, SendOp::Send { invalidate: None }, &[a.sge(0, rng.below(2000) as usize)]);
-            a.post(id, SendOp::Read { remote: b.remote(0) }, &[a.sge(0, rng.below(2000) as usize)]);
+            a.post(id, SendOp::Send { invalidate: None }, &[a.sge(0, rng.u64(..2000) as usize)]);
+            a.post(id, SendOp::Read { remote: b.remote(0) }, &[a.sge(0, rng.u64(..2000) as usize)]);
         }
         let mut wire = VecDeque::new();
         while a.transmit(&mut wire, 1 << 20) {}
@@ -728,8 +712,8 @@ proptest! {
             wire[at] ^= flip;
         }
         b.wire = wire;
-        while b.receive(1 + rng.below(3000) as usize) {}
+        while b.receive(1 + rng.u64(..3000) as usize) {}
         while b.transmit(&mut a.wire, 1 << 20) {}
-        while a.receive(1 + rng.below(3000) as usize) {}
+        while a.receive(1 + rng.u64(..3000) as usize) {}
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
-use crate::session::{Cancel, OnReport, Pipeline, Progress, SessionError, SessionParams};
+use crate::session::{Cancel, LocalError, OnReport, Pipeline, Progress, SessionError, SessionParams};
 use crate::sink::{self, Prepared, Target, Trust};
 use crate::source::{self, Root};
 use crate::wire::{
@@ -285,7 +285,7 @@ pub fn run_until(
                 if let Some(reach) = reach {
                     match reach() {
                         Ok(remote) => state.remote = remote,
-                        Err(why) if idle >= most => return Err(SessionError::Local(why.to_string())),
+                        Err(why) if idle >= most => return Err(LocalError::Unreachable(why.to_string()).into()),
                         Err(why) => tracing::warn!(%why, "the peer cannot be reached"),
                     }
                 }
@@ -370,7 +370,7 @@ fn attempt(
     let blocks = job.blocks.unwrap_or_else(|| blocks_for(link.round_trip(), block_len, BLOCKS));
     let pipeline = pipeline
         .with_pool(blocks, block_len as usize, link.is_long())
-        .map_err(|e| SessionError::Local(e.to_string()))?;
+        .map_err(|e| LocalError::io("memory for blocks", e))?;
     link.attach(&pipeline.pool)?;
     link.set_peer_revocable(reply.revocable);
     let channels = Channels::Open { addr: state.remote.addr, token, grow: job.streams.is_none() };
@@ -464,7 +464,7 @@ fn request_session(
     request.revocable = link.revocable();
     let message = Control::Session(Box::new(request));
     if message.encode(0).len() > crate::wire::CONTROL_MAX {
-        return Err(SessionError::Local("too many sources or patterns for one command".into()));
+        return Err(LocalError::CommandLength.into());
     }
     link.send(&message)?;
     Ok(link)
@@ -508,7 +508,7 @@ fn negotiate_block(link: &mut Link, wanted: u32) -> Result<u32, SessionError> {
         }
         link.send(&Control::BlockSize(len))?;
     }
-    Err(SessionError::Local(format!("the peer takes no block size near {wanted}")))
+    Err(LocalError::BlockSize(wanted).into())
 }
 
 /// Lists a directory, or the one file, at a daemon.

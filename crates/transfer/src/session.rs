@@ -292,8 +292,8 @@ pub enum SessionError {
     #[error("{1}")]
     Aborted(AbortCode, String),
     /// This end cannot go on.
-    #[error("{0}")]
-    Local(String),
+    #[error(transparent)]
+    Local(#[from] LocalError),
     /// It was ended from outside.
     #[error("{1}")]
     Cancelled(AbortCode, &'static str),
@@ -308,6 +308,47 @@ pub enum SessionError {
         /// The mismatch.
         what: &'static str,
     },
+}
+
+/// Why this end cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LocalError {
+    /// The operating system refused.
+    #[error("{doing}: {source}")]
+    Io {
+        /// What was being done, and to what.
+        doing: String,
+        /// The cause.
+        source: io::Error,
+    },
+    /// No block size suits both ends.
+    #[error("the peer takes no block size near {0} bytes")]
+    BlockSize(u32),
+    /// One command cannot carry them.
+    #[error("too many sources or patterns for one command")]
+    CommandLength,
+    /// A session has a number for each of 2^32 blocks.
+    #[error("more than 2^32 blocks in one session")]
+    TooManyBlocks,
+    /// A pattern is none.
+    #[error(transparent)]
+    Filter(#[from] crate::filter::FilterError),
+    /// The source ended without something that it was asked for.
+    #[error("the source has sent nothing of '{0}', which was asked for")]
+    Missing(String),
+    /// There is no way to the peer any more.
+    #[error("the peer cannot be reached: {0}")]
+    Unreachable(String),
+    /// A mistake in this program.
+    #[error("internal error: {0}")]
+    Internal(&'static str),
+}
+
+impl LocalError {
+    pub(crate) fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> LocalError {
+        LocalError::Io { doing: doing.into(), source: source.into() }
+    }
 }
 
 impl SessionError {

@@ -209,13 +209,9 @@ pub(crate) fn assert_same(a: &Path, b: &Path, how: Compare) {
 }
 
 /// Deterministic bytes.
-pub(crate) fn noise(len: usize, mut seed: u64) -> Vec<u8> {
-    let mut out = Vec::with_capacity(len + 8);
-    while out.len() < len {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        out.extend_from_slice(&(seed ^ (seed >> 29)).to_le_bytes());
-    }
-    out.truncate(len);
+pub(crate) fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut out = vec![0; len];
+    fastrand::Rng::with_seed(seed).fill(&mut out);
     out
 }
 

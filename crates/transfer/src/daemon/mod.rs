@@ -9,7 +9,7 @@ use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
 use crate::channel_registry::ChannelRegistry;
 use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
-use crate::session::{Cancel, OnReport, PipelineSet, Progress, SessionError, SessionParams};
+use crate::session::{Cancel, LocalError, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
 use crate::source;
 use crate::wire::{
@@ -628,7 +628,7 @@ impl Session<'_> {
         let stages = self.shared.pipelines.pick();
         stages.bind_current_thread();
         let pipeline = stages.with_pool(blocks, block_len as usize, link.is_long());
-        let pipeline = pipeline.map_err(|e| SessionError::Local(e.to_string()))?;
+        let pipeline = pipeline.map_err(|e| LocalError::io("memory for blocks", e))?;
         link.attach(&pipeline.pool)?;
         link.set_peer_revocable(asked.revocable);
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };

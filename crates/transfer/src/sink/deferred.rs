@@ -4,6 +4,7 @@
 use super::SessionEvent;
 use super::files::Files;
 use crate::filter::Filter;
+use crate::session::LocalError;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
 use rustix::fs::{Mode, OFlags};
 use std::collections::hash_map::Entry::{Occupied, Vacant};
@@ -211,7 +212,7 @@ impl Files {
     pub(super) fn finalize(&self, may_remove: bool) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
         if let Err(e) = self.finalize_from(&mut deferred, may_remove) {
-            return self.events.send(SessionEvent::Fatal(format!("reading back directory attributes: {e}")));
+            return self.events.send(SessionEvent::Fatal(LocalError::io("reading back directory attributes", e)));
         }
         drop(deferred);
         // Where each directory is synced by its name, before they cannot be opened any more.
@@ -227,7 +228,7 @@ impl Files {
             if let Some(journal) = &self.journal {
                 journal.void();
             }
-            return self.events.send(SessionEvent::Fatal(format!("making names durable: {e}")));
+            return self.events.send(SessionEvent::Fatal(LocalError::io("making names durable", e)));
         }
         self.events.send(SessionEvent::Finalized);
     }

@@ -13,7 +13,7 @@ use super::{Counters, EARLY_ENDS_FEW, SessionEvent};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
 use crate::protocol::reassembly::{Ended, Known, Reassembly};
-use crate::session::{EventSender, FirstFailure, Pipeline, Progress, SessionParams};
+use crate::session::{EventSender, FirstFailure, LocalError, Pipeline, Progress, SessionParams};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FsWord, Mode, OFlags};
 use std::collections::{HashMap, HashSet};
@@ -139,8 +139,9 @@ impl Files {
 
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
         // What would fail every other file too ends the session.
-        if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EROFS)) {
-            self.events.send(SessionEvent::Fatal(format!("writing {}: {error}", crate::escape(path))));
+        if let Some(code @ (libc::ENOSPC | libc::EDQUOT | libc::EROFS)) = error.raw_os_error() {
+            let doing = format!("writing {}", crate::escape(path));
+            self.events.send(SessionEvent::Fatal(LocalError::io(doing, io::Error::from_raw_os_error(code))));
         }
         self.report(path, ReportKind::NotCopied, error.to_string());
     }
@@ -298,7 +299,8 @@ impl Files {
     fn defer(&self, record: &Record, made: bool) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
         if let Err(e) = deferred.push(record, made) {
-            self.events.send(SessionEvent::Fatal(format!("keeping directory attributes in a temporary file: {e}")));
+            self.events
+                .send(SessionEvent::Fatal(LocalError::io("keeping directory attributes in a temporary file", e)));
         }
     }
 

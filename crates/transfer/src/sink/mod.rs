@@ -25,7 +25,7 @@ pub(crate) use tree::is_own_name;
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
 use crate::protocol::Violation;
 use crate::protocol::sink::{Heard, Sink as Core};
-use crate::session::{EventSender, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
+use crate::session::{EventSender, LocalError, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{
     Answer, BlockHeader, BlockKind, Completion, Control, HEADER_LEN, Report, ReportKind, Summary, TreeOptions,
 };
@@ -76,7 +76,7 @@ pub(crate) enum SessionEvent {
     /// A block's content is not what was sent.
     Damaged { sequence: u32, what: &'static str },
     /// The session cannot go on.
-    Fatal(String),
+    Fatal(LocalError),
     /// The last touches have been put.
     Finalized,
 }
@@ -176,7 +176,7 @@ pub fn run(
     let Prepared { target, journal, earlier } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
-    let local = |e: std::io::Error| SessionError::Local(format!("starting the commit stage: {e}"));
+    let local = |e: std::io::Error| LocalError::io("starting the commit stage", e);
     let discard = target.root.is_none();
     let root = match target.root {
         Some(root) => root,
@@ -294,7 +294,7 @@ fn on_commit(
                 files.report(&file.path, ReportKind::NotCopied, e.to_string());
             }
         }
-        Committed::Lost(e) => events.send(SessionEvent::Fatal(format!("making what was written durable: {e}"))),
+        Committed::Lost(e) => events.send(SessionEvent::Fatal(LocalError::io("making what was written durable", e))),
         Committed::Group => events.send(SessionEvent::Progressed),
     })
 }
@@ -330,7 +330,7 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
                 tracing::warn!(error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);
             }
-            Err(e) => return Err(SessionError::Local(format!("cannot open the journal in the destination: {e}"))),
+            Err(e) => return Err(LocalError::io("cannot open the journal in the destination", e).into()),
         }
     }
 }
@@ -403,7 +403,7 @@ impl Sink<'_> {
                 }
                 if self.judge.is_none() {
                     let judge = Judge::start(&self.files);
-                    self.judge = Some(judge.map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?);
+                    self.judge = Some(judge.map_err(|e| LocalError::io("starting a thread", e))?);
                 }
                 let taken = self.judge.as_ref().is_some_and(|judge| judge.submit(batch, entries));
                 if taken { Ok(()) } else { Err(LinkError::Unexpected("number of offers").into()) }
@@ -443,7 +443,7 @@ impl Sink<'_> {
                 Ok(SessionEvent::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
                 Ok(SessionEvent::Violation(violation)) => return Err(violation.into()),
                 Ok(SessionEvent::Damaged { sequence, what }) => return Err(SessionError::Damaged { sequence, what }),
-                Ok(SessionEvent::Fatal(message)) => return Err(SessionError::Local(message)),
+                Ok(SessionEvent::Fatal(error)) => return Err(error.into()),
                 Ok(SessionEvent::Finalized) => return self.conclude().map(Some),
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(None),
             }
@@ -558,7 +558,7 @@ impl Sink<'_> {
                 if let Some(journal) = &files.journal {
                     journal.void();
                 }
-                files.events.send(SessionEvent::Fatal(format!("making what was written durable: {e}")));
+                files.events.send(SessionEvent::Fatal(LocalError::io("making what was written durable", e)));
             }
         });
     }
@@ -581,7 +581,7 @@ impl Sink<'_> {
         // The source has said nothing of what it could not read, either.
         if let Some(name) = self.files.scope.missing().filter(|_| self.failed == 0) {
             let name = crate::escape(name);
-            return Err(SessionError::Local(format!("the source has sent nothing of '{name}', which was asked for")));
+            return Err(LocalError::Missing(name.to_string()).into());
         }
         self.finalizing = true;
         let files = Arc::clone(&self.files);

@@ -13,7 +13,7 @@ pub use walk::Root;
 
 use crate::link::{ChannelScaler, Channels, Link, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
-use crate::session::{EventSender, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
+use crate::session::{EventSender, LocalError, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
 use large::LargeFile;
 use payload_size::{Gauge, PayloadSize};
@@ -43,7 +43,7 @@ pub(crate) enum SessionEvent {
     /// The walk is over, after this many blocks.
     Walked { blocks: u32 },
     /// The walk cannot go on.
-    Fatal(String),
+    Fatal(LocalError),
 }
 
 /// Runs a session's source end to the end of the data set, and closes the link.
@@ -83,12 +83,12 @@ pub fn run(
         payload_size: Arc::clone(&payload_size),
         destination: destination.filter(|d| d.machine == this_machine()),
     };
-    let walker = walk::Walker::new(setting).map_err(|e| SessionError::Local(e.to_string()))?;
+    let walker = walk::Walker::new(setting).map_err(LocalError::from)?;
     let thread = std::thread::Builder::new()
         .name("walker".into())
         .stack_size(1 << 20)
         .spawn(move || walker.run(roots))
-        .map_err(|e| SessionError::Local(format!("starting a thread: {e}")))?;
+        .map_err(|e| LocalError::io("starting a thread", e))?;
     let mut source = Source {
         core: Core::new(params.session, link.transport() == Transport::Rdma),
         link: &mut link,
@@ -121,7 +121,7 @@ pub fn run(
     }
     let walked = thread.join();
     if walked.is_err() {
-        return Err(SessionError::Local("the walker panicked".into()));
+        return Err(LocalError::Internal("the walker thread panicked").into());
     }
     result
 }
@@ -301,11 +301,11 @@ impl Source<'_> {
                     self.link.send(&Control::Report(report))?;
                 }
                 Ok(SessionEvent::Walked { blocks }) => self.core.walked(blocks),
-                Ok(SessionEvent::Fatal(message)) => return Err(SessionError::Local(message)),
+                Ok(SessionEvent::Fatal(error)) => return Err(error.into()),
                 Err(TryRecvError::Empty) => return Ok(()),
                 Err(TryRecvError::Disconnected) if self.core.is_walked() => return Ok(()),
                 Err(TryRecvError::Disconnected) => {
-                    return Err(SessionError::Local("internal error: the walker thread exited unexpectedly".into()));
+                    return Err(LocalError::Internal("the walker thread exited unexpectedly").into());
                 }
             }
         }

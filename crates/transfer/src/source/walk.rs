@@ -10,7 +10,7 @@ use super::send::Pack;
 use super::{Ahead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
-use crate::session::{EventSender, Pipeline, Progress, SessionParams};
+use crate::session::{EventSender, LocalError, Pipeline, Progress, SessionParams};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use std::collections::HashMap;
@@ -229,7 +229,7 @@ impl Walker {
             self.progress.total_known.store(true, Ordering::Relaxed);
             self.events.send(SessionEvent::Walked { blocks: self.next_sequence });
         } else if !self.cancel.load(Ordering::SeqCst) {
-            self.events.send(SessionEvent::Fatal("more than 2^32 blocks in one session".into()));
+            self.events.send(SessionEvent::Fatal(LocalError::TooManyBlocks));
         }
     }
 
