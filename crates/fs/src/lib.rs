@@ -1,17 +1,19 @@
 //! Shared infrastructure of services that work on files.
 //!
 //! - [`beneath`]: paths resolved beneath a root, by `openat2`.
-//! - [`identity`]: file identity: inode number and time of birth.
+//! - [`identity`]: file identity: inode number and time of birth. [`handle`]: names that outlive renames and restarts.
 //! - [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
-//! - [`xattr`]: extended attributes and access control lists.
+//! - [`xattr`]: extended attributes. [`acl`]: the access control lists in them.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+pub mod acl;
 pub mod beneath;
 pub mod durable;
+pub mod handle;
 pub mod identity;
 pub mod remove;
 pub mod sparse;
