@@ -9,6 +9,16 @@ fails() {
     fi
 }
 
+# wait_until SECONDS CMD...: tries a command until it succeeds; fails after so many seconds.
+wait_until() {
+    local limit=$1 end=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        ((SECONDS < end)) || { echo "after $limit s, still not: $*" >&2; return 1; }
+        sleep 0.02
+    done
+}
+
 # hosts NAME...: a network namespace for each, all on one Ethernet segment; the first is 10.0.0.1, and so on.
 hosts() {
     local n=0 name
@@ -39,25 +49,15 @@ kernel_end() {
 
 # until_listening NAME PORT: waits for a server on a host (`-`: this namespace).
 until_listening() {
-    local try=() i
+    local try=()
     [[ $1 == - ]] || try=(ip netns exec "$1")
-    for ((i = 0; i < 500; i++)); do
-        "${try[@]}" ss -Hltn "sport = :$2" | grep -q . && return
-        read -rt 0.02 <> <(:) || true
-    done
-    echo "nobody listens at port $2" >&2
-    return 1
+    is_listening() { "${try[@]}" ss -Hltn "sport = :$1" | grep -q .; }
+    wait_until 60 is_listening "$2" || { echo "no server listens at port $2" >&2; return 1; }
 }
 
 # until_written FILE: waits until there is something in a file.
 until_written() {
-    local i
-    for ((i = 0; i < 500; i++)); do
-        [[ -s $1 ]] && return
-        read -rt 0.02 <> <(:) || true
-    done
-    echo "$1 stays empty" >&2
-    return 1
+    wait_until 60 test -s "$1" || { echo "$1 stays empty" >&2; return 1; }
 }
 
 # serve_disk WHAT: a daemon ($daemon) that serves a disk as `d` by NBD, at port 10809.
@@ -73,13 +73,7 @@ same() { diff -r --no-dereference "$1" "$2" >/dev/null || { echo "$1 and $2 diff
 
 # until_there FILE: waits for a file, of another guest's for example.
 until_there() {
-    local i
-    for ((i = 0; i < 3000; i++)); do
-        [[ -e $1 ]] && return
-        read -rt 0.02 <> <(:) || true
-    done
-    echo "$1 does not appear" >&2
-    return 1
+    wait_until 120 test -e "$1" || { echo "$1 does not appear" >&2; return 1; }
 }
 
 # The target that tests of Linux's iSCSI initiator use.
@@ -93,45 +87,29 @@ initiator_start() {
     # A busy machine is no dead target: five seconds without an answer are not yet an error.
     sed -i 's/^\(node.conn\[0\].timeo.noop_out_timeout\) = .*/\1 = 60/' /etc/iscsi/iscsid.conf
     iscsid -f >/tmp/iscsid.log 2>&1 &
-    local i status
-    for ((i = 0; i < 200; i++)); do
-        status=0
-        iscsiadm -m session >/dev/null 2>&1 || status=$?
-        # No sessions: it answers.
-        [[ $status == 21 ]] && return
-        read -rt 0.05 <> <(:) || true
-    done
-    echo "iscsid does not answer" >&2
-    return 1
+    # No sessions: it answers.
+    answers() { local status=0; iscsiadm -m session >/dev/null 2>&1 || status=$?; ((status == 21)); }
+    wait_until 60 answers || { echo "iscsid does not answer" >&2; return 1; }
 }
 
 # until_readable NAME: waits until a disk that sysfs names has a device file and can be read: it is named before it is complete.
 until_readable() {
-    local i
-    for ((i = 0; i < 400; i++)); do
+    is_readable() {
         [[ -b /dev/$1 ]] || mknod "/dev/$1" b $(tr : ' ' <"/sys/block/$1/dev") 2>/dev/null || true
-        dd if="/dev/$1" of=/dev/null bs=4096 count=1 iflag=direct status=none 2>/dev/null && return
-        read -rt 0.05 <> <(:) || true
-    done
-    echo "/dev/$1 cannot be read" >&2
-    return 1
+        dd if="/dev/$1" of=/dev/null bs=4096 count=1 iflag=direct status=none 2>/dev/null
+    }
+    wait_until 60 is_readable "$1" || { echo "/dev/$1 cannot be read" >&2; return 1; }
 }
 
 # disk LUN: the block device of a unit of the only session, when it is there.
 disk() {
-    local i d
-    for ((i = 0; i < 400; i++)); do
-        d=$(ls -d /sys/class/iscsi_session/session*/device/target*/*:"$1"/block/* 2>/dev/null | head -n 1)
-        if [[ -n $d ]]; then
-            d=${d##*/}
-            until_readable "$d" || return
-            echo "/dev/$d"
-            return
-        fi
-        read -rt 0.05 <> <(:) || true
-    done
-    echo "no disk with LUN $1 appears" >&2
-    return 1
+    local d
+    has_unit() { compgen -G "/sys/class/iscsi_session/session*/device/target*/*:$1/block/*" >/dev/null; }
+    wait_until 60 has_unit "$1" || { echo "no disk with LUN $1 appears" >&2; return 1; }
+    d=$(compgen -G "/sys/class/iscsi_session/session*/device/target*/*:$1/block/*" | head -n 1)
+    d=${d##*/}
+    until_readable "$d" || return
+    echo "/dev/$d"
 }
 
 # file_systems ADDRESS: uses both disks through file systems, and compares what comes back from the storage.

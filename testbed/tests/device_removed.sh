@@ -9,13 +9,13 @@ until_listening ours 7117
 "$THRUWAY" cp -v --json --provider verbs --bwlimit 16M --retries 30 /tmp/large tw://10.0.0.1:7117/e/copy \
     >/tmp/report 2>/tmp/said & client=$!
 # Some of it has been written when the device goes.
-for ((i = 0; i < 500; i++)); do
-    (($(du -sk /tmp/served | cut -f1) > 8000)) && break
-    read -rt 0.02 <> <(:) || true
-done
+has_some() { (($(du -sk /tmp/served | cut -f1) > 8000)); }
+wait_until 60 has_some
 rdma link del siw0
 rdma link | grep siw0 && exit 1
-read -rt 0.5 <> <(:) || true
+# The client has seen it go.
+lost() { grep -q "trying again" /tmp/said; }
+wait_until 60 lost
 rdma link add siw0 type siw netdev eth0
 wait $client || { cat /tmp/said >&2; exit 1; }
 same /tmp/large /tmp/served/copy

@@ -17,11 +17,11 @@ for name in one two; do
     iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I $name -o new >/dev/null
     iscsiadm -m node -T $iqn -p 127.0.0.1:3260 -I $name --login
 done
-for ((i = 0; i < 400; i++)); do
-    disks=($(ls -d /sys/class/iscsi_session/session*/device/target*/*:0/block/* 2>/dev/null || true))
-    ((${#disks[@]} == 2)) && break
-    read -rt 0.05 <> <(:) || true
-done
+has_both() {
+    disks=($(compgen -G '/sys/class/iscsi_session/session*/device/target*/*:0/block/*' || true))
+    ((${#disks[@]} == 2))
+}
+wait_until 60 has_both
 one=/dev/${disks[0]##*/} two=/dev/${disks[1]##*/}
 for d in $one $two; do until_readable "${d##*/}"; done
 
@@ -61,11 +61,7 @@ serve
 nbd-client -N a 127.0.0.1 10809 /dev/nbd0 >/dev/null
 fails write /dev/nbd0
 nbd-client -d /dev/nbd0 >/dev/null
-for ((i = 0; i < 400; i++)); do
-    write $one && break
-    read -rt 0.05 <> <(:) || true
-done
-write $one
+wait_until 60 write $one
 fails write $two
 sg_persist --in --read-reservation $two >/tmp/reservation
 grep -q 'Key=0x1' /tmp/reservation

@@ -19,10 +19,8 @@ for round in 1 2 3; do
     cp /tmp/random /mnt/a/random$round &
     copy=$!
     # In the middle of it: a part has arrived.
-    i=0
-    until (($(stat -c %b /tmp/disk/a.img) * 512 > round * 40 * 1048576)) || ! kill -0 $copy 2>/dev/null || ((++i > 2000)); do
-        read -rt 0.01 <> <(:) || true
-    done
+    has_part() { (($(stat -c %b /tmp/disk/a.img) * 512 > round * 40 * 1048576)) || ! kill -0 $copy 2>/dev/null; }
+    wait_until 60 has_part
     kill -9 $daemon
     wait $daemon || true
     serve

@@ -18,10 +18,8 @@ there_and_back() {
     same /tmp/tree /tmp/back
     "$THRUWAY" cp -rp --quiet --bwlimit 8M /tmp/tree/. "$1/again" &
     copy=$!
-    for ((i = 0; i < 3000; i++)); do
-        compgen -G "$1/again/deep/.large.tw-*" >/dev/null && break
-        read -rt 0.02 <> <(:) || true
-    done
+    has_begun() { compgen -G "$1/again/deep/.large.tw-*" >/dev/null; }
+    wait_until 60 has_begun "$1"
     kill -9 $copy
     wait $copy || true
     "$THRUWAY" cp -rp --quiet /tmp/tree/. "$1/again"

@@ -12,11 +12,10 @@ for n in 1 2; do
 done
 # Both sessions are in progress, and their pools have been touched.
 bound() { grep -ch "Cpus_allowed_list:[[:space:]]*$1\$" $(grep -l "^session" /proc/$daemon/task/*/comm | sed 's/comm/status/') /dev/null | grep -c 1; }
-for ((i = 0; i < 500; i++)); do
-    [[ $(bound 0) == 1 && $(bound 1) == 1 ]] && grep -q "prefer.*:0 " /proc/$daemon/numa_maps && grep -q "prefer.*:1 " /proc/$daemon/numa_maps && break
-    read -rt 0.02 <> <(:) || true
-done
-if ((i == 500)); then
+are_apart() {
+    [[ $(bound 0) == 1 && $(bound 1) == 1 ]] && grep -q "prefer.*:0 " /proc/$daemon/numa_maps && grep -q "prefer.*:1 " /proc/$daemon/numa_maps
+}
+if ! wait_until 60 are_apart; then
     grep Cpus_allowed_list /proc/$daemon/task/*/status >&2
     grep -v default /proc/$daemon/numa_maps >&2
     exit 1

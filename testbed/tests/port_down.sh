@@ -6,13 +6,7 @@ head -c 24M /dev/urandom >/tmp/large
 
 # until_said TEXT FILE: waits until a log has it.
 until_said() {
-    for ((i = 0; i < 500; i++)); do
-        grep -q "$1" "$2" && return
-        read -rt 0.02 <> <(:) || true
-    done
-    echo "$2 does not say: $1" >&2
-    cat "$2" >&2
-    return 1
+    wait_until 60 grep -q "$1" "$2" || { echo "$2 does not say: $1" >&2; cat "$2" >&2; return 1; }
 }
 
 # down_and_up KIND PORT: a transfer over that kind of device, both ends of which are on it, loses its port in the middle.
@@ -24,10 +18,8 @@ down_and_up() {
     "$THRUWAY" cp -v --json --provider verbs --bwlimit 8M --retries 30 /tmp/large tw://10.0.0.254:72"$2"/e/copy \
         >/tmp/report 2>/tmp/said & client=$!
     # Some of it has been written when the port goes.
-    for ((i = 0; i < 500; i++)); do
-        (($(du -sk /tmp/served | cut -f1) > 4000)) && break
-        read -rt 0.02 <> <(:) || true
-    done
+    has_some() { (($(du -sk /tmp/served | cut -f1) > 4000)); }
+    wait_until 60 has_some
     ip link set eth0 down
     # The connection's error is the port's, not that of a retransmission that was given up later.
     until_said "port 1 of ${1}0 went down" /tmp/said

@@ -36,13 +36,10 @@ head -c 24M /dev/urandom >/tmp/tree/large
 
 # until_half_done: waits until a copy of the tree is in progress.
 until_half_done() {
-    local i
-    for ((i = 0; i < 3000; i++)); do
-        compgen -G '/mnt/d/tree/.large.tw-*' >/dev/null && (($(stat -c %b /mnt/d/tree/.large.tw-*) > 8000)) && return
-        read -rt 0.02 <> <(:) || true
-    done
-    echo "the copy does not get on" >&2
-    return 1
+    is_half_done() {
+        compgen -G '/mnt/d/tree/.large.tw-*' >/dev/null && (($(stat -c %b /mnt/d/tree/.large.tw-*) > 8000))
+    }
+    wait_until 60 is_half_done || { echo "the copy does not get on" >&2; return 1; }
 }
 
 # begin_copy: a copy of the tree, in progress.

@@ -87,14 +87,14 @@ dmsetup remove thin
 dmsetup remove pool
 
 echo '--- a device with a medium error'
-disk=
-for i in {1..100}; do
-    disk=$(ls /sys/bus/pseudo/drivers/scsi_debug/adapter0/host*/target*/*/block 2>/dev/null | head -n 1)
-    [[ -z $disk ]] || break
+has_disk() {
     [[ -e /sys/bus/pseudo/drivers/scsi_debug/adapter0 ]] || echo 1 >/sys/bus/pseudo/drivers/scsi_debug/add_host
-    read -rt 0.05 <> <(:) || true
-done
-[[ -b /dev/$disk ]] || mknod "/dev/$disk" b $(tr : ' ' <"/sys/block/$disk/dev")
+    compgen -G '/sys/bus/pseudo/drivers/scsi_debug/adapter0/host*/target*/*/block/*' >/dev/null
+}
+wait_until 60 has_disk
+disk=$(compgen -G '/sys/bus/pseudo/drivers/scsi_debug/adapter0/host*/target*/*/block/*' | head -n 1)
+disk=${disk##*/}
+until_readable "$disk"
 # Sectors 0x1234 and on are those that it fails to read.
 bad=$((0x1234 * 512))
 for options in ,mode=direct ,mode=writeback ,cache=4M; do
@@ -135,10 +135,8 @@ for kind in ext4 xfs; do
     mount -o loop /tmp/fs /mnt/d
     "$THRUWAY" cp -rp --quiet --retries 0 --bwlimit 4M /tmp/tree /mnt/d/ 2>/tmp/said &
     copy=$!
-    for i in {1..3000}; do
-        compgen -G '/mnt/d/tree/.large.tw-*' >/dev/null && break
-        read -rt 0.02 <> <(:) || true
-    done
+    has_begun() { compgen -G '/mnt/d/tree/.large.tw-*' >/dev/null; }
+    wait_until 60 has_begun
     xfs_io -x -c 'shutdown -f' /mnt/d
     fails wait $copy
     grep -q 'Input/output error' /tmp/said || { cat /tmp/said; exit 1; }

@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use support::*;
 
 fn os(path: &Path) -> OsString {
@@ -306,13 +307,16 @@ fn memory_to_memory_moves_what_was_asked_for() {
 }
 
 #[test]
-fn a_rate_limit_holds_nothing_up() {
+fn a_rate_limit_is_kept_and_holds_nothing_up() {
     let lab = Lab::new();
     let daemon = lab.serve(&lab.mkdir("served"));
     let (zero, null) = (daemon.url("dev/zero"), daemon.url("dev/null"));
     for (from, to) in [(OsStr::new("/dev/zero"), null.as_os_str()), (&zero, OsStr::new("/dev/null"))] {
-        let result = cp(&lab, &args(&[&"--bwlimit", &"20M", &"--size", &"20M", &from, &to]));
+        let began = Instant::now();
+        let result = cp(&lab, &args(&[&"--bwlimit", &"10M", &"--size", &"20M", &from, &to]));
         assert_eq!(result["bytes"].as_u64(), Some(20 << 20), "{result}");
+        // Two seconds' worth; some of it goes at once.
+        assert!(began.elapsed() > Duration::from_secs(1), "{:?}", began.elapsed());
     }
 }
 

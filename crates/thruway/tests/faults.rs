@@ -35,7 +35,7 @@ fn until_written(dir: &Path, bytes: u64) {
             return;
         }
         assert!(start.elapsed() < TIMEOUT, "the copy does not get on");
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 
@@ -57,7 +57,7 @@ fn until_recorded(dir: &Path, bytes: u64) -> u64 {
             return sum;
         }
         assert!(start.elapsed() < TIMEOUT, "the copy does not get on");
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 
@@ -75,7 +75,7 @@ fn no_leftovers(dir: &Path) {
         let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned());
         let Some(name) = names.into_iter().find(|n| ours(n)) else { return };
         assert!(start.elapsed() < TIMEOUT, "{name} is left behind");
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 
@@ -138,7 +138,7 @@ fn a_killed_pull_of_a_tree_continues_with_what_is_missing() {
         if child.try_wait().unwrap().is_some() {
             break;
         }
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let _ = child.kill();
     child.wait().unwrap();

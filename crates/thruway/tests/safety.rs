@@ -200,7 +200,7 @@ fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
         };
         while blocks(&served.join("new")) < (8 << 20) / 512 {
             assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         child.kill().unwrap();
         child.wait().unwrap();
@@ -293,7 +293,7 @@ fn what_was_changed_between_attempts_is_not_believed() {
         let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(command(extra)).spawn().unwrap();
         while !served.join("f1").exists() {
             assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         child.kill().unwrap();
         child.wait().unwrap();
@@ -314,7 +314,7 @@ fn what_was_changed_between_attempts_is_not_believed() {
     };
     let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(command(&[])).spawn().unwrap();
     while !served.join("f1").exists() {
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
     child.kill().unwrap();
     child.wait().unwrap();

@@ -79,7 +79,7 @@ impl Served {
         let start = std::time::Instant::now();
         while std::fs::read_dir(self.dir.path()).unwrap().count() > 0 {
             assert!(start.elapsed().as_secs() < 60, "{what} left something behind");
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
 
