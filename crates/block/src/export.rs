@@ -26,7 +26,7 @@ pub struct Export {
     pub backend: Arc<Served>,
     /// What sort of thing the data is in.
     pub kind: &'static str,
-    /// Nobody may change it.
+    /// Read-only for all clients.
     pub read_only: bool,
     /// Requests are cut into pieces of this length, which go to storage and network on their own.
     pub chunk: u32,
@@ -47,7 +47,7 @@ pub struct Spec {
     pub name: String,
     /// Storage of the data.
     pub source: Source,
-    /// Nobody may change it.
+    /// Read-only for all clients.
     pub read_only: bool,
     /// Way to the storage; if nothing is said, past the page cache under a cache of our own, else through it.
     pub mode: Option<Mode>,

@@ -68,7 +68,7 @@ impl Generations {
     /// ([`UnderWay::is_over_due`]).
     pub(crate) async fn turn(&self) {
         let _alone = self.turning.lock().await;
-        // Of the generation before something is left if whoever turned it did not wait to the end.
+        // Something of the previous generation is left if the task that ended it did not wait for it.
         let generation = self.generation.load(Ordering::SeqCst);
         self.until(|| self.running(generation + 1).load(Ordering::SeqCst) == 0).await;
         self.generation.store(generation + 1, Ordering::SeqCst);

@@ -24,7 +24,7 @@ pub struct BlockPool {
 
 struct State {
     free: Vec<u32>,
-    /// Threads that wait for a block; telling nobody would still be a system call.
+    /// Threads that wait for a block: without any, a notification would be a wasted system call.
     waiting: usize,
     /// Told, first come first served, that fewer blocks than so many are in use.
     wakers: VecDeque<(usize, Box<dyn FnOnce() + Send>)>,

@@ -2,7 +2,7 @@
 //!
 //! A reactor is a thread with a single-threaded runtime and an io_uring of its own ([`io::ring`](crate::io::ring)). What is
 //! started on it stays on it, so its tasks share state without locks; reactors share nothing. There is no
-//! central thread: whoever accepts a connection gives it to the reactor with the fewest.
+//! central thread: the thread that accepts a connection gives it to the reactor with the fewest.
 
 use crate::io::Ring;
 use crate::topology::{self, Node};
@@ -67,7 +67,7 @@ thread_local! {
     static OWN_LOAD: std::cell::RefCell<Option<Arc<AtomicUsize>>> = const { std::cell::RefCell::new(None) };
 }
 
-/// The reactor that runs this task has a load of one: whoever asks may spin, because nobody waits for the thread.
+/// Whether the reactor that runs this task has a load of one. Then the task may spin: no other needs the thread.
 pub fn is_alone() -> bool {
     OWN_LOAD.with_borrow(|load| load.as_ref().is_some_and(|load| load.load(Ordering::Relaxed) == 1))
 }

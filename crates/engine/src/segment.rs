@@ -49,7 +49,7 @@ impl Segment {
         Segment { source: Arc::new(Source::Block { block, _permit: permit }), start, len }
     }
 
-    /// A range of a buffer. `owner` is dropped when nobody needs it any more.
+    /// A range of a buffer. `owner` is dropped with the last part of the segment.
     ///
     /// # Panics
     /// If the range is not inside the buffer.

@@ -204,7 +204,7 @@ mod tests {
         echo.join().unwrap();
         assert!(
             matches!(Messages::connect(&provider, at, 64), Err(Error::Connection { .. })),
-            "nobody listens any more"
+            "the listener is closed"
         );
     }
 }

@@ -14,7 +14,7 @@ use thruway_rdma_types::{
 pub(crate) trait DeviceOps: Send + Sync {
     fn attributes(&self) -> &DeviceAttributes;
     fn alloc_pd(&self) -> Result<u32>;
-    /// Nobody will name it any more. What is of it may live on.
+    /// No handle names it any more. Objects made from it may live on.
     fn free_pd(&self, pd: u32);
     /// # Safety
     /// `ptr..ptr+len` must stay mapped while `owner` lives.

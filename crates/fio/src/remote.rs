@@ -39,7 +39,7 @@ impl Remote {
     /// Connects to memory, for `depth` requests in progress.
     ///
     /// # Errors
-    /// [`Error::Connection`] if nobody lends memory there, and those of making a device and a queue pair.
+    /// [`Error::Connection`] if no server lends memory there, and those of making a device and a queue pair.
     pub fn open(provider: &Provider, peer: SocketAddr, depth: u32) -> Result<Remote> {
         let device = provider.open()?;
         let pd = device.alloc_pd().unwrap();

@@ -46,7 +46,7 @@ pub enum AclError {
 const VERSION: u32 = 2;
 const HEADER_LEN: usize = 4;
 const ENTRY_LEN: usize = 8;
-/// Of an entry that names nobody.
+/// The id of an entry without one.
 const UNDEFINED_ID: u32 = u32::MAX;
 
 impl Who {
@@ -78,14 +78,14 @@ impl Acl {
     /// A list of these entries, in any order.
     ///
     /// # Errors
-    /// [`AclError::Incomplete`]; [`AclError::Malformed`] for permissions that are none, and for two entries about one.
+    /// [`AclError::Incomplete`]; [`AclError::Malformed`] for permissions that are none, and for two entries for the same user, group or class.
     pub fn new(mut entries: Vec<Entry>) -> Result<Acl, AclError> {
         entries.sort_by_key(|entry| entry.who);
         if entries.iter().any(|entry| entry.permissions > 7) {
             return Err(AclError::Malformed("permissions beyond read, write and execute"));
         }
         if entries.windows(2).any(|pair| pair[0].who == pair[1].who) {
-            return Err(AclError::Malformed("two entries about one"));
+            return Err(AclError::Malformed("two entries for the same user, group or class"));
         }
         let has = |who| entries.iter().any(|entry| entry.who == who);
         for (who, missing) in [
@@ -141,7 +141,7 @@ impl Acl {
             Some(Entry { who: who?, permissions })
         };
         let entries: Option<Vec<Entry>> = entries.iter().map(decode).collect();
-        Acl::new(entries.ok_or(AclError::Malformed("an entry about nobody"))?)
+        Acl::new(entries.ok_or(AclError::Malformed("an entry with an unknown tag"))?)
     }
 
     /// The value of an attribute.

@@ -29,7 +29,7 @@ pub struct Remover<'a> {
     pub spares: &'a dyn Fn(&[u8]) -> bool,
     /// Count, remove nothing.
     pub dry_run: bool,
-    /// Whoever has asked for it does not want it any more.
+    /// Set to stop.
     pub is_over: &'a AtomicBool,
 }
 
@@ -85,7 +85,7 @@ impl Remover<'_> {
         let mut stack = vec![level];
         loop {
             if self.is_over.load(Ordering::SeqCst) {
-                return Err(io::Error::other("told to stop"));
+                return Err(io::Error::other("cancelled"));
             }
             let depth = stack.len();
             let top = stack.last_mut().expect("not empty");

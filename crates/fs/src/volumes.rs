@@ -67,7 +67,7 @@ impl Volumes {
     /// # Errors
     /// The first failure; what was written since the last success is then of unknown fate.
     pub fn sync(&self) -> io::Result<()> {
-        // One at a time: whoever comes second must not take an error that was told to the first for success.
+        // One at a time: an error is reported only to the first caller, and the second must not take that for success.
         let known = self.known();
         self.check()?;
         // All are tried: each tells its error once.

@@ -162,7 +162,7 @@ impl Regions {
 }
 
 impl RegionTable {
-    /// An empty table, whose keys come in an order that nobody can foresee.
+    /// An empty table, whose keys come in an unpredictable order.
     #[expect(clippy::new_without_default, reason = "a table of secrets is made on purpose")]
     pub fn new() -> RegionTable {
         RegionTable::with(Stags::secret())

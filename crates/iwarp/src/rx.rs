@@ -77,7 +77,7 @@ pub(crate) struct Receiver {
     claim: Option<Arc<Region>>,
     /// Holds `claim` against invalidation from [`Connection::rx_iovecs`] to
     /// [`Connection::rx_received`], and no longer: a peer that stalls inside a segment must not
-    /// hold up whoever revokes its right.
+    /// block the revocation of its key.
     placement: Option<Placement>,
     /// Target of payloads that RDMAP itself defines.
     fixed: Box<[u8; FIXED_LEN]>,
@@ -610,7 +610,7 @@ impl Receiver {
         let mut from = &bytes[..n];
         while !from.is_empty() {
             let Some(target) = self.targets.first_mut() else {
-                // A zero-length claim, or a message nobody keeps.
+                // A zero-length range, or a message that is discarded.
                 break;
             };
             let now = from.len().min(target.len);

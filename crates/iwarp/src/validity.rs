@@ -29,7 +29,7 @@ impl Validity {
         self.holds.load(Ordering::SeqCst)
     }
 
-    /// After this returns nobody uses it any more. False if it had been revoked before.
+    /// After this returns no use is in progress. False if it had been revoked before.
     pub(crate) fn revoke(&self) -> bool {
         let held = self.holds.swap(false, Ordering::SeqCst);
         in_order();

@@ -89,7 +89,7 @@ impl<T> FairQueue<T> {
     /// Gives free places to those who wait, an address at a time.
     fn turn(&mut self, now: Instant) -> Verdict<T> {
         let mut verdict = Verdict { begin: Vec::new(), refuse: Vec::new() };
-        // Whoever is passed over once is passed over until something ends.
+        // A host that is passed over once is passed over until a handshake ends.
         let mut passed_over = 0;
         while self.under_way < self.limits.all && passed_over < self.turns.len() {
             let Some(from) = self.turns.pop_front() else { break };
@@ -143,7 +143,7 @@ pub struct Admission<T> {
     /// With whom handshakes have ended since that thread last looked.
     over: Mutex<Vec<IpAddr>>,
     wake: Box<dyn Fn() + Send + Sync>,
-    /// Nobody is admitted any more. Changes under the lock of `queue`.
+    /// No more connections are admitted. Changes under the lock of `queue`.
     closed: AtomicBool,
 }
 
@@ -204,7 +204,7 @@ impl<T> Admission<T> {
         Answer { begin: verdict.begin.into_iter().map(turn).collect(), refuse: verdict.refuse }
     }
 
-    /// Admits nobody any more. Connections that wait are dropped.
+    /// Admits no more connections. Those that wait are dropped.
     pub fn close(&self) {
         let mut handshakes = lock(&self.queue);
         self.closed.store(true, Ordering::SeqCst);

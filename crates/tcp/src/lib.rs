@@ -80,7 +80,7 @@ impl PathInfo {
 /// Fits a new connection to its path.
 ///
 /// On a long path the socket takes little beyond what is on its way, so that what it takes is soon
-/// gone, and whoever deals out work to several connections need not decide early; and its window opens wide
+/// sent, and work can be distributed over several connections late; and its window opens wide
 /// at once, instead of by what came in the last round trip. Sets the
 /// congestion control: `wanted`; or, within one host, cubic, because
 /// pacing by a measured rate halves the rate of the loopback device; or, on a long path, BBR,

@@ -1,7 +1,7 @@
 //! The `thruway` program.
 
 #![forbid(unsafe_code)]
-// They panic where nobody reads any more: `say!` and `say_error!` do not.
+// They panic on a closed pipe: `say!` and `say_error!` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 mod cp;

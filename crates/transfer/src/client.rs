@@ -30,7 +30,7 @@ const BLOCKS: usize = 64;
 pub struct Remote {
     /// Address of the daemon.
     pub addr: SocketAddr,
-    /// Where else, if nobody answers there.
+    /// Other addresses to try, if that one does not answer.
     pub others: Vec<SocketAddr>,
     /// Name of the daemon in messages and in known hosts.
     pub label: String,
@@ -451,7 +451,7 @@ fn request_session(
         let call = Call { addr: remote.addr, credentials: &remote.credentials, token, early };
         match Link::connect(device, remote.transport, &call) {
             Ok(connected) => break connected,
-            // A name may have addresses at which nobody listens.
+            // A name may have addresses without a listener.
             Err(error) if error.is_transient() && tried < remote.others.len() => {
                 tracing::debug!(addr = %remote.addr, %error, "trying the next address");
                 tried += 1;

@@ -222,7 +222,7 @@ impl Cancel {
 
     pub(crate) fn watch_data(&self, stream: &Arc<TcpStream>) {
         let mut data = self.data();
-        // Whoever cancels goes through what is here after having said so.
+        // A cancellation sets the flag first, and then closes everything listed here.
         match self.0.why.get() {
             None => data.push(Arc::downgrade(stream)),
             Some(_) => shut(&Arc::downgrade(stream)),

@@ -182,7 +182,7 @@ fn latency(lab: &Lab) -> Result<Findings, String> {
     for (wait, title) in [(Wait::Poll, "Polled"), (Wait::Event, "By event")] {
         let mut series = Vec::new();
         for op in [Op::Send, Op::Write, Op::Read] {
-            // Nobody watches a write's last byte without polling.
+            // A write's last byte can only be detected by polling.
             if op == Op::Write && wait == Wait::Event {
                 continue;
             }

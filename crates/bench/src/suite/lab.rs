@@ -156,7 +156,7 @@ impl Peer {
                 break;
             }
         }
-        // Nobody reads what it says later; it must not wait for a reader.
+        // Its later output is not read; it must not block on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         let peer = Peer { child, addr: addr.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))) };
         if addr.is_none() { Err(format!("'thruway {}' did not come up", args.join(" "))) } else { Ok(peer) }

@@ -163,7 +163,7 @@ impl FileBackend {
         let alignment = direct.as_ref().map_or(1, |file| direct_alignment(file));
         let is_device = cached.is_device();
         let size = Arc::new(AtomicU64::new(size_of(&cached)?));
-        // Without this the kernel would write the zeroes itself, which nobody who discards has asked for.
+        // Without this the kernel would write the zeroes itself, which is not what a discard is for.
         let zeroes_fast = !is_device || queue_limit(&cached, "write_zeroes_max_bytes").is_some_and(|max| max > 0);
         let discards = is_device && queue_limit(&cached, "discard_max_bytes").is_some_and(|max| max > 0);
         let (punches, zeroes) = (AtomicBool::new(zeroes_fast), AtomicBool::new(zeroes_fast));
@@ -242,7 +242,7 @@ impl FileBackend {
         Ok(())
     }
 
-    /// The length of the file as it is now, in bytes. Where a server is asked, one that does not answer holds up nobody else.
+    /// The length of the file as it is now, in bytes. A file server is asked on a thread, so that one that does not answer blocks no other request.
     async fn size_now(&self) -> io::Result<u64> {
         if self.cached.is_of_this_host() {
             return size_of(&self.cached);
@@ -290,7 +290,7 @@ impl FileBackend {
             let _together = self.aligned.read().await;
             return self.write_past_cache(file, at, segment, durable).await;
         }
-        // Whoever writes the rest of the page at the same time must not have it undone.
+        // A concurrent write to the rest of the page must not be undone.
         let _alone = self.aligned.write().await;
         let (start, around) = self.around(at, segment.len()).await?;
         let mut around = self.read_to_end(file, start, around).await?;
@@ -480,7 +480,7 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     if !alone {
         return Ok(());
     }
-    // Having said so, whoever comes later sees us, and we see whoever was here.
+    // Our locks are set first: of two that open it at the same time, at least one sees the other.
     let unbearable = does.iter().map(|what| CANNOT_BEAR + what).chain([WRITE, RESIZE].map(|what| DOES + what));
     for byte in unbearable {
         let mut lock = lock(byte, libc::F_WRLCK);
@@ -585,7 +585,7 @@ impl Backend for FileBackend {
 
     fn flush(&self) -> Op<'_, ()> {
         Box::pin(async move {
-            // A disk that nobody writes to has nothing to flush.
+            // A read-only disk has nothing to flush.
             if self.read_only {
                 return Ok(());
             }
@@ -640,7 +640,7 @@ impl Backend for FileBackend {
         if done == len {
             return Box::pin(std::future::ready(Ok(known)));
         }
-        // Many of them take their time, and a server that does not answer holds up nobody else.
+        // Many extents take time, and a file server may not answer: neither may block the reactor.
         let file = Arc::clone(&self.cached);
         let rest = move || seek_extents(&file, at + done, len - done, EXTENTS_MAX);
         Box::pin(async move {

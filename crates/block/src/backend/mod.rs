@@ -86,7 +86,7 @@ pub trait Backend: Send + Sync {
     /// Makes a range read as zeroes.
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()>;
 
-    /// Says that nobody needs a range any more; what it reads as afterwards is not defined.
+    /// Discards a range: its content is no longer needed, and what it reads as afterwards is undefined.
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
 
     /// The states of a range, from its first byte on; at least one, covering all of the range or the

@@ -439,7 +439,7 @@ impl Inner {
                         drop(self.ranges.share(block..block + 1, Who::Internal).await);
                         continue;
                     };
-                    // A task of its own, which nobody takes away by losing interest: the kernel would keep the
+                    // A task of its own, not cancelled with the request: the kernel would keep the
                     // memory, and who waits for room would not be told when it comes back.
                     let loaded = tokio::task::spawn_local(async move {
                         let _shared = shared;
@@ -544,13 +544,13 @@ impl Inner {
         Ok(())
     }
 
-    /// Through to the disk: the blocks are nobody else's until they are written.
+    /// Through to the disk: the blocks are exclusively ours until they are written.
     async fn write_through(&self, at: u64, segment: Segment, durable: bool) -> io::Result<()> {
         let mut held = Vec::new();
         for part in self.parts(at, segment.len()) {
             held.push(self.partitions.hold(part.block).await);
         }
-        // Nobody sees what is held.
+        // No other request sees what is held.
         let mut data = segment.as_slice();
         for (part, hold) in self.parts(at, segment.len()).zip(&mut held) {
             let (here, later) = data.split_at(part.len);
@@ -565,7 +565,7 @@ impl Inner {
 
     /// Writes a block out, if it is dirty, and waits for it if it is being written already.
     ///
-    /// A task of its own does it, which nobody takes away by losing interest: a write that is given up half way
+    /// A task of its own does it, which is not cancelled with the request: a write that is given up half way
     /// could reach the disk after a later one.
     async fn write_out(&self, block: u64) -> io::Result<()> {
         let shared = self.ranges.share(block..block + 1, Who::Internal).await;

@@ -480,7 +480,7 @@ impl Table {
         }
         self.clean(index);
         self.policy.remove(index);
-        // What is being sent is nobody else's until it has been.
+        // What is being sent stays exclusively held until it has been.
         if self.slots[index as usize].lent == 0 {
             self.free.push(index);
         }
@@ -588,7 +588,7 @@ impl Hold<'_> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        // The write failed, or whoever wrote panicked or was told to stop.
+        // The write failed, or the task that wrote panicked or was cancelled.
         if !self.written {
             self.forget();
         }

@@ -131,7 +131,7 @@ impl RangeLock {
         self.exclusive.lock().expect("no panics under the lock")
     }
 
-    /// Keeps everybody out of a range, if nobody shares it any more, and nobody wanted it before.
+    /// Grants exclusive use of a range, once nobody shares it and no earlier request waits for it.
     fn have(&self, id: u64, range: &Range<u64>) -> Option<()> {
         if self.queue().ranges.iter().any(|(other, wanted)| *other < id && overlap(wanted, range)) {
             return None;
@@ -222,7 +222,7 @@ mod tests {
         let elsewhere = lock.alone(10..12).now_or_never().expect("they do not overlap");
         let mut second = Box::pin(lock.alone(9..20));
         assert!(second.as_mut().now_or_never().is_none());
-        // Whoever comes later waits, though it could have its range now: or who wants much would wait for ever.
+        // Later requests wait, even if their range is free: otherwise a request for a large range would starve.
         let mut later = Box::pin(lock.alone(12..14));
         assert!(later.as_mut().now_or_never().is_none());
         drop(first);

@@ -522,7 +522,7 @@ struct Write {
 }
 
 impl Write {
-    /// The client is gone in the middle of it: there is nobody to answer.
+    /// The client disconnected in the middle of it: no reply is needed.
     fn abandon(&self) {
         self.failed.set(Some(io::ErrorKind::ConnectionAborted.into()));
     }
@@ -534,7 +534,7 @@ impl Drop for Write {
         let (request, turn) = (self.request, self.turn.take());
         let result = match self.failed.take() {
             Some(error) => Err(error),
-            // Whoever was writing a piece has panicked, or was told to stop.
+            // A task that was writing a piece has panicked or was cancelled.
             None if self.unwritten.get() > 0 => Err(io::Error::from_raw_os_error(libc::EIO)),
             None => Ok(()),
         };

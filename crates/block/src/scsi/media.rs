@@ -117,7 +117,7 @@ fn write_error(error: io::Error) -> Sense {
     }
 }
 
-/// A range that nobody else changes until what is returned is dropped. Whoever owes us data holds nobody up: it is for what is
+/// A range that no other command changes until what is returned is dropped. An initiator that owes us data blocks no other: it is for what is
 /// here.
 ///
 /// An initiator that has lost a connection sends what was not answered again by another path. What the lost one had begun is
@@ -349,7 +349,7 @@ pub(super) async fn unmap(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Transfer) 
     // As the provisioning page says: zeroes, or whatever the device likes. Never by writing.
     let zeroes = unit.export.backend.geometry().discard_zeroes;
     for (lba, blocks) in ranges {
-        // Nobody waits for what has been given up.
+        // No one waits for an aborted command.
         if transfer.aborted().now_or_never().is_some() {
             return Sense::DATA_PHASE.into();
         }

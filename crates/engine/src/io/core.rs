@@ -154,7 +154,7 @@ impl<T> Core<T> {
         if let Err(error) = entered
             && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
         {
-            // What remains are mistakes of this program. Nobody can say what the kernel does with the memory of the requests that it has.
+            // What remains are bugs of this program, and the kernel may still be using the memory of requests in progress.
             tracing::error!(%error, "io_uring_enter failed");
             std::process::abort();
         }
@@ -191,7 +191,7 @@ impl<T> Core<T> {
         self.registered.is_in_use()
     }
 
-    /// Lets go of registered memory that nobody else has any more.
+    /// Unregisters buffers that have no other owner any more.
     pub(super) fn sweep(&mut self) {
         self.registered.sweep(&self.ring);
     }

@@ -220,7 +220,7 @@ impl Drop for Storage {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.sleeping.store(true, Ordering::SeqCst);
-        // Under the lock: whoever looks at it now sees it, or is rung for.
+        // Under the lock, so that no thread misses both the flag and the notification.
         drop(self.shared.queue.lock());
         self.shared.ready.notify_all();
         self.shared.wake();

@@ -144,7 +144,7 @@ pub(super) struct Context {
     live_version: AtomicU64,
     ready: Mutex<VecDeque<u64>>,
     events: Mutex<VecDeque<Event>>,
-    /// The consumer's handle is gone: nobody hears of events any more. Changes under the lock of `events`.
+    /// The consumer's handle has been dropped: events have no receiver any more. Changes under the lock of `events`.
     abandoned: AtomicBool,
     /// Counts completions and events not polled yet, and queue pairs in `ready`.
     doorbell: Doorbell,
@@ -250,7 +250,7 @@ impl Context {
         let gone = self.entities.lock_unpoisoned().remove(&id);
         match gone {
             Some(Entity::Inbound(_)) => drop(self.pending.fetch_sub(1, Ordering::Relaxed)),
-            // Whoever drives might never do so again, and the queue pair holds this context.
+            // The thread that drives may never do so again, and the queue pair holds this context.
             Some(Entity::QueuePair(qp)) => {
                 self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
             }
@@ -294,7 +294,7 @@ impl Context {
         }
     }
 
-    /// Closes the connection that has been longest in set-up: one whose request nobody has looked at, or one
+    /// Closes the connection that has been longest in set-up: one whose request has not been taken, or one
     /// that has not sent its request. False if there is none.
     pub(super) fn drop_oldest_request(&self) -> bool {
         let mut events = self.events.lock_unpoisoned();
@@ -389,7 +389,7 @@ impl Context {
     fn tick(self: &Arc<Context>) {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.timer, &mut count);
-        // Off before the scan: whoever starts a deadline during it switches the timer on again.
+        // Off before the scan: a deadline that starts during it switches the timer on again.
         self.timer_on.store(false, Ordering::SeqCst);
         let now = Instant::now();
         let mut busy = false;
@@ -469,7 +469,7 @@ impl Context {
         if !driver.hot.is_empty() {
             driver.streak += 1;
             if driver.streak < HOT_STREAK {
-                // Out of the epoll set nobody tells when there is room again.
+                // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 for qp in &driver.hot {
                     qp.turn(tried);
@@ -487,7 +487,7 @@ impl Context {
         self.ask_epoll();
     }
 
-    /// Deals with what the epoll set tells of. By whoever holds the driver.
+    /// Handles the events of the epoll set. Called by the thread that holds the driver.
     fn ask_epoll(self: &Arc<Context>) {
         let mut events = [std::mem::MaybeUninit::uninit(); EVENTS_PER_TURN];
         let none = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -588,7 +588,7 @@ impl std::ops::Deref for Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Requests that nobody answered hold the context, and are refused when they go.
+        // Unanswered requests hold the context, and are refused when they are dropped.
         let mut events = self.events.lock_unpoisoned();
         self.abandoned.store(true, Ordering::SeqCst);
         let unheard = std::mem::take(&mut *events);
@@ -750,7 +750,7 @@ impl DeviceOps for Handle {
             Err(e) => return Err(Error::io("waiting", e)),
         }
         drop(sleeper);
-        // Whoever has asked for it is answered by our return.
+        // The caller learns it from the return value.
         self.doorbell.has_rung();
         // Woken so soon that a little spinning would have caught it: spin next time.
         if slept.elapsed() < SPIN_MAX {

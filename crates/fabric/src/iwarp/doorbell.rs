@@ -10,7 +10,7 @@ use thruway_rdma_types::sync::in_order;
 /// What there is to poll, and who sleeps until there is.
 #[derive(Default)]
 pub(super) struct Doorbell {
-    /// Published and not taken. Whoever takes something may discount it before it is counted; the number wraps, and it looks as
+    /// Published and not taken. A taker may discount an event before it is counted; the number wraps, and it looks as
     /// if there were something for as long.
     published: AtomicUsize,
     /// Somebody sleeps on the device's descriptor.
@@ -24,7 +24,7 @@ pub(super) struct Doorbell {
 /// Whom to wake.
 #[must_use]
 pub(super) struct Whom {
-    /// Whoever sleeps on the device's descriptor.
+    /// Threads that sleep on the device's descriptor.
     pub(super) armed: bool,
     /// All threads that sleep on descriptors of their own.
     pub(super) sleepers: bool,
@@ -43,7 +43,7 @@ impl Doorbell {
         self.published.fetch_sub(count, Ordering::SeqCst);
     }
 
-    /// Whoever sleeps, or sleeps next, is to wake.
+    /// Sleeping threads, and the next one that would sleep, are to wake.
     pub(super) fn wake(&self) -> Whom {
         self.woken.swap(true, Ordering::SeqCst);
         in_order();

@@ -186,7 +186,7 @@ impl Reading {
         loop {
             let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
             // A caller of another protocol is recognised by its first bytes; the rest is left
-            // for whoever speaks it.
+            // for the service that speaks it.
             let most = if self.seen.len() < SNIFF_LEN { SNIFF_LEN - self.seen.len() } else { chunk.len() };
             match self.stream.read(&mut chunk[..most]) {
                 Ok(0) => return Outcome::Over,

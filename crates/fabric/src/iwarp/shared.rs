@@ -13,7 +13,7 @@ use thruway_rdma_types::{RecvRequest, Result, WorkCompletion};
 pub(super) struct CompletionRing {
     pub(super) ctx: Arc<Context>,
     pub(super) room: Reservation,
-    /// `None` once nobody can poll it any more.
+    /// `None` once its handle has been dropped.
     queue: Mutex<Option<VecDeque<WorkCompletion>>>,
 }
 
@@ -30,7 +30,7 @@ impl CompletionRing {
 
     pub(super) fn push(&self, completion: WorkCompletion) {
         let mut queue = self.queue.lock_unpoisoned();
-        // Completions nobody can poll any more must not keep the device awake.
+        // Completions that cannot be polled any more must not keep the device awake.
         let Some(queue) = &mut *queue else { return };
         queue.push_back(completion);
         self.ctx.count_unpolled();

@@ -60,7 +60,7 @@ pub(super) struct Context {
     /// Most elements of a read.
     pub(super) max_read_sge: usize,
     events: Mutex<VecDeque<Event>>,
-    /// The consumer's handle is gone: nobody hears of events any more. Changes under the lock of `events`.
+    /// The consumer's handle has been dropped: events have no receiver any more. Changes under the lock of `events`.
     abandoned: AtomicBool,
     woken: AtomicBool,
     /// Polls that found nothing.
@@ -95,7 +95,7 @@ impl Drop for ProtectionDomain {
     }
 }
 
-/// A completion queue that nobody uses. libsiw takes the place 0x90000 among the queues that a process maps for the
+/// An unused completion queue. libsiw takes the place 0x90000 among the queues that a process maps for the
 /// mark of a failure, and refuses the queue pair that gets it, some seventy in; so something larger is put across it.
 struct Filler {
     lib: &'static Library,
@@ -280,7 +280,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         Ok((poll, wake))
     };
     let (epoll, wake) = setup().map_err(|e| {
-        // SAFETY: made above and used by nobody.
+        // SAFETY: created above, and not in use.
         unsafe {
             (lib.ibv_destroy_comp_channel)(channel);
             (lib.rdma_destroy_event_channel)(cm);
@@ -591,7 +591,7 @@ pub(super) struct Handle(Arc<Context>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Requests that nobody answered hold the context, and are refused when they go.
+        // Unanswered requests hold the context, and are refused when they are dropped.
         let mut events = lock(&self.0.events);
         self.0.abandoned.store(true, Ordering::SeqCst);
         let unheard = std::mem::take(&mut *events);

@@ -35,7 +35,7 @@ pub(super) fn by_queue_pair(raw: usize) -> Option<Arc<Endpoint>> {
 
 /// Every queue pair of this hardware.
 pub(super) fn all_of(verbs: *mut ibv_context) -> Vec<Arc<Endpoint>> {
-    // Whoever goes here takes itself off the list, and needs its lock.
+    // What is dropped here removes itself from the list, and needs its lock.
     let known: Vec<_> = lock(&QUEUE_PAIRS).values().filter_map(Weak::upgrade).collect();
     known.into_iter().filter(|e| e.context.verbs == verbs).collect()
 }
@@ -143,7 +143,7 @@ impl Endpoint {
             // SAFETY: a live queue pair.
             let rc = unsafe { (lib.ibv_modify_qp)(raw, &raw mut init, mask) };
             if rc != 0 {
-                // SAFETY: made above and used by nobody.
+                // SAFETY: created above, and not in use.
                 unsafe { (lib.ibv_destroy_qp)(raw) };
                 return Err(Error::io("preparing a queue pair", io::Error::from_raw_os_error(rc)));
             }

@@ -1,4 +1,4 @@
-//! Listening, and connection requests that nobody has answered yet.
+//! Listening, and unanswered connection requests.
 
 use super::abi::*;
 use super::address::{from_socket_address, socket_address};

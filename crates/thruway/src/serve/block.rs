@@ -219,7 +219,7 @@ impl BlockArgs {
         Ok(Arc::new(Targets::new(targets, secrets, self.initiator.clone())))
     }
 
-    /// Nobody proves anything: then it is for us.
+    /// No one authenticates: then it is for us.
     fn own_initiators_only(&self, anonymous: bool) -> bool {
         self.chap.is_none() && !anonymous
     }

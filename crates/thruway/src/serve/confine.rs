@@ -141,7 +141,7 @@ pub(super) fn confine(args: &ServeArgs) -> Result<(), String> {
         Err(error) => return Err(format!("confining the daemon: {error}")),
     };
     let allowed = Allowed::of(args);
-    // What is not there cannot be opened now, and whoever wants it says so.
+    // A missing path cannot be opened now; the service that needs it reports that.
     let confined = ruleset
         .add_rules(path_beneath_rules(&allowed.read, read))
         .and_then(|ruleset| ruleset.add_rules(path_beneath_rules(&allowed.write, all)))

@@ -46,7 +46,7 @@ impl User {
     /// # Errors
     /// If it cannot be made, or is somebody else's.
     pub(super) fn take_over(&self, parent: &Path, name: &str, is_ours: impl Fn(&[u8]) -> bool) -> io::Result<()> {
-        // By descriptors and never through links: whoever may write there must not lead root elsewhere.
+        // By descriptors and never through links: a user who may write there must not redirect root.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let parent = rustix::fs::open(parent, flags, Mode::empty())?;
         if rustix::fs::fstat(&parent)?.st_uid != 0 || !rustix::process::geteuid().is_root() {

@@ -541,7 +541,7 @@ impl Session<'_> {
         if self.shared.stop.load(Ordering::SeqCst) {
             return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
         }
-        // Whoever has changed the keys since we looked has not seen us.
+        // A change of the keys since we looked may have missed this session.
         if self.principal(key, owner).as_ref() != Some(&principal) {
             return self.refuse(link, AbortCode::Busy, "your rights have just changed".into());
         }
@@ -569,7 +569,7 @@ impl Session<'_> {
 
     fn principal(&self, key: Option<PublicKey>, owner: Option<u32>) -> Option<Principal> {
         let Some(key) = key else {
-            // Whoever knows the secret is the one who started us.
+            // Only the client that started us knows the secret.
             return Some(Principal::Operator);
         };
         let known = self.shared.authorized.read().expect("no panics under the lock").principal(&key);

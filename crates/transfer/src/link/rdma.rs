@@ -695,7 +695,7 @@ impl RdmaLink {
         }
         let mut ignored = Vec::new();
         while self.control.error().is_none() && start.elapsed() < limit {
-            // What nobody takes would keep the device awake.
+            // Completions that are not taken would keep the device awake.
             while self.cq.poll(&mut ignored, 64) > 0 || self.device.poll_event().is_some() {
                 ignored.clear();
             }

@@ -142,7 +142,7 @@ enum News {
 
 /// Takes so much news at a time, so that what it leads to is done before there is more.
 const NEWS_TOGETHER: usize = 256;
-/// News that wait for the session's thread. Whoever has more to tell waits, and with it the peer.
+/// Events that wait for the session's thread. Senders of more are blocked, and with them the peer.
 const NEWS_MAX: usize = 1024;
 
 #[derive(Clone)]

@@ -22,7 +22,7 @@ use thruway_fs::Identity;
 
 /// Files synced one by one; a larger group is synced with its file systems.
 const ONE_BY_ONE_MAX: usize = 4;
-/// Files that may wait to be committed. Whoever has more waits, with the blocks that they came in.
+/// Files that may wait to be committed. Beyond that, workers are blocked, with the blocks that files came in.
 const PENDING_MAX: u64 = 8192;
 /// Large files that are kept open until they are committed.
 const OPEN_MAX: u64 = 16;

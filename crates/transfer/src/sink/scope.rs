@@ -36,7 +36,7 @@ impl Scope {
     /// Checks a record from the source.
     ///
     /// # Errors
-    /// [`Malformed`] if it names what no path can be, or what nobody asked for.
+    /// [`Malformed`] if it names what no path can be, or what was not asked for.
     pub(crate) fn check(&self, record: &Record) -> Result<(), Malformed> {
         match record {
             Record::Dir { path, .. } | Record::Keep { path, .. } if path.is_empty() => {
@@ -77,7 +77,7 @@ impl Scope {
     /// Checks a path that the source offers or ends a file with.
     ///
     /// # Errors
-    /// [`Malformed`] if nobody asked for it.
+    /// [`Malformed`] if it was not asked for.
     pub(crate) fn path(&self, path: &[u8]) -> Result<(), Malformed> {
         check_path(path)?;
         if path.split(|b| *b == b'/').any(super::is_own_name) {

@@ -172,7 +172,7 @@ impl OpenFiles {
 /// The pieces of a file that have been read, with their digests.
 pub(super) struct Sent {
     verify: Algorithm,
-    /// The session is over: nobody wants to know any more.
+    /// The session is over; the result is not needed any more.
     cancel: Arc<AtomicBool>,
     /// `None`: not everything that the sink has of the file is known here.
     pieces: Mutex<Option<Vec<Piece>>>,

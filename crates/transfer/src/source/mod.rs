@@ -162,7 +162,7 @@ pub(crate) struct Ahead {
 }
 
 struct AheadState {
-    /// Nobody enters any more.
+    /// Closed: no more entries.
     closed: bool,
     held: usize,
     limit: usize,

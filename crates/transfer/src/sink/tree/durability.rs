@@ -23,7 +23,7 @@ pub(super) struct Changed {
 }
 
 impl Tree {
-    /// An earlier attempt may have made names here that nobody has synced.
+    /// An earlier attempt may have made names here that have not been synced.
     ///
     /// # Errors
     /// If there are too many file systems below the destination.

@@ -219,7 +219,7 @@ impl Tree {
 
     /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
     pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
-        // Whoever may only add leaves what is there as it is.
+        // A peer that may only add leaves existing entries as they are.
         let is_ours_to_change = made || (self.manner.preserve && self.manner.replace);
         if !is_ours_to_change {
             return Ok(Shortcomings::default());

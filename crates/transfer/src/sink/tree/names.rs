@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 
 /// What temporary files of ours are called: `.NAME.tw-` and [`TAG_LEN`] hexadecimal digits.
 const TEMP_MARK: &[u8] = b".tw-";
-/// Nobody else meets a temporary file of ours by chance, or makes one of the same name for another job.
+/// Long enough that names of different jobs do not collide.
 const TAG_LEN: usize = 32;
 /// How journals are called: `.thruway-JOB.journal`.
 pub(crate) const JOURNAL_PREFIX: &[u8] = b".thruway-";
