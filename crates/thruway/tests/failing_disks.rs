@@ -583,3 +583,31 @@ fn storage_that_does_not_answer_holds_up_no_other_disk() {
     let _ = daemon.child.kill();
     let _ = daemon.child.wait();
 }
+
+/// A file system that has nothing for the moment, again and again: the copy fails, and does not ask for ever.
+#[test]
+fn storage_that_would_block_fails_a_copy() {
+    for op in [Op::Write, Op::Read] {
+        let lab = Lab::new();
+        let (at, plain) = (lab.mkdir("sick"), lab.mkdir("well"));
+        let disk = Disk::new(1);
+        let mount = disk.mount(&at).unwrap();
+        let data = noise(2 << 20, 3);
+        fs::write(at.join("in"), &data).unwrap();
+        fs::write(plain.join("in"), &data).unwrap();
+        // What it has in memory is gone.
+        drop(mount);
+        let mount = disk.mount(&at).unwrap();
+        let (from, to, of) = match op {
+            Op::Write => (plain.join("in"), at.join("out"), "out"),
+            _ => (at.join("in"), plain.join("out"), "in"),
+        };
+        disk.fail(Fault { error: Errno::AGAIN, of: of.into(), ..Fault::always(op) });
+        let out = thruway(lab.dir.path()).args(["cp", "--retries", "0"]).args([&from, &to]).output().unwrap();
+        assert!(!out.status.success());
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(said.contains("temporarily unavailable"), "{said}");
+        assert_eq!(said.matches("temporarily unavailable").count(), 1, "once: {said}");
+        drop(mount);
+    }
+}

@@ -323,7 +323,7 @@ pub enum LocalError {
         source: io::Error,
     },
     /// No block size suits both ends.
-    #[error("the peer takes no block size near {0} bytes")]
+    #[error("the peer supports no block size near {0} bytes")]
     BlockSize(u32),
     /// One command cannot carry them.
     #[error("too many sources or patterns for one command")]
@@ -438,7 +438,15 @@ pub(crate) struct FirstFailure(Mutex<Option<String>>);
 
 impl FirstFailure {
     pub(crate) fn set(&self, message: impl Into<String>) {
-        self.0.lock().expect("no panics under the lock").get_or_insert(message.into());
+        self.is_first(message);
+    }
+
+    /// As [`FirstFailure::set`]. True if it is the first.
+    pub(crate) fn is_first(&self, message: impl Into<String>) -> bool {
+        let mut first = self.0.lock().expect("no panics under the lock");
+        let is_first = first.is_none();
+        first.get_or_insert_with(|| message.into());
+        is_first
     }
 
     pub(crate) fn get(&self) -> Option<String> {

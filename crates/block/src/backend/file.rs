@@ -63,7 +63,7 @@ pub struct FileBackend {
     zeroes: AtomicBool,
     /// A device discards, though what is read afterwards may be anything.
     discards: bool,
-    syncs: Syncs,
+    syncs: Arc<Syncs>,
     /// Held together by writes past the page cache, alone by one that changes a part of what can be written so.
     aligned: RwLock<()>,
     /// Read-ahead through the page cache; the kernel's own fails with interleaved readers, and with one whose
@@ -74,7 +74,8 @@ pub struct FileBackend {
 /// Syncs of one file: one at a time, shared by all who were waiting when it began.
 #[derive(Default)]
 struct Syncs {
-    turn: Mutex<()>,
+    /// The number of the last sync that succeeded. Held during one.
+    succeeded: Arc<Mutex<u64>>,
     /// Syncs that have begun.
     begun: AtomicU64,
     /// One has failed.
@@ -83,17 +84,25 @@ struct Syncs {
 
 impl Syncs {
     /// Has the file synced after now.
-    async fn sync(&self, ring: &storage::Requests, file: &Arc<OpenFile>) -> io::Result<()> {
+    async fn sync(self: &Arc<Self>, ring: &storage::Requests, file: &Arc<OpenFile>) -> io::Result<()> {
         let arrived = self.begun.load(Ordering::SeqCst);
-        let _turn = self.turn.lock().await;
+        let mut succeeded = Arc::clone(&self.succeeded).lock_owned().await;
         self.check()?;
-        // One that began after we came is over, and well.
-        if self.begun.load(Ordering::SeqCst) > arrived {
+        // One that began after we arrived has succeeded.
+        if *succeeded > arrived {
             return Ok(());
         }
-        self.begun.fetch_add(1, Ordering::SeqCst);
-        let synced = ring.sync(file).await;
-        self.note(synced)
+        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let (syncs, ring, file) = (Arc::clone(self), ring.clone(), Arc::clone(file));
+        // A task of its own, not cancelled with the request: its error is reported only once.
+        let sync = tokio::task::spawn_local(async move {
+            let synced = syncs.note(ring.sync(&file).await);
+            if synced.is_ok() {
+                *succeeded = number;
+            }
+            synced
+        });
+        sync.await.map_err(io::Error::other)?
     }
 
     /// Remembers a failure, which the kernel tells only once.
@@ -171,7 +180,7 @@ impl FileBackend {
         Ok(FileBackend {
             preferred: if is_device { member_len(&cached).unwrap_or(0) } else { 0 },
             discards,
-            syncs: Syncs::default(),
+            syncs: Arc::default(),
             aligned: RwLock::new(()),
             cached,
             direct,
@@ -204,7 +213,7 @@ impl FileBackend {
             punches: AtomicBool::new(true),
             zeroes: AtomicBool::new(true),
             discards: false,
-            syncs: Syncs::default(),
+            syncs: Arc::default(),
             aligned: RwLock::new(()),
             readahead: ReadAhead::new(0),
             cached: Arc::new(OpenFile::new(file)),

@@ -38,6 +38,14 @@ pub(super) struct Core<T> {
     registered: RegisteredBuffers,
 }
 
+/// How the ring has ended a request.
+pub(super) enum Ended {
+    /// It is done, or has failed.
+    Done(Outcome),
+    /// So many bytes are done. The rest would have to wait, and the ring does not for this file: a thread does.
+    WouldWait(Request, usize),
+}
+
 struct InProgress<T> {
     request: Request,
     progress: Progress,
@@ -74,6 +82,9 @@ impl<T> Core<T> {
     pub(super) fn new(ring: NewRing, limit: usize) -> io::Result<Core<T>> {
         let ring = ring.0;
         ring.submitter().register_enable_rings()?;
+        // Some filters of system calls refuse only this one.
+        // SAFETY: no argument refers to memory.
+        unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, 0, None) }?;
         let registered = RegisteredBuffers::new(&ring);
         let (requests, waiting) = (Slab::new(), VecDeque::new());
         Ok(Core { ring, requests, waiting, in_ring: 0, limit, watching: false, registered })
@@ -161,7 +172,7 @@ impl<T> Core<T> {
     }
 
     /// Passes on what is done. True if the watched descriptor can be read.
-    pub(super) fn collect(&mut self, mut done: impl FnMut(T, Outcome)) -> bool {
+    pub(super) fn collect(&mut self, mut done: impl FnMut(T, Ended)) -> bool {
         let mut readable = false;
         while let Some(completion) = { self.ring.completion().next() } {
             if completion.user_data() == WATCH {
@@ -172,6 +183,11 @@ impl<T> Core<T> {
             let key = completion.user_data() as usize;
             let InProgress { request, progress, .. } = &mut self.requests[key];
             let result = match completion.result() {
+                code if code == -libc::EAGAIN => {
+                    let InProgress { request, progress, owner, .. } = self.requests.remove(key);
+                    done(owner, Ended::WouldWait(request, progress.done));
+                    continue;
+                }
                 code if code < 0 => Err(io::Error::from_raw_os_error(-code)),
                 n => Ok(n as usize),
             };
@@ -179,14 +195,14 @@ impl<T> Core<T> {
                 None => self.waiting.push_back(key),
                 Some(result) => {
                     let InProgress { request, owner, .. } = self.requests.remove(key);
-                    done(owner, Outcome { result, buffers: request.buffers });
+                    done(owner, Ended::Done(Outcome { result, buffers: request.buffers }));
                 }
             }
         }
         readable
     }
 
-    /// Whether there is memory to be let go of one day.
+    /// Whether any buffers are registered.
     pub(super) fn has_registered(&self) -> bool {
         self.registered.is_in_use()
     }

@@ -135,7 +135,7 @@ impl OpenFile {
                 offered.store(false, Ordering::Relaxed);
                 false
             }
-            // It would have to wait, or fails: who asks for it to be done will learn.
+            // It would block, or fails: the slow path reports the error.
             Err(_) => false,
         }
     }

@@ -26,8 +26,8 @@ pub use self::tasks::{Requests, ring};
 
 /// Says, once, that there is no io_uring here and why.
 fn without_io_uring(error: &std::io::Error) {
-    static TOLD: std::sync::Once = std::sync::Once::new();
-    TOLD.call_once(|| {
+    static WARNED: std::sync::Once = std::sync::Once::new();
+    WARNED.call_once(|| {
         tracing::warn!(
             %error,
             "no io_uring (a container's seccomp profile, or sysctl kernel.io_uring_disabled): storage works without, slower"

@@ -17,6 +17,8 @@ pub type SegmentList = SmallVec<[Segment; 1]>;
 
 /// Buffers that one system call takes (`IOV_MAX`).
 const VECTORS_MAX: usize = 1024;
+/// Direct I/O that ends elsewhere has reached the end of the file.
+const SECTOR: u64 = 512;
 
 /// One operation on a file.
 pub struct Request {
@@ -119,9 +121,9 @@ impl Request {
         self.file.uring_is_sound() && !matches!(self.operation, Operation::Discard { .. })
     }
 
-    /// Does it by system calls.
-    pub(super) fn perform(mut self) -> Outcome {
-        let mut progress = Progress::default();
+    /// Does what is left of it after `done` bytes by system calls.
+    pub(super) fn perform(mut self, done: usize) -> Outcome {
+        let mut progress = Progress { done };
         let result = loop {
             let done = self.step(progress.done);
             if let Some(result) = progress.advance(&self, done) {
@@ -221,12 +223,18 @@ impl Progress {
                 let len = request.len();
                 match request.operation {
                     _ if self.done == len => Some(Ok(len)),
+                    // The end of the file. To ask for more from there is refused by some file systems.
+                    Operation::Read
+                        if request.file.is_direct() && !(request.offset + self.done as u64).is_multiple_of(SECTOR) =>
+                    {
+                        Some(Ok(self.done))
+                    }
                     _ if n > 0 => None,
                     Operation::Write { .. } => Some(Err(io::ErrorKind::WriteZero.into())),
                     _ => Some(Ok(self.done)),
                 }
             }
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => None,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => None,
             Err(e) => Some(Err(e)),
         }
     }
@@ -294,6 +302,10 @@ mod tests {
         assert_eq!(progress.advance(&write, Ok(150)).unwrap().unwrap(), 200);
         let mut progress = Progress { done: 199 };
         assert_eq!(progress.advance(&write, Ok(0)).unwrap().unwrap_err().kind(), io::ErrorKind::WriteZero);
+
+        let mut progress = Progress::default();
+        let again = progress.advance(&write, Err(io::Error::from_raw_os_error(libc::EAGAIN)));
+        assert!(again.is_some_and(|result| result.is_err()), "never repeated without an end");
 
         let read = request(Operation::Read, &[100]);
         let mut progress = Progress::default();

@@ -3,7 +3,7 @@
 //! Requests carry their memory and come back through their completion closure, which runs on a thread of the stage and must
 //! only pass the outcome on.
 
-use super::core::{Core, NewRing, Wait};
+use super::core::{Core, Ended, NewRing, Wait};
 use super::request::{Outcome, Request};
 use crate::stage::{Counters, StageStats};
 use crate::topology;
@@ -94,9 +94,12 @@ impl Storage {
                     match Core::new(ring, DEPTH) {
                         Ok(core) => shared.run(core),
                         Err(error) => {
-                            // One thread does what it can.
                             super::without_io_uring(&error);
-                            shared.work();
+                            std::thread::scope(|scope| {
+                                for _ in 0..THREADS {
+                                    scope.spawn(|| shared.work());
+                                }
+                            });
                         }
                     }
                 })?);
@@ -165,7 +168,7 @@ impl Shared {
             self.counters.waited(before);
             self.counters.started(since);
             let started = Instant::now();
-            let outcome = request.perform();
+            let outcome = request.perform(0);
             self.counters.served(started);
             completion(outcome);
         }
@@ -198,9 +201,14 @@ impl Shared {
             if idle {
                 self.counters.waited(before);
             }
-            let woken = core.collect(|Owner { completion, started }, outcome| {
+            let woken = core.collect(|Owner { completion, started }, ended| {
                 self.counters.served(started);
-                completion(outcome);
+                match ended {
+                    Ended::Done(outcome) => completion(outcome),
+                    Ended::WouldWait(request, done) => {
+                        drop(std::thread::spawn(move || completion(request.perform(done))))
+                    }
+                }
             });
             if woken {
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);

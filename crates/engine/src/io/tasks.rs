@@ -6,7 +6,7 @@
 //!
 //! What the ring is not asked for is a system call on a thread that may wait.
 
-use super::core::{Core, NewRing, Wait};
+use super::core::{Core, Ended, NewRing, Wait};
 use super::request::{Operation, Outcome, Request, SegmentList};
 use super::{OpenFile, without_io_uring};
 use crate::segment::Segment;
@@ -63,7 +63,7 @@ struct State {
 
 enum Task {
     Waiting(Option<Waker>),
-    Done(Outcome),
+    Done(Ended),
     /// The task is gone. The request is not: what may still reach the storage is not given up.
     Gone,
 }
@@ -140,16 +140,25 @@ impl State {
         }
         self.core.submit(0);
         let (tasks, mut completed) = (&mut self.tasks, false);
-        self.core.collect(|task, outcome| {
+        self.core.collect(|task, ended| {
             completed = true;
-            match std::mem::replace(&mut tasks[task], Task::Done(outcome)) {
+            match std::mem::replace(&mut tasks[task], Task::Done(ended)) {
                 Task::Waiting(waker) => waker.into_iter().for_each(Waker::wake),
-                Task::Gone => drop(tasks.remove(task)),
+                Task::Gone => {
+                    if let Task::Done(Ended::WouldWait(request, done)) = tasks.remove(task) {
+                        finish(request, done);
+                    }
+                }
                 Task::Done(_) => unreachable!("a request completes once"),
             }
         });
         !completed && !self.core.can_submit()
     }
+}
+
+/// Does the rest of a request whose task is gone.
+fn finish(request: Request, done: usize) {
+    let _ = std::thread::Builder::new().spawn(move || request.perform(done));
 }
 
 /// Waits for a request.
@@ -160,9 +169,9 @@ struct Pending {
 }
 
 impl Future for Pending {
-    type Output = Outcome;
+    type Output = Ended;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
         let mut state = self.state.borrow_mut();
         match &mut state.tasks[self.task] {
             Task::Waiting(waker) => {
@@ -172,10 +181,10 @@ impl Future for Pending {
             Task::Done(_) => {}
             Task::Gone => unreachable!("the task is here"),
         }
-        let Task::Done(outcome) = state.tasks.remove(self.task) else { unreachable!("matched above") };
+        let Task::Done(ended) = state.tasks.remove(self.task) else { unreachable!("matched above") };
         drop(state);
         self.taken = true;
-        Poll::Ready(outcome)
+        Poll::Ready(ended)
     }
 }
 
@@ -185,10 +194,12 @@ impl Drop for Pending {
             return;
         }
         let mut state = self.state.borrow_mut();
-        if let Task::Done(outcome) = std::mem::replace(&mut state.tasks[self.task], Task::Gone) {
+        if let Task::Done(ended) = std::mem::replace(&mut state.tasks[self.task], Task::Gone) {
             state.tasks.remove(self.task);
             drop(state);
-            drop(outcome);
+            if let Ended::WouldWait(request, done) = ended {
+                finish(request, done);
+            }
         }
     }
 }
@@ -213,7 +224,7 @@ impl Requests {
         match tokio::task::spawn_blocking(call).await {
             Ok(done) => done,
             Err(failed) if failed.is_panic() => std::panic::resume_unwind(failed.into_panic()),
-            // The reactor ends, and who waits with it.
+            // The reactor shuts down, and this task with it.
             Err(_) => std::future::pending().await,
         }
     }
@@ -231,9 +242,12 @@ impl Requests {
                     }
                     task
                 };
-                Pending { state: Rc::clone(state), task, taken: false }.await
+                match (Pending { state: Rc::clone(state), task, taken: false }).await {
+                    Ended::Done(outcome) => outcome,
+                    Ended::WouldWait(request, done) => self.on_thread(move || request.perform(done)).await,
+                }
             }
-            None => self.on_thread(move || request.perform()).await,
+            None => self.on_thread(move || request.perform(0)).await,
         }
     }
 

@@ -529,8 +529,10 @@ impl Files {
                     files.record(&large, Range { offset: header.offset, len, digest });
                 }
                 Err(e) => {
-                    large.failure.set(e.to_string());
-                    files.fail(&large.path, &e);
+                    // Its other pieces may fail too; once is enough to tell.
+                    if large.failure.is_first(e.to_string()) {
+                        files.fail(&large.path, &e);
+                    }
                 }
             }
             drop(buffers);
