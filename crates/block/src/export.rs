@@ -97,7 +97,16 @@ pub struct OptionKind {
     /// What it does; a sentence or two without the last full stop.
     pub about: &'static str,
     /// Sets it.
-    set: fn(&mut Spec, &str) -> Result<(), SpecError>,
+    set: Set,
+}
+
+/// How an option is set.
+#[derive(Clone, Copy)]
+enum Set {
+    /// From its value.
+    Value(fn(&mut Spec, &str) -> Result<(), SpecError>),
+    /// From its values, of an option that is a list.
+    List(fn(&mut Spec, &[&str]) -> Result<(), SpecError>),
 }
 
 /// The value of an option in the configuration file.
@@ -120,13 +129,13 @@ pub const OPTIONS: &[OptionKind] = &[
         form: Form::Flag,
         default: "false",
         about: "Read-only",
-        set: |spec, value| match value {
+        set: Set::Value(|spec, value| match value {
             "" => {
                 spec.read_only = true;
                 Ok(())
             }
             other => Err(Invalid::new("ro", other, "no value").into()),
-        },
+        }),
     },
     OptionKind {
         name: "mode",
@@ -136,10 +145,10 @@ pub const OPTIONS: &[OptionKind] = &[
         default: "",
         about: "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: direct under a \
                 cache layer, else writeback",
-        set: |spec, value| {
+        set: Set::Value(|spec, value| {
             spec.mode = Some(parse_mode(value)?);
             Ok(())
-        },
+        }),
     },
     OptionKind {
         name: "chunk",
@@ -149,10 +158,10 @@ pub const OPTIONS: &[OptionKind] = &[
         default: "",
         about: "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one member, \
                 or 256K",
-        set: |spec, value| {
+        set: Set::Value(|spec, value| {
             spec.chunk = Some(parse_chunk(value)?);
             Ok(())
-        },
+        }),
     },
     OptionKind {
         name: "target",
@@ -161,13 +170,13 @@ pub const OPTIONS: &[OptionKind] = &[
         form: Form::Text,
         default: "",
         about: "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
-        set: |spec, value| {
+        set: Set::Value(|spec, value| {
             if value.is_empty() {
                 return Err(Invalid::new("target", value, "a name").into());
             }
             spec.target = Some(value.into());
             Ok(())
-        },
+        }),
     },
     OptionKind {
         name: "sector",
@@ -176,14 +185,14 @@ pub const OPTIONS: &[OptionKind] = &[
         form: Form::Text,
         default: "512",
         about: "Bytes of a SCSI block: 512 or 4096",
-        set: |spec, value| {
+        set: Set::Value(|spec, value| {
             spec.sector = match value {
                 "512" => 512,
                 "4096" => 4096,
                 other => return Err(Invalid::new("sector size", other, "512 or 4096").into()),
             };
             Ok(())
-        },
+        }),
     },
     OptionKind {
         name: "uuid",
@@ -192,10 +201,10 @@ pub const OPTIONS: &[OptionKind] = &[
         form: Form::Text,
         default: "",
         about: "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
-        set: |spec, value| {
+        set: Set::Value(|spec, value| {
             spec.uuid = Some(identity::parse(value)?);
             Ok(())
-        },
+        }),
     },
     OptionKind {
         name: "allow",
@@ -204,7 +213,7 @@ pub const OPTIONS: &[OptionKind] = &[
         form: Form::List,
         default: "",
         about: "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
-        set: |spec, value| spec.allow(value.split('|')),
+        set: Set::List(|spec, names| spec.allow(names.iter().copied())),
     },
 ];
 
@@ -297,7 +306,24 @@ impl Spec {
     /// As [`Spec::parse`].
     pub fn option(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
         let Some(kind) = OPTIONS.iter().find(|kind| kind.name == key) else { return Ok(false) };
-        (kind.set)(self, value)?;
+        match kind.set {
+            Set::Value(set) => set(self, value)?,
+            Set::List(set) => set(self, &value.split('|').collect::<Vec<_>>())?,
+        }
+        Ok(true)
+    }
+
+    /// Sets an option that is a list from its values, which may have a `|` in them. Returns false for an unknown one.
+    ///
+    /// # Errors
+    /// As [`Spec::parse`].
+    pub fn list_option(&mut self, key: &str, values: &[&str]) -> Result<bool, SpecError> {
+        let Some(kind) = OPTIONS.iter().find(|kind| kind.name == key) else { return Ok(false) };
+        match (kind.set, values) {
+            (Set::List(set), _) => set(self, values)?,
+            (Set::Value(set), [value]) => set(self, value)?,
+            (Set::Value(_), _) => return Err(Invalid::new(kind.name, values.join("|"), "one value").into()),
+        }
         Ok(true)
     }
 

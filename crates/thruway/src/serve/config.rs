@@ -96,7 +96,7 @@ const TABLES: &[Table] = &[
 fn table_of(arg: &Arg) -> Option<&'static str> {
     match arg.get_id().as_str() {
         "config" | "check" | "once" | "block" | "export" => None,
-        "provider" | "anonymous" | "no_landlock" => Some(""),
+        "provider" | "anonymous" | "no_landlock" | "user" => Some(""),
         _ if arg.is_hide_set() || arg.get_long().is_none() => None,
         _ if arg.get_help_heading() == Some(super::block::HEADING) => Some("block"),
         _ => Some("transfer"),
@@ -176,7 +176,10 @@ impl Reader<'_> {
                 }
                 continue;
             }
-            let of_table = |arg: &&Arg| table_of(arg) == Some(table.name) && arg.get_long() == Some(name);
+            // It is the daemon's, and was the transfers' once.
+            let moved = |arg: &Arg| table.name == "transfer" && arg.get_id() == "user";
+            let of_table =
+                |arg: &&Arg| (table_of(arg) == Some(table.name) || moved(arg)) && arg.get_long() == Some(name);
             match self.command.get_arguments().find(of_table) {
                 Some(arg) => self.option(table, arg, value),
                 None => {
@@ -274,10 +277,11 @@ impl Reader<'_> {
                 Kind::Flag if flag(kind.key) => spec.option(kind.name, "").map(drop),
                 Kind::Flag => Ok(()),
                 Kind::Text => spec.option(kind.name, &text(kind.key).unwrap_or_default()).map(drop),
-                // Names with a | in them are names.
+                // Values with a | in them are one value.
                 Kind::List => {
-                    let names = value.get_ref().as_array().unwrap_or(&none);
-                    spec.allow(names.iter().map(|name| name.get_ref().as_str().unwrap_or_default()))
+                    let values = value.get_ref().as_array().unwrap_or(&none);
+                    let values: Vec<&str> = values.iter().map(|v| v.get_ref().as_str().unwrap_or_default()).collect();
+                    spec.list_option(kind.name, &values).map(drop)
                 }
             };
             if let Err(what) = set {
@@ -448,6 +452,35 @@ mod tests {
         assert!(file.exports[0].read_only);
         assert!(file.options.contains(&"--nbd=unix:/run/thruway/nbd.sock".into()), "{:?}", file.options);
         assert!(file.options.contains(&"--provider=iwarp".into()));
+    }
+
+    #[test]
+    fn the_user_is_the_daemons_wherever_it_is_written() {
+        for text in ["user = 'nobody'", "[transfer]\nuser = 'nobody'"] {
+            let Ok(file) = parse(text) else { panic!("{text}") };
+            assert_eq!(file.options, ["--user=nobody"]);
+        }
+    }
+
+    #[test]
+    fn an_option_of_a_disk_means_the_same_in_the_file_and_on_the_command_line() {
+        for kind in export::OPTIONS {
+            let (in_file, on_command_line) = match kind.name {
+                "ro" => ("true", "ro"),
+                "mode" => ("'direct'", "mode=direct"),
+                "chunk" => ("'64K'", "chunk=64K"),
+                "target" => ("'t'", "target=t"),
+                "sector" => ("4096", "sector=4096"),
+                "uuid" => ("'00000000-0000-0000-0000-00000000000a'", "uuid=00000000-0000-0000-0000-00000000000a"),
+                "allow" => ("['a', 'b']", "allow=a|b"),
+                other => panic!("say how '{other}' is written"),
+            };
+            let text = format!("[[block.export]]\nname = 'd'\npath = '/srv/d'\n{} = {in_file}\n", kind.key);
+            let Ok(file) = parse(&text) else { panic!("{text}") };
+            let wanted = Spec::parse(&format!("d=/srv/d,{on_command_line}")).unwrap();
+            assert_eq!(file.disks, std::slice::from_ref(&wanted), "{}", kind.name);
+            assert_ne!(wanted, Spec::parse("d=/srv/d").unwrap(), "{} changes nothing", kind.name);
+        }
     }
 
     #[test]

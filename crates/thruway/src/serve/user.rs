@@ -95,7 +95,7 @@ impl User {
         unistd::setgid(*gid).map_err(|e| failed("its group", e))?;
         unistd::setuid(*uid).map_err(|e| failed("its number", e))?;
         if !uid.is_root() && (unistd::setuid(unistd::Uid::from_raw(0)).is_ok() || unistd::Uid::effective() != *uid) {
-            return Err(format!("becoming user '{name}': root could be had back"));
+            return Err(format!("becoming user '{name}': root could be regained"));
         }
         Ok(())
     }
