@@ -24,6 +24,7 @@ cargo xtask TASK
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
                 part of many, from 0/PARTS, is a sample). Takes arguments of cargo-mutants behind it
+  semver REV    what users of the published libraries would have to change since that revision (cargo-semver-checks)
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD [ARG...]
                                  a command in such a guest, over this machine's files; a single word is a line for the shell
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
         ["soak", minutes] => soak(minutes),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
         ["fuzz", seconds] => fuzz(seconds),
+        ["semver", rev] => semver(rev),
         ["mutants", part, rest @ ..] => mutants(part, rest),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {
@@ -213,8 +215,8 @@ fn sanitize() -> Result<(), String> {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
     let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
-                -p thruway-memory -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-server \
-                -p thruway-transfer -p thruway-block";
+                -p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
+                -p thruway-server -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
 }
@@ -274,10 +276,47 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
     }
     // Every n-th of them, so that a part has some of each file.
     let args = ["mutants", "--output", "target", "--shard", part, "--sharding", "round-robin"];
-    let packages = ["-p", "thruway-block", "-p", "thruway-iwarp", "-p", "thruway-fabric", "-p", "thruway-transfer"];
+    let packages = [
+        "-p",
+        "thruway-block",
+        "-p",
+        "thruway-iwarp",
+        "-p",
+        "thruway-fabric",
+        "-p",
+        "thruway-transfer",
+        "-p",
+        "thruway-fs",
+        "-p",
+        "thruway-memory",
+    ];
     // Nobody looks into them with a debugger.
     let vars = [("CARGO_PROFILE_DEV_DEBUG", "0"), ("CARGO_PROFILE_TEST_DEBUG", "0")];
     run_with("mutants", "cargo", &[&args[..], &packages, rest].concat(), &vars)
+}
+
+/// The libraries that are published.
+const LIBRARIES: [&str; 10] = [
+    "thruway-memory",
+    "thruway-rdma-types",
+    "thruway-tcp",
+    "thruway-iwarp",
+    "thruway-fabric",
+    "thruway-engine",
+    "thruway-fs",
+    "thruway-server",
+    "thruway-transfer",
+    "thruway-block",
+];
+
+/// What users of the libraries would have to change since that revision, beyond what the version says.
+fn semver(rev: &str) -> Result<(), String> {
+    if !has("cargo-semver-checks") {
+        run("cargo-semver-checks", "cargo", &["install", "--locked", "cargo-semver-checks"])?;
+    }
+    let packages = LIBRARIES.iter().flat_map(|library| ["-p", *library]);
+    let args: Vec<&str> = ["semver-checks", "--baseline-rev", rev].into_iter().chain(packages).collect();
+    run("interfaces of the libraries", "cargo", &args)
 }
 
 fn fuzz(seconds: &str) -> Result<(), String> {

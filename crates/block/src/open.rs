@@ -56,9 +56,7 @@ pub enum OpenError {
     #[error(transparent)]
     CacheFile(#[from] CacheFileError),
     /// What an earlier daemon had in its cache is not on the disk, and may not be written there.
-    #[error(
-        "{0} blocks that an earlier daemon acknowledged are not on the disk yet: serve it once so that it may be written to"
-    )]
+    #[error("{0} blocks that an earlier daemon acknowledged are not on the disk yet: serve it once without 'ro'")]
     Unwritten(usize),
     /// What an earlier daemon had in its cache cannot be written to the disk.
     #[error("writing what an earlier daemon had in its cache: {0}")]

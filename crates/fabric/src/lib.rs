@@ -76,6 +76,16 @@ impl Provider {
     }
 }
 
+impl Provider {
+    /// Whether its connections are TCP's, so that the user at the other end of one over loopback can be found out.
+    pub fn runs_over_tcp(&self) -> bool {
+        match self {
+            Provider::Iwarp(_) => true,
+            Provider::Verbs(_) => false,
+        }
+    }
+}
+
 impl From<iwarp::Config> for Provider {
     fn from(config: iwarp::Config) -> Provider {
         Provider::Iwarp(config)

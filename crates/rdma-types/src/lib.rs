@@ -23,10 +23,10 @@
 //!    stay for the other queue pairs.
 //! 7. A window (`QueuePair::bind_window`) is bound in the order of its send queue: a Send posted later may tell
 //!    the peer its key. A message of another queue pair may only after the binding has completed.
-//! 8. Who reads remote memory that its owner changes gets some mixture of old and new bytes. Memory that a peer's write,
+//! 8. A reader of remote memory that its owner changes gets some mixture of old and new bytes. Memory that a peer's write,
 //!    or the result of a read, is arriving in must not be changed by anybody else until the message is complete: what
 //!    is there then is not defined, and the iWARP provider with CRC on may find that the bytes do not fit their CRC
-//!    and end the connection (segments of fewer than 512 bytes are exempt; `iwarp::Config::crc` switches it off).
+//!    and end the connection (segments of fewer than 512 bytes are exempt; the provider's `Config::crc` switches it off).
 
 use std::io;
 use std::net::SocketAddr;

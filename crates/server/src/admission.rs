@@ -19,20 +19,20 @@ const WAIT_MAX: Duration = Duration::from_secs(8);
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// FairQueue in progress.
+    /// Handshakes in progress.
     pub all: usize,
-    /// FairQueue in progress with one address.
+    /// Handshakes in progress with one host.
     pub per_host: usize,
     /// Connections that wait.
     pub waiting: usize,
 }
 
-/// FairQueue in progress, and the callers who wait for theirs.
+/// Handshakes in progress, and the connections that wait for theirs.
 #[derive(Debug)]
 struct FairQueue<T> {
     limits: Limits,
     places: HashMap<IpAddr, Place<T>>,
-    /// Addresses with callers who wait, in the order in which they are next.
+    /// Hosts with connections that wait, the next one first.
     turns: VecDeque<IpAddr>,
     under_way: usize,
     waiting: usize,
@@ -44,10 +44,10 @@ struct Place<T> {
     waiting: VecDeque<(Instant, T)>,
 }
 
-/// What to do now.
+/// What the queue has decided.
 #[derive(Debug)]
 struct Verdict<T> {
-    /// FairQueue to begin; each is told of by [`FairQueue::over`] when it has ended.
+    /// Handshakes to begin; [`FairQueue::over`] is called for each when it has ended.
     pub begin: Vec<(IpAddr, T)>,
     /// Connections to be refused: there are too many.
     pub refuse: Vec<T>,
@@ -153,9 +153,9 @@ pub struct Slot<T> {
     from: IpAddr,
 }
 
-/// What to do now.
+/// What to do with connections.
 pub struct Answer<T> {
-    /// FairQueue to begin.
+    /// Handshakes to begin.
     pub begin: Vec<(T, Slot<T>)>,
     /// Connections to be refused: there are too many.
     pub refuse: Vec<T>,

@@ -16,7 +16,7 @@ pub(crate) struct DemoArgs {
     /// Size of the largest file of the data set
     #[arg(long, default_value = "256M", value_parser = units::parse_size)]
     size: u64,
-    /// Directory for the temporary directory
+    /// Parent of the temporary directory
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 }

@@ -12,7 +12,7 @@ use thruway_transfer::client;
 #[derive(Args)]
 #[command(after_help = "Example:\n  thruway ls tw://store/archive/run7")]
 pub(crate) struct LsArgs {
-    /// Key to call a daemon with [default: ~/.config/thruway/id]
+    /// Private key for daemons [default: ~/.config/thruway/id]
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
     /// What carries it

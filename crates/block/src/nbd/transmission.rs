@@ -141,7 +141,7 @@ impl Connection {
             reactor::start(async move {
                 let _answered = Answered { connection: Rc::clone(&connection), request };
                 match connection.check(&request, extended) {
-                    Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "no payload belongs here"),
+                    Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "unexpected payload"),
                     Ok(()) if request.command == Command::Write => {
                         connection.fail(&request, error::EINVAL, "a write without its payload");
                     }
@@ -482,7 +482,7 @@ impl Connection {
         let form = self.agreement.form;
         let found = match self.backend().extents(request.offset, request.len).await {
             Ok(found) if !found.is_empty() => found,
-            Ok(_) => return self.fail(&request, error::EIO, "the storage tells nothing"),
+            Ok(_) => return self.fail(&request, error::EIO, "the storage reported no extents"),
             Err(e) => return self.fail(&request, error::of(&e), &e.to_string()),
         };
         let mut extents = limit_extents(found, form, request.len);

@@ -268,7 +268,7 @@ impl Tree {
     fn tell_once(&self, short: &mut Shortcomings, told: &AtomicBool, what: &str) {
         short.any = true;
         if !told.swap(true, Ordering::Relaxed) {
-            short.push(format!("{what} are not kept by the destination, here and elsewhere"));
+            short.push(format!("{what} are not preserved by the destination, here and elsewhere"));
         }
     }
 
@@ -298,7 +298,7 @@ impl Tree {
     fn tell_owner(&self, short: &mut Shortcomings, error: io::Error) {
         short.any = true;
         if !self.told.no_owners.swap(true, Ordering::Relaxed) {
-            short.push(format!("owners are not kept by the destination, here and elsewhere: {error}"));
+            short.push(format!("owners are not preserved by the destination, here and elsewhere: {error}"));
         }
     }
 }

@@ -372,7 +372,7 @@ fn lock(dir: &OwnedFd, name: &CString) -> io::Result<File> {
             && stat.st_mode & 0o022 == 0
             && stat.st_nlink <= 1;
         if !ours {
-            let why = format!("{} is there and not a journal of ours; remove it", name.to_string_lossy());
+            let why = format!("{} exists and is not a Thruway journal; remove it", name.to_string_lossy());
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
