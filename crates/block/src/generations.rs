@@ -18,7 +18,7 @@ pub(crate) struct Generations {
 
 /// Something in progress, until it is dropped.
 #[derive(Debug)]
-pub struct UnderWay {
+pub struct InFlight {
     of: Arc<Generations>,
     generation: u64,
 }
@@ -29,11 +29,11 @@ impl Generations {
     }
 
     /// Something begins.
-    pub(crate) fn begin(self: &Arc<Self>) -> UnderWay {
+    pub(crate) fn begin(self: &Arc<Self>) -> InFlight {
         loop {
             let generation = self.generation.load(Ordering::SeqCst);
             self.running(generation).fetch_add(1, Ordering::SeqCst);
-            let begun = UnderWay { of: Arc::clone(self), generation };
+            let begun = InFlight { of: Arc::clone(self), generation };
             // Who turns now either sees that it runs, or is seen.
             if self.generation.load(Ordering::SeqCst) == generation {
                 return begun;
@@ -65,7 +65,7 @@ impl Generations {
     }
 
     /// Waits until everything that was begun before is over. It can see that it is waited for
-    /// ([`UnderWay::is_over_due`]).
+    /// ([`InFlight::is_draining`]).
     pub(crate) async fn turn(&self) {
         let _alone = self.turning.lock().await;
         // Something of the previous generation is left if the task that ended it did not wait for it.
@@ -77,19 +77,19 @@ impl Generations {
     }
 }
 
-impl UnderWay {
-    /// A new generation has begun since: somebody waits for this one to end.
-    pub fn is_over_due(&self) -> bool {
+impl InFlight {
+    /// A new generation has begun since, and waits for this one to end.
+    pub fn is_draining(&self) -> bool {
         self.of.generation.load(Ordering::SeqCst) != self.generation
     }
 
-    /// Resolves when somebody waits for it to end.
-    pub async fn over_due(&self) {
-        self.of.until(|| self.is_over_due()).await;
+    /// Resolves when a new generation waits for it to end.
+    pub async fn draining(&self) {
+        self.of.until(|| self.is_draining()).await;
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for InFlight {
     fn drop(&mut self) {
         if self.of.running(self.generation).fetch_sub(1, Ordering::SeqCst) == 1 {
             self.of.changed.notify_waiters();
@@ -106,13 +106,13 @@ mod tests {
     fn a_turn_waits_for_what_was_begun_before_and_for_nothing_else() {
         let generations = Arc::new(Generations::default());
         let (one, two) = (generations.begin(), generations.begin());
-        let mut due = Box::pin(one.over_due());
+        let mut due = Box::pin(one.draining());
         assert!((&mut due).now_or_never().is_none());
         let mut turn = Box::pin(generations.turn());
         assert!((&mut turn).now_or_never().is_none());
-        assert!((&mut due).now_or_never().is_some() && two.is_over_due());
+        assert!((&mut due).now_or_never().is_some() && two.is_draining());
         let three = generations.begin();
-        assert!(!three.is_over_due());
+        assert!(!three.is_draining());
         drop(two);
         assert!((&mut turn).now_or_never().is_none());
         drop(due);

@@ -6,7 +6,7 @@
 //! Here is the one place that all of them pass.
 
 use crate::backend::{Backend, Lent, Op, Zero};
-use crate::generations::{Generations, UnderWay};
+use crate::generations::{Generations, InFlight};
 use crate::sequence::{Sequence, Turn};
 use std::io;
 use std::sync::Arc;
@@ -110,7 +110,7 @@ impl Served {
 pub(crate) struct Change<'a> {
     served: &'a Served,
     turn: Turn<'a>,
-    _under_way: UnderWay,
+    _under_way: InFlight,
 }
 
 impl Change<'_> {

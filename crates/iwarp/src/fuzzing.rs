@@ -105,7 +105,7 @@ fn feed(flags: u8, chunk: u8, ulpdus: &[Vec<u8>]) {
         rtr: None,
         revision: 2,
     };
-    let table = Arc::new(RegionTable::foreseeable());
+    let table = Arc::new(RegionTable::deterministic());
     let buffer = Arc::new(Buffer::new(3 * LEN).expect("memory"));
     buffer.write(0, &[0xa5; 3 * LEN]);
     let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;

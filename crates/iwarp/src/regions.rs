@@ -169,8 +169,8 @@ impl RegionTable {
     }
 
     /// For simulations and fuzzing: the first tags are `0x101`, `0x201` and so on.
-    pub fn foreseeable() -> RegionTable {
-        RegionTable::with(Stags::foreseeable())
+    pub fn deterministic() -> RegionTable {
+        RegionTable::with(Stags::deterministic())
     }
 
     fn with(stags: Stags) -> RegionTable {

@@ -52,7 +52,7 @@ const BUFFER: usize = 1 << 20;
 
 impl End {
     pub(crate) fn new(agreement: Agreement, initiator: bool, max_ulpdu: u16) -> End {
-        let table = Arc::new(RegionTable::foreseeable());
+        let table = Arc::new(RegionTable::deterministic());
         let buffer = Arc::new(Buffer::new(BUFFER).unwrap());
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
         // SAFETY: the buffer is the owner of its own memory.

@@ -24,7 +24,7 @@ impl Stags {
         Stags::keyed(&random_key())
     }
 
-    pub(crate) fn foreseeable() -> Stags {
+    pub(crate) fn deterministic() -> Stags {
         Stags::Foreseeable { given: 0 }
     }
 

@@ -87,7 +87,7 @@ impl PathInfo {
 /// which losses without congestion do not slow down; or the system's own.
 ///
 /// A system that refuses keeps its own: this tunes, it does not decide correctness.
-pub fn fit(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
+pub fn tune(stream: &TcpStream, peer: SocketAddr, wanted: Option<&str>) {
     let long = PathInfo::of(stream).is_some_and(|p| p.round_trip >= LONG_PATH_RTT);
     if long {
         // The option exists wherever the rest of this does.
@@ -144,9 +144,9 @@ mod tests {
         near.read_exact(&mut [0; 4]).unwrap();
         let path = PathInfo::of(&near).unwrap();
         assert!(path.round_trip > Duration::ZERO && path.window_limited <= path.busy);
-        fit(&far, peer, None);
+        tune(&far, peer, None);
         assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
-        fit(&far, peer, Some("no such thing"));
+        tune(&far, peer, Some("no such thing"));
         assert_eq!(sockopt::tcp_congestion(&far).unwrap(), "cubic");
     }
 

@@ -441,7 +441,7 @@ fn member_len(device: &File) -> Option<u32> {
 }
 
 /// How long what a daemon that was killed has in progress may take.
-const PREDECESSOR: Duration = Duration::from_secs(2);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Locks a file that is served against other writers: other exports, other daemons, and qemu, whose locking protocol this is
 /// (qemu's block/file-posix.c). A locked byte from 100 on is a permission that its holder uses, one from 200 on a permission that it does not
@@ -452,7 +452,7 @@ fn lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     let start = std::time::Instant::now();
     loop {
         match try_lock_file(file, read_only, alone) {
-            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && start.elapsed() < PREDECESSOR => {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && start.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             other => return other,
@@ -464,8 +464,8 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     const READ: i64 = 0;
     const WRITE: i64 = 1;
     const RESIZE: i64 = 3;
-    const DOES: i64 = 100;
-    const CANNOT_BEAR: i64 = 200;
+    const USED: i64 = 100;
+    const UNSHARED: i64 = 200;
     let does: &[i64] = if read_only { &[READ] } else { &[READ, WRITE] };
     let lock = |byte: i64, kind: libc::c_int| {
         // SAFETY: an all-zero structure is a valid one.
@@ -473,7 +473,7 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
         (lock.l_type, lock.l_start, lock.l_len) = (kind as libc::c_short, byte, 1);
         lock
     };
-    let held = does.iter().map(|what| DOES + what).chain([WRITE, RESIZE].map(|what| CANNOT_BEAR + what));
+    let held = does.iter().map(|what| USED + what).chain([WRITE, RESIZE].map(|what| UNSHARED + what));
     for byte in held {
         let lock = lock(byte, libc::F_RDLCK);
         // SAFETY: the structure outlives the call; the lock goes with the open file.
@@ -490,7 +490,7 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
         return Ok(());
     }
     // Our locks are set first: of two that open it at the same time, at least one sees the other.
-    let unbearable = does.iter().map(|what| CANNOT_BEAR + what).chain([WRITE, RESIZE].map(|what| DOES + what));
+    let unbearable = does.iter().map(|what| UNSHARED + what).chain([WRITE, RESIZE].map(|what| USED + what));
     for byte in unbearable {
         let mut lock = lock(byte, libc::F_WRLCK);
         // SAFETY: the structure outlives the call, which writes to it who holds such a lock.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use thruway_engine::Segments;
 use thruway_engine::pool::{BlockPool, HEADROOM};
-use thruway_fabric::Buffer;
+use thruway_memory::Buffer;
 
 /// Where files outlive processes and take no disk.
 const DIRECTORY: &str = "/dev/shm";

@@ -12,7 +12,7 @@ use super::task::Task;
 use super::text::Keys;
 use crate::big_endian::be32;
 use crate::chunk_ranges::chunk_ranges;
-use crate::generations::UnderWay;
+use crate::generations::InFlight;
 use crate::scsi::{Nexus, Outcome, Sense, TaskSet, Unit, absent, only_reads};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -499,7 +499,7 @@ impl Connection {
             };
             // The window is open again before the answer says how far.
             over.end();
-            let cleared = under_way.as_ref().is_some_and(UnderWay::is_over_due);
+            let cleared = under_way.as_ref().is_some_and(InFlight::is_draining);
             if let Some(outcome) = outcome.filter(|_| !task.is_aborted() && !cleared) {
                 task.finish(outcome).await;
             }
@@ -806,13 +806,13 @@ pub(super) fn message(mut header: Header, body: Body, params: &Params) -> Messag
 }
 
 /// Does a command to its end, or, if it is cleared meanwhile, until nothing of it can reach the disk any more.
-async fn execute(unit: &Unit, cdb: &[u8; 16], task: &Rc<Task>, under_way: &UnderWay) -> Option<Outcome> {
+async fn execute(unit: &Unit, cdb: &[u8; 16], task: &Rc<Task>, under_way: &InFlight) -> Option<Outcome> {
     let work = unit.execute(task.nexus(), cdb, task);
     tokio::pin!(work);
     tokio::select! {
         biased;
         outcome = &mut work => return Some(outcome),
-        () = under_way.over_due() => task.abort(),
+        () = under_way.draining() => task.abort(),
     }
     // What only reads may be dropped where it stands. That there is no data to send says nothing: WRITE SAME needs none.
     if !only_reads(cdb) {

@@ -24,7 +24,7 @@ const R2T_MAX: u32 = 8;
 pub enum Transport {
     /// TCP.
     Tcp,
-    /// RDMA, by iSER.
+    /// RDMA: iSER.
     Iser,
 }
 

@@ -315,7 +315,7 @@ mod tests {
         let second = targets.open(identity()).unwrap();
         let mut settled = Box::pin(second.settled());
         assert!((&mut settled).now_or_never().is_none());
-        assert!(under_way.is_over_due());
+        assert!(under_way.is_draining());
         // And one that comes in the place of that one, before it has settled.
         let third = targets.open(identity()).unwrap();
         drop(settled);

@@ -1,7 +1,7 @@
 //! Task set of an I_T nexus on a logical unit (SAM-5 4.10), and how its tasks are ended.
 
 use super::Nexus;
-use crate::generations::{Generations, UnderWay};
+use crate::generations::{Generations, InFlight};
 use crate::served::{Changer, Served};
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ impl TaskSet {
     }
 
     /// Starts a command. Its guard says when it has been cleared: it is then to end without a response.
-    pub fn begin(&self) -> UnderWay {
+    pub fn begin(&self) -> InFlight {
         self.commands.begin()
     }
 

@@ -530,7 +530,7 @@ mod tests {
             let mut preempting = Box::pin(unit.execute(&b, &cdb, &given));
             let soon = tokio::time::timeout(Duration::from_secs(9), &mut preempting).await;
             assert!(soon.is_err(), "the write may still reach the disk");
-            assert!(under_way.is_over_due());
+            assert!(under_way.is_draining());
             writing.await;
             drop(under_way);
             assert_eq!(preempting.await.status, Status::Good);

@@ -21,7 +21,7 @@ pub struct OpenFile {
     /// The file is in memory: nothing ever waits.
     is_in_memory: bool,
     /// Writes through the page cache cannot be asked not to wait, but only wait while too much is dirty.
-    is_patient: bool,
+    uses_write_throttle: bool,
     /// `RWF_NOWAIT` has not been refused yet.
     reads_at_once: AtomicBool,
     writes_at_once: AtomicBool,
@@ -35,16 +35,16 @@ impl OpenFile {
         let direct = rustix::fs::fcntl_getfl(&file).is_ok_and(|flags| flags.contains(OFlags::DIRECT));
         // Of a device it would be asked where its node is, which says nothing of the device.
         let kind = if is_device { 0 } else { rustix::fs::fstatfs(&file).map_or(0, |fs| fs.f_type) };
-        let is_patient = kind == libc::EXT4_SUPER_MAGIC;
+        let uses_write_throttle = kind == libc::EXT4_SUPER_MAGIC;
         OpenFile {
             direct: AtomicBool::new(direct),
             is_device,
             uring_is_sound: is_device || file_system::uring_is_sound(&file),
             is_of_this_host: is_device || file_system::is_of_this_host(&file),
             is_in_memory: kind == libc::TMPFS_MAGIC,
-            is_patient,
+            uses_write_throttle,
             reads_at_once: AtomicBool::new(true),
-            writes_at_once: AtomicBool::new(!is_patient),
+            writes_at_once: AtomicBool::new(!uses_write_throttle),
             file,
         }
     }
@@ -103,7 +103,7 @@ impl OpenFile {
         let buffers = &[io::IoSlice::new(segment.as_slice())];
         // Whole pages, so that nothing has to be read first.
         let whole = (offset | segment.len() as u64).is_multiple_of(4096);
-        if self.is_patient && whole && write_throttle::has_room(segment.len()) {
+        if self.uses_write_throttle && whole && write_throttle::has_room(segment.len()) {
             let written = rustix::io::pwritev2(&self.file, buffers, offset, ReadWriteFlags::empty());
             return written == Ok(segment.len());
         }

@@ -117,7 +117,7 @@ impl Request {
     }
 
     /// Whether a ring can be asked for it.
-    pub(super) fn is_for_a_ring(&self) -> bool {
+    pub(super) fn can_use_ring(&self) -> bool {
         self.file.uring_is_sound() && !matches!(self.operation, Operation::Discard { .. })
     }
 

@@ -119,7 +119,7 @@ impl Storage {
 
     /// Queues a request.
     pub fn submit(&self, request: Request, completion: impl FnOnce(Outcome) + Send + 'static) {
-        if let Some(without) = self.without_ring.as_ref().filter(|_| !request.is_for_a_ring()) {
+        if let Some(without) = self.without_ring.as_ref().filter(|_| !request.can_use_ring()) {
             return match without.get_or_init(|| Storage::with(None, &self.cpus).map(Box::new)) {
                 Ok(storage) => storage.submit(request, completion),
                 Err(error) => {

@@ -231,7 +231,7 @@ impl Requests {
 
     /// Does a request. One whose future is dropped is done all the same, once it has begun.
     pub async fn perform(&self, request: Request) -> Outcome {
-        match self.ring.as_ref().filter(|_| request.is_for_a_ring()) {
+        match self.ring.as_ref().filter(|_| request.can_use_ring()) {
             Some(state) => {
                 let task = {
                     let mut guard = state.borrow_mut();

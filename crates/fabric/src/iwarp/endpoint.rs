@@ -500,7 +500,7 @@ impl Connecting {
                 return Ok(None);
             }
             self.connected = true;
-            thruway_tcp::fit(&self.stream, self.peer, self.congestion.as_deref());
+            thruway_tcp::tune(&self.stream, self.peer, self.congestion.as_deref());
         }
         while self.sent < self.request.len() {
             match std::io::Write::write(&mut self.stream, &self.request[self.sent..]) {

@@ -287,6 +287,6 @@ impl Drop for Request {
 pub(super) fn prepare(stream: &TcpStream, peer: SocketAddr, ctx: &Context) -> Result<()> {
     let tuned = socket::tune(stream);
     tuned.map_err(|source| Error::Io { op: "preparing the socket from", peer: Some(peer), source })?;
-    thruway_tcp::fit(stream, peer, ctx.config().congestion.as_deref());
+    thruway_tcp::tune(stream, peer, ctx.config().congestion.as_deref());
     Ok(())
 }

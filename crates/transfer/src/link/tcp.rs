@@ -106,7 +106,7 @@ fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {
 fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(SILENCE_MAX))?;
-    thruway_tcp::fit(stream, peer, None);
+    thruway_tcp::tune(stream, peer, None);
     Ok(())
 }
 
