@@ -20,6 +20,11 @@ pub fn open_files() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(1 << 20)
 }
 
+/// One in so many of the files that this process may have open.
+pub fn share_of_open_files(of: u64) -> usize {
+    usize::try_from(open_files() / of).unwrap_or(usize::MAX)
+}
+
 /// What stands for a host where each has a share: its address, of IPv6 the first 64 bits of it, the rest of which one host may
 /// choose as it likes.
 pub fn host_of(address: IpAddr) -> IpAddr {

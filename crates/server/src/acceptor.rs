@@ -8,8 +8,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use thruway_engine::local_peer;
 use thruway_engine::reactor::LoadBalancer;
+use thruway_engine::{limits, local_peer};
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Provider};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -86,7 +86,10 @@ impl Acceptor {
         let mut bound = Vec::new();
         for &address in addresses {
             let device = provider.open()?;
-            let listener = device.listen(address, &ListenOptions::default())?;
+            // Connections in set-up must leave descriptors for those of other listeners.
+            let max_pending = limits::share_of_open_files(8 * addresses.len() as u64);
+            let max_pending = max_pending.clamp(16, ListenOptions::default().max_pending);
+            let listener = device.listen(address, &ListenOptions { max_pending, ..ListenOptions::default() })?;
             let local = listener.local_addr();
             bound.push(Address::Tcp(local));
             let (acceptor, load_balancer, serve) = (Arc::clone(self), reactors.load_balancer(), serve.clone());

@@ -2,7 +2,12 @@
 
 mod support;
 
+use std::collections::VecDeque;
 use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use support::disks::{Disks, libnbd, ok, run, text};
 use support::{Lab, THRUWAY};
 
@@ -140,4 +145,31 @@ fn only_initiators_on_the_list_are_let_in() {
     let url = format!("iscsi://{}/iqn.2026-11.org.thruway:m/0", disks.at("iscsi"));
     assert!(run("iscsi-inq", &["-i", "iqn.2026-11.org.example:good", &url]).status.success());
     assert!(!run("iscsi-inq", &["-i", "iqn.2026-11.org.example:bad", &url]).status.success());
+}
+
+#[test]
+fn connections_in_set_up_leave_descriptors_to_the_others() {
+    let mut limited = Command::new("prlimit");
+    limited.args(["--nofile=512:512", THRUWAY]);
+    let options = ["--block", "m=mem:1M", "--nbd", "127.0.0.1:0", "--iser", "127.0.0.1:0"];
+    let disks = Disks::serve_by(&mut limited, &options);
+    // More than there are descriptors, again and again, that begin a request and never end it.
+    let (iser, over) = (disks.at("iser"), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut unfinished = VecDeque::new();
+            while !over.load(Ordering::Relaxed) {
+                let Ok(mut stream) = TcpStream::connect(&iser) else { continue };
+                let _ = stream.write_all(b"MPA ");
+                unfinished.push_back(stream);
+                if unfinished.len() > 2000 {
+                    unfinished.pop_front();
+                }
+            }
+        });
+        let listed =
+            (0..20).map(|_| run("timeout", &["20", "nbdinfo", &disks.nbd("m")])).all(|out| out.status.success());
+        over.store(true, Ordering::Relaxed);
+        assert!(listed);
+    });
 }

@@ -170,7 +170,7 @@ impl BlockArgs {
             for export in exports.iter().filter(|export| !export.allow.is_empty()) {
                 tracing::warn!(
                     export = export.name,
-                    "allow= has no effect over NBD without --tls-ca: clients have no names"
+                    "no client can use this disk over NBD: allow= needs names, and without --tls-ca clients have none"
                 );
             }
         }

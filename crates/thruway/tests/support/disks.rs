@@ -15,8 +15,12 @@ pub(crate) struct Disks {
 
 impl Disks {
     pub(crate) fn serve(args: &[&str]) -> Disks {
-        let mut child =
-            Command::new(THRUWAY).args(["serve", "--json"]).args(args).stdout(Stdio::piped()).spawn().unwrap();
+        Disks::serve_by(&mut Command::new(THRUWAY), args)
+    }
+
+    /// As [`Disks::serve`]; the command ends with the program.
+    pub(crate) fn serve_by(command: &mut Command, args: &[&str]) -> Disks {
+        let mut child = command.args(["serve", "--json"]).args(args).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         Disks { child, announced: serde_json::from_str(&line).expect("the daemon says where it listens") }

@@ -244,7 +244,7 @@ impl Daemon {
         let device = config.fabric.open()?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
-        let max_pending = share_of_descriptors(4).clamp(16, ListenOptions::default().max_pending);
+        let max_pending = limits::share_of_open_files(4).clamp(16, ListenOptions::default().max_pending);
         let options = ListenOptions { accept_foreign: true, max_pending, ..ListenOptions::default() };
         for &addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
@@ -666,11 +666,6 @@ impl Session<'_> {
     }
 }
 
-/// One in so many of the descriptors that there may be.
-fn share_of_descriptors(of: u64) -> usize {
-    usize::try_from(limits::open_files() / of).unwrap_or(usize::MAX)
-}
-
 /// Wakes the thread that waits for a device.
 fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
     let device = device.clone();
@@ -678,16 +673,16 @@ fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
 }
 
 fn greeting_limits() -> Limits {
-    let all = share_of_descriptors(8).clamp(4, GREETINGS_MAX);
+    let all = limits::share_of_open_files(8).clamp(4, GREETINGS_MAX);
     Limits {
         all,
         per_host: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
-        waiting: share_of_descriptors(8).clamp(8, GREETINGS_WAITING_MAX),
+        waiting: limits::share_of_open_files(8).clamp(8, GREETINGS_WAITING_MAX),
     }
 }
 
 fn handshake_limits() -> Limits {
-    let share = share_of_descriptors;
+    let share = limits::share_of_open_files;
     let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
     Limits {
         all,
