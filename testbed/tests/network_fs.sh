@@ -69,8 +69,8 @@ bindfs --chmod-ignore --chown-ignore /tmp/below /mnt/f
 chmod 4755 /tmp/fresh/1
 chown 1000 /tmp/fresh/2
 fails "$THRUWAY" cp -rp --quiet /tmp/fresh/. /mnt/f/rights 2>/tmp/said
-grep -q 'permissions are not kept' /tmp/said
-grep -q 'owners are not kept' /tmp/said
+grep -q 'permissions are not preserved' /tmp/said
+grep -q 'owners are not preserved' /tmp/said
 umount /mnt/f
 
 echo '--- vfat'
