@@ -69,7 +69,7 @@ impl Handle {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the call has just returned it, and nobody else has it.
+        // SAFETY: the call has just returned it, so it has no other owner.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 

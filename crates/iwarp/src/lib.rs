@@ -85,7 +85,7 @@ pub mod fuzzing;
 #[derive(Default)]
 pub struct IoVecs(Vec<libc::iovec>);
 
-// SAFETY: a list of addresses; whoever dereferences them ensures that they are valid.
+// SAFETY: a list of addresses; code that dereferences them ensures that they are valid.
 unsafe impl Send for IoVecs {}
 
 impl std::ops::Deref for IoVecs {

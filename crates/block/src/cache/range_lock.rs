@@ -131,7 +131,7 @@ impl RangeLock {
         self.exclusive.lock().expect("no panics under the lock")
     }
 
-    /// Grants exclusive use of a range, once nobody shares it and no earlier request waits for it.
+    /// Grants exclusive use of a range, once it is not shared and no earlier request waits for it.
     fn have(&self, id: u64, range: &Range<u64>) -> Option<()> {
         if self.queue().ranges.iter().any(|(other, wanted)| *other < id && overlap(wanted, range)) {
             return None;

@@ -42,7 +42,7 @@ pub(super) struct Core<T> {
 pub(super) enum Ended {
     /// It is done, or has failed.
     Done(Outcome),
-    /// So many bytes are done. The rest would have to wait, and the ring does not for this file: a thread does.
+    /// So many bytes are done. The rest would have to wait, and the ring does not for this file: a system call does.
     WouldWait(Request, usize),
 }
 
@@ -63,7 +63,7 @@ impl NewRing {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(2 * limit as u32).setup_r_disabled();
         let plain = builder.clone();
-        // A completion does not interrupt the thread; it is dealt with when the thread enters the kernel next (Linux 5.19), or
+        // A completion does not interrupt the thread; it is dealt with when the thread enters the kernel next (Linux 6.0), or
         // waits for completions (6.1).
         builder.setup_single_issuer().setup_taskrun_flag();
         match wait {

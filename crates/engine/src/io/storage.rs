@@ -205,9 +205,8 @@ impl Shared {
                 self.counters.served(started);
                 match ended {
                     Ended::Done(outcome) => completion(outcome),
-                    Ended::WouldWait(request, done) => {
-                        drop(std::thread::spawn(move || completion(request.perform(done))))
-                    }
+                    // Rare enough that other requests may wait for it.
+                    Ended::WouldWait(request, done) => completion(request.perform(done)),
                 }
             });
             if woken {

@@ -34,8 +34,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Something is about to be written in this directory. Where only syncing each directory makes names durable, nobody
-    /// knows whether those that lead here are.
+    /// Something is about to be written in this directory. Where only syncing each directory makes names durable, it is
+    /// not known whether those that lead here are durable.
     pub(super) fn note(&self, path: &[u8], dir: impl AsFd) -> io::Result<()> {
         if self.volumes.note(dir)? {
             self.change(path);

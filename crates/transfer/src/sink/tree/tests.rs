@@ -47,7 +47,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
     fs::write(dir.path().join("real/precious"), "").unwrap();
     symlink("real", dir.path().join("link")).unwrap();
     let tree = tree_with(dir.path(), false, true, Trust::Operator);
-    assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made anew");
+    assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made again");
     assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
     let keep = HashSet::new();
     tree.prune(b"link", b"", &keep, c"journal", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER })
