@@ -13,7 +13,6 @@
 //! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`file_system`]: properties of
 //!   file systems. [`units`]: parsing of sizes and times; [`text`]: escaping of untrusted text.
 //! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
-//! - [`local_peer`]: the user at the other end of a connection from this host.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 
@@ -23,7 +22,6 @@ pub mod file_system;
 pub mod io;
 pub mod lent;
 pub mod limits;
-pub mod local_peer;
 pub mod page_cache;
 pub mod pool;
 pub mod rate_limit;

@@ -8,9 +8,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_engine::limits;
 use thruway_engine::reactor::LoadBalancer;
-use thruway_engine::{limits, local_peer};
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Provider};
+use thruway_tcp::Origin;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
@@ -137,7 +138,7 @@ impl Acceptor {
             Socket::Tcp(stream, peer) => self.admit(*peer, stream.local_addr().ok()?),
             // The permissions of the socket's file have decided who may connect.
             Socket::Unix(_) if self.is_closing() => None,
-            Socket::Unix(_) => self.limit.acquire(socket.peer()),
+            Socket::Unix(_) => self.limit.acquire(socket.peer(), socket.origin()),
         }
     }
 
@@ -146,11 +147,12 @@ impl Acceptor {
         if self.is_closing() {
             return None;
         }
-        if self.own_user_only && !local_peer::owner(peer, local).is_some_and(local_peer::is_us) {
+        let origin = Origin::of(peer, local);
+        if self.own_user_only && !origin.is_own_user() {
             tracing::warn!(%peer, "refused: the peer is another user of this host (--anonymous serves everybody)");
             return None;
         }
-        self.limit.acquire(peer)
+        self.limit.acquire(peer, origin)
     }
 
     fn is_closing(&self) -> bool {

@@ -1,17 +1,22 @@
 //! Connection limit: how many connections of a protocol are served at a time.
 //!
-//! Connections that have not authenticated are evicted when others need their places: the oldest of the host that has the
-//! most of them. So a peer that only connects keeps no other out.
+//! Connections that have not authenticated are evicted when others need their places: the oldest of the origin that has the
+//! most of them. So a peer that only connects keeps no other out. Authenticated connections stay, but one origin may not have
+//! more than [`SHARE`] times the places that it leaves to others.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
-use thruway_engine::limits;
 use thruway_engine::reactor::LoadBalancer;
+use thruway_tcp::{ByOrigin, Origin};
 use tokio::sync::Notify;
+
+/// One origin may have at most this many times the places that are free. The user that this process runs as, and root, may
+/// have all.
+pub const SHARE: usize = 8;
 
 /// Limits the connections of one protocol.
 pub struct ConnectionLimit {
@@ -27,26 +32,32 @@ struct State {
     /// Connections with a permit, evicted ones that are still ending included.
     all: usize,
     authenticated: usize,
-    /// Oldest first; evicted ones are not among them.
-    unauthenticated: VecDeque<Unauthenticated>,
+    authenticated_of: HashMap<Origin, usize>,
+    /// Those that are evicted when others need their places; evicted ones are not among them.
+    unauthenticated: HashMap<u64, Arc<Notify>>,
+    unauthenticated_of: ByOrigin<u64>,
     next: u64,
 }
 
-struct Unauthenticated {
-    number: u64,
-    /// The peer's host; `None` for Unix sockets.
-    host: Option<IpAddr>,
-    evicted: Arc<Notify>,
-}
-
 impl State {
-    /// Evicts the oldest unauthenticated connection of the host that has the most of them, a new one of `host` counted in.
-    fn evict_one(&mut self, host: Option<IpAddr>) -> Option<Unauthenticated> {
-        let mut count = HashMap::from([(host, 1)]);
-        self.unauthenticated.iter().for_each(|other| *count.entry(other.host).or_default() += 1);
-        let most = self.unauthenticated.iter().map(|other| count[&other.host]).max()?;
-        let oldest = self.unauthenticated.iter().position(|other| count[&other.host] == most)?;
-        self.unauthenticated.remove(oldest).inspect(|other| other.evicted.notify_one())
+    /// Evicts an unauthenticated connection for a new one.
+    fn evict_one(&mut self, new: Origin) {
+        let Some((origin, number)) = self.unauthenticated_of.give_way(new) else { return };
+        if let Some(evicted) = self.forget(origin, number) {
+            evicted.notify_one();
+        }
+    }
+
+    fn forget(&mut self, origin: Origin, number: u64) -> Option<Arc<Notify>> {
+        self.unauthenticated_of.remove(origin, number);
+        self.unauthenticated.remove(&number)
+    }
+
+    /// Whether another connection of this origin may be authenticated.
+    fn leaves_room(&self, origin: Origin, max: usize) -> bool {
+        let free = max.saturating_sub(self.authenticated);
+        let theirs = self.authenticated_of.get(&origin).copied().unwrap_or(0);
+        free > 0 && (origin.is_own_user() || theirs < free.saturating_mul(SHARE))
     }
 }
 
@@ -54,6 +65,7 @@ impl State {
 pub struct Permit {
     limit: Arc<ConnectionLimit>,
     peer: String,
+    origin: Origin,
     number: u64,
     evicted: Arc<Notify>,
     is_authenticated: AtomicBool,
@@ -74,26 +86,33 @@ impl ConnectionLimit {
         self.state.lock().expect("no panics under the lock")
     }
 
-    /// Acquires a permit for a connection of this peer; `None` if authenticated connections have reached the limit. May evict
-    /// an unauthenticated one.
-    pub fn acquire(self: &Arc<ConnectionLimit>, peer: impl ToString) -> Option<Permit> {
+    /// Acquires a permit for a connection of this peer; `None` if authenticated connections have reached the limit, or those of
+    /// its origin have. May evict an unauthenticated one.
+    pub fn acquire(self: &Arc<ConnectionLimit>, peer: impl ToString, origin: Origin) -> Option<Permit> {
         let peer = peer.to_string();
-        let (protocol, limit) = (self.protocol, self.max);
         let mut state = self.lock();
-        if state.authenticated >= self.max {
+        if !state.leaves_room(origin, self.max) {
+            let (protocol, limit) = (self.protocol, self.max);
             tracing::warn!(peer, protocol, limit, "connection limit reached; connection refused");
             return None;
         }
-        let host = peer.parse().ok().map(|peer: SocketAddr| limits::host_of(peer.ip()));
         if state.authenticated + state.unauthenticated.len() >= self.max {
-            state.evict_one(host);
+            state.evict_one(origin);
         }
         let (number, evicted) = (state.next, Arc::new(Notify::new()));
         state.next += 1;
         state.all += 1;
-        state.unauthenticated.push_back(Unauthenticated { number, host, evicted: Arc::clone(&evicted) });
+        state.unauthenticated.insert(number, Arc::clone(&evicted));
+        state.unauthenticated_of.insert(origin, number);
         drop(state);
-        Some(Permit { limit: Arc::clone(self), peer, number, evicted, is_authenticated: AtomicBool::new(false) })
+        Some(Permit {
+            limit: Arc::clone(self),
+            peer,
+            origin,
+            number,
+            evicted,
+            is_authenticated: AtomicBool::new(false),
+        })
     }
 
     /// Waits until all permits have been released, for at most `limit`.
@@ -154,13 +173,23 @@ impl Permit {
     }
 
     /// The peer has authenticated: the connection is not evicted any more.
-    pub fn set_authenticated(&self) {
-        if !self.is_authenticated.swap(true, Ordering::Relaxed) {
-            let mut state = self.limit.lock();
-            // Not there if it has just been evicted, too late.
-            state.unauthenticated.retain(|other| other.number != self.number);
-            state.authenticated += 1;
+    ///
+    /// # Errors
+    /// Of kind `ConnectionRefused` if authenticated connections, or those of its origin, have reached the limit.
+    pub fn set_authenticated(&self) -> io::Result<()> {
+        if self.is_authenticated.load(Ordering::Relaxed) {
+            return Ok(());
         }
+        let mut state = self.limit.lock();
+        if !state.leaves_room(self.origin, self.limit.max) {
+            return Err(io::Error::new(io::ErrorKind::ConnectionRefused, "connection limit reached"));
+        }
+        // Not there if it has just been evicted, too late.
+        state.forget(self.origin, self.number);
+        state.authenticated += 1;
+        *state.authenticated_of.entry(self.origin).or_default() += 1;
+        self.is_authenticated.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -171,8 +200,14 @@ impl Drop for Permit {
         self.limit.released.notify_all();
         if *self.is_authenticated.get_mut() {
             state.authenticated -= 1;
+            if let Entry::Occupied(mut theirs) = state.authenticated_of.entry(self.origin) {
+                *theirs.get_mut() -= 1;
+                if *theirs.get() == 0 {
+                    theirs.remove();
+                }
+            }
         } else {
-            state.unauthenticated.retain(|other| other.number != self.number);
+            state.forget(self.origin, self.number);
         }
     }
 }
@@ -187,47 +222,76 @@ mod tests {
         permit.handshake(Duration::MAX, never).now_or_never().is_some_and(|ended| ended.is_err())
     }
 
-    #[tokio::test]
-    async fn permits_are_released_on_drop() {
-        let limit = ConnectionLimit::new("test", 2);
-        let (one, two) = (limit.acquire("a").unwrap(), limit.acquire("b").unwrap());
-        one.set_authenticated();
-        two.set_authenticated();
-        assert!(limit.acquire("c").is_none());
-        drop(one);
-        assert!(!is_evicted(&limit.acquire("d").unwrap()));
-        drop(two);
-        limit.wait_until_empty(Duration::from_secs(60));
+    fn host(number: u8) -> Origin {
+        Origin::of_host([192, 0, 2, number].into())
+    }
+
+    fn acquire(limit: &Arc<ConnectionLimit>, number: u8) -> Option<Permit> {
+        limit.acquire(number, host(number))
     }
 
     #[tokio::test]
-    async fn unauthenticated_connections_are_evicted_those_of_the_busiest_host_first() {
+    async fn permits_are_released_on_drop() {
+        let limit = ConnectionLimit::new("test", 2);
+        let (one, two) = (acquire(&limit, 1).unwrap(), acquire(&limit, 2).unwrap());
+        one.set_authenticated().unwrap();
+        two.set_authenticated().unwrap();
+        assert!(acquire(&limit, 3).is_none());
+        drop(one);
+        assert!(!is_evicted(&acquire(&limit, 4).unwrap()));
+        drop(two);
+        limit.wait_until_empty(Duration::from_secs(60));
+        assert!(limit.lock().authenticated_of.is_empty());
+    }
+
+    #[tokio::test]
+    async fn unauthenticated_connections_are_evicted_those_of_the_busiest_origin_first() {
         let limit = ConnectionLimit::new("test", 10);
-        let known = limit.acquire("192.0.2.9:1").unwrap();
-        known.set_authenticated();
-        let other = limit.acquire("192.0.2.2:1").unwrap();
-        let many: Vec<Permit> = (0..100).map(|port| limit.acquire(format!("192.0.2.1:{port}")).unwrap()).collect();
+        let known = acquire(&limit, 9).unwrap();
+        known.set_authenticated().unwrap();
+        let other = acquire(&limit, 2).unwrap();
+        let many: Vec<Permit> = (0..100).map(|_| acquire(&limit, 1).unwrap()).collect();
         assert!(!is_evicted(&known) && !is_evicted(&other));
         let left = many.iter().filter(|permit| !is_evicted(permit)).count();
         assert_eq!(left, 8, "as many as the limit leaves");
         assert!(!is_evicted(&many[99]), "the oldest go first");
         // New connections get in, stay once they have authenticated, and can reach the limit.
-        let admitted: Vec<Permit> = (0..9).map(|host| limit.acquire(format!("192.0.2.{host}:7")).unwrap()).collect();
-        admitted.iter().for_each(Permit::set_authenticated);
-        assert!(is_evicted(&other) && limit.acquire("192.0.2.1:1").is_none());
+        let admitted: Vec<Permit> = (10..19).map(|number| acquire(&limit, number).unwrap()).collect();
+        admitted.iter().for_each(|permit| permit.set_authenticated().unwrap());
+        assert!(is_evicted(&other) && acquire(&limit, 1).is_none());
     }
 
     #[tokio::test]
-    async fn a_host_that_connects_again_and_again_evicts_its_own_connections() {
-        for (busy, other) in [("192.0.2.1", "192.0.2.2"), ("[2001:db8::1]", "[2001:db8:0:1::1]")] {
-            let limit = ConnectionLimit::new("test", 2);
-            let slow = limit.acquire(format!("{other}:1")).unwrap();
-            let many: Vec<Permit> = (0..20).map(|port| limit.acquire(format!("{busy}:{port}")).unwrap()).collect();
-            assert!(!is_evicted(&slow) && is_evicted(&many[18]) && !is_evicted(&many[19]));
-        }
+    async fn an_origin_that_connects_again_and_again_evicts_its_own_connections() {
         let limit = ConnectionLimit::new("test", 2);
-        let slow = limit.acquire("[2001:db8:0:1::1]:1").unwrap();
-        let many: Vec<Permit> = (0..20).map(|n| limit.acquire(format!("[2001:db8::{n}]:1")).unwrap()).collect();
-        assert!(!is_evicted(&slow) && is_evicted(&many[18]), "one host may have many addresses");
+        let slow = acquire(&limit, 2).unwrap();
+        let many: Vec<Permit> = (0..20).map(|_| acquire(&limit, 1).unwrap()).collect();
+        assert!(!is_evicted(&slow) && is_evicted(&many[18]) && !is_evicted(&many[19]));
+    }
+
+    #[tokio::test]
+    async fn no_origin_has_all_places_whether_it_authenticates_early_or_late() {
+        for late in [false, true] {
+            let limit = ConnectionLimit::new("test", 90);
+            let mut held = Vec::new();
+            for number in 1..=2 {
+                let wanted: Vec<Permit> = (0..90)
+                    .filter_map(|_| {
+                        let permit = acquire(&limit, number)?;
+                        if !late {
+                            permit.set_authenticated().ok()?;
+                        }
+                        Some(permit)
+                    })
+                    .collect();
+                held.push(wanted.into_iter().filter(|permit| permit.set_authenticated().is_ok()).collect::<Vec<_>>());
+            }
+            assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [80, 9], "late: {late}");
+            // Except to this very user, who has all of them.
+            let own = Origin::User(rustix::process::geteuid().as_raw());
+            let last = limit.acquire("own", own).unwrap();
+            last.set_authenticated().unwrap();
+            assert!(limit.acquire("own", own).is_none() && limit.count() == 90);
+        }
     }
 }

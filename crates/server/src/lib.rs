@@ -3,7 +3,7 @@
 //! - [`listener`]: addresses, listening sockets, accepted connections.
 //! - [`tls`]: certificates from files, and the names in those of clients.
 //! - [`acceptor`]: accepts the connections of a protocol, and shuts them down in an orderly way.
-//! - [`admission`]: hosts take turns where each handshake costs a thread.
+//! - [`admission`]: the origins of connections take turns where each handshake costs a thread.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.

@@ -7,6 +7,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use thruway_tcp::Origin;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 /// An address to listen on: `ADDR:PORT`, or `unix:PATH`.
@@ -178,6 +179,17 @@ impl Socket {
         match self {
             Socket::Tcp(_, peer) => peer.to_string(),
             Socket::Unix(_) => "unix".into(),
+        }
+    }
+
+    /// Where it comes from.
+    pub fn origin(&self) -> Origin {
+        match self {
+            Socket::Tcp(stream, peer) => {
+                stream.local_addr().map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(*peer, local))
+            }
+            Socket::Unix(stream) => sockopt::socket_peercred(stream)
+                .map_or(Origin::UnknownUser, |credentials| Origin::User(credentials.uid.as_raw())),
         }
     }
 

@@ -1,4 +1,12 @@
-//! What TCP knows of the path to a peer, and what follows from it.
+//! TCP connections: what the kernel knows of the path to a peer, sockets fitted to it, and where a connection
+//! comes from.
+
+mod by_origin;
+mod origin;
+mod owner;
+
+pub use by_origin::ByOrigin;
+pub use origin::Origin;
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};

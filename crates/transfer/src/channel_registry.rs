@@ -2,15 +2,14 @@
 //!
 //! On a long path the connecting end opens its data connections while the session is still being negotiated. If a packet of the
 //! control connection is lost, they arrive first. So a few connections without a session are kept for a moment; when there are
-//! too many, those of the host that has most of them are closed.
+//! too many, those of the origin that has most of them are closed.
 
 use crate::wire::{CHANNELS_MAX, Token};
 use std::collections::{HashMap, VecDeque};
-use std::net::IpAddr;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
-use thruway_engine::limits::host_of;
 use thruway_fabric::Device;
+use thruway_tcp::{ByOrigin, Origin};
 
 /// How long a data connection is kept without a session.
 const PENDING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -26,8 +25,7 @@ pub(crate) struct ChannelRegistry<A> {
 struct Pending<A> {
     since: Instant,
     token: Token,
-    /// The peer's host.
-    site: IpAddr,
+    origin: Origin,
     arrival: A,
 }
 
@@ -57,8 +55,8 @@ impl<A> ChannelRegistry<A> {
         let pending = std::mem::take(&mut self.pending);
         let (its, others): (VecDeque<_>, _) = pending.into_iter().partition(|pending| pending.token == token);
         self.pending = others;
-        for Pending { token, site, arrival, .. } in its {
-            drop(self.deliver(token, site, arrival, now));
+        for Pending { token, origin, arrival, .. } in its {
+            drop(self.deliver(token, origin, arrival, now));
         }
         Some(receiver)
     }
@@ -77,14 +75,13 @@ impl<A> ChannelRegistry<A> {
 
     /// Delivers a data connection to its session, or keeps it for a while. Returns it if the session has as many as it may have, or
     /// too many are kept.
-    pub(crate) fn deliver(&mut self, token: Token, from: IpAddr, arrival: A, now: Instant) -> Option<A> {
+    pub(crate) fn deliver(&mut self, token: Token, origin: Origin, arrival: A, now: Instant) -> Option<A> {
         let Some(entry) = self.sessions.get_mut(&token) else {
             self.expire(now);
-            let site = host_of(from);
-            if self.pending.len() >= PENDING_MAX && !self.evict_one_for(site) {
+            if self.pending.len() >= PENDING_MAX && !self.evict_one_for(origin) {
                 return Some(arrival);
             }
-            self.pending.push_back(Pending { since: now, token, site, arrival });
+            self.pending.push_back(Pending { since: now, token, origin, arrival });
             return None;
         };
         if entry.count >= CHANNELS_MAX {
@@ -98,14 +95,12 @@ impl<A> ChannelRegistry<A> {
         rejected
     }
 
-    /// Drops the oldest connection of the host that has most of them, unless `site` would have as many.
-    fn evict_one_for(&mut self, site: IpAddr) -> bool {
-        let mut counts: HashMap<IpAddr, usize> = HashMap::new();
-        self.pending.iter().for_each(|pending| *counts.entry(pending.site).or_default() += 1);
-        let own = counts.get(&site).copied().unwrap_or(0);
-        let most = counts.into_iter().max_by_key(|(_, count)| *count).filter(|(_, count)| *count > own + 1);
-        let oldest = most.and_then(|(most, _)| self.pending.iter().position(|pending| pending.site == most));
-        oldest.and_then(|at| self.pending.remove(at)).is_some()
+    /// Drops the oldest connection of the origin that has most of them, unless that is `origin`.
+    fn evict_one_for(&mut self, origin: Origin) -> bool {
+        let mut kept = ByOrigin::default();
+        self.pending.iter().enumerate().for_each(|(at, pending)| kept.insert(pending.origin, at));
+        let evicted = kept.give_way(origin).filter(|(busiest, _)| *busiest != origin);
+        evicted.and_then(|(_, at)| self.pending.remove(at)).is_some()
     }
 
     /// Drops connections that have been kept for too long. Returns the time until the next one is due.
@@ -121,7 +116,7 @@ impl<A> ChannelRegistry<A> {
 mod tests {
     use super::*;
 
-    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+    const HERE: Origin = Origin::User(1000);
 
     #[test]
     fn a_connection_that_arrives_before_its_session_is_kept() {
@@ -156,16 +151,16 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_few_connections_takes_the_place_of_one_with_many() {
+    fn an_origin_with_few_connections_takes_the_place_of_one_with_many() {
         let (mut registry, now) = (ChannelRegistry::default(), Instant::now());
         for n in 0..PENDING_MAX {
             assert_eq!(registry.deliver([n as u8; 16], HERE, n, now), None);
         }
-        let there: IpAddr = "192.0.2.7".parse().unwrap();
+        let there = Origin::of_host([192, 0, 2, 7].into());
         for n in 0..PENDING_MAX / 2 {
             assert_eq!(registry.deliver([100 + n as u8; 16], there, 1000 + n, now), None);
         }
-        assert_eq!(registry.deliver([200; 16], there, 2000, now), Some(2000), "no host has more");
+        assert_eq!(registry.deliver([200; 16], there, 2000, now), Some(2000), "no origin has more");
         assert_eq!(registry.register([0; 16], now).unwrap().try_iter().count(), 0, "the oldest had to go");
         assert_eq!(registry.register([63; 16], now).unwrap().try_iter().count(), 1);
         assert_eq!(registry.register([100; 16], now).unwrap().try_iter().count(), 1);

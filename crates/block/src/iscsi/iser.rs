@@ -203,7 +203,7 @@ impl Service {
         let session = Arc::clone(&logged_in.session);
         let parts = shared.parts(&peer.to_string(), portal, logged_in, permit);
         let closing = parts.closing.clone();
-        let result = match session.settled().await {
+        let result = match shared.begin(&session, permit).await {
             Ok(()) => {
                 let connection = Connection::new(parts, Carrier::Iser(Rc::clone(sender)), None, false);
                 let result = connection.until_over(receive(&connection, messages), closing).await;

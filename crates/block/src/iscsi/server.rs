@@ -52,10 +52,6 @@ impl Shared {
         let LoggedIn { session, params, serials } = logged_in;
         let target = session.target.as_ref().map_or("discovery", |t| &t.name);
         tracing::info!(peer, initiator = session.initiator(), target, ?params, "iSCSI initiator logged in");
-        // Discovery sessions need no authentication.
-        if session.target.is_some() {
-            permit.set_authenticated();
-        }
         ConnectionParams {
             permit: Arc::clone(permit),
             session,
@@ -65,6 +61,14 @@ impl Shared {
             portal,
             closing: self.acceptor.closing(),
         }
+    }
+
+    /// Waits until the connection of a session that this one replaces has ended, and takes its place among those that
+    /// stay.
+    pub(super) async fn begin(&self, session: &Session, permit: &Permit) -> io::Result<()> {
+        session.settled().await?;
+        // Discovery sessions need no authentication.
+        if session.target.is_some() { permit.set_authenticated() } else { Ok(()) }
     }
 }
 
@@ -113,7 +117,7 @@ impl Shared {
         let Some(logged_in) = permit.handshake(LOGIN_TIMEOUT, self.log_in(&mut stream)).await? else { return Ok(()) };
         let session = Arc::clone(&logged_in.session);
         let parts = self.parts(&peer, portal, logged_in, permit);
-        let result = match session.settled().await {
+        let result = match self.begin(&session, permit).await {
             Ok(()) => connection::serve(parts, stream.split()?).await,
             Err(e) => Err(e),
         };

@@ -87,7 +87,7 @@ impl Service {
             _ = closing.wait_for(|closing| *closing) => return Ok(()),
         };
         let Some((stream, agreement)) = negotiated else { return Ok(()) };
-        permit.set_authenticated();
+        permit.set_authenticated()?;
         let name = &agreement.export.name;
         tracing::info!(peer, export = name, form = ?agreement.form, "NBD client connected");
         let (reader, writer) = stream.split()?;

@@ -13,8 +13,8 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 use std::collections::{HashMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, TryLockError, Weak};
 use std::time::{Duration, Instant};
 use thruway_iwarp::connection::{MAX_INLINE, MAX_SGE};
 use thruway_iwarp::mpa::{self, Agreement, Preferences, ReadyToReceive};
@@ -22,6 +22,7 @@ use thruway_iwarp::regions::{Region, RegionTable, Stream};
 use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_rdma_types::{Access, Owner};
 use thruway_rdma_types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
+use thruway_tcp::{ByOrigin, Origin};
 
 const MAX_QUEUE: u32 = 16384;
 const MAX_DEPTH: u16 = 256;
@@ -124,6 +125,21 @@ enum Entity {
     Inbound(Arc<Inbound>),
 }
 
+/// An event that has not been polled yet.
+pub(super) enum Queued {
+    Request(listener::Request),
+    Other(Event),
+}
+
+/// Incoming connections that have no queue pair yet.
+#[derive(Default)]
+struct SetUp {
+    /// All of them.
+    count: usize,
+    /// Those that give way to new ones: their requests have not arrived, or have not been polled.
+    evictable: ByOrigin<u64>,
+}
+
 pub(super) struct Context {
     config: Config,
     attributes: DeviceAttributes,
@@ -137,13 +153,13 @@ pub(super) struct Context {
     next_id: AtomicU64,
     next_qp: AtomicU64,
     entities: Mutex<HashMap<u64, Entity>>,
-    pending: AtomicUsize,
+    set_up: Mutex<SetUp>,
     /// Held by the thread that drives the sockets; others go on without.
     driver: Mutex<Driver>,
     /// Counts changes to the set of live queue pairs.
     live_version: AtomicU64,
     ready: Mutex<VecDeque<u64>>,
-    events: Mutex<VecDeque<Event>>,
+    events: Mutex<VecDeque<Queued>>,
     /// The consumer's handle has been dropped: events have no receiver any more. Changes under the lock of `events`.
     abandoned: AtomicBool,
     /// Counts completions and events not polled yet, and queue pairs in `ready`.
@@ -206,7 +222,7 @@ impl Context {
             next_id: AtomicU64::new(1),
             next_qp: AtomicU64::new(1),
             entities: Mutex::new(HashMap::new()),
-            pending: AtomicUsize::new(0),
+            set_up: Mutex::default(),
             driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, polls: 0, detached: false, streak: 0 }),
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
@@ -248,13 +264,9 @@ impl Context {
 
     pub(super) fn forget(&self, id: u64) {
         let gone = self.entities.lock_unpoisoned().remove(&id);
-        match gone {
-            Some(Entity::Inbound(_)) => drop(self.pending.fetch_sub(1, Ordering::Relaxed)),
+        if let Some(Entity::QueuePair(qp)) = gone {
             // The thread that drives may never do so again, and the queue pair holds this context.
-            Some(Entity::QueuePair(qp)) => {
-                self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
-            }
-            _ => {}
+            self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
         }
         self.live_changed();
     }
@@ -286,48 +298,58 @@ impl Context {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    pub(super) fn pending_changed(&self, more: bool) {
-        if more {
-            self.pending.fetch_add(1, Ordering::Relaxed);
-        } else {
-            self.pending.fetch_sub(1, Ordering::Relaxed);
+    /// A connection of `new` may be set up besides those that are: one of the others gives way if there are `max`. False if none
+    /// can.
+    pub(super) fn make_room(&self, new: Origin, max: usize) -> bool {
+        loop {
+            let set_up = self.set_up.lock_unpoisoned();
+            if set_up.count < max {
+                return true;
+            }
+            let Some((origin, id)) = set_up.evictable.give_way(new) else { return false };
+            drop(set_up);
+            tracing::debug!(%origin, "too many connections in set-up, closing one");
+            self.evict(origin, id);
         }
     }
 
-    /// Closes the connection that has been longest in set-up: one whose request has not been taken, or one
-    /// that has not sent its request. False if there is none.
-    pub(super) fn drop_oldest_request(&self) -> bool {
+    /// Closes a connection whose request has not arrived, or has not been polled.
+    fn evict(&self, origin: Origin, id: u64) {
         let mut events = self.events.lock_unpoisoned();
-        let oldest = events.iter().position(|event| matches!(event, Event::Request(_)));
-        if let Some(request) = oldest.and_then(|at| events.remove(at)) {
-            drop(events);
-            self.discount_unpolled(1);
-            drop(request);
-            return true;
-        }
+        let at = events.iter().position(|event| matches!(event, Queued::Request(request) if request.id() == id));
+        let request = at.and_then(|at| events.remove(at));
         drop(events);
-        let reading = |(id, e): (&u64, &Entity)| matches!(e, Entity::Inbound(_)).then_some(*id);
-        let oldest = self.entities.lock_unpoisoned().iter().filter_map(reading).min();
-        oldest.map(|id| self.forget(id)).is_some()
+        match request {
+            Some(request) => {
+                self.discount_unpolled(1);
+                drop(request);
+            }
+            None => self.forget(id),
+        }
+        // Where it has just been polled, it does not give way any more.
+        self.set_up.lock_unpoisoned().evictable.remove(origin, id);
     }
 
-    pub(super) fn pending_requests(&self) -> usize {
-        self.pending.load(Ordering::Relaxed)
+    fn place_in_set_up(self: &Arc<Context>, origin: Origin, id: u64) -> PlaceInSetUp {
+        let mut set_up = self.set_up.lock_unpoisoned();
+        set_up.count += 1;
+        set_up.evictable.insert(origin, id);
+        PlaceInSetUp { ctx: Arc::downgrade(self), origin, id }
     }
 
     /// Starts to read a request frame.
     pub(super) fn begin_request(
         self: &Arc<Context>,
         stream: TcpStream,
-        peer: SocketAddr,
+        (peer, origin): (SocketAddr, Origin),
         accept_foreign: bool,
     ) -> Result<()> {
         listener::prepare(&stream, peer, self)?;
         let id = self.new_id();
-        let reading = Reading::new(stream, peer, accept_foreign);
+        let place = self.place_in_set_up(origin, id);
+        let reading = Reading::new(stream, peer, place, accept_foreign);
         self.watch(reading.stream(), id).map_err(|e| Error::io("watching a connection", e))?;
         let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
-        self.pending.fetch_add(1, Ordering::Relaxed);
         self.insert(id, Entity::Inbound(inbound));
         self.start_timer();
         Ok(())
@@ -344,6 +366,10 @@ impl Context {
     }
 
     pub(super) fn push_event(&self, event: Event) {
+        self.queue(Queued::Other(event));
+    }
+
+    pub(super) fn queue(&self, event: Queued) {
         let mut events = self.events.lock_unpoisoned();
         if self.abandoned.load(Ordering::SeqCst) {
             drop(events);
@@ -586,6 +612,32 @@ impl std::ops::Deref for Handle {
     }
 }
 
+/// A place among the connections in set-up; released on drop.
+pub(super) struct PlaceInSetUp {
+    /// Which holds the connections that hold these.
+    ctx: Weak<Context>,
+    origin: Origin,
+    pub(super) id: u64,
+}
+
+impl PlaceInSetUp {
+    /// It does not give way any more.
+    pub(super) fn stays(&self) {
+        if let Some(ctx) = self.ctx.upgrade() {
+            ctx.set_up.lock_unpoisoned().evictable.remove(self.origin, self.id);
+        }
+    }
+}
+
+impl Drop for PlaceInSetUp {
+    fn drop(&mut self) {
+        let Some(ctx) = self.ctx.upgrade() else { return };
+        let mut set_up = ctx.set_up.lock_unpoisoned();
+        set_up.count -= 1;
+        set_up.evictable.remove(self.origin, self.id);
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
         // Unanswered requests hold the context, and are refused when they are dropped.
@@ -688,7 +740,8 @@ impl DeviceOps for Handle {
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {
         let peer = stream.peer_addr().map_err(|e| Error::io("getting the peer's address", e))?;
-        self.begin_request(stream, peer, false)
+        let local = stream.local_addr().map_err(|e| Error::io("getting the local address", e))?;
+        self.begin_request(stream, (peer, Origin::of(peer, local)), false)
     }
 
     fn progress(&self) {
@@ -704,7 +757,13 @@ impl DeviceOps for Handle {
         if event.is_some() {
             self.discount_unpolled(1);
         }
-        event
+        event.map(|event| match event {
+            Queued::Request(request) => {
+                request.stays();
+                Event::Request(Box::new(request))
+            }
+            Queued::Other(event) => event,
+        })
     }
 
     fn arm(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Listening sockets, and connections whose request frame is not whole yet.
 
-use super::device::Context;
+use super::device::{Context, PlaceInSetUp, Queued};
 use super::endpoint::Endpoint;
 use super::socket;
 use crate::ListenOptions;
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use thruway_iwarp::mpa::{self, Frame};
 use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_rdma_types::{ConnectParams, Error, Result};
+use thruway_tcp::Origin;
 
 /// How long a connected peer may take to send its request frame.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,15 +49,13 @@ impl ListeningSocket {
         for _ in 0..ACCEPT_TURN {
             match self.socket.accept() {
                 Ok((stream, peer)) => {
-                    // Rather the oldest than the newest: who has said nothing for long is not likely to.
-                    while ctx.pending_requests() >= self.options.max_pending.max(1) && ctx.drop_oldest_request() {
-                        tracing::debug!(%peer, "too many connections in set-up, closing the oldest");
-                    }
-                    if ctx.pending_requests() >= self.options.max_pending.max(1) {
+                    let local = stream.local_addr();
+                    let origin = local.map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(peer, local));
+                    if !ctx.make_room(origin, self.options.max_pending.max(1)) {
                         tracing::warn!(%peer, "too many unanswered requests, closing");
                         continue;
                     }
-                    if let Err(error) = ctx.begin_request(stream, peer, self.options.accept_foreign) {
+                    if let Err(error) = ctx.begin_request(stream, (peer, origin), self.options.accept_foreign) {
                         tracing::warn!(%peer, %error, "cannot serve a connection");
                     }
                 }
@@ -112,14 +111,15 @@ pub(super) struct Inbound {
 pub(super) struct Reading {
     stream: TcpStream,
     peer: SocketAddr,
+    place: PlaceInSetUp,
     seen: Vec<u8>,
     accept_foreign: bool,
     deadline: Instant,
 }
 
 impl Reading {
-    pub(super) fn new(stream: TcpStream, peer: SocketAddr, accept_foreign: bool) -> Reading {
-        Reading { stream, peer, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
+    pub(super) fn new(stream: TcpStream, peer: SocketAddr, place: PlaceInSetUp, accept_foreign: bool) -> Reading {
+        Reading { stream, peer, place, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
     }
 
     pub(super) fn stream(&self) -> &TcpStream {
@@ -137,16 +137,14 @@ impl Inbound {
             Outcome::Over => ctx.forget(self.id),
             Outcome::Request(frame) => {
                 ctx.unwatch(&reading.stream);
-                // Counted until it is answered.
-                let place = PendingPlace::take(ctx);
                 ctx.forget(self.id);
-                ctx.push_event(Event::Request(Box::new(Request {
+                ctx.queue(Queued::Request(Request {
                     ctx: Arc::clone(ctx),
-                    _place: place,
+                    place: reading.place,
                     stream: Some(reading.stream),
                     peer: reading.peer,
                     frame,
-                })));
+                }));
             }
             Outcome::Foreign => {
                 ctx.unwatch(&reading.stream);
@@ -213,28 +211,13 @@ impl Reading {
 }
 
 /// A whole request, waiting for the consumer's answer.
-struct Request {
+pub(super) struct Request {
     ctx: Arc<Context>,
-    _place: PendingPlace,
+    /// Until it is answered.
+    place: PlaceInSetUp,
     stream: Option<TcpStream>,
     peer: SocketAddr,
     frame: Frame,
-}
-
-/// A place among the requests that have not been answered.
-pub(super) struct PendingPlace(Arc<Context>);
-
-impl PendingPlace {
-    pub(super) fn take(ctx: &Arc<Context>) -> PendingPlace {
-        ctx.pending_changed(true);
-        PendingPlace(Arc::clone(ctx))
-    }
-}
-
-impl Drop for PendingPlace {
-    fn drop(&mut self) {
-        self.0.pending_changed(false);
-    }
 }
 
 impl RequestOps for Request {
@@ -269,6 +252,15 @@ impl RequestOps for Request {
 }
 
 impl Request {
+    pub(super) fn id(&self) -> u64 {
+        self.place.id
+    }
+
+    /// The consumer has it: it does not give way to others any more.
+    pub(super) fn stays(&self) {
+        self.place.stays();
+    }
+
     fn refuse(&mut self, private_data: &[u8]) {
         let Some(mut stream) = self.stream.take() else { return };
         let room = mpa::MAX_PRIVATE_DATA - 4;

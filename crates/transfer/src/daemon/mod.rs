@@ -18,7 +18,7 @@ use crate::wire::{
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
@@ -26,9 +26,9 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 use thruway_engine::aead::Sealer;
 use thruway_engine::limits;
-use thruway_engine::local_peer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 use thruway_server::admission::{Admission, Answer, Limits, Slot};
+use thruway_tcp::Origin;
 
 /// A directory that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,11 +46,11 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Connections whose greeting is being read, in all, from one address, and waiting for it. Fewer where descriptors are few.
+/// Connections whose greeting is being read, in all, from one origin, and waiting for it. Fewer where descriptors are few.
 const GREETINGS_MAX: usize = 512;
 const GREETINGS_OF_ONE_MAX: usize = 128;
 const GREETINGS_WAITING_MAX: usize = 4096;
-/// Peers that have not proved yet who they are, in all, from one address, and waiting their turn. Fewer where descriptors
+/// Peers that have not proved yet who they are, in all, from one origin, and waiting their turn. Fewer where descriptors
 /// are few.
 const HANDSHAKES_MAX: usize = 256;
 const HANDSHAKES_OF_ONE_MAX: usize = 32;
@@ -293,7 +293,10 @@ impl Daemon {
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
-                    shared.follow_greetings(shared.greetings.arrive(limits::host_of(peer.ip()), (stream, prefix)));
+                    let origin = stream
+                        .local_addr()
+                        .map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(peer, local));
+                    shared.follow_greetings(shared.greetings.arrive(origin, (stream, prefix)));
                 }
                 Some(_) => {}
                 None => {
@@ -324,9 +327,8 @@ impl Shared {
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                if let Some(Arrival::Rdma(request)) =
-                    self.deliver(token, limits::host_of(peer.ip()), Arrival::Rdma(request))
-                {
+                let origin = Origin::of(peer, local);
+                if let Some(Arrival::Rdma(request)) = self.deliver(token, origin, Arrival::Rdma(request)) {
                     request.reject(b"too many data channels");
                 }
             }
@@ -366,13 +368,13 @@ impl Shared {
                 self.call(Arrival::Tcp(stream), *token, (peer, local));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.deliver(*token, limits::host_of(peer.ip()), Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.deliver(*token, Origin::of(peer, local), Arrival::Tcp(stream))),
         }
     }
 
     /// Hands a data connection to its session; gives back one too many.
-    fn deliver(&self, token: Token, from: IpAddr, arrival: Arrival) -> Option<Arrival> {
-        let rejected = lock(&self.channels).deliver(token, from, arrival, Instant::now());
+    fn deliver(&self, token: Token, origin: Origin, arrival: Arrival) -> Option<Arrival> {
+        let rejected = lock(&self.channels).deliver(token, origin, arrival, Instant::now());
         // Who drops those that have waited too long sleeps until then.
         self.listener.wake();
         rejected
@@ -387,8 +389,10 @@ impl Shared {
             return;
         };
         let registration = Registration { shared: Arc::clone(self), token };
-        let caller = Caller { arrival, arrivals, registration, peer, local };
-        self.follow(self.handshakes.arrive(limits::host_of(peer.ip()), caller));
+        // Its socket is certainly there: users of this host are told apart.
+        let origin = Origin::of(peer, local);
+        let caller = Caller { arrival, arrivals, registration, peer, origin };
+        self.follow(self.handshakes.arrive(origin, caller));
     }
 
     /// Begins handshakes whose turn it is.
@@ -405,12 +409,12 @@ impl Shared {
     }
 
     fn begin(self: &Arc<Shared>, caller: Caller, handshake: Slot<Caller>) {
-        let Caller { arrival, arrivals, registration, peer, local } = caller;
+        let Caller { arrival, arrivals, registration, peer, origin } = caller;
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
         let spawned = thread.spawn(move || {
             let known = AtomicBool::new(false);
-            let session = Session { shared: &shared, registration, peer, local, known: &known };
+            let session = Session { shared: &shared, registration, peer, origin, known: &known };
             // A panic ends its own session and no other.
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| session.run(arrival, arrivals, handshake)));
@@ -438,20 +442,20 @@ struct Caller {
     arrivals: Receiver<Arrival>,
     registration: Registration,
     peer: SocketAddr,
-    local: SocketAddr,
+    origin: Origin,
 }
 
 /// A session in progress.
 struct Running {
     principal: Principal,
-    peer: IpAddr,
+    origin: Origin,
     cancel: Cancel,
 }
 
 impl Running {
-    /// Whether it belongs to this principal. Anonymous ones are distinguished by their addresses.
-    fn is_of(&self, principal: &Principal, peer: IpAddr) -> bool {
-        self.principal == *principal && (*principal != Principal::Anonymous || self.peer == peer)
+    /// Whether it belongs to this principal. Anonymous ones are distinguished by where they come from.
+    fn is_of(&self, principal: &Principal, origin: Origin) -> bool {
+        self.principal == *principal && (*principal != Principal::Anonymous || self.origin == origin)
     }
 }
 
@@ -462,9 +466,9 @@ struct Listed<'a> {
 }
 
 impl<'a> Listed<'a> {
-    fn new(shared: &'a Shared, principal: &Principal, peer: IpAddr, cancel: &Cancel) -> Listed<'a> {
+    fn new(shared: &'a Shared, principal: &Principal, origin: Origin, cancel: &Cancel) -> Listed<'a> {
         let number = shared.next_running.fetch_add(1, Ordering::Relaxed);
-        let running = Running { principal: principal.clone(), peer, cancel: cancel.clone() };
+        let running = Running { principal: principal.clone(), origin, cancel: cancel.clone() };
         lock(&shared.running).insert(number, running);
         Listed { shared, number }
     }
@@ -483,8 +487,8 @@ const PLACES_TO_ONE: usize = 8;
 struct SessionPlace<'a>(&'a Shared);
 
 impl<'a> SessionPlace<'a> {
-    fn take(shared: &'a Shared, principal: &Principal, peer: IpAddr) -> Option<SessionPlace<'a>> {
-        let theirs = lock(&shared.running).values().filter(|running| running.is_of(principal, peer)).count();
+    fn take(shared: &'a Shared, principal: &Principal, origin: Origin) -> Option<SessionPlace<'a>> {
+        let theirs = lock(&shared.running).values().filter(|running| running.is_of(principal, origin)).count();
         let before = shared.active.fetch_add(1, Ordering::SeqCst);
         let place = SessionPlace(shared);
         let left = shared.config.max_sessions.saturating_sub(before);
@@ -505,7 +509,7 @@ struct Session<'a> {
     shared: &'a Arc<Shared>,
     registration: Registration,
     peer: SocketAddr,
-    local: SocketAddr,
+    origin: Origin,
     /// The peer has proved who it is.
     known: &'a AtomicBool,
 }
@@ -518,18 +522,16 @@ impl Session<'_> {
         handshake: Slot<Caller>,
     ) -> Result<Option<Summary>, SessionError> {
         let config = &self.shared.config;
-        // Before the handshake: the peer's socket is certainly there.
-        let owner = if config.local { local_peer::owner(self.peer, self.local) } else { None };
         let device = config.fabric.open()?;
         lock(&self.shared.channels).set_device(&self.registration.token, &device);
         let (mut link, key) = Link::accept(device, arrival, &config.credentials, self.registration.token)?;
-        let Some(principal) = self.principal(key, owner) else {
-            let why = match owner {
-                Some(_) => {
+        let Some(principal) = self.principal(key) else {
+            let why = match self.origin {
+                Origin::User(_) if config.local => {
                     "this daemon serves only the user it runs as without a key (--authorized-keys lets keys in, \
                      --anonymous everybody)"
                 }
-                None => {
+                _ => {
                     "this daemon does not know your key; add the client's id.pub ('thruway keygen' makes one) to its authorized keys"
                 }
             };
@@ -537,17 +539,17 @@ impl Session<'_> {
         };
         let cancel = Cancel::new(link.device());
         link.end_with(&cancel);
-        let _listed = Listed::new(self.shared, &principal, limits::host_of(self.peer.ip()), &cancel);
+        let _listed = Listed::new(self.shared, &principal, self.origin, &cancel);
         if self.shared.stop.load(Ordering::SeqCst) {
             return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
         }
         // A change of the keys since we looked may have missed this session.
-        if self.principal(key, owner).as_ref() != Some(&principal) {
+        if self.principal(key).as_ref() != Some(&principal) {
             return self.refuse(link, AbortCode::Busy, "your rights have just changed".into());
         }
         drop(handshake);
         self.known.store(true, Ordering::SeqCst);
-        let Some(_place) = SessionPlace::take(self.shared, &principal, limits::host_of(self.peer.ip())) else {
+        let Some(_place) = SessionPlace::take(self.shared, &principal, self.origin) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
         let Control::Session(asked) = link.prompt_control()? else {
@@ -567,13 +569,13 @@ impl Session<'_> {
         Ok(None)
     }
 
-    fn principal(&self, key: Option<PublicKey>, owner: Option<u32>) -> Option<Principal> {
+    fn principal(&self, key: Option<PublicKey>) -> Option<Principal> {
         let Some(key) = key else {
             // Only the client that started us knows the secret.
             return Some(Principal::Operator);
         };
         let known = self.shared.authorized.read().expect("no panics under the lock").principal(&key);
-        let local = owner.is_some_and(local_peer::is_us).then_some(Principal::Operator);
+        let local = (self.shared.config.local && self.origin.is_own_user()).then_some(Principal::Operator);
         known.or(local).or(self.shared.config.anonymous.then_some(Principal::Anonymous))
     }
 
@@ -676,7 +678,7 @@ fn greeting_limits() -> Limits {
     let all = limits::share_of_open_files(8).clamp(4, GREETINGS_MAX);
     Limits {
         all,
-        per_host: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
+        per_origin: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: limits::share_of_open_files(8).clamp(8, GREETINGS_WAITING_MAX),
     }
 }
@@ -686,7 +688,7 @@ fn handshake_limits() -> Limits {
     let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
     Limits {
         all,
-        per_host: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
+        per_origin: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),
     }
 }

@@ -18,7 +18,7 @@ const TCP_CLOSE_WAIT: u8 = 8;
 /// peer is not on this host, or has closed, or the kernel does not say; then no rights may be assumed.
 ///
 /// A proxy on this host (an ssh tunnel, a container's port forwarder) counts as the user that runs it.
-pub fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
+pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
     if !peer.ip().to_canonical().is_loopback() {
         return None;
     }
@@ -26,11 +26,6 @@ pub fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
         tracing::debug!(%error, "asking for the owner of a socket");
         by_proc(peer, local)
     })
-}
-
-/// Whether a user may do here whatever this process may: it is the same one, or root.
-pub fn is_us(uid: u32) -> bool {
-    uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
 fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {

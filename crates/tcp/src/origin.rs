@@ -1,0 +1,87 @@
+//! Where connections come from, for what each may have a share of.
+
+use crate::owner::owner;
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+/// Where a connection comes from: another host, or a user of this one.
+///
+/// What is limited is shared out between origins, so that one of them alone keeps no other out. Users of this host
+/// are told apart because all of them come from its loopback address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Origin {
+    /// An IPv4 address; or the first 64 bits of an IPv6 address, the rest of which a host may choose as it likes.
+    Host(IpAddr),
+    /// The user with this number, over the loopback interface or a Unix socket.
+    User(u32),
+    /// Some user of this host: the connection has ended, or the kernel does not say whose it is.
+    UnknownUser,
+}
+
+impl Origin {
+    /// Where a TCP connection comes from, by the addresses of its two ends. Asks the kernel for the owner of a peer on
+    /// the loopback interface, who is known only as long as the peer has not closed.
+    ///
+    /// A proxy on this host (an ssh tunnel, a container's port forwarder) counts as the user that runs it.
+    pub fn of(peer: SocketAddr, local: SocketAddr) -> Origin {
+        if !peer.ip().to_canonical().is_loopback() {
+            return Origin::of_host(peer.ip());
+        }
+        owner(peer, local).map_or(Origin::UnknownUser, Origin::User)
+    }
+
+    /// The host with this address.
+    pub fn of_host(address: IpAddr) -> Origin {
+        Origin::Host(match address.to_canonical() {
+            IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
+            v4 => v4,
+        })
+    }
+
+    /// Whether it is a user who may do on this host whatever this process may: the same one, or root.
+    pub fn is_own_user(self) -> bool {
+        matches!(self, Origin::User(uid) if uid == 0 || uid == rustix::process::geteuid().as_raw())
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Host(address @ IpAddr::V4(_)) => address.fmt(f),
+            Origin::Host(network) => write!(f, "{network}/64"),
+            Origin::User(uid) => write!(f, "user {uid} of this host"),
+            Origin::UnknownUser => f.write_str("a user of this host"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn a_host_has_many_addresses() {
+        let host = |address: &str| Origin::of_host(address.parse().unwrap()).to_string();
+        assert_eq!(host("192.0.2.1"), "192.0.2.1");
+        assert_eq!(host("::ffff:192.0.2.1"), "192.0.2.1");
+        assert_eq!(host("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::/64");
+    }
+
+    #[test]
+    fn a_connection_from_this_host_comes_from_its_user() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, peer) = listener.accept().unwrap();
+        let origin = Origin::of(peer, far.local_addr().unwrap());
+        assert_eq!(origin, Origin::User(rustix::process::geteuid().as_raw()));
+        assert!(origin.is_own_user() && !Origin::UnknownUser.is_own_user());
+        drop(near);
+        let _ = std::io::Read::read(&mut &far, &mut [0]);
+        let local = far.local_addr().unwrap();
+        drop(far);
+        assert_eq!(Origin::of(peer, local), Origin::UnknownUser);
+        assert!(!Origin::of("192.0.2.1:7".parse().unwrap(), local).is_own_user());
+    }
+}
