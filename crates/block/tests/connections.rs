@@ -521,6 +521,19 @@ fn a_connection_that_panics_ends_and_no_other() {
     lab.ends_with(3);
 }
 
+/// A command whose flags say that it reads brings no data to write: nothing is written, and the initiator is told.
+#[test]
+fn a_write_without_data_is_not_said_to_be_done() {
+    let lab = lab(0, false);
+    let mut initiator = Initiator::log_in(&lab.portal, TARGET, 1);
+    initiator.send_write_as_read().unwrap();
+    assert_eq!(initiator.status().unwrap(), 2, "CHECK CONDITION");
+    initiator.send_write(0, &[2; 512]).unwrap();
+    assert_eq!(initiator.status().unwrap(), 0);
+    drop(initiator);
+    lab.ends_with(2);
+}
+
 /// Whoever only connects, or only asks an iSCSI server for its names, keeps nobody out.
 #[test]
 fn connections_of_nobody_in_particular_give_way() {

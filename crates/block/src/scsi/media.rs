@@ -189,14 +189,15 @@ async fn read(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) -> Result
     futures_util::future::try_join_all(parts).await.map(drop)
 }
 
-/// Does something with every piece that the initiator sends of `len` bytes, while more arrive.
+/// Does something with every piece that the initiator sends of `len` bytes, while more arrive. Fails if it sends less than it
+/// said: a command that reads, by the flags around it, brings no data.
 async fn each_piece<F>(len: u64, transfer: &dyn Transfer, work: impl Fn(Segment, u64) -> F) -> Result<Outcome, Sense>
 where
     F: Future<Output = Result<(), Sense>>,
 {
     let mut under_way = FuturesUnordered::new();
     let mut failed = None;
-    let mut more = len > 0;
+    let (mut more, mut seen) = (len > 0, 0);
     while more || !under_way.is_empty() {
         tokio::select! {
             biased;
@@ -216,6 +217,7 @@ where
                     // What was sent without being asked for may be more than the command takes.
                     let room = len.saturating_sub(offset).min(segment.len() as u64) as usize;
                     drop(segment.split_off(room));
+                    seen += room as u64;
                     if room > 0 {
                         under_way.push(work(segment, offset));
                     }
@@ -224,6 +226,7 @@ where
         }
     }
     match failed {
+        None if seen < len.min(transfer.expected()) => Err(Sense::INVALID_FIELD),
         None => Ok(Outcome::moved(len)),
         Some(sense) => Err(sense),
     }

@@ -80,6 +80,17 @@ impl Initiator {
         self.send(vec![0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0], data)
     }
 
+    /// WRITE (10) of the first block, said to be a command that reads.
+    pub(crate) fn send_write_as_read(&mut self) -> io::Result<()> {
+        self.tag += 1;
+        let mut header = [0; 48];
+        (header[0], header[1]) = (0x41, 0xc0);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        header[20..24].copy_from_slice(&512u32.to_be_bytes());
+        (header[32], header[40]) = (0x2a, 1);
+        self.stream.write_all(&header)
+    }
+
     /// VERIFY (16) of blocks from the first, whether each is zeroes.
     pub(crate) fn send_verify_same(&mut self, blocks: u64) -> io::Result<()> {
         let mut cdb = vec![0x8f, 0x06, 0, 0, 0, 0, 0, 0, 0, 0];
