@@ -8,6 +8,7 @@ mod cp;
 mod demo;
 mod endpoint;
 mod keys;
+mod log;
 mod ls;
 mod output;
 mod remote;
@@ -47,7 +48,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    start_logging(cli.common.verbose);
+    log::start(cli.common.verbose);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
         Command::Ls(args) => ls::run(&args, &cli.common),
@@ -61,16 +62,4 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failed) => ExitCode::from(1),
     }
-}
-
-fn start_logging(verbose: u8) {
-    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
-    let filter = tracing_subscriber::EnvFilter::try_from_env("THRUWAY_LOG").unwrap_or_else(|_| level.into());
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_writer(std::io::stderr)
-        .log_internal_errors(false)
-        .without_time()
-        .init();
 }

@@ -173,3 +173,25 @@ fn connections_in_set_up_leave_descriptors_to_the_others() {
         assert!(listed);
     });
 }
+
+/// A peer that is refused again and again does not fill the disk with what is logged of it.
+#[test]
+fn lines_about_peers_are_bounded() {
+    let lab = Lab::new();
+    let log = lab.path("log");
+    let mut logging = Command::new(THRUWAY);
+    logging.stderr(std::fs::File::create(&log).unwrap());
+    let disks = Disks::serve_by(&mut logging, &["-v", "--block", "m=mem:1M", "--nbd", "127.0.0.1:0"]);
+    let is_bounded = || fs::read_to_string(&log).unwrap().contains("lines like the last in");
+    for _ in 0..10_000 {
+        if is_bounded() {
+            break;
+        }
+        let mut stream = TcpStream::connect(disks.at("nbd")).unwrap();
+        stream.write_all(&[0xff; 64]).unwrap();
+        // Until the daemon has closed it.
+        let _ = std::io::copy(&mut stream, &mut std::io::sink());
+    }
+    assert!(is_bounded());
+    disks.stop();
+}
