@@ -265,12 +265,13 @@ fn names_like_our_own_are_files_like_any_other() {
     let unfinished = format!(".f.tw-{}", "0123abcd".repeat(4));
     write(source.join(&unfinished), "half");
     write(source.join("whole"), "x");
-    for list in [
-        args(&[&"-r", &slash(&source), &daemon.url("e/")]),
-        args(&[&source.join(&unfinished), &source.join("whole"), &daemon.url("e/")]),
+    for (list, code) in [
+        (args(&[&"-r", &slash(&source), &daemon.url("e/")]), 0),
+        // Asked for by name, it fails.
+        (args(&[&source.join(&unfinished), &source.join("whole"), &daemon.url("e/")]), 1),
     ] {
         let out = try_cp(&lab, &list);
-        assert_eq!(out.status.code(), Some(1));
+        assert_eq!(out.status.code(), Some(code));
         assert!(stderr(&out).contains("reserved file name"), "{}", stderr(&out));
         assert!(served.join("whole").exists() && !served.join(&unfinished).exists());
         fs::remove_file(served.join("whole")).unwrap();
@@ -421,6 +422,30 @@ fn names_of_one_file_stay_that_however_often_they_are_copied() {
     let out = try_cp(&lab, &args(&[&"-r", &unfinished, &lab.path("source/a"), &lab.mkdir("into")]));
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("reserved file name") && lab.path("into/a").exists(), "{}", stderr(&out));
+}
+
+#[test]
+fn what_can_never_be_copied_leaves_no_journal_behind() {
+    let lab = Lab::new();
+    let (source, copy) = (lab.mkdir("source"), lab.path("copy"));
+    write(source.join("file"), "x");
+    assert!(Command::new("mkfifo").arg(source.join("pipe")).status().unwrap().success());
+    let journals = || {
+        let names = fs::read_dir(&copy).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with(".thruway-")).collect::<Vec<_>>()
+    };
+    let out = try_cp(&lab, &args(&[&"-r", &slash(&source), &copy]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("pipe: not a file, directory or link"), "{}", stderr(&out));
+    assert_eq!(journals(), [""; 0]);
+    // What another copy has left in a source is no part of it: the rest is mirrored.
+    fs::remove_file(source.join("pipe")).unwrap();
+    let journal = format!(".thruway-{}.journal", "0123abcd".repeat(4));
+    write(source.join(&journal), "");
+    write(copy.join("old"), "");
+    let out = try_cp(&lab, &args(&[&"-r", &"--delete", &slash(&source), &copy]));
+    assert!(out.status.success() && stderr(&out).contains("left out: reserved file name"), "{}", stderr(&out));
+    assert!(!copy.join("old").exists() && copy.join("file").exists() && !copy.join(&journal).exists());
 }
 
 #[test]

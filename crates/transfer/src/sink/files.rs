@@ -249,7 +249,13 @@ impl Files {
                 }
             }
             Record::Symlink { path, target, meta } => self.other(&path, self.tree.symlink(&path, &target, &meta)),
-            Record::Special { path, meta, rdev } => self.other(&path, self.tree.special(&path, &meta, rdev)),
+            Record::Special { path, meta, rdev } => match self.tree.special(&path, &meta, rdev) {
+                // Without the privilege, today as tomorrow.
+                Err(e) if e.raw_os_error() == Some(libc::EPERM) => {
+                    self.report(&path, ReportKind::Unsupported, e.to_string());
+                }
+                made => self.other(&path, made),
+            },
             Record::Attributes { path, meta } => {
                 let Some(Promise::Attributes { ours }) = self.redeem(&path) else {
                     return self.violation(Violation::Unexpected("attributes of a file"));

@@ -235,6 +235,7 @@ pub fn run(
         waiting_for_block: false,
         finalizing: false,
         failed: 0,
+        unsupported: 0,
         unread: false,
         synced_bytes: 0,
         progress,
@@ -245,14 +246,15 @@ pub fn run(
     if let Err(error) = &result {
         error.tell(sink.link);
     }
+    let may_succeed_later = sink.failed > sink.unsupported;
     drop(sink);
     files.close();
     committer.stop();
     files.tree.lock_again();
     // A source that takes its leave has heard how it went. If it has not, the same job will come
-    // again, and the journal tells it what is done; with failures left, it tries what is missing. Where the job
+    // again, and the journal tells it what is done; with failures left that may pass, it tries what is missing. Where the job
     // is this end's own, this end knows.
-    if let (Ok(Summary { failed: 0, .. }), Some(journal)) = (&result, &journal)
+    if let (Ok(_), false, Some(journal)) = (&result, may_succeed_later, &journal)
         && (matches!(channels, Channels::Open { .. }) || took_leave(&mut link))
     {
         journal.remove();
@@ -352,6 +354,8 @@ struct Sink<'a> {
     waiting_for_block: bool,
     finalizing: bool,
     failed: u64,
+    /// Of those that failed, those that will fail again.
+    unsupported: u64,
     /// The source could not read everything.
     unread: bool,
     synced_bytes: u64,
@@ -409,8 +413,17 @@ impl Sink<'_> {
                 if taken { Ok(()) } else { Err(LinkError::Unexpected("number of offers").into()) }
             }
             Heard::Report(report) => {
-                self.failed += 1;
-                self.unread |= report.kind != ReportKind::Incomplete;
+                match report.kind {
+                    ReportKind::LeftOut => {}
+                    ReportKind::Incomplete => self.failed += 1,
+                    ReportKind::NotCopied | ReportKind::NotListed => {
+                        (self.failed, self.unread) = (self.failed + 1, true)
+                    }
+                    ReportKind::Unsupported => {
+                        (self.failed, self.unread) = (self.failed + 1, true);
+                        self.unsupported += 1;
+                    }
+                }
                 (self.on_report)(&report);
                 Ok(())
             }
@@ -433,6 +446,7 @@ impl Sink<'_> {
                 Ok(SessionEvent::BlockFree) => self.waiting_for_block = false,
                 Ok(SessionEvent::Report(report)) => {
                     self.failed += 1;
+                    self.unsupported += u64::from(report.kind == ReportKind::Unsupported);
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
                     match self.channels {

@@ -34,7 +34,7 @@ const LINKS_MAX: usize = 1 << 18;
 const KEEP_BYTES: usize = 32 << 10;
 
 /// Said of what no receiver takes: it could be taken for its own.
-const UNFINISHED: &str = "skipped: reserved file name (journal or temporary file of an unfinished copy)";
+const UNFINISHED: &str = "left out: reserved file name (journal or temporary file of an unfinished copy)";
 
 /// How often a waiting walker looks whether the session is over.
 pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -242,6 +242,11 @@ impl Walker {
         self.tell(path, ReportKind::NotCopied, message);
     }
 
+    /// An entry is not copied, and never will be by such a copy.
+    fn refuse(&self, path: &[u8], message: impl Into<String>) {
+        self.tell(path, ReportKind::Unsupported, message);
+    }
+
     pub(super) fn tell(&self, path: &[u8], kind: ReportKind, message: impl Into<String>) {
         self.events.send(SessionEvent::Report(Report { path: path.to_vec(), kind, message: message.into() }));
     }
@@ -270,19 +275,19 @@ impl Walker {
             }
         };
         if crate::sink::is_own_name(&root.name) {
-            self.report(&shown, UNFINISHED);
+            self.refuse(&shown, UNFINISHED);
             return Ok(());
         }
         let fd = Arc::new(fd);
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if !self.params.options.recursive {
-                self.report(&shown, "is a directory (use -r to copy it)");
+                self.refuse(&shown, "is a directory (use -r to copy it)");
                 return Ok(());
             }
             return self.tree(&fd, root.name, &stat);
         }
         if root.name.is_empty() {
-            self.report(&shown, "is not a directory, but its path ends in a slash");
+            self.refuse(&shown, "is not a directory, but its path ends in a slash");
             return Ok(());
         }
         // The descriptor itself is the file; an empty name reopens it.
@@ -371,7 +376,7 @@ impl Walker {
             }
             let target = join(to, &inner);
             if crate::sink::is_own_name(name.to_bytes()) {
-                self.report(&target, UNFINISHED);
+                self.tell(&target, ReportKind::LeftOut, UNFINISHED);
                 continue;
             }
             match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -380,7 +385,7 @@ impl Walker {
                     self.tell(&target, ReportKind::NotListed, format!("the path is longer than {most} bytes"));
                 }
                 Ok(stat) if self.is_destination(dir_id, name.to_bytes(), &stat) => {
-                    self.report(&target, "is where this copy goes; it is not copied into itself");
+                    self.refuse(&target, "is where this copy goes; it is not copied into itself");
                 }
                 Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => tree.descend(inner, stat),
                 Ok(stat) => {
@@ -420,7 +425,7 @@ impl Walker {
             Some(Named::Directory) if what == Named::Directory => true,
             Some(before) => {
                 names.insert(hash_of(path), before);
-                self.report(path, "another source has an entry of this name; not overwriting it");
+                self.refuse(path, "another source has an entry of this name; not overwriting it");
                 false
             }
         }
@@ -449,7 +454,7 @@ impl Walker {
         match kind {
             FileType::RegularFile => {
                 if self.params.options.length.is_some() {
-                    self.report(&path, "is a file; --size applies only to devices such as /dev/zero");
+                    self.refuse(&path, "is a file; --size applies only to devices such as /dev/zero");
                     return Ok(());
                 }
                 let candidate = Candidate { from: from.clone(), path, stat };
@@ -472,7 +477,7 @@ impl Walker {
                 }
             }
             FileType::CharacterDevice if self.params.options.length.is_some() && !self.reads_devices => {
-                self.report(&path, "is a device; device files are not read for remote peers");
+                self.refuse(&path, "is a device; device files are not read for remote peers");
                 Ok(())
             }
             FileType::CharacterDevice if self.params.options.length.is_some() => {
@@ -485,11 +490,11 @@ impl Walker {
                 self.append(&Record::Special { path, meta, rdev: stat.st_rdev })
             }
             FileType::CharacterDevice => {
-                self.report(&path, "is a device; use --size to read from it, or -p to copy the device node");
+                self.refuse(&path, "is a device; use --size to read from it, or -p to copy the device node");
                 Ok(())
             }
             _ => {
-                self.report(&path, "not a file, directory or link; -p copies special files");
+                self.refuse(&path, "not a file, directory or link; -p copies special files");
                 Ok(())
             }
         }
