@@ -260,24 +260,6 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What would keep the export from being opened, as far as a look at its files tells.
-    pub fn missing_files(&self) -> Vec<String> {
-        fn look(name: &str, source: &Source, missing: &mut Vec<String>) {
-            match source {
-                Source::Path(path) => {
-                    if let Err(e) = std::fs::metadata(path) {
-                        missing.push(format!("disk {name}: {}: {e}", path.display()));
-                    }
-                }
-                Source::Memory(_) => {}
-                Source::Stripe { members, .. } => members.iter().for_each(|member| look(name, member, missing)),
-            }
-        }
-        let mut missing = Vec::new();
-        look(&self.name, &self.source, &mut missing);
-        missing
-    }
-
     /// An export without options: a name, and what is after it in the text of an export.
     ///
     /// # Errors

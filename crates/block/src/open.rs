@@ -7,6 +7,7 @@ use crate::fence::Fence;
 use crate::identity::{self, Identity};
 use crate::layer::{Opening, Role, Stripe};
 use crate::served::Served;
+use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -105,6 +106,29 @@ impl Spec {
 }
 
 impl Spec {
+    /// What would keep the disk from being opened by reactors on so many memory nodes. Nothing is locked or made, since another
+    /// daemon may be serving it.
+    pub fn check(&self, nodes: usize) -> Vec<OpenError> {
+        let read_only = self.read_only || self.roles().any(|role| role.hides_changes);
+        let mut mistakes = Vec::new();
+        check_source(&self.source, read_only, &mut HashMap::new(), &mut mistakes);
+        mistakes.extend(self.layers.iter().filter_map(|layer| layer.config.check(nodes).err()));
+        mistakes.extend(self.check_caches(read_only).err());
+        mistakes
+    }
+
+    /// Two caches cannot both be kept in a file: how many are to be.
+    fn check_caches(&self, read_only: bool) -> Result<usize, OpenError> {
+        if !outlives_us(&self.source) || read_only {
+            return Ok(0);
+        }
+        let count = self.roles().filter(|role| role.is_lasting).count();
+        if count > 0 && self.roles().filter(|role| role.writes_back).count() > 1 {
+            return Err(OpenError::TwoCaches);
+        }
+        Ok(count)
+    }
+
     fn roles(&self) -> impl Iterator<Item = Role> {
         self.layers.iter().map(|layer| layer.config.role())
     }
@@ -121,10 +145,7 @@ impl Spec {
         if !outlives_us(&self.source) {
             return Ok(None);
         }
-        let count = if read_only { 0 } else { self.roles().filter(|role| role.is_lasting).count() };
-        if count > 0 && self.roles().filter(|role| role.writes_back).count() > 1 {
-            return Err(OpenError::TwoCaches);
-        }
+        let count = self.check_caches(read_only)?;
         let Some(file) = CacheFile::open(own, &identity::stamp(&self.source), count > 0)? else { return Ok(None) };
         let file = match file.leftover()? {
             None => file,
@@ -189,6 +210,37 @@ fn describe(source: &Source) -> String {
         Source::Path(path) => path.display().to_string(),
         Source::Memory(size) => format!("{size} bytes of memory"),
         Source::Stripe { members, .. } => format!("a stripe over {} members", members.len()),
+    }
+}
+
+/// As [`open_source`], without opening anything to write to it, and without locks.
+fn check_source(
+    source: &Source,
+    read_only: bool,
+    seen: &mut HashMap<(u64, u64), PathBuf>,
+    mistakes: &mut Vec<OpenError>,
+) {
+    match source {
+        Source::Path(path) => {
+            let failed = |source| OpenError::File { path: path.clone(), source };
+            match FileBackend::check(path, read_only) {
+                Err(error) => mistakes.push(failed(error)),
+                Ok(key) => {
+                    if let Some(other) = seen.insert(key, path.clone()).filter(|_| !read_only) {
+                        let why = format!("is the same file as {}", other.display());
+                        mistakes.push(failed(io::Error::other(why)));
+                    }
+                }
+            }
+        }
+        Source::Memory(size) => {
+            let made = MemoryBackend::new(*size);
+            mistakes.extend(made.err().map(|source| OpenError::Memory { size: *size, source }));
+        }
+        Source::Stripe { chunk, members } => {
+            mistakes.extend(Stripe::check(members.len(), *chunk).err().map(OpenError::Stripe));
+            members.iter().for_each(|member| check_source(member, read_only, seen, mistakes));
+        }
     }
 }
 

@@ -4,7 +4,9 @@ mod support;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Command, Stdio};
+use support::disks::{Disks, ok};
 use support::{Lab, THRUWAY};
 
 #[test]
@@ -117,4 +119,52 @@ fn the_reference_in_the_book_is_true() {
     }
     let there = fs::read_to_string(page).unwrap_or_default();
     assert!(there == made, "write it anew: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test config");
+}
+
+/// `--check` refuses what `serve` would, with the same words, and locks and makes nothing.
+#[test]
+fn what_could_not_be_served_is_found_by_a_check() {
+    let lab = Lab::new();
+    let (dir, image, file) = (lab.mkdir("dir"), lab.path("image"), lab.path("file"));
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    fs::write(&file, "not a key").unwrap();
+    let name = |path: &Path| path.display().to_string();
+    let (dir, image, file) = (name(&dir), name(&image), name(&file));
+    let block = |spec: String| vec!["--block".to_string(), format!("d={spec}"), "--nbd".into(), "127.0.0.1:0".into()];
+    let with = |mut args: Vec<String>, more: &[&str]| {
+        args.extend(more.iter().map(|arg| (*arg).into()));
+        args
+    };
+    let cases = [
+        (block(dir), "neither a file nor a block device"),
+        (block("/dev/null".into()), "neither a file nor a block device"),
+        (block(format!("{image}x")), "No such file"),
+        (block("mem:100T".into()), "size out of range"),
+        (block(format!("{image},overlay=/nosuch")), "/nosuch"),
+        (block(format!("{image},log=/nosuch/log")), "/nosuch/log"),
+        (block("mem:8M,cache=1M".into()), "1048576 bytes are too few"),
+        (block(format!("stripe:64K:{image}:{image}")), &image),
+        (block(format!("{image},cache=64M:writeback,cache=64M:writeback")), "only one layer"),
+        (with(block(image.clone()), &["--tls-cert", &file, "--tls-key", &file]), &file),
+        (with(block(image.clone()), &["--iscsi", "127.0.0.1:0", "--chap", &file]), &file),
+        (with(block(image.clone()), &["--nbd", "0.0.0.0:0"]), "refusing to serve NBD"),
+        (with(vec![], &["--listen", "0.0.0.0:0"]), "--authorized-keys"),
+        (with(vec![], &["--export", "a=/tmp", "--export", "a=/"]), "given twice"),
+    ];
+    for (args, expected) in cases {
+        for more in [&["--check"][..], &[]] {
+            let mut command = Command::new("timeout");
+            let out =
+                command.args(["60", THRUWAY, "serve"]).args(&args).args(more).env("HOME", lab.dir.path()).output();
+            let out = out.unwrap();
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(1), "{args:?} {more:?}: {said}");
+            assert!(said.contains(expected), "{args:?} {more:?}: {said}");
+        }
+    }
+    // What is being served can be checked.
+    let args = block(image);
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let _disks = Disks::serve(&args);
+    ok(THRUWAY, &[&["serve", "--check"], &args[..]].concat());
 }

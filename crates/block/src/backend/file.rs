@@ -131,7 +131,31 @@ const AHEAD: u64 = 4 << 20;
 /// Below this, sending from the page cache costs more than a read into a block.
 const LEND_MIN: usize = 64 << 10;
 
+/// A file and a block device, and nothing else, can be a disk.
+fn check_kind(file: &File) -> io::Result<rustix::fs::Stat> {
+    let stat = rustix::fs::fstat(file)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile | FileType::BlockDevice => Ok(stat),
+        _ => Err(no_disk()),
+    }
+}
+
+fn no_disk() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device")
+}
+
 impl FileBackend {
+    /// Whether a file or block device could be opened, without locking it; what tells it from others.
+    pub(crate) fn check(path: &Path, read_only: bool) -> io::Result<(u64, u64)> {
+        use rustix::fs::{Access, AtFlags, CWD};
+        let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
+        let stat = check_kind(&file)?;
+        if !read_only {
+            rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?;
+        }
+        Ok((stat.st_dev, stat.st_ino))
+    }
+
     /// Opens a file or block device.
     ///
     /// # Errors
@@ -143,14 +167,12 @@ impl FileBackend {
         let exclusive = !read_only && rustix::fs::stat(path).is_ok_and(|stat| is_device(&stat));
         let in_use = |error: io::Error| match error.raw_os_error() {
             Some(libc::EBUSY) if exclusive => io::Error::other("the device is in use (mounted, or served already)"),
+            Some(libc::EISDIR) => no_disk(),
             _ => error,
         };
         let first = if exclusive { OFlags::EXCL.bits() as i32 } else { 0 };
         let cached = open(first | OFlags::NONBLOCK.bits() as i32).map_err(in_use)?;
-        let kind = FileType::from_raw_mode(rustix::fs::fstat(&cached)?.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
-        }
+        check_kind(&cached)?;
         let cached = Arc::new(OpenFile::new(cached));
         lock_file(&cached, read_only, true)?;
         let direct = match mode {

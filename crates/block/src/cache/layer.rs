@@ -49,6 +49,10 @@ impl LayerConfig for Config {
         Ok(Arc::new(Cache::in_file(below, self.clone(), &nodes, reactors, file).map_err(no_room)?))
     }
 
+    fn check(&self, nodes: usize) -> Result<(), OpenError> {
+        Config::check(self, nodes).map_err(OpenError::Cache)
+    }
+
     fn role(&self) -> Role {
         let is_lasting = self.write_back && !self.volatile;
         Role { caches: true, writes_back: self.write_back, is_lasting, ..Role::default() }

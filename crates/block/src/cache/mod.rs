@@ -72,6 +72,23 @@ impl Config {
             read_ahead: 1 << 20,
         }
     }
+
+    /// Whether there can be such a cache on so many memory nodes.
+    pub(crate) fn check(&self, nodes: usize) -> io::Result<()> {
+        let wrong = |what: String| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        if !self.block.is_power_of_two() || !(4096..=1 << 20).contains(&self.block) {
+            return wrong("a cache's block is a power of two from 4 KiB to 1 MiB".into());
+        }
+        if self.partitions == 0 || self.neighbours == 0 {
+            return wrong("a cache needs a partition, and a block in it".into());
+        }
+        let least = 4 * (nodes * self.partitions) as u64 * u64::from(self.block);
+        if self.size < least {
+            let size = self.size;
+            return wrong(format!("{size} bytes are too few; the smallest cache on this machine has {least} bytes"));
+        }
+        Ok(())
+    }
 }
 
 /// Reads from here on are sent out of the cache; shorter ones cost less to copy than to look after.
@@ -196,15 +213,9 @@ impl Cache {
         reactors: Option<LoadBalancer>,
         file: Option<CacheFile>,
     ) -> io::Result<Cache> {
-        let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        if !config.block.is_power_of_two() || !(4096..=1 << 20).contains(&config.block) {
-            return wrong("a cache's block is a power of two from 4 KiB to 1 MiB");
-        }
+        config.check(nodes.len())?;
         let blocks = config.size / u64::from(config.block);
         let partitions = nodes.len() * config.partitions;
-        if config.partitions == 0 || config.neighbours == 0 || blocks < 4 * partitions as u64 {
-            return wrong("cache too small: at least four blocks for each partition are needed");
-        }
         let slots = (blocks / partitions as u64) as usize;
         let layout = file.map(|file| file.lay_out(config.block as usize, partitions, slots)).transpose()?;
         let partitions = Partitions::new(nodes, &config, slots, layout.as_ref())

@@ -31,6 +31,14 @@ impl LayerConfig for Config {
         Ok(Arc::new(Log::new(below, &self.0).map_err(failed)?))
     }
 
+    fn check(&self, _: usize) -> Result<(), OpenError> {
+        use rustix::fs::{Access, AtFlags, CWD, accessat};
+        let directory = self.0.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let file = if self.0.exists() { &self.0 } else { directory };
+        let may = accessat(CWD, file, Access::WRITE_OK, AtFlags::EACCESS);
+        may.map_err(|e| OpenError::File { path: self.0.clone(), source: e.into() })
+    }
+
     fn files(&self) -> Option<LayerFile> {
         Some(LayerFile::Append(self.0.clone()))
     }

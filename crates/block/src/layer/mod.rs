@@ -107,6 +107,14 @@ pub trait LayerConfig: fmt::Debug + Send + Sync {
     /// [`OpenError`].
     fn put_on(&self, below: Arc<dyn Backend>, opening: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError>;
 
+    /// Whether it could be put on a disk that reactors on so many memory nodes serve; makes nothing that stays.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    fn check(&self, _nodes: usize) -> Result<(), OpenError> {
+        Ok(())
+    }
+
     /// What the layer means for the disk as a whole.
     fn role(&self) -> Role {
         Role::default()

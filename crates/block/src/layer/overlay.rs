@@ -31,6 +31,10 @@ impl LayerConfig for Config {
         Ok(Arc::new(Overlay::new(below, changes).map_err(fail)?))
     }
 
+    fn check(&self, _: usize) -> Result<(), OpenError> {
+        temporary(&self.0, 0).map(drop).map_err(|source| OpenError::Overlay { directory: self.0.clone(), source })
+    }
+
     fn role(&self) -> Role {
         Role { hides_changes: true, ..Role::default() }
     }

@@ -27,14 +27,20 @@ impl Stripe {
     /// # Errors
     /// If the chunk is none, or there are fewer than two members.
     pub fn new(members: Vec<Arc<dyn Backend>>, chunk: u64) -> io::Result<Stripe> {
+        Stripe::check(members.len(), chunk)?;
+        Ok(Stripe { members, chunk })
+    }
+
+    /// Whether there can be such a stripe.
+    pub(crate) fn check(members: usize, chunk: u64) -> io::Result<()> {
         let wrong = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         if !chunk.is_power_of_two() || chunk < 4096 {
             return wrong("a stripe's chunk is a power of two of at least 4096");
         }
-        if members.len() < 2 {
+        if members < 2 {
             return wrong("a stripe has at least two members");
         }
-        Ok(Stripe { members, chunk })
+        Ok(())
     }
 
     fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = Part> + '_ {

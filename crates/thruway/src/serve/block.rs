@@ -1,6 +1,7 @@
 //! The block service of the daemon: arguments, start, announcement.
 
 use clap::Args;
+use std::collections::HashMap;
 use std::error::Error;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,10 +14,11 @@ use thruway_block::iscsi::target::{Target, Targets};
 use thruway_block::scsi::{Lasting, Unit};
 use thruway_block::{Backend, Export, iscsi, nbd};
 use thruway_engine::Reactors;
+use thruway_engine::topology::usable_nodes;
 use thruway_fabric::Provider;
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
-use thruway_server::tls;
+use thruway_server::tls::{self, ServerConfig};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "Block service";
@@ -103,8 +105,8 @@ impl BlockArgs {
         [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca].into_iter().flatten()
     }
 
-    /// Refuses what would be without effect.
-    pub(super) fn check(&self) -> Result<(), String> {
+    /// Refuses what would be without effect, and what would serve everybody without having been asked to.
+    pub(super) fn check(&self, anonymous: bool) -> Result<(), String> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
         let nbd = !self.nbd.is_empty() || !iscsi;
         let given = [
@@ -124,20 +126,72 @@ impl BlockArgs {
             }
         }
         let mut names = std::collections::HashSet::new();
-        match self.block.iter().find(|spec| !names.insert(&spec.name)) {
-            Some(spec) => Err(format!("two block exports are named '{}'", spec.name)),
-            None => Ok(()),
+        if let Some(spec) = self.block.iter().find(|spec| !names.insert(&spec.name)) {
+            return Err(format!("two block exports are named '{}'", spec.name));
         }
+        self.check_exposure(anonymous)
     }
 
-    /// What would keep disks from being opened.
-    pub(super) fn missing_files(&self) -> Vec<String> {
-        let given = [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca];
-        let missing = given.into_iter().flatten().filter_map(|path| {
-            let e = std::fs::metadata(path).err()?;
-            Some(format!("{}: {e}", path.display()))
+    /// Refuses to serve disks to other hosts without authentication.
+    fn check_exposure(&self, anonymous: bool) -> Result<(), String> {
+        if anonymous {
+            return Ok(());
+        }
+        if let Some(open) = self.nbd.iter().find(|a| !a.is_local())
+            && self.tls_ca.is_none()
+        {
+            return Err(format!(
+                "refusing to serve NBD on {open} without authentication; use --tls-cert, --tls-key and --tls-ca, or --anonymous"
+            ));
+        }
+        if let Some(open) = self.iscsi.iter().chain(&self.iser).find(|a| !a.ip().to_canonical().is_loopback())
+            && self.chap.is_none()
+        {
+            return Err(format!(
+                "refusing to serve iSCSI on {open} without authentication; use --chap FILE, or --anonymous"
+            ));
+        }
+        Ok(())
+    }
+
+    fn tls(&self) -> Result<Option<Arc<ServerConfig>>, String> {
+        let (Some(cert), Some(key)) = (&self.tls_cert, &self.tls_key) else { return Ok(None) };
+        tls::server(cert, key, self.tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
+    }
+
+    fn secrets(&self) -> Result<Option<Secrets>, String> {
+        self.chap.as_deref().map(Secrets::load).transpose().map_err(|e| e.to_string())
+    }
+
+    /// The iSCSI name of a disk's target.
+    fn target_name(&self, export: &str, target: Option<&String>) -> String {
+        format!("{}:{}", self.iqn, target.map_or(export, String::as_str)).to_lowercase()
+    }
+
+    /// Disks of one target are for the same initiators: a session is a target's, all units of it.
+    fn check_targets(&self) -> Result<(), String> {
+        let mut allowed = HashMap::new();
+        for spec in &self.block {
+            let name = self.target_name(&spec.name, spec.target.as_ref());
+            if *allowed.entry(name.clone()).or_insert(&spec.allow) != &spec.allow {
+                return Err(format!(
+                    "block export '{}': disks of target {name} must have the same allow= list",
+                    spec.name
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// What would keep disks from being served, as far as can be told without opening them.
+    pub(super) fn mistakes(&self) -> Vec<String> {
+        let nodes = usable_nodes().len();
+        let disks = self.block.iter().flat_map(|spec| {
+            spec.check(nodes).into_iter().map(|error| format!("block export '{}': {error}", spec.name))
         });
-        missing.chain(self.block.iter().flat_map(Spec::missing_files)).collect()
+        let files = [self.tls().err(), self.secrets().err()];
+        let targets = if self.has_initiators() { self.check_targets() } else { Ok(()) };
+        disks.chain(files.into_iter().flatten()).chain(targets.err()).collect()
     }
 
     /// NBD, if it is asked for or nothing else is.
@@ -154,18 +208,7 @@ impl BlockArgs {
             }
             listen.push(Address::Tcp(SocketAddr::from(([127, 0, 0, 1], 10809))));
         }
-        if let Some(open) = listen.iter().find(|a| !a.is_local())
-            && self.tls_ca.is_none()
-            && !anonymous
-        {
-            return Err(format!(
-                "refusing to serve NBD on {open} without authentication; use --tls-cert, --tls-key and --tls-ca, or --anonymous"
-            ));
-        }
-        let tls = match (&self.tls_cert, &self.tls_key) {
-            (Some(cert), Some(key)) => Some(tls::server(cert, key, self.tls_ca.as_deref()).map_err(|e| e.to_string())?),
-            _ => None,
-        };
+        let tls = self.tls()?;
         if self.tls_ca.is_none() {
             for export in exports.iter().filter(|export| !export.allow.is_empty()) {
                 tracing::warn!(
@@ -185,33 +228,19 @@ impl BlockArgs {
     }
 
     /// The disks as iSCSI targets, and who may use them.
-    fn targets(&self, exports: &[Arc<Export>], anonymous: bool) -> Result<Arc<Targets>, String> {
-        let secrets = self.chap.as_deref().map(Secrets::load).transpose().map_err(|e| e.to_string())?;
-        if let Some(open) = self.iscsi.iter().chain(&self.iser).find(|a| !a.ip().to_canonical().is_loopback())
-            && secrets.is_none()
-            && !anonymous
-        {
-            return Err(format!(
-                "refusing to serve iSCSI on {open} without authentication; use --chap FILE, or --anonymous"
-            ));
-        }
+    fn targets(&self, exports: &[Arc<Export>]) -> Result<Arc<Targets>, String> {
+        self.check_targets()?;
+        let secrets = self.secrets()?;
         let mut targets: Vec<Target> = Vec::new();
         let state = self.state();
         for export in exports {
-            let name = format!("{}:{}", self.iqn, export.target.as_ref().unwrap_or(&export.name)).to_lowercase();
+            let name = self.target_name(&export.name, export.target.as_ref());
             let mut unit = Unit::new(Arc::clone(export), export.sector);
             if let Some(state) = state.as_ref().filter(|_| export.is_lasting) {
                 unit = unit.with_lasting(Lasting::of(state, &export.identity)).map_err(|e| e.to_string())?;
             }
             let unit = Arc::new(unit);
             match targets.iter_mut().find(|t| t.name == name) {
-                // A session is a target's, all units of it.
-                Some(target) if target.units[0].export.allow != export.allow => {
-                    return Err(format!(
-                        "block export '{}': disks of target {name} must have the same allow= list",
-                        export.name
-                    ));
-                }
                 Some(target) => target.units.push(unit),
                 None => targets.push(Target { name, units: vec![unit] }),
             }
@@ -302,7 +331,7 @@ impl BlockService {
             exports.push(Arc::new(opened));
         }
         // Reservations that outlive daemons are in force before anybody is served.
-        let targets = args.targets(&exports, anonymous)?;
+        let targets = args.targets(&exports)?;
         let nbd = args.nbd(&exports, anonymous, &reactors)?;
         let iscsi = args.iscsi(&targets, anonymous, &reactors)?;
         let iser = args.iser(&targets, anonymous, fabric, &reactors)?;

@@ -405,7 +405,8 @@ const INTRODUCTION: &str = r#"# The configuration file
 `thruway serve --config FILE` reads a TOML file with a table for each service. Its keys are the options of
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
 the place of single values. The file is checked whole before anything is started, and every error is reported with its line
-number; `thruway serve --config FILE --check` does no more than that.
+number. `thruway serve --config FILE --check` does that, looks at the directories, disks, keys and certificates that it names, and starts
+nothing: a daemon may be serving them. Whether addresses are free it does not see.
 
 ```toml
 provider = "iwarp"

@@ -197,7 +197,8 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         }
         None => args,
     };
-    args.block.check()?;
+    args.block.check(args.anonymous)?;
+    transfer::check(args)?;
     if args.check {
         return check(args);
     }
@@ -335,7 +336,7 @@ fn check(args: &ServeArgs) -> Result<(), String> {
     {
         mistakes.push(e.to_string());
     }
-    mistakes.extend(args.block.missing_files());
+    mistakes.extend(args.block.mistakes());
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("\nthruway serve: ")) }
 }
 

@@ -116,6 +116,21 @@ impl Service for TransferService {
 }
 
 /// Starts to listen.
+/// Refuses what would serve everybody without having been asked to.
+pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
+    let has_keys = args.authorized_keys.is_some() || args.secret_from_stdin;
+    if !args.anonymous && !is_loopback_only(&args.listen) && !has_keys {
+        return Err(
+            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
+        );
+    }
+    let mut names = std::collections::HashSet::new();
+    match args.export.iter().find(|export| !names.insert(&export.name)) {
+        Some(export) => Err(format!("export '{}' is given twice", export.name)),
+        None => Ok(()),
+    }
+}
+
 fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
     let mut listen = args.listen.clone();
     if listen.is_empty() && args.secret_from_stdin {
@@ -132,15 +147,9 @@ fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
     let mut exports = args.export.clone();
     // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
     exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
-    let loopback_only = is_loopback_only(&listen);
     let anonymous = args.anonymous;
     // The user that we run as needs no key on this machine, unless keys are insisted on.
     let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
-    if !anonymous && !loopback_only && args.authorized_keys.is_none() && !args.secret_from_stdin {
-        return Err(
-            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
-        );
-    }
     let fabric = fabric(args.provider, &listen)?;
     Daemon::start(Config {
         listen,
