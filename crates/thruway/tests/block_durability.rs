@@ -216,19 +216,32 @@ fn what_a_write_back_cache_acknowledged_survives_a_kill_of_the_daemon() {
         fs::File::create(&file).unwrap().set_len(16 << 20).unwrap();
         let block = |options: &str| format!("d={},{options}", text(&file));
         let mut disks = Disks::serve(&["--block", &block(cache), "--nbd", "127.0.0.1:0"]);
-        // Nothing is flushed; some of it is written out before its time all the same.
-        libnbd(
-            &disks.nbd("d"),
-            "h.connect_uri(uri)\n\
+        // Nothing is flushed; some of it is written out before its time all the same, but what is written again and again, until the
+        // daemon is gone.
+        let script = "import nbd, sys\nh = nbd.NBD()\nh.connect_uri(sys.argv[1])\n\
              for i in range(100): h.pwrite(bytes([i + 1]) * 30000, i * 100000 + 512)\n\
-             h.pwrite(b'again' * 100, 512)\n",
-        );
+             try:\n\
+             \x20 while True:\n\
+             \x20   h.pwrite(b'again' * 100, 512)\n\
+             \x20   print('written', flush=True)\n\
+             except nbd.Error: pass\n";
+        let mut client = Command::new("/usr/bin/python3")
+            .args(["-c", script, &disks.nbd("d")])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut written = BufReader::new(client.stdout.take().unwrap());
+        written.read_line(&mut String::new()).unwrap();
         let kept = caches_of(disks.child.id());
         assert_eq!(kept.len(), 1, "{kept:?}");
+        // Meanwhile the client's lines are read, so that it goes on writing.
+        let reader = std::thread::spawn(move || std::io::copy(&mut written, &mut std::io::sink()));
         disks.child.kill().unwrap();
         disks.child.wait().unwrap();
+        reader.join().unwrap().unwrap();
+        assert!(client.wait().unwrap().success());
         assert!(kept[0].exists());
-        let refused = run(THRUWAY, &["serve", "--block", &block("ro"), "--nbd", "127.0.0.1:0"]);
+        let refused = run("timeout", &["60", THRUWAY, "serve", "--block", &block("ro"), "--nbd", "127.0.0.1:0"]);
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(!refused.status.success() && said.contains("not on the disk yet"), "{said}");
         // The client goes on with the next daemon, flushes, and may believe what it is told.
