@@ -47,15 +47,24 @@ impl Invalid {
     }
 }
 
-/// Parses `64`, `4K`, `4KiB`, `1M`, `2G`, `1T`: binary multiples of a byte count.
+/// Digits behind the point of a size.
+const PART_MAX: usize = 9;
+
+/// Parses `64`, `4K`, `4KiB`, `1.5M`, `2G`, `1T`: binary multiples of a byte count, of which a part of a byte is left out.
 ///
 /// # Errors
 /// [`Invalid`], also if the size has more than 64 bits.
 pub fn parse_size(text: &str) -> Result<u64, Invalid> {
     let text = text.trim();
     let invalid = || Invalid::new("size", text, "bytes, as in 64, 4K, 1M, 2G or 1T");
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let number: u64 = text[..digits].parse().map_err(|_| invalid())?;
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (whole, part) = text[..digits].split_once('.').unwrap_or((&text[..digits], ""));
+    let number: u64 = whole.parse().map_err(|_| invalid())?;
+    if part.len() > PART_MAX || text[..digits].ends_with('.') {
+        return Err(invalid());
+    }
+    let scale = 10_u64.pow(part.len() as u32);
+    let part: u64 = if part.is_empty() { 0 } else { part.parse().map_err(|_| invalid())? };
     let shift = match text[digits..].to_ascii_lowercase().trim_end_matches("ib").trim_end_matches('b') {
         "" => 0,
         "k" => 10,
@@ -64,7 +73,13 @@ pub fn parse_size(text: &str) -> Result<u64, Invalid> {
         "t" => 40,
         _ => return Err(invalid()),
     };
-    number.checked_mul(1 << shift).ok_or_else(|| Invalid::new("size", text, "less than 16 EiB"))
+    // A half of a byte is a mistake.
+    if shift == 0 && scale > 1 {
+        return Err(invalid());
+    }
+    let part = u128::from(part) * (1 << shift) / u128::from(scale);
+    let size = u128::from(number) * (1 << shift) + part;
+    size.try_into().map_err(|_| Invalid::new("size", text, "less than 16 EiB"))
 }
 
 #[cfg(test)]
@@ -76,7 +91,11 @@ mod tests {
         for (text, value) in [("0", 0), ("64", 64), ("4K", 4096), ("4kib", 4096), ("1MB", 1 << 20), ("2G", 2 << 30)] {
             assert_eq!(parse_size(text), Ok(value));
         }
-        for text in ["", "K", "4X", "-1", "99999999999T"] {
+        assert_eq!((parse_size("1.5M"), parse_size("0.125k")), (Ok(3 << 19), Ok(128)));
+        assert_eq!(parse_size("15.999999999T"), Ok(17_592_186_043_316));
+        for text in
+            ["1.5", "1.", ".5M", "1..5M", "1.5.5M", "1.0000000001T", "16777216T", "", "K", "4X", "-1", "99999999999T"]
+        {
             assert!(parse_size(text).is_err(), "{text}");
         }
     }

@@ -46,6 +46,13 @@ impl Endpoint {
         if let Some(rest) = bytes.strip_prefix(b"tw://") {
             return parse_url(rest).map_err(|why| format!("{}: {why}", text.to_string_lossy()));
         }
+        if let Some((scheme, _)) = split_at(bytes, b"://")
+            && scheme.first().is_some_and(u8::is_ascii_alphabetic)
+            && scheme.iter().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(b))
+        {
+            let text = text.to_string_lossy();
+            return Err(format!("{text}: write tw://host/export/path for a daemon, or [user@]host:path for ssh"));
+        }
         if let Some((host, path)) = bytes.strip_prefix(b"[").and_then(|rest| split_at(rest, b"]:")) {
             return ssh(host, path);
         }
@@ -119,6 +126,7 @@ mod tests {
         assert_eq!(parse("tw://[::1]:5/x//y/./z/"), Ok(daemon("::1", 5, "x", "y/z", true)));
         assert_eq!(parse("tw://[::1]/x"), Ok(daemon("::1", 7117, "x", "", false)));
         assert_eq!(parse("tw://h"), Ok(daemon("h", 7117, "", "", false)));
+        assert!(parse("ftp://h/x").is_err() && parse("h:a://b").is_ok() && parse("./a://b").is_ok());
         assert!(parse("tw:///x").is_err() && parse("tw://h:p/x").is_err());
         assert_eq!(parse("u@h:a b"), Ok(Endpoint::Ssh { host: "u@h".into(), path: b"a b".to_vec() }));
         let ssh = |host: &str, path: &str| Ok(Endpoint::Ssh { host: host.into(), path: path.into() });

@@ -23,6 +23,12 @@ pub(crate) struct KeygenArgs {
 /// Makes a key pair.
 pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     let path = args.output.clone().unwrap_or_else(identity_path);
+    // What was named is not made up, directories included; only the user's own directory is made.
+    let parent = path.parent().filter(|dir| args.output.is_some() && !dir.as_os_str().is_empty());
+    if let Some(dir) = parent.filter(|dir| !dir.is_dir()) {
+        thruway_cli::say_error!("thruway keygen: {}: no such directory", dir.display());
+        return Err(Failed);
+    }
     let pair = KeyPair::generate();
     if let Err(error) = pair.save(&path) {
         thruway_cli::say_error!("thruway keygen: {error}");

@@ -10,7 +10,9 @@ use thruway_transfer::client;
 
 /// Arguments of `thruway ls`.
 #[derive(Args)]
-#[command(after_help = "Example:\n  thruway ls tw://store/archive/run7")]
+#[command(
+    after_help = "Examples:\n  thruway ls tw://store                   the daemon's exports\n  thruway ls tw://store/archive/run7      a directory"
+)]
 pub(crate) struct LsArgs {
     /// Private key for daemons [default: ~/.config/thruway/id]
     #[arg(long, value_name = "FILE")]
@@ -19,7 +21,7 @@ pub(crate) struct LsArgs {
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
     /// What to list
-    #[arg(value_name = "tw://HOST[:PORT]/EXPORT[/PATH]")]
+    #[arg(value_name = "tw://HOST[:PORT][/EXPORT[/PATH]]")]
     url: OsString,
 }
 
@@ -27,7 +29,7 @@ pub(crate) struct LsArgs {
 pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
     let entries = (|| {
         let Endpoint::Daemon { host, port, export, path, .. } = Endpoint::parse(&args.url)? else {
-            return Err(format!("{}: write tw://host[:port]/export/path", args.url.to_string_lossy()));
+            return Err(format!("{}: write tw://host[:port][/export[/path]]", args.url.to_string_lossy()));
         };
         let mut remote = remote::daemon(&host, port, args.key.as_ref())?;
         args.provider.apply_to(&mut remote)?;

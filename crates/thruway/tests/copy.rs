@@ -245,7 +245,7 @@ fn keys_decide_who_may_do_what() {
     };
     let ((writer, writer_pub), (reader, reader_pub), (stranger, _)) = (keygen("w"), keygen("r"), keygen("s"));
     let allowed = lab.path("authorized");
-    fs::write(&allowed, format!("# who\n{writer_pub} writer\nro {reader_pub}\n")).unwrap();
+    fs::write(&allowed, format!("# who\n{writer_pub} writer\nro,export=e {reader_pub}\n")).unwrap();
     let daemon = Daemon::start(&[
         OsStr::new("--authorized-keys"),
         allowed.as_os_str(),
@@ -269,6 +269,14 @@ fn keys_decide_who_may_do_what() {
         assert!(stderr(&out).contains(why), "{}", stderr(&out));
     }
     assert!(!served.join("h").exists());
+    // Exports can be listed, by each who knows them.
+    for (key, expected) in [(&writer, &["e", "fixed"][..]), (&reader, &["e"])] {
+        let mut ls = thruway(lab.dir.path());
+        let out = ls.args(["ls", "--json", "--key"]).arg(key).arg(daemon.url("")).output().unwrap();
+        let names: Vec<String> =
+            parse(&out).as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap().to_string()).collect();
+        assert_eq!(names, expected);
+    }
 }
 
 #[test]

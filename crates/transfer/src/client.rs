@@ -280,7 +280,8 @@ pub fn run_until(
                 }
                 let pause = Duration::from_millis(100 << idle.min(9)).min(PAUSE_MAX);
                 (retries, idle) = (retries + 1, idle + 1);
-                tracing::warn!(%error, retry = retries, ?pause, "connection failed, trying again");
+                let peer = &state.remote.label;
+                tracing::warn!(peer, %error, retry = retries, ?pause, "connection failed, trying again");
                 stop.pause(pause)?;
                 if let Some(reach) = reach {
                     match reach() {

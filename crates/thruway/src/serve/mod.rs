@@ -148,9 +148,10 @@ fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
 
 fn parse_export(text: &str) -> Result<Export, String> {
     let (name, dir) = text.split_once('=').ok_or("expected NAME=DIR or NAME=DIR:ro")?;
-    let (dir, read_only) = match dir.strip_suffix(":ro") {
-        Some(dir) => (dir, true),
-        None => (dir, false),
+    let (dir, read_only) = match (dir.strip_suffix(":ro"), dir.strip_suffix(":rw")) {
+        (Some(dir), _) => (dir, true),
+        (None, Some(dir)) => (dir, false),
+        (None, None) => (dir, false),
     };
     if dir.is_empty() {
         return Err("the directory is missing; write NAME=DIR".into());
@@ -395,6 +396,7 @@ mod tests {
         let export = |t: &str| parse_export(t).map(|e| (e.name, e.dir, e.read_only));
         assert_eq!(export("d=/srv"), Ok(("d".into(), "/srv".into(), false)));
         assert_eq!(export("d=/srv:ro"), Ok(("d".into(), "/srv".into(), true)));
+        assert_eq!(export("d=/srv:rw"), Ok(("d".into(), "/srv".into(), false)));
         assert!(export("/srv").is_err() && export("d=").is_err() && export("d=:ro").is_err());
     }
 }

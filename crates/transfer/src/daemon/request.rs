@@ -80,9 +80,16 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
     if asked.export == DEV_EXPORT {
         return open_dev(asked);
     }
+    if asked.export.is_empty() {
+        return match asked.direction {
+            Direction::List => Ok(Work::List(exports(shared, principal))),
+            _ => refuse("no export is named; write tw://host/export/path ('thruway ls tw://host' lists them)"),
+        };
+    }
     let export = shared.exports.get(&asked.export).filter(|_| principal.knows(&asked.export));
     let Some(export) = export else {
-        return refuse(format!("no export '{}' on this daemon", crate::escape(&asked.export)));
+        let export = crate::escape(&asked.export);
+        return refuse(format!("no export '{export}' on this daemon ('thruway ls tw://host' lists them)"));
     };
     let paths = asked.sources.iter().flat_map(|s| [&s.path, &s.name]).chain([&asked.path]);
     for path in paths.filter(|_| !export.unconfined) {
@@ -200,14 +207,22 @@ fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()>
     Ok(rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?)
 }
 
+/// The exports that a principal knows, as directories.
+fn exports(shared: &Shared, principal: &Principal) -> Vec<ListEntry> {
+    let known = shared.exports.iter().filter(|(name, _)| principal.knows(name));
+    let mut entries: Vec<ListEntry> = known
+        .filter_map(|(name, export)| rustix::fs::fstat(&export.root).ok().map(|stat| entry(name.as_bytes(), &stat)))
+        .collect();
+    entries.sort_by(|a, b| a.name.cmp(&b.name));
+    entries
+}
+
+fn entry(name: &[u8], stat: &rustix::fs::Stat) -> ListEntry {
+    ListEntry { name: name.to_vec(), mode: stat.st_mode, size: stat.st_size as u64, mtime: stat.st_mtime }
+}
+
 fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, Refusal> {
     let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(path), sentence(e)));
-    let entry = |name: &[u8], stat: &rustix::fs::Stat| ListEntry {
-        name: name.to_vec(),
-        mode: stat.st_mode,
-        size: stat.st_size as u64,
-        mtime: stat.st_mtime,
-    };
     let dir = match export.open_dir(root, path) {
         Ok(dir) => dir,
         Err(Errno::NOTDIR) => {
