@@ -330,7 +330,7 @@ fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
     let announced: serde_json::Value = serde_json::from_str(&line).expect("unshare and mount work on this machine");
     let addr = announced["listening"][0].as_str().unwrap().to_string();
     let pid = child.id().to_string();
-    let daemon = Daemon { child, addr, also: Vec::new(), public_key: String::new() };
+    let daemon = Daemon { child, addr, public_key: String::new() };
     let command = args(&[&big, &daemon.url("e/copy")]);
     let out = try_cp(&lab, &command);
     assert_eq!(out.status.code(), Some(1));
@@ -508,7 +508,7 @@ fn a_daemon_is_confined_to_what_it_serves() {
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
         let addr = announced["listening"][0].as_str().unwrap().to_string();
-        let daemon = Daemon { child, addr, also: Vec::new(), public_key: String::new() };
+        let daemon = Daemon { child, addr, public_key: String::new() };
         fs::remove_file(&authorized).unwrap();
         std::os::unix::fs::symlink(elsewhere.join("authorized"), &authorized).unwrap();
         let pid = daemon.child.id().to_string();

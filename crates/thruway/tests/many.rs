@@ -4,8 +4,8 @@ mod support;
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Write;
-use std::net::TcpStream;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 use support::*;
@@ -91,26 +91,31 @@ fn thousands_of_sessions_at_once_are_all_served() {
     }
 }
 
-/// Connections from one address that do not say what they want hold up no other address.
+/// Connections of one user that do not say what they want hold up no other.
 #[test]
-fn who_says_nothing_holds_up_only_its_own_address() {
+fn who_says_nothing_holds_up_only_its_own_user() {
     let lab = Lab::new();
     let served = lab.mkdir("served");
     fs::write(lab.path("source"), noise(LEN, 5)).unwrap();
-    let args = ["--listen", "[::1]:0", "--export"].map(OsStr::new);
-    let daemon = Daemon::start(&[&args[..], &[&export("e", &served, "")]].concat());
-    thruway_engine::limits::raise_open_files();
-    let silent: Vec<_> = (0..1000)
-        .map(|_| {
-            let mut stream = TcpStream::connect(&daemon.addr).unwrap();
-            // What RFTP over TCP begins with, and no more.
-            stream.write_all(b"TWFT").unwrap();
-            stream
-        })
-        .collect();
-    let target = format!("tw://{}/e/copy", daemon.also[0]);
+    let daemon = lab.serve(&served);
+    // What RFTP over TCP begins with, and no more.
+    let script = "import resource, socket, sys\n\
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))\n\
+        host, port = sys.argv[1].rsplit(':', 1)\n\
+        silent = [socket.create_connection((host, int(port))) for _ in range(1000)]\n\
+        for one in silent: one.sendall(b'TWFT')\n\
+        print('silent', flush=True)\n\
+        sys.stdin.read()\n";
+    let mut silent = Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", script, &daemon.addr])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    BufReader::new(silent.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
     let (source, fixed) = (lab.path("source"), ["--provider", "tcp", "--retries", "0"].map(OsStr::new));
-    cp(&lab, &[&fixed[..], &[source.as_os_str(), OsStr::new(&target)]].concat());
+    cp(&lab, &[&fixed[..], &[source.as_os_str(), &daemon.url("e/copy")]].concat());
     assert_eq!(fs::read(served.join("copy")).unwrap(), noise(LEN, 5));
-    drop(silent);
+    silent.kill().unwrap();
+    silent.wait().unwrap();
 }

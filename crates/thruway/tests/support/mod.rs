@@ -62,8 +62,6 @@ pub(crate) fn export(name: &str, dir: &Path, mode: &str) -> OsString {
 pub(crate) struct Daemon {
     pub child: Child,
     pub addr: String,
-    /// Where else it listens.
-    pub also: Vec<String>,
     pub public_key: String,
 }
 
@@ -81,10 +79,8 @@ impl Daemon {
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let announced: serde_json::Value = serde_json::from_str(&line).unwrap();
-        let listening = announced["listening"].as_array().unwrap();
-        let mut also: Vec<String> = listening.iter().map(|addr| addr.as_str().unwrap().to_string()).collect();
-        let addr = also.remove(0);
-        Daemon { child, addr, also, public_key: announced["public_key"].as_str().unwrap().into() }
+        let addr = announced["listening"][0].as_str().unwrap().to_string();
+        Daemon { child, addr, public_key: announced["public_key"].as_str().unwrap().into() }
     }
 
     pub(crate) fn url(&self, path: &str) -> OsString {
