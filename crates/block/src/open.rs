@@ -50,6 +50,9 @@ pub enum OpenError {
     /// No room for a cache that outlives the daemon.
     #[error("cache: {0} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")]
     CacheRoom(io::Error),
+    /// Memory is not read or written in any mode.
+    #[error("mode= has no effect on a disk in memory; leave it out")]
+    ModeOfMemory,
     /// Two caches that are to outlive the daemon.
     #[error("only one layer of a disk may be cache=...:writeback (use :volatile for all of them otherwise)")]
     TwoCaches,
@@ -73,6 +76,7 @@ impl Spec {
         // Under an overlay nothing is changed.
         let overlaid = self.roles().any(|role| role.hides_changes);
         let cached = self.roles().any(|role| role.caches);
+        self.check_mode()?;
         let mode = self.mode.unwrap_or(if cached { Mode::Direct } else { Mode::Writeback });
         let read_only = self.read_only || overlaid;
         let mut backend = open_source(&self.source, mode, read_only)?;
@@ -114,7 +118,19 @@ impl Spec {
         check_source(&self.source, read_only, &mut HashMap::new(), &mut mistakes);
         mistakes.extend(self.layers.iter().filter_map(|layer| layer.config.check(nodes).err()));
         mistakes.extend(self.check_caches(read_only).err());
+        mistakes.extend(self.check_mode().err());
         mistakes
+    }
+
+    fn check_mode(&self) -> Result<(), OpenError> {
+        fn is_memory(source: &Source) -> bool {
+            match source {
+                Source::Path(_) => false,
+                Source::Memory(_) => true,
+                Source::Stripe { members, .. } => members.iter().all(is_memory),
+            }
+        }
+        if self.mode.is_some() && is_memory(&self.source) { Err(OpenError::ModeOfMemory) } else { Ok(()) }
     }
 
     /// Two caches cannot both be kept in a file: how many are to be.

@@ -142,6 +142,7 @@ fn what_could_not_be_served_is_found_by_a_check() {
         (block("mem:100T".into()), "size out of range"),
         (block(format!("{image},overlay=/nosuch")), "/nosuch"),
         (block(format!("{image},log=/nosuch/log")), "/nosuch/log"),
+        (block("mem:8M,mode=direct".into()), "mode= has no effect"),
         (block("mem:8M,cache=1M".into()), "1048576 bytes are too few"),
         (block(format!("stripe:64K:{image}:{image}")), &image),
         (block(format!("{image},cache=64M:writeback,cache=64M:writeback")), "only one layer"),
