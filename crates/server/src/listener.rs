@@ -185,9 +185,7 @@ impl Socket {
     /// Where it comes from.
     pub fn origin(&self) -> Origin {
         match self {
-            Socket::Tcp(stream, peer) => {
-                stream.local_addr().map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(*peer, local))
-            }
+            Socket::Tcp(stream, peer) => Origin::of_stream(stream, *peer),
             Socket::Unix(stream) => sockopt::socket_peercred(stream)
                 .map_or(Origin::UnknownUser, |credentials| Origin::User(credentials.uid.as_raw())),
         }

@@ -2,12 +2,12 @@
 
 use crate::owner::owner;
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
 
 /// Where a connection comes from: another host, or a user of this one.
 ///
 /// What is limited is shared out between origins, so that one of them alone keeps no other out. Users of this host
-/// are told apart because all of them come from its loopback address.
+/// are origins of their own because all of them come from its loopback addresses, of which each has millions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Origin {
@@ -29,6 +29,15 @@ impl Origin {
             return Origin::of_host(peer.ip());
         }
         owner(peer, local).map_or(Origin::UnknownUser, Origin::User)
+    }
+
+    /// As [`Origin::of`], of an accepted connection.
+    pub fn of_stream(stream: &TcpStream, peer: SocketAddr) -> Origin {
+        match stream.local_addr() {
+            Ok(local) => Origin::of(peer, local),
+            Err(_) if peer.ip().to_canonical().is_loopback() => Origin::UnknownUser,
+            Err(_) => Origin::of_host(peer.ip()),
+        }
     }
 
     /// The host with this address.
@@ -74,7 +83,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (far, peer) = listener.accept().unwrap();
-        let origin = Origin::of(peer, far.local_addr().unwrap());
+        let origin = Origin::of_stream(&far, peer);
         assert_eq!(origin, Origin::User(rustix::process::geteuid().as_raw()));
         assert!(origin.is_own_user() && !Origin::UnknownUser.is_own_user());
         drop(near);

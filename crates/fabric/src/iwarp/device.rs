@@ -4,6 +4,7 @@
 use super::doorbell::{Doorbell, Whom};
 use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
+use super::set_up::{Room, SetUp};
 use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
@@ -14,7 +15,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, TryLockError, Weak};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 use thruway_iwarp::connection::{MAX_INLINE, MAX_SGE};
 use thruway_iwarp::mpa::{self, Agreement, Preferences, ReadyToReceive};
@@ -22,7 +23,7 @@ use thruway_iwarp::regions::{Region, RegionTable, Stream};
 use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_rdma_types::{Access, Owner};
 use thruway_rdma_types::{ConnectParams, DeviceAttributes, Error, QueuePairCaps, Result};
-use thruway_tcp::{ByOrigin, Origin};
+use thruway_tcp::Origin;
 
 const MAX_QUEUE: u32 = 16384;
 const MAX_DEPTH: u16 = 256;
@@ -131,15 +132,6 @@ pub(super) enum Queued {
     Other(Event),
 }
 
-/// Incoming connections that have no queue pair yet.
-#[derive(Default)]
-struct SetUp {
-    /// All of them.
-    count: usize,
-    /// Those that give way to new ones: their requests have not arrived, or have not been polled.
-    evictable: ByOrigin<u64>,
-}
-
 pub(super) struct Context {
     config: Config,
     attributes: DeviceAttributes,
@@ -153,7 +145,7 @@ pub(super) struct Context {
     next_id: AtomicU64,
     next_qp: AtomicU64,
     entities: Mutex<HashMap<u64, Entity>>,
-    set_up: Mutex<SetUp>,
+    set_up: Arc<SetUp>,
     /// Held by the thread that drives the sockets; others go on without.
     driver: Mutex<Driver>,
     /// Counts changes to the set of live queue pairs.
@@ -222,7 +214,7 @@ impl Context {
             next_id: AtomicU64::new(1),
             next_qp: AtomicU64::new(1),
             entities: Mutex::new(HashMap::new()),
-            set_up: Mutex::default(),
+            set_up: Arc::default(),
             driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, polls: 0, detached: false, streak: 0 }),
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
@@ -302,39 +294,30 @@ impl Context {
     /// can.
     pub(super) fn make_room(&self, new: Origin, max: usize) -> bool {
         loop {
-            let set_up = self.set_up.lock_unpoisoned();
-            if set_up.count < max {
-                return true;
+            match self.set_up.room(new, max) {
+                Room::Free => return true,
+                Room::Full => return false,
+                Room::Instead(origin, id) => {
+                    tracing::debug!(%origin, "too many connections in set-up, closing one");
+                    self.evict(id);
+                    // Where it has just been polled, it is not closed, and does not give way any more.
+                    self.set_up.keep(origin, id);
+                }
             }
-            let Some((origin, id)) = set_up.evictable.give_way(new) else { return false };
-            drop(set_up);
-            tracing::debug!(%origin, "too many connections in set-up, closing one");
-            self.evict(origin, id);
         }
     }
 
     /// Closes a connection whose request has not arrived, or has not been polled.
-    fn evict(&self, origin: Origin, id: u64) {
+    fn evict(&self, id: u64) {
+        if self.entities.lock_unpoisoned().contains_key(&id) {
+            return self.forget(id);
+        }
         let mut events = self.events.lock_unpoisoned();
         let at = events.iter().position(|event| matches!(event, Queued::Request(request) if request.id() == id));
-        let request = at.and_then(|at| events.remove(at));
+        let Some(request) = at.and_then(|at| events.remove(at)) else { return };
         drop(events);
-        match request {
-            Some(request) => {
-                self.discount_unpolled(1);
-                drop(request);
-            }
-            None => self.forget(id),
-        }
-        // Where it has just been polled, it does not give way any more.
-        self.set_up.lock_unpoisoned().evictable.remove(origin, id);
-    }
-
-    fn place_in_set_up(self: &Arc<Context>, origin: Origin, id: u64) -> PlaceInSetUp {
-        let mut set_up = self.set_up.lock_unpoisoned();
-        set_up.count += 1;
-        set_up.evictable.insert(origin, id);
-        PlaceInSetUp { ctx: Arc::downgrade(self), origin, id }
+        self.discount_unpolled(1);
+        drop(request);
     }
 
     /// Starts to read a request frame.
@@ -346,7 +329,7 @@ impl Context {
     ) -> Result<()> {
         listener::prepare(&stream, peer, self)?;
         let id = self.new_id();
-        let place = self.place_in_set_up(origin, id);
+        let place = self.set_up.take(origin, id);
         let reading = Reading::new(stream, peer, place, accept_foreign);
         self.watch(reading.stream(), id).map_err(|e| Error::io("watching a connection", e))?;
         let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
@@ -612,32 +595,6 @@ impl std::ops::Deref for Handle {
     }
 }
 
-/// A place among the connections in set-up; released on drop.
-pub(super) struct PlaceInSetUp {
-    /// Which holds the connections that hold these.
-    ctx: Weak<Context>,
-    origin: Origin,
-    pub(super) id: u64,
-}
-
-impl PlaceInSetUp {
-    /// It does not give way any more.
-    pub(super) fn stays(&self) {
-        if let Some(ctx) = self.ctx.upgrade() {
-            ctx.set_up.lock_unpoisoned().evictable.remove(self.origin, self.id);
-        }
-    }
-}
-
-impl Drop for PlaceInSetUp {
-    fn drop(&mut self) {
-        let Some(ctx) = self.ctx.upgrade() else { return };
-        let mut set_up = ctx.set_up.lock_unpoisoned();
-        set_up.count -= 1;
-        set_up.evictable.remove(self.origin, self.id);
-    }
-}
-
 impl Drop for Handle {
     fn drop(&mut self) {
         // Unanswered requests hold the context, and are refused when they are dropped.
@@ -740,8 +697,8 @@ impl DeviceOps for Handle {
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {
         let peer = stream.peer_addr().map_err(|e| Error::io("getting the peer's address", e))?;
-        let local = stream.local_addr().map_err(|e| Error::io("getting the local address", e))?;
-        self.begin_request(stream, (peer, Origin::of(peer, local)), false)
+        let origin = Origin::of_stream(&stream, peer);
+        self.begin_request(stream, (peer, origin), false)
     }
 
     fn progress(&self) {
@@ -759,7 +716,7 @@ impl DeviceOps for Handle {
         }
         event.map(|event| match event {
             Queued::Request(request) => {
-                request.stays();
+                request.keep_place();
                 Event::Request(Box::new(request))
             }
             Queued::Other(event) => event,

@@ -1,7 +1,8 @@
 //! Listening sockets, and connections whose request frame is not whole yet.
 
-use super::device::{Context, PlaceInSetUp, Queued};
+use super::device::{Context, Queued};
 use super::endpoint::Endpoint;
+use super::set_up::Place;
 use super::socket;
 use crate::ListenOptions;
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
@@ -49,8 +50,7 @@ impl ListeningSocket {
         for _ in 0..ACCEPT_TURN {
             match self.socket.accept() {
                 Ok((stream, peer)) => {
-                    let local = stream.local_addr();
-                    let origin = local.map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(peer, local));
+                    let origin = Origin::of_stream(&stream, peer);
                     if !ctx.make_room(origin, self.options.max_pending.max(1)) {
                         tracing::warn!(%peer, "too many unanswered requests, closing");
                         continue;
@@ -111,14 +111,14 @@ pub(super) struct Inbound {
 pub(super) struct Reading {
     stream: TcpStream,
     peer: SocketAddr,
-    place: PlaceInSetUp,
+    place: Place,
     seen: Vec<u8>,
     accept_foreign: bool,
     deadline: Instant,
 }
 
 impl Reading {
-    pub(super) fn new(stream: TcpStream, peer: SocketAddr, place: PlaceInSetUp, accept_foreign: bool) -> Reading {
+    pub(super) fn new(stream: TcpStream, peer: SocketAddr, place: Place, accept_foreign: bool) -> Reading {
         Reading { stream, peer, place, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
     }
 
@@ -214,7 +214,7 @@ impl Reading {
 pub(super) struct Request {
     ctx: Arc<Context>,
     /// Until it is answered.
-    place: PlaceInSetUp,
+    place: Place,
     stream: Option<TcpStream>,
     peer: SocketAddr,
     frame: Frame,
@@ -257,8 +257,8 @@ impl Request {
     }
 
     /// The consumer has it: it does not give way to others any more.
-    pub(super) fn stays(&self) {
-        self.place.stays();
+    pub(super) fn keep_place(&self) {
+        self.place.keep();
     }
 
     fn refuse(&mut self, private_data: &[u8]) {

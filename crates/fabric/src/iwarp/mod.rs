@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `endpoint` | one queue pair's socket |
 //! | `listener` | listening and inbound set-up |
+//! | `set_up` | which connections in set-up give way to others |
 //! | `device` | epoll, timers, the tables |
 //! | `doorbell` | who sleeps, and who has to be woken |
 //! | `shared` | completion queues, shared receive queues |
@@ -13,6 +14,7 @@ mod device;
 mod doorbell;
 mod endpoint;
 mod listener;
+mod set_up;
 mod shared;
 mod socket;
 
