@@ -86,7 +86,7 @@ impl<T> FairQueue<T> {
     /// Gives free places to those who wait, an origin at a time.
     fn turn(&mut self, now: Instant) -> Verdict<T> {
         let mut verdict = Verdict { begin: Vec::new(), refuse: Vec::new() };
-        // A host that is passed over once is passed over until a handshake ends.
+        // An origin that is passed over once is passed over until a handshake ends.
         let mut passed_over = 0;
         while self.under_way < self.limits.all && passed_over < self.turns.len() {
             let Some(from) = self.turns.pop_front() else { break };

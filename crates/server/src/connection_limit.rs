@@ -1,11 +1,10 @@
 //! Connection limit: how many connections of a protocol are served at a time.
 //!
 //! Connections that have not authenticated are evicted when others need their places: the oldest of the origin that has the
-//! most of them. So a peer that only connects keeps no other out. Authenticated connections stay, but one origin may not have
-//! more than [`SHARE`] times the places that it leaves to others.
+//! most of them. So a peer that only connects keeps no other out. Authenticated connections stay, but one origin may have only
+//! a share of the places ([`is_fair`]).
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -14,9 +13,11 @@ use thruway_engine::reactor::LoadBalancer;
 use thruway_tcp::{ByOrigin, Origin};
 use tokio::sync::Notify;
 
-/// One origin may have at most this many times the places that are free. The user that this process runs as, and root, may
-/// have all.
-pub const SHARE: usize = 8;
+/// Whether one who has `theirs` of the places for connections, or sessions, may have another while `free` are free: fewer than
+/// eight times as many. So none alone takes all.
+pub fn is_fair(theirs: usize, free: usize) -> bool {
+    theirs < free.saturating_mul(8)
+}
 
 /// Limits the connections of one protocol.
 pub struct ConnectionLimit {
@@ -32,7 +33,7 @@ struct State {
     /// Connections with a permit, evicted ones that are still ending included.
     all: usize,
     authenticated: usize,
-    authenticated_of: HashMap<Origin, usize>,
+    authenticated_of: ByOrigin<u64>,
     /// Those that are evicted when others need their places; evicted ones are not among them.
     unauthenticated: HashMap<u64, Arc<Notify>>,
     unauthenticated_of: ByOrigin<u64>,
@@ -53,11 +54,17 @@ impl State {
         self.unauthenticated.remove(&number)
     }
 
-    /// Whether another connection of this origin may be authenticated.
-    fn leaves_room(&self, origin: Origin, max: usize) -> bool {
-        let free = max.saturating_sub(self.authenticated);
-        let theirs = self.authenticated_of.get(&origin).copied().unwrap_or(0);
-        free > 0 && (origin.is_own_user() || theirs < free.saturating_mul(SHARE))
+    /// Whether another connection of this origin may be authenticated; if not, why. The user that this process runs as, and
+    /// root, may have all places.
+    fn check_room(&self, origin: Origin, max: usize) -> Result<(), String> {
+        let (free, theirs) = (max.saturating_sub(self.authenticated), self.authenticated_of.count(origin));
+        if free == 0 {
+            return Err(format!("connection limit of {max} reached"));
+        }
+        if !is_fair(theirs, free) && !origin.is_own_user() {
+            return Err(format!("{origin} has {theirs} connections, and {free} of {max} must do for all others"));
+        }
+        Ok(())
     }
 }
 
@@ -87,13 +94,12 @@ impl ConnectionLimit {
     }
 
     /// Acquires a permit for a connection of this peer; `None` if authenticated connections have reached the limit, or those of
-    /// its origin have. May evict an unauthenticated one.
+    /// its origin their share. May evict an unauthenticated one.
     pub fn acquire(self: &Arc<ConnectionLimit>, peer: impl ToString, origin: Origin) -> Option<Permit> {
         let peer = peer.to_string();
         let mut state = self.lock();
-        if !state.leaves_room(origin, self.max) {
-            let (protocol, limit) = (self.protocol, self.max);
-            tracing::warn!(peer, protocol, limit, "connection limit reached; connection refused");
+        if let Err(why) = state.check_room(origin, self.max) {
+            tracing::warn!(peer, protocol = self.protocol, why, "connection refused");
             return None;
         }
         if state.authenticated + state.unauthenticated.len() >= self.max {
@@ -175,19 +181,18 @@ impl Permit {
     /// The peer has authenticated: the connection is not evicted any more.
     ///
     /// # Errors
-    /// Of kind `ConnectionRefused` if authenticated connections, or those of its origin, have reached the limit.
+    /// Of kind `ConnectionRefused` if authenticated connections have reached the limit, or those of its origin their share.
     pub fn set_authenticated(&self) -> io::Result<()> {
         if self.is_authenticated.load(Ordering::Relaxed) {
             return Ok(());
         }
         let mut state = self.limit.lock();
-        if !state.leaves_room(self.origin, self.limit.max) {
-            return Err(io::Error::new(io::ErrorKind::ConnectionRefused, "connection limit reached"));
-        }
+        let room = state.check_room(self.origin, self.limit.max);
+        room.map_err(|why| io::Error::new(io::ErrorKind::ConnectionRefused, why))?;
         // Not there if it has just been evicted, too late.
         state.forget(self.origin, self.number);
         state.authenticated += 1;
-        *state.authenticated_of.entry(self.origin).or_default() += 1;
+        state.authenticated_of.insert(self.origin, self.number);
         self.is_authenticated.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -200,12 +205,7 @@ impl Drop for Permit {
         self.limit.released.notify_all();
         if *self.is_authenticated.get_mut() {
             state.authenticated -= 1;
-            if let Entry::Occupied(mut theirs) = state.authenticated_of.entry(self.origin) {
-                *theirs.get_mut() -= 1;
-                if *theirs.get() == 0 {
-                    theirs.remove();
-                }
-            }
+            state.authenticated_of.remove(self.origin, self.number);
         } else {
             state.forget(self.origin, self.number);
         }
@@ -241,7 +241,8 @@ mod tests {
         assert!(!is_evicted(&acquire(&limit, 4).unwrap()));
         drop(two);
         limit.wait_until_empty(Duration::from_secs(60));
-        assert!(limit.lock().authenticated_of.is_empty());
+        let state = limit.lock();
+        assert_eq!((state.authenticated, state.authenticated_of.count(host(2))), (0, 0));
     }
 
     #[tokio::test]

@@ -115,7 +115,6 @@ impl Service for TransferService {
     }
 }
 
-/// Starts to listen.
 /// Refuses what would serve everybody without having been asked to.
 pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
     let has_keys = args.authorized_keys.is_some() || args.secret_from_stdin;
@@ -124,13 +123,10 @@ pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
             "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
         );
     }
-    let mut names = std::collections::HashSet::new();
-    match args.export.iter().find(|export| !names.insert(&export.name)) {
-        Some(export) => Err(format!("export '{}' is given twice", export.name)),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
+/// Starts to listen.
 fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
     let mut listen = args.listen.clone();
     if listen.is_empty() && args.secret_from_stdin {

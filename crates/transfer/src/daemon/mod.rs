@@ -28,6 +28,7 @@ use thruway_engine::aead::Sealer;
 use thruway_engine::limits;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 use thruway_server::admission::{Admission, Answer, Limits, Slot};
+use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
 /// A directory that is served.
@@ -224,23 +225,7 @@ impl Daemon {
     /// # Errors
     /// [`StartError`].
     pub fn start_with(mut config: Config, pipelines: Arc<PipelineSet>) -> Result<Daemon, StartError> {
-        let mut exports = HashMap::new();
-        for export in &config.exports {
-            if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
-                return Err(StartError::ExportName(export.name.clone()));
-            }
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let dir = rustix::fs::open(&export.dir, flags, Mode::empty()).map_err(|e| StartError::Export {
-                name: export.name.clone(),
-                dir: export.dir.clone(),
-                source: e.into(),
-            })?;
-            let Export { read_only, unconfined, .. } = *export;
-            let served = Served { root: Arc::new(dir), read_only, unconfined };
-            if exports.insert(export.name.clone(), served).is_some() {
-                return Err(StartError::DuplicateExport(export.name.clone()));
-            }
-        }
+        let exports = open_exports(&config.exports)?;
         let device = config.fabric.open()?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
@@ -293,9 +278,7 @@ impl Daemon {
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
-                    let origin = stream
-                        .local_addr()
-                        .map_or_else(|_| Origin::of_host(peer.ip()), |local| Origin::of(peer, local));
+                    let origin = Origin::of_stream(&stream, peer);
                     shared.follow_greetings(shared.greetings.arrive(origin, (stream, prefix)));
                 }
                 Some(_) => {}
@@ -389,7 +372,7 @@ impl Shared {
             return;
         };
         let registration = Registration { shared: Arc::clone(self), token };
-        // Its socket is certainly there: users of this host are told apart.
+        // As early as possible: the kernel knows a local peer only as long as it is there.
         let origin = Origin::of(peer, local);
         let caller = Caller { arrival, arrivals, registration, peer, origin };
         self.follow(self.handshakes.arrive(origin, caller));
@@ -480,9 +463,6 @@ impl Drop for Listed<'_> {
     }
 }
 
-/// A principal may hold at most this many times the number of free places, so that one alone cannot take all.
-const PLACES_TO_ONE: usize = 8;
-
 /// A place among the sessions that are allowed at a time.
 struct SessionPlace<'a>(&'a Shared);
 
@@ -493,7 +473,7 @@ impl<'a> SessionPlace<'a> {
         let place = SessionPlace(shared);
         let left = shared.config.max_sessions.saturating_sub(before);
         // They are listed already with the one that they want.
-        let fair = *principal == Principal::Operator || theirs <= left.saturating_mul(PLACES_TO_ONE);
+        let fair = *principal == Principal::Operator || is_fair(theirs.saturating_sub(1), left);
         (left > 0 && fair).then_some(place)
     }
 }
@@ -666,6 +646,35 @@ impl Session<'_> {
         };
         outcome.map(Some)
     }
+}
+
+/// Whether a daemon could serve these directories.
+///
+/// # Errors
+/// [`StartError`].
+pub fn check_exports(exports: &[Export]) -> Result<(), StartError> {
+    open_exports(exports).map(drop)
+}
+
+fn open_exports(exports: &[Export]) -> Result<HashMap<String, Served>, StartError> {
+    let mut opened = HashMap::new();
+    for export in exports {
+        if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
+            return Err(StartError::ExportName(export.name.clone()));
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = rustix::fs::open(&export.dir, flags, Mode::empty()).map_err(|e| StartError::Export {
+            name: export.name.clone(),
+            dir: export.dir.clone(),
+            source: e.into(),
+        })?;
+        let Export { read_only, unconfined, .. } = *export;
+        let served = Served { root: Arc::new(dir), read_only, unconfined };
+        if opened.insert(export.name.clone(), served).is_some() {
+            return Err(StartError::DuplicateExport(export.name.clone()));
+        }
+    }
+    Ok(opened)
 }
 
 /// Wakes the thread that waits for a device.
