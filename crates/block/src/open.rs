@@ -1,6 +1,6 @@
 //! Opening an export: its storage, then its layers.
 
-use crate::backend::{Backend, FileBackend, MemoryBackend, Mode};
+use crate::backend::{Backend, FileBackend, FileKey, MemoryBackend, Mode};
 use crate::cache::persist::{CacheFile, CacheFileError, Leftover};
 use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Source, Spec};
 use crate::fence::Fence;
@@ -8,6 +8,7 @@ use crate::identity::{self, Identity};
 use crate::layer::{Opening, Role, Stripe};
 use crate::served::Served;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -110,12 +111,21 @@ impl Spec {
 }
 
 impl Spec {
-    /// What would keep the disk from being opened by reactors on so many memory nodes. Nothing is locked or made, since another
-    /// daemon may be serving it.
-    pub fn check(&self, nodes: usize) -> Vec<OpenError> {
+    /// What would keep disks from being opened together, by reactors on so many memory nodes; with the names of their exports.
+    /// Nothing is locked or made, since another daemon may be serving them.
+    pub fn check(specs: &[Spec], nodes: usize) -> Vec<(&str, OpenError)> {
+        let mut files = HashMap::new();
+        let mistakes = specs.iter().flat_map(|spec| {
+            let mistakes = spec.mistakes(nodes, &mut files);
+            mistakes.into_iter().map(|mistake| (&*spec.name, mistake))
+        });
+        mistakes.collect()
+    }
+
+    fn mistakes(&self, nodes: usize, files: &mut Files) -> Vec<OpenError> {
         let read_only = self.read_only || self.roles().any(|role| role.hides_changes);
         let mut mistakes = Vec::new();
-        check_source(&self.source, read_only, &mut HashMap::new(), &mut mistakes);
+        check_source(&self.source, read_only, files, &mut mistakes);
         mistakes.extend(self.layers.iter().filter_map(|layer| layer.config.check(nodes).err()));
         mistakes.extend(self.check_caches(read_only).err());
         mistakes.extend(self.check_mode().err());
@@ -229,24 +239,25 @@ fn describe(source: &Source) -> String {
     }
 }
 
+/// The files of disks by what tells them from others: the first name of each, and whether it is only read.
+type Files = HashMap<FileKey, (PathBuf, bool)>;
+
 /// As [`open_source`], without opening anything to write to it, and without locks.
-fn check_source(
-    source: &Source,
-    read_only: bool,
-    seen: &mut HashMap<(u64, u64), PathBuf>,
-    mistakes: &mut Vec<OpenError>,
-) {
+fn check_source(source: &Source, read_only: bool, files: &mut Files, mistakes: &mut Vec<OpenError>) {
     match source {
         Source::Path(path) => {
             let failed = |source| OpenError::File { path: path.clone(), source };
             match FileBackend::check(path, read_only) {
                 Err(error) => mistakes.push(failed(error)),
-                Ok(key) => {
-                    if let Some(other) = seen.insert(key, path.clone()).filter(|_| !read_only) {
-                        let why = format!("is the same file as {}", other.display());
+                // Each locks the file against the others, unless all only read.
+                Ok(key) => match files.entry(key) {
+                    Entry::Vacant(free) => drop(free.insert((path.clone(), read_only))),
+                    Entry::Occupied(taken) if taken.get().1 && read_only => {}
+                    Entry::Occupied(taken) => {
+                        let why = format!("in use by this daemon as {}", taken.get().0.display());
                         mistakes.push(failed(io::Error::other(why)));
                     }
-                }
+                },
             }
         }
         Source::Memory(size) => {
@@ -255,7 +266,7 @@ fn check_source(
         }
         Source::Stripe { chunk, members } => {
             mistakes.extend(Stripe::check(members.len(), *chunk).err().map(OpenError::Stripe));
-            members.iter().for_each(|member| check_source(member, read_only, seen, mistakes));
+            members.iter().for_each(|member| check_source(member, read_only, files, mistakes));
         }
     }
 }

@@ -521,7 +521,7 @@ fn a_connection_that_panics_ends_and_no_other() {
     lab.ends_with(3);
 }
 
-/// A command whose flags say that it reads brings no data to write: nothing is written, and the initiator is told.
+/// A command whose flags say that it reads brings no data to write: nothing is written, and the command fails.
 #[test]
 fn a_write_without_data_is_not_said_to_be_done() {
     let lab = lab(0, false);

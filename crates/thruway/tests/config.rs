@@ -149,7 +149,11 @@ fn what_could_not_be_served_is_found_by_a_check() {
         (with(block(image.clone()), &["--tls-cert", &file, "--tls-key", &file]), &file),
         (with(block(image.clone()), &["--iscsi", "127.0.0.1:0", "--chap", &file]), &file),
         (with(block(image.clone()), &["--nbd", "0.0.0.0:0"]), "refusing to serve NBD"),
+        (with(block(image.clone()), &["--block", &format!("e={image}")]), "in use"),
+        (block(format!("{image},log={lab}", lab = lab.dir.path().display())), "Is a directory"),
         (with(vec![], &["--listen", "0.0.0.0:0"]), "--authorized-keys"),
+        (with(vec![], &["--export", "dev=/tmp"]), "invalid name of an export 'dev'"),
+        (with(vec![], &["--export", &format!("x={image}")]), "Not a directory"),
         (with(vec![], &["--export", "a=/tmp", "--export", "a=/"]), "given twice"),
     ];
     for (args, expected) in cases {
@@ -163,7 +167,9 @@ fn what_could_not_be_served_is_found_by_a_check() {
             assert!(said.contains(expected), "{args:?} {more:?}: {said}");
         }
     }
-    // What is being served can be checked.
+    // What is being served can be checked, and two may read one file.
+    let readers = block(format!("{image},ro"));
+    ok(THRUWAY, &["serve", "--check", "--block", &readers[1], "--block", &format!("e={image},ro")]);
     let args = block(image);
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let _disks = Disks::serve(&args);

@@ -144,16 +144,24 @@ fn no_disk() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device")
 }
 
+/// What tells a file or device from others: its device and inode, or its device number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum FileKey {
+    File(u64, u64),
+    Device(u64),
+}
+
 impl FileBackend {
-    /// Whether a file or block device could be opened, without locking it; what tells it from others.
-    pub(crate) fn check(path: &Path, read_only: bool) -> io::Result<(u64, u64)> {
+    /// Whether a file or block device could be opened, without locking it.
+    pub(crate) fn check(path: &Path, read_only: bool) -> io::Result<FileKey> {
         use rustix::fs::{Access, AtFlags, CWD};
         let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
         let stat = check_kind(&file)?;
+        let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         if !read_only {
             rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?;
         }
-        Ok((stat.st_dev, stat.st_ino))
+        Ok(if is_device { FileKey::Device(stat.st_rdev) } else { FileKey::File(stat.st_dev, stat.st_ino) })
     }
 
     /// Opens a file or block device.

@@ -3,6 +3,7 @@
 mod file;
 mod memory;
 
+pub(crate) use file::FileKey;
 pub use file::{FileBackend, Mode};
 pub use memory::MemoryBackend;
 

@@ -5,6 +5,7 @@ use crate::backend::{Backend, Op, Zero};
 use crate::open::OpenError;
 use std::fs::File;
 use std::io::{self, LineWriter, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -34,9 +35,13 @@ impl LayerConfig for Config {
     fn check(&self, _: usize) -> Result<(), OpenError> {
         use rustix::fs::{Access, AtFlags, CWD, accessat};
         let directory = self.0.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = if self.0.exists() { &self.0 } else { directory };
-        let may = accessat(CWD, file, Access::WRITE_OK, AtFlags::EACCESS);
-        may.map_err(|e| OpenError::File { path: self.0.clone(), source: e.into() })
+        let may = match File::options().append(true).custom_flags(libc::O_NONBLOCK).open(&self.0) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                accessat(CWD, directory, Access::WRITE_OK, AtFlags::EACCESS).map_err(io::Error::from)
+            }
+            opened => opened.map(drop),
+        };
+        may.map_err(|source| OpenError::File { path: self.0.clone(), source })
     }
 
     fn files(&self) -> Option<LayerFile> {

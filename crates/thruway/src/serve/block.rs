@@ -186,9 +186,8 @@ impl BlockArgs {
     /// What would keep disks from being served, as far as can be told without opening them.
     pub(super) fn mistakes(&self) -> Vec<String> {
         let nodes = usable_nodes().len();
-        let disks = self.block.iter().flat_map(|spec| {
-            spec.check(nodes).into_iter().map(|error| format!("block export '{}': {error}", spec.name))
-        });
+        let disks = Spec::check(&self.block, nodes).into_iter();
+        let disks = disks.map(|(name, error)| format!("block export '{name}': {error}"));
         let files = [self.tls().err(), self.secrets().err()];
         let targets = if self.has_initiators() { self.check_targets() } else { Ok(()) };
         disks.chain(files.into_iter().flatten()).chain(targets.err()).collect()

@@ -24,7 +24,7 @@ use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::KeyPair;
-use thruway_transfer::daemon::Export;
+use thruway_transfer::daemon::{Export, check_exports};
 
 /// Below the options in the help. Options and layers come from their registries.
 static AFTER_HELP: LazyLock<String> = LazyLock::new(|| {
@@ -75,7 +75,7 @@ pub(crate) struct ServeArgs {
     /// Serve over iWARP in user space and plain TCP, or over the RDMA device at the address
     #[arg(long, value_enum, default_value_t = ServeProvider::Iwarp)]
     provider: ServeProvider,
-    /// Directory to serve, read-only with :ro; may be repeated
+    /// Directory to serve, read-only with :ro (:rw is the default); may be repeated
     #[arg(long, value_name = "NAME=DIR[:ro]", value_parser = parse_export)]
     export: Vec<Export>,
     /// The daemon's private key [default: ~/.config/thruway/host, created if missing; a temporary one if
@@ -148,10 +148,9 @@ fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
 
 fn parse_export(text: &str) -> Result<Export, String> {
     let (name, dir) = text.split_once('=').ok_or("expected NAME=DIR or NAME=DIR:ro")?;
-    let (dir, read_only) = match (dir.strip_suffix(":ro"), dir.strip_suffix(":rw")) {
-        (Some(dir), _) => (dir, true),
-        (None, Some(dir)) => (dir, false),
-        (None, None) => (dir, false),
+    let (dir, read_only) = match dir.strip_suffix(":ro") {
+        Some(dir) => (dir, true),
+        None => (dir.strip_suffix(":rw").unwrap_or(dir), false),
     };
     if dir.is_empty() {
         return Err("the directory is missing; write NAME=DIR".into());
@@ -321,11 +320,11 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
 fn check(args: &ServeArgs) -> Result<(), String> {
     let mut mistakes = Vec::new();
     for export in &args.export {
-        match std::fs::metadata(&export.dir) {
-            Ok(meta) if meta.is_dir() => {}
-            Ok(_) => mistakes.push(format!("export {}: {}: not a directory", export.name, export.dir.display())),
-            Err(e) => mistakes.push(format!("export {}: {}: {e}", export.name, export.dir.display())),
-        }
+        mistakes.extend(check_exports(std::slice::from_ref(export)).err().map(|e| e.to_string()));
+    }
+    if mistakes.is_empty() {
+        // One by one they could be served.
+        mistakes.extend(check_exports(&args.export).err().map(|e| e.to_string()));
     }
     if let Some(path) = &args.authorized_keys
         && let Err(e) = AuthorizedKeys::load(path)
