@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""A client that opens sessions and says no more: flood.py PORT CAPTURED...
+"""A client that opens sessions and says no more: flood.py PORT CAPTURED CAPTURED
 
-Each argument after the port is a file with the first bytes of a client's control connection; two of them show where the
-token is, which is another one in every session here. Keeps up to 5,000 connections open,
+Each of the files has the first bytes of a client's control connection; where they differ is the token, which is another
+one in every session here. Keeps up to 5,000 connections open,
 opens another for each that the daemon closes, and prints a line when it has opened as many.
 """
 

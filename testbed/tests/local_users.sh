@@ -1,4 +1,4 @@
-# title: a user of this host who has no key and opens thousands of sessions keeps neither the daemon's own user out nor one with a key
+# title: a user of this host who has no key and opens thousands of sessions does not keep the daemon's own user out
 # limit: 120
 # capture FILE: the first bytes that a client sends on its control connection.
 capture() {
@@ -21,8 +21,11 @@ daemon=$!
 until_written /tmp/serve.json
 port=$(sed -n 's/.*127\.0\.0\.1:\([0-9]*\)".*/\1/p' /tmp/serve.json | head -1)
 ulimit -n 8192
+# Where the stranger can read it.
+cp "$(dirname "${BASH_SOURCE[0]}")/../flood.py" /tmp/flood.py
+chmod 644 /tmp/flood.py /tmp/one /tmp/other
 setpriv --reuid=65534 --regid=65534 --clear-groups \
-    /usr/bin/python3 "$(dirname "${BASH_SOURCE[0]}")/../flood.py" "$port" /tmp/one /tmp/other >/tmp/flood 2>/tmp/flooded &
+    /usr/bin/python3 /tmp/flood.py "$port" /tmp/one /tmp/other >/tmp/flood 2>/tmp/flooded &
 stranger=$!
 wait_until 60 test -s /tmp/flood || { echo "the flood does not get going"; cat /tmp/served.log /tmp/flooded; exit 1; }
 for i in {1..10}; do

@@ -12,7 +12,7 @@
 //! - [`digest`], [`aead`]: what the CPU stages do to a block.
 //! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`file_system`]: properties of
 //!   file systems. [`units`]: parsing of sizes and times; [`text`]: escaping of untrusted text.
-//! - [`topology`], [`limits`]: where memory and threads are, how much one process may have, and what counts as one host.
+//! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
 //!
 //! The network stage belongs to the services, because each speaks its own protocol.
 

@@ -56,7 +56,7 @@ const PART_MAX: usize = 9;
 /// [`Invalid`], also if the size has more than 64 bits.
 pub fn parse_size(text: &str) -> Result<u64, Invalid> {
     let text = text.trim();
-    let invalid = || Invalid::new("size", text, "bytes, as in 64, 4K, 1M, 2G or 1T");
+    let invalid = || Invalid::new("size", text, "bytes, as in 64, 4K, 1.5M, 2G or 1T");
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (whole, part) = text[..digits].split_once('.').unwrap_or((&text[..digits], ""));
     let number: u64 = whole.parse().map_err(|_| invalid())?;

@@ -23,10 +23,10 @@ pub(crate) struct KeygenArgs {
 /// Makes a key pair.
 pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     let path = args.output.clone().unwrap_or_else(identity_path);
-    // What was named is not made up, directories included; only the user's own directory is made.
+    // Only the user's own directory is created: another one may be a mistake.
     let parent = path.parent().filter(|dir| args.output.is_some() && !dir.as_os_str().is_empty());
     if let Some(dir) = parent.filter(|dir| !dir.is_dir()) {
-        thruway_cli::say_error!("thruway keygen: {}: no such directory", dir.display());
+        thruway_cli::say_error!("thruway keygen: {}: no such directory; create it first", dir.display());
         return Err(Failed);
     }
     let pair = KeyPair::generate();

@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::format::{self, Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Lines of one kind about peers that are logged in a period, so that nobody fills the disk by being refused.
+/// Lines of one kind about peers that are logged in a period, so that a peer that is refused again and again does not fill the disk.
 const LINES_MAX: u32 = 100;
 const PERIOD: Duration = Duration::from_secs(10);
 

@@ -156,7 +156,8 @@ impl State {
     }
 }
 
-/// Does the rest of a request whose task is gone.
+/// Does the rest of a request whose task is gone. No acknowledgement depends on it: where no thread can be started, it is
+/// left.
 fn finish(request: Request, done: usize) {
     let _ = std::thread::Builder::new().spawn(move || request.perform(done));
 }
