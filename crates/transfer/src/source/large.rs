@@ -1,6 +1,7 @@
 //! Large files on their way: read, digested, sealed, piece by piece; and how each one ended.
 
 use super::SessionEvent;
+use super::walk::unreadable;
 use crate::protocol::extents::subtract_extents;
 use crate::session::{EventSender, FirstFailure, Pipeline, SessionParams};
 use crate::wire::{BlockHeader, BlockKind, FileStatus, HEADER_LEN, Report, ReportKind};
@@ -88,7 +89,7 @@ impl Finish {
                 Err(e) => {
                     large.failure.set(match e.kind() {
                         io::ErrorKind::UnexpectedEof => "shrank while it was read".into(),
-                        _ => e.to_string(),
+                        _ => unreadable(e),
                     });
                     header.len = 0;
                     header.kind = BlockKind::Void;
@@ -258,7 +259,7 @@ impl LargeFile {
                 return self.pipeline.workers.submit(self.pipeline.files, move || file.end_grown());
             }
             Ok(_) => self.failure.set("changed during the copy"),
-            Err(e) => self.failure.set(io::Error::from(e).to_string()),
+            Err(e) => self.failure.set(unreadable(e)),
         }
         self.end(false);
     }

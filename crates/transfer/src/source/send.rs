@@ -4,7 +4,7 @@
 //! left out.
 
 use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version};
-use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, Walk, Walker, meta_of};
+use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, Walk, Walker, meta_of, unreadable};
 use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
 use crate::wire::{BlockHeader, BlockKind, Direct, RECORD_PREFIX_LEN, Record, ReportKind};
@@ -52,7 +52,7 @@ impl Walker {
         match c.from.open() {
             Ok((file, stat)) if stat.st_mode & S_IFMT == c.stat.st_mode & S_IFMT => return Some((file, stat)),
             Ok(_) => self.report(&c.path, "changed its type while it was read"),
-            Err(e) => self.report(&c.path, io::Error::from(e).to_string()),
+            Err(e) => self.report(&c.path, unreadable(e)),
         }
         None
     }
@@ -121,8 +121,8 @@ impl Walker {
                     self.tell(&c.path, ReportKind::Incomplete, grew(size as u64));
                 }
             }
-            (Err(e), _) => self.report(&c.path, e.to_string()),
-            (_, Err(e)) => self.report(&c.path, io::Error::from(e).to_string()),
+            (Err(e), _) => self.report(&c.path, unreadable(e)),
+            (_, Err(e)) => self.report(&c.path, unreadable(e)),
             (Ok(n), Ok(after)) if n > size && same_version(&stat, &after) => {
                 self.report(&c.path, format!("has more in it than the {size} bytes that its file system says"));
             }
@@ -222,7 +222,7 @@ impl Walker {
                         header.len = *n as u32;
                     }
                     Err(e) => {
-                        large.failure.set(e.to_string());
+                        large.failure.set(unreadable(e));
                         header.len = 0;
                     }
                 }

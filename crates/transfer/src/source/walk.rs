@@ -270,7 +270,7 @@ impl Walker {
                 return Ok(());
             }
             Err(e) => {
-                self.tell(&shown, ReportKind::NotListed, io::Error::from(e).to_string());
+                self.tell(&shown, ReportKind::NotListed, unreadable(e));
                 return Ok(());
             }
         };
@@ -301,7 +301,7 @@ impl Walker {
             self.check_cancel()?;
             match dir {
                 Ok(dir) => self.directory(&mut tree, &dir, (&to, &below), &stat)?,
-                Err(e) => self.tell(&join(&to, &below), ReportKind::NotListed, io::Error::from(e).to_string()),
+                Err(e) => self.tell(&join(&to, &below), ReportKind::NotListed, unreadable(e)),
             }
         }
         Ok(())
@@ -401,7 +401,7 @@ impl Walker {
                 Err(rustix::io::Errno::NOENT) => {}
                 Err(e) => {
                     complete = false;
-                    self.tell(&target, ReportKind::NotListed, io::Error::from(e).to_string());
+                    self.tell(&target, ReportKind::NotListed, unreadable(e));
                 }
             }
         }
@@ -471,7 +471,7 @@ impl Walker {
                         self.append(&Record::Symlink { path, target: target.into_bytes(), meta })
                     }
                     Err(e) => {
-                        self.report(&path, io::Error::from(e).to_string());
+                        self.report(&path, unreadable(e));
                         Ok(())
                     }
                 }
@@ -578,6 +578,11 @@ impl Walker {
         }
         Ok(())
     }
+}
+
+/// Reports name entries as the destination does: this says which end has failed.
+pub(super) fn unreadable(error: impl std::fmt::Display) -> String {
+    format!("cannot read the source: {error}")
 }
 
 fn hash_of(path: &[u8]) -> u64 {
