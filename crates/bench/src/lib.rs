@@ -283,10 +283,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
             Ok(())
         }
     };
-    result.map_err(|message| {
-        thruway_cli::say_error!("thruway bench: {message}");
-        Failed
-    })
+    result.map_err(|message| Failed::operation("bench", message))
 }
 
 fn measure(args: &TestArgs, lat: bool, common: &Common) -> Result<(), String> {

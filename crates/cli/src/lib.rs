@@ -8,6 +8,7 @@ pub mod print;
 pub mod units;
 
 use clap::Args;
+use std::fmt::Display;
 
 /// Options of every command.
 #[derive(Args, Clone)]
@@ -23,5 +24,25 @@ pub struct Common {
     pub verbose: u8,
 }
 
-/// A failure already described to the user.
-pub struct Failed;
+/// A failure already described to the user; the exit status of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failed {
+    /// What was to be done has failed, or part of it: exit status 1.
+    Operation = 1,
+    /// The options or the configuration make no sense: exit status 2, as for those that cannot be parsed.
+    Usage = 2,
+}
+
+impl Failed {
+    /// Prints why a command failed.
+    pub fn operation(command: &str, why: impl Display) -> Failed {
+        say_error!("thruway {command}: {why}");
+        Failed::Operation
+    }
+
+    /// Prints what is wrong with a command's options.
+    pub fn usage(command: &str, why: impl Display) -> Failed {
+        say_error!("thruway {command}: {why}");
+        Failed::Usage
+    }
+}

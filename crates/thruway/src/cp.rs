@@ -127,33 +127,50 @@ enum When {
 /// Runs `thruway cp`.
 pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
-    let outcome = copy(args, common);
-    let (finished, encrypted, stats) = outcome.map_err(|message| {
-        thruway_cli::say_error!("thruway cp: {message}");
-        Failed
-    })?;
+    let (sources, target) = endpoints(args).map_err(|message| Failed::usage("cp", message))?;
+    let outcome = copy(args, common, &sources, &target);
+    let (finished, encrypted, stats) = outcome.map_err(|message| Failed::operation("cp", message))?;
     let seconds = start.elapsed().as_secs_f64();
     report(args, common, &finished, encrypted, seconds, &stats);
     if args.stats && !common.json {
         print_stats(&stats);
     }
-    if finished.summary.failed > 0 { Err(Failed) } else { Ok(()) }
+    if finished.summary.failed > 0 { Err(Failed::Operation) } else { Ok(()) }
 }
 
-fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStats>), String> {
-    thruway_engine::limits::raise_open_files();
+/// An argument, parsed and as given.
+type Given<'a> = (Endpoint, &'a OsString);
+
+/// The sources and the destination.
+fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String> {
+    let parse = |text: &'a OsString| Endpoint::parse(text).map(|endpoint| (endpoint, text));
     let (target, sources) = args.paths.split_last().expect("clap wants two");
-    let target_endpoint = Endpoint::parse(target)?;
-    let sources: Vec<(Endpoint, &OsString)> =
-        sources.iter().map(|s| Endpoint::parse(s).map(|e| (e, s))).collect::<Result<_, _>>()?;
-    let all_local = sources.iter().all(|(e, _)| matches!(e, Endpoint::Local(_)));
+    let (target, sources) = (parse(target)?, sources.iter().map(parse).collect::<Result<Vec<_>, _>>()?);
+    if !is_local(&target) && !sources.iter().all(is_local) {
+        return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into());
+    }
+    Ok((sources, target))
+}
+
+fn is_local((endpoint, _): &Given<'_>) -> bool {
+    matches!(endpoint, Endpoint::Local(_))
+}
+
+fn copy(
+    args: &CpArgs,
+    common: &Common,
+    sources: &[Given<'_>],
+    target: &Given<'_>,
+) -> Result<(Finished, bool, Vec<StageStats>), String> {
+    thruway_engine::limits::raise_open_files();
     let pipelines = PipelineSet::new().map_err(|e| e.to_string())?;
     let mut peer = None;
-    let mut job = match (&target_endpoint, all_local) {
-        (Endpoint::Local(path), true) => push_locally(args, &sources, path, &pipelines, &mut peer)?,
-        (_, true) => push(args, &sources, &target_endpoint, target, &mut peer)?,
-        (Endpoint::Local(path), false) => pull(args, &sources, path, &mut peer)?,
-        _ => return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into()),
+    let mut job = match &target.0 {
+        Endpoint::Local(path) if sources.iter().all(is_local) => {
+            push_locally(args, sources, path, &pipelines, &mut peer)?
+        }
+        Endpoint::Local(path) => pull(args, sources, path, &mut peer)?,
+        _ => push(args, sources, target, &mut peer)?,
     };
     job.id = job_id(args, &job.export);
     let progress = Arc::new(Progress::default());
@@ -168,7 +185,7 @@ fn copy(args: &CpArgs, common: &Common) -> Result<(Finished, bool, Vec<StageStat
     });
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
     // The peer that ssh started goes with its connection; after a loss another is started.
-    let ssh_host = sources.iter().map(|(e, _)| e).chain([&target_endpoint]).find_map(|e| match e {
+    let ssh_host = sources.iter().chain([target]).find_map(|(e, _)| match e {
         Endpoint::Ssh { host, .. } => Some(host.clone()),
         _ => None,
     });
@@ -338,8 +355,8 @@ fn means_contents(source: &OsStr) -> bool {
 }
 
 /// The sources on this machine with the names they get.
-fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
-    let named = |(endpoint, text): &(Endpoint, &OsString)| {
+fn local_sources(sources: &[Given<'_>]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
+    let named = |(endpoint, text): &Given<'_>| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
         path.symlink_metadata().map_err(|e| format!("{}: {e}", shown(path)))?;
         if means_contents(text) {
@@ -360,9 +377,8 @@ fn local_sources(sources: &[(Endpoint, &OsString)]) -> Result<Vec<(PathBuf, Vec<
 
 fn push(
     args: &CpArgs,
-    sources: &[(Endpoint, &OsString)],
-    target: &Endpoint,
-    target_text: &OsString,
+    sources: &[Given<'_>],
+    (target, target_text): &Given<'_>,
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     let local = local_sources(sources)?;
@@ -387,7 +403,7 @@ fn push(
 /// Both ends on this machine: a daemon of our own serves the destination.
 fn push_locally(
     args: &CpArgs,
-    sources: &[(Endpoint, &OsString)],
+    sources: &[Given<'_>],
     target: &Path,
     pipelines: &Arc<PipelineSet>,
     peer: &mut Option<Peer>,
@@ -409,7 +425,7 @@ fn push_locally(
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
-    push_to(args, local, "target", rest, into, &root, pipelines, peer).map_err(|e| format!("{}: {e}", target.display()))
+    push_to(args, local, "target", rest, into, &root, pipelines, peer)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -444,7 +460,10 @@ fn push_to(
         once: false,
         fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
     };
-    let daemon = daemon::Daemon::start_with(config, Arc::clone(pipelines)).map_err(|e| e.to_string())?;
+    let daemon = daemon::Daemon::start_with(config, Arc::clone(pipelines)).map_err(|e| match e {
+        daemon::StartError::Export { dir, source, .. } => format!("{}: {source}", shown(&dir)),
+        other => other.to_string(),
+    })?;
     let addr = daemon.addrs()[0];
     let stopper = daemon.stopper();
     let thread = std::thread::spawn(move || {
@@ -466,12 +485,7 @@ fn push_to(
     Ok(Job { export: export.into(), path, into_directory, ..args.job(remote, Local::Sources(local))? })
 }
 
-fn pull(
-    args: &CpArgs,
-    sources: &[(Endpoint, &OsString)],
-    target: &Path,
-    peer: &mut Option<Peer>,
-) -> Result<Job, String> {
+fn pull(args: &CpArgs, sources: &[Given<'_>], target: &Path, peer: &mut Option<Peer>) -> Result<Job, String> {
     let (remote, export) = match &sources[0].0 {
         Endpoint::Daemon { host, port, export, .. } => (daemon(host, *port, args.key.as_ref())?, export.clone()),
         Endpoint::Ssh { host, path } => {

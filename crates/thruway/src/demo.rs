@@ -24,10 +24,7 @@ pub(crate) struct DemoArgs {
 /// Runs the demonstration.
 pub(crate) fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
     let result = Demo::new(args, common).and_then(|demo| demo.run());
-    result.map_err(|message| {
-        thruway_cli::say_error!("thruway demo: {message}");
-        Failed
-    })
+    result.map_err(|message| Failed::operation("demo", message))
 }
 
 struct Demo<'a> {

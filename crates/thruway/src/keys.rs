@@ -26,14 +26,10 @@ pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     // Only the user's own directory is created: another one may be a mistake.
     let parent = path.parent().filter(|dir| args.output.is_some() && !dir.as_os_str().is_empty());
     if let Some(dir) = parent.filter(|dir| !dir.is_dir()) {
-        thruway_cli::say_error!("thruway keygen: {}: no such directory; create it first", dir.display());
-        return Err(Failed);
+        return Err(Failed::operation("keygen", format!("{}: no such directory; create it first", dir.display())));
     }
     let pair = KeyPair::generate();
-    if let Err(error) = pair.save(&path) {
-        thruway_cli::say_error!("thruway keygen: {error}");
-        return Err(Failed);
-    }
+    pair.save(&path).map_err(|error| Failed::operation("keygen", error))?;
     if common.json {
         thruway_cli::say!("{}", serde_json::json!({ "file": path, "public_key": pair.public().to_string() }));
     } else if !common.quiet {

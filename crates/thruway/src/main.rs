@@ -17,7 +17,7 @@ mod ssh;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
-use thruway_cli::{Common, Failed};
+use thruway_cli::Common;
 
 /// Copies directory trees and serves disks over RDMA, iWARP and TCP.
 #[derive(Parser)]
@@ -60,6 +60,6 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(Failed) => ExitCode::from(1),
+        Err(failed) => ExitCode::from(failed as u8),
     }
 }

@@ -283,7 +283,7 @@ fn keys_decide_who_may_do_what() {
 fn a_daemon_beyond_this_machine_refuses_to_start_open_to_anybody() {
     let lab = Lab::new();
     let out = thruway(lab.dir.path()).args(["serve", "--listen", "0.0.0.0:0", "--export", "e=/tmp"]).output().unwrap();
-    assert_eq!(out.status.code(), Some(1));
+    assert_eq!(out.status.code(), Some(2));
     assert!(stderr(&out).contains("--authorized-keys"), "{}", stderr(&out));
 }
 

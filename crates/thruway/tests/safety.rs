@@ -618,6 +618,17 @@ fn options_without_sense_are_refused_or_do_what_they_say() {
 }
 
 #[test]
+fn messages_say_which_end_has_failed() {
+    let lab = Lab::new();
+    write(lab.path("f"), "content");
+    let said = stderr(&try_cp(&lab, &args(&[&"/proc/self/mem", &lab.path("copy")])));
+    assert!(said.starts_with("thruway cp: copy: cannot read the source: Input/output error"), "{said}");
+    let there = lab.path("none/copy");
+    let said = stderr(&try_cp(&lab, &args(&[&lab.path("f"), &there])));
+    assert!(said.starts_with(&format!("thruway cp: {}: No such file", there.display())), "{said}");
+}
+
+#[test]
 fn a_reader_that_leaves_and_a_full_disk_are_no_crash() {
     let lab = Lab::new();
     let served = lab.mkdir("served");

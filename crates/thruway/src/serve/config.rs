@@ -178,11 +178,19 @@ impl Reader<'_> {
             }
             // It is the daemon's, and was the transfers' once.
             let moved = |arg: &Arg| table.name == "transfer" && arg.get_id() == "user";
-            let of_table =
-                |arg: &&Arg| (table_of(arg) == Some(table.name) || moved(arg)) && arg.get_long() == Some(name);
-            match self.command.get_arguments().find(of_table) {
-                Some(arg) => self.option(table, arg, value),
-                None => {
+            match self.command.get_arguments().find(|arg| arg.get_long() == Some(name)) {
+                Some(arg) if table_of(arg) == Some(table.name) || moved(arg) => self.option(table, arg, value),
+                Some(arg) if table_of(arg).is_some() => {
+                    let here = shown(table);
+                    self.mistake(
+                        key.span(),
+                        match table_of(arg).unwrap_or_default() {
+                            "" => format!("'{name}' stands before the first table, not in {here}"),
+                            other => format!("'{name}' belongs to [{other}], not to {here}"),
+                        },
+                    );
+                }
+                _ => {
                     let known = keys_of(self.command, table);
                     self.mistake(key.span(), format!("{} (expected {known})", unknown(table, name)));
                 }
@@ -301,6 +309,11 @@ impl Reader<'_> {
         }
         self.file.disks.push(spec);
     }
+}
+
+/// A table, for messages.
+fn shown(table: &Table) -> String {
+    if table.name.is_empty() { "the top".into() } else { format!("[{}]", table.name) }
 }
 
 fn unknown(table: &Table, name: &str) -> String {

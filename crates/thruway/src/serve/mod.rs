@@ -160,18 +160,30 @@ fn parse_export(text: &str) -> Result<Export, String> {
 
 /// Runs the daemon until it is told to stop.
 pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
-    serve(args, common).map_err(|message| {
-        thruway_cli::say_error!("thruway serve: {message}");
-        Failed
-    })
+    if args.config_reference {
+        thruway_cli::say!("{}", config::reference().trim_end());
+        return Ok(());
+    }
+    let merged;
+    let args = match &args.config {
+        Some(path) => {
+            merged = with_config(path)?;
+            &merged
+        }
+        None => args,
+    };
+    let usage = args.block.check(args.anonymous).and_then(|()| transfer::check(args));
+    usage.map_err(|message| Failed::usage("serve", message))?;
+    let done = if args.check { check(args) } else { serve(args, common) };
+    done.map_err(|message| Failed::operation("serve", message))
 }
 
-/// The arguments with what the configuration file says. Does not return if the file has mistakes.
-fn with_config(path: &Path) -> ServeArgs {
-    let file = config::load(path).unwrap_or_else(|mistakes| {
+/// The arguments with what the configuration file says.
+fn with_config(path: &Path) -> Result<ServeArgs, Failed> {
+    let file = config::load(path).map_err(|mistakes| {
         thruway_cli::say_error!("{mistakes}");
-        std::process::exit(2);
-    });
+        Failed::Usage
+    })?;
     // What the file says stands before what the command line says, which so has the last word.
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = args.iter().position(|arg| arg == "serve").expect("the command that is running");
@@ -181,27 +193,10 @@ fn with_config(path: &Path) -> ServeArgs {
     };
     merged.export.splice(0..0, file.exports);
     merged.block.block.splice(0..0, file.disks);
-    *merged
+    Ok(*merged)
 }
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
-    if args.config_reference {
-        thruway_cli::say!("{}", config::reference().trim_end());
-        return Ok(());
-    }
-    let merged;
-    let args = match &args.config {
-        Some(path) => {
-            merged = with_config(path);
-            &merged
-        }
-        None => args,
-    };
-    args.block.check(args.anonymous)?;
-    transfer::check(args)?;
-    if args.check {
-        return check(args);
-    }
     thruway_engine::limits::raise_open_files();
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
     prepare_state(args);
