@@ -91,7 +91,7 @@ fn mistakes_are_told_before_anything_starts() {
     for wrong in [
         "'chap' belongs to [block], not to the top",
         "'nbd' belongs to [block], not to [transfer]",
-        "'provider' stands before the first table, not in [transfer]",
+        "'provider' belongs before the first table, not in [transfer]",
     ] {
         assert!(said.contains(wrong), "{said}");
     }

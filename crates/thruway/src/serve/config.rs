@@ -185,7 +185,7 @@ impl Reader<'_> {
                     self.mistake(
                         key.span(),
                         match table_of(arg).unwrap_or_default() {
-                            "" => format!("'{name}' stands before the first table, not in {here}"),
+                            "" => format!("'{name}' belongs before the first table, not in {here}"),
                             other => format!("'{name}' belongs to [{other}], not to {here}"),
                         },
                     );
@@ -540,7 +540,7 @@ layers = ["cache=1M", "magic"]
             (2, "'speed'"),
             (5, "'nowhere'"),
             (6, "'many'"),
-            (7, "'anonymous' in [transfer]"),
+            (7, "'anonymous' belongs before the first table, not in [transfer]"),
             (8, "not a list"),
             (10, "dir is missing"),
             (14, "'10809'"),
