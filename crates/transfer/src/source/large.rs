@@ -273,7 +273,7 @@ impl LargeFile {
                 self.failure.set("grew during the copy; use --verify to detect whether earlier data changed");
             }
             Ok(false) => self.failure.set("changed during the copy"),
-            Err(e) => self.failure.set(format!("reading it again after it grew: {e}")),
+            Err(e) => self.failure.set(unreadable(format_args!("again, after it grew: {e}"))),
         }
         self.end(true);
     }

@@ -93,7 +93,9 @@ impl Walker {
         if self.params.options.preserve {
             match thruway_fs::xattr::read_open(file.as_fd()) {
                 Ok(xattrs) => meta.xattrs = xattrs,
-                Err(e) => self.tell(&c.path, ReportKind::Incomplete, format!("extended attributes: {e}")),
+                Err(e) => {
+                    self.tell(&c.path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}")))
+                }
             }
         }
         let size = size as usize;
@@ -176,7 +178,7 @@ impl Walker {
         let result = match missing {
             Ok(missing) => missing.into_iter().try_for_each(|(from, to)| self.read_extent(&large, from, to, direct)),
             Err(e) => {
-                large.failure.set(format!("looking for holes: {e}"));
+                large.failure.set(unreadable(format_args!("looking for holes: {e}")));
                 Ok(())
             }
         };

@@ -507,7 +507,7 @@ impl Walker {
                 from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
             match read {
                 Ok(xattrs) => meta.xattrs = xattrs,
-                Err(e) => self.tell(path, ReportKind::Incomplete, format!("extended attributes: {e}")),
+                Err(e) => self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}"))),
             }
         }
         meta
