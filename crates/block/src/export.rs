@@ -340,7 +340,7 @@ impl Export {
         Export {
             name: name.into(),
             description: "another program's".into(),
-            identity: thruway_engine::aead::random(),
+            identity: thruway_engine::random::random(),
             is_lasting: false,
             read_only: backend.geometry().read_only,
             backend: Arc::new(Served::new(backend)),

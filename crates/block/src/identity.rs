@@ -45,7 +45,7 @@ pub(crate) fn parse(text: &str) -> Result<Identity, Invalid> {
 /// The identity of what an export is made of.
 pub(crate) fn of(source: &Source) -> Identity {
     match source {
-        Source::Memory(_) => thruway_engine::aead::random(),
+        Source::Memory(_) => thruway_engine::random::random(),
         Source::Stripe { chunk, members } => {
             let members: Vec<Identity> = members.iter().map(of).collect();
             digest(&[b"stripe", &chunk.to_be_bytes(), &members.concat()])
@@ -110,7 +110,7 @@ fn of_file(file: &File) -> io::Result<Identity> {
         }
         // Of two that make one at the same time, the first wins; that of a file this one was copied from goes.
         let flags = if known.is_ok() { XattrFlags::REPLACE } else { XattrFlags::CREATE };
-        let id: Identity = thruway_engine::aead::random();
+        let id: Identity = thruway_engine::random::random();
         match rustix::fs::fsetxattr(file, ATTRIBUTE, &[&id[..], &inode].concat(), flags) {
             Ok(()) => return Ok(id),
             Err(rustix::io::Errno::EXIST) => {}

@@ -91,7 +91,7 @@ impl Spec {
         let read_only = self.read_only || backend.geometry().read_only;
         let description = describe(&self.source);
         // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
-        let found = || if overlaid { thruway_engine::aead::random() } else { own };
+        let found = || if overlaid { thruway_engine::random::random() } else { own };
         let identity = self.uuid.unwrap_or_else(found);
         Ok(Export {
             name: self.name.clone(),

@@ -36,13 +36,16 @@ pub enum Failed {
 impl Failed {
     /// Prints why a command failed.
     pub fn operation(command: &str, why: impl Display) -> Failed {
-        say_error!("thruway {command}: {why}");
-        Failed::Operation
+        Failed::Operation.say(command, why)
     }
 
     /// Prints what is wrong with a command's options.
     pub fn usage(command: &str, why: impl Display) -> Failed {
+        Failed::Usage.say(command, why)
+    }
+
+    fn say(self, command: &str, why: impl Display) -> Failed {
         say_error!("thruway {command}: {why}");
-        Failed::Usage
+        self
     }
 }

@@ -49,14 +49,6 @@ impl Sealer {
     }
 }
 
-/// Fresh random bytes.
-pub fn random<const N: usize>() -> [u8; N] {
-    use ring::rand::SecureRandom;
-    let mut out = [0; N];
-    ring::rand::SystemRandom::new().fill(&mut out).expect("the system's randomness");
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

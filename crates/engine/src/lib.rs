@@ -24,6 +24,7 @@ pub mod lent;
 pub mod limits;
 pub mod page_cache;
 pub mod pool;
+pub mod random;
 pub mod rate_limit;
 pub mod reactor;
 pub mod segment;

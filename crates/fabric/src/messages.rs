@@ -35,7 +35,7 @@ impl Messages {
             if let Some(cause) = messages.qp.error() {
                 return Err(Error::Connection { peer, cause });
             }
-            messages.turn()?;
+            messages.progress()?;
         }
         Ok(messages)
     }
@@ -76,7 +76,7 @@ impl Messages {
             if let Some(stored) = self.slots.store(message) {
                 return self.slots.send(&self.qp, stored);
             }
-            self.turn()?;
+            self.progress()?;
         }
     }
 
@@ -96,7 +96,7 @@ impl Messages {
             match self.qp.error() {
                 Some(ConnectionError::Closed) if self.closed => return Ok(None),
                 Some(cause) if self.closed => return Err(Error::Connection { peer: self.peer, cause }),
-                _ => self.turn()?,
+                _ => self.progress()?,
             }
         }
     }
@@ -107,14 +107,14 @@ impl Messages {
     /// If the device fails.
     pub fn close(mut self) -> Result<()> {
         while !self.slots.all_sent() && self.qp.error().is_none() {
-            self.turn()?;
+            self.progress()?;
         }
         self.qp.disconnect();
         Ok(())
     }
 
     /// Takes what has come, or waits for something to.
-    fn turn(&mut self) -> Result<()> {
+    fn progress(&mut self) -> Result<()> {
         let mut completions = Vec::new();
         if self.cq.poll(&mut completions, DEPTH) == 0 {
             match self.device.poll_event() {

@@ -65,7 +65,7 @@ impl<T> FairQueue<T> {
         }
         place.waiting.push_back((now, caller));
         self.waiting += 1;
-        let mut verdict = self.turn(now);
+        let mut verdict = self.admit(now);
         if self.waiting > self.limits.waiting {
             verdict.refuse.extend(self.give_up_newest_of_longest());
         }
@@ -78,13 +78,13 @@ impl<T> FairQueue<T> {
             place.under_way = place.under_way.saturating_sub(1);
             self.under_way = self.under_way.saturating_sub(1);
         }
-        let verdict = self.turn(now);
+        let verdict = self.admit(now);
         self.forget(from);
         verdict
     }
 
     /// Gives free places to those who wait, an origin at a time.
-    fn turn(&mut self, now: Instant) -> Verdict<T> {
+    fn admit(&mut self, now: Instant) -> Verdict<T> {
         let mut verdict = Verdict { begin: Vec::new(), refuse: Vec::new() };
         // An origin that is passed over once is passed over until a handshake ends.
         let mut passed_over = 0;

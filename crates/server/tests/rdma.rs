@@ -65,7 +65,7 @@ impl Client {
     }
 
     /// Takes what has come, waiting for something.
-    fn turn(&mut self) {
+    fn progress(&mut self) {
         let mut completions = Vec::new();
         while self.cq.poll(&mut completions, 16) == 0 {
             self.device.wait(Some(HUNG)).unwrap();
@@ -81,7 +81,7 @@ impl Client {
 
     fn next(&mut self) -> Vec<u8> {
         while self.received.borrow().is_empty() {
-            self.turn();
+            self.progress();
         }
         self.received.borrow_mut().remove(0)
     }

@@ -440,26 +440,19 @@ fn push_to(
     peer: &mut Option<Peer>,
 ) -> Result<Job, String> {
     use thruway_transfer::daemon;
-    let credentials = Credentials::Secret(thruway_engine::aead::random());
+    let credentials = Credentials::Secret(thruway_engine::random::random());
     let exports = match export {
         daemon::DEV_EXPORT => Vec::new(),
         name => vec![daemon::Export { name: name.into(), dir: root.into(), read_only: false, unconfined: true }],
     };
-    let config = daemon::Config {
-        listen: vec![([127, 0, 0, 1], 0).into()],
-        exports,
-        credentials: credentials.clone(),
-        authorized: thruway_transfer::access::AuthorizedKeys::default(),
-        anonymous: false,
-        local: false,
-        require_encryption: false,
-        require_verification: false,
-        max_sessions: 4,
-        block_len_max: 64 << 20,
-        blocks: args.depth.unwrap_or(64) as usize,
-        once: false,
-        fabric: iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
-    };
+    let mut config = daemon::Config::new(([127, 0, 0, 1], 0).into(), credentials.clone());
+    config.exports = exports;
+    config.local = false;
+    config.max_sessions = 4;
+    config.block_len_max = 64 << 20;
+    if let Some(depth) = args.depth {
+        config.blocks = depth as usize;
+    }
     let daemon = daemon::Daemon::start_with(config, Arc::clone(pipelines)).map_err(|e| match e {
         daemon::StartError::Export { dir, source, .. } => format!("{}: {source}", shown(&dir)),
         other => other.to_string(),

@@ -44,7 +44,7 @@ impl Connection {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|e| format!("{}: {e}", program.to_string_lossy()))?;
-        let secret = thruway_engine::aead::random();
+        let secret = thruway_engine::random::random();
         let mut down = child.stdin.take().expect("piped");
         let told = writeln!(down, "{}", auth::to_hex(&secret)).and_then(|()| down.flush());
         let mut up = BufReader::new(child.stdout.take().expect("piped"));

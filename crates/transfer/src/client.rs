@@ -18,8 +18,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::aead::Sealer;
-use thruway_engine::aead::random;
 use thruway_engine::digest::Algorithm;
+use thruway_engine::random::random;
 use thruway_fabric::{Provider, iwarp};
 
 /// Blocks of a pool where neither the user nor the path asks for more.

@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use support::{Served, TIMEOUT};
-use thruway_engine::aead::random;
+use thruway_engine::random::random;
 use thruway_fabric::iwarp;
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair};

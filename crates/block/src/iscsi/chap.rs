@@ -6,7 +6,7 @@ use ring::digest as sha;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use subtle::ConstantTimeEq;
-use thruway_engine::aead::random;
+use thruway_engine::random::random;
 
 /// Algorithms, the better first: SHA-256, SHA-1, MD5.
 const ALGORITHMS: [u8; 3] = [7, 6, 5];

@@ -100,7 +100,7 @@ async fn drive(state: Rc<RefCell<State>>) {
     let mut sweep: Option<Pin<Box<Sleep>>> = None;
     poll_fn::<(), _>(|cx| {
         loop {
-            let idle = state.borrow_mut().turn(cx);
+            let idle = state.borrow_mut().progress(cx);
             if !idle {
                 continue;
             }
@@ -134,7 +134,7 @@ impl AsRawFd for Watched {
 
 impl State {
     /// Submits what waits and collects what is done. True when there is nothing to do but to wait.
-    fn turn(&mut self, cx: &Context<'_>) -> bool {
+    fn progress(&mut self, cx: &Context<'_>) -> bool {
         if !self.driver.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
             self.driver = Some(cx.waker().clone());
         }

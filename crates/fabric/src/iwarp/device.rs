@@ -417,7 +417,7 @@ impl Context {
             busy |= inbound.tick(self, now);
         }
         for socket in listeners {
-            if socket.turn(self) {
+            if socket.progress(self) {
                 self.mark_ready(socket.id);
             }
         }
@@ -432,7 +432,7 @@ impl Context {
         }
     }
 
-    fn turn(self: &Arc<Context>, id: u64, socket: Readiness) {
+    fn progress(self: &Arc<Context>, id: u64, socket: Readiness) {
         enum Found {
             QueuePair(Arc<Endpoint>),
             Listener(Arc<ListeningSocket>),
@@ -445,10 +445,10 @@ impl Context {
             None => return,
         };
         match found {
-            Found::QueuePair(qp) => qp.turn(socket),
-            Found::Inbound(inbound) => inbound.turn(self),
+            Found::QueuePair(qp) => qp.progress(socket),
+            Found::Inbound(inbound) => inbound.progress(self),
             Found::Listener(listener) => {
-                if listener.turn(self) {
+                if listener.progress(self) {
                     self.mark_ready(id);
                 }
             }
@@ -466,7 +466,7 @@ impl Context {
         if !waiting.is_empty() {
             self.discount_unpolled(waiting.len());
             for id in waiting {
-                self.turn(id, Readiness::default());
+                self.progress(id, Readiness::default());
             }
         }
         let version = self.live_version.load(Ordering::Acquire);
@@ -481,7 +481,7 @@ impl Context {
                 // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 for qp in &driver.hot {
-                    qp.turn(tried);
+                    qp.progress(tried);
                 }
                 return;
             }
@@ -513,7 +513,7 @@ impl Context {
                         writable: flags.intersects(F::OUT | F::HUP | F::ERR),
                         hung_up: flags.intersects(F::RDHUP | F::HUP | F::ERR),
                     };
-                    self.turn(id, socket);
+                    self.progress(id, socket);
                 }
             }
         }

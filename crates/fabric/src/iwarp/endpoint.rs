@@ -233,7 +233,7 @@ impl Endpoint {
     }
 
     /// Something happened on the socket, or this queue pair's turn has come.
-    pub(super) fn turn(&self, socket: Readiness) {
+    pub(super) fn progress(&self, socket: Readiness) {
         let mut guard = self.lock();
         let turn = self.serve(&mut guard, socket);
         drop(guard);

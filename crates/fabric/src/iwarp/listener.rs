@@ -46,7 +46,7 @@ impl ListeningSocket {
     }
 
     /// Accepts what is waiting. True if there may be more.
-    pub(super) fn turn(&self, ctx: &Arc<Context>) -> bool {
+    pub(super) fn progress(&self, ctx: &Arc<Context>) -> bool {
         for _ in 0..ACCEPT_TURN {
             match self.socket.accept() {
                 Ok((stream, peer)) => {
@@ -129,7 +129,7 @@ impl Reading {
 
 impl Inbound {
     /// Reads on; leaves the device's tables once there is nothing more to read.
-    pub(super) fn turn(&self, ctx: &Arc<Context>) {
+    pub(super) fn progress(&self, ctx: &Arc<Context>) {
         let mut guard = self.state.lock_unpoisoned();
         let Some(mut reading) = guard.take() else { return };
         match reading.advance() {

@@ -88,7 +88,7 @@ impl Deferred {
                 return Ok(File::from(fd));
             }
             // File systems that know no files without names have one that had one.
-            let digits = crate::auth::to_hex(&thruway_engine::aead::random::<16>());
+            let digits = crate::auth::to_hex(&thruway_engine::random::random::<16>());
             let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
             let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
             if let Ok(fd) = rustix::fs::openat(root, &name, flags, Mode::from_raw_mode(0o600)) {
