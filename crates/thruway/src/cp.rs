@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 use thruway_cli::{Common, Failed, units};
 use thruway_engine::digest::Algorithm;
@@ -49,6 +50,9 @@ pub(crate) struct CpArgs {
     /// Keep mode, times, owner where permitted, extended attributes, hard links, special files
     #[arg(long, short)]
     preserve: bool,
+    /// The same as -r -p
+    #[arg(long, short)]
+    archive: bool,
     /// Skip files whose copies have the same size and are not older
     #[arg(long, short)]
     update: bool,
@@ -122,6 +126,17 @@ enum When {
     Auto,
     On,
     Off,
+}
+
+/// What to say of an option that other programs have, beside that `cp` has not.
+pub(crate) fn hint(argument: &str) -> Option<&'static str> {
+    match argument {
+        "-z" | "--compress" => Some("nothing is compressed on the way; compress the files, or leave it out"),
+        "-P" | "--partial" => Some("interrupted copies always resume; '--progress plain' writes lines"),
+        "-R" => Some("'-r' copies directories recursively"),
+        "-c" | "--checksum" => Some("every block that is sent is verified; '-u' skips by size and time"),
+        _ => None,
+    }
 }
 
 /// Runs `thruway cp`.
@@ -203,7 +218,12 @@ fn copy(
     let result = client::run(&job, pipelines.pick(), &progress, &on_report, reach);
     display.stop();
     drop(peer);
-    let finished = result.map_err(|e| format!("{}: {e}", job.remote.label))?;
+    let finished = result.map_err(|e| {
+        let nowhere = job.export == thruway_transfer::daemon::DEV_EXPORT || matches!(job.local, Local::Directory(None));
+        let kept = !nowhere && !args.no_resume && progress.bytes.load(Ordering::Relaxed) > 0;
+        let hint = if kept { "; what has arrived is kept, and the same command resumes" } else { "" };
+        format!("{}: {e}{hint}", job.remote.label)
+    })?;
     tracing::info!("provider {}: {}", args.provider.name(), finished.detail);
     Ok((finished, job.encrypt, pipelines.stats()))
 }
@@ -226,10 +246,18 @@ impl Drop for Peer {
 }
 
 impl CpArgs {
+    fn recursive(&self) -> bool {
+        self.recursive || self.archive
+    }
+
+    fn preserve(&self) -> bool {
+        self.preserve || self.archive
+    }
+
     fn options(&self) -> TreeOptions {
         TreeOptions {
-            recursive: self.recursive,
-            preserve: self.preserve,
+            recursive: self.recursive(),
+            preserve: self.preserve(),
             update: self.update,
             delete: self.delete,
             ignore_errors: self.ignore_errors,
@@ -305,8 +333,7 @@ fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
         field(real.as_os_str().as_bytes());
     }
     field(export.as_bytes());
-    let CpArgs { recursive, preserve, size, .. } = args;
-    field(format!("{recursive} {preserve} {size:?} {}", args.verify).as_bytes());
+    field(format!("{} {} {:?} {}", args.recursive(), args.preserve(), args.size, args.verify).as_bytes());
     hasher.finalize().as_bytes()[..16].try_into().expect("16 bytes")
 }
 

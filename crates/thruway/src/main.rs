@@ -15,6 +15,7 @@ mod remote;
 mod serve;
 mod ssh;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use thruway_cli::Common;
@@ -46,8 +47,21 @@ enum Command {
     Bench(thruway_bench::BenchArgs),
 }
 
+/// Parses the command line; ends the program if it makes no sense.
+fn parse() -> Cli {
+    Cli::try_parse().unwrap_or_else(|mut error| {
+        if let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
+            && std::env::args_os().nth(1).is_some_and(|command| command == "cp")
+            && let Some(hint) = cp::hint(argument)
+        {
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+        }
+        error.exit()
+    })
+}
+
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = parse();
     log::start(cli.common.verbose);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),

@@ -6,7 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use support::*;
 
 fn os(path: &Path) -> OsString {
@@ -139,6 +139,20 @@ fn a_directory_without_r_or_a_missing_source_is_an_error_that_names_it() {
     assert!(stderr(&out).contains("no export 'nope'"), "{}", stderr(&out));
     let out = try_cp(&lab, &args(&[&"--verify", &"md5", &source, &lab.path("x")]));
     assert_eq!(out.status.code(), Some(2), "a usage error");
+}
+
+#[test]
+fn options_of_other_programs_are_understood_or_explained() {
+    let lab = Lab::new();
+    let source = lab.mkdir("dir");
+    fs::write(source.join("f"), "x").unwrap();
+    fs::File::open(source.join("f")).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+    cp(&lab, &args(&[&"-a", &source, &lab.path("copy")]));
+    assert_eq!(fs::metadata(lab.path("copy/f")).unwrap().mtime(), 0);
+    for (option, hint) in [("-z", "nothing is compressed"), ("-P", "always resume"), ("-rc", "-u"), ("-rpR", "-r")] {
+        let out = try_cp(&lab, &args(&[&option, &source, &lab.path("other")]));
+        assert!(out.status.code() == Some(2) && stderr(&out).contains(hint), "{}", stderr(&out));
+    }
 }
 
 #[test]

@@ -334,13 +334,24 @@ fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
     let command = args(&[&big, &daemon.url("e/copy")]);
     let out = try_cp(&lab, &command);
     assert_eq!(out.status.code(), Some(1));
-    assert!(stderr(&out).contains("No space left on device"), "{}", stderr(&out));
-    let remount = Command::new("nsenter")
-        .args(["--target", &pid, "--user", "--mount", "mount", "-o", "remount,size=100m"])
-        .arg(&served)
-        .status()
-        .unwrap();
-    assert!(remount.success());
+    assert!(
+        stderr(&out).contains("No space left on device")
+            && stderr(&out).contains("; what has arrived is kept, and the same command resumes"),
+        "{}",
+        stderr(&out)
+    );
+    let inside = |script: String| {
+        let enter = ["--target", &pid, "--user", "--mount", "sh", "-c", &script];
+        String::from_utf8(Command::new("nsenter").args(enter).output().unwrap().stdout).unwrap()
+    };
+    // Where not even a journal has room, none is left: it would say nothing.
+    inside(format!("cat /dev/zero > '{}/fill'", served.display()));
+    let out = try_cp(&lab, &args(&[&big, &daemon.url("e/another")]));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(!stderr(&out).contains("is kept"), "{}", stderr(&out));
+    let journals = inside(format!("cd '{}' && rm fill && ls -A | grep -c journal", served.display()));
+    assert_eq!(journals, "1\n");
+    inside(format!("mount -o remount,size=100m '{}'", served.display()));
     let result = cp(&lab, &command);
     assert!(result["resumed_bytes"].as_u64().unwrap() > 10 * MIB, "{result}");
     let back = lab.path("back");

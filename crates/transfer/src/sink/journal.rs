@@ -242,7 +242,13 @@ impl Journal {
         let mut earlier = Earlier::default();
         let keep = replay(&mut medium, &mut earlier)?;
         medium.keep(keep)?;
-        medium.write_all(&header())?;
+        if let Err(e) = medium.write_all(&header()) {
+            // On a full disk it would stay as an empty file that says nothing.
+            if keep == 0 {
+                let _ = medium.remove();
+            }
+            return Err(e);
+        }
         let state = State { medium, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
         Ok((Journal { state: Mutex::new(state) }, earlier))
     }
