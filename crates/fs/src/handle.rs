@@ -8,10 +8,13 @@
 use rustix::fs::OFlags;
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Most bytes of a handle (`MAX_HANDLE_SZ`).
 pub const LEN_MAX: usize = 128;
+
+/// How often a handle is opened again whose inode number is being reused.
+const REUSED_TRIES: u32 = 20;
 
 /// What a file system calls a file.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -60,12 +63,27 @@ impl Handle {
     /// # Errors
     /// `ESTALE` when the file is gone; else those of `open_by_handle_at(2)`.
     pub fn open(&self, mount: impl AsFd, flags: OFlags) -> io::Result<OwnedFd> {
+        let mut tries = 0;
+        loop {
+            match self.try_open(mount.as_fd(), flags) {
+                // While the inode number of a file that is gone is given to a new one, Linux's `iget_locked` finds an
+                // inode that is not ready (`I_CREATING`), and ext4 and others make this error of it.
+                Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && tries < REUSED_TRIES => {
+                    tries += 1;
+                    std::thread::sleep(std::time::Duration::from_micros(100));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn try_open(&self, mount: BorrowedFd<'_>, flags: OFlags) -> io::Result<OwnedFd> {
         let mut raw =
             RawHandle { handle_bytes: self.bytes.len() as u32, handle_type: self.kind, f_handle: [0; LEN_MAX] };
         raw.f_handle[..self.bytes.len()].copy_from_slice(&self.bytes);
         let flags = (flags | OFlags::CLOEXEC).bits().cast_signed();
         // SAFETY: the structure holds as many bytes as it says, and outlives the call.
-        let fd = unsafe { libc::open_by_handle_at(mount.as_fd().as_raw_fd(), (&raw mut raw).cast(), flags) };
+        let fd = unsafe { libc::open_by_handle_at(mount.as_raw_fd(), (&raw mut raw).cast(), flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -109,6 +127,35 @@ mod tests {
         assert_eq!(io::read_to_string(open).unwrap(), "content");
         fs::remove_file(dir.path().join("b")).unwrap();
         assert_eq!(handle.open(&root, OFlags::RDONLY).unwrap_err().raw_os_error(), Some(libc::ESTALE));
+    }
+
+    /// Inode numbers that are reused while their old handles are opened: a lost file is stale, never anything else.
+    #[test]
+    fn a_handle_whose_inode_number_is_reused_is_stale() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::File::open(dir.path()).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let name = dir.path().join("other");
+                    fs::write(&name, "").unwrap();
+                    fs::remove_file(name).unwrap();
+                }
+            });
+            let mut errors = std::collections::BTreeSet::new();
+            for _ in 0..2000 {
+                fs::write(dir.path().join("a"), "").unwrap();
+                let (handle, _) = Handle::of(&root, c"a").unwrap();
+                fs::remove_file(dir.path().join("a")).unwrap();
+                errors.extend((0..5).map(|_| handle.open(&root, OFlags::RDONLY).unwrap_err().raw_os_error()));
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(errors.into_iter().collect::<Vec<_>>(), [Some(libc::ESTALE)]);
+        });
     }
 
     #[test]
