@@ -362,4 +362,5 @@ def main():
     print(f"written to {path.relative_to(TOP)}")
 
 
-main()
+if __name__ == "__main__":
+    main()
