@@ -272,6 +272,7 @@ pub struct Report {
 
 /// What a [`Report`] means for its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum ReportKind {
     /// It was not copied.
     NotCopied,
@@ -287,6 +288,7 @@ pub enum ReportKind {
 
 /// Why a session ends, for the peer's program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum AbortCode {
     /// The request is refused: rights, paths, options.
     Refused,
