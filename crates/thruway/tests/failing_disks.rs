@@ -585,6 +585,27 @@ fn storage_that_does_not_answer_holds_up_no_other_disk() {
 }
 
 /// A file system that has nothing for the moment, again and again: the copy fails, and does not ask for ever.
+/// Any error of a directory's sync, also one that opening it could have had.
+#[test]
+fn a_directory_that_cannot_be_synced_is_told() {
+    for error in [Errno::ACCESS, Errno::NOENT, Errno::IO] {
+        let lab = Lab::new();
+        fs::write(lab.mkdir("from/below").join("file"), "new").unwrap();
+        let (at, disk) = (lab.mkdir("disk"), Disk::new(1));
+        disk.be_plain(true);
+        let mount = disk.mount(&at).unwrap();
+        // It is there already: nothing but the name in it is to be made durable.
+        fs::create_dir_all(at.join("to/below")).unwrap();
+        sync_all(&at);
+        // The first is for its attributes.
+        disk.fail(Fault { error, of: "below".into(), skip: 1, ..Fault::always(Op::SyncDir) });
+        let mut copy = thruway(lab.dir.path());
+        let out = copy.args(["cp", "-r", "--retries", "0"]).args([&lab.path("from"), &at.join("to")]).output().unwrap();
+        assert!(!out.status.success(), "{error}: {}", stderr(&out));
+        drop(mount);
+    }
+}
+
 #[test]
 fn storage_that_would_block_fails_a_copy() {
     for op in [Op::Write, Op::Read] {

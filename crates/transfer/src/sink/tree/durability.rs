@@ -150,20 +150,21 @@ impl Tree {
     fn sync_directories(&self, dirs: &BTreeSet<Vec<u8>>) -> io::Result<()> {
         let mut whole = false;
         for path in dirs {
-            match self.sync_directory(path) {
+            let dir = match self.open_directory(path) {
                 // It is gone, or was synced before it was given attributes with which it cannot be opened by its name; what file
                 // system it is on is asked as a whole.
-                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => whole = true,
+                Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
+                    whole = true;
+                    continue;
+                }
+                other => other?,
+            };
+            match rustix::fs::fsync(&*dir) {
                 // File systems that do not know how to sync a directory say so.
-                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => whole = true,
+                Err(Errno::INVAL) => whole = true,
                 other => other?,
             }
         }
         if whole { self.volumes.sync() } else { Ok(()) }
-    }
-
-    fn sync_directory(&self, path: &[u8]) -> io::Result<()> {
-        let dir = self.open_directory(path)?;
-        Ok(rustix::fs::fsync(&*dir)?)
     }
 }
