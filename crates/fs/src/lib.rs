@@ -2,6 +2,7 @@
 //!
 //! - [`beneath`]: paths resolved beneath a root, by `openat2`.
 //! - [`identity`]: file identity: inode number and time of birth. [`handle`]: names that outlive renames and restarts.
+//! - [`credentials`]: acting as the user of a client.
 //! - [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`durable`]: atomic, durable replacement of small files.
@@ -12,6 +13,7 @@
 
 pub mod acl;
 pub mod beneath;
+pub mod credentials;
 pub mod durable;
 pub mod handle;
 pub mod identity;
@@ -21,5 +23,6 @@ pub mod volumes;
 pub mod walk;
 pub mod xattr;
 
+pub use credentials::Credentials;
 pub use identity::Identity;
 pub use volumes::Volumes;
