@@ -216,7 +216,7 @@ fn sanitize() -> Result<(), String> {
     }
     let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
                 -p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
-                -p thruway-server -p thruway-transfer -p thruway-block";
+                -p thruway-server -p thruway-rpc -p thruway-nfs -p thruway-transfer -p thruway-block";
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
 }
@@ -296,7 +296,7 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
 }
 
 /// The libraries that are published.
-const LIBRARIES: [&str; 10] = [
+const LIBRARIES: [&str; 12] = [
     "thruway-memory",
     "thruway-rdma-types",
     "thruway-tcp",
@@ -305,8 +305,10 @@ const LIBRARIES: [&str; 10] = [
     "thruway-engine",
     "thruway-fs",
     "thruway-server",
+    "thruway-rpc",
     "thruway-transfer",
     "thruway-block",
+    "thruway-nfs",
 ];
 
 /// What users of the libraries that were there at a revision would have to change since, beyond what the version says.

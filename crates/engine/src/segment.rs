@@ -9,6 +9,7 @@
 
 use crate::pool::{Block, BlockPool};
 use std::any::Any;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use thruway_memory::{Buffer, MapError};
@@ -32,6 +33,13 @@ enum Source {
         buffer: Arc<Buffer>,
         _owner: Box<dyn Any + Send + Sync>,
     },
+}
+
+impl fmt::Debug for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not its bytes: a device may be writing them.
+        write!(f, "Segment({}..{})", self.start, self.start + self.len)
+    }
 }
 
 impl Segment {

@@ -65,7 +65,7 @@ pub(super) struct BlockArgs {
     state: Option<PathBuf>,
     /// Maximum concurrent connections of each protocol
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
-    max_connections: u32,
+    pub max_connections: u32,
     /// Number of threads of the block service [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     reactors: Option<u32>,
@@ -92,7 +92,7 @@ fn parse_iqn(text: &str) -> Result<String, String> {
 impl BlockArgs {
     /// Where to keep what is to outlive the daemon.
     pub(super) fn state(&self) -> Option<PathBuf> {
-        self.state.clone().or_else(default_state).filter(|_| !self.block.is_empty())
+        self.state.clone().or_else(default_state)
     }
 
     /// Whether there are initiators, who may ask for what outlives the daemon.

@@ -90,6 +90,7 @@ const TABLES: &[Table] = &[
         export: Some(|| DIRECTORY),
     },
     Table { name: "block", about: "Disks. Served if there is an export.", export: Some(|| &DISK) },
+    Table { name: "nfs", about: "Directories shared by NFS. Served if there is a share.", export: None },
 ];
 
 /// The table that an option is set in.
@@ -99,6 +100,7 @@ fn table_of(arg: &Arg) -> Option<&'static str> {
         "provider" | "anonymous" | "no_landlock" | "user" => Some(""),
         _ if arg.is_hide_set() || arg.get_long().is_none() => None,
         _ if arg.get_help_heading() == Some(super::block::HEADING) => Some("block"),
+        _ if arg.get_help_heading() == Some(super::nfs::HEADING) => Some("nfs"),
         _ => Some("transfer"),
     }
 }

@@ -101,7 +101,7 @@ impl Allowed {
         args.authorized_keys.iter().for_each(|path| allowed.replaced(path));
         allowed.read.extend(args.block.secret_files().cloned());
         allowed.read.extend(std::env::current_exe());
-        allowed.write.extend(args.block.state());
+        allowed.write.extend(args.block.state().filter(|_| !args.block.block.is_empty()));
         args.block.block.iter().for_each(|spec| allowed.export(spec));
         for address in &args.block.nbd {
             if let Address::Unix(path) = address {

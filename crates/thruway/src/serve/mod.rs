@@ -3,10 +3,12 @@
 mod block;
 mod config;
 mod confine;
+mod nfs;
 mod transfer;
 mod user;
 
 use self::block::{BlockArgs, BlockService};
+use self::nfs::{NfsArgs, NfsService};
 use self::transfer::TransferService;
 use self::user::User;
 use crate::{Cli, Command};
@@ -111,6 +113,8 @@ pub(crate) struct ServeArgs {
     once: bool,
     #[command(flatten)]
     block: BlockArgs,
+    #[command(flatten)]
+    nfs: NfsArgs,
     /// Read a shared secret from standard input, answer with the address on standard output
     #[arg(long, hide = true)]
     secret_from_stdin: bool,
@@ -172,7 +176,8 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
         }
         None => args,
     };
-    let usage = args.block.check(args.anonymous).and_then(|()| transfer::check(args));
+    let nfs = || args.nfs.check(args.anonymous, args.user.is_some());
+    let usage = args.block.check(args.anonymous).and_then(|()| nfs()).and_then(|()| transfer::check(args));
     usage.map_err(|message| Failed::usage("serve", message))?;
     let done = if args.check { check(args) } else { serve(args, common) };
     done.map_err(|message| Failed::operation("serve", message))
@@ -203,12 +208,17 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     // Made when there is none, or only read: no affair of a daemon that serves already.
     let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
     // What ssh starts for a user may open what the user may.
-    if !args.no_landlock && !args.secret_from_stdin {
+    // Landlock knows files by their paths, and a file that is found by its handle may have none.
+    if !args.no_landlock && !args.secret_from_stdin && args.nfs.share.is_empty() {
         confine::confine(args)?;
     }
     let mut services: Vec<Box<dyn Service>> = Vec::new();
     if let Some(blocks) = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))? {
         services.push(Box::new(blocks));
+    }
+    let state = args.block.state();
+    if let Some(files) = NfsService::start(&args.nfs, args.anonymous, args.block.max_connections, state.as_deref())? {
+        services.push(Box::new(files));
     }
     if let Some(credentials) = credentials {
         services.insert(0, Box::new(TransferService::start(args, credentials)?));
@@ -332,12 +342,16 @@ fn check(args: &ServeArgs) -> Result<(), String> {
         mistakes.push(e.to_string());
     }
     mistakes.extend(args.block.mistakes());
+    mistakes.extend(args.nfs.mistakes());
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("\nthruway serve: ")) }
 }
 
-/// Whether there is more to serve than disks.
+/// Whether there is more to serve than disks and shares.
 fn wants_transfer(args: &ServeArgs) -> bool {
-    args.block.block.is_empty() || !args.listen.is_empty() || !args.export.is_empty() || args.secret_from_stdin
+    (args.block.block.is_empty() && args.nfs.share.is_empty())
+        || !args.listen.is_empty()
+        || !args.export.is_empty()
+        || args.secret_from_stdin
 }
 
 fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {

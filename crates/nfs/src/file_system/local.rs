@@ -1,0 +1,851 @@
+//! A directory of this host.
+//!
+//! Files are found again by the kernel's handles and held by descriptors that only name them (`O_PATH`), so that nothing depends on
+//! paths. What the kernel answers from memory (attributes, names in its cache, cached data) is asked for on the reactor; what may
+//! wait for a disk is done by [`Workers`]. Rights are the kernel's to check: operations run with the credentials of their user. Only
+//! data is read and written through descriptors of our own, because NFS knows no open files: its owner may read and write a file
+//! whatever its permissions (RFC 1813, section 4.4), and who may execute it may read it.
+
+use super::workers::Workers;
+use super::{
+    Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, Op, ReadData, Result, Rights, Room,
+    SetAttributes, SetTime, Stability, Time, Usage,
+};
+use quick_cache::sync::Cache;
+use rustix::fs::{
+    Access, AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags, StatxTimestamp,
+    Timespec, Timestamps,
+};
+use rustix::io::Errno;
+use smallvec::SmallVec;
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use thruway_engine::io::{OpenFile, Request, ring};
+use thruway_engine::{Segment, file_system, limits};
+use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
+use thruway_fs::handle::Handle;
+
+/// A directory of this host, and what is beneath it on the same file system.
+#[derive(Clone)]
+pub struct LocalFileSystem {
+    inner: Arc<Inner>,
+    workers: Workers,
+}
+
+struct Inner {
+    root: OwnedFd,
+    root_id: FileId,
+    fsid: u64,
+    /// Operations run as their user; else as this process.
+    acts_as_others: bool,
+    /// The file system answers without asking another host.
+    is_local: bool,
+    nodes: Cache<FileId, Arc<Node>>,
+    verifier: AtomicU64,
+    /// Held while an error that the kernel tells once may be known to one thread only.
+    telling: RwLock<()>,
+    workers: Workers,
+}
+
+/// A file that is held.
+struct Node {
+    id: FileId,
+    /// Names it, and does not open it.
+    fd: OwnedFd,
+    kind: Kind,
+    data: Mutex<Data>,
+    inner: std::sync::Weak<Inner>,
+}
+
+/// The file, open for its data.
+#[derive(Default)]
+struct Data {
+    read: Option<Arc<OpenFile>>,
+    /// While there is data that has not been flushed; not longer, because nobody could execute the file.
+    write: Option<Arc<OpenFile>>,
+    /// Data has been, or is being, written through it that no flush which has begun covers.
+    is_dirty: bool,
+}
+
+fn errno(error: &io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
+fn c_name(name: &[u8]) -> Result<CString> {
+    if name.is_empty() || name.contains(&b'/') {
+        return Err(Errno::INVAL);
+    }
+    if name.len() > 255 {
+        return Err(Errno::NAMETOOLONG);
+    }
+    CString::new(name).map_err(|_| Errno::INVAL)
+}
+
+impl Node {
+    fn data(&self) -> MutexGuard<'_, Data> {
+        self.data.lock().expect("no panics under the lock")
+    }
+
+    fn stat(&self) -> Result<Statx> {
+        stat(&self.fd)
+    }
+
+    fn handle(&self) -> Result<Handle> {
+        Handle::decode(&self.id.0).ok_or(Errno::STALE)
+    }
+
+    /// The file under a path that the kernel resolves to it, for calls that take no descriptor of this kind.
+    fn proc_path(&self) -> String {
+        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
+    }
+}
+
+impl Drop for Node {
+    /// Data that has not been flushed, and that nobody could any more through this descriptor, is: an error of it would not be seen.
+    fn drop(&mut self) {
+        let data = std::mem::take(self.data.get_mut().expect("no panics under the lock"));
+        let (Some(file), Some(inner)) = (data.write, self.inner.upgrade()) else { return };
+        let workers = inner.workers.clone();
+        workers.start(move || {
+            let _telling = inner.telling.read().expect("no panics under the lock");
+            let _ = inner.note(rustix::fs::fsync(&*file));
+        });
+    }
+}
+
+fn stat(fd: impl AsFd) -> Result<Statx> {
+    let stat = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+    if stat.stx_nlink == 0 { Err(Errno::STALE) } else { Ok(stat) }
+}
+
+fn kind_of(mode: u16) -> Result<Kind> {
+    Ok(match FileType::from_raw_mode(mode.into()) {
+        FileType::RegularFile => Kind::Regular,
+        FileType::Directory => Kind::Directory,
+        FileType::BlockDevice => Kind::BlockDevice,
+        FileType::CharacterDevice => Kind::CharacterDevice,
+        FileType::Symlink => Kind::SymbolicLink,
+        FileType::Socket => Kind::Socket,
+        FileType::Fifo => Kind::Fifo,
+        FileType::Unknown => return Err(Errno::IO),
+    })
+}
+
+fn time_of(time: StatxTimestamp) -> Time {
+    Time { seconds: time.tv_sec, nanoseconds: time.tv_nsec }
+}
+
+fn timespec(set: Option<SetTime>) -> Timespec {
+    match set {
+        None => Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT },
+        Some(SetTime::Now) => Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW },
+        Some(SetTime::To(time)) => Timespec { tv_sec: time.seconds, tv_nsec: time.nanoseconds.into() },
+    }
+}
+
+/// The seconds in which the number of an exclusive creation is kept: as many bits as every file system has.
+fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
+    let [a, b, c, d, e, f, g, h] = number;
+    let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes) & 0x7fff_ffff), nanoseconds: 0 };
+    (time([a, b, c, d]), time([e, f, g, h]))
+}
+
+/// What a look-up has found.
+struct Found {
+    id: FileId,
+    fd: OwnedFd,
+    stat: Statx,
+}
+
+impl Found {
+    fn of(fd: OwnedFd) -> Result<Found> {
+        let (handle, _) = Handle::of(&fd, c"").map_err(|e| errno(&e))?;
+        let id = FileId(SmallVec::from_vec(handle.encode()));
+        if id.0.len() > super::FILE_ID_MAX {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let stat = stat(&fd)?;
+        Ok(Found { id, fd, stat })
+    }
+
+    /// By a name without slashes; `flags` beside those that keep it in its directory.
+    fn by_name(dir: BorrowedFd<'_>, name: &CStr, flags: ResolveFlags) -> Result<Found> {
+        let inside = ResolveFlags::NO_XDEV | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_SYMLINKS;
+        let path = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Found::of(rustix::fs::openat2(dir, name, path, Mode::empty(), inside | flags)?)
+    }
+}
+
+impl Inner {
+    /// Does something with the rights of a user.
+    fn act_as<T>(&self, who: &Credentials, action: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.acts_as_others { act_as(who, action)? } else { action() }
+    }
+
+    /// Remembers whether data may have been lost.
+    fn note<T>(&self, result: rustix::io::Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            tracing::error!(%error, "written data may have been lost: clients are to write again what they have not flushed");
+            self.verifier.fetch_add(1, Ordering::SeqCst);
+        }
+        result
+    }
+
+    fn attributes_of(&self, stat: &Statx) -> Result<Attributes> {
+        Ok(Attributes {
+            kind: kind_of(stat.stx_mode)?,
+            mode: u32::from(stat.stx_mode) & 0o7777,
+            links: stat.stx_nlink,
+            uid: stat.stx_uid,
+            gid: stat.stx_gid,
+            size: stat.stx_size,
+            used: stat.stx_blocks.saturating_mul(512),
+            device: (stat.stx_rdev_major, stat.stx_rdev_minor),
+            fsid: self.fsid,
+            number: stat.stx_ino,
+            accessed: time_of(stat.stx_atime),
+            modified: time_of(stat.stx_mtime),
+            changed: time_of(stat.stx_ctime),
+        })
+    }
+
+    /// Holds what has been found.
+    fn hold(self: &Arc<Self>, found: Found) -> Result<Arc<Node>> {
+        if let Some(node) = self.nodes.get(&found.id) {
+            return Ok(node);
+        }
+        let kind = kind_of(found.stat.stx_mode)?;
+        let (id, inner) = (found.id, Arc::downgrade(self));
+        let node = Arc::new(Node { id: id.clone(), fd: found.fd, kind, data: Mutex::default(), inner });
+        self.nodes.insert(id, Arc::clone(&node));
+        Ok(node)
+    }
+
+    /// Finds a file again.
+    fn open_node(self: &Arc<Self>, id: &FileId) -> Result<Arc<Node>> {
+        let handle = Handle::decode(&id.0).ok_or(Errno::STALE)?;
+        let fd = handle.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| match errno(&e) {
+            Errno::INVAL | Errno::NOMEM => Errno::STALE,
+            other => other,
+        })?;
+        let stat = stat(&fd)?;
+        self.hold(Found { id: id.clone(), fd, stat })
+    }
+
+    /// Opens a regular file for its data.
+    fn open_data(&self, node: &Node, flags: OFlags) -> Result<Arc<OpenFile>> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let fd = node.handle()?.open(&self.root, flags).map_err(|e| errno(&e))?;
+        Ok(Arc::new(OpenFile::new(File::from(fd))))
+    }
+
+    fn has_right(&self, who: &Credentials, node: &Node, right: Access) -> bool {
+        self.act_as(who, || check_access(&node.fd, right)).is_ok()
+    }
+
+    fn check_read(&self, who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
+        let may = stat.stx_uid == who.uid
+            || self.has_right(who, node, Access::READ_OK)
+            || self.has_right(who, node, Access::EXEC_OK);
+        if may { Ok(()) } else { Err(Errno::ACCESS) }
+    }
+
+    fn check_write(&self, who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
+        let may = stat.stx_uid == who.uid || self.has_right(who, node, Access::WRITE_OK);
+        if may { Ok(()) } else { Err(Errno::ACCESS) }
+    }
+
+    /// The data of files and nothing else can be read and written.
+    fn check_regular(node: &Node) -> Result<()> {
+        match node.kind {
+            Kind::Regular => Ok(()),
+            Kind::Directory => Err(Errno::ISDIR),
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    /// A file that is changed by somebody but root loses its set-user-ID bits, as it does when that user writes to it here.
+    fn drop_privileges(who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
+        let mode = Mode::from_raw_mode(stat.stx_mode.into());
+        let mut kept = mode - Mode::SUID;
+        if mode.contains(Mode::XGRP) {
+            kept -= Mode::SGID;
+        }
+        if who.uid == 0 || kept == mode {
+            return Ok(());
+        }
+        rustix::fs::chmod(node.proc_path(), kept)
+    }
+
+    fn parent(self: &Arc<Self>, node: &Node) -> Result<Found> {
+        if node.kind != Kind::Directory {
+            return Err(Errno::NOTDIR);
+        }
+        let above = |fd: BorrowedFd<'_>| Found::by_name(fd, c"..", ResolveFlags::empty());
+        if node.id == self.root_id {
+            return Found::of(rustix::io::fcntl_dupfd_cloexec(&node.fd, 0)?);
+        }
+        let parent = above(node.fd.as_fd())?;
+        // It may have been moved out of the share.
+        let mut at = rustix::io::fcntl_dupfd_cloexec(&parent.fd, 0)?;
+        let mut id = parent.id.clone();
+        while id != self.root_id {
+            let next = above(at.as_fd())?;
+            if next.id == id {
+                return Err(Errno::STALE);
+            }
+            (at, id) = (next.fd, next.id);
+        }
+        Ok(parent)
+    }
+
+    fn set_attributes(&self, who: &Credentials, node: &Node, set: &SetAttributes) -> Result<()> {
+        if let Some(size) = set.size {
+            Inner::check_regular(node)?;
+            let stat = node.stat()?;
+            self.check_write(who, node, &stat)?;
+            if stat.stx_size != size || set.modified.is_none() {
+                Inner::drop_privileges(who, node, &stat)?;
+                let file = self.open_data(node, OFlags::WRONLY)?;
+                rustix::fs::ftruncate(&*file, size)?;
+            }
+        }
+        self.act_as(who, || {
+            if set.uid.is_some() || set.gid.is_some() {
+                let (uid, gid) = (set.uid.map(rustix::fs::Uid::from_raw), set.gid.map(rustix::fs::Gid::from_raw));
+                rustix::fs::chownat(&node.fd, c"", uid, gid, AtFlags::EMPTY_PATH)?;
+            }
+            if let Some(mode) = set.mode
+                && node.kind != Kind::SymbolicLink
+            {
+                rustix::fs::chmod(node.proc_path(), Mode::from_raw_mode(mode & 0o7777))?;
+            }
+            if set.accessed.is_some() || set.modified.is_some() {
+                let times =
+                    Timestamps { last_access: timespec(set.accessed), last_modification: timespec(set.modified) };
+                rustix::fs::utimensat(&node.fd, c"", &times, AtFlags::EMPTY_PATH)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn make(
+        self: &Arc<Self>,
+        who: &Credentials,
+        dir: &Node,
+        name: &[u8],
+        what: &Make,
+        mut set: SetAttributes,
+    ) -> Result<(FileId, Attributes)> {
+        let name = c_name(name)?;
+        let (dir_fd, mode) = (dir.fd.as_fd(), Mode::from_raw_mode(set.mode.unwrap_or(0) & 0o7777));
+        let by_name = || Found::by_name(dir_fd, &name, ResolveFlags::BENEATH);
+        let new_file = || {
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            Found::of(rustix::fs::openat(dir_fd, &*name, flags, mode)?)
+        };
+        let special = |kind, device| rustix::fs::mknodat(dir_fd, &*name, kind, mode, device);
+        let made = self.act_as(who, || match what {
+            Make::File | Make::NewFile | Make::Exclusive(_) => new_file(),
+            Make::Directory => rustix::fs::mkdirat(dir_fd, &*name, mode).and_then(|()| by_name()),
+            Make::SymbolicLink(to) => {
+                let to = CString::new(&to[..]).map_err(|_| Errno::INVAL)?;
+                rustix::fs::symlinkat(&*to, dir_fd, &*name).and_then(|()| by_name())
+            }
+            Make::Special(Kind::Socket, ..) => special(FileType::Socket, 0).and_then(|()| by_name()),
+            Make::Special(Kind::Fifo, ..) => special(FileType::Fifo, 0).and_then(|()| by_name()),
+            Make::Special(kind, major, minor) => {
+                let device = rustix::fs::makedev(*major, *minor);
+                let kind = match kind {
+                    Kind::BlockDevice => FileType::BlockDevice,
+                    Kind::CharacterDevice => FileType::CharacterDevice,
+                    _ => return Err(Errno::INVAL),
+                };
+                special(kind, device).and_then(|()| by_name())
+            }
+        });
+        let found = match (made, what) {
+            (Err(Errno::EXIST), Make::File) => {
+                let found = self.act_as(who, by_name)?;
+                if kind_of(found.stat.stx_mode)? != Kind::Regular {
+                    return Err(Errno::EXIST);
+                }
+                set = SetAttributes { size: set.size, ..SetAttributes::default() };
+                found
+            }
+            (Err(Errno::EXIST), Make::Exclusive(number)) => {
+                let found = self.act_as(who, by_name)?;
+                let (stat, (accessed, modified)) = (&found.stat, exclusive_times(*number));
+                let same = kind_of(stat.stx_mode)? == Kind::Regular
+                    && (stat.stx_atime.tv_sec, stat.stx_mtime.tv_sec) == (accessed.seconds, modified.seconds);
+                if !same {
+                    return Err(Errno::EXIST);
+                }
+                set = SetAttributes::default();
+                found
+            }
+            (Ok(found), Make::Exclusive(number)) => {
+                let (accessed, modified) = exclusive_times(*number);
+                set.accessed = Some(SetTime::To(accessed));
+                set.modified = Some(SetTime::To(modified));
+                found
+            }
+            (made, _) => made?,
+        };
+        // It has its permissions, except for what the kernel takes from those who may not give it.
+        set.mode = set.mode.filter(|mode| u32::from(found.stat.stx_mode) & 0o7777 != mode & 0o7777);
+        // A new file is open for writing: what holds it only names it.
+        let fd = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
+        let fd = fd.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))?;
+        let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
+        if set != SetAttributes::default() {
+            self.set_attributes(who, &node, &set)?;
+        }
+        Ok((node.id.clone(), self.attributes_of(&node.stat()?)?))
+    }
+
+    fn list(
+        self: &Arc<Self>,
+        who: &Credentials,
+        dir: &Node,
+        cookie: u64,
+        room: Room,
+        with_files: bool,
+    ) -> Result<Listing> {
+        if dir.kind != Kind::Directory {
+            return Err(Errno::NOTDIR);
+        }
+        // All of it as the user: to become one takes longer than to look an entry up.
+        self.act_as(who, || self.list_as_user(dir, cookie, room, with_files))
+    }
+
+    fn list_as_user(self: &Arc<Self>, dir: &Node, cookie: u64, room: Room, with_files: bool) -> Result<Listing> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(&dir.fd, c".", flags, Mode::empty())?;
+        rustix::fs::seek(&fd, SeekFrom::Start(cookie))?;
+        let mut buffer = vec![MaybeUninit::uninit(); room.bytes.clamp(4 << 10, 64 << 10)];
+        let mut entries = RawDir::new(&fd, &mut buffer);
+        let (mut listing, mut total) = (Listing::default(), 0);
+        let (root_number, is_root) = (dir.stat()?.stx_ino, dir.id == self.root_id);
+        while total < room.bytes {
+            let Some(entry) = entries.next() else {
+                listing.is_end = true;
+                break;
+            };
+            let entry = entry?;
+            let name = entry.file_name();
+            let is_above = name == c"..";
+            let number = if is_above && is_root { root_number } else { entry.ino() };
+            let found = with_files.then(|| match name.to_bytes() {
+                b"." => Found::of(rustix::io::fcntl_dupfd_cloexec(&dir.fd, 0)?),
+                b".." => self.parent(dir),
+                _ => Found::by_name(dir.fd.as_fd(), name, ResolveFlags::BENEATH),
+            });
+            // What cannot be looked at is listed all the same.
+            let found = found.and_then(Result::ok);
+            let file = found.and_then(|found| Some((found.id, self.attributes_of(&found.stat).ok()?)));
+            total += name.to_bytes().len() + room.entry;
+            let name = name.to_bytes().to_vec();
+            listing.entries.push(Entry { name, number, cookie: entry.next_entry_cookie(), file });
+        }
+        Ok(listing)
+    }
+
+    /// Forgets a file that may be gone.
+    fn forget(&self, dir: &Node, name: &CStr) -> Option<FileId> {
+        let (handle, _) = Handle::of(&dir.fd, name).ok()?;
+        Some(FileId(SmallVec::from_vec(handle.encode())))
+    }
+
+    fn remove(&self, who: &Credentials, dir: &Node, name: &[u8], is_directory: bool) -> Result<()> {
+        let name = c_name(name)?;
+        let id = self.forget(dir, &name);
+        let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+        self.act_as(who, || rustix::fs::unlinkat(&dir.fd, &*name, flags))?;
+        id.inspect(|id| drop(self.nodes.remove(id)));
+        Ok(())
+    }
+
+    fn rename(&self, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
+        let (old, new) = (c_name(from.1)?, c_name(to.1)?);
+        let replaced = self.forget(to.0, &new);
+        self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
+        replaced.inspect(|id| drop(self.nodes.remove(id)));
+        Ok(())
+    }
+}
+
+impl LocalFileSystem {
+    /// Opens a directory.
+    ///
+    /// # Errors
+    /// If it cannot be opened, its file system has no handles, or this process may not open files by them (`CAP_DAC_READ_SEARCH`).
+    pub fn open(path: &Path) -> io::Result<LocalFileSystem> {
+        let root = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+        let (handle, _) = Handle::of(&root, c"")?;
+        handle.open(&root, OFlags::PATH | OFlags::DIRECTORY)?;
+        let root_id = FileId(SmallVec::from_vec(handle.encode()));
+        let number = fsid(&root)?;
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let workers = Workers::default();
+        let inner = Inner {
+            fsid: number,
+            acts_as_others: can_act_as_others(),
+            is_local: file_system::is_of_this_host(&root),
+            // Each holds up to three descriptors.
+            nodes: Cache::new(limits::share_of_open_files(8).clamp(64, 1 << 20)),
+            verifier: AtomicU64::new(now.as_nanos() as u64),
+            telling: RwLock::default(),
+            workers: workers.clone(),
+            root,
+            root_id,
+        };
+        Ok(LocalFileSystem { inner: Arc::new(inner), workers })
+    }
+
+    async fn node(&self, id: &FileId) -> Result<Arc<Node>> {
+        if let Some(node) = self.inner.nodes.get(id) {
+            return Ok(node);
+        }
+        let id = id.clone();
+        self.work(move |inner| inner.open_node(&id)).await
+    }
+
+    /// Does what may wait.
+    async fn work<T: Send + 'static>(&self, job: impl FnOnce(&Arc<Inner>) -> Result<T> + Send + 'static) -> Result<T> {
+        let inner = Arc::clone(&self.inner);
+        self.workers.run(move || job(&inner)).await
+    }
+
+    async fn stat(&self, node: &Arc<Node>) -> Result<Statx> {
+        let stat = if self.inner.is_local {
+            node.stat()
+        } else {
+            let node = Arc::clone(node);
+            self.work(move |_| node.stat()).await
+        };
+        if stat.is_err_and(|error| error == Errno::STALE) {
+            self.inner.nodes.remove(&node.id);
+        }
+        stat
+    }
+
+    async fn open_for_reading(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
+        if let Some(file) = &node.data().read {
+            return Ok(Arc::clone(file));
+        }
+        let node = Arc::clone(node);
+        self.work(move |inner| {
+            let file = inner.open_data(&node, OFlags::RDONLY)?;
+            Ok(Arc::clone(node.data().read.get_or_insert(file)))
+        })
+        .await
+    }
+
+    async fn open_for_writing(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
+        let begin = |data: &mut Data| {
+            data.is_dirty |= data.write.is_some();
+            data.write.clone()
+        };
+        if let Some(file) = begin(&mut node.data()) {
+            return Ok(file);
+        }
+        let node = Arc::clone(node);
+        self.work(move |inner| {
+            let file = inner.open_data(&node, OFlags::WRONLY)?;
+            let mut data = node.data();
+            data.write.get_or_insert(file);
+            Ok(begin(&mut data).expect("it has just been put there"))
+        })
+        .await
+    }
+
+    /// Syncs what has been written to a file.
+    async fn sync(&self, node: &Arc<Node>) -> Result<()> {
+        let open = {
+            let mut data = node.data();
+            data.is_dirty = false;
+            data.write.clone()
+        };
+        let Some(file) = open else {
+            // What was written has been flushed, or is being by the end of the node that it was written through.
+            let node = Arc::clone(node);
+            let synced = self.work(move |inner| {
+                let synced = inner.open_data(&node, OFlags::RDONLY).and_then(|file| rustix::fs::fsync(&*file));
+                drop(inner.telling.write().expect("no panics under the lock"));
+                inner.note(synced)
+            });
+            return synced.await;
+        };
+        let synced = ring().sync(&file).await.map_err(|e| errno(&e));
+        self.inner.note(synced)?;
+        let mut data = node.data();
+        // Nobody else is writing, and the next who does opens it again.
+        if !data.is_dirty && Arc::strong_count(&file) == 2 {
+            data.write = None;
+        }
+        Ok(())
+    }
+}
+
+/// A number for the file system that outlives restarts, where it has one.
+fn fsid(root: &OwnedFd) -> io::Result<u64> {
+    let stat = rustix::fs::fstatvfs(root)?;
+    if stat.f_fsid != 0 { Ok(stat.f_fsid) } else { Ok(rustix::fs::fstat(root)?.st_dev) }
+}
+
+impl FileSystem for LocalFileSystem {
+    fn root(&self) -> FileId {
+        self.inner.root_id.clone()
+    }
+
+    fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            let stat = self.stat(&node).await?;
+            self.inner.attributes_of(&stat)
+        })
+    }
+
+    fn set_attributes<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        set: SetAttributes,
+        guard: Option<Time>,
+    ) -> Op<'a, Attributes> {
+        Box::pin(async move {
+            let (node, who) = (self.node(file).await?, who.clone());
+            self.work(move |inner| {
+                if guard.is_some_and(|guard| node.stat().is_ok_and(|stat| time_of(stat.stx_ctime) != guard)) {
+                    return Err(Errno::AGAIN);
+                }
+                inner.set_attributes(&who, &node, &set)?;
+                inner.attributes_of(&node.stat()?)
+            })
+            .await
+        })
+    }
+
+    fn look_up<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8]) -> Op<'a, (FileId, Attributes)> {
+        Box::pin(async move {
+            let dir = self.node(dir).await?;
+            if dir.kind != Kind::Directory {
+                return Err(Errno::NOTDIR);
+            }
+            let inner = &self.inner;
+            let held = |inner: &Arc<Inner>, found: Found| {
+                let attributes = inner.attributes_of(&found.stat)?;
+                Ok((inner.hold(found)?.id.clone(), attributes))
+            };
+            match name {
+                b"." => return Ok((dir.id.clone(), inner.attributes_of(&self.stat(&dir).await?)?)),
+                b".." => {
+                    return self.work(move |inner| held(inner, inner.parent(&dir)?)).await;
+                }
+                _ => {}
+            }
+            let name = c_name(name)?;
+            if inner.is_local {
+                let flags = ResolveFlags::BENEATH | ResolveFlags::CACHED;
+                match inner.act_as(who, || Found::by_name(dir.fd.as_fd(), &name, flags)) {
+                    Err(Errno::AGAIN) => {}
+                    found => return held(inner, found?),
+                }
+            }
+            let who = who.clone();
+            self.work(move |inner| {
+                loop {
+                    match inner.act_as(&who, || Found::by_name(dir.fd.as_fd(), &name, ResolveFlags::BENEATH)) {
+                        // A rename elsewhere made the kernel unsure.
+                        Err(Errno::AGAIN) => {}
+                        found => return held(inner, found?),
+                    }
+                }
+            })
+            .await
+        })
+    }
+
+    fn rights<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (Rights, Attributes)> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            let stat = self.stat(&node).await?;
+            let has = |wanted: bool, right| wanted && self.inner.has_right(who, &node, right);
+            let rights = Rights {
+                read: has(wanted.read, Access::READ_OK),
+                write: has(wanted.write, Access::WRITE_OK),
+                execute: has(wanted.execute, Access::EXEC_OK),
+            };
+            Ok((rights, self.inner.attributes_of(&stat)?))
+        })
+    }
+
+    fn read_link<'a>(&'a self, file: &'a FileId) -> Op<'a, Vec<u8>> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            if node.kind != Kind::SymbolicLink {
+                return Err(Errno::INVAL);
+            }
+            self.work(move |_| Ok(rustix::fs::readlinkat(&node.fd, c"", Vec::new())?.into_bytes())).await
+        })
+    }
+
+    fn read<'a>(&'a self, who: &'a Credentials, file: &'a FileId, at: u64, mut segment: Segment) -> Op<'a, ReadData> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            // Before the data: a client that takes them for later than the data would keep data that is old.
+            let stat = self.stat(&node).await?;
+            self.inner.check_read(who, &node, &stat)?;
+            let attributes = self.inner.attributes_of(&stat)?;
+            let left = stat.stx_size.saturating_sub(at);
+            let wanted = segment.len();
+            let len = (wanted as u64).min(left) as usize;
+            drop(segment.split_off(len));
+            let mut is_end = at.saturating_add(len as u64) >= stat.stx_size;
+            if len > 0 {
+                let file = self.open_for_reading(&node).await?;
+                if !file.try_read(at, &mut segment) {
+                    let mut done = ring().perform(Request::read(file, at, segment)).await;
+                    let read = done.result.map_err(|e| errno(&e))?;
+                    segment = done.buffers.pop().expect("a request with a buffer");
+                    // It has become shorter meanwhile.
+                    is_end |= read < len;
+                    drop(segment.split_off(read));
+                }
+            }
+            Ok(ReadData { segment, is_end, attributes })
+        })
+    }
+
+    fn write<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        at: u64,
+        segment: Segment,
+        stability: Stability,
+    ) -> Op<'a, Attributes> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            let stat = self.stat(&node).await?;
+            self.inner.check_write(who, &node, &stat)?;
+            if stat.stx_mode & 0o6000 != 0 {
+                let (node, who) = (Arc::clone(&node), who.clone());
+                self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
+            }
+            let file = self.open_for_writing(&node).await?;
+            if !file.try_write(at, &segment) {
+                let (written, _) = ring().write(&file, at, segment, false).await;
+                written.map_err(|e| errno(&e))?;
+            }
+            drop(file);
+            if stability > Stability::Unstable {
+                self.sync(&node).await?;
+            }
+            let stat = self.stat(&node).await?;
+            self.inner.attributes_of(&stat)
+        })
+    }
+
+    fn flush<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            self.sync(&node).await?;
+            let stat = self.stat(&node).await?;
+            self.inner.attributes_of(&stat)
+        })
+    }
+
+    fn write_verifier(&self) -> u64 {
+        self.inner.verifier.load(Ordering::SeqCst)
+    }
+
+    fn make<'a>(
+        &'a self,
+        who: &'a Credentials,
+        dir: &'a FileId,
+        name: &'a [u8],
+        what: Make,
+        set: SetAttributes,
+    ) -> Op<'a, (FileId, Attributes)> {
+        Box::pin(async move {
+            let (dir, who, name) = (self.node(dir).await?, who.clone(), name.to_vec());
+            self.work(move |inner| inner.make(&who, &dir, &name, &what, set)).await
+        })
+    }
+
+    fn remove<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8], is_directory: bool) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (dir, who, name) = (self.node(dir).await?, who.clone(), name.to_vec());
+            self.work(move |inner| inner.remove(&who, &dir, &name, is_directory)).await
+        })
+    }
+
+    fn rename<'a>(
+        &'a self,
+        who: &'a Credentials,
+        from: (&'a FileId, &'a [u8]),
+        to: (&'a FileId, &'a [u8]),
+    ) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (from_dir, to_dir) = (self.node(from.0).await?, self.node(to.0).await?);
+            let (who, old, new) = (who.clone(), from.1.to_vec(), to.1.to_vec());
+            self.work(move |inner| inner.rename(&who, (&from_dir, &old), (&to_dir, &new))).await
+        })
+    }
+
+    fn link<'a>(&'a self, who: &'a Credentials, file: &'a FileId, dir: &'a FileId, name: &'a [u8]) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (node, dir, who) = (self.node(file).await?, self.node(dir).await?, who.clone());
+            let name = c_name(name)?;
+            self.work(move |inner| {
+                inner.act_as(&who, || {
+                    let file = node.proc_path();
+                    rustix::fs::linkat(rustix::fs::CWD, file, &dir.fd, &*name, AtFlags::SYMLINK_FOLLOW)
+                })
+            })
+            .await
+        })
+    }
+
+    fn list<'a>(
+        &'a self,
+        who: &'a Credentials,
+        dir: &'a FileId,
+        cookie: u64,
+        room: Room,
+        with_files: bool,
+    ) -> Op<'a, Listing> {
+        Box::pin(async move {
+            let (dir, who) = (self.node(dir).await?, who.clone());
+            self.work(move |inner| inner.list(&who, &dir, cookie, room, with_files)).await
+        })
+    }
+
+    fn usage(&self) -> Op<'_, Usage> {
+        Box::pin(async move {
+            self.work(|inner| {
+                let stat = rustix::fs::fstatvfs(&inner.root)?;
+                let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+                Ok(Usage {
+                    bytes: bytes(stat.f_blocks),
+                    bytes_free: bytes(stat.f_bfree),
+                    bytes_available: bytes(stat.f_bavail),
+                    files: stat.f_files,
+                    files_free: stat.f_ffree,
+                })
+            })
+            .await
+        })
+    }
+}

@@ -1,0 +1,292 @@
+//! File systems: the interface that the protocols work with, and its ends.
+
+mod local;
+mod workers;
+
+pub use local::LocalFileSystem;
+
+use rustix::io::Errno;
+use smallvec::SmallVec;
+use std::pin::Pin;
+use thruway_engine::Segment;
+pub use thruway_fs::Credentials;
+
+/// Result of an operation; the error is the system's.
+pub type Result<T> = std::result::Result<T, Errno>;
+
+/// An operation in progress on a reactor.
+pub type Op<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
+
+/// Most bytes of a [`FileId`].
+pub const FILE_ID_MAX: usize = 40;
+
+/// What a file system calls a file, whatever its names are, also after a restart. At most [`FILE_ID_MAX`] bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId(pub SmallVec<[u8; 24]>);
+
+/// What a file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Data.
+    Regular,
+    /// A directory.
+    Directory,
+    /// A block device.
+    BlockDevice,
+    /// A character device.
+    CharacterDevice,
+    /// A symbolic link.
+    SymbolicLink,
+    /// A socket.
+    Socket,
+    /// A named pipe.
+    Fifo,
+}
+
+/// A time of a file, since 1970.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Time {
+    /// Seconds.
+    pub seconds: i64,
+    /// Nanoseconds; less than 1,000,000,000.
+    pub nanoseconds: u32,
+}
+
+/// What there is to know of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attributes {
+    /// What it is.
+    pub kind: Kind,
+    /// Permissions, with the set-user-ID, set-group-ID and sticky bits.
+    pub mode: u32,
+    /// Names.
+    pub links: u32,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+    /// Bytes.
+    pub size: u64,
+    /// Bytes of storage.
+    pub used: u64,
+    /// Major and minor number, of a device.
+    pub device: (u32, u32),
+    /// The file system that it is in.
+    pub fsid: u64,
+    /// Its number in that.
+    pub number: u64,
+    /// Last read.
+    pub accessed: Time,
+    /// Data last changed.
+    pub modified: Time,
+    /// Anything last changed.
+    pub changed: Time,
+}
+
+/// A time to be set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SetTime {
+    /// The server's time.
+    Now,
+    /// This one.
+    To(Time),
+}
+
+/// What is to be changed of a file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SetAttributes {
+    /// As [`Attributes::mode`].
+    pub mode: Option<u32>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+    /// Bytes.
+    pub size: Option<u64>,
+    /// Last read.
+    pub accessed: Option<SetTime>,
+    /// Data last changed.
+    pub modified: Option<SetTime>,
+}
+
+/// Rights to a file that a user may have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Rights {
+    /// Read the data or list the directory.
+    pub read: bool,
+    /// Write the data, or add and remove entries of the directory.
+    pub write: bool,
+    /// Execute the file, or look up entries of the directory.
+    pub execute: bool,
+}
+
+/// What is to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Make {
+    /// A file; one that is there is taken instead, and cut to the size if one is set.
+    File,
+    /// A file that is not there yet.
+    NewFile,
+    /// As [`Make::NewFile`]; one that was made with the same number is taken for a call that is repeated.
+    Exclusive([u8; 8]),
+    /// A directory.
+    Directory,
+    /// A symbolic link to this.
+    SymbolicLink(Vec<u8>),
+    /// A special file; devices have a major and a minor number.
+    Special(Kind, u32, u32),
+}
+
+/// An entry of a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name.
+    pub name: Vec<u8>,
+    /// The number of its file.
+    pub number: u64,
+    /// Where to go on behind it.
+    pub cookie: u64,
+    /// What it leads to, if that was asked for and can be told.
+    pub file: Option<(FileId, Attributes)>,
+}
+
+/// A part of a directory.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// Its entries, `.` and `..` included.
+    pub entries: Vec<Entry>,
+    /// Whether there are no more behind them.
+    pub is_end: bool,
+}
+
+/// Room for entries of a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes.
+    pub bytes: usize,
+    /// What an entry takes beside its name.
+    pub entry: usize,
+}
+
+/// How full a file system is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// Bytes in all.
+    pub bytes: u64,
+    /// Bytes that are free.
+    pub bytes_free: u64,
+    /// Bytes that are free for those who are not root.
+    pub bytes_available: u64,
+    /// Files in all.
+    pub files: u64,
+    /// Files that can still be made.
+    pub files_free: u64,
+}
+
+/// Data that has been read.
+pub struct ReadData {
+    /// The data: the segment that was given, cut to what there was.
+    pub segment: Segment,
+    /// Whether the file ends behind it.
+    pub is_end: bool,
+    /// What the file was like before it was read.
+    pub attributes: Attributes,
+}
+
+/// How far written data has to get.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stability {
+    /// Nowhere.
+    Unstable,
+    /// It survives a loss of power, with what is needed to read it.
+    Data,
+    /// It survives a loss of power.
+    File,
+}
+
+/// A file system.
+///
+/// Every operation is done as the user who asks (`who`), whose rights are checked. Operations run on any reactor, any number
+/// at a time, in any order. A file whose last name is gone is `ESTALE`.
+pub trait FileSystem: Send + Sync {
+    /// Its root directory.
+    fn root(&self) -> FileId;
+
+    /// What there is to know of a file.
+    fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
+
+    /// Changes a file; with `guard`, only if it has not been changed since then (else `EAGAIN`).
+    fn set_attributes<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        set: SetAttributes,
+        guard: Option<Time>,
+    ) -> Op<'a, Attributes>;
+
+    /// The file with this name in a directory; `.` is the directory, and `..` that above, or of the root itself.
+    fn look_up<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8]) -> Op<'a, (FileId, Attributes)>;
+
+    /// Which of these rights the user has.
+    fn rights<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (Rights, Attributes)>;
+
+    /// Where a symbolic link leads.
+    fn read_link<'a>(&'a self, file: &'a FileId) -> Op<'a, Vec<u8>>;
+
+    /// Reads into the segment.
+    fn read<'a>(&'a self, who: &'a Credentials, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData>;
+
+    /// Writes the segment, all of it.
+    fn write<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        at: u64,
+        segment: Segment,
+        stability: Stability,
+    ) -> Op<'a, Attributes>;
+
+    /// Brings what has been written to the medium.
+    fn flush<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
+
+    /// Changes when written data that has not been flushed may have been lost.
+    fn write_verifier(&self) -> u64;
+
+    /// Makes a file.
+    fn make<'a>(
+        &'a self,
+        who: &'a Credentials,
+        dir: &'a FileId,
+        name: &'a [u8],
+        what: Make,
+        set: SetAttributes,
+    ) -> Op<'a, (FileId, Attributes)>;
+
+    /// Removes an entry of a directory that is a directory, or one that is not.
+    fn remove<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8], is_directory: bool) -> Op<'a, ()>;
+
+    /// Gives an entry another name, or another directory, replacing what is there.
+    fn rename<'a>(
+        &'a self,
+        who: &'a Credentials,
+        from: (&'a FileId, &'a [u8]),
+        to: (&'a FileId, &'a [u8]),
+    ) -> Op<'a, ()>;
+
+    /// Gives a file one more name.
+    fn link<'a>(&'a self, who: &'a Credentials, file: &'a FileId, dir: &'a FileId, name: &'a [u8]) -> Op<'a, ()>;
+
+    /// Entries of a directory from a cookie on (0: from the beginning), with what they lead to if `with_files`: at least one, if there
+    /// are any, and about as many as `room` has room for.
+    fn list<'a>(
+        &'a self,
+        who: &'a Credentials,
+        dir: &'a FileId,
+        cookie: u64,
+        room: Room,
+        with_files: bool,
+    ) -> Op<'a, Listing>;
+
+    /// How full it is.
+    fn usage(&self) -> Op<'_, Usage>;
+}

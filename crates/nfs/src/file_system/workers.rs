@@ -1,0 +1,133 @@
+//! Threads for what may wait: file systems do not change directories without waiting for one another.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use tokio::sync::oneshot;
+
+/// Threads at a time.
+const THREADS_MAX: usize = 64;
+
+/// A thread with nothing to do for this long ends.
+const IDLE: Duration = Duration::from_secs(20);
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A pool of threads whose files have the permissions that they ask for ([`thruway_fs::credentials::without_umask`]).
+#[derive(Clone, Default)]
+pub(super) struct Workers(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    work: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    fn run(&self) {
+        if let Err(error) = thruway_fs::credentials::without_umask() {
+            tracing::error!(%error, "new files have fewer permissions than clients ask for");
+        }
+        let mut state = self.lock();
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                drop(state);
+                job();
+                state = self.lock();
+                continue;
+            }
+            state.idle += 1;
+            let (next, waited) = self.work.wait_timeout(state, IDLE).expect("no panics under the lock");
+            state = next;
+            state.idle -= 1;
+            if waited.timed_out() && state.jobs.is_empty() {
+                state.threads -= 1;
+                return;
+            }
+        }
+    }
+}
+
+impl Workers {
+    /// Does something on one of the threads. Once it has begun it is done, whether or not somebody waits for it.
+    pub(super) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        let (done, result) = oneshot::channel();
+        self.push(Box::new(move || drop(done.send(catch_unwind(AssertUnwindSafe(job))))));
+        match result.await {
+            Ok(Ok(result)) => result,
+            Ok(Err(panic)) => resume_unwind(panic),
+            Err(_) => unreachable!("a job that has been taken is done"),
+        }
+    }
+
+    /// Does something that nobody waits for.
+    pub(super) fn start(&self, job: impl FnOnce() + Send + 'static) {
+        self.push(Box::new(job));
+    }
+
+    fn push(&self, job: Job) {
+        let mut state = self.0.lock();
+        state.jobs.push_back(job);
+        // Those who have been woken but do not run yet count as idle: jobs are more than they when another is needed.
+        if state.jobs.len() > state.idle && state.threads < THREADS_MAX {
+            let shared = Arc::clone(&self.0);
+            let started = std::thread::Builder::new().name("nfs".into()).spawn(move || shared.run());
+            match started {
+                Ok(_) => state.threads += 1,
+                Err(error) if state.threads > 0 => tracing::warn!(%error, "cannot start another thread"),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot start a thread: this reactor waits for the file system itself");
+                    let job = state.jobs.pop_back().expect("it has just been pushed");
+                    drop(state);
+                    return job();
+                }
+            }
+        }
+        drop(state);
+        self.0.work.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+
+    fn block_on<T>(future: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+
+    #[test]
+    fn jobs_do_not_wait_for_one_another() {
+        let (workers, meet) = (Workers::default(), Arc::new(Barrier::new(8)));
+        let jobs = (0..8).map(|i| {
+            let meet = Arc::clone(&meet);
+            workers.run(move || {
+                meet.wait();
+                i
+            })
+        });
+        let all = block_on(futures_util::future::join_all(jobs));
+        assert_eq!(all, (0..8).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_panic_is_the_callers() {
+        let workers = Workers::default();
+        let panicked = catch_unwind(AssertUnwindSafe(|| block_on(workers.run(|| panic!("of the job")))));
+        assert!(panicked.is_err());
+        assert_eq!(block_on(workers.run(|| 1)), 1, "the thread lives on");
+    }
+}

@@ -1,0 +1,14 @@
+//! Shares of files: NFS in user space.
+//!
+//! - [`file_system`]: what a file system is, and directories of this host.
+//! - [`share`]: file systems with names, file handles, and whom the users of clients count as.
+//! - [`v3`] and [`mount`]: the protocols.
+
+#![forbid(unsafe_code)]
+
+pub mod file_system;
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod mount;
+pub mod share;
+pub mod v3;

@@ -1,0 +1,101 @@
+//! The MOUNT protocol of NFS version 3 (RFC 1813, appendix I): names of shares to handles. It keeps no list of who has mounted
+//! what, which no server gets right.
+
+use crate::share::Shares;
+use rustix::io::Errno;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use thruway_rpc::message::{Refusal, flavor};
+use thruway_rpc::server::{Answer, Call, Program};
+use thruway_rpc::xdr::{self, Encoder};
+
+/// The program's number.
+pub const PROGRAM: u32 = 100_005;
+
+/// Most bytes of a path.
+const PATH_MAX: u32 = 1024;
+
+/// The program.
+pub struct Mount {
+    shares: Arc<Shares>,
+}
+
+impl Mount {
+    /// Serves these shares.
+    pub fn new(shares: Arc<Shares>) -> Mount {
+        Mount { shares }
+    }
+
+    /// The handle of a path: a share's name, and behind it perhaps directories.
+    async fn mount(&self, call: &Call, path: &[u8]) -> Result<Vec<u8>, Errno> {
+        let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty());
+        let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
+        let (who, mut file) = (share.credentials(&call.credential), share.files.root());
+        for name in names {
+            file = share.files.look_up(&who, &file, name).await?.0;
+        }
+        Ok(self.shares.handle(share, &file).to_vec())
+    }
+
+    async fn answer(&self, call: &Call, out: &mut Encoder) -> xdr::Result<Result<(), Refusal>> {
+        let mut d = call.arguments();
+        match call.procedure {
+            // NULL; DUMP, of whom there is nobody; UMNTALL.
+            0 | 4 => {}
+            2 => out.bool(false),
+            1 => {
+                let path = d.opaque(PATH_MAX)?;
+                match self.mount(call, path).await {
+                    Ok(handle) => {
+                        out.u32(0);
+                        out.opaque(&handle);
+                        out.array(&[flavor::AUTH_SYS], |out, flavor| out.u32(*flavor));
+                        let path = String::from_utf8_lossy(path);
+                        tracing::info!(peer = call.connection.peer.map(tracing::field::display), %path, "mounted");
+                    }
+                    Err(error) => out.u32(match error {
+                        Errno::PERM => 1,
+                        Errno::NOENT => 2,
+                        Errno::ACCESS => 13,
+                        Errno::NOTDIR => 20,
+                        Errno::NAMETOOLONG => 63,
+                        _ => 5,
+                    }),
+                }
+            }
+            3 => drop(d.opaque(PATH_MAX)?),
+            5 => {
+                for share in self.shares.iter() {
+                    out.bool(true);
+                    out.opaque(format!("/{}", share.name).as_bytes());
+                    out.bool(false);
+                }
+                out.bool(false);
+            }
+            _ => return Ok(Err(Refusal::ProcedureUnavailable)),
+        }
+        d.finish()?;
+        Ok(Ok(()))
+    }
+}
+
+impl Program for Mount {
+    fn number(&self) -> u32 {
+        PROGRAM
+    }
+
+    fn versions(&self) -> RangeInclusive<u32> {
+        3..=3
+    }
+
+    fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
+        Box::pin(async move {
+            match self.answer(call, &mut results).await {
+                Ok(Ok(())) => Ok(results),
+                Ok(Err(refusal)) => Err(refusal),
+                Err(_) => Err(Refusal::GarbageArguments),
+            }
+            .into()
+        })
+    }
+}

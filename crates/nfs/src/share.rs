@@ -1,0 +1,192 @@
+//! Shares: file systems with names, their handles, and whom clients' users count as.
+
+use crate::file_system::{Credentials, FILE_ID_MAX, FileId, FileSystem};
+use smallvec::SmallVec;
+use thruway_rpc::server::Credential;
+
+/// The user and group of those who are nobody.
+pub const NOBODY: u32 = 65_534;
+
+/// Which users of clients count as [`NOBODY`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Squash {
+    /// Root.
+    #[default]
+    Root,
+    /// All.
+    All,
+    /// None.
+    None,
+}
+
+/// A file system that is served.
+pub struct Share {
+    /// Its name: clients mount `/NAME`.
+    pub name: String,
+    /// The file system.
+    pub files: Box<dyn FileSystem>,
+    /// Nothing can be changed.
+    pub read_only: bool,
+    /// Which users count as nobody.
+    pub squash: Squash,
+}
+
+impl Share {
+    /// What a caller may do is what this user may.
+    pub fn credentials(&self, credential: &Credential) -> Credentials {
+        let nobody = || Credentials { uid: NOBODY, gid: NOBODY, groups: Vec::new() };
+        let Credential::Sys(sys) = credential else { return nobody() };
+        let squashed = |id| if id == 0 && self.squash == Squash::Root { NOBODY } else { id };
+        match self.squash {
+            Squash::All => nobody(),
+            Squash::Root | Squash::None => Credentials {
+                uid: squashed(sys.uid),
+                gid: squashed(sys.gid),
+                groups: sys.gids.iter().copied().map(squashed).collect(),
+            },
+        }
+    }
+
+    fn number(&self) -> [u8; 4] {
+        let hash = blake3::hash(self.name.as_bytes());
+        *hash.as_bytes().first_chunk().expect("a hash is longer")
+    }
+}
+
+/// A file handle, as clients get it: at most [`HANDLE_MAX`] bytes.
+pub type FileHandle = SmallVec<[u8; 64]>;
+
+/// Most bytes of a handle: what version 3 allows.
+pub const HANDLE_MAX: usize = 64;
+
+const HANDLE_VERSION: u8 = 1;
+/// Version, share, and code.
+const HANDLE_HEADER: usize = 1 + 4 + CODE;
+const CODE: usize = 8;
+const _: () = assert!(HANDLE_HEADER + FILE_ID_MAX <= HANDLE_MAX);
+
+/// Why a handle leads to no file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HandleError {
+    /// It has not the form of a handle.
+    Malformed,
+    /// It is not ours, or of a share that is not served any more.
+    Stale,
+}
+
+/// The shares of a server. Handles carry a code, so that none can be made up, and what is not shared stays out of reach.
+pub struct Shares {
+    shares: Vec<Share>,
+    key: [u8; 32],
+}
+
+impl Shares {
+    /// These shares. Handles stay good for as long as the key is the same.
+    ///
+    /// # Errors
+    /// The names of two shares that handles could not tell apart.
+    pub fn new(shares: Vec<Share>, key: [u8; 32]) -> Result<Shares, (String, String)> {
+        for (at, share) in shares.iter().enumerate() {
+            if let Some(other) = shares[..at].iter().find(|other| other.number() == share.number()) {
+                return Err((other.name.clone(), share.name.clone()));
+            }
+        }
+        Ok(Shares { shares, key })
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Share> {
+        self.shares.iter()
+    }
+
+    /// The share with a name.
+    pub fn find(&self, name: &[u8]) -> Option<&Share> {
+        self.shares.iter().find(|share| share.name.as_bytes() == name)
+    }
+
+    fn code(&self, share: [u8; 4], file: &[u8]) -> [u8; CODE] {
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
+        hasher.update(&[HANDLE_VERSION]).update(&share).update(file);
+        *hasher.finalize().as_bytes().first_chunk().expect("a hash is longer")
+    }
+
+    /// The handle of a file.
+    pub fn handle(&self, share: &Share, file: &FileId) -> FileHandle {
+        let number = share.number();
+        let mut handle = FileHandle::new();
+        handle.push(HANDLE_VERSION);
+        handle.extend_from_slice(&number);
+        handle.extend_from_slice(&self.code(number, &file.0));
+        handle.extend_from_slice(&file.0);
+        handle
+    }
+
+    /// The file of a handle.
+    ///
+    /// # Errors
+    /// If it leads to none.
+    pub fn resolve(&self, handle: &[u8]) -> Result<(&Share, FileId), HandleError> {
+        let (header, file) = handle.split_at_checked(HANDLE_HEADER).ok_or(HandleError::Malformed)?;
+        if header[0] != HANDLE_VERSION || file.len() > FILE_ID_MAX {
+            return Err(HandleError::Malformed);
+        }
+        let number: [u8; 4] = *header[1..].first_chunk().expect("the header is longer");
+        // A code that is guessed wrong takes as long as any: 64 bits are not guessed.
+        if self.code(number, file) != header[5..] {
+            return Err(HandleError::Stale);
+        }
+        let share = self.shares.iter().find(|share| share.number() == number).ok_or(HandleError::Stale)?;
+        Ok((share, FileId(SmallVec::from_slice(file))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file_system::LocalFileSystem;
+    use thruway_rpc::message::AuthSys;
+
+    fn share(name: &str, squash: Squash) -> Option<Share> {
+        let dir = tempfile::tempdir().unwrap();
+        // Only root opens files by handles.
+        let files = Box::new(LocalFileSystem::open(dir.path()).ok()?);
+        Some(Share { name: name.into(), files, read_only: false, squash })
+    }
+
+    #[test]
+    fn handles_lead_back_and_cannot_be_made_up() {
+        let Some(one) = share("one", Squash::Root) else { return };
+        let two = share("two", Squash::Root).unwrap();
+        let shares = Shares::new(vec![one, two], [1; 32]).unwrap();
+        let (one, two) = (&shares.shares[0], &shares.shares[1]);
+        let file = FileId(SmallVec::from_slice(&[9; FILE_ID_MAX]));
+        let handle = shares.handle(one, &file);
+        assert_eq!(handle.len(), 1 + 4 + 8 + FILE_ID_MAX);
+        let found = shares.resolve(&handle).unwrap();
+        assert_eq!((found.0.name.as_str(), found.1), ("one", file.clone()));
+        assert_ne!(shares.handle(two, &file), handle);
+        for at in 0..handle.len() {
+            let mut other = handle.clone();
+            other[at] ^= 1;
+            assert!(shares.resolve(&other).is_err(), "byte {at}");
+        }
+        assert_eq!(shares.resolve(&handle[..12]).err(), Some(HandleError::Malformed));
+        let key = Shares::new(vec![share("one", Squash::Root).unwrap()], [2; 32]).unwrap();
+        assert_eq!(key.resolve(&handle).err(), Some(HandleError::Stale));
+    }
+
+    #[test]
+    fn users_count_as_the_share_says() {
+        let sys =
+            |uid, gid, gids: &[u32]| Credential::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: gids.into() });
+        let who = |uid, gid, groups: &[u32]| Credentials { uid, gid, groups: groups.into() };
+        let Some(root) = share("a", Squash::Root) else { return };
+        assert_eq!(root.credentials(&sys(0, 0, &[0, 5])), who(NOBODY, NOBODY, &[NOBODY, 5]));
+        assert_eq!(root.credentials(&sys(1000, 0, &[])), who(1000, NOBODY, &[]));
+        assert_eq!(root.credentials(&Credential::None), who(NOBODY, NOBODY, &[]));
+        let all = share("a", Squash::All).unwrap();
+        assert_eq!(all.credentials(&sys(1000, 1000, &[5])), who(NOBODY, NOBODY, &[]));
+        let none = share("a", Squash::None).unwrap();
+        assert_eq!(none.credentials(&sys(0, 0, &[5])), who(0, 0, &[5]));
+    }
+}

@@ -1,0 +1,40 @@
+//! Entry points for the fuzzer.
+
+use crate::rdma::header::{Header, PrivateData, Procedure};
+use crate::rdma::reply::plan;
+use crate::server::{Connection, Programs, Received, Transport, answer};
+use crate::xdr::{Decoder, Encoder};
+use futures_util::FutureExt;
+use smallvec::SmallVec;
+use std::rc::Rc;
+use thruway_server::Body;
+
+/// A message to these programs from a hostile client.
+pub fn message(programs: &Programs, data: &[u8]) {
+    if let Some((position, len)) = programs.find_bulk(data) {
+        assert!(position <= data.len(), "a bulk item of {len} bytes begins where the message has been decoded");
+    }
+    let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
+    if let Ok(Some(Received::Call(call, program))) = programs.receive(data.to_vec(), SmallVec::new(), &connection) {
+        let _ = answer(&call, &*program).now_or_never();
+    }
+}
+
+/// The header of a message over RDMA, and the plan of a reply to it.
+pub fn header(data: &[u8]) {
+    let _ = PrivateData::decode(data);
+    let mut decoder = Decoder::new(data);
+    let Ok(header) = Header::decode(&mut decoder) else { return };
+    let (Procedure::Message(chunks) | Procedure::NoMessage(chunks)) = header.procedure else { return };
+    let _ = chunks.only_handle();
+    let mut reply = Encoder::new();
+    reply.u32(header.credits);
+    reply.bulk(Body::Bytes(decoder.rest().to_vec()));
+    if let Ok(plan) = plan(header.xid, 1, reply, chunks, 4096) {
+        assert!(plan.message.len() <= 4096, "a message that the requester can receive");
+        for transfer in &plan.transfers {
+            let places: u64 = transfer.places.iter().map(|(_, len)| u64::from(*len)).sum();
+            assert_eq!(places, transfer.body.len() as u64, "nothing is cut short");
+        }
+    }
+}

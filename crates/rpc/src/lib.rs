@@ -1,0 +1,16 @@
+//! ONC RPC (RFC 5531).
+//!
+//! - [`xdr`]: the encoding, in which a long item may stay where it is.
+//! - [`message`]: calls and replies. [`record`]: messages on a byte stream.
+//! - [`rdma`]: the headers of RPC over RDMA (RFC 8166).
+//! - [`server`]: connections over TCP, and the programs that are called.
+
+#![forbid(unsafe_code)]
+
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod message;
+pub mod rdma;
+pub mod record;
+pub mod server;
+pub mod xdr;

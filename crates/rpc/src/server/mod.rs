@@ -1,0 +1,268 @@
+//! Serving programs: what arrives by any transport is a [`Call`], and its answer does not know the transport either.
+
+mod tcp;
+
+pub use tcp::{Config, Server};
+
+use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
+use crate::xdr::{self, BulkItem, Decoder, Encoder};
+use smallvec::SmallVec;
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use thruway_server::Buffers;
+
+/// Most bytes of a bulk item, and so of one NFS READ or WRITE.
+pub const BULK_MAX: usize = 1 << 20;
+
+/// Most bytes of a call beside its bulk item.
+pub const CALL_MAX: usize = BULK_MAX + (64 << 10);
+
+/// A program: procedures that clients call.
+///
+/// Its calls come from all reactors. What a call waits for must not block the reactor.
+pub trait Program: Send + Sync {
+    /// Its number.
+    fn number(&self) -> u32;
+
+    /// Its versions.
+    fn versions(&self) -> RangeInclusive<u32>;
+
+    /// Leads the decoder from the first of the arguments to the length of the item that is long in this call; it is then received
+    /// into memory of its own. False if there is none. Only the beginning of the arguments may be there.
+    ///
+    /// # Errors
+    /// As the decoder; it counts as false.
+    fn find_bulk(&self, call: &CallHeader<'_>, arguments: &mut Decoder<'_>) -> xdr::Result<bool> {
+        let _ = (call, arguments);
+        Ok(false)
+    }
+
+    /// Answers a call. The results are to be appended to `results`, which has the header of the reply.
+    fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a>;
+}
+
+/// The answer to a call, in progress.
+pub type Answer<'a> = Pin<Box<dyn Future<Output = Outcome> + 'a>>;
+
+/// How a call has ended.
+pub enum Outcome {
+    /// The reply with its results.
+    Results(Encoder),
+    /// There are none.
+    Refused(Refusal),
+    /// There is to be no reply: the call is a copy of one that is being answered.
+    NoReply,
+}
+
+impl From<Result<Encoder, Refusal>> for Outcome {
+    fn from(result: Result<Encoder, Refusal>) -> Outcome {
+        match result {
+            Ok(results) => Outcome::Results(results),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+}
+
+/// What a connection runs over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// A byte stream without TLS.
+    Tcp,
+    /// A byte stream with TLS.
+    Tls,
+    /// An RDMA connection.
+    Rdma,
+}
+
+/// A connection that calls come by.
+pub struct Connection {
+    /// Tells it from all others of this process.
+    pub id: u64,
+    /// Its other end; none if that is a Unix socket.
+    pub peer: Option<SocketAddr>,
+    /// What it runs over.
+    pub transport: Transport,
+    /// Whether results may be files that are lent.
+    pub can_lend: bool,
+    /// The names in the client's certificate.
+    pub names: Vec<String>,
+    /// Memory for results.
+    pub buffers: Buffers,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        peer: Option<SocketAddr>,
+        transport: Transport,
+        can_lend: bool,
+        names: Vec<String>,
+    ) -> Connection {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Connection { id, peer, transport, can_lend, names, buffers: Buffers::new(BULK_MAX) }
+    }
+}
+
+/// Who calls.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Credential {
+    /// Nobody.
+    None,
+    /// A user and groups, as the client says.
+    Sys(AuthSys),
+}
+
+/// A call of a procedure.
+pub struct Call {
+    /// Pairs the reply with it.
+    pub xid: u32,
+    /// The program.
+    pub program: u32,
+    /// Its version.
+    pub version: u32,
+    /// The procedure.
+    pub procedure: u32,
+    /// Who calls.
+    pub credential: Credential,
+    /// The connection that it has come by.
+    pub connection: Rc<Connection>,
+    message: Vec<u8>,
+    /// Where the arguments begin.
+    arguments: usize,
+    bulk: Cell<SmallVec<[BulkItem; 1]>>,
+}
+
+impl Call {
+    /// The arguments. Bulk items are there the first time.
+    pub fn arguments(&self) -> Decoder<'_> {
+        Decoder::with_bulk(self.argument_bytes(), self.arguments as u32, self.bulk.take())
+    }
+
+    /// The arguments without bulk items.
+    pub fn argument_bytes(&self) -> &[u8] {
+        &self.message[self.arguments..]
+    }
+}
+
+/// The programs of a server.
+#[derive(Clone)]
+pub struct Programs(Arc<[Arc<dyn Program>]>);
+
+/// What is to be done with a message.
+pub(crate) enum Received {
+    /// A call of this program.
+    Call(Call, Arc<dyn Program>),
+    /// The client asks for TLS; this is the answer if there is any.
+    StartTls { xid: u32 },
+    /// A reply that is complete.
+    Reply(Encoder),
+}
+
+/// What a server that does TLS answers when it is asked (RFC 9289, section 4.1).
+const STARTTLS: OpaqueAuth<'_> = OpaqueAuth { flavor: flavor::AUTH_NONE, body: b"STARTTLS" };
+
+fn refused(xid: u32, refusal: Refusal) -> Encoder {
+    let mut reply = Encoder::new();
+    refusal.encode(xid, OpaqueAuth::NONE, &mut reply);
+    reply
+}
+
+impl Programs {
+    /// These programs.
+    pub fn new(programs: impl IntoIterator<Item = Arc<dyn Program>>) -> Programs {
+        Programs(programs.into_iter().collect())
+    }
+
+    fn find(&self, call: &CallHeader<'_>) -> Result<&Arc<dyn Program>, Refusal> {
+        let of_number = || self.0.iter().filter(|program| program.number() == call.program);
+        if let Some(program) = of_number().find(|program| program.versions().contains(&call.version)) {
+            return Ok(program);
+        }
+        let low = of_number().map(|program| *program.versions().start()).min();
+        let high = of_number().map(|program| *program.versions().end()).max();
+        match (low, high) {
+            (Some(low), Some(high)) => Err(Refusal::ProgramMismatch { low, high }),
+            _ => Err(Refusal::ProgramUnavailable),
+        }
+    }
+
+    /// Where the bulk item of a call begins of which this is the beginning, and its length.
+    pub(crate) fn find_bulk(&self, beginning: &[u8]) -> Option<(usize, usize)> {
+        let mut decoder = Decoder::new(beginning);
+        let Ok(Incoming::Call(call)) = Incoming::decode(&mut decoder) else { return None };
+        let program = self.find(&call).ok()?;
+        if !program.find_bulk(&call, &mut decoder).ok()? {
+            return None;
+        }
+        let len = decoder.len(BULK_MAX as u32).ok()?;
+        Some((decoder.position() as usize, len))
+    }
+
+    /// Takes a message apart.
+    ///
+    /// # Errors
+    /// If it is no message of RPC: there is nothing that could be answered.
+    pub(crate) fn receive(
+        &self,
+        message: Vec<u8>,
+        bulk: SmallVec<[BulkItem; 1]>,
+        connection: &Rc<Connection>,
+    ) -> xdr::Result<Option<Received>> {
+        let mut decoder = Decoder::new(&message);
+        let header = match Incoming::decode(&mut decoder)? {
+            Incoming::Call(header) => header,
+            Incoming::OtherVersion { xid } => {
+                return Ok(Some(Received::Reply(refused(xid, Refusal::OTHER_VERSION))));
+            }
+            // To a call that nobody waits for any more.
+            Incoming::Reply(_) => return Ok(None),
+        };
+        let (xid, arguments) = (header.xid, decoder.position() as usize);
+        let refuse = |refusal| Ok(Some(Received::Reply(refused(xid, refusal))));
+        let program = match self.find(&header) {
+            Ok(program) => Arc::clone(program),
+            Err(refusal) => return refuse(refusal),
+        };
+        let credential = match header.credential.flavor {
+            flavor::AUTH_NONE => Credential::None,
+            flavor::AUTH_SYS => match AuthSys::decode(header.credential.body) {
+                Ok(sys) => Credential::Sys(sys),
+                Err(_) => return refuse(Refusal::Auth(AuthError::BadCredential)),
+            },
+            flavor::AUTH_TLS if header.procedure == 0 => return Ok(Some(Received::StartTls { xid })),
+            // RPCSEC_GSS among them: Linux asks for it first, and goes on with AUTH_SYS.
+            _ => return refuse(Refusal::Auth(AuthError::BadCredential)),
+        };
+        let (program_number, version, procedure) = (header.program, header.version, header.procedure);
+        let connection = Rc::clone(connection);
+        let call = Call {
+            xid,
+            program: program_number,
+            version,
+            procedure,
+            credential,
+            connection,
+            message,
+            arguments,
+            bulk: Cell::new(bulk),
+        };
+        Ok(Some(Received::Call(call, program)))
+    }
+}
+
+/// Answers a call; `None` if there is to be no reply.
+pub(crate) async fn answer(call: &Call, program: &dyn Program) -> Option<Encoder> {
+    let mut results = Encoder::new();
+    encode_success(call.xid, OpaqueAuth::NONE, &mut results);
+    match program.call(call, results).await {
+        Outcome::Results(results) => Some(results),
+        Outcome::Refused(refusal) => Some(refused(call.xid, refusal)),
+        Outcome::NoReply => None,
+    }
+}

@@ -1,0 +1,388 @@
+//! Connections over TCP: calls are received, with their bulk items in memory of their own, and replies sent, whichever is ready.
+
+use super::{BULK_MAX, CALL_MAX, Connection, Programs, Received, STARTTLS, Transport, answer, refused};
+use crate::message::{AuthError, Refusal, encode_success};
+use crate::record::{MARKER_LEN, Marker, messages};
+use crate::xdr::{BulkItem, Encoder, padded};
+use smallvec::SmallVec;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+use thruway_engine::{Reactors, reactor};
+use thruway_server::{
+    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+
+/// Time for a client's first call, and for TLS.
+const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// A connection whose client stops in the middle of a call for this long is closed.
+const CALL_TIMEOUT: Duration = Duration::from_secs(120);
+/// Calls of a connection in progress at a time; then it is not read from.
+const CALLS_MAX: usize = 256;
+/// Calls of more than [`SMALL_CALL`] bytes beside their bulk items, in progress at a time.
+const LONG_CALLS_MAX: usize = 4;
+/// Bytes of a call that is received whole, whatever its items.
+const SMALL_CALL: usize = 16 << 10;
+/// Bytes of a longer call in which its bulk item is looked for.
+const BEGINNING: usize = 2 << 10;
+/// What a client says that it sends costs no memory before it is there, but for so many bytes.
+const STEP: usize = 64 << 10;
+
+/// Configuration of a server.
+pub struct Config {
+    /// Name of the protocol, for logs and limits.
+    pub protocol: &'static str,
+    /// Addresses to listen on.
+    pub listen: Vec<Address>,
+    /// What is served.
+    pub programs: Programs,
+    /// TLS, for clients that ask for it (RFC 9289).
+    pub tls: Option<Arc<ServerConfig>>,
+    /// Refuse calls without TLS.
+    pub tls_required: bool,
+    /// Of clients over the loopback interface, serve only root and the user that this process runs as.
+    pub own_user_only: bool,
+    /// Connections at a time.
+    pub connections_max: usize,
+}
+
+/// A running server. It ends with its reactors.
+pub struct Server {
+    addresses: Vec<Address>,
+    acceptor: Arc<Acceptor>,
+}
+
+struct Service {
+    programs: Programs,
+    tls: Option<TlsAcceptor>,
+    tls_required: bool,
+    acceptor: Arc<Acceptor>,
+}
+
+impl Server {
+    /// Starts to serve on these reactors.
+    ///
+    /// # Errors
+    /// [`ListenError`] for the first address that cannot be listened on.
+    pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
+        let acceptor = Acceptor::new(config.protocol, config.connections_max, config.own_user_only);
+        let service = Arc::new(Service {
+            programs: config.programs,
+            tls: config.tls.map(TlsAcceptor::from),
+            tls_required: config.tls_required,
+            acceptor: Arc::clone(&acceptor),
+        });
+        let serve = move |socket, permit: Arc<Permit>| {
+            let service = Arc::clone(&service);
+            async move { service.serve(socket, &permit).await }
+        };
+        let addresses = acceptor.listen(&config.listen, reactors, serve)?;
+        Ok(Server { addresses, acceptor })
+    }
+
+    /// The addresses it listens on, with the ports that the kernel chose.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.acceptor.connections()
+    }
+
+    /// Refuses new connections and asks the existing ones to end.
+    pub fn close(&self) {
+        self.acceptor.close();
+    }
+
+    /// Ends every connection when its calls in progress have been answered, and waits for that for at most `limit`.
+    pub fn shut_down(&self, limit: Duration) {
+        self.acceptor.shut_down(limit);
+    }
+}
+
+fn invalid(what: impl ToString) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_string())
+}
+
+/// Sends a reply before the connection has been split.
+async fn send(stream: &mut Stream, reply: Encoder) -> io::Result<()> {
+    for message in messages(reply) {
+        stream.write_all(&[&message.header[..], &message.trailer].concat()).await?;
+    }
+    Ok(())
+}
+
+impl Service {
+    async fn serve(&self, socket: Socket, permit: &Permit) -> io::Result<()> {
+        let peer = match &socket {
+            Socket::Tcp(_, peer) => Some(*peer),
+            Socket::Unix(_) => None,
+        };
+        let stream = socket.open()?;
+        let mut closing = self.acceptor.closing();
+        let begun = tokio::select! {
+            begun = permit.handshake(FIRST_CALL_TIMEOUT, self.begin(stream)) => begun?,
+            _ = closing.wait_for(|closing| *closing) => return Ok(()),
+        };
+        let Some((stream, first)) = begun else { return Ok(()) };
+        let (transport, names) = match &stream {
+            Stream::Plain(_) => (Transport::Tcp, Vec::new()),
+            Stream::Tls(stream) => (Transport::Tls, thruway_server::tls::names(stream)),
+        };
+        let (reader, writer) = stream.split()?;
+        let connection = Rc::new(Connection::new(peer, transport, writer.can_lend(), names));
+        let served = Served {
+            programs: self.programs.clone(),
+            connection,
+            replies: SendQueue::default(),
+            bulk: Buffers::new(BULK_MAX),
+            calls: Arc::new(Semaphore::new(CALLS_MAX)),
+            long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
+        };
+        permit.set_authenticated()?;
+        Rc::new(served).serve(reader, writer, first, closing).await
+    }
+
+    /// Takes the first call, which decides whether there is TLS. `None` if the client closes or is sent away.
+    async fn begin(&self, stream: Plain) -> io::Result<Option<(Stream, Vec<u8>)>> {
+        let mut stream = Stream::Plain(stream);
+        let Some(first) = first_call(&mut stream).await? else { return Ok(None) };
+        let refused_with = |refusal| refused(xid_of(&first), refusal);
+        if !is_start_tls(&first) {
+            if self.tls_required {
+                send(&mut stream, refused_with(Refusal::Auth(AuthError::TooWeak))).await?;
+                return Ok(None);
+            }
+            return Ok(Some((stream, first)));
+        }
+        let Some(acceptor) = &self.tls else {
+            // The client goes on without, or not, as it has been told to.
+            send(&mut stream, refused_with(Refusal::Auth(AuthError::RejectedCredential))).await?;
+            return Ok(first_call(&mut stream).await?.map(|call| (stream, call)));
+        };
+        let mut reply = Encoder::new();
+        encode_success(xid_of(&first), STARTTLS, &mut reply);
+        send(&mut stream, reply).await?;
+        let Stream::Plain(plain) = stream else { unreachable!("it has just been one") };
+        let mut stream = Stream::Tls(Box::new(acceptor.accept(plain).await?));
+        Ok(first_call(&mut stream).await?.map(|call| (stream, call)))
+    }
+}
+
+fn xid_of(message: &[u8]) -> u32 {
+    message.first_chunk().map_or(0, |xid| u32::from_be_bytes(*xid))
+}
+
+fn is_start_tls(message: &[u8]) -> bool {
+    use crate::message::{Incoming, flavor::AUTH_TLS};
+    let header = Incoming::decode(&mut crate::xdr::Decoder::new(message));
+    matches!(header, Ok(Incoming::Call(call)) if call.credential.flavor == AUTH_TLS && call.procedure == 0)
+}
+
+/// Length of a record with its next fragment.
+fn end_of_fragment(record: &[u8], marker: Marker) -> io::Result<usize> {
+    let end = record.len() + marker.len as usize;
+    if end > CALL_MAX { Err(invalid(format!("a call of more than {CALL_MAX} bytes"))) } else { Ok(end) }
+}
+
+/// The first record of a connection, which must be short; nothing behind it is read. `None` if the client closes before.
+async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
+    let mut record = Vec::new();
+    loop {
+        let mut marker = [0; MARKER_LEN];
+        match stream.read_exact(&mut marker).await {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && record.is_empty() => return Ok(None),
+            other => other?,
+        }
+        let marker = Marker::decode(marker);
+        let end = end_of_fragment(&record, marker)?;
+        while record.len() < end {
+            let start = record.len();
+            record.resize(end.min(start + STEP), 0);
+            stream.read_exact(&mut record[start..]).await?;
+        }
+        if marker.last {
+            return Ok(Some(record));
+        }
+    }
+}
+
+/// A connection after its first call.
+struct Served {
+    programs: Programs,
+    connection: Rc<Connection>,
+    replies: SendQueue,
+    /// For bulk items of calls.
+    bulk: Buffers,
+    calls: Arc<Semaphore>,
+    long_calls: Arc<Semaphore>,
+}
+
+/// A message that has been received.
+struct Record {
+    message: Vec<u8>,
+    bulk: SmallVec<[BulkItem; 1]>,
+    long: Option<OwnedSemaphorePermit>,
+}
+
+impl From<Vec<u8>> for Record {
+    fn from(message: Vec<u8>) -> Record {
+        Record { message, bulk: SmallVec::new(), long: None }
+    }
+}
+
+impl Served {
+    async fn serve(
+        self: Rc<Self>,
+        mut reader: Reader,
+        writer: Writer,
+        first: Vec<u8>,
+        closing: watch::Receiver<bool>,
+    ) -> io::Result<()> {
+        let sender = Rc::clone(&self);
+        let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
+        let result = tokio::select! {
+            result = panics::catch(self.receive(&mut reader, first, closing)) => result,
+            () = self.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        // What has been called is still done and answered.
+        let _ = self.calls.acquire_many(CALLS_MAX as u32).await;
+        self.replies.close();
+        let _ = sender.await;
+        result
+    }
+
+    async fn receive(
+        self: &Rc<Self>,
+        reader: &mut Reader,
+        first: Vec<u8>,
+        mut closing: watch::Receiver<bool>,
+    ) -> io::Result<()> {
+        self.start(first.into()).await?;
+        loop {
+            self.replies.room().await;
+            let marker = tokio::select! {
+                biased;
+                marker = reader.peek(MARKER_LEN) => marker?.and_then(<[u8]>::first_chunk).copied(),
+                _ = closing.wait_for(|closing| *closing) => None,
+            };
+            let Some(marker) = marker else { return Ok(()) };
+            reader.consume(MARKER_LEN);
+            let record = self.record(reader, Marker::decode(marker));
+            let record = tokio::time::timeout(CALL_TIMEOUT, record).await;
+            self.start(record.map_err(|_| io::ErrorKind::TimedOut)??).await?;
+        }
+    }
+
+    /// Receives a record whose first marker has been taken.
+    async fn record(&self, reader: &mut Reader, marker: Marker) -> io::Result<Record> {
+        let len = marker.len as usize;
+        if marker.last && len <= SMALL_CALL {
+            let bytes = reader.peek(len).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            let message = bytes.to_vec();
+            reader.consume(len);
+            return Ok(message.into());
+        }
+        if marker.last {
+            let beginning = reader.peek(BEGINNING).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            if let Some((position, bulk_len)) = self.programs.find_bulk(beginning)
+                && bulk_len > 0
+                && position + padded(bulk_len) <= len
+            {
+                return self.record_with_bulk(reader, len, position, bulk_len).await;
+            }
+        }
+        self.long_record(reader, marker).await
+    }
+
+    async fn record_with_bulk(
+        &self,
+        reader: &mut Reader,
+        len: usize,
+        position: usize,
+        bulk_len: usize,
+    ) -> io::Result<Record> {
+        let rest = len - position - padded(bulk_len);
+        if rest > SMALL_CALL {
+            return Err(invalid(format!("{rest} bytes behind the data of a call")));
+        }
+        let mut message = vec![0; position + rest];
+        reader.read_exact(&mut message[..position]).await?;
+        let mut segment = self.bulk.segment(bulk_len).await?;
+        reader.read_exact(segment.as_mut_slice()).await?;
+        reader.skip((padded(bulk_len) - bulk_len) as u64).await?;
+        reader.read_exact(&mut message[position..]).await?;
+        let bulk = SmallVec::from_iter([BulkItem { position: position as u32, segment }]);
+        Ok(Record { message, bulk, long: None })
+    }
+
+    async fn long_record(&self, reader: &mut Reader, mut marker: Marker) -> io::Result<Record> {
+        let long = Arc::clone(&self.long_calls).acquire_owned().await.expect("the semaphore is never closed");
+        let mut message = Vec::new();
+        loop {
+            let end = end_of_fragment(&message, marker)?;
+            while message.len() < end {
+                let start = message.len();
+                message.resize(end.min(start + STEP), 0);
+                reader.read_exact(&mut message[start..]).await?;
+            }
+            if marker.last {
+                return Ok(Record { message, bulk: SmallVec::new(), long: Some(long) });
+            }
+            let next = reader.peek(MARKER_LEN).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            marker = Marker::decode(*next.first_chunk().expect("as many as were asked for"));
+            reader.consume(MARKER_LEN);
+        }
+    }
+
+    /// Starts the call that a record is.
+    async fn start(self: &Rc<Self>, record: Record) -> io::Result<()> {
+        let received = self.programs.receive(record.message, record.bulk, &self.connection).map_err(invalid)?;
+        let (call, program) = match received {
+            Some(Received::Call(call, program)) => (call, program),
+            Some(Received::StartTls { xid }) => {
+                // Only the first call may ask.
+                self.push(refused(xid, Refusal::Auth(AuthError::TooWeak)));
+                return Ok(());
+            }
+            Some(Received::Reply(reply)) => {
+                self.push(reply);
+                return Ok(());
+            }
+            None => return Ok(()),
+        };
+        let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
+        let (this, long) = (Rc::clone(self), record.long);
+        reactor::start(async move {
+            let answered = Answered { served: Rc::clone(&this), xid: call.xid };
+            if let Some(reply) = answer(&call, &*program).await {
+                this.push(reply);
+            }
+            drop((answered, long, turn));
+        });
+        Ok(())
+    }
+
+    fn push(&self, reply: Encoder) {
+        messages(reply).into_iter().for_each(|message| self.replies.push(message));
+    }
+}
+
+/// A call is answered even if what does it panics.
+struct Answered {
+    served: Rc<Served>,
+    xid: u32,
+}
+
+impl Drop for Answered {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.served.push(refused(self.xid, Refusal::SystemError));
+        }
+    }
+}
