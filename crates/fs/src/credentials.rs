@@ -3,7 +3,10 @@
 //! Only for the file system, and only on the calling thread (`setfsuid(2)`): everything else that the thread does, and what
 //! other threads do, keeps the rights of the process.
 
-#![allow(unsafe_code, reason = "rustix has no form of these calls for one thread, or none without its calls for threads")]
+#![allow(
+    unsafe_code,
+    reason = "rustix has no form of these calls for one thread, or none without its calls for threads"
+)]
 
 use rustix::fs::Access;
 use rustix::io::Errno;
