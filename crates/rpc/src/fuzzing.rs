@@ -20,6 +20,17 @@ pub fn message(programs: &Programs, data: &[u8]) {
     }
 }
 
+/// The reply to a call, if there is one at once.
+pub fn call(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
+    let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
+    match programs.receive(message.to_vec(), SmallVec::new(), &connection) {
+        Ok(Some(Received::Call(call, program))) => {
+            answer(&call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
+        }
+        _ => None,
+    }
+}
+
 /// The header of a message over RDMA, and the plan of a reply to it.
 pub fn header(data: &[u8]) {
     let _ = PrivateData::decode(data);

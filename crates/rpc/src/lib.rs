@@ -2,8 +2,8 @@
 //!
 //! - [`xdr`]: the encoding, in which a long item may stay where it is.
 //! - [`message`]: calls and replies. [`record`]: messages on a byte stream.
-//! - [`rdma`]: the headers of RPC over RDMA (RFC 8166).
-//! - [`server`]: connections over TCP, and the programs that are called.
+//! - [`rdma`]: the headers of RPC over RDMA (RFC 8166), and which way each part of a reply goes.
+//! - [`server`]: connections over TCP and RDMA, and the programs that are called.
 
 #![forbid(unsafe_code)]
 

@@ -371,6 +371,20 @@ impl Encoder {
         self.bulk.truncate(to.bulk);
     }
 
+    /// All its bytes, bulk items included; not those that are lent, whose bytes may change.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let (mut all, mut done) = (Vec::with_capacity(self.len()), 0);
+        for (at, body) in &self.bulk {
+            all.extend_from_slice(&self.bytes[done..*at]);
+            done = *at;
+            let end = all.len() + padded(body.len());
+            body.bytes(|bytes| all.extend_from_slice(bytes));
+            all.resize(end, 0);
+        }
+        all.extend_from_slice(&self.bytes[done..]);
+        all
+    }
+
     /// The bytes, and the bulk items with the number of bytes before each.
     pub fn into_parts(self) -> (Vec<u8>, SmallVec<[(usize, Body); 1]>) {
         (self.bytes, self.bulk)

@@ -1,8 +1,10 @@
 //! Serving programs: what arrives by any transport is a [`Call`], and its answer does not know the transport either.
 
+mod rdma;
 mod tcp;
 
-pub use tcp::{Config, Server};
+pub use rdma::RdmaConfig;
+pub use tcp::Config;
 
 use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
 use crate::xdr::{self, BulkItem, Decoder, Encoder};
@@ -14,13 +16,45 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use thruway_server::Buffers;
+use std::time::Duration;
+use thruway_server::{Acceptor, Address, Buffers, panics};
 
 /// Most bytes of a bulk item, and so of one NFS READ or WRITE.
 pub const BULK_MAX: usize = 1 << 20;
 
 /// Most bytes of a call beside its bulk item.
 pub const CALL_MAX: usize = BULK_MAX + (64 << 10);
+
+/// Time for a client's first call, and for TLS.
+const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A running server. It ends with its reactors.
+pub struct Server {
+    addresses: Vec<Address>,
+    acceptor: Arc<Acceptor>,
+}
+
+impl Server {
+    /// The addresses it listens on, with the ports that the kernel chose.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Connections that are being served.
+    pub fn connections(&self) -> usize {
+        self.acceptor.connections()
+    }
+
+    /// Refuses new connections and asks the existing ones to end.
+    pub fn close(&self) {
+        self.acceptor.close();
+    }
+
+    /// Ends every connection when its calls in progress have been answered, and waits for that for at most `limit`.
+    pub fn shut_down(&self, limit: Duration) {
+        self.acceptor.shut_down(limit);
+    }
+}
 
 /// A program: procedures that clients call.
 ///
@@ -161,7 +195,16 @@ pub(crate) enum Received {
     /// The client asks for TLS; this is the answer if there is any.
     StartTls { xid: u32 },
     /// A reply that is complete.
-    Reply(Encoder),
+    Reply { xid: u32, reply: Encoder },
+}
+
+impl Received {
+    pub(crate) fn xid(&self) -> u32 {
+        match self {
+            Received::Call(call, _) => call.xid,
+            Received::StartTls { xid } | Received::Reply { xid, .. } => *xid,
+        }
+    }
 }
 
 /// What a server that does TLS answers when it is asked (RFC 9289, section 4.1).
@@ -218,13 +261,13 @@ impl Programs {
         let header = match Incoming::decode(&mut decoder)? {
             Incoming::Call(header) => header,
             Incoming::OtherVersion { xid } => {
-                return Ok(Some(Received::Reply(refused(xid, Refusal::OTHER_VERSION))));
+                return Ok(Some(Received::Reply { xid, reply: refused(xid, Refusal::OTHER_VERSION) }));
             }
             // To a call that nobody waits for any more.
             Incoming::Reply(_) => return Ok(None),
         };
         let (xid, arguments) = (header.xid, decoder.position() as usize);
-        let refuse = |refusal| Ok(Some(Received::Reply(refused(xid, refusal))));
+        let refuse = |refusal| Ok(Some(Received::Reply { xid, reply: refused(xid, refusal) }));
         let program = match self.find(&header) {
             Ok(program) => Arc::clone(program),
             Err(refusal) => return refuse(refusal),
@@ -256,13 +299,14 @@ impl Programs {
     }
 }
 
-/// Answers a call; `None` if there is to be no reply.
+/// Answers a call, even if what does it panics; `None` if there is to be no reply.
 pub(crate) async fn answer(call: &Call, program: &dyn Program) -> Option<Encoder> {
     let mut results = Encoder::new();
     encode_success(call.xid, OpaqueAuth::NONE, &mut results);
-    match program.call(call, results).await {
-        Outcome::Results(results) => Some(results),
-        Outcome::Refused(refusal) => Some(refused(call.xid, refusal)),
-        Outcome::NoReply => None,
+    match panics::catch(async { Ok(program.call(call, results).await) }).await {
+        Ok(Outcome::Results(results)) => Some(results),
+        Ok(Outcome::Refused(refusal)) => Some(refused(call.xid, refusal)),
+        Ok(Outcome::NoReply) => None,
+        Err(_) => Some(refused(call.xid, Refusal::SystemError)),
     }
 }

@@ -1,6 +1,9 @@
 //! Connections over TCP: calls are received, with their bulk items in memory of their own, and replies sent, whichever is ready.
 
-use super::{BULK_MAX, CALL_MAX, Connection, Programs, Received, STARTTLS, Transport, answer, refused};
+use super::{
+    BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, STARTTLS, Server, Transport, answer,
+    refused,
+};
 use crate::message::{AuthError, Refusal, encode_success};
 use crate::record::{MARKER_LEN, Marker, messages};
 use crate::xdr::{BulkItem, Encoder, padded};
@@ -17,8 +20,6 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 
-/// Time for a client's first call, and for TLS.
-const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// A connection whose client stops in the middle of a call for this long is closed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Calls of a connection in progress at a time; then it is not read from.
@@ -50,12 +51,6 @@ pub struct Config {
     pub connections_max: usize,
 }
 
-/// A running server. It ends with its reactors.
-pub struct Server {
-    addresses: Vec<Address>,
-    acceptor: Arc<Acceptor>,
-}
-
 struct Service {
     programs: Programs,
     tls: Option<TlsAcceptor>,
@@ -82,26 +77,6 @@ impl Server {
         };
         let addresses = acceptor.listen(&config.listen, reactors, serve)?;
         Ok(Server { addresses, acceptor })
-    }
-
-    /// The addresses it listens on, with the ports that the kernel chose.
-    pub fn addresses(&self) -> &[Address] {
-        &self.addresses
-    }
-
-    /// Connections that are being served.
-    pub fn connections(&self) -> usize {
-        self.acceptor.connections()
-    }
-
-    /// Refuses new connections and asks the existing ones to end.
-    pub fn close(&self) {
-        self.acceptor.close();
-    }
-
-    /// Ends every connection when its calls in progress have been answered, and waits for that for at most `limit`.
-    pub fn shut_down(&self, limit: Duration) {
-        self.acceptor.shut_down(limit);
     }
 }
 
@@ -350,7 +325,7 @@ impl Served {
                 self.push(refused(xid, Refusal::Auth(AuthError::TooWeak)));
                 return Ok(());
             }
-            Some(Received::Reply(reply)) => {
+            Some(Received::Reply { reply, .. }) => {
                 self.push(reply);
                 return Ok(());
             }
@@ -359,30 +334,15 @@ impl Served {
         let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
         let (this, long) = (Rc::clone(self), record.long);
         reactor::start(async move {
-            let answered = Answered { served: Rc::clone(&this), xid: call.xid };
             if let Some(reply) = answer(&call, &*program).await {
                 this.push(reply);
             }
-            drop((answered, long, turn));
+            drop((long, turn));
         });
         Ok(())
     }
 
     fn push(&self, reply: Encoder) {
         messages(reply).into_iter().for_each(|message| self.replies.push(message));
-    }
-}
-
-/// A call is answered even if what does it panics.
-struct Answered {
-    served: Rc<Served>,
-    xid: u32,
-}
-
-impl Drop for Answered {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.served.push(refused(self.xid, Refusal::SystemError));
-        }
     }
 }
