@@ -18,6 +18,7 @@ pub mod durable;
 pub mod handle;
 pub mod identity;
 pub mod remove;
+pub mod share_storage;
 pub mod sparse;
 pub mod volumes;
 pub mod walk;
