@@ -1,6 +1,6 @@
 //! Shares: file systems with names, their handles, and whom clients' users count as.
 
-use crate::file_system::{Credentials, FILE_ID_MAX, FileId, FileSystem};
+use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
 use smallvec::SmallVec;
 use thruway_rpc::server::Credential;
 
@@ -47,7 +47,8 @@ impl Share {
         }
     }
 
-    fn number(&self) -> [u8; 4] {
+    /// Tells it from the other shares, also after a restart.
+    pub(crate) fn number(&self) -> [u8; 4] {
         let hash = blake3::hash(self.name.as_bytes());
         *hash.as_bytes().first_chunk().expect("a hash is longer")
     }
@@ -72,6 +73,29 @@ pub enum HandleError {
     Malformed,
     /// It is not ours, or of a share that is not served any more.
     Stale,
+}
+
+/// What a call is about, and as whom it is done.
+#[derive(Clone)]
+pub struct Target<'a> {
+    /// Its share.
+    pub share: &'a Share,
+    /// The file.
+    pub file: FileId,
+    /// As whom.
+    pub who: Credentials,
+}
+
+impl Target<'_> {
+    /// Of whom no file is open.
+    pub fn user(&self) -> As<'_> {
+        As { who: &self.who, is_open: false }
+    }
+
+    /// What there is to know of it, if that can be told.
+    pub async fn attributes(&self) -> Option<Attributes> {
+        self.share.files.attributes(&self.file).await.ok()
+    }
 }
 
 /// The shares of a server. Handles carry a code, so that none can be made up, and what is not shared stays out of reach.
@@ -119,6 +143,21 @@ impl Shares {
         handle.extend_from_slice(&self.code(number, &file.0));
         handle.extend_from_slice(&file.0);
         handle
+    }
+
+    /// A name for this server that no other has, and that outlives restarts.
+    pub fn server_name(&self) -> [u8; 16] {
+        let hash = blake3::keyed_hash(&self.key, b"name of the server");
+        *hash.as_bytes().first_chunk().expect("a hash is longer")
+    }
+
+    /// The file of a handle, for a caller.
+    ///
+    /// # Errors
+    /// As [`Shares::resolve`].
+    pub fn target(&self, handle: &[u8], caller: &Credential) -> Result<Target<'_>, HandleError> {
+        let (share, file) = self.resolve(handle)?;
+        Ok(Target { share, file, who: share.credentials(caller) })
     }
 
     /// The file of a handle.

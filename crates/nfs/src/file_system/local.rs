@@ -8,23 +8,24 @@
 
 use super::workers::Workers;
 use super::{
-    Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, Op, ReadData, Result, Rights, Room,
-    SetAttributes, SetTime, Stability, Time, Usage,
+    Allocate, As, Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData,
+    Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
 use quick_cache::sync::Cache;
 use rustix::fs::{
-    Access, AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags, StatxTimestamp,
-    Timespec, Timestamps,
+    Access, AtFlags, FallocateFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags,
+    StatxTimestamp, Timespec, Timestamps, XattrFlags,
 };
 use rustix::io::Errno;
 use smallvec::SmallVec;
+use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use thruway_engine::io::{OpenFile, Request, ring};
 use thruway_engine::{Segment, file_system, limits};
@@ -47,6 +48,8 @@ struct Inner {
     /// The file system answers without asking another host.
     is_local: bool,
     nodes: Cache<FileId, Arc<Node>>,
+    /// Those that clients have open, which are found although their last name may be gone.
+    open: Mutex<HashMap<FileId, (Arc<Node>, usize)>>,
     verifier: AtomicU64,
     /// Held while an error that the kernel tells once may be known to one thread only.
     telling: RwLock<()>,
@@ -60,7 +63,27 @@ struct Node {
     fd: OwnedFd,
     kind: Kind,
     data: Mutex<Data>,
+    /// Time of the last change, and changes through here since the first of that time: clocks are coarse.
+    changes: Mutex<(Time, u64)>,
+    is_open: AtomicBool,
     inner: std::sync::Weak<Inner>,
+}
+
+/// One of those who have a file open.
+struct Opened(Arc<Node>);
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        let Some(inner) = self.0.inner.upgrade() else { return };
+        let mut open = inner.open();
+        if let Some((_, users)) = open.get_mut(&self.0.id) {
+            *users -= 1;
+            if *users == 0 {
+                self.0.is_open.store(false, Ordering::Relaxed);
+                open.remove(&self.0.id);
+            }
+        }
+    }
 }
 
 /// The file, open for its data.
@@ -93,7 +116,20 @@ impl Node {
     }
 
     fn stat(&self) -> Result<Statx> {
-        stat(&self.fd)
+        let stat = statx(&self.fd)?;
+        if stat.stx_nlink == 0 && !self.is_open.load(Ordering::Relaxed) { Err(Errno::STALE) } else { Ok(stat) }
+    }
+
+    fn change(&self, changed: Time) -> u64 {
+        let (at, more) = *self.changes.lock().expect("no panics under the lock");
+        change_of(changed, if at == changed { more } else { 0 })
+    }
+
+    /// To be called behind every change.
+    fn note_change(&self) {
+        let Ok(stat) = statx(&self.fd) else { return };
+        let (now, mut changes) = (time_of(stat.stx_ctime), self.changes.lock().expect("no panics under the lock"));
+        *changes = if changes.0 == now { (now, changes.1 + 1) } else { (now, 0) };
     }
 
     fn handle(&self) -> Result<Handle> {
@@ -119,9 +155,18 @@ impl Drop for Node {
     }
 }
 
+fn statx(fd: impl AsFd) -> Result<Statx> {
+    rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
+}
+
 fn stat(fd: impl AsFd) -> Result<Statx> {
-    let stat = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)?;
+    let stat = statx(fd)?;
     if stat.stx_nlink == 0 { Err(Errno::STALE) } else { Ok(stat) }
+}
+
+/// The number of a state: its time, and how many changes had that time before.
+fn change_of(changed: Time, more: u64) -> u64 {
+    (changed.seconds as u64).wrapping_mul(1_000_000_000).wrapping_add(changed.nanoseconds.into()).wrapping_add(more)
 }
 
 fn kind_of(mode: u16) -> Result<Kind> {
@@ -154,6 +199,19 @@ fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let [a, b, c, d, e, f, g, h] = number;
     let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes) & 0x7fff_ffff), nanoseconds: 0 };
     (time([a, b, c, d]), time([e, f, g, h]))
+}
+
+/// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
+const COPY_MAX: usize = 256 << 20;
+
+/// Most bytes of an extended attribute, and of the names of all of a file (`XATTR_SIZE_MAX` of the kernel).
+const XATTR_MAX: usize = 64 << 10;
+
+fn user_xattr(name: &[u8]) -> Result<CString> {
+    if name.is_empty() {
+        return Err(Errno::INVAL);
+    }
+    CString::new([b"user.", name].concat()).map_err(|_| Errno::INVAL)
 }
 
 /// What a look-up has found.
@@ -212,17 +270,52 @@ impl Inner {
             accessed: time_of(stat.stx_atime),
             modified: time_of(stat.stx_mtime),
             changed: time_of(stat.stx_ctime),
+            change: change_of(time_of(stat.stx_ctime), 0),
         })
+    }
+
+    /// As [`Inner::attributes_of`], of a file that is held.
+    fn attributes(&self, node: &Node, stat: &Statx) -> Result<Attributes> {
+        let attributes = self.attributes_of(stat)?;
+        Ok(Attributes { change: node.change(attributes.changed), ..attributes })
+    }
+
+    fn open(&self) -> MutexGuard<'_, HashMap<FileId, (Arc<Node>, usize)>> {
+        self.open.lock().expect("no panics under the lock")
+    }
+
+    /// A file that is held.
+    fn held(&self, id: &FileId) -> Option<Arc<Node>> {
+        if let Some(node) = self.nodes.get(id) {
+            return Some(node);
+        }
+        self.open().get(id).map(|(node, _)| Arc::clone(node))
+    }
+
+    /// Attributes of what may be held.
+    fn attributes_of_found(&self, found: &Found) -> Result<Attributes> {
+        match self.held(&found.id) {
+            Some(node) => self.attributes(&node, &found.stat),
+            None => self.attributes_of(&found.stat),
+        }
     }
 
     /// Holds what has been found.
     fn hold(self: &Arc<Self>, found: Found) -> Result<Arc<Node>> {
-        if let Some(node) = self.nodes.get(&found.id) {
+        if let Some(node) = self.held(&found.id) {
             return Ok(node);
         }
         let kind = kind_of(found.stat.stx_mode)?;
         let (id, inner) = (found.id, Arc::downgrade(self));
-        let node = Arc::new(Node { id: id.clone(), fd: found.fd, kind, data: Mutex::default(), inner });
+        let node = Arc::new(Node {
+            id: id.clone(),
+            fd: found.fd,
+            kind,
+            data: Mutex::default(),
+            changes: Mutex::default(),
+            is_open: AtomicBool::new(false),
+            inner,
+        });
         self.nodes.insert(id, Arc::clone(&node));
         Ok(node)
     }
@@ -407,7 +500,7 @@ impl Inner {
         if set != SetAttributes::default() {
             self.set_attributes(who, &node, &set)?;
         }
-        Ok((node.id.clone(), self.attributes_of(&node.stat()?)?))
+        Ok((node.id.clone(), self.attributes(&node, &node.stat()?)?))
     }
 
     fn list(
@@ -449,7 +542,10 @@ impl Inner {
             });
             // What cannot be looked at is listed all the same.
             let found = found.and_then(Result::ok);
-            let file = found.and_then(|found| Some((found.id, self.attributes_of(&found.stat).ok()?)));
+            let file = found.and_then(|found| {
+                let attributes = self.attributes_of_found(&found).ok()?;
+                Some((found.id, attributes))
+            });
             total += name.to_bytes().len() + room.entry;
             let name = name.to_bytes().to_vec();
             listing.entries.push(Entry { name, number, cookie: entry.next_entry_cookie(), file });
@@ -463,12 +559,20 @@ impl Inner {
         Some(FileId(SmallVec::from_vec(handle.encode())))
     }
 
+    fn lost_a_name(&self, id: &FileId) {
+        if let Some(node) = self.held(id) {
+            node.note_change();
+        }
+        self.nodes.remove(id);
+    }
+
     fn remove(&self, who: &Credentials, dir: &Node, name: &[u8], is_directory: bool) -> Result<()> {
         let name = c_name(name)?;
         let id = self.forget(dir, &name);
         let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
         self.act_as(who, || rustix::fs::unlinkat(&dir.fd, &*name, flags))?;
-        id.inspect(|id| drop(self.nodes.remove(id)));
+        dir.note_change();
+        id.inspect(|id| self.lost_a_name(id));
         Ok(())
     }
 
@@ -476,7 +580,9 @@ impl Inner {
         let (old, new) = (c_name(from.1)?, c_name(to.1)?);
         let replaced = self.forget(to.0, &new);
         self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
-        replaced.inspect(|id| drop(self.nodes.remove(id)));
+        from.0.note_change();
+        to.0.note_change();
+        replaced.inspect(|id| self.lost_a_name(id));
         Ok(())
     }
 }
@@ -500,6 +606,7 @@ impl LocalFileSystem {
             is_local: file_system::is_of_this_host(&root),
             // Each holds up to three descriptors.
             nodes: Cache::new(limits::share_of_open_files(8).clamp(64, 1 << 20)),
+            open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
             telling: RwLock::default(),
             workers: workers.clone(),
@@ -510,7 +617,7 @@ impl LocalFileSystem {
     }
 
     async fn node(&self, id: &FileId) -> Result<Arc<Node>> {
-        if let Some(node) = self.inner.nodes.get(id) {
+        if let Some(node) = self.inner.held(id) {
             return Ok(node);
         }
         let id = id.clone();
@@ -605,11 +712,15 @@ impl FileSystem for LocalFileSystem {
         self.inner.root_id.clone()
     }
 
+    fn fsid(&self) -> u64 {
+        self.inner.fsid
+    }
+
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes> {
         Box::pin(async move {
             let node = self.node(file).await?;
             let stat = self.stat(&node).await?;
-            self.inner.attributes_of(&stat)
+            self.inner.attributes(&node, &stat)
         })
     }
 
@@ -626,8 +737,11 @@ impl FileSystem for LocalFileSystem {
                 if guard.is_some_and(|guard| node.stat().is_ok_and(|stat| time_of(stat.stx_ctime) != guard)) {
                     return Err(Errno::AGAIN);
                 }
-                inner.set_attributes(&who, &node, &set)?;
-                inner.attributes_of(&node.stat()?)
+                let done = inner.set_attributes(&who, &node, &set);
+                // What has failed may have been done in part.
+                node.note_change();
+                done?;
+                inner.attributes(&node, &node.stat()?)
             })
             .await
         })
@@ -641,11 +755,12 @@ impl FileSystem for LocalFileSystem {
             }
             let inner = &self.inner;
             let held = |inner: &Arc<Inner>, found: Found| {
-                let attributes = inner.attributes_of(&found.stat)?;
-                Ok((inner.hold(found)?.id.clone(), attributes))
+                let stat = found.stat;
+                let node = inner.hold(found)?;
+                Ok((node.id.clone(), inner.attributes(&node, &stat)?))
             };
             match name {
-                b"." => return Ok((dir.id.clone(), inner.attributes_of(&self.stat(&dir).await?)?)),
+                b"." => return Ok((dir.id.clone(), inner.attributes(&dir, &self.stat(&dir).await?)?)),
                 b".." => {
                     return self.work(move |inner| held(inner, inner.parent(&dir)?)).await;
                 }
@@ -683,7 +798,7 @@ impl FileSystem for LocalFileSystem {
                 write: has(wanted.write, Access::WRITE_OK),
                 execute: has(wanted.execute, Access::EXEC_OK),
             };
-            Ok((rights, self.inner.attributes_of(&stat)?))
+            Ok((rights, self.inner.attributes(&node, &stat)?))
         })
     }
 
@@ -697,14 +812,45 @@ impl FileSystem for LocalFileSystem {
         })
     }
 
-    fn read<'a>(&'a self, who: &'a Credentials, file: &'a FileId, at: u64, mut segment: Segment) -> Op<'a, ReadData> {
+    fn open<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (OpenGuard, Attributes)> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            let stat = self.stat(&node).await?;
+            match node.kind {
+                Kind::Regular => {}
+                Kind::Directory => return Err(Errno::ISDIR),
+                Kind::SymbolicLink => return Err(Errno::LOOP),
+                _ => return Err(Errno::NXIO),
+            }
+            let has = |right| self.inner.has_right(who, &node, right);
+            let may_read = !wanted.read || has(Access::READ_OK) || has(Access::EXEC_OK);
+            if !may_read || wanted.write && !has(Access::WRITE_OK) {
+                return Err(Errno::ACCESS);
+            }
+            let attributes = self.inner.attributes(&node, &stat)?;
+            let opened = {
+                let mut open = self.inner.open();
+                let (node, users) = open.entry(node.id.clone()).or_insert_with(|| (node, 0));
+                *users += 1;
+                node.is_open.store(true, Ordering::Relaxed);
+                Opened(Arc::clone(node))
+            };
+            // From here on it stays, if it still has a name.
+            opened.0.stat()?;
+            Ok((Arc::new(opened) as OpenGuard, attributes))
+        })
+    }
+
+    fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, mut segment: Segment) -> Op<'a, ReadData> {
         Box::pin(async move {
             let node = self.node(file).await?;
             Inner::check_regular(&node)?;
             // Before the data: a client that takes them for later than the data would keep data that is old.
             let stat = self.stat(&node).await?;
-            self.inner.check_read(who, &node, &stat)?;
-            let attributes = self.inner.attributes_of(&stat)?;
+            if !user.is_open {
+                self.inner.check_read(user.who, &node, &stat)?;
+            }
+            let attributes = self.inner.attributes(&node, &stat)?;
             let left = stat.stx_size.saturating_sub(at);
             let wanted = segment.len();
             let len = (wanted as u64).min(left) as usize;
@@ -727,7 +873,7 @@ impl FileSystem for LocalFileSystem {
 
     fn write<'a>(
         &'a self,
-        who: &'a Credentials,
+        user: As<'a>,
         file: &'a FileId,
         at: u64,
         segment: Segment,
@@ -737,9 +883,11 @@ impl FileSystem for LocalFileSystem {
             let node = self.node(file).await?;
             Inner::check_regular(&node)?;
             let stat = self.stat(&node).await?;
-            self.inner.check_write(who, &node, &stat)?;
+            if !user.is_open {
+                self.inner.check_write(user.who, &node, &stat)?;
+            }
             if stat.stx_mode & 0o6000 != 0 {
-                let (node, who) = (Arc::clone(&node), who.clone());
+                let (node, who) = (Arc::clone(&node), user.who.clone());
                 self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
             }
             let file = self.open_for_writing(&node).await?;
@@ -748,11 +896,12 @@ impl FileSystem for LocalFileSystem {
                 written.map_err(|e| errno(&e))?;
             }
             drop(file);
+            node.note_change();
             if stability > Stability::Unstable {
                 self.sync(&node).await?;
             }
             let stat = self.stat(&node).await?;
-            self.inner.attributes_of(&stat)
+            self.inner.attributes(&node, &stat)
         })
     }
 
@@ -762,7 +911,7 @@ impl FileSystem for LocalFileSystem {
             Inner::check_regular(&node)?;
             self.sync(&node).await?;
             let stat = self.stat(&node).await?;
-            self.inner.attributes_of(&stat)
+            self.inner.attributes(&node, &stat)
         })
     }
 
@@ -780,7 +929,12 @@ impl FileSystem for LocalFileSystem {
     ) -> Op<'a, (FileId, Attributes)> {
         Box::pin(async move {
             let (dir, who, name) = (self.node(dir).await?, who.clone(), name.to_vec());
-            self.work(move |inner| inner.make(&who, &dir, &name, &what, set)).await
+            self.work(move |inner| {
+                let made = inner.make(&who, &dir, &name, &what, set);
+                dir.note_change();
+                made
+            })
+            .await
         })
     }
 
@@ -812,7 +966,10 @@ impl FileSystem for LocalFileSystem {
                 inner.act_as(&who, || {
                     let file = node.proc_path();
                     rustix::fs::linkat(rustix::fs::CWD, file, &dir.fd, &*name, AtFlags::SYMLINK_FOLLOW)
-                })
+                })?;
+                node.note_change();
+                dir.note_change();
+                Ok(())
             })
             .await
         })
@@ -844,6 +1001,146 @@ impl FileSystem for LocalFileSystem {
                     files: stat.f_files,
                     files_free: stat.f_ffree,
                 })
+            })
+            .await
+        })
+    }
+
+    fn seek<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, what: Seek) -> Op<'a, u64> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            let stat = self.stat(&node).await?;
+            if !user.is_open {
+                self.inner.check_read(user.who, &node, &stat)?;
+            }
+            // A description of its own: positions are shared.
+            self.work(move |inner| {
+                let file = inner.open_data(&node, OFlags::RDONLY)?;
+                let from = match what {
+                    Seek::Data => SeekFrom::Data(at),
+                    Seek::Hole => SeekFrom::Hole(at),
+                };
+                rustix::fs::seek(&*file, from)
+            })
+            .await
+        })
+    }
+
+    fn allocate<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, len: u64, what: Allocate) -> Op<'a, ()> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            let stat = self.stat(&node).await?;
+            if !user.is_open {
+                self.inner.check_write(user.who, &node, &stat)?;
+            }
+            let file = self.open_for_writing(&node).await?;
+            let who = user.who.clone();
+            self.work(move |_| {
+                Inner::drop_privileges(&who, &node, &stat)?;
+                let flags = match what {
+                    Allocate::Reserve => FallocateFlags::empty(),
+                    Allocate::Punch => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+                };
+                let done = rustix::fs::fallocate(&*file, flags, at, len);
+                node.note_change();
+                done
+            })
+            .await
+        })
+    }
+
+    fn copy<'a>(
+        &'a self,
+        user: As<'a>,
+        (from, from_at): (&'a FileId, u64),
+        (to, to_at): (&'a FileId, u64),
+        len: u64,
+        shared: bool,
+    ) -> Op<'a, u64> {
+        Box::pin(async move {
+            let (source, target) = (self.node(from).await?, self.node(to).await?);
+            Inner::check_regular(&source)?;
+            Inner::check_regular(&target)?;
+            let stat = self.stat(&target).await?;
+            if !user.is_open {
+                self.inner.check_read(user.who, &source, &self.stat(&source).await?)?;
+                self.inner.check_write(user.who, &target, &stat)?;
+            }
+            let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
+            let who = user.who.clone();
+            self.work(move |_| {
+                Inner::drop_privileges(&who, &target, &stat)?;
+                let copied = if shared {
+                    thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)
+                } else {
+                    let (mut from_at, mut to_at) = (from_at, to_at);
+                    let len = usize::try_from(len).unwrap_or(COPY_MAX).min(COPY_MAX);
+                    rustix::fs::copy_file_range(&*source, Some(&mut from_at), &*file, Some(&mut to_at), len)
+                        .map(|copied| copied as u64)
+                };
+                target.note_change();
+                copied
+            })
+            .await
+        })
+    }
+
+    fn xattr<'a>(&'a self, who: &'a Credentials, file: &'a FileId, name: &'a [u8]) -> Op<'a, Vec<u8>> {
+        Box::pin(async move {
+            let (node, who, name) = (self.node(file).await?, who.clone(), user_xattr(name)?);
+            self.work(move |inner| {
+                let mut value = vec![0; XATTR_MAX];
+                let len = inner.act_as(&who, || rustix::fs::getxattr(node.proc_path(), &*name, &mut value[..]))?;
+                value.truncate(len);
+                Ok(value)
+            })
+            .await
+        })
+    }
+
+    fn set_xattr<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        name: &'a [u8],
+        value: Option<(&'a [u8], SetXattr)>,
+    ) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (node, who, name) = (self.node(file).await?, who.clone(), user_xattr(name)?);
+            let value = value.map(|(value, how)| (value.to_vec(), how));
+            self.work(move |inner| {
+                let done = inner.act_as(&who, || match &value {
+                    None => rustix::fs::removexattr(node.proc_path(), &*name),
+                    Some((value, how)) => {
+                        let flags = match how {
+                            SetXattr::Either => XattrFlags::empty(),
+                            SetXattr::Create => XattrFlags::CREATE,
+                            SetXattr::Replace => XattrFlags::REPLACE,
+                        };
+                        rustix::fs::setxattr(node.proc_path(), &*name, value, flags)
+                    }
+                });
+                node.note_change();
+                done
+            })
+            .await
+        })
+    }
+
+    fn xattrs<'a>(&'a self, who: &'a Credentials, file: &'a FileId) -> Op<'a, Vec<Vec<u8>>> {
+        Box::pin(async move {
+            let (node, who) = (self.node(file).await?, who.clone());
+            self.work(move |inner| {
+                let mut names = vec![0; XATTR_MAX];
+                let len = inner.act_as(&who, || {
+                    // Their names are for those who may read them.
+                    check_access(&node.fd, Access::READ_OK)?;
+                    rustix::fs::listxattr(node.proc_path(), &mut names[..])
+                })?;
+                let names = names[..len].split(|byte| *byte == 0);
+                Ok(names.filter_map(|name| name.strip_prefix(b"user.")).map(<[u8]>::to_vec).collect())
             })
             .await
         })

@@ -1,13 +1,17 @@
 //! File systems: the interface that the protocols work with, and its ends.
 
 mod local;
+mod memory;
 mod workers;
 
 pub use local::LocalFileSystem;
+pub use memory::MemoryFileSystem;
 
 use rustix::io::Errno;
 use smallvec::SmallVec;
+use std::any::Any;
 use std::pin::Pin;
+use std::sync::Arc;
 use thruway_engine::Segment;
 pub use thruway_fs::Credentials;
 
@@ -81,6 +85,8 @@ pub struct Attributes {
     pub modified: Time,
     /// Anything last changed.
     pub changed: Time,
+    /// Another number after every change (`change` of NFS version 4); it need not grow.
+    pub change: u64,
 }
 
 /// A time to be set.
@@ -193,6 +199,47 @@ pub struct ReadData {
     pub attributes: Attributes,
 }
 
+/// Keeps a file open: until all copies are dropped it can be read and written, also when its last name is gone.
+pub type OpenGuard = Arc<dyn Any + Send + Sync>;
+
+/// As whom data is read or written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct As<'a> {
+    /// The user.
+    pub who: &'a Credentials,
+    /// The user's rights were checked when the file was opened ([`FileSystem::open`]).
+    pub is_open: bool,
+}
+
+/// What is looked for in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Seek {
+    /// Data.
+    Data,
+    /// A hole; the end of the file counts as one.
+    Hole,
+}
+
+/// What is done to the storage of a part of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Allocate {
+    /// There is storage for it afterwards; the file grows if it ends before.
+    Reserve,
+    /// It is a hole afterwards; the file keeps its length.
+    Punch,
+}
+
+/// What is wanted of an extended attribute that is set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SetXattr {
+    /// It may be there or not.
+    Either,
+    /// It must not be there.
+    Create,
+    /// It must be there.
+    Replace,
+}
+
 /// How far written data has to get.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stability {
@@ -211,6 +258,9 @@ pub enum Stability {
 pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
+
+    /// Tells it from others; two that have files in common have one number, which is [`Attributes::fsid`].
+    fn fsid(&self) -> u64;
 
     /// What there is to know of a file.
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
@@ -233,13 +283,16 @@ pub trait FileSystem: Send + Sync {
     /// Where a symbolic link leads.
     fn read_link<'a>(&'a self, file: &'a FileId) -> Op<'a, Vec<u8>>;
 
+    /// Opens a regular file for its data, if the user has these rights to it; without any, for its creator.
+    fn open<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (OpenGuard, Attributes)>;
+
     /// Reads into the segment.
-    fn read<'a>(&'a self, who: &'a Credentials, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData>;
+    fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData>;
 
     /// Writes the segment, all of it.
     fn write<'a>(
         &'a self,
-        who: &'a Credentials,
+        user: As<'a>,
         file: &'a FileId,
         at: u64,
         segment: Segment,
@@ -289,4 +342,59 @@ pub trait FileSystem: Send + Sync {
 
     /// How full it is.
     fn usage(&self) -> Op<'_, Usage>;
+
+    /// The first data or hole from a position on; `ENXIO` if the position is at the end or there is no more data.
+    /// `EOPNOTSUPP` if this cannot be told, and so for the operations below, which a file system need not have.
+    fn seek<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, what: Seek) -> Op<'a, u64> {
+        let _ = (user, file, at, what);
+        unsupported()
+    }
+
+    /// Reserves storage or punches a hole.
+    fn allocate<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, len: u64, what: Allocate) -> Op<'a, ()> {
+        let _ = (user, file, at, len, what);
+        unsupported()
+    }
+
+    /// Copies at most `len` bytes of data between files; the number copied, which is 0 only at the end of the file. With `shared`
+    /// both are to share the storage of exactly this range.
+    fn copy<'a>(
+        &'a self,
+        user: As<'a>,
+        from: (&'a FileId, u64),
+        to: (&'a FileId, u64),
+        len: u64,
+        shared: bool,
+    ) -> Op<'a, u64> {
+        let _ = (user, from, to, len, shared);
+        unsupported()
+    }
+
+    /// Reads an extended attribute of users (`user.NAME`); `ENODATA` if there is none.
+    fn xattr<'a>(&'a self, who: &'a Credentials, file: &'a FileId, name: &'a [u8]) -> Op<'a, Vec<u8>> {
+        let _ = (who, file, name);
+        unsupported()
+    }
+
+    /// Sets an extended attribute of users, or removes it if there is no value.
+    fn set_xattr<'a>(
+        &'a self,
+        who: &'a Credentials,
+        file: &'a FileId,
+        name: &'a [u8],
+        value: Option<(&'a [u8], SetXattr)>,
+    ) -> Op<'a, ()> {
+        let _ = (who, file, name, value);
+        unsupported()
+    }
+
+    /// The names of all extended attributes of users, without `user.`.
+    fn xattrs<'a>(&'a self, who: &'a Credentials, file: &'a FileId) -> Op<'a, Vec<Vec<u8>>> {
+        let _ = (who, file);
+        unsupported()
+    }
+}
+
+fn unsupported<'a, T>() -> Op<'a, T> {
+    Box::pin(async { Err(Errno::OPNOTSUPP) })
 }

@@ -3,10 +3,8 @@
 mod status;
 
 use self::status::Status;
-use crate::file_system::{
-    Attributes, Credentials, FileId, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time,
-};
-use crate::share::{HANDLE_MAX, Share, Shares};
+use crate::file_system::{Attributes, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time};
+use crate::share::{HANDLE_MAX, Shares, Target};
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -51,13 +49,6 @@ mod procedure {
 /// The program.
 pub struct Nfs3 {
     shares: Arc<Shares>,
-}
-
-/// What a call is about, and as whom it is done.
-struct Target<'a> {
-    share: &'a Share,
-    file: FileId,
-    who: Credentials,
 }
 
 /// What follows the status of a call that has failed: attributes of these, as far as they are known.
@@ -158,14 +149,8 @@ fn get_directory_arguments<'a>(d: &mut Decoder<'a>) -> xdr::Result<DirectoryArgu
     Ok((get_handle(d)?, get_name(d)?))
 }
 
-impl<'a> Target<'a> {
-    async fn attributes(&self) -> Option<Attributes> {
-        self.share.files.attributes(&self.file).await.ok()
-    }
-
-    fn check_writable(&self) -> Done {
-        if self.share.read_only { Err(Status::ROFS) } else { Ok(()) }
-    }
+fn check_writable(target: &Target<'_>) -> Done {
+    if target.share.read_only { Err(Status::ROFS) } else { Ok(()) }
 }
 
 impl Nfs3 {
@@ -175,8 +160,7 @@ impl Nfs3 {
     }
 
     fn target(&self, call: &Call, handle: &[u8]) -> Result<Target<'_>, Status> {
-        let (share, file) = self.shares.resolve(handle)?;
-        Ok(Target { share, file, who: share.credentials(&call.credential) })
+        Ok(self.shares.target(handle, &call.credential)?)
     }
 
     /// Ends a reply: with the results, or with the status and what follows it.
@@ -428,7 +412,7 @@ impl Nfs3 {
         set: SetAttributes,
         guard: Option<Time>,
     ) -> Result<Encoder, Status> {
-        target.check_writable()?;
+        check_writable(target)?;
         let files = &target.share.files;
         let changed = files.set_attributes(&target.who, &target.file, set, guard).await;
         let attributes =
@@ -487,7 +471,7 @@ impl Nfs3 {
     async fn read(&self, call: &Call, target: &Target<'_>, at: u64, len: u32) -> Result<Encoder, Status> {
         let len = (len as usize).min(BULK_MAX);
         let segment = call.connection.buffers.segment(len).await.map_err(|_| Status::JUKEBOX)?;
-        let read = target.share.files.read(&target.who, &target.file, at, segment).await?;
+        let read = target.share.files.read(target.user(), &target.file, at, segment).await?;
         Ok(encoded(|out| {
             put_after(out, Some(&read.attributes));
             out.u32(read.segment.len() as u32);
@@ -505,7 +489,7 @@ impl Nfs3 {
         stable: u32,
         data: Bulk<'_>,
     ) -> Result<Encoder, Status> {
-        target.check_writable()?;
+        check_writable(target)?;
         let stability = match stable {
             0 => Stability::Unstable,
             1 => Stability::Data,
@@ -528,7 +512,7 @@ impl Nfs3 {
         let files = &target.share.files;
         // Before the write: if it changes meanwhile, the client writes once too often.
         let verifier = files.write_verifier();
-        let attributes = files.write(&target.who, &target.file, at, segment, stability).await?;
+        let attributes = files.write(target.user(), &target.file, at, segment, stability).await?;
         Ok(encoded(|out| {
             put_change(out, Some(&attributes));
             out.u32(len);
@@ -544,7 +528,7 @@ impl Nfs3 {
         what: Make,
         set: SetAttributes,
     ) -> Result<Encoder, Status> {
-        dir.check_writable()?;
+        check_writable(dir)?;
         let (file, attributes) = dir.share.files.make(&dir.who, &dir.file, name?, what, set).await?;
         let above = dir.attributes().await;
         Ok(encoded(|out| {
@@ -560,7 +544,7 @@ impl Nfs3 {
         name: Result<&[u8], Status>,
         is_directory: bool,
     ) -> Result<Encoder, Status> {
-        dir.check_writable()?;
+        check_writable(dir)?;
         dir.share.files.remove(&dir.who, &dir.file, name?, is_directory).await?;
         let above = dir.attributes().await;
         Ok(encoded(|out| put_change(out, above.as_ref())))
@@ -573,7 +557,7 @@ impl Nfs3 {
         to: &Target<'_>,
         new: Result<&[u8], Status>,
     ) -> Result<Encoder, Status> {
-        from.check_writable()?;
+        check_writable(from)?;
         if !std::ptr::eq(from.share, to.share) {
             return Err(Status::from(Errno::XDEV));
         }
@@ -586,7 +570,7 @@ impl Nfs3 {
     }
 
     async fn link(&self, file: &Target<'_>, dir: &Target<'_>, name: Result<&[u8], Status>) -> Result<Encoder, Status> {
-        file.check_writable()?;
+        check_writable(file)?;
         if !std::ptr::eq(file.share, dir.share) {
             return Err(Status::from(Errno::XDEV));
         }
