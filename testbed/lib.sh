@@ -133,3 +133,53 @@ file_systems() {
         umount "/mnt/$2"
     done
 }
+
+# share_directory: /tmp/served/data, a directory of an ext4 file system, and what a client of it needs.
+share_directory() {
+    mkdir -p /tmp/served /tmp/state /mnt/n
+    truncate -s 400M /tmp/served.ext4
+    mkfs.ext4 -q /tmp/served.ext4
+    mount -o loop /tmp/served.ext4 /tmp/served
+    mkdir -m 755 /tmp/served/data
+}
+
+# use_share MOUNTED SERVED: trees, large and small files, long directories, long links, and verified load on a mounted share.
+use_share() {
+    local mounted=$1 served=$2 size
+    cp -a /usr/share/zoneinfo/America "$mounted/tree"
+    echo 3 >/proc/sys/vm/drop_caches
+    same /usr/share/zoneinfo/America "$mounted/tree"
+    same /usr/share/zoneinfo/America "$served/tree"
+    for size in 0 1 3 4095 4096 4097 65537 1048575 3000001; do
+        head -c $size /dev/urandom >/tmp/random
+        cp /tmp/random "$mounted/file$size"
+        cmp /tmp/random "$served/file$size"
+        echo 3 >/proc/sys/vm/drop_caches
+        cmp /tmp/random "$mounted/file$size"
+    done
+    mkdir "$served/many"
+    (cd "$served/many" && seq 5000 | xargs touch)
+    [[ $(ls -f "$mounted/many" | sort -u | wc -l) == 5002 && $(ls -f "$mounted/many" | wc -l) == 5002 ]]
+    [[ $(ls -l "$mounted/many" | wc -l) == 5001 ]]
+    ln -s "$(printf '/long%.0s' {1..200})" "$mounted/link"
+    [[ $(readlink "$mounted/link") == "$(readlink "$served/link")" && -n $(readlink "$mounted/link") ]]
+    fio --name=v --directory="$mounted" --size=16M --bsrange=512-256k --rw=randrw --verify=crc32c --verify_fatal=1 \
+        --ioengine=psync --numjobs=2 --fsync=50 --output=/tmp/fio || { cat /tmp/fio; return 1; }
+    # Buffers of which neither beginning nor end is at a page.
+    fio --name=d --directory="$mounted" --size=16M --bsrange=4k-1m --rw=randwrite --verify=crc32c --verify_fatal=1 \
+        --ioengine=libaio --iodepth=16 --direct=1 --iomem_align=512 --output=/tmp/fio || { cat /tmp/fio; return 1; }
+    rm -r "$mounted"/*
+    [[ -z $(ls -A "$served") ]]
+}
+
+# every_version_over_rdma ADDRESS: mounts /data by RDMA, once by each version of NFS, and uses it.
+every_version_over_rdma() {
+    local version options
+    for version in 3 4.1 4.2; do
+        options=vers=$version,proto=rdma,port=20049
+        [[ $version != 3 ]] || options+=,mountproto=tcp,mountport=2049,nolock
+        mount -t nfs -o "$options" "$1:/data" /mnt/n
+        use_share /mnt/n /tmp/served/data
+        umount /mnt/n
+    done
+}

@@ -1,16 +1,126 @@
 //! Entry points for the fuzzer.
 
+use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
-use crate::share::Shares;
+use crate::share::{Share, Shares, Squash};
 use crate::v3::Nfs3;
+use crate::v4::{self, Nfs4};
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 use thruway_rpc::server::{Program, Programs};
+use thruway_rpc::xdr::Encoder;
+
+fn programs(shares: Vec<Share>) -> Programs {
+    let shares = Arc::new(Shares::new(shares, [7; 32]).expect("one share at most"));
+    let config = v4::Config { lease: Duration::from_secs(90), state_file: None };
+    let v4 = Nfs4::new(Arc::clone(&shares), config).expect("there is no file to be read");
+    Programs::new([
+        Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
+        Arc::new(v4),
+        Arc::new(Mount::new(shares)),
+    ])
+}
 
 /// A call of a hostile client: what it asks for is not there.
 pub fn call(data: &[u8]) {
-    static PROGRAMS: LazyLock<Programs> = LazyLock::new(|| {
-        let shares = Arc::new(Shares::new(Vec::new(), [7; 32]).expect("names that do not exist are different"));
-        Programs::new([Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>, Arc::new(Mount::new(shares))])
-    });
+    static PROGRAMS: LazyLock<Programs> = LazyLock::new(|| programs(Vec::new()));
     thruway_rpc::fuzzing::message(&PROGRAMS, data);
+}
+
+/// A client of version 4 with a session, whose calls this builds from their operations.
+struct Client {
+    programs: Programs,
+    session: Vec<u8>,
+    sequence: u32,
+}
+
+const EXCHANGE_ID: u32 = 42;
+const CREATE_SESSION: u32 = 43;
+const LOOKUP: u32 = 15;
+const PUTROOTFH: u32 = 24;
+const SEQUENCE: u32 = 53;
+const RECLAIM_COMPLETE: u32 = 58;
+
+impl Client {
+    fn new() -> Client {
+        let files = Box::new(MemoryFileSystem::new(1 << 20));
+        let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None };
+        let mut client = Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1 };
+        let mut exchange = Encoder::new();
+        exchange.u32(EXCHANGE_ID);
+        exchange.fixed(&[1; 8]);
+        exchange.opaque(b"fuzzer");
+        [0, 0, 0].into_iter().for_each(|word| exchange.u32(word));
+        // Status, tag, number of results; the operation and its status; then the client.
+        let reply = client.compound(1, &exchange.to_bytes());
+        let id = reply[20..28].to_vec();
+        let mut create = Encoder::new();
+        create.u32(CREATE_SESSION);
+        create.fixed(&id);
+        [1, 0].into_iter().for_each(|word| create.u32(word));
+        for _ in 0..2 {
+            [0, 1 << 20, 1 << 20, 4096, 64, 4, 0].into_iter().for_each(|word| create.u32(word));
+        }
+        [0, 0].into_iter().for_each(|word| create.u32(word));
+        client.session = client.compound(1, &create.to_bytes())[20..36].to_vec();
+        let mut complete = Encoder::new();
+        complete.u32(RECLAIM_COMPLETE);
+        complete.bool(false);
+        client.in_session(1, &complete.to_bytes());
+        client
+    }
+
+    /// The results of a compound: what is behind the header of the reply.
+    fn compound(&self, count: u32, operations: &[u8]) -> Vec<u8> {
+        let mut call = Encoder::new();
+        for word in [9, 0, 2, v4::PROGRAM, 4, 1, 0, 0, 0, 0, 0, 2, count] {
+            call.u32(word);
+        }
+        let call = [call.to_bytes(), operations.to_vec()].concat();
+        thruway_rpc::fuzzing::call(&self.programs, &call).map_or_else(Vec::new, |reply| reply[24..].to_vec())
+    }
+
+    fn in_session(&mut self, count: u32, operations: &[u8]) -> Vec<u8> {
+        let mut sequence = Encoder::new();
+        sequence.u32(SEQUENCE);
+        sequence.fixed(&self.session);
+        [self.sequence, 0, 0, 1].into_iter().for_each(|word| sequence.u32(word));
+        self.sequence += 1;
+        self.compound(count + 1, &[sequence.to_bytes(), operations.to_vec()].concat())
+    }
+}
+
+/// Operations of version 4 in a session, on a share in memory; whatever they are, the session works afterwards.
+pub fn operations(data: &[u8]) {
+    let mut client = Client::new();
+    let mut begin = Encoder::new();
+    for word in [PUTROOTFH, LOOKUP] {
+        begin.u32(word);
+    }
+    begin.opaque(b"m");
+    for data in data.chunks(2048) {
+        let results = client.in_session(60, &[&begin.to_bytes(), data].concat());
+        assert!(results.is_empty() || results.len() >= 12, "a status, a tag and a number of results");
+    }
+    let results = client.in_session(2, &begin.to_bytes());
+    // Unless it has taken its session apart.
+    let bad_session = 10_052_u32.to_be_bytes();
+    assert!(results[..4] == [0; 4] || results[..4] == bad_session, "{results:?}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_client_has_a_session() {
+        let mut client = Client::new();
+        let mut begin = Encoder::new();
+        begin.u32(PUTROOTFH);
+        let results = client.in_session(1, &begin.to_bytes());
+        assert_eq!(results[..12], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2]);
+        operations(&[]);
+        operations(&[0; 5000]);
+        operations(&(0..=255).collect::<Vec<u8>>());
+    }
 }

@@ -2,7 +2,7 @@
 //!
 //! - [`file_system`]: what a file system is, and directories of this host.
 //! - [`share`]: file systems with names, file handles, and whom the users of clients count as.
-//! - [`v3`] and [`mount`]: the protocols.
+//! - [`v3`] and [`mount`], [`v4`]: the protocols.
 
 #![forbid(unsafe_code)]
 
@@ -12,3 +12,4 @@ pub mod fuzzing;
 pub mod mount;
 pub mod share;
 pub mod v3;
+pub mod v4;

@@ -217,7 +217,9 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
         services.push(Box::new(blocks));
     }
     let state = args.block.state();
-    if let Some(files) = NfsService::start(&args.nfs, args.anonymous, args.block.max_connections, state.as_deref())? {
+    let connections_max = args.block.max_connections;
+    let over = |listen: &[SocketAddr]| fabric(args.provider, listen);
+    if let Some(files) = NfsService::start(&args.nfs, args.anonymous, connections_max, state.as_deref(), over)? {
         services.push(Box::new(files));
     }
     if let Some(credentials) = credentials {

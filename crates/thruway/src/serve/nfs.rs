@@ -5,17 +5,22 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use std::collections::HashSet;
 use std::error::Error;
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use thruway_cli::units;
 use thruway_engine::Reactors;
+use thruway_engine::units::parse_size;
+use thruway_fabric::Provider;
 use thruway_fs::durable;
-use thruway_nfs::file_system::LocalFileSystem;
+use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::share::{Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
-use thruway_rpc::server::{Config, Program, Programs, Server};
+use thruway_nfs::v4::{self, Nfs4};
+use thruway_rpc::server::{Config, Program, Programs, RdmaConfig, Server};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 
@@ -26,37 +31,65 @@ pub(super) const HEADING: &str = "File service";
 #[derive(Args)]
 #[command(next_help_heading = HEADING)]
 pub(super) struct NfsArgs {
-    /// Directory to share by NFS (version 3): read-only with ro; squash=root (the default), all or none says which
-    /// users of clients count as nobody; may be repeated
+    /// Directory to share by NFS (versions 3, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
+    /// users of clients count as nobody; with mem:SIZE instead of a directory, memory that is gone with the daemon; may be
+    /// repeated
     #[arg(long, value_name = "NAME=DIR[,ro][,squash=WHO]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]
     pub nfs: Vec<SocketAddr>,
+    /// Serve the shares over NFS/RDMA on this address, usually port 20049; by iWARP in user space, or by an RDMA device with
+    /// --provider verbs
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub nfs_rdma: Vec<SocketAddr>,
+    /// After this long without a word from a client of NFS version 4, others may have what it has open and locked; as long
+    /// after a restart, clients get back what they had, and nobody anything else
+    #[arg(long, value_name = "SECONDS", default_value_t = 90, value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub nfs_lease: u16,
+}
+
+/// What is shared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Source {
+    Directory(PathBuf),
+    /// Memory of so many bytes.
+    Memory(u64),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Directory(path) => path.display().fmt(f),
+            Source::Memory(bytes) => write!(f, "{} of memory", units::size(*bytes)),
+        }
+    }
 }
 
 /// A share, as it is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Spec {
     name: String,
-    dir: PathBuf,
+    source: Source,
     read_only: bool,
     squash: Squash,
 }
 
 impl Spec {
     fn parse(text: &str) -> Result<Spec, String> {
-        let (name, rest) = text.split_once('=').ok_or("expected NAME=DIR[,OPTION]...")?;
+        let (name, rest) = text.split_once('=').ok_or("expected NAME=DIR[,OPTION]... or NAME=mem:SIZE[,OPTION]...")?;
         let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
         if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(legal) {
             return Err(format!("'{name}' is no name of a share: letters, digits, '.', '_' and '-', at most 64"));
         }
         let mut parts = rest.split(',');
-        let dir = parts.next().unwrap_or_default();
-        if dir.is_empty() {
-            return Err("the directory is missing; write NAME=DIR".into());
-        }
-        let mut spec = Spec { name: name.into(), dir: dir.into(), read_only: false, squash: Squash::default() };
+        let source = parts.next().unwrap_or_default();
+        let source = match source.strip_prefix("mem:") {
+            _ if source.is_empty() => return Err("the directory is missing; write NAME=DIR".into()),
+            Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
+            None => Source::Directory(source.into()),
+        };
+        let mut spec = Spec { name: name.into(), source, read_only: false, squash: Squash::default() };
         for option in parts {
             match option {
                 "ro" => spec.read_only = true,
@@ -73,8 +106,16 @@ impl Spec {
     }
 
     fn open(&self) -> Result<Share, String> {
-        let files = LocalFileSystem::open(&self.dir).map_err(|error| {
-            let path = self.dir.display();
+        let files: Box<dyn FileSystem> = match &self.source {
+            Source::Directory(path) => Box::new(self.open_directory(path)?),
+            Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
+        };
+        Ok(Share { name: self.name.clone(), files, read_only: self.read_only, squash: self.squash })
+    }
+
+    fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
+        LocalFileSystem::open(path).map_err(|error| {
+            let path = path.display();
             match Errno::from_io_error(&error) {
                 Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
                 Some(Errno::OPNOTSUPP) => {
@@ -82,14 +123,15 @@ impl Spec {
                 }
                 _ => format!("share '{}': {path}: {error}", self.name),
             }
-        })?;
-        let (name, files) = (self.name.clone(), Box::new(files));
-        Ok(Share { name, files, read_only: self.read_only, squash: self.squash })
+        })
     }
 }
 
 /// The file with the key of handles, in the directory for what is to outlive the daemon.
 const KEY_FILE: &str = "nfs-handles";
+
+/// The file with the clients that have something open, in the same directory.
+const CLIENTS_FILE: &str = "nfs-clients";
 
 /// The key of handles, which is made when there is none.
 fn handle_key(state: &Path) -> Result<[u8; 32], String> {
@@ -111,10 +153,10 @@ impl NfsArgs {
     /// Refuses what would be without effect, and what would serve everybody without having been asked to.
     pub(super) fn check(&self, anonymous: bool, user: bool) -> Result<(), String> {
         if self.share.is_empty() {
-            return if self.nfs.is_empty() {
-                Ok(())
-            } else {
-                Err("--nfs requires at least one --share NAME=DIR".into())
+            return match (self.nfs.is_empty(), self.nfs_rdma.is_empty()) {
+                (true, true) => Ok(()),
+                (false, _) => Err("--nfs requires at least one --share NAME=DIR".into()),
+                (true, false) => Err("--nfs-rdma requires at least one --share NAME=DIR".into()),
             };
         }
         let mut names = HashSet::new();
@@ -124,7 +166,7 @@ impl NfsArgs {
         if user {
             return Err("--user cannot be used with --share: only root can act as the users of clients".into());
         }
-        if let Some(open) = self.nfs.iter().find(|a| !a.ip().to_canonical().is_loopback())
+        if let Some(open) = self.nfs.iter().chain(&self.nfs_rdma).find(|a| !a.ip().to_canonical().is_loopback())
             && !anonymous
         {
             return Err(format!(
@@ -145,7 +187,8 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// The running file service.
 pub(super) struct NfsService {
-    server: Server,
+    tcp: Option<Server>,
+    rdma: Option<Server>,
     lines: Vec<String>,
     /// Last, so that the server's tasks end with it.
     _reactors: Reactors,
@@ -158,6 +201,7 @@ impl NfsService {
         anonymous: bool,
         connections_max: u32,
         state: Option<&Path>,
+        fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
     ) -> Result<Option<NfsService>, String> {
         if args.share.is_empty() {
             return Ok(None);
@@ -169,48 +213,82 @@ impl NfsService {
             .map_err(|(one, other)| format!("shares '{one}' and '{other}' cannot be told apart: rename one"))?;
         let shares = Arc::new(shares);
         let reactors = Reactors::start(None).map_err(|e| format!("starting the file service: {e}"))?;
-        let listen =
-            if args.nfs.is_empty() { vec![SocketAddr::from(([127, 0, 0, 1], 2049))] } else { args.nfs.clone() };
-        let config = Config {
-            protocol: "NFS",
-            listen: listen.into_iter().map(Address::Tcp).collect(),
-            programs: Programs::new([
-                Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
-                Arc::new(Mount::new(shares)),
-            ]),
-            tls: None,
-            tls_required: false,
-            own_user_only: !anonymous,
-            connections_max: connections_max as usize,
+        let v4 = v4::Config {
+            lease: Duration::from_secs(args.nfs_lease.into()),
+            state_file: Some(state.join(CLIENTS_FILE)),
         };
-        let server = Server::start(config, &reactors).map_err(|e| e.to_string())?;
+        let v4 =
+            Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
+        let programs = Programs::new([
+            Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
+            Arc::new(v4),
+            Arc::new(Mount::new(shares)),
+        ]);
+        let (own_user_only, connections_max) = (!anonymous, connections_max as usize);
+        let mut listen = args.nfs.clone();
+        if listen.is_empty() && args.nfs_rdma.is_empty() {
+            listen.push(SocketAddr::from(([127, 0, 0, 1], 2049)));
+        }
+        let tcp = (!listen.is_empty()).then(|| {
+            let config = Config {
+                protocol: "NFS",
+                listen: listen.into_iter().map(Address::Tcp).collect(),
+                programs: programs.clone(),
+                tls: None,
+                tls_required: false,
+                own_user_only,
+                connections_max,
+            };
+            Server::start(config, &reactors).map_err(|e| e.to_string())
+        });
+        let tcp = tcp.transpose()?;
+        let rdma = (!args.nfs_rdma.is_empty()).then(|| {
+            let config = RdmaConfig {
+                protocol: "NFS/RDMA",
+                listen: args.nfs_rdma.clone(),
+                provider: fabric(&args.nfs_rdma)?,
+                programs,
+                own_user_only,
+                connections_max,
+            };
+            Server::start_rdma(config, &reactors).map_err(|e| format!("NFS/RDMA: {e}"))
+        });
+        let rdma = rdma.transpose()?;
         let line = |spec: &Spec| {
             let mode = if spec.read_only { "read-only" } else { "read-write" };
-            format!("share /{} = {} ({mode})", spec.name, spec.dir.display())
+            format!("share /{} = {} ({mode})", spec.name, spec.source)
         };
-        Ok(Some(NfsService { server, lines: args.share.iter().map(line).collect(), _reactors: reactors }))
+        Ok(Some(NfsService { tcp, rdma, lines: args.share.iter().map(line).collect(), _reactors: reactors }))
+    }
+}
+
+impl NfsService {
+    fn servers(&self) -> impl Iterator<Item = &Server> {
+        self.tcp.iter().chain(&self.rdma)
     }
 }
 
 impl Service for NfsService {
     fn announcement(&self) -> Announcement {
-        Announcement {
-            addresses: vec![("nfs", "NFS at", self.server.addresses().to_vec())],
-            facts: Vec::new(),
-            lines: self.lines.clone(),
-        }
+        let tcp = self.tcp.iter().map(|s| ("nfs", "NFS at", s.addresses().to_vec()));
+        let rdma = self.rdma.iter().map(|s| ("nfs_rdma", "NFS/RDMA at", s.addresses().to_vec()));
+        Announcement { addresses: tcp.chain(rdma).collect(), facts: Vec::new(), lines: self.lines.clone() }
     }
 
     fn statistics(&self) -> Vec<String> {
-        vec![format!("NFS: {} connections", self.server.connections())]
+        let tcp = self.tcp.iter().map(|s| ("NFS", s));
+        let all = tcp.chain(self.rdma.iter().map(|s| ("NFS/RDMA", s)));
+        all.map(|(name, server)| format!("{name}: {} connections", server.connections())).collect()
     }
 
     fn close(&self) {
-        self.server.close();
+        self.servers().for_each(Server::close);
     }
 
     fn shut_down(&mut self) -> Result<(), Box<dyn Error>> {
-        self.server.shut_down(LEAVE_TIMEOUT);
+        // Both at once first, so that together they take no longer than one.
+        self.servers().for_each(Server::close);
+        self.servers().for_each(|server| server.shut_down(LEAVE_TIMEOUT));
         Ok(())
     }
 }
@@ -221,12 +299,13 @@ mod tests {
 
     #[test]
     fn shares_are_read_with_their_options() {
-        let spec = |name: &str, dir: &str, read_only, squash| {
-            Ok(Spec { name: name.into(), dir: dir.into(), read_only, squash })
-        };
-        assert_eq!(Spec::parse("d=/srv"), spec("d", "/srv", false, Squash::Root));
-        assert_eq!(Spec::parse("d=/srv,ro,squash=all"), spec("d", "/srv", true, Squash::All));
-        assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", "/srv", false, Squash::None));
+        let spec = |name: &str, source, read_only, squash| Ok(Spec { name: name.into(), source, read_only, squash });
+        let dir = || Source::Directory("/srv".into());
+        assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
+        assert_eq!(Spec::parse("d=/srv,ro,squash=all"), spec("d", dir(), true, Squash::All));
+        assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", dir(), false, Squash::None));
+        assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
+        assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
         for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
             assert!(Spec::parse(wrong).is_err(), "{wrong}");
         }

@@ -1,0 +1,312 @@
+//! Attributes of files (RFC 8881, section 5; RFC 7862, section 12.2; RFC 8275; RFC 8276).
+
+use super::bitmap::Bitmap;
+use super::status::Status;
+use crate::file_system::{Attributes, Kind, SetAttributes, SetTime, Time, Usage};
+use thruway_rpc::server::BULK_MAX;
+use thruway_rpc::xdr::{self, Decoder, Encoder};
+
+/// Numbers of attributes, by the names of the RFCs.
+pub(super) mod number {
+    pub(in super::super) const SUPPORTED_ATTRS: u32 = 0;
+    pub(in super::super) const TYPE: u32 = 1;
+    pub(in super::super) const FH_EXPIRE_TYPE: u32 = 2;
+    pub(in super::super) const CHANGE: u32 = 3;
+    pub(in super::super) const SIZE: u32 = 4;
+    pub(in super::super) const LINK_SUPPORT: u32 = 5;
+    pub(in super::super) const SYMLINK_SUPPORT: u32 = 6;
+    pub(in super::super) const NAMED_ATTR: u32 = 7;
+    pub(in super::super) const FSID: u32 = 8;
+    pub(in super::super) const UNIQUE_HANDLES: u32 = 9;
+    pub(in super::super) const LEASE_TIME: u32 = 10;
+    pub(in super::super) const RDATTR_ERROR: u32 = 11;
+    pub(in super::super) const ACLSUPPORT: u32 = 13;
+    pub(in super::super) const CANSETTIME: u32 = 15;
+    pub(in super::super) const CASE_INSENSITIVE: u32 = 16;
+    pub(in super::super) const CASE_PRESERVING: u32 = 17;
+    pub(in super::super) const CHOWN_RESTRICTED: u32 = 18;
+    pub(in super::super) const FILEHANDLE: u32 = 19;
+    pub(in super::super) const FILEID: u32 = 20;
+    pub(in super::super) const FILES_AVAIL: u32 = 21;
+    pub(in super::super) const FILES_FREE: u32 = 22;
+    pub(in super::super) const FILES_TOTAL: u32 = 23;
+    pub(in super::super) const HOMOGENEOUS: u32 = 26;
+    pub(in super::super) const MAXFILESIZE: u32 = 27;
+    pub(in super::super) const MAXLINK: u32 = 28;
+    pub(in super::super) const MAXNAME: u32 = 29;
+    pub(in super::super) const MAXREAD: u32 = 30;
+    pub(in super::super) const MAXWRITE: u32 = 31;
+    pub(in super::super) const MODE: u32 = 33;
+    pub(in super::super) const NO_TRUNC: u32 = 34;
+    pub(in super::super) const NUMLINKS: u32 = 35;
+    pub(in super::super) const OWNER: u32 = 36;
+    pub(in super::super) const OWNER_GROUP: u32 = 37;
+    pub(in super::super) const RAWDEV: u32 = 41;
+    pub(in super::super) const SPACE_AVAIL: u32 = 42;
+    pub(in super::super) const SPACE_FREE: u32 = 43;
+    pub(in super::super) const SPACE_TOTAL: u32 = 44;
+    pub(in super::super) const SPACE_USED: u32 = 45;
+    pub(in super::super) const TIME_ACCESS: u32 = 47;
+    pub(in super::super) const TIME_ACCESS_SET: u32 = 48;
+    pub(in super::super) const TIME_DELTA: u32 = 51;
+    pub(in super::super) const TIME_METADATA: u32 = 52;
+    pub(in super::super) const TIME_MODIFY: u32 = 53;
+    pub(in super::super) const TIME_MODIFY_SET: u32 = 54;
+    pub(in super::super) const MOUNTED_ON_FILEID: u32 = 55;
+    pub(in super::super) const SUPPATTR_EXCLCREAT: u32 = 75;
+    pub(in super::super) const CLONE_BLKSIZE: u32 = 77;
+    pub(in super::super) const XATTR_SUPPORT: u32 = 82;
+}
+
+use number::*;
+
+/// Attributes of every minor version.
+const SUPPORTED: &[u32] = &[
+    SUPPORTED_ATTRS,
+    TYPE,
+    FH_EXPIRE_TYPE,
+    CHANGE,
+    SIZE,
+    LINK_SUPPORT,
+    SYMLINK_SUPPORT,
+    NAMED_ATTR,
+    FSID,
+    UNIQUE_HANDLES,
+    LEASE_TIME,
+    RDATTR_ERROR,
+    ACLSUPPORT,
+    CANSETTIME,
+    CASE_INSENSITIVE,
+    CASE_PRESERVING,
+    CHOWN_RESTRICTED,
+    FILEHANDLE,
+    FILEID,
+    FILES_AVAIL,
+    FILES_FREE,
+    FILES_TOTAL,
+    HOMOGENEOUS,
+    MAXFILESIZE,
+    MAXLINK,
+    MAXNAME,
+    MAXREAD,
+    MAXWRITE,
+    MODE,
+    NO_TRUNC,
+    NUMLINKS,
+    OWNER,
+    OWNER_GROUP,
+    RAWDEV,
+    SPACE_AVAIL,
+    SPACE_FREE,
+    SPACE_TOTAL,
+    SPACE_USED,
+    TIME_ACCESS,
+    TIME_ACCESS_SET,
+    TIME_DELTA,
+    TIME_METADATA,
+    TIME_MODIFY,
+    TIME_MODIFY_SET,
+    MOUNTED_ON_FILEID,
+];
+
+/// Those that can be set, also when a file is made.
+const WRITABLE: &[u32] = &[SIZE, MODE, OWNER, OWNER_GROUP, TIME_ACCESS_SET, TIME_MODIFY_SET];
+
+/// Those that tell how full the file system is, which has to be asked for.
+pub(super) const OF_USAGE: &[u32] = &[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL];
+
+/// The attributes that a minor version has.
+pub(super) fn supported(minor: u32) -> Bitmap {
+    let mut all = Bitmap::of(SUPPORTED);
+    if minor >= 1 {
+        all.insert(SUPPATTR_EXCLCREAT);
+    }
+    if minor >= 2 {
+        [CLONE_BLKSIZE, XATTR_SUPPORT].into_iter().for_each(|number| all.insert(number));
+    }
+    all
+}
+
+/// What is told of an object.
+pub(super) struct Described<'a> {
+    pub minor: u32,
+    pub lease_seconds: u32,
+    pub attributes: &'a Attributes,
+    /// Major and minor number of its file system.
+    pub fsid: (u64, u64),
+    /// Its handle, if that is asked for.
+    pub handle: &'a [u8],
+    /// Its number in the directory that it is mounted on.
+    pub mounted_on: u64,
+    pub usage: Usage,
+}
+
+fn put_time(out: &mut Encoder, time: Time) {
+    out.i64(time.seconds);
+    out.u32(time.nanoseconds);
+}
+
+fn get_time(d: &mut Decoder<'_>) -> Result<Time, Status> {
+    let time = Time { seconds: d.i64()?, nanoseconds: d.u32()? };
+    if time.nanoseconds < 1_000_000_000 { Ok(time) } else { Err(Status::INVAL) }
+}
+
+/// `nfs_ftype4`
+pub(super) fn number_of(kind: Kind) -> u32 {
+    match kind {
+        Kind::Regular => 1,
+        Kind::Directory => 2,
+        Kind::BlockDevice => 3,
+        Kind::CharacterDevice => 4,
+        Kind::SymbolicLink => 5,
+        Kind::Socket => 6,
+        Kind::Fifo => 7,
+    }
+}
+
+fn put(out: &mut Encoder, number: u32, of: &Described<'_>) {
+    let (a, usage) = (of.attributes, &of.usage);
+    match number {
+        SUPPORTED_ATTRS => supported(of.minor).encode(out),
+        TYPE => out.u32(number_of(a.kind)),
+        // Handles are good for ever.
+        FH_EXPIRE_TYPE => out.u32(0),
+        CHANGE => out.u64(a.change),
+        SIZE => out.u64(a.size),
+        LINK_SUPPORT | SYMLINK_SUPPORT | UNIQUE_HANDLES | CANSETTIME | CASE_PRESERVING | CHOWN_RESTRICTED
+        | HOMOGENEOUS | NO_TRUNC | XATTR_SUPPORT => out.bool(true),
+        NAMED_ATTR | CASE_INSENSITIVE => out.bool(false),
+        FSID => {
+            out.u64(of.fsid.0);
+            out.u64(of.fsid.1);
+        }
+        LEASE_TIME => out.u32(of.lease_seconds),
+        // No error; no access control lists.
+        RDATTR_ERROR | ACLSUPPORT => out.u32(0),
+        CLONE_BLKSIZE => out.u32(4096),
+        FILEHANDLE => out.opaque(of.handle),
+        FILEID => out.u64(a.number),
+        FILES_AVAIL | FILES_FREE => out.u64(usage.files_free),
+        FILES_TOTAL => out.u64(usage.files),
+        MAXFILESIZE => out.u64(i64::MAX as u64),
+        MAXLINK => out.u32(32_000),
+        MAXNAME => out.u32(255),
+        MAXREAD | MAXWRITE => out.u64(BULK_MAX as u64),
+        MODE => out.u32(a.mode),
+        NUMLINKS => out.u32(a.links),
+        OWNER => out.opaque(a.uid.to_string().as_bytes()),
+        OWNER_GROUP => out.opaque(a.gid.to_string().as_bytes()),
+        RAWDEV => {
+            out.u32(a.device.0);
+            out.u32(a.device.1);
+        }
+        SPACE_AVAIL => out.u64(usage.bytes_available),
+        SPACE_FREE => out.u64(usage.bytes_free),
+        SPACE_TOTAL => out.u64(usage.bytes),
+        SPACE_USED => out.u64(a.used),
+        TIME_ACCESS => put_time(out, a.accessed),
+        TIME_DELTA => put_time(out, Time { seconds: 0, nanoseconds: 1 }),
+        TIME_METADATA => put_time(out, a.changed),
+        TIME_MODIFY => put_time(out, a.modified),
+        MOUNTED_ON_FILEID => out.u64(of.mounted_on),
+        // Times that are set cannot be told when an exclusive creation keeps its number there.
+        SUPPATTR_EXCLCREAT => {
+            let kept = [TIME_ACCESS_SET, TIME_MODIFY_SET];
+            let all: Vec<u32> = WRITABLE.iter().copied().filter(|number| !kept.contains(number)).collect();
+            Bitmap::of(&all).encode(out);
+        }
+        _ => unreachable!("an attribute that is said to be supported"),
+    }
+}
+
+/// Those that can be told of the ones that are asked for.
+pub(super) fn readable(wanted: &Bitmap, minor: u32) -> Bitmap {
+    let supported = supported(minor);
+    let only_set = [TIME_ACCESS_SET, TIME_MODIFY_SET];
+    let told: Vec<u32> = wanted.iter().filter(|n| supported.contains(*n) && !only_set.contains(n)).collect();
+    Bitmap::of(&told)
+}
+
+/// `fattr4`: those of the wanted attributes that there are.
+pub(super) fn encode(out: &mut Encoder, wanted: &Bitmap, of: &Described<'_>) {
+    let told = readable(wanted, of.minor);
+    told.encode(out);
+    let mut values = Encoder::new();
+    told.iter().for_each(|number| put(&mut values, number, of));
+    out.opaque(&values.into_parts().0);
+}
+
+/// `fattr4` of an entry of a directory about which nothing but an error can be told.
+pub(super) fn encode_error(out: &mut Encoder, status: Status) {
+    Bitmap::of(&[RDATTR_ERROR]).encode(out);
+    let mut values = Encoder::new();
+    values.u32(status.0);
+    out.opaque(&values.into_parts().0);
+}
+
+/// What a client wants to set.
+#[derive(Debug, Default)]
+pub(super) struct Wanted {
+    pub set: SetAttributes,
+    /// Which they are.
+    pub which: Bitmap,
+}
+
+/// Longest name of an owner.
+const OWNER_MAX: u32 = 1024;
+
+/// A user or a group, by its number: `1000`, or `1000@anywhere`.
+fn get_owner(d: &mut Decoder<'_>) -> Result<u32, Status> {
+    let name = d.opaque(OWNER_MAX)?;
+    let name = std::str::from_utf8(name).map_err(|_| Status::BADOWNER)?;
+    let name = name.split('@').next().expect("there is a first part");
+    name.parse().map_err(|_| Status::BADOWNER)
+}
+
+fn get_set_time(d: &mut Decoder<'_>) -> Result<SetTime, Status> {
+    match d.u32()? {
+        0 => Ok(SetTime::Now),
+        1 => Ok(SetTime::To(get_time(d)?)),
+        _ => Err(Status::BADXDR),
+    }
+}
+
+/// Decodes `fattr4` of a SETATTR, OPEN or CREATE.
+pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> {
+    let which = Bitmap::decode(d)?;
+    let values = d.opaque(64 << 10)?;
+    let (mut values, mut set) = (Decoder::new(values), SetAttributes::default());
+    let supported = supported(minor);
+    for number in which.iter() {
+        if !supported.contains(number) {
+            return Err(Status::ATTRNOTSUPP);
+        }
+        if !WRITABLE.contains(&number) {
+            return Err(Status::INVAL);
+        }
+        match number {
+            SIZE => set.size = Some(values.u64()?),
+            MODE => set.mode = Some(get_mode(&mut values)?),
+            OWNER => set.uid = Some(get_owner(&mut values)?),
+            OWNER_GROUP => set.gid = Some(get_owner(&mut values)?),
+            TIME_ACCESS_SET => set.accessed = Some(get_set_time(&mut values)?),
+            TIME_MODIFY_SET => set.modified = Some(get_set_time(&mut values)?),
+            _ => unreachable!("an attribute that can be set"),
+        }
+    }
+    if set.size.is_some_and(|size| size > i64::MAX as u64) {
+        return Err(Status::FBIG);
+    }
+    values.finish()?;
+    Ok(Wanted { set, which })
+}
+
+fn get_mode(d: &mut Decoder<'_>) -> Result<u32, Status> {
+    let mode = d.u32()?;
+    if mode & !0o7777 == 0 { Ok(mode) } else { Err(Status::INVAL) }
+}
+
+/// Bytes of `fattr4` as they are, for a comparison (VERIFY).
+pub(super) fn get_raw<'a>(d: &mut Decoder<'a>) -> xdr::Result<(Bitmap, &'a [u8])> {
+    Ok((Bitmap::decode(d)?, d.opaque(64 << 10)?))
+}

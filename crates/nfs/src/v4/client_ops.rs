@@ -1,0 +1,228 @@
+//! Operations on clients and sessions (RFC 8881, section 18.34 and on).
+
+use super::compound::{Compound, Done, get_name};
+use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
+use super::state::{NewSession, Principal};
+use super::status::Status;
+use std::sync::Arc;
+use thruway_rpc::message::flavor;
+use thruway_rpc::server::{CALL_MAX, Credential};
+use thruway_rpc::xdr::{self, Decoder, Encoder};
+
+/// Longest name of a client or a server (`NFS4_OPAQUE_LIMIT`).
+const OPAQUE_MAX: u32 = 1024;
+
+/// Flags of EXCHANGE_ID: only an update of what is there; it was there; no pNFS.
+const UPDATE: u32 = 0x4000_0000;
+const CONFIRMED: u32 = 0x8000_0000;
+const USE_NON_PNFS: u32 = 0x0001_0000;
+/// All that a client may set.
+const EXCHANGE_FLAGS: u32 = 0x4007_0107;
+
+/// Smallest request or reply of a session.
+const MESSAGE_MIN: u32 = 512;
+
+fn get_limits(d: &mut Decoder<'_>) -> xdr::Result<ChannelLimits> {
+    let _padding = d.u32()?;
+    let limits = ChannelLimits {
+        request: d.u32()?,
+        response: d.u32()?,
+        cached: d.u32()?,
+        operations: d.u32()?,
+        requests: d.u32()?,
+    };
+    // How many RDMA Reads may be outstanding, of which connections know themselves.
+    d.array(1, Decoder::u32)?;
+    Ok(limits)
+}
+
+fn put_limits(out: &mut Encoder, limits: &ChannelLimits) {
+    for word in [0, limits.request, limits.response, limits.cached, limits.operations, limits.requests, 0] {
+        out.u32(word);
+    }
+}
+
+/// `callback_sec_parms4`: there are no callbacks yet, so that only the form counts.
+fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<()> {
+    for _ in 0..d.len(16)? {
+        match d.u32()? {
+            flavor::AUTH_NONE => {}
+            flavor::AUTH_SYS => {
+                let _ = (d.u32()?, d.opaque(255)?, d.u32()?, d.u32()?);
+                d.array(16, Decoder::u32)?;
+            }
+            flavor::RPCSEC_GSS => drop((d.u32()?, d.opaque(OPAQUE_MAX)?, d.opaque(OPAQUE_MAX)?)),
+            value => return Err(xdr::DecodeError::Invalid { value }),
+        }
+    }
+    Ok(())
+}
+
+impl Compound<'_> {
+    fn principal(&self) -> Principal {
+        match &self.call.credential {
+            Credential::Sys(sys) => Principal(Some(sys.uid)),
+            _ => Principal(None),
+        }
+    }
+
+    pub(super) fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (verifier, owner, flags) = (*d.fixed::<8>()?, d.opaque(OPAQUE_MAX)?, d.u32()?);
+        match d.u32()? {
+            0 => {}
+            // Protection by RPCSEC_GSS, which is not served.
+            1 => return Err(Status::INVAL.into()),
+            2 => return Err(Status::ENCR_ALG_UNSUPP.into()),
+            _ => return Err(Status::BADXDR.into()),
+        }
+        d.array(1, |d| Ok((d.opaque(OPAQUE_MAX)?, d.opaque(OPAQUE_MAX)?, d.i64()?, d.u32()?)))?;
+        if flags & !EXCHANGE_FLAGS != 0 {
+            return Err(Status::INVAL.into());
+        }
+        let principal = self.principal();
+        let is_update = flags & UPDATE != 0;
+        let exchange = self.server.state(|state, now| state.exchange_id(now, owner, verifier, principal, is_update))?;
+        let name = self.server.shares.server_name();
+        out.u64(exchange.client);
+        out.u32(exchange.sequence);
+        out.u32(USE_NON_PNFS | if exchange.is_confirmed { CONFIRMED } else { 0 });
+        // No protection of state.
+        out.u32(0);
+        // The server, one for all its addresses, and the scope of its handles.
+        out.u64(0);
+        out.opaque(&name);
+        out.opaque(&name);
+        out.u32(0);
+        Ok(())
+    }
+
+    pub(super) fn create_session(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        const FLAGS: u32 = 7;
+        let (client, sequence, flags) = (d.u64()?, d.u32()?, d.u32()?);
+        let (asked, back) = (get_limits(d)?, get_limits(d)?);
+        let _callback_program = d.u32()?;
+        get_callback_security(d)?;
+        if flags & !FLAGS != 0 {
+            return Err(Status::INVAL.into());
+        }
+        if asked.request < MESSAGE_MIN || asked.response < MESSAGE_MIN {
+            return Err(Status::TOOSMALL.into());
+        }
+        let limits = ChannelLimits {
+            request: asked.request.min(CALL_MAX as u32),
+            response: asked.response.min(CALL_MAX as u32),
+            cached: asked.cached.min(CACHED_MAX),
+            operations: asked.operations.clamp(1, OPERATIONS_MAX),
+            requests: asked.requests.clamp(1, SLOTS_MAX),
+        };
+        let principal = self.principal();
+        // In one go: a session is there, or the client has the number for it still.
+        let reply = self.server.state(|state, now| {
+            let lease = match state.create_session(now, client, sequence, principal)? {
+                NewSession::Again(reply) => return Ok(reply),
+                NewSession::Make(lease) => lease,
+            };
+            let id = state.session_id(client);
+            let mut reply = Encoder::new();
+            reply.fixed(&id);
+            reply.u32(sequence);
+            // Replies are forgotten with the server; there are no callbacks; RDMA is known by its port.
+            reply.u32(0);
+            put_limits(&mut reply, &limits);
+            put_limits(&mut reply, &back);
+            let reply = reply.to_bytes().into_boxed_slice();
+            state.session_created(Arc::new(Session::new(id, client, lease, limits)), reply.clone());
+            Ok::<_, Status>(reply)
+        })?;
+        out.fixed(&reply);
+        Ok(())
+    }
+
+    pub(super) fn destroy_session(&mut self, d: &mut Decoder<'_>) -> Done {
+        let id = *d.fixed::<16>()?;
+        // The session of the compound itself may only go with its last operation.
+        if self.session() == Some(&id) && !self.is_last() {
+            return Err(Status::NOT_ONLY_OP.into());
+        }
+        Ok(self.server.state(|state, _| state.destroy_session(&id))?)
+    }
+
+    pub(super) fn destroy_client(&mut self, d: &mut Decoder<'_>) -> Done {
+        let client = d.u64()?;
+        Ok(self.server.state(|state, _| state.destroy_client(client))?)
+    }
+
+    /// Connections need not be bound: each may be used for every session. For callbacks there is none.
+    pub(super) fn bind_connection(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        const FORE: u32 = 1;
+        const BACK: u32 = 2;
+        let (id, direction, _use_rdma) = (*d.fixed::<16>()?, d.u32()?, d.bool()?);
+        if !self.server.state(|state, _| state.sessions.contains_key(&id)) {
+            return Err(Status::BADSESSION.into());
+        }
+        match direction {
+            BACK => return Err(Status::NOTSUPP.into()),
+            // Perhaps, or surely, in both directions.
+            FORE | 3 | 7 => {}
+            _ => return Err(Status::BADXDR.into()),
+        }
+        out.fixed(&id);
+        out.u32(FORE);
+        out.bool(false);
+        Ok(())
+    }
+
+    pub(super) async fn reclaim_complete(&mut self, d: &mut Decoder<'_>) -> Done {
+        let is_of_one = d.bool()?;
+        let client = self.client()?;
+        if is_of_one {
+            // Of a file system that has moved here; none does.
+            return self.object().map(drop).map_err(Into::into);
+        }
+        self.server.state(|state, now| state.reclaim_complete(now, client))?;
+        // What it opens from now on it may reclaim, and so it has to be known after a restart.
+        Ok(self.server.store().await?)
+    }
+
+    pub(super) fn test_stateids(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        const STATEIDS_MAX: u32 = 1024;
+        let stateids = d.array(STATEIDS_MAX, super::state::Stateid::decode)?;
+        let client = self.client()?;
+        self.server.state(|state, _| {
+            out.array(&stateids, |out, stateid| {
+                out.u32(state.test_stateid(client, *stateid).map_or_else(|status| status.0, |()| 0));
+            });
+        });
+        Ok(())
+    }
+
+    pub(super) fn free_stateid(&mut self, d: &mut Decoder<'_>) -> Done {
+        let (stateid, client) = (self.get_stateid(d)?, self.client()?);
+        Ok(self.server.state(|state, _| state.free_stateid(client, stateid))?)
+    }
+
+    /// What is to be used for an entry, which is the same for all of them.
+    pub(super) async fn secinfo(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let name = get_name(d)?;
+        self.find(name).await?;
+        self.put_security(out);
+        Ok(())
+    }
+
+    pub(super) async fn secinfo_no_name(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        match d.u32()? {
+            0 => drop(self.object()?),
+            1 => drop(self.parent().await?),
+            _ => return Err(Status::BADXDR.into()),
+        }
+        self.put_security(out);
+        Ok(())
+    }
+
+    /// The current file is used up (RFC 8881, section 2.6.3.1.1.8).
+    fn put_security(&mut self, out: &mut Encoder) {
+        self.current = None;
+        self.stateid = None;
+        out.array(&[flavor::AUTH_SYS], |out, flavor| out.u32(*flavor));
+    }
+}

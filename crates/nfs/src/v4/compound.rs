@@ -1,0 +1,529 @@
+//! Compounds: operations one after the other, on a current and a saved file, until one fails (RFC 8881, section 2.3).
+
+use super::attributes::{self, Described};
+use super::bitmap::Bitmap;
+use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
+use super::state::{Denied, FileKey, Refused, Stateid};
+use super::status::Status;
+use super::{MINOR_VERSIONS, Nfs4, op};
+use crate::file_system::{As, Attributes, Kind, Time, Usage};
+use crate::share::{HandleError, Target};
+use rustix::io::Errno;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use thruway_rpc::server::{Call, Credential};
+use thruway_rpc::xdr::{self, DecodeError, Decoder, Encoder};
+
+/// Longest tag of a compound.
+pub(super) const TAG_MAX: u32 = 1024;
+/// Longest handle that is decoded (`NFS4_FHSIZE`).
+pub(super) const HANDLE_MAX: u32 = 128;
+/// Longest name of an entry.
+const NAME_MAX: u32 = 255;
+/// Longest name that is decoded: a longer one is an error of the call, not of its form.
+const NAME_DECODED_MAX: u32 = 4096;
+
+/// The handle of the root of all shares.
+const ROOT_HANDLE: [u8; 4] = [2, 0, 0, 0];
+/// The file system of the root of all shares.
+const ROOT_FSID: (u64, u64) = (0x7468_7275, 0);
+/// Its number there; those of shares are above.
+const ROOT_NUMBER: u64 = 1;
+
+/// A file of a share, or the directory that has the shares.
+#[derive(Clone)]
+pub(super) enum Object<'a> {
+    Root,
+    File(Target<'a>),
+}
+
+/// Why an operation has failed, and what its result has all the same.
+pub(super) struct Failure {
+    pub status: Status,
+    pub body: Option<Encoder>,
+}
+
+/// How an operation has ended.
+pub(super) type Done<T = ()> = Result<T, Failure>;
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Failure {
+        Failure { status, body: None }
+    }
+}
+
+impl From<Errno> for Failure {
+    fn from(error: Errno) -> Failure {
+        Status::from(error).into()
+    }
+}
+
+impl From<HandleError> for Failure {
+    fn from(error: HandleError) -> Failure {
+        Status::from(error).into()
+    }
+}
+
+impl From<DecodeError> for Failure {
+    fn from(error: DecodeError) -> Failure {
+        Status::from(error).into()
+    }
+}
+
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Failure {
+        match refused {
+            Refused::Status(status) => status.into(),
+            // Not passed on by those who can do something about it.
+            Refused::Expired(_) => Status::DELAY.into(),
+            Refused::Denied(Denied { range, is_write, client, owner }) => {
+                let mut body = Encoder::new();
+                body.u64(range.start);
+                body.u64(range.len());
+                body.u32(if is_write { 2 } else { 1 });
+                body.u64(client);
+                body.opaque(&owner);
+                Failure { status: Status::DENIED, body: Some(body) }
+            }
+        }
+    }
+}
+
+/// The slot that a compound is done in.
+struct InSlot {
+    session: Arc<Session>,
+    slot: u32,
+    digest: u64,
+    /// The reply is to be kept.
+    is_kept: bool,
+    has_ended: bool,
+}
+
+impl InSlot {
+    fn end(&mut self, out: &Encoder) {
+        self.has_ended = true;
+        let is_kept = self.is_kept && out.len() <= CACHED_MAX as usize;
+        let kept = is_kept.then(|| out.to_bytes().into_boxed_slice());
+        self.session.end(self.slot, self.digest, kept);
+    }
+}
+
+impl Drop for InSlot {
+    /// A compound that was not finished: its slot is free, and it is not known what was done.
+    fn drop(&mut self) {
+        if !self.has_ended {
+            self.session.end(self.slot, self.digest, None);
+        }
+    }
+}
+
+/// A compound in progress.
+pub(super) struct Compound<'a> {
+    pub server: &'a Nfs4,
+    pub call: &'a Call,
+    pub minor: u32,
+    /// Operations in all, and the place of this one.
+    count: u32,
+    index: u32,
+    slot: Option<InSlot>,
+    pub current: Option<Object<'a>>,
+    saved: Option<Object<'a>>,
+    pub stateid: Option<Stateid>,
+    saved_stateid: Option<Stateid>,
+    /// Reads so far.
+    pub reads: u32,
+}
+
+/// The reply that a call had when it came first.
+enum Next {
+    Go,
+    Again(Box<[u8]>),
+}
+
+impl<'a> Compound<'a> {
+    /// Does a compound.
+    pub(super) async fn run(server: &'a Nfs4, call: &'a Call, results: Encoder) -> xdr::Result<Encoder> {
+        let mut d = call.arguments();
+        let (tag, minor, count) = (d.opaque(TAG_MAX)?, d.u32()?, d.u32()?);
+        let mut compound = Compound {
+            server,
+            call,
+            minor,
+            count,
+            index: 0,
+            slot: None,
+            current: None,
+            saved: None,
+            stateid: None,
+            saved_stateid: None,
+            reads: 0,
+        };
+        let mut out = Encoder::new();
+        let at_status = out.mark();
+        out.u32(0);
+        out.opaque(tag);
+        let at_count = out.mark();
+        out.u32(0);
+        let status = match () {
+            () if !MINOR_VERSIONS.contains(&minor) => Some(Status::MINOR_VERS_MISMATCH),
+            () if count > OPERATIONS_MAX => Some(Status::TOO_MANY_OPS),
+            () => match compound.operations(&mut d, &mut out).await {
+                Ok(status) => status,
+                Err(again) => {
+                    let mut results = results;
+                    results.fixed(&again);
+                    return Ok(results);
+                }
+            },
+        };
+        out.set_u32(at_count, compound.index);
+        out.set_u32(at_status, status.map_or(0, |status| status.0));
+        if let Some(slot) = &mut compound.slot {
+            slot.end(&out);
+        }
+        let mut results = results;
+        results.append(out);
+        Ok(results)
+    }
+
+    /// Does the operations; the status of the one that has failed, or the reply that the compound has had already.
+    async fn operations(&mut self, d: &mut Decoder<'a>, out: &mut Encoder) -> Result<Option<Status>, Box<[u8]>> {
+        while self.index < self.count {
+            let number = d.u32().unwrap_or(op::ILLEGAL);
+            let is_known = (op::ACCESS..=op::LAST[self.minor as usize]).contains(&number);
+            let number = if is_known { number } else { op::ILLEGAL };
+            let start = out.mark();
+            out.u32(number);
+            let at_status = out.mark();
+            out.u32(0);
+            let at_body = out.mark();
+            let done = match self.place(number) {
+                Ok(()) if number == op::SEQUENCE => match self.sequence(d, out) {
+                    Ok(Next::Go) => Ok(()),
+                    Ok(Next::Again(reply)) => return Err(reply),
+                    Err(failure) => Err(failure),
+                },
+                Ok(()) => self.operation(number, d, out).await,
+                Err(status) => Err(status.into()),
+            };
+            self.index += 1;
+            if let Err(Failure { status, body }) = done {
+                tracing::debug!(operation = number, status = status.0, "an operation of NFS failed");
+                out.truncate(at_body);
+                out.set_u32(at_status, status.0);
+                out.append(body.unwrap_or_default());
+                return Ok(Some(status));
+            }
+            let limit = self.slot.as_ref().map_or(u32::MAX, |slot| slot.session.limits.response);
+            if out.len() > limit as usize {
+                out.truncate(start);
+                out.u32(number);
+                out.u32(Status::REP_TOO_BIG.0);
+                return Ok(Some(Status::REP_TOO_BIG));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether an operation may be where it is (RFC 8881, section 2.10.6.1).
+    fn place(&self, number: u32) -> Result<(), Status> {
+        let is_alone =
+            [op::EXCHANGE_ID, op::CREATE_SESSION, op::DESTROY_SESSION, op::BIND_CONN_TO_SESSION, op::DESTROY_CLIENTID]
+                .contains(&number);
+        match (self.index, number) {
+            (_, op::ILLEGAL) => Err(Status::OP_ILLEGAL),
+            (0, op::SEQUENCE) => Ok(()),
+            (_, op::SEQUENCE) => Err(Status::SEQUENCE_POS),
+            (0, _) if is_alone && self.count == 1 => Ok(()),
+            (0, _) if is_alone => Err(Status::NOT_ONLY_OP),
+            (0, _) => Err(Status::OP_NOT_IN_SESSION),
+            // These two may follow SEQUENCE.
+            (_, op::DESTROY_SESSION | op::DESTROY_CLIENTID) => Ok(()),
+            _ if is_alone => Err(Status::NOT_ONLY_OP),
+            _ => Ok(()),
+        }
+    }
+
+    /// SEQUENCE
+    fn sequence(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done<Next> {
+        let (id, sequence, slot) = (*d.fixed::<16>()?, d.u32()?, d.u32()?);
+        let (_highest, is_kept) = (d.u32()?, d.bool()?);
+        let (session, now) = self.server.state(|state, now| (state.sessions.get(&id).cloned(), now));
+        let session = session.ok_or(Status::BADSESSION)?;
+        if self.count > session.limits.operations {
+            return Err(Status::TOO_MANY_OPS.into());
+        }
+        let digest = self.digest();
+        if let Turn::Again(reply) = session.begin(slot, sequence, digest)? {
+            return Ok(Next::Again(reply));
+        }
+        session.lease.renew(now);
+        out.fixed(&id);
+        // The highest slot of ours and the one that we would like; no events.
+        for word in [sequence, slot, session.highest_slot(), session.highest_slot(), 0] {
+            out.u32(word);
+        }
+        self.slot = Some(InSlot { session, slot, digest, is_kept, has_ended: false });
+        Ok(Next::Go)
+    }
+
+    /// Tells a repeated request from another that has its number.
+    fn digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.call.argument_bytes().hash(&mut hasher);
+        if let Credential::Sys(sys) = &self.call.credential {
+            (sys.uid, sys.gid).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    async fn operation(&mut self, number: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
+        match number {
+            op::EXCHANGE_ID => self.exchange_id(d, out),
+            op::CREATE_SESSION => self.create_session(d, out),
+            op::DESTROY_SESSION => self.destroy_session(d),
+            op::DESTROY_CLIENTID => self.destroy_client(d),
+            op::BIND_CONN_TO_SESSION => self.bind_connection(d, out),
+            op::RECLAIM_COMPLETE => self.reclaim_complete(d).await,
+            op::TEST_STATEID => self.test_stateids(d, out),
+            op::FREE_STATEID => self.free_stateid(d),
+
+            op::PUTROOTFH | op::PUTPUBFH => self.set_current(Object::Root),
+            op::PUTFH => self.put_handle(d),
+            op::GETFH => self.get_handle(out),
+            op::SAVEFH => {
+                self.saved = Some(self.object()?.clone());
+                self.saved_stateid = self.stateid;
+                Ok(())
+            }
+            op::RESTOREFH => {
+                self.current = Some(self.saved.clone().ok_or(Status::RESTOREFH)?);
+                self.stateid = self.saved_stateid;
+                Ok(())
+            }
+            op::SECINFO => self.secinfo(d, out).await,
+            op::SECINFO_NO_NAME => self.secinfo_no_name(d, out).await,
+
+            op::LOOKUP => self.look_up(d).await,
+            op::LOOKUPP => self.look_up_parent().await,
+            op::ACCESS => self.access(d, out).await,
+            op::GETATTR => self.get_attributes(d, out).await,
+            op::SETATTR => self.set_attributes(d, out).await,
+            op::VERIFY | op::NVERIFY => self.verify(d, number == op::VERIFY).await,
+            op::READDIR => self.list(d, out).await,
+            op::READLINK => self.read_link(out).await,
+            op::CREATE => self.create(d, out).await,
+            op::REMOVE => self.remove(d, out).await,
+            op::RENAME => self.rename(d, out).await,
+            op::LINK => self.link(d, out).await,
+
+            op::OPEN => self.open(d, out).await,
+            op::OPEN_DOWNGRADE => self.downgrade(d, out),
+            op::CLOSE => self.close(d, out),
+            op::LOCK => self.lock(d, out).await,
+            op::LOCKT => self.test_lock(d).await,
+            op::LOCKU => self.unlock(d, out),
+
+            op::READ => self.read(d, out).await,
+            op::WRITE => self.write(d, out).await,
+            op::COMMIT => self.commit(d, out).await,
+            op::SEEK => self.seek(d, out).await,
+            op::ALLOCATE | op::DEALLOCATE => self.allocate(d, number == op::ALLOCATE).await,
+            op::COPY => self.copy(d, out).await,
+            op::CLONE => self.clone_range(d).await,
+            op::IO_ADVISE => self.advise(d, out),
+
+            op::GETXATTR => self.get_xattr(d, out).await,
+            op::SETXATTR => self.set_xattr(d, out).await,
+            op::LISTXATTRS => self.list_xattrs(d, out).await,
+            op::REMOVEXATTR => self.remove_xattr(d, out).await,
+
+            op::ILLEGAL => Err(Status::OP_ILLEGAL.into()),
+            // Known to the minor version, and not served.
+            _ => Err(Status::NOTSUPP.into()),
+        }
+    }
+
+    /// The client whose session this is in.
+    pub(super) fn client(&self) -> Result<u64, Status> {
+        self.slot.as_ref().map(|slot| slot.session.client).ok_or(Status::OP_NOT_IN_SESSION)
+    }
+
+    /// The session that this is in.
+    pub(super) fn session(&self) -> Option<&[u8; 16]> {
+        self.slot.as_ref().map(|slot| &slot.session.id)
+    }
+
+    pub(super) fn is_last(&self) -> bool {
+        self.index + 1 == self.count
+    }
+
+    pub(super) fn object(&self) -> Result<&Object<'a>, Status> {
+        self.current.as_ref().ok_or(Status::NOFILEHANDLE)
+    }
+
+    pub(super) fn set_current(&mut self, object: Object<'a>) -> Done {
+        self.current = Some(object);
+        self.stateid = None;
+        Ok(())
+    }
+
+    /// The current file, which must be in a share.
+    pub(super) fn target(&self) -> Result<&Target<'a>, Status> {
+        match self.object()? {
+            Object::File(target) => Ok(target),
+            Object::Root => Err(Status::ISDIR),
+        }
+    }
+
+    /// The current file if it is to be changed.
+    pub(super) fn writable(&self) -> Result<&Target<'a>, Status> {
+        match self.object()? {
+            Object::File(target) if !target.share.read_only => Ok(target),
+            _ => Err(Status::ROFS),
+        }
+    }
+
+    /// The saved file, in the share of the current one, and that.
+    pub(super) fn saved_and_current(&self) -> Result<(&Target<'a>, &Target<'a>), Status> {
+        let saved = self.saved.as_ref().ok_or(Status::NOFILEHANDLE)?;
+        match (saved, self.object()?) {
+            (Object::File(saved), Object::File(current)) if std::ptr::eq(saved.share, current.share) => {
+                Ok((saved, current))
+            }
+            _ => Err(Errno::XDEV.into()),
+        }
+    }
+
+    /// A stateid, which may be that of an earlier operation (RFC 8881, section 16.2.3.1.2).
+    pub(super) fn get_stateid(&self, d: &mut Decoder<'_>) -> Done<Stateid> {
+        match Stateid::decode(d)? {
+            Stateid::CURRENT => Ok(self.stateid.ok_or(Status::BAD_STATEID)?),
+            Stateid::INVALID => Err(Status::BAD_STATEID.into()),
+            stateid => Ok(stateid),
+        }
+    }
+
+    fn put_handle(&mut self, d: &mut Decoder<'_>) -> Done {
+        let handle = d.opaque(HANDLE_MAX)?;
+        if handle == ROOT_HANDLE {
+            return self.set_current(Object::Root);
+        }
+        let target = self.server.shares.target(handle, &self.call.credential)?;
+        self.set_current(Object::File(target))
+    }
+
+    fn get_handle(&self, out: &mut Encoder) -> Done {
+        match self.object()? {
+            Object::Root => out.opaque(&ROOT_HANDLE),
+            Object::File(target) => out.opaque(&self.server.shares.handle(target.share, &target.file)),
+        }
+        Ok(())
+    }
+
+    /// What there is to know of an object, its file system, and its number where that is mounted.
+    pub(super) async fn described(&self, object: &Object<'_>) -> Result<(Attributes, (u64, u64), u64), Errno> {
+        match object {
+            Object::Root => Ok((self.root_attributes(), ROOT_FSID, ROOT_NUMBER)),
+            Object::File(target) => {
+                let attributes = target.share.files.attributes(&target.file).await?;
+                let is_top = target.file == target.share.files.root();
+                let mounted_on = if is_top { share_number(target) } else { attributes.number };
+                Ok((attributes, fsid(target, &attributes), mounted_on))
+            }
+        }
+    }
+
+    /// Appends the wanted attributes of an object.
+    pub(super) async fn put_attributes(&self, out: &mut Encoder, object: &Object<'_>, wanted: &Bitmap) -> Done {
+        let (attributes, fsid, mounted_on) = self.described(object).await?;
+        let usage = match object {
+            Object::File(target) if attributes::OF_USAGE.iter().any(|number| wanted.contains(*number)) => {
+                target.share.files.usage().await?
+            }
+            _ => Usage::default(),
+        };
+        let handle = match object {
+            Object::Root => ROOT_HANDLE.to_vec(),
+            Object::File(target) if wanted.contains(attributes::number::FILEHANDLE) => {
+                self.server.shares.handle(target.share, &target.file).to_vec()
+            }
+            Object::File(_) => Vec::new(),
+        };
+        let described = self.describe(&attributes, fsid, mounted_on, &handle, usage);
+        attributes::encode(out, wanted, &described);
+        Ok(())
+    }
+
+    pub(super) fn describe<'b>(
+        &self,
+        attributes: &'b Attributes,
+        fsid: (u64, u64),
+        mounted_on: u64,
+        handle: &'b [u8],
+        usage: Usage,
+    ) -> Described<'b> {
+        let lease_seconds = self.server.lease.as_secs().max(1) as u32;
+        Described { minor: self.minor, lease_seconds, attributes, fsid, handle, mounted_on, usage }
+    }
+
+    /// The directory that has the shares changes only when the server is started.
+    fn root_attributes(&self) -> Attributes {
+        let time = Time::default();
+        Attributes {
+            kind: Kind::Directory,
+            mode: 0o555,
+            links: 2,
+            uid: 0,
+            gid: 0,
+            size: 4096,
+            used: 0,
+            device: (0, 0),
+            fsid: ROOT_FSID.0,
+            number: ROOT_NUMBER,
+            accessed: time,
+            modified: time,
+            changed: time,
+            change: self.server.shares.iter().map(|share| u64::from(u32::from_be_bytes(share.number()))).sum(),
+        }
+    }
+}
+
+/// The file system of a file: two shares of one count as two.
+pub(super) fn fsid(target: &Target<'_>, attributes: &Attributes) -> (u64, u64) {
+    (attributes.fsid, u32::from_be_bytes(target.share.number()).into())
+}
+
+/// Of a share's directory, in the directory that has the shares.
+pub(super) fn share_number(target: &Target<'_>) -> u64 {
+    ROOT_NUMBER + 1 + u64::from(u32::from_be_bytes(target.share.number()))
+}
+
+/// What the state of clients calls a file.
+pub(super) fn key(target: &Target<'_>) -> FileKey {
+    (target.share.files.fsid(), target.file.clone())
+}
+
+/// A user, who may have the file open.
+pub(super) fn user<'b>(target: &'b Target<'_>, is_open: bool) -> As<'b> {
+    As { who: &target.who, is_open }
+}
+
+/// A name of an entry (`component4`).
+pub(super) fn get_name<'b>(d: &mut Decoder<'b>) -> Done<&'b [u8]> {
+    let name = d.opaque(NAME_DECODED_MAX)?;
+    match name {
+        [] => Err(Status::INVAL.into()),
+        _ if name.len() > NAME_MAX as usize => Err(Status::NAMETOOLONG.into()),
+        b"." | b".." => Err(Status::BADNAME.into()),
+        _ if name.contains(&b'/') || name.contains(&0) => Err(Status::BADNAME.into()),
+        _ => Ok(name),
+    }
+}
+
+/// `change_info4`: others may change a directory between our look at it and our change, so it is not atomic.
+pub(super) fn put_change_info(out: &mut Encoder, before: Option<&Attributes>, after: Option<&Attributes>) {
+    out.bool(false);
+    out.u64(before.map_or(0, |attributes| attributes.change));
+    out.u64(after.map_or(0, |attributes| attributes.change));
+}

@@ -1,0 +1,211 @@
+//! Operations on the data of files.
+
+use super::compound::{Compound, Done, key, user};
+use super::state::Stateid;
+use super::status::Status;
+use crate::file_system::{Allocate, As, Seek, Stability};
+use crate::share::Target;
+use rustix::io::Errno;
+use std::time::{Duration, Instant};
+use thruway_engine::{Segment, Segments};
+use thruway_rpc::server::BULK_MAX;
+use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
+use thruway_server::Body;
+
+/// Most bytes of a READ that is not the first of its compound.
+const FURTHER_READ_MAX: usize = 64 << 10;
+
+/// After this long a copy ends early, and the client asks for the rest: a call is to be answered.
+const COPY_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// A range that ends where positions in files can end.
+fn check_range(at: u64, len: u64) -> Done {
+    if at.checked_add(len).is_none_or(|end| end > i64::MAX as u64) { Err(Status::FBIG.into()) } else { Ok(()) }
+}
+
+impl Compound<'_> {
+    /// Memory of the connection, if the compound has none of it yet: none waits for what another has.
+    async fn memory(&self, len: usize) -> Done<Segment> {
+        if self.reads == 0 {
+            return Ok(self.call.connection.buffers.segment(len).await.map_err(|_| Status::DELAY)?);
+        }
+        let own = Segments::new(1, len.max(1).next_multiple_of(4096)).map_err(|_| Status::DELAY)?;
+        Ok(own.reserve(1).await.segment(len))
+    }
+
+    pub(super) async fn read(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (stateid, at, len) = (self.get_stateid(d)?, d.u64()?, d.u32()?);
+        let target = self.target()?;
+        let is_open = self.is_open(target, stateid, false).await?;
+        let user = user(target, is_open);
+        let most = if self.reads == 0 { BULK_MAX } else { FURTHER_READ_MAX };
+        let segment = self.memory((len as usize).min(most)).await?;
+        let read = target.share.files.read(user, &target.file, at, segment).await?;
+        out.bool(read.is_end);
+        out.bulk(match self.reads {
+            0 => Body::Segments([read.segment].into_iter().collect()),
+            _ => Body::Bytes(read.segment.as_slice().to_vec()),
+        });
+        self.reads += 1;
+        Ok(())
+    }
+
+    pub(super) async fn write(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (stateid, at, stable) = (self.get_stateid(d)?, d.u64()?, d.u32()?);
+        let data = d.bulk(BULK_MAX as u32)?;
+        let stability = match stable {
+            0 => Stability::Unstable,
+            1 => Stability::Data,
+            2 => Stability::File,
+            _ => return Err(Status::BADXDR.into()),
+        };
+        let len = data.len();
+        let target = self.writable()?;
+        let is_open = self.is_open(target, stateid, true).await?;
+        check_range(at, len as u64)?;
+        let segment = match data {
+            Bulk::Segment(segment) => segment,
+            Bulk::Inline(bytes) => {
+                let mut segment = self.memory(bytes.len()).await?;
+                segment.as_mut_slice().copy_from_slice(bytes);
+                segment
+            }
+        };
+        let files = &target.share.files;
+        // Before the write: if it changes meanwhile, the client writes once too often.
+        let verifier = files.write_verifier();
+        files.write(user(target, is_open), &target.file, at, segment, stability).await?;
+        out.u32(len as u32);
+        out.u32(if stability == Stability::Unstable { 0 } else { 2 });
+        out.u64(verifier);
+        Ok(())
+    }
+
+    pub(super) async fn commit(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (_at, _len) = (d.u64()?, d.u32()?);
+        let target = self.target()?;
+        let files = &target.share.files;
+        files.flush(&target.file).await?;
+        // After the flush: what it may have lost the client is to write again.
+        out.u64(files.write_verifier());
+        Ok(())
+    }
+
+    pub(super) async fn seek(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (stateid, at, what) = (self.get_stateid(d)?, d.u64()?, d.u32()?);
+        let what = match what {
+            0 => Seek::Data,
+            1 => Seek::Hole,
+            _ => return Err(Status::UNION_NOTSUPP.into()),
+        };
+        let target = self.target()?;
+        let is_open = self.is_open(target, stateid, false).await?;
+        let (files, user) = (&target.share.files, user(target, is_open));
+        let size = files.attributes(&target.file).await?.size;
+        if at >= size {
+            return Err(Errno::NXIO.into());
+        }
+        match files.seek(user, &target.file, at, what).await {
+            Ok(found) => {
+                out.bool(found >= size);
+                out.u64(found);
+            }
+            // There is no more data.
+            Err(Errno::NXIO) if what == Seek::Data => {
+                out.bool(true);
+                out.u64(size);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    pub(super) async fn allocate(&mut self, d: &mut Decoder<'_>, is_reserved: bool) -> Done {
+        let (stateid, at, len) = (self.get_stateid(d)?, d.u64()?, d.u64()?);
+        let target = self.writable()?;
+        let is_open = self.is_open(target, stateid, true).await?;
+        check_range(at, len)?;
+        if len == 0 {
+            return Err(Status::INVAL.into());
+        }
+        let what = if is_reserved { Allocate::Reserve } else { Allocate::Punch };
+        Ok(target.share.files.allocate(user(target, is_open), &target.file, at, len, what).await?)
+    }
+
+    /// The saved file, which is open for reading, and the current one, which is for writing; and the user of both.
+    async fn source_and_target(&self, from: Stateid, to: Stateid) -> Done<(&Target<'_>, &Target<'_>, As<'_>)> {
+        let (source, target) = self.saved_and_current()?;
+        self.writable()?;
+        let can_read = self.is_open(source, from, false).await?;
+        let can_write = self.is_open(target, to, true).await?;
+        Ok((source, target, user(target, can_read && can_write)))
+    }
+
+    /// COPY on this server, done before it is answered; perhaps in part.
+    pub(super) async fn copy(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (from, to) = (self.get_stateid(d)?, self.get_stateid(d)?);
+        let (from_at, to_at, len) = (d.u64()?, d.u64()?, d.u64()?);
+        let (_consecutive, _synchronous) = (d.bool()?, d.bool()?);
+        if d.u32()? != 0 {
+            // From another server.
+            return Err(Status::NOTSUPP.into());
+        }
+        let (source, target, user) = self.source_and_target(from, to).await?;
+        let files = &target.share.files;
+        let size = files.attributes(&source.file).await?.size;
+        // A length of 0 is all that there is.
+        let end = if len == 0 { size } else { from_at.saturating_add(len).min(size) };
+        check_range(to_at, end.saturating_sub(from_at))?;
+        if from_at > size {
+            return Err(Status::INVAL.into());
+        }
+        let verifier = files.write_verifier();
+        let (begun, mut copied) = (Instant::now(), 0);
+        while from_at + copied < end && begun.elapsed() < COPY_TIME_MAX {
+            let left = end - from_at - copied;
+            let (from, to) = ((&source.file, from_at + copied), (&target.file, to_at + copied));
+            match files.copy(user, from, to, left, false).await {
+                // The source has become shorter.
+                Ok(0) => break,
+                Ok(more) => copied += more,
+                Err(_) if copied > 0 => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        // Not asynchronous; not flushed.
+        out.u32(0);
+        out.u64(copied);
+        out.u32(0);
+        out.u64(verifier);
+        // In one piece, and done.
+        out.bool(true);
+        out.bool(true);
+        Ok(())
+    }
+
+    pub(super) async fn clone_range(&mut self, d: &mut Decoder<'_>) -> Done {
+        let (from, to) = (self.get_stateid(d)?, self.get_stateid(d)?);
+        let (from_at, to_at, len) = (d.u64()?, d.u64()?, d.u64()?);
+        let (source, target, user) = self.source_and_target(from, to).await?;
+        let files = &target.share.files;
+        let size = files.attributes(&source.file).await?.size;
+        if from_at > size || len > size - from_at {
+            return Err(Status::INVAL.into());
+        }
+        let len = if len == 0 { size - from_at } else { len };
+        if len > 0 {
+            files.copy(user, (&source.file, from_at), (&target.file, to_at), len, true).await?;
+        }
+        Ok(())
+    }
+
+    /// Hints about what will be read and written; none is followed.
+    pub(super) fn advise(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (stateid, _, _) = (self.get_stateid(d)?, d.u64()?, d.u64()?);
+        super::bitmap::Bitmap::decode(d)?;
+        let (client, file) = (self.client()?, key(self.target()?));
+        self.server.state(|state, now| state.access(now, client, stateid, &file, false))?;
+        super::bitmap::Bitmap::default().encode(out);
+        Ok(())
+    }
+}

@@ -1,0 +1,365 @@
+//! Operations on directories, names and attributes.
+
+use super::attributes;
+use super::bitmap::Bitmap;
+use super::compound::{Compound, Done, Failure, Object, fsid, get_name, key, put_change_info};
+use super::state::Stateid;
+use super::status::Status;
+use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
+use crate::share::Target;
+use rustix::io::Errno;
+use thruway_rpc::server::BULK_MAX;
+use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
+use thruway_server::Body;
+
+/// Bits of ACCESS.
+mod access {
+    pub(super) const READ: u32 = 0x01;
+    pub(super) const LOOKUP: u32 = 0x02;
+    pub(super) const MODIFY: u32 = 0x04;
+    pub(super) const EXTEND: u32 = 0x08;
+    pub(super) const DELETE: u32 = 0x10;
+    pub(super) const EXECUTE: u32 = 0x20;
+    pub(super) const READ_XATTR: u32 = 0x40;
+    pub(super) const WRITE_XATTR: u32 = 0x80;
+    pub(super) const LIST_XATTRS: u32 = 0x100;
+}
+
+/// Longest text of a symbolic link.
+const LINK_MAX: u32 = 4096;
+
+/// Bytes of an entry of a listing beside its name, attributes included, most of the time.
+const ENTRY: usize = 4 + 8 + 4 + 2 + 4 + 12 + 200;
+
+impl<'a> Compound<'a> {
+    /// The file with a name in the current directory.
+    pub(super) async fn find(&self, name: &[u8]) -> Done<Object<'a>> {
+        match self.object()? {
+            Object::Root => {
+                let share = self.server.shares.find(name).ok_or(Status::NOENT)?;
+                let who = share.credentials(&self.call.credential);
+                Ok(Object::File(Target { share, file: share.files.root(), who }))
+            }
+            Object::File(dir) => {
+                let found = dir.share.files.look_up(&dir.who, &dir.file, name).await;
+                let (file, _) = match found {
+                    // Of a symbolic link it is to be said that it is one.
+                    Err(Errno::NOTDIR) => return Err(self.no_directory(dir).await),
+                    found => found?,
+                };
+                Ok(Object::File(Target { file, ..dir.clone() }))
+            }
+        }
+    }
+
+    async fn no_directory(&self, what: &Target<'_>) -> Failure {
+        let kind = what.attributes().await.map(|attributes| attributes.kind);
+        if kind == Some(Kind::SymbolicLink) { Status::SYMLINK.into() } else { Status::NOTDIR.into() }
+    }
+
+    /// The directory above the current one.
+    pub(super) async fn parent(&self) -> Done<Object<'a>> {
+        match self.object()? {
+            Object::Root => Err(Status::NOENT.into()),
+            Object::File(dir) if dir.file == dir.share.files.root() => Ok(Object::Root),
+            Object::File(dir) => {
+                let (file, _) = dir.share.files.look_up(&dir.who, &dir.file, b"..").await?;
+                Ok(Object::File(Target { file, ..dir.clone() }))
+            }
+        }
+    }
+
+    pub(super) async fn look_up(&mut self, d: &mut Decoder<'_>) -> Done {
+        let found = self.find(get_name(d)?).await?;
+        self.set_current(found)
+    }
+
+    pub(super) async fn look_up_parent(&mut self) -> Done {
+        let parent = self.parent().await?;
+        self.set_current(parent)
+    }
+
+    pub(super) async fn access(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        use access::*;
+        const CHANGES: u32 = MODIFY | EXTEND | DELETE;
+        const ALL: u32 = 0x3f;
+        const XATTRS: u32 = READ_XATTR | WRITE_XATTR | LIST_XATTRS;
+        let known = if self.minor >= 2 { ALL | XATTRS } else { ALL };
+        let wanted = d.u32()? & known;
+        let Object::File(target) = self.object()? else {
+            out.u32(wanted & (READ | LOOKUP | MODIFY | EXTEND | DELETE));
+            out.u32(wanted & (READ | LOOKUP));
+            return Ok(());
+        };
+        let asked = Rights {
+            read: wanted & (READ | READ_XATTR | LIST_XATTRS) != 0,
+            write: wanted & (CHANGES | WRITE_XATTR) != 0 && !target.share.read_only,
+            execute: wanted & (LOOKUP | EXECUTE) != 0,
+        };
+        let (rights, attributes) = target.share.files.rights(&target.who, &target.file, asked).await?;
+        // What can be deleted is an entry, which is the directory's affair.
+        let (may_execute, may_change) = match attributes.kind {
+            Kind::Directory => (LOOKUP, CHANGES),
+            _ => (EXECUTE, MODIFY | EXTEND),
+        };
+        let read = READ | READ_XATTR | LIST_XATTRS;
+        let supported = wanted & (read | WRITE_XATTR | may_execute | may_change);
+        let mut granted = 0;
+        for (has, bits) in
+            [(rights.read, read), (rights.write, may_change | WRITE_XATTR), (rights.execute, may_execute)]
+        {
+            granted |= if has { bits & supported } else { 0 };
+        }
+        out.u32(supported);
+        out.u32(granted);
+        Ok(())
+    }
+
+    pub(super) async fn get_attributes(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let wanted = Bitmap::decode(d)?;
+        self.put_attributes(out, self.object()?, &wanted).await
+    }
+
+    pub(super) async fn set_attributes(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let done = self.try_set_attributes(d).await;
+        let put_which = |which: &Bitmap, out: &mut Encoder| which.encode(out);
+        match done {
+            Ok(which) => {
+                put_which(&which, out);
+                Ok(())
+            }
+            // Which have been set is told in any case.
+            Err(failure) => {
+                let mut body = Encoder::new();
+                put_which(&Bitmap::default(), &mut body);
+                Err(Failure { body: Some(body), ..failure })
+            }
+        }
+    }
+
+    async fn try_set_attributes(&mut self, d: &mut Decoder<'_>) -> Done<Bitmap> {
+        let stateid = self.get_stateid(d)?;
+        let wanted = attributes::decode(d, self.minor)?;
+        let target = self.writable()?;
+        if wanted.set.size.is_some() {
+            self.is_open(target, stateid, true).await?;
+        }
+        target.share.files.set_attributes(&target.who, &target.file, wanted.set, None).await?;
+        Ok(wanted.which)
+    }
+
+    /// Whether a file may be read or written under a stateid, and whether the rights to were checked when it was opened.
+    pub(super) async fn is_open(&self, target: &Target<'_>, stateid: Stateid, is_write: bool) -> Done<bool> {
+        let (client, file) = (self.client()?, key(target));
+        let access = self.server.contend(|state, now| state.access(now, client, stateid, &file, is_write)).await?;
+        Ok(access)
+    }
+
+    pub(super) async fn verify(&mut self, d: &mut Decoder<'_>, is_same: bool) -> Done {
+        let (which, theirs) = attributes::get_raw(d)?;
+        if attributes::readable(&which, self.minor) != which {
+            return Err(Status::ATTRNOTSUPP.into());
+        }
+        if which.contains(attributes::number::RDATTR_ERROR) {
+            return Err(Status::INVAL.into());
+        }
+        let mut ours = Encoder::new();
+        self.put_attributes(&mut ours, self.object()?, &which).await?;
+        let ours = ours.to_bytes();
+        let mut ours = Decoder::new(&ours);
+        let (_, ours) = attributes::get_raw(&mut ours)?;
+        match (ours == theirs, is_same) {
+            (true, false) => Err(Status::SAME.into()),
+            (false, true) => Err(Status::NOT_SAME.into()),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) async fn list(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        /// Verifier, and the two words behind the last entry.
+        const AROUND: usize = 8 + 8;
+        let (cookie, verifier, _names, bytes) = (d.u64()?, d.u64()?, d.u32()?, d.u32()?);
+        let wanted = Bitmap::decode(d)?;
+        // Cookies do not depend on when the directory was changed: every verifier is 0. Two are reserved.
+        if verifier != 0 || cookie == 1 || cookie == 2 {
+            return Err(Status::BAD_COOKIE.into());
+        }
+        let bytes = (bytes as usize).min(BULK_MAX);
+        out.u64(0);
+        let Object::File(dir) = self.object()? else {
+            return self.list_root(cookie, bytes, &wanted, out).await;
+        };
+        let dir = dir.clone();
+        let (mut used, mut cookie, mut is_first) = (AROUND, cookie, true);
+        let is_end = loop {
+            let room = Room { bytes: bytes.saturating_sub(used), entry: ENTRY };
+            let listing = dir.share.files.list(&dir.who, &dir.file, cookie, room, true).await?;
+            let Some(last) = listing.entries.last() else { break true };
+            cookie = last.cookie;
+            let mut is_full = false;
+            for entry in &listing.entries {
+                let mark = out.mark();
+                let before = out.len();
+                if !self.put_entry(out, &dir, entry, &wanted) {
+                    continue;
+                }
+                used += out.len() - before;
+                if used > bytes {
+                    out.truncate(mark);
+                    if is_first {
+                        return Err(Status::TOOSMALL.into());
+                    }
+                    is_full = true;
+                    break;
+                }
+                is_first = false;
+            }
+            // Of a directory that has only its own two names so far, there is more to be read.
+            if is_full || !is_first && !listing.is_end {
+                break false;
+            }
+            if listing.is_end {
+                break true;
+            }
+        };
+        out.bool(false);
+        out.bool(is_end);
+        Ok(())
+    }
+
+    /// Appends an entry of a directory; false if it is none for the client.
+    fn put_entry(&self, out: &mut Encoder, dir: &Target<'_>, entry: &Entry, wanted: &Bitmap) -> bool {
+        if entry.name == b"." || entry.name == b".." {
+            return false;
+        }
+        let has_error = wanted.contains(attributes::number::RDATTR_ERROR);
+        if entry.file.is_none() && !has_error {
+            return false;
+        }
+        out.bool(true);
+        out.u64(entry.cookie);
+        out.opaque(&entry.name);
+        // What is mounted there is not shared, and what cannot be looked at cannot be told.
+        let Some((file, attributes)) = &entry.file else {
+            attributes::encode_error(out, Status::ACCESS);
+            return true;
+        };
+        let handle = if wanted.contains(attributes::number::FILEHANDLE) {
+            self.server.shares.handle(dir.share, file).to_vec()
+        } else {
+            Vec::new()
+        };
+        let fsid = fsid(dir, attributes);
+        let described = self.describe(attributes, fsid, attributes.number, &handle, Usage::default());
+        attributes::encode(out, wanted, &described);
+        true
+    }
+
+    /// The shares.
+    async fn list_root(&self, cookie: u64, bytes: usize, wanted: &Bitmap, out: &mut Encoder) -> Done {
+        /// Cookies of the shares begin behind those that are reserved.
+        const FIRST: usize = 3;
+        let begin = (cookie as usize).saturating_sub(FIRST - 1);
+        let (mut used, mut is_end) = (16, true);
+        for (at, share) in self.server.shares.iter().enumerate().skip(begin) {
+            let who = share.credentials(&self.call.credential);
+            let object = Object::File(Target { share, file: share.files.root(), who });
+            let (mark, before) = (out.mark(), out.len());
+            out.bool(true);
+            out.u64((at + FIRST) as u64);
+            out.opaque(share.name.as_bytes());
+            // A share whose directory cannot be looked at does not hide the others.
+            if let Err(failure) = self.put_attributes(out, &object, wanted).await {
+                attributes::encode_error(out, failure.status);
+            }
+            used += out.len() - before;
+            if used > bytes {
+                out.truncate(mark);
+                if at == begin {
+                    return Err(Status::TOOSMALL.into());
+                }
+                is_end = false;
+                break;
+            }
+        }
+        out.bool(false);
+        out.bool(is_end);
+        Ok(())
+    }
+
+    pub(super) async fn read_link(&mut self, out: &mut Encoder) -> Done {
+        let target = self.target()?;
+        let to = target.share.files.read_link(&target.file).await;
+        let to = to.map_err(|error| if error == Errno::INVAL { Status::WRONG_TYPE } else { error.into() })?;
+        out.bulk(Body::Bytes(to));
+        Ok(())
+    }
+
+    pub(super) async fn create(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let what = match d.u32()? {
+            2 => Make::Directory,
+            number @ (3 | 4) => {
+                let kind = if number == 3 { Kind::BlockDevice } else { Kind::CharacterDevice };
+                Make::Special(kind, d.u32()?, d.u32()?)
+            }
+            5 => Make::SymbolicLink(match d.bulk(LINK_MAX)? {
+                Bulk::Inline(bytes) => bytes.to_vec(),
+                Bulk::Segment(segment) => segment.as_slice().to_vec(),
+            }),
+            6 => Make::Special(Kind::Socket, 0, 0),
+            7 => Make::Special(Kind::Fifo, 0, 0),
+            _ => return Err(Status::BADTYPE.into()),
+        };
+        if matches!(&what, Make::SymbolicLink(to) if to.is_empty()) {
+            return Err(Status::INVAL.into());
+        }
+        let name = get_name(d)?;
+        let wanted = attributes::decode(d, self.minor)?;
+        let dir = self.writable()?.clone();
+        // A directory, a device or a link has no size that could be set.
+        let set = SetAttributes { size: None, ..wanted.set };
+        let before = dir.attributes().await;
+        let (file, _) = dir.share.files.make(&dir.who, &dir.file, name, what, set).await?;
+        put_change_info(out, before.as_ref(), dir.attributes().await.as_ref());
+        wanted.which.encode(out);
+        self.set_current(Object::File(Target { file, ..dir }))
+    }
+
+    pub(super) async fn remove(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let name = get_name(d)?;
+        let dir = self.writable()?;
+        let before = dir.attributes().await;
+        let files = &dir.share.files;
+        // Version 4 removes files and directories alike.
+        match files.remove(&dir.who, &dir.file, name, false).await {
+            Err(Errno::ISDIR) => files.remove(&dir.who, &dir.file, name, true).await?,
+            done => done?,
+        }
+        put_change_info(out, before.as_ref(), dir.attributes().await.as_ref());
+        Ok(())
+    }
+
+    pub(super) async fn rename(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (old, new) = (get_name(d)?, get_name(d)?);
+        let (from, to) = self.saved_and_current()?;
+        self.writable()?;
+        let (from_before, to_before) = (from.attributes().await, to.attributes().await);
+        from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;
+        put_change_info(out, from_before.as_ref(), from.attributes().await.as_ref());
+        put_change_info(out, to_before.as_ref(), to.attributes().await.as_ref());
+        Ok(())
+    }
+
+    pub(super) async fn link(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let name = get_name(d)?;
+        let (file, dir) = self.saved_and_current()?;
+        self.writable()?;
+        if file.attributes().await.is_some_and(|attributes| attributes.kind == Kind::Directory) {
+            return Err(Status::ISDIR.into());
+        }
+        let before = dir.attributes().await;
+        file.share.files.link(&file.who, &file.file, &dir.file, name).await?;
+        put_change_info(out, before.as_ref(), dir.attributes().await.as_ref());
+        Ok(())
+    }
+}

@@ -1,0 +1,312 @@
+//! Operations on what is open and locked (RFC 8881, sections 18.2, 18.10 to 18.12, 18.16 and 18.18).
+
+use super::attributes::{self, Wanted};
+use super::bitmap::Bitmap;
+use super::compound::{Compound, Done, Object, get_name, key, put_change_info};
+use super::state::{LockRequest, Owner, READ, Range, State, Stateid, WRITE};
+use super::status::Status;
+use crate::file_system::{Attributes, Make, Rights, SetAttributes};
+use crate::share::Target;
+use rustix::io::Errno;
+use thruway_rpc::xdr::{self, Decoder, Encoder};
+
+/// Longest name of an owner (`NFS4_OPAQUE_LIMIT`).
+const OWNER_MAX: u32 = 1024;
+
+/// Flag of the result of OPEN: locks are as in POSIX.
+const LOCKTYPE_POSIX: u32 = 4;
+
+/// How a file is to be made.
+enum Creation {
+    /// As it is, if it is there.
+    Unchecked(Wanted),
+    /// Only if it is not there.
+    Guarded(Wanted),
+    /// Only if it is not there, or was made with this number.
+    Exclusive([u8; 8], Wanted),
+}
+
+/// Which file is to be opened.
+enum Claim<'a> {
+    /// That with a name in the current directory.
+    Name(&'a [u8]),
+    /// The current one.
+    Current,
+    /// The current one, which was open before the server was started.
+    Previous,
+}
+
+fn get_owner<'b>(d: &mut Decoder<'b>) -> xdr::Result<&'b [u8]> {
+    // The client is that of the session.
+    let _client = d.u64()?;
+    d.opaque(OWNER_MAX)
+}
+
+fn get_claim<'b>(d: &mut Decoder<'b>) -> Done<Claim<'b>> {
+    match d.u32()? {
+        0 => Ok(Claim::Name(get_name(d)?)),
+        1 => {
+            // What delegation it had.
+            let _ = d.u32()?;
+            Ok(Claim::Previous)
+        }
+        // Of a delegation that it has, of which there are none.
+        2 | 5 => Err(Status::BAD_STATEID.into()),
+        // Of one that it had before it restarted.
+        3 | 6 => Err(Status::NOTSUPP.into()),
+        4 => Ok(Claim::Current),
+        _ => Err(Status::BADXDR.into()),
+    }
+}
+
+/// The error of opening something that is no file.
+fn type_error(error: Errno) -> Status {
+    if error == Errno::NXIO { Status::WRONG_TYPE } else { error.into() }
+}
+
+impl<'a> Compound<'a> {
+    fn get_creation(&self, d: &mut Decoder<'_>) -> Done<Option<Creation>> {
+        match d.u32()? {
+            0 => return Ok(None),
+            1 => {}
+            _ => return Err(Status::BADXDR.into()),
+        }
+        Ok(Some(match d.u32()? {
+            0 => Creation::Unchecked(attributes::decode(d, self.minor)?),
+            1 => Creation::Guarded(attributes::decode(d, self.minor)?),
+            2 => Creation::Exclusive(*d.fixed()?, Wanted::default()),
+            3 => {
+                let (number, wanted) = (*d.fixed()?, attributes::decode(d, self.minor)?);
+                if wanted.set.accessed.is_some() || wanted.set.modified.is_some() {
+                    return Err(Status::INVAL.into());
+                }
+                Creation::Exclusive(number, wanted)
+            }
+            _ => return Err(Status::BADXDR.into()),
+        }))
+    }
+
+    pub(super) async fn open(&mut self, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
+        /// What may be said beside what is to be read and written: wishes about delegations.
+        const WANT: u32 = 0x3_ff00;
+        const WANT_DELEGATION: u32 = 0xff00;
+        let (_seqid, share, deny) = (d.u32()?, d.u32()?, d.u32()?);
+        let owner = get_owner(d)?;
+        let creation = self.get_creation(d)?;
+        let claim = get_claim(d)?;
+        let access = share & (READ | WRITE);
+        if access == 0 || share & !(WANT | READ | WRITE) != 0 || deny & !(READ | WRITE) != 0 {
+            return Err(Status::INVAL.into());
+        }
+        let client = self.client()?;
+        let is_reclaim = matches!(claim, Claim::Previous);
+        self.server.state(
+            |state, now| {
+                if is_reclaim { state.may_reclaim(now, client) } else { state.may_begin(now, client) }
+            },
+        )?;
+        let opening = match claim {
+            Claim::Name(name) => self.open_by_name(name, creation, access).await?,
+            Claim::Current | Claim::Previous if creation.is_some() => return Err(Status::INVAL.into()),
+            Claim::Current | Claim::Previous => {
+                let target = self.target()?.clone();
+                Opening { target, is_new: false, which: Bitmap::default(), size: None, dir: (None, None) }
+            }
+        };
+        let Opening { target, is_new, which, size, dir } = opening;
+        if access & WRITE != 0 && target.share.read_only {
+            return Err(Status::ROFS.into());
+        }
+        // Who has made it may do with it what it was opened for, whatever its permissions.
+        let wanted =
+            Rights { read: !is_new && access & READ != 0, write: !is_new && access & WRITE != 0, execute: false };
+        let (guard, _) = target.share.files.open(&target.who, &target.file, wanted).await.map_err(type_error)?;
+        let file = key(&target);
+        let action = |state: &mut State, now| {
+            state.open(now, client, owner, &file, (access, deny), std::sync::Arc::clone(&guard))
+        };
+        let stateid = self.server.contend(action).await?;
+        if let Some(size) = size {
+            let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
+            if let Err(error) = target.share.files.set_attributes(&target.who, &target.file, set, None).await {
+                let _ = self.server.state(|state, _| state.close(client, stateid, &file));
+                return Err(error.into());
+            }
+        }
+        stateid.encode(out);
+        put_change_info(out, dir.0.as_ref(), dir.1.as_ref());
+        out.u32(LOCKTYPE_POSIX);
+        which.encode(out);
+        if share & WANT_DELEGATION == 0 {
+            // No delegation.
+            out.u32(0);
+        } else {
+            // None, and why: it was not wanted, or there are none for files of this kind.
+            const NOT_WANTED: u32 = 0x400;
+            out.u32(3);
+            out.u32(if share & WANT_DELEGATION == NOT_WANTED { 0 } else { 3 });
+        }
+        self.set_current(Object::File(target))?;
+        self.stateid = Some(stateid);
+        Ok(())
+    }
+
+    async fn open_by_name(&self, name: &[u8], creation: Option<Creation>, access: u32) -> Done<Opening<'a>> {
+        let Object::File(dir) = self.object()? else {
+            // There are only directories, and nothing can be made.
+            let is_there = self.server.shares.find(name).is_some();
+            return Err(match creation {
+                _ if is_there => Status::ISDIR,
+                Some(_) => Status::ROFS,
+                None => Status::NOENT,
+            }
+            .into());
+        };
+        let Some(creation) = creation else {
+            let Object::File(target) = self.find(name).await? else { return Err(Status::ISDIR.into()) };
+            let now = dir.attributes().await;
+            return Ok(Opening { target, is_new: false, which: Bitmap::default(), size: None, dir: (now, now) });
+        };
+        let (what, wanted, may_exist) = match creation {
+            Creation::Unchecked(wanted) => (Make::NewFile, wanted, true),
+            Creation::Guarded(wanted) => (Make::NewFile, wanted, false),
+            Creation::Exclusive(number, wanted) => (Make::Exclusive(number), wanted, false),
+        };
+        let before = dir.attributes().await;
+        loop {
+            // On a share that cannot be changed, what is there can be opened all the same.
+            if may_exist {
+                match self.find(name).await {
+                    Ok(Object::File(target)) => {
+                        // Of all that is set when a file is made, only an empty one is for one that is there.
+                        let size = wanted.set.size.filter(|size| *size == 0 && access & WRITE != 0);
+                        let which = Bitmap::of(if size.is_some() { &[attributes::number::SIZE] } else { &[] });
+                        return Ok(Opening { target, is_new: false, which, size, dir: (before, before) });
+                    }
+                    Ok(Object::Root) => return Err(Status::ISDIR.into()),
+                    Err(failure) if failure.status == Status::NOENT => {}
+                    Err(failure) => return Err(failure),
+                }
+            }
+            self.writable()?;
+            match dir.share.files.make(&dir.who, &dir.file, name, what.clone(), wanted.set).await {
+                // Somebody else has made it meanwhile.
+                Err(Errno::EXIST) if may_exist => {}
+                made => {
+                    let (file, _) = made?;
+                    let target = Target { file, ..dir.clone() };
+                    let after = dir.attributes().await;
+                    return Ok(Opening { target, is_new: true, which: wanted.which, size: None, dir: (before, after) });
+                }
+            }
+        }
+    }
+
+    pub(super) fn downgrade(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (stateid, _seqid, access, deny) = (self.get_stateid(d)?, d.u32()?, d.u32()?, d.u32()?);
+        let access = access & 0xff;
+        if access == 0 || (access | deny) & !(READ | WRITE) != 0 {
+            return Err(Status::INVAL.into());
+        }
+        let (client, file) = (self.client()?, key(self.target()?));
+        let stateid = self.server.state(|state, _| state.downgrade(client, stateid, &file, (access, deny)))?;
+        self.put_stateid(stateid, out);
+        Ok(())
+    }
+
+    fn put_stateid(&mut self, stateid: Stateid, out: &mut Encoder) {
+        self.stateid = Some(stateid);
+        stateid.encode(out);
+    }
+
+    pub(super) fn close(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (_seqid, stateid) = (d.u32()?, self.get_stateid(d)?);
+        let (client, file) = (self.client()?, key(self.target()?));
+        self.server.state(|state, _| state.close(client, stateid, &file))?;
+        self.stateid = None;
+        Stateid::INVALID.encode(out);
+        Ok(())
+    }
+
+    /// Type of a lock: whether it is for writing. That the client would wait for it makes no difference.
+    fn get_lock_type(d: &mut Decoder<'_>) -> Done<bool> {
+        match d.u32()? {
+            1 | 3 => Ok(false),
+            2 | 4 => Ok(true),
+            _ => Err(Status::BADXDR.into()),
+        }
+    }
+
+    fn get_range(d: &mut Decoder<'_>) -> Done<Range> {
+        let (offset, len) = (d.u64()?, d.u64()?);
+        Ok(Range::new(offset, len).ok_or(Status::INVAL)?)
+    }
+
+    pub(super) async fn lock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (is_write, is_reclaim) = (Self::get_lock_type(d)?, d.bool()?);
+        let range = (d.u64()?, d.u64()?);
+        let request = |this: &Self, d: &mut Decoder<'_>| -> Done<Locker> {
+            Ok(if d.bool()? {
+                let (_, open, _) = (d.u32()?, this.get_stateid(d)?, d.u32()?);
+                Locker::New(open, get_owner(d)?.into())
+            } else {
+                let (stateid, _) = (this.get_stateid(d)?, d.u32()?);
+                Locker::Existing(stateid)
+            })
+        };
+        let locker = request(self, d)?;
+        let range = Range::new(range.0, range.1).ok_or(Status::INVAL)?;
+        let (client, file) = (self.client()?, key(self.target()?));
+        self.server.state(
+            |state, now| {
+                if is_reclaim { state.may_reclaim(now, client) } else { state.may_begin(now, client) }
+            },
+        )?;
+        let action = |state: &mut State, now| {
+            let request = match &locker {
+                Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },
+                Locker::Existing(stateid) => LockRequest::Existing(*stateid),
+            };
+            state.lock(now, client, request, &file, is_write, range)
+        };
+        let stateid = self.server.contend(action).await?;
+        self.put_stateid(stateid, out);
+        Ok(())
+    }
+
+    pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
+        let (is_write, range, owner) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
+        let (client, file) = (self.client()?, key(self.target()?));
+        self.server.may_have(client, false).await?;
+        let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
+        self.server.contend(action).await?;
+        Ok(())
+    }
+
+    pub(super) fn unlock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let _type = Self::get_lock_type(d)?;
+        let (_seqid, stateid, range) = (d.u32()?, self.get_stateid(d)?, Self::get_range(d)?);
+        let (client, file) = (self.client()?, key(self.target()?));
+        let stateid = self.server.state(|state, _| state.unlock(client, stateid, &file, range))?;
+        self.put_stateid(stateid, out);
+        Ok(())
+    }
+}
+
+/// Who wants a lock.
+enum Locker {
+    New(Stateid, Owner),
+    Existing(Stateid),
+}
+
+/// A file that has been found or made.
+struct Opening<'a> {
+    target: Target<'a>,
+    is_new: bool,
+    /// Attributes that have been, or will be, set.
+    which: Bitmap,
+    /// To be set when it is open.
+    size: Option<u64>,
+    /// Its directory before and after.
+    dir: (Option<Attributes>, Option<Attributes>),
+}

@@ -1,0 +1,316 @@
+//! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
+
+use super::{CLIENTS_MAX, Held, SESSIONS_MAX, State};
+use crate::v4::session::{Lease, Session};
+use crate::v4::status::Status;
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+/// Who has made a client: the user of its credential, if that has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Principal(pub Option<u32>);
+
+/// A client.
+pub(super) struct Client {
+    owner: Box<[u8]>,
+    /// Another one after each restart of the client.
+    verifier: [u8; 8],
+    principal: Principal,
+    is_confirmed: bool,
+    /// Of the next CREATE_SESSION, and the reply to the last.
+    sequence: u32,
+    created: Option<Box<[u8]>>,
+    pub lease: Arc<Lease>,
+    sessions: usize,
+    /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
+    has_reclaimed: bool,
+    /// What it has open and locked.
+    pub held: HashSet<u64>,
+}
+
+/// The answer to EXCHANGE_ID.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Exchange {
+    pub client: u64,
+    pub sequence: u32,
+    pub is_confirmed: bool,
+}
+
+/// What is due to a CREATE_SESSION.
+pub(in super::super) enum NewSession {
+    /// The reply that it had.
+    Again(Box<[u8]>),
+    /// One is to be made; its client's lease.
+    Make(Arc<Lease>),
+}
+
+/// The time after a restart in which clients get back what they had, and nobody gets anything else.
+pub(super) struct Grace {
+    until: u64,
+    /// Who had something.
+    before: HashSet<Box<[u8]>>,
+    /// Of these, who has not yet said that it has reclaimed all.
+    waiting: HashSet<Box<[u8]>>,
+}
+
+impl Grace {
+    pub(super) fn new(lease_ms: u64, before: impl IntoIterator<Item = Box<[u8]>>) -> Grace {
+        let before: HashSet<_> = before.into_iter().collect();
+        Grace { until: lease_ms, waiting: before.clone(), before }
+    }
+}
+
+impl State {
+    fn add_client(&mut self, now: u64, owner: &[u8], verifier: [u8; 8], principal: Principal) -> Result<u64, Status> {
+        if self.clients.len() >= CLIENTS_MAX {
+            self.purge(now);
+        }
+        if self.clients.len() >= CLIENTS_MAX {
+            return Err(Status::DELAY);
+        }
+        let id = u64::from(self.epoch) << 32 | (self.number() & u64::from(u32::MAX));
+        let client = Client {
+            owner: owner.into(),
+            verifier,
+            principal,
+            is_confirmed: false,
+            sequence: 1,
+            created: None,
+            lease: Arc::new(Lease::new(now)),
+            sessions: 0,
+            has_reclaimed: false,
+            held: HashSet::new(),
+        };
+        self.clients.insert(id, client);
+        self.by_owner.entry(owner.into()).or_default().1 = Some(id);
+        Ok(id)
+    }
+
+    /// Forgets clients whose leases have expired and that have nothing.
+    fn purge(&mut self, now: u64) {
+        let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, &client.lease);
+        let gone: Vec<u64> = self.clients.iter().filter(gone).map(|(id, _)| *id).collect();
+        gone.into_iter().for_each(|id| self.remove_client(id));
+    }
+
+    /// Removes a client, its sessions, and what it has.
+    pub(super) fn remove_client(&mut self, id: u64) {
+        let Some(client) = self.clients.remove(&id) else { return };
+        for number in client.held {
+            self.remove_held(number);
+        }
+        if client.sessions > 0 {
+            self.sessions.retain(|_, session| session.client != id);
+        }
+        if let Some(ids) = self.by_owner.get_mut(&client.owner) {
+            for known in [&mut ids.0, &mut ids.1] {
+                *known = known.filter(|known| *known != id);
+            }
+            if *ids == (None, None) {
+                self.by_owner.remove(&client.owner);
+            }
+        }
+        if client.has_reclaimed {
+            self.records += 1;
+        }
+    }
+
+    /// EXCHANGE_ID, the cases of its section 18.35.4.
+    pub(in super::super) fn exchange_id(
+        &mut self,
+        now: u64,
+        owner: &[u8],
+        verifier: [u8; 8],
+        principal: Principal,
+        is_update: bool,
+    ) -> Result<Exchange, Status> {
+        let (confirmed, unconfirmed) = self.by_owner.get(owner).copied().unwrap_or_default();
+        if let Some(id) = confirmed {
+            let client = &self.clients[&id];
+            let (same_verifier, same_principal) = (client.verifier == verifier, client.principal == principal);
+            let known = Exchange { client: id, sequence: client.sequence, is_confirmed: true };
+            let has_nothing = client.held.is_empty() && client.sessions == 0;
+            match (is_update, same_principal, same_verifier) {
+                (_, true, true) => {
+                    client.lease.renew(now);
+                    return Ok(known);
+                }
+                (true, false, _) => return Err(Status::PERM),
+                (true, true, false) => return Err(Status::NOT_SAME),
+                // Another user has taken the same name.
+                (false, false, _) if has_nothing || self.is_expired(now, &client.lease) => self.remove_client(id),
+                (false, false, _) => return Err(Status::CLID_INUSE),
+                // It has restarted: what it had goes when it confirms that.
+                (false, true, false) => {}
+            }
+        } else if is_update {
+            return Err(Status::NOENT);
+        }
+        if let Some(id) = unconfirmed {
+            self.remove_client(id);
+        }
+        let client = self.add_client(now, owner, verifier, principal)?;
+        Ok(Exchange { client, sequence: 1, is_confirmed: false })
+    }
+
+    /// CREATE_SESSION, up to the session itself.
+    pub(in super::super) fn create_session(
+        &mut self,
+        now: u64,
+        id: u64,
+        sequence: u32,
+        principal: Principal,
+    ) -> Result<NewSession, Status> {
+        let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
+        if sequence.wrapping_add(1) == client.sequence
+            && let Some(reply) = &client.created
+        {
+            return Ok(NewSession::Again(reply.clone()));
+        }
+        if sequence != client.sequence {
+            return Err(Status::SEQ_MISORDERED);
+        }
+        if !client.is_confirmed && client.principal != principal {
+            return Err(Status::CLID_INUSE);
+        }
+        if client.sessions >= SESSIONS_MAX {
+            return Err(Status::NOSPC);
+        }
+        client.lease.renew(now);
+        let lease = Arc::clone(&client.lease);
+        if !client.is_confirmed {
+            client.is_confirmed = true;
+            let ids = self.by_owner.get_mut(&client.owner).expect("its client is there");
+            let before = std::mem::replace(ids, (Some(id), None)).0;
+            if let Some(before) = before {
+                self.remove_client(before);
+            }
+        }
+        Ok(NewSession::Make(lease))
+    }
+
+    /// The session is there, and this is the reply that says so.
+    pub(in super::super) fn session_created(&mut self, session: Arc<Session>, reply: Box<[u8]>) {
+        let Some(client) = self.clients.get_mut(&session.client) else { return };
+        client.sequence = client.sequence.wrapping_add(1);
+        client.created = Some(reply);
+        client.sessions += 1;
+        self.sessions.insert(session.id, session);
+    }
+
+    /// A name for a session.
+    pub(in super::super) fn session_id(&mut self, client: u64) -> [u8; 16] {
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&client.to_be_bytes());
+        id[8..].copy_from_slice(&self.number().to_be_bytes());
+        id
+    }
+
+    /// DESTROY_SESSION
+    pub(in super::super) fn destroy_session(&mut self, id: &[u8; 16]) -> Result<(), Status> {
+        let session = self.sessions.remove(id).ok_or(Status::BADSESSION)?;
+        if let Some(client) = self.clients.get_mut(&session.client) {
+            client.sessions -= 1;
+        }
+        Ok(())
+    }
+
+    /// DESTROY_CLIENTID
+    pub(in super::super) fn destroy_client(&mut self, id: u64) -> Result<(), Status> {
+        let client = self.clients.get(&id).ok_or(Status::STALE_CLIENTID)?;
+        if client.sessions > 0 || !client.held.is_empty() {
+            return Err(Status::CLIENTID_BUSY);
+        }
+        self.remove_client(id);
+        Ok(())
+    }
+
+    /// Whether clients that had something before the restart still get it back.
+    pub(in super::super) fn is_grace(&mut self, now: u64) -> bool {
+        let is_over = self.grace.waiting.is_empty() || now >= self.grace.until;
+        if is_over && !self.grace.before.is_empty() {
+            self.grace.before.clear();
+            self.grace.waiting.clear();
+            self.records += 1;
+        }
+        !is_over
+    }
+
+    /// Whether a client may have something new; not before [`State::records`] of this number are stored: those who have not come
+    /// back in time must not reclaim, after another restart, what it gets.
+    pub(in super::super) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
+        let has_reclaimed = self.clients.get(&client).is_none_or(|client| client.has_reclaimed);
+        if !has_reclaimed || self.is_grace(now) { Err(Status::GRACE) } else { Ok(self.records) }
+    }
+
+    /// Whether a client may have back what it had.
+    pub(in super::super) fn may_reclaim(&mut self, now: u64, client: u64) -> Result<u64, Status> {
+        let is_grace = self.is_grace(now);
+        let Some(client) = self.clients.get(&client) else { return Err(Status::NO_GRACE) };
+        match () {
+            () if !is_grace || client.has_reclaimed => Err(Status::NO_GRACE),
+            () if !self.grace.before.contains(&client.owner) => Err(Status::RECLAIM_BAD),
+            () => Ok(self.records),
+        }
+    }
+
+    /// RECLAIM_COMPLETE for all file systems. The client must stand in stable storage before it is answered.
+    pub(in super::super) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
+        let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
+        if std::mem::replace(&mut client.has_reclaimed, true) {
+            return Err(Status::COMPLETE_ALREADY);
+        }
+        self.grace.waiting.remove(&client.owner);
+        self.records += 1;
+        self.is_grace(now);
+        Ok(())
+    }
+
+    /// Which clients are to stand in stable storage, and the number of this state of affairs.
+    pub(in super::super) fn records(&self) -> (u64, BTreeSet<Box<[u8]>>) {
+        let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.owner);
+        (self.records, now.chain(&self.grace.before).cloned().collect())
+    }
+
+    /// Takes a client whose lease has expired out of what is to stand in stable storage: it will not get back what it has.
+    pub(in super::super) fn give_up(&mut self, now: u64, id: u64) -> bool {
+        let Some(client) = self.clients.get_mut(&id) else { return false };
+        if now.saturating_sub(client.lease.renewed()) <= self.lease_ms {
+            return false;
+        }
+        client.has_reclaimed = false;
+        self.grace.before.remove(&client.owner);
+        self.grace.waiting.remove(&client.owner);
+        self.records += 1;
+        true
+    }
+
+    /// Removes what such a client has; not before it is out of stable storage.
+    pub(in super::super) fn expire(&mut self, id: u64) {
+        self.remove_client(id);
+    }
+
+    /// Forgets something that is open or locked, and what goes with it.
+    pub(super) fn remove_held(&mut self, number: u64) {
+        let Some(held) = self.held.remove(&number) else { return };
+        let (client, file) = match &held {
+            Held::Open(open) => (open.client, open.file.clone()),
+            Held::Locks(holder) => (holder.client, holder.file.clone()),
+        };
+        if let Some(client) = self.clients.get_mut(&client) {
+            client.held.remove(&number);
+        }
+        if let Some(state) = self.files.get_mut(&file) {
+            state.forget(number);
+            if state.is_unused() {
+                self.files.remove(&file);
+            }
+        }
+        if let Held::Open(open) = held {
+            for holder in open.holders {
+                self.remove_held(holder);
+            }
+            self.dropped.push(open.guard);
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! Files that are open, and their locks (RFC 8881, section 9).
+
+use super::ranges::{Lock, Locks, Range};
+use super::{Denied, FileKey, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
+use crate::file_system::OpenGuard;
+use crate::v4::status::Status;
+
+/// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
+pub(in super::super) const READ: u32 = 1;
+/// Writes.
+pub(in super::super) const WRITE: u32 = 2;
+
+/// What a client calls a process that opens or locks files.
+pub(in super::super) type Owner = Box<[u8]>;
+
+/// Something that has a stateid.
+pub(super) enum Held {
+    Open(Open),
+    Locks(LockHolder),
+}
+
+/// A file that an owner has open.
+pub(super) struct Open {
+    pub client: u64,
+    owner: Owner,
+    pub file: FileKey,
+    seqid: u32,
+    access: u32,
+    deny: u32,
+    pub guard: OpenGuard,
+    /// Owners of locks who came by this.
+    pub holders: Vec<u64>,
+}
+
+/// An owner of locks in a file.
+pub(super) struct LockHolder {
+    pub client: u64,
+    owner: Owner,
+    pub file: FileKey,
+    seqid: u32,
+    open: u64,
+}
+
+/// What is known of a file.
+#[derive(Default)]
+pub(super) struct FileState {
+    opens: Vec<u64>,
+    holders: Vec<u64>,
+    locks: Locks,
+}
+
+impl FileState {
+    pub(super) fn forget(&mut self, number: u64) {
+        self.opens.retain(|open| *open != number);
+        self.holders.retain(|holder| *holder != number);
+        self.locks.release(number);
+    }
+
+    pub(super) fn is_unused(&self) -> bool {
+        self.opens.is_empty() && self.holders.is_empty() && self.locks.is_empty()
+    }
+}
+
+/// Who wants a lock.
+pub(in super::super) enum LockRequest {
+    /// An owner who may have had none in this file, which is open.
+    New { open: Stateid, owner: Owner },
+    /// An owner who has.
+    Existing(Stateid),
+}
+
+impl State {
+    /// Finds what a stateid of a client stands for.
+    fn find(&self, client: u64, stateid: Stateid) -> Result<(u64, &Held), Status> {
+        if stateid.is_special() {
+            return Err(Status::BAD_STATEID);
+        }
+        let number = self.number_of(stateid).ok_or(Status::BAD_STATEID)?;
+        let held = self.held.get(&number).ok_or(Status::BAD_STATEID)?;
+        let (of, seqid) = match held {
+            Held::Open(open) => (open.client, open.seqid),
+            Held::Locks(holder) => (holder.client, holder.seqid),
+        };
+        match stateid.seqid {
+            _ if of != client => Err(Status::BAD_STATEID),
+            0 => Ok((number, held)),
+            said if said == seqid => Ok((number, held)),
+            said if said < seqid => Err(Status::OLD_STATEID),
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
+    fn find_open(&self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(u64, &Open), Status> {
+        match self.find(client, stateid)? {
+            (number, Held::Open(open)) if open.file == *file => Ok((number, open)),
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
+    fn find_holder(&self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(u64, &LockHolder), Status> {
+        match self.find(client, stateid)? {
+            (number, Held::Locks(holder)) if holder.file == *file => Ok((number, holder)),
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
+    fn open_mut(&mut self, number: u64) -> &mut Open {
+        match self.held.get_mut(&number) {
+            Some(Held::Open(open)) => open,
+            _ => unreachable!("an open file"),
+        }
+    }
+
+    fn open_ref(&self, number: u64) -> &Open {
+        match self.held.get(&number) {
+            Some(Held::Open(open)) => open,
+            _ => unreachable!("an open file"),
+        }
+    }
+
+    /// Opens that keep a file from being opened so, but for one.
+    fn share_conflict(
+        &self,
+        now: u64,
+        file: &FileKey,
+        access: u32,
+        deny: u32,
+        own: Option<u64>,
+    ) -> Result<(), Refused> {
+        let Some(state) = self.files.get(file) else { return Ok(()) };
+        for number in state.opens.iter().filter(|number| Some(**number) != own) {
+            let other = self.open_ref(*number);
+            if access & other.deny != 0 || deny & other.access != 0 {
+                return Err(self.in_the_way(now, other.client, Status::SHARE_DENIED.into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// OPEN: what an owner already has open it has open in both ways then.
+    pub(in super::super) fn open(
+        &mut self,
+        now: u64,
+        client: u64,
+        owner: &[u8],
+        file: &FileKey,
+        (access, deny): (u32, u32),
+        guard: OpenGuard,
+    ) -> Result<Stateid, Refused> {
+        let opens = self.files.get(file).map_or(&[][..], |state| &state.opens);
+        let own = opens.iter().copied().find(|number| {
+            let open = self.open_ref(*number);
+            open.client == client && *open.owner == *owner
+        });
+        self.share_conflict(now, file, access, deny, own)?;
+        let Some(number) = own else {
+            let known = self.clients.get(&client).ok_or(Status::BADSESSION)?;
+            if known.held.len() >= HELD_MAX {
+                return Err(Status::NOSPC.into());
+            }
+            let number = self.number();
+            let (owner, holders) = (owner.into(), Vec::new());
+            let open = Open { client, owner, file: file.clone(), seqid: 1, access, deny, guard, holders };
+            self.held.insert(number, Held::Open(open));
+            self.files.entry(file.clone()).or_default().opens.push(number);
+            self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
+            return Ok(self.stateid_of(number, 1));
+        };
+        // It was open before.
+        self.dropped.push(guard);
+        let open = self.open_mut(number);
+        open.access |= access;
+        open.deny |= deny;
+        open.seqid += 1;
+        let seqid = open.seqid;
+        Ok(self.stateid_of(number, seqid))
+    }
+
+    /// OPEN_DOWNGRADE
+    pub(in super::super) fn downgrade(
+        &mut self,
+        client: u64,
+        stateid: Stateid,
+        file: &FileKey,
+        (access, deny): (u32, u32),
+    ) -> Result<Stateid, Status> {
+        let (number, open) = self.find_open(client, stateid, file)?;
+        if access & !open.access != 0 || deny & !open.deny != 0 {
+            return Err(Status::INVAL);
+        }
+        let open = self.open_mut(number);
+        (open.access, open.deny) = (access, deny);
+        open.seqid += 1;
+        let seqid = open.seqid;
+        Ok(self.stateid_of(number, seqid))
+    }
+
+    /// CLOSE; locks go with it.
+    pub(in super::super) fn close(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+        let (number, _) = self.find_open(client, stateid, file)?;
+        self.remove_held(number);
+        Ok(())
+    }
+
+    /// Whether a file may be read or written under this stateid, and whether rights to do so were checked when it was opened.
+    pub(in super::super) fn access(
+        &self,
+        now: u64,
+        client: u64,
+        stateid: Stateid,
+        file: &FileKey,
+        is_write: bool,
+    ) -> Result<bool, Refused> {
+        let wanted = if is_write { WRITE } else { READ };
+        if stateid == Stateid::ANONYMOUS || stateid == Stateid::BYPASS {
+            if !is_write && stateid == Stateid::BYPASS {
+                return Ok(false);
+            }
+            return match self.share_conflict(now, file, wanted, 0, None) {
+                Ok(()) => Ok(false),
+                Err(Refused::Status(_)) => Err(Status::LOCKED.into()),
+                Err(other) => Err(other),
+            };
+        }
+        let (_, held) = self.find(client, stateid)?;
+        let open = match held {
+            Held::Open(open) => open,
+            Held::Locks(holder) => self.open_ref(holder.open),
+        };
+        if open.file != *file {
+            return Err(Status::BAD_STATEID.into());
+        }
+        match open.access & wanted != 0 {
+            true => Ok(true),
+            // Clients read what is around the bytes that they write.
+            false if !is_write => Ok(false),
+            false => Err(Status::OPENMODE.into()),
+        }
+    }
+
+    fn denied(&self, now: u64, lock: Lock) -> Refused {
+        let Some(Held::Locks(holder)) = self.held.get(&lock.holder) else { unreachable!("locks have holders") };
+        let Lock { range, is_write, .. } = lock;
+        let denied = Denied { range, is_write, client: holder.client, owner: holder.owner.clone() };
+        self.in_the_way(now, holder.client, Refused::Denied(denied))
+    }
+
+    fn holder_of(&self, client: u64, owner: &[u8], file: &FileKey) -> Option<u64> {
+        let holders = &self.files.get(file)?.holders;
+        holders.iter().copied().find(
+            |number| matches!(self.held.get(number), Some(Held::Locks(h)) if h.client == client && *h.owner == *owner),
+        )
+    }
+
+    /// LOCK
+    pub(in super::super) fn lock(
+        &mut self,
+        now: u64,
+        client: u64,
+        request: LockRequest,
+        file: &FileKey,
+        is_write: bool,
+        range: Range,
+    ) -> Result<Stateid, Refused> {
+        let (holder, open, new) = match request {
+            LockRequest::Existing(stateid) => {
+                let (number, holder) = self.find_holder(client, stateid, file)?;
+                (Some(number), holder.open, None)
+            }
+            LockRequest::New { open, owner } => {
+                let (open, _) = self.find_open(client, open, file)?;
+                (self.holder_of(client, &owner, file), open, Some(owner))
+            }
+        };
+        if self.open_ref(open).access & if is_write { WRITE } else { READ } == 0 {
+            return Err(Status::OPENMODE.into());
+        }
+        if let Some(lock) = self.files.get(file).and_then(|state| state.locks.conflict(holder, is_write, range)) {
+            return Err(self.denied(now, lock));
+        }
+        let number = match (holder, new) {
+            (Some(number), _) => number,
+            (None, Some(owner)) => self.add_holder(client, owner, file, open)?,
+            (None, None) => unreachable!("an owner who has locks"),
+        };
+        let state = self.files.get_mut(file).expect("an open file");
+        if state.locks.count(number) >= LOCKS_MAX {
+            return Err(Status::NOSPC.into());
+        }
+        state.locks.lock(number, is_write, range);
+        Ok(self.next_stateid(number))
+    }
+
+    fn add_holder(&mut self, client: u64, owner: Owner, file: &FileKey, open: u64) -> Result<u64, Status> {
+        let number = self.number();
+        let known = self.clients.get_mut(&client).ok_or(Status::BADSESSION)?;
+        if known.held.len() >= HELD_MAX {
+            return Err(Status::NOSPC);
+        }
+        known.held.insert(number);
+        self.held.insert(number, Held::Locks(LockHolder { client, owner, file: file.clone(), seqid: 0, open }));
+        self.open_mut(open).holders.push(number);
+        self.files.get_mut(file).expect("an open file").holders.push(number);
+        Ok(number)
+    }
+
+    fn next_stateid(&mut self, holder: u64) -> Stateid {
+        let Some(Held::Locks(held)) = self.held.get_mut(&holder) else { unreachable!("an owner of locks") };
+        held.seqid += 1;
+        let seqid = held.seqid;
+        self.stateid_of(holder, seqid)
+    }
+
+    /// LOCKT
+    pub(in super::super) fn test_lock(
+        &self,
+        now: u64,
+        client: u64,
+        owner: &[u8],
+        file: &FileKey,
+        is_write: bool,
+        range: Range,
+    ) -> Result<(), Refused> {
+        let holder = self.holder_of(client, owner, file);
+        match self.files.get(file).and_then(|state| state.locks.conflict(holder, is_write, range)) {
+            Some(lock) => Err(self.denied(now, lock)),
+            None => Ok(()),
+        }
+    }
+
+    /// LOCKU
+    pub(in super::super) fn unlock(
+        &mut self,
+        client: u64,
+        stateid: Stateid,
+        file: &FileKey,
+        range: Range,
+    ) -> Result<Stateid, Status> {
+        let (number, _) = self.find_holder(client, stateid, file)?;
+        let state = self.files.get_mut(file).expect("a file with owners of locks");
+        if state.locks.count(number) >= LOCKS_MAX && state.locks.is_inside(number, range) {
+            return Err(Status::NOSPC);
+        }
+        state.locks.unlock(number, range);
+        Ok(self.next_stateid(number))
+    }
+
+    /// TEST_STATEID, for one of them.
+    pub(in super::super) fn test_stateid(&self, client: u64, stateid: Stateid) -> Result<(), Status> {
+        self.find(client, stateid).map(drop)
+    }
+
+    /// FREE_STATEID
+    pub(in super::super) fn free_stateid(&mut self, client: u64, stateid: Stateid) -> Result<(), Status> {
+        match self.find(client, stateid)? {
+            (_, Held::Open(_)) => Err(Status::LOCKS_HELD),
+            (number, Held::Locks(holder)) => {
+                let has_locks = self.files.get(&holder.file).is_some_and(|state| state.locks.count(number) > 0);
+                if has_locks {
+                    return Err(Status::LOCKS_HELD);
+                }
+                self.remove_held(number);
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! What clients have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the server began.
+//!
+//! A client whose lease has expired keeps its state until another is in its way (RFC 8881, section 8.4.2.4 allows that): what would
+//! conflict is [`Refused::Expired`], and its state is removed by [`State::expire`] when it no longer stands in stable storage, so
+//! that it cannot be reclaimed after others have had what it had.
+
+mod clients;
+mod files;
+mod ranges;
+
+pub(super) use clients::{NewSession, Principal};
+pub(super) use files::{LockRequest, Owner, READ, WRITE};
+pub(super) use ranges::Range;
+
+use self::clients::{Client, Grace};
+use self::files::{FileState, Held};
+use super::session::{Lease, Session};
+use super::status::Status;
+use crate::file_system::{FileId, OpenGuard};
+use std::collections::HashMap;
+use std::sync::Arc;
+use thruway_rpc::xdr::{self, Decoder, Encoder};
+
+/// A file, whatever its names and whatever share it is reached by: its file system and its name there.
+pub(super) type FileKey = (u64, FileId);
+
+/// What a client calls something that it has (`stateid4`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Stateid {
+    /// Which change of it is meant; 0 for the latest.
+    pub seqid: u32,
+    pub other: [u8; 12],
+}
+
+impl Stateid {
+    /// Nothing is open.
+    pub(super) const ANONYMOUS: Stateid = Stateid { seqid: 0, other: [0; 12] };
+    /// Nothing is open, and modes that deny reading do not count.
+    pub(super) const BYPASS: Stateid = Stateid { seqid: u32::MAX, other: [0xff; 12] };
+    /// The one that an earlier operation of the compound has made.
+    pub(super) const CURRENT: Stateid = Stateid { seqid: 1, other: [0; 12] };
+    /// None; what CLOSE returns.
+    pub(super) const INVALID: Stateid = Stateid { seqid: u32::MAX, other: [0; 12] };
+
+    pub(super) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Stateid> {
+        Ok(Stateid { seqid: d.u32()?, other: *d.fixed()? })
+    }
+
+    pub(super) fn encode(self, out: &mut Encoder) {
+        out.u32(self.seqid);
+        out.fixed(&self.other);
+    }
+
+    fn is_special(self) -> bool {
+        self.other == [0; 12] || self.other == [0xff; 12]
+    }
+}
+
+/// Why something is not done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Refused {
+    Status(Status),
+    /// What a client has whose lease has expired is in the way.
+    Expired(u64),
+    /// A lock is in the way.
+    Denied(Denied),
+}
+
+impl From<Status> for Refused {
+    fn from(status: Status) -> Refused {
+        Refused::Status(status)
+    }
+}
+
+/// A lock that is in the way (`LOCK4denied`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Denied {
+    pub range: Range,
+    pub is_write: bool,
+    pub client: u64,
+    pub owner: Box<[u8]>,
+}
+
+/// Most clients, confirmed or not.
+pub(super) const CLIENTS_MAX: usize = 4096;
+/// Sessions of a client.
+pub(super) const SESSIONS_MAX: usize = 16;
+/// Files that a client may have open, and owners of locks.
+pub(super) const HELD_MAX: usize = 64 << 10;
+/// Locks of one owner in one file.
+pub(super) const LOCKS_MAX: usize = 4096;
+
+/// The ids of clients of one name: confirmed, and not.
+type ClientIds = (Option<u64>, Option<u64>);
+
+/// The state of all clients.
+pub(super) struct State {
+    /// Tells stateids and client ids of this run from those of earlier ones.
+    epoch: u32,
+    lease_ms: u64,
+    next: u64,
+    clients: HashMap<u64, Client>,
+    by_owner: HashMap<Box<[u8]>, ClientIds>,
+    pub sessions: HashMap<[u8; 16], Arc<Session>>,
+    held: HashMap<u64, Held>,
+    files: HashMap<FileKey, FileState>,
+    grace: Grace,
+    /// Changes when other clients are to stand in stable storage.
+    records: u64,
+    /// What kept files open; to be dropped when nothing waits for this state.
+    dropped: Vec<OpenGuard>,
+}
+
+impl State {
+    /// Nothing yet; `before` are the clients that had state when the last run ended, who may reclaim it.
+    pub(super) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = Box<[u8]>>) -> State {
+        State {
+            epoch,
+            lease_ms,
+            next: 1,
+            clients: HashMap::new(),
+            by_owner: HashMap::new(),
+            sessions: HashMap::new(),
+            held: HashMap::new(),
+            files: HashMap::new(),
+            grace: Grace::new(lease_ms, before),
+            records: 0,
+            dropped: Vec::new(),
+        }
+    }
+
+    /// What was kept open for what is no longer open.
+    pub(super) fn take_dropped(&mut self) -> Vec<OpenGuard> {
+        std::mem::take(&mut self.dropped)
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn stateid_of(&self, number: u64, seqid: u32) -> Stateid {
+        let mut other = [0; 12];
+        other[..4].copy_from_slice(&self.epoch.to_be_bytes());
+        other[4..].copy_from_slice(&number.to_be_bytes());
+        Stateid { seqid, other }
+    }
+
+    fn number_of(&self, stateid: Stateid) -> Option<u64> {
+        let (epoch, number) = stateid.other.split_first_chunk::<4>().expect("twelve bytes");
+        (*epoch == self.epoch.to_be_bytes()).then(|| u64::from_be_bytes(*number.first_chunk().expect("eight bytes")))
+    }
+
+    fn is_expired(&self, now: u64, lease: &Lease) -> bool {
+        now.saturating_sub(lease.renewed()) > self.lease_ms
+    }
+
+    /// Something in the way of a client is another's: whose it is decides what happens.
+    fn in_the_way(&self, now: u64, of: u64, otherwise: Refused) -> Refused {
+        match self.clients.get(&of) {
+            Some(client) if self.is_expired(now, &client.lease) => Refused::Expired(of),
+            _ => otherwise,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+//! The byte-range locks of a file.
+
+/// A range that is locked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Range {
+    /// First byte.
+    pub start: u64,
+    /// Behind the last byte; `u64::MAX` for a lock to the end of the file, whatever that is.
+    pub end: u64,
+}
+
+impl Range {
+    /// From offset and length, as the protocol has them; none if they make no range.
+    pub(in super::super) fn new(offset: u64, len: u64) -> Option<Range> {
+        match len {
+            0 => None,
+            u64::MAX => Some(Range { start: offset, end: u64::MAX }),
+            _ => Some(Range { start: offset, end: offset.checked_add(len)? }),
+        }
+    }
+
+    /// Its length, as the protocol has it.
+    pub(in super::super) fn len(&self) -> u64 {
+        if self.end == u64::MAX { u64::MAX } else { self.end - self.start }
+    }
+
+    fn overlaps(&self, other: &Range) -> bool {
+        self.start < other.end && other.start < self.end
+    }
+}
+
+/// A lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Lock {
+    /// Whose it is.
+    pub holder: u64,
+    /// Nobody else may have any lock there.
+    pub is_write: bool,
+    pub range: Range,
+}
+
+/// The locks of a file.
+#[derive(Debug, Default)]
+pub(super) struct Locks(Vec<Lock>);
+
+impl Locks {
+    /// A lock of another that keeps this one from being had.
+    pub(super) fn conflict(&self, holder: Option<u64>, is_write: bool, range: Range) -> Option<Lock> {
+        let theirs = self.0.iter().filter(|lock| Some(lock.holder) != holder);
+        theirs.filter(|lock| is_write || lock.is_write).find(|lock| lock.range.overlaps(&range)).copied()
+    }
+
+    /// Takes a range from a holder; what is left of locks at its ends stays.
+    pub(super) fn unlock(&mut self, holder: u64, range: Range) {
+        let mut left = Vec::new();
+        self.0.retain(|lock| {
+            if lock.holder != holder || !lock.range.overlaps(&range) {
+                return true;
+            }
+            let before = Range { end: range.start, ..lock.range };
+            let behind = Range { start: range.end, ..lock.range };
+            left.extend([before, behind].into_iter().filter(|r| r.start < r.end).map(|range| Lock { range, ..*lock }));
+            false
+        });
+        self.0.append(&mut left);
+    }
+
+    /// Gives a range to a holder, instead of what it had there. There must be no [`Locks::conflict`].
+    pub(super) fn lock(&mut self, holder: u64, is_write: bool, mut range: Range) {
+        self.unlock(holder, range);
+        // Neighbours of the same kind become one.
+        self.0.retain(|lock| {
+            let touches = lock.range.end == range.start || lock.range.start == range.end;
+            let same = lock.holder == holder && lock.is_write == is_write && touches;
+            if same {
+                range.start = range.start.min(lock.range.start);
+                range.end = range.end.max(lock.range.end);
+            }
+            !same
+        });
+        self.0.push(Lock { holder, is_write, range });
+    }
+
+    /// Whether a range is inside one lock of a holder, which would become two without it.
+    pub(super) fn is_inside(&self, holder: u64, range: Range) -> bool {
+        let theirs = self.0.iter().filter(|lock| lock.holder == holder);
+        theirs.map(|lock| lock.range).any(|lock| lock.start < range.start && range.end < lock.end)
+    }
+
+    /// Locks of a holder.
+    pub(super) fn count(&self, holder: u64) -> usize {
+        self.0.iter().filter(|lock| lock.holder == holder).count()
+    }
+
+    /// Takes everything from a holder.
+    pub(super) fn release(&mut self, holder: u64) {
+        self.0.retain(|lock| lock.holder != holder);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn lengths_are_as_the_protocol_has_them() {
+        assert_eq!(Range::new(5, 0), None);
+        assert_eq!(Range::new(5, u64::MAX - 4), None, "beyond the last byte");
+        assert_eq!(Range::new(5, 3), Some(Range { start: 5, end: 8 }));
+        let to_the_end = Range::new(5, u64::MAX).unwrap();
+        assert_eq!((to_the_end.end, to_the_end.len()), (u64::MAX, u64::MAX));
+    }
+
+    const BYTES: usize = 24;
+
+    proptest! {
+        /// Against an array with a cell for each byte and holder.
+        #[test]
+        fn locks_are_as_if_every_byte_had_its_own(
+            steps in prop::collection::vec((0..3_u64, 0..3_u8, 0..20_u64, 1..5_u64), 1..60),
+        ) {
+            let (mut locks, mut model) = (Locks::default(), [[0_u8; BYTES]; 3]);
+            for (holder, what, start, len) in steps {
+                let range = Range::new(start, len).unwrap();
+                let cells = start as usize..(start + len) as usize;
+                if what == 0 {
+                    locks.unlock(holder, range);
+                    model[holder as usize][cells].fill(0);
+                } else {
+                    let is_write = what == 2;
+                    let others = (0..3).filter(|other| *other != holder as usize);
+                    let taken = others.flat_map(|other| model[other][cells.clone()].to_vec());
+                    let conflicts = taken.into_iter().any(|cell| cell == 2 || is_write && cell == 1);
+                    prop_assert_eq!(locks.conflict(Some(holder), is_write, range).is_some(), conflicts);
+                    if !conflicts {
+                        locks.lock(holder, is_write, range);
+                        model[holder as usize][cells].fill(what);
+                    }
+                }
+                for holder in 0..3 {
+                    let mut cells = [0_u8; BYTES];
+                    for lock in locks.0.iter().filter(|lock| lock.holder == holder) {
+                        for cell in &mut cells[lock.range.start as usize..lock.range.end as usize] {
+                            prop_assert_eq!(*cell, 0, "one lock of a holder at a byte");
+                            *cell = if lock.is_write { 2 } else { 1 };
+                        }
+                    }
+                    prop_assert_eq!(cells, model[holder as usize]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,438 @@
+use super::*;
+use crate::v4::session::ChannelLimits;
+use proptest::prelude::*;
+use smallvec::smallvec;
+use std::collections::{BTreeMap, BTreeSet};
+
+const LEASE: u64 = 1000;
+
+fn file(number: u8) -> FileKey {
+    (1, FileId(smallvec![number]))
+}
+
+fn guard() -> OpenGuard {
+    Arc::new(())
+}
+
+fn limits() -> ChannelLimits {
+    ChannelLimits { request: 4096, response: 4096, cached: 100, operations: 8, requests: 2 }
+}
+
+/// A client with a session that has reclaimed what it had.
+fn client(state: &mut State, now: u64, name: &str) -> u64 {
+    let id = begin(state, now, name, [1; 8]);
+    state.reclaim_complete(now, id).unwrap();
+    id
+}
+
+/// A client with a session.
+fn begin(state: &mut State, now: u64, name: &str, verifier: [u8; 8]) -> u64 {
+    let root = Principal(Some(0));
+    let exchange = state.exchange_id(now, name.as_bytes(), verifier, root, false).unwrap();
+    add_session(state, now, exchange.client, exchange.sequence);
+    exchange.client
+}
+
+fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 16] {
+    let NewSession::Make(lease) = state.create_session(now, client, sequence, Principal(Some(0))).unwrap() else {
+        panic!("a new session")
+    };
+    let id = state.session_id(client);
+    state.session_created(Arc::new(Session::new(id, client, lease, limits())), Box::from(&b"reply"[..]));
+    id
+}
+
+fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
+    state.open(now, client, owner.as_bytes(), &file(of), modes, guard())
+}
+
+fn range(start: u64, len: u64) -> Range {
+    Range::new(start, len).unwrap()
+}
+
+fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of: Range) -> Result<Stateid, Refused> {
+    let request = LockRequest::New { open, owner: owner.as_bytes().into() };
+    state.lock(now, client, request, &file(1), true, of)
+}
+
+#[test]
+fn clients_are_told_apart_as_in_section_18_35_4() {
+    let mut state = State::new(7, LEASE, []);
+    let (root, other) = (Principal(Some(0)), Principal(Some(1)));
+    let exchange = |state: &mut State, verifier, who, update| state.exchange_id(0, b"c", [verifier; 8], who, update);
+    assert_eq!(exchange(&mut state, 1, root, true), Err(Status::NOENT));
+    let first = exchange(&mut state, 1, root, false).unwrap();
+    assert!(!first.is_confirmed);
+    // Not confirmed: replaced.
+    let second = exchange(&mut state, 1, root, false).unwrap();
+    assert_ne!(first.client, second.client);
+    assert!(matches!(state.create_session(0, first.client, 1, root), Err(Status::STALE_CLIENTID)));
+    assert!(matches!(state.create_session(0, second.client, 1, other), Err(Status::CLID_INUSE)));
+    assert!(matches!(state.create_session(0, second.client, 2, root), Err(Status::SEQ_MISORDERED)));
+    add_session(&mut state, 0, second.client, 1);
+    assert!(
+        matches!(state.create_session(0, second.client, 1, root), Ok(NewSession::Again(reply)) if *reply == *b"reply")
+    );
+    // Confirmed: the same again, and what does not fit.
+    let again = exchange(&mut state, 1, root, false).unwrap();
+    assert_eq!((again.client, again.sequence, again.is_confirmed), (second.client, 2, true));
+    assert_eq!(exchange(&mut state, 1, root, true), Ok(again));
+    assert_eq!(exchange(&mut state, 2, root, true), Err(Status::NOT_SAME));
+    assert_eq!(exchange(&mut state, 1, other, true), Err(Status::PERM));
+    assert_eq!(exchange(&mut state, 1, other, false), Err(Status::CLID_INUSE));
+    // A restart of the client counts when it is confirmed.
+    state.reclaim_complete(0, second.client).unwrap();
+    let held = open(&mut state, 0, second.client, "o", 1, (READ, 0)).unwrap();
+    let restarted = exchange(&mut state, 2, root, false).unwrap();
+    assert!(state.test_stateid(second.client, held).is_ok());
+    add_session(&mut state, 0, restarted.client, 1);
+    assert!(state.test_stateid(second.client, held).is_err());
+    assert_eq!(state.sessions.len(), 1, "sessions of before are gone");
+    assert_eq!(state.take_dropped().len(), 1);
+    // Whoever has nothing and is not heard of loses its name.
+    assert!(state.exchange_id(2 * LEASE, b"c", [1; 8], other, false).is_ok());
+}
+
+#[test]
+fn what_is_in_use_is_not_removed() {
+    let mut state = State::new(7, LEASE, []);
+    let id = begin(&mut state, 0, "c", [1; 8]);
+    assert_eq!(state.destroy_client(id), Err(Status::CLIENTID_BUSY));
+    let session = *state.sessions.keys().next().unwrap();
+    state.destroy_session(&session).unwrap();
+    assert_eq!(state.destroy_session(&session), Err(Status::BADSESSION));
+    state.destroy_client(id).unwrap();
+    assert_eq!(state.destroy_client(id), Err(Status::STALE_CLIENTID));
+    let id = begin(&mut state, 0, "c", [1; 8]);
+    for sequence in 2..=SESSIONS_MAX as u32 {
+        add_session(&mut state, 0, id, sequence);
+    }
+    let next = SESSIONS_MAX as u32 + 1;
+    assert!(matches!(state.create_session(0, id, next, Principal(Some(0))), Err(Status::NOSPC)));
+}
+
+#[test]
+fn files_are_shared_as_their_openers_allow() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
+    assert_eq!(first.seqid, 1);
+    let denied = Err(Refused::Status(Status::SHARE_DENIED));
+    assert_eq!(open(&mut state, 0, b, "o", 1, (READ, READ)), denied, "somebody reads");
+    let second = open(&mut state, 0, b, "o", 1, (READ, WRITE)).unwrap();
+    assert_eq!(open(&mut state, 0, a, "o", 1, (WRITE, 0)), denied);
+    assert_eq!(open(&mut state, 0, b, "other", 1, (WRITE, 0)), denied, "also another owner of the same client");
+    // What is open is open in both ways.
+    let both = open(&mut state, 0, b, "o", 1, (WRITE, 0)).unwrap();
+    assert_eq!((both.other, both.seqid), (second.other, 2));
+    assert_eq!(state.access(0, b, second, &file(1), true), Err(Refused::Status(Status::OLD_STATEID)));
+    assert_eq!(state.access(0, b, both, &file(1), true), Ok(true));
+    assert_eq!(state.access(0, b, both, &file(2), true), Err(Refused::Status(Status::BAD_STATEID)), "another file");
+    assert_eq!(state.access(0, a, both, &file(1), true), Err(Refused::Status(Status::BAD_STATEID)), "another's");
+    assert_eq!(state.access(0, a, first, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
+    let locked = Err(Refused::Status(Status::LOCKED));
+    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), true), locked);
+    assert_eq!(state.access(0, a, Stateid::BYPASS, &file(1), true), locked);
+    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), false), Ok(false));
+    // Less, and nothing.
+    assert_eq!(state.downgrade(a, first, &file(1), (READ | WRITE, 0)), Err(Status::INVAL));
+    let less = state.downgrade(b, both, &file(1), (READ, 0)).unwrap();
+    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), true), Ok(false));
+    assert_eq!(state.access(0, b, less, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
+    state.close(b, less, &file(1)).unwrap();
+    assert_eq!(state.close(b, less, &file(1)), Err(Status::BAD_STATEID));
+    state.close(a, Stateid { seqid: 0, ..first }, &file(1)).unwrap();
+    assert!(state.files.is_empty() && state.held.is_empty());
+}
+
+#[test]
+fn locks_keep_others_out_and_go_with_the_file() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let open_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    let open_b = open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
+    let held = lock(&mut state, 0, a, open_a, "p", range(10, 10)).unwrap();
+    let writing = lock(&mut state, 0, b, open_b, "p", range(0, 5));
+    assert_eq!(writing, Err(Refused::Status(Status::OPENMODE)), "open for reading");
+    let request = |open| LockRequest::New { open, owner: Box::from(&b"p"[..]) };
+    let denied = Denied { range: range(10, 10), is_write: true, client: a, owner: Box::from(&b"p"[..]) };
+    let reading = state.lock(0, b, request(open_b), &file(1), false, range(0, u64::MAX));
+    assert_eq!(reading, Err(Refused::Denied(denied.clone())));
+    assert_eq!(state.test_lock(0, b, b"p", &file(1), false, range(19, 1)), Err(Refused::Denied(denied)));
+    assert_eq!(state.test_lock(0, a, b"p", &file(1), true, range(19, 1)), Ok(()), "its own");
+    assert!(state.test_lock(0, a, b"q", &file(1), true, range(19, 1)).is_err(), "another process of the same client");
+    assert_eq!(state.free_stateid(a, held), Err(Status::LOCKS_HELD));
+    let rest = state.unlock(a, held, &file(1), range(10, 5)).unwrap();
+    assert_eq!((rest.other, rest.seqid), (held.other, 2));
+    assert!(state.lock(0, b, request(open_b), &file(1), false, range(0, 15)).is_ok());
+    let emptied = state.unlock(a, rest, &file(1), range(0, u64::MAX)).unwrap();
+    // Once more by the open file: the owner keeps its name.
+    let again = lock(&mut state, 0, a, open_a, "p", range(100, 1)).unwrap();
+    assert_eq!((again.other, again.seqid), (emptied.other, 4));
+    state.close(a, open_a, &file(1)).unwrap();
+    assert_eq!(state.test_stateid(a, again), Err(Status::BAD_STATEID));
+    assert_eq!(state.test_lock(0, b, b"q", &file(1), true, range(100, 1)), Ok(()));
+}
+
+#[test]
+fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let held = open(&mut state, 0, a, "o", 1, (READ, READ)).unwrap();
+    let later = 10 * LEASE;
+    assert!(state.test_stateid(a, held).is_ok());
+    assert_eq!(open(&mut state, later, b, "o", 1, (READ, 0)), Err(Refused::Expired(a)));
+    assert_eq!(open(&mut state, later, b, "o", 2, (READ, 0)).map(drop), Ok(()), "nothing is in the way");
+    // Heard of again in time.
+    state.clients[&a].lease.renew(later);
+    assert!(!state.give_up(later, a));
+    assert_eq!(open(&mut state, later, b, "o", 1, (READ, 0)), Err(Refused::Status(Status::SHARE_DENIED)));
+    let later = 20 * LEASE;
+    let (before, stored) = state.records();
+    assert!(stored.contains(&b"a"[..]) && state.give_up(later, a));
+    let (after, stored) = state.records();
+    assert!(after != before && !stored.contains(&b"a"[..]), "first it cannot reclaim it any more");
+    state.expire(a);
+    assert!(open(&mut state, later, b, "o", 1, (READ, 0)).is_ok());
+    assert!(!state.sessions.values().any(|session| session.client == a));
+}
+
+#[test]
+fn after_a_restart_what_was_open_comes_first() {
+    let before = || ["a", "b"].map(|name| Box::from(name.as_bytes()));
+    let mut state = State::new(8, LEASE, before());
+    let (a, c) = (begin(&mut state, 0, "a", [1; 8]), begin(&mut state, 0, "c", [1; 8]));
+    assert!(state.may_reclaim(0, a).is_ok());
+    assert_eq!(state.may_reclaim(0, c), Err(Status::RECLAIM_BAD), "it had nothing");
+    assert_eq!(state.may_begin(0, a), Err(Status::GRACE));
+    state.reclaim_complete(0, a).unwrap();
+    state.reclaim_complete(0, c).unwrap();
+    assert_eq!(state.reclaim_complete(0, c), Err(Status::COMPLETE_ALREADY));
+    assert_eq!(state.may_reclaim(0, a), Err(Status::NO_GRACE), "it has said that this was all");
+    assert_eq!(state.may_begin(0, a), Err(Status::GRACE), "b may still come");
+    // A second crash: all of them are still known.
+    let names = |state: &State| state.records().1.iter().map(|n| n.to_vec()).collect::<Vec<_>>();
+    assert_eq!(names(&state), [b"a", b"b", b"c"]);
+    let b = begin(&mut state, 10, "b", [1; 8]);
+    assert_eq!(state.may_begin(10, b), Err(Status::GRACE));
+    state.reclaim_complete(10, b).unwrap();
+    assert!(state.may_begin(10, a).is_ok(), "all are here: nobody else has to wait");
+    assert_eq!(state.may_reclaim(10, b), Err(Status::NO_GRACE));
+    // Or nobody comes.
+    let mut state = State::new(9, LEASE, before());
+    let c = client(&mut state, 0, "c");
+    assert_eq!(state.may_begin(LEASE - 1, c), Err(Status::GRACE));
+    assert!(state.may_begin(LEASE, c).is_ok());
+    assert_eq!(names(&state), [b"c"]);
+}
+
+/// What a client believes that it has.
+#[derive(Debug, Clone, Default)]
+struct Believed {
+    id: u64,
+    verifier: u8,
+    /// Files, how they are open, and their stateids.
+    open: BTreeMap<u8, ((u32, u32), Stateid)>,
+}
+
+/// What can happen to clients and server.
+#[derive(Debug, Clone)]
+enum Event {
+    Open {
+        client: usize,
+        file: u8,
+        modes: (u32, u32),
+    },
+    Close {
+        client: usize,
+        file: u8,
+    },
+    /// Time passes; these clients are heard of.
+    Wait {
+        ms: u64,
+        heard: u8,
+    },
+    RestartClient {
+        client: usize,
+    },
+    /// The server crashes; what it has stored is as of its last word to any client. These clients come back.
+    RestartServer {
+        back: u8,
+    },
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let modes = (1..4_u32, 0..4_u32);
+    prop_oneof![
+        6 => (0..3_usize, 0..2_u8, modes).prop_map(|(client, file, modes)| Event::Open { client, file, modes }),
+        2 => (0..3_usize, 0..2_u8).prop_map(|(client, file)| Event::Close { client, file }),
+        2 => (0..2 * LEASE, 0..8_u8).prop_map(|(ms, heard)| Event::Wait { ms, heard }),
+        1 => (0..3_usize).prop_map(|client| Event::RestartClient { client }),
+        1 => (0..8_u8).prop_map(|back| Event::RestartServer { back }),
+    ]
+}
+
+struct World {
+    state: State,
+    stored: BTreeSet<Box<[u8]>>,
+    now: u64,
+    epoch: u32,
+    clients: [Believed; 3],
+}
+
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
+impl World {
+    fn new() -> World {
+        let mut world = World {
+            state: State::new(1, LEASE, []),
+            stored: BTreeSet::new(),
+            now: 0,
+            epoch: 1,
+            clients: Default::default(),
+        };
+        (0..3).for_each(|client| world.connect(client, true));
+        world
+    }
+
+    fn store(&mut self) {
+        self.stored = self.state.records().1;
+    }
+
+    /// A client gets a new session; with `complete` it says that it has reclaimed everything.
+    fn connect(&mut self, client: usize, complete: bool) {
+        let verifier = [self.clients[client].verifier; 8];
+        let known = self.state.exchange_id(self.now, NAMES[client].as_bytes(), verifier, Principal(Some(0)), false);
+        let known = known.unwrap();
+        if !known.is_confirmed {
+            add_session(&mut self.state, self.now, known.client, known.sequence);
+        }
+        self.clients[client].id = known.client;
+        if complete {
+            self.complete(client);
+        }
+    }
+
+    fn complete(&mut self, client: usize) {
+        let _ = self.state.reclaim_complete(self.now, self.clients[client].id);
+        self.store();
+    }
+
+    /// Whether the server still knows the client, which learns of it by its next call.
+    fn is_known(&self, client: usize) -> bool {
+        self.state.clients.contains_key(&self.clients[client].id)
+    }
+
+    fn heard(&mut self, client: usize) {
+        if self.is_known(client) {
+            self.state.clients[&self.clients[client].id].lease.renew(self.now);
+            return;
+        }
+        // Its session is gone, and what it had with it: it comes back and may not reclaim.
+        self.connect(client, false);
+        let held = std::mem::take(&mut self.clients[client].open);
+        for _ in held {
+            assert!(self.state.may_reclaim(self.now, self.clients[client].id).is_err(), "others may have had it");
+        }
+        self.complete(client);
+    }
+
+    fn open(&mut self, client: usize, of: u8, modes: (u32, u32)) {
+        self.heard(client);
+        let id = self.clients[client].id;
+        if self.state.may_begin(self.now, id).is_err() {
+            return;
+        }
+        self.store();
+        loop {
+            match open(&mut self.state, self.now, id, "o", of, modes) {
+                Ok(stateid) => {
+                    let entry = self.clients[client].open.entry(of).or_insert(((0, 0), stateid));
+                    *entry = ((entry.0.0 | modes.0, entry.0.1 | modes.1), stateid);
+                    return;
+                }
+                Err(Refused::Expired(other)) => {
+                    assert!(self.state.give_up(self.now, other));
+                    self.store();
+                    self.state.expire(other);
+                }
+                Err(Refused::Status(Status::SHARE_DENIED)) => return,
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn restart_server(&mut self, back: u8) {
+        self.epoch += 1;
+        self.now = 0;
+        self.state = State::new(self.epoch, LEASE, self.stored.iter().cloned());
+        for client in (0..3).filter(|client| back >> client & 1 == 1) {
+            self.connect(client, false);
+            let id = self.clients[client].id;
+            let mut kept = BTreeMap::new();
+            for (of, (modes, _)) in std::mem::take(&mut self.clients[client].open) {
+                if self.state.may_reclaim(self.now, id).is_ok() {
+                    let stateid = open(&mut self.state, self.now, id, "o", of, modes);
+                    kept.insert(of, (modes, stateid.expect("nobody else could have had it")));
+                }
+            }
+            self.clients[client].open = kept;
+            self.complete(client);
+        }
+        // The others learn of it when they come back, and too late.
+        self.now = LEASE + 1;
+        for client in 0..3 {
+            if back >> client & 1 == 1 && self.is_known(client) {
+                self.state.clients[&self.clients[client].id].lease.renew(self.now);
+            }
+        }
+    }
+
+    fn step(&mut self, event: Event) {
+        match event {
+            Event::Open { client, file, modes } => self.open(client, file, modes),
+            Event::Close { client, file: of } => {
+                self.heard(client);
+                if let Some((_, stateid)) = self.clients[client].open.remove(&of) {
+                    self.state.close(self.clients[client].id, stateid, &file(of)).expect("what it has");
+                }
+            }
+            Event::Wait { ms, heard } => {
+                self.now += ms;
+                (0..3).filter(|client| heard >> client & 1 == 1).for_each(|client| self.heard(client));
+            }
+            Event::RestartClient { client } => {
+                self.clients[client].verifier += 1;
+                self.clients[client].open.clear();
+                self.connect(client, true);
+            }
+            Event::RestartServer { back } => self.restart_server(back),
+        }
+    }
+
+    /// No two clients of whom the server has heard have what excludes the other.
+    fn check(&self) {
+        let live = |client: &usize| self.is_known(*client);
+        for one in (0..3).filter(live) {
+            for (of, (modes, stateid)) in &self.clients[one].open {
+                assert!(self.state.test_stateid(self.clients[one].id, *stateid).is_ok(), "what it believes is so");
+                for other in (0..3).filter(|other| *other != one).filter(live) {
+                    if let Some((theirs, _)) = self.clients[other].open.get(of) {
+                        assert!(modes.0 & theirs.1 == 0 && modes.1 & theirs.0 == 0, "{one} and {other} at {of}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_two_clients_have_what_excludes_the_other(events in prop::collection::vec(event(), 1..80)) {
+        let mut world = World::new();
+        for event in events {
+            world.step(event);
+            world.check();
+        }
+    }
+}

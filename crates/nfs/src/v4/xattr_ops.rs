@@ -1,0 +1,80 @@
+//! Operations on extended attributes (RFC 8276): those of users, whose names go without `user.`.
+
+use super::compound::{Compound, Done, put_change_info};
+use super::status::Status;
+use crate::file_system::SetXattr;
+use rustix::io::Errno;
+use thruway_rpc::xdr::{Decoder, Encoder};
+
+/// Longest name, `user.` not counted.
+const NAME_MAX: usize = 255 - 5;
+/// Longest value.
+const VALUE_MAX: u32 = 64 << 10;
+
+fn get_name<'b>(d: &mut Decoder<'b>) -> Done<&'b [u8]> {
+    let name = d.opaque(1024)?;
+    match name {
+        [] => Err(Status::INVAL.into()),
+        _ if name.len() > NAME_MAX => Err(Status::NAMETOOLONG.into()),
+        _ => Ok(name),
+    }
+}
+
+impl Compound<'_> {
+    pub(super) async fn get_xattr(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let name = get_name(d)?;
+        let target = self.target()?;
+        out.opaque(&target.share.files.xattr(&target.who, &target.file, name).await?);
+        Ok(())
+    }
+
+    pub(super) async fn set_xattr(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let how = match d.u32()? {
+            0 => SetXattr::Either,
+            1 => SetXattr::Create,
+            2 => SetXattr::Replace,
+            _ => return Err(Status::BADXDR.into()),
+        };
+        let name = get_name(d)?;
+        let value = d.opaque(VALUE_MAX)?;
+        self.change_xattr(name, Some((value, how)), out).await
+    }
+
+    pub(super) async fn remove_xattr(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let name = get_name(d)?;
+        self.change_xattr(name, None, out).await
+    }
+
+    async fn change_xattr(&self, name: &[u8], value: Option<(&[u8], SetXattr)>, out: &mut Encoder) -> Done {
+        let target = self.writable()?;
+        let before = target.attributes().await;
+        target.share.files.set_xattr(&target.who, &target.file, name, value).await?;
+        put_change_info(out, before.as_ref(), target.attributes().await.as_ref());
+        Ok(())
+    }
+
+    pub(super) async fn list_xattrs(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let (cookie, bytes) = (d.u64()?, d.u32()? as usize);
+        let target = self.target()?;
+        let names = match target.share.files.xattrs(&target.who, &target.file).await {
+            // Names of which none can be told.
+            Err(Errno::ACCESS) => return Err(Status::ACCESS.into()),
+            names => names?,
+        };
+        let begin = usize::try_from(cookie).ok().filter(|begin| *begin <= names.len()).ok_or(Status::BAD_COOKIE)?;
+        // The cookie, the number of names, and whether that is all.
+        let mut used = 8 + 4 + 4;
+        let fitting = names[begin..].iter().take_while(|name| {
+            used += 4 + name.len().next_multiple_of(4);
+            used <= bytes
+        });
+        let end = begin + fitting.count();
+        if end == begin && begin < names.len() {
+            return Err(Status::TOOSMALL.into());
+        }
+        out.u64(end as u64);
+        out.array(&names[begin..end], |out, name| out.opaque(name));
+        out.bool(end == names.len());
+        Ok(())
+    }
+}

@@ -1,0 +1,122 @@
+# title: Linux's own NFS clients, two of them, versions 4.1 and 4.2: coherence, locks, holes, attributes, restarts, a client that dies
+# limit: 400
+hosts ours a b
+share_directory
+start() {
+    : >/tmp/serve.json
+    # Not by ip: in a mount namespace of its own it would hold the mounts that it serves, and wait for itself when it is killed.
+    nsenter --net=/run/netns/ours "$THRUWAY" -v serve --json --anonymous --share data=/tmp/served/data,squash=none \
+        --share still=/tmp/served/data,ro --nfs 10.0.0.1:2049 --nfs-lease 5 --state /tmp/state >/tmp/serve.json 2>>/tmp/said &
+    daemon=$!
+    until_written /tmp/serve.json
+}
+restart() {
+    kill -9 $daemon
+    wait $daemon || true
+    start
+}
+start
+for client in a b; do
+    # The same kernel twice: told apart as two hosts are by their names.
+    ip netns exec $client sh -c "echo $client >/sys/fs/nfs/net/nfs_client/identifier"
+    mkdir /mnt/$client
+done
+mount_as() { nsenter --net="/run/netns/$1" mount -t nfs -o "vers=$2,proto=tcp" "10.0.0.1:$3" "$4"; }
+
+mount_as a 4.1 /data /mnt/a
+use_share /mnt/a /tmp/served/data
+umount /mnt/a
+mount_as a 4.2 /data /mnt/a
+mount_as b 4.2 /data /mnt/b
+use_share /mnt/a /tmp/served/data
+
+echo '--- the shares, and what can be read only'
+mount_as b 4.2 / /mnt/n
+[[ $(ls /mnt/n) == $'data\nstill' ]]
+echo here >/mnt/a/file
+[[ $(cat /mnt/n/still/file) == here ]]
+fails touch /mnt/n/still/file 2>/dev/null
+fails touch /mnt/n/new 2>/dev/null
+fails cat /mnt/n/none/file 2>/dev/null
+umount /mnt/n/still /mnt/n
+
+echo '--- what one writes the other reads'
+echo one >/mnt/a/file
+[[ $(cat /mnt/b/file) == one ]]
+echo two >>/mnt/b/file
+[[ $(cat /mnt/a/file) == $'one\ntwo' ]]
+mv /mnt/a/file /mnt/a/moved
+[[ $(cat /mnt/b/moved) == $'one\ntwo' ]]
+chmod 640 /mnt/b/moved
+[[ $(stat -c %a /mnt/a/moved) == 640 ]]
+
+echo '--- a file that the other removes stays open'
+exec 7</mnt/a/moved
+rm /mnt/b/moved
+echo 3 >/proc/sys/vm/drop_caches
+[[ $(cat <&7) == $'one\ntwo' ]]
+exec 7<&-
+
+echo '--- locks, also over a restart of the server'
+touch /mnt/a/lock
+exec 8<>/mnt/a/lock
+flock 8
+fails flock -n /mnt/b/lock true
+restart
+fails flock -n /mnt/b/lock true
+flock -u 8
+flock -n /mnt/b/lock true
+# Each adds lines to one file under a lock.
+add() { for n in {1..20}; do flock "/mnt/$1/lock" sh -c "echo $1 >>/mnt/$1/lines"; done; }
+add a &
+adder=$!
+add b
+wait $adder
+[[ $(sort /mnt/a/lines | uniq -c | xargs) == '20 a 20 b' ]]
+
+echo '--- a client that dies'
+flock 8
+ip -n a link set eth0 down
+wait_until 100 flock -n /mnt/b/lock true
+ip -n a link set eth0 up
+exec 8>&-
+ls /mnt/a >/dev/null
+
+echo '--- holes, storage, copies'
+truncate -s 100M /mnt/a/holes
+printf x | dd of=/mnt/a/holes bs=1 seek=50M conv=notrunc status=none
+seek() { python3 -c "import os,sys; f = os.open(sys.argv[1], 0); print(os.lseek(f, int(sys.argv[2]), os.$3))" "$1" "$2"; }
+[[ $(seek /mnt/b/holes 0 SEEK_DATA) == $((50 << 20)) ]]
+(($(seek /mnt/b/holes $((50 << 20)) SEEK_HOLE) <= (50 << 20) + 65536))
+fallocate -l 8M /mnt/a/storage
+(($(stat -c %b /tmp/served/data/storage) * 512 >= 8 << 20))
+fallocate -p -o 1M -l 4M /mnt/a/storage
+(($(stat -c %b /tmp/served/data/storage) * 512 < 6 << 20))
+head -c 20M /dev/urandom >/mnt/a/source
+cp /mnt/a/source /mnt/a/copy
+cmp /tmp/served/data/source /tmp/served/data/copy
+
+echo '--- extended attributes'
+setfattr -n user.colour -v blue /mnt/a/source
+[[ $(getfattr --only-values -n user.colour /mnt/b/source) == blue ]]
+[[ $(getfattr --only-values -n user.colour /tmp/served/data/source) == blue ]]
+setfattr -n user.size -v big /mnt/b/source
+[[ $(getfattr /mnt/a/source 2>/dev/null | grep -c ^user) == 2 ]]
+setfattr -x user.colour /mnt/b/source
+fails getfattr -n user.colour /mnt/a/source 2>/dev/null
+
+echo '--- a server that is killed while it is written to'
+head -c 60M /dev/urandom >/tmp/random
+dd if=/tmp/random of=/mnt/a/written bs=64k conv=fsync status=none &
+copy=$!
+has_begun() { [[ -s /tmp/served/data/written ]]; }
+wait_until 60 has_begun
+for _ in 1 2 3; do restart; done
+wait $copy
+echo 3 >/proc/sys/vm/drop_caches
+cmp /tmp/random /mnt/b/written
+cmp /tmp/random /tmp/served/data/written
+umount /mnt/a /mnt/b
+kill $daemon
+wait $daemon
+fails grep -E 'ERROR|panicked' /tmp/said

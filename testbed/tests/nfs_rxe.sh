@@ -1,0 +1,10 @@
+# title: Linux's NFS/RDMA client over rxe, every version, with a server that uses rxe through rdma-core
+# limit: 300
+hosts other
+kernel_end rxe
+share_directory
+"$THRUWAY" -v serve --json --anonymous --provider verbs --share data=/tmp/served/data,squash=none --nfs 10.0.0.254:2049 \
+    --nfs-rdma 10.0.0.254:20049 --state /tmp/state >/tmp/serve.json 2>/tmp/serve.log &
+until_written /tmp/serve.json
+every_version_over_rdma 10.0.0.254
+fails grep 'connection lost' /tmp/serve.log
