@@ -4,9 +4,9 @@ hosts ours a b
 share_directory
 start() {
     : >/tmp/serve.json
-    # Not by ip: in a mount namespace of its own it would hold the mounts that it serves, and wait for itself when it is killed.
+    # With none of what it serves mounted (as ip would do) or open: when it is killed, it would wait for itself.
     nsenter --net=/run/netns/ours "$THRUWAY" -v serve --json --anonymous --share data=/tmp/served/data,squash=none \
-        --share still=/tmp/served/data,ro --nfs 10.0.0.1:2049 --nfs-lease 5 --state /tmp/state >/tmp/serve.json 2>>/tmp/said &
+        --share still=/tmp/served/data,ro --nfs 10.0.0.1:2049 --nfs-lease 5 --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7<&- 8<&- &
     daemon=$!
     until_written /tmp/serve.json
 }

@@ -7,4 +7,5 @@ share_directory
     --nfs-rdma 10.0.0.254:20049 --state /tmp/state >/tmp/serve.json 2>/tmp/serve.log &
 until_written /tmp/serve.json
 every_version_over_rdma 10.0.0.254
-fails grep 'connection lost' /tmp/serve.log
+# Each ended once, by unmounting: nothing had to be recovered.
+[[ $(grep -c 'connection lost' /tmp/serve.log) == 3 ]]

@@ -188,7 +188,7 @@ mod tests {
     fn share(name: &str, squash: Squash) -> Option<Share> {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
-        let files = Box::new(LocalFileSystem::open(dir.path()).ok()?);
+        let files = Box::new(LocalFileSystem::open(dir.path(), true).ok()?);
         Some(Share { name: name.into(), files, read_only: false, squash })
     }
 

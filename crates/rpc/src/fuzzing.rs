@@ -2,7 +2,7 @@
 
 use crate::rdma::header::{Header, PrivateData, Procedure};
 use crate::rdma::reply::plan;
-use crate::server::{Connection, Programs, Received, Transport, answer};
+use crate::server::{Connection, Programs, Received, Transport};
 use crate::xdr::{Decoder, Encoder};
 use futures_util::FutureExt;
 use smallvec::SmallVec;
@@ -16,7 +16,7 @@ pub fn message(programs: &Programs, data: &[u8]) {
     }
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     if let Ok(Some(Received::Call(call, program))) = programs.receive(data.to_vec(), SmallVec::new(), &connection) {
-        let _ = answer(&call, &*program).now_or_never();
+        let _ = programs.answer(&call, &*program).now_or_never();
     }
 }
 
@@ -25,7 +25,7 @@ pub fn call(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     match programs.receive(message.to_vec(), SmallVec::new(), &connection) {
         Ok(Some(Received::Call(call, program))) => {
-            answer(&call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
+            programs.answer(&call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
         }
         _ => None,
     }

@@ -31,6 +31,7 @@ use thruway_engine::io::{OpenFile, Request, ring};
 use thruway_engine::{Segment, file_system, limits};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
+use tokio::sync::Semaphore;
 
 /// A directory of this host, and what is beneath it on the same file system.
 #[derive(Clone)]
@@ -51,8 +52,14 @@ struct Inner {
     /// Those that clients have open, which are found although their last name may be gone.
     open: Mutex<HashMap<FileId, (Arc<Node>, usize)>>,
     verifier: AtomicU64,
+    /// Changes of names and attributes are on the medium before clients are told of them.
+    is_durable: bool,
     /// Held while an error that the kernel tells once may be known to one thread only.
     telling: RwLock<()>,
+    /// Files that clients may have open; each holds up to three descriptors.
+    open_max: usize,
+    /// For what takes long.
+    copies: Semaphore,
     workers: Workers,
 }
 
@@ -63,9 +70,13 @@ struct Node {
     fd: OwnedFd,
     kind: Kind,
     data: Mutex<Data>,
-    /// Time of the last change, and changes through here since the first of that time: clocks are coarse.
+    /// Time of the last change, and changes through here that had this time: clocks are coarse.
     changes: Mutex<(Time, u64)>,
     is_open: AtomicBool,
+    /// One sync at a time: the kernel tells an error once.
+    syncing: tokio::sync::Mutex<()>,
+    /// Syncs that have failed.
+    failures: AtomicU64,
     inner: std::sync::Weak<Inner>,
 }
 
@@ -127,9 +138,11 @@ impl Node {
 
     /// To be called behind every change.
     fn note_change(&self) {
+        let mut changes = self.changes.lock().expect("no panics under the lock");
         let Ok(stat) = statx(&self.fd) else { return };
-        let (now, mut changes) = (time_of(stat.stx_ctime), self.changes.lock().expect("no panics under the lock"));
-        *changes = if changes.0 == now { (now, changes.1 + 1) } else { (now, 0) };
+        let now = time_of(stat.stx_ctime);
+        // What had this time before the change has the number without anything added.
+        *changes = (now, if changes.0 == now { changes.1 + 1 } else { 1 });
     }
 
     fn handle(&self) -> Result<Handle> {
@@ -202,7 +215,10 @@ fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
 }
 
 /// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
-const COPY_MAX: usize = 256 << 20;
+const COPY_MAX: usize = 16 << 20;
+
+/// Copies and changes of storage at a time: they must not take all threads from what is short.
+const COPIES_MAX: usize = 4;
 
 /// Most bytes of an extended attribute, and of the names of all of a file (`XATTR_SIZE_MAX` of the kernel).
 const XATTR_MAX: usize = 64 << 10;
@@ -244,6 +260,16 @@ impl Inner {
     /// Does something with the rights of a user.
     fn act_as<T>(&self, who: &Credentials, action: impl FnOnce() -> Result<T>) -> Result<T> {
         if self.acts_as_others { act_as(who, action)? } else { action() }
+    }
+
+    /// Brings data and attributes of a file to the medium: with data alone, a loss of power could take its times back, and clients
+    /// would take an old state that they know for the new one.
+    fn sync(&self, node: &Node, file: &OpenFile) -> Result<()> {
+        let synced = rustix::fs::fsync(file);
+        // Where another thread has been told of an error, it has noted that afterwards.
+        drop(self.telling.write().expect("no panics under the lock"));
+        node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
+        self.note(synced)
     }
 
     /// Remembers whether data may have been lost.
@@ -314,6 +340,8 @@ impl Inner {
             data: Mutex::default(),
             changes: Mutex::default(),
             is_open: AtomicBool::new(false),
+            syncing: tokio::sync::Mutex::default(),
+            failures: AtomicU64::new(0),
             inner,
         });
         self.nodes.insert(id, Arc::clone(&node));
@@ -463,6 +491,7 @@ impl Inner {
                 special(kind, device).and_then(|()| by_name())
             }
         });
+        let is_new = made.is_ok();
         let found = match (made, what) {
             (Err(Errno::EXIST), Make::File) => {
                 let found = self.act_as(who, by_name)?;
@@ -491,15 +520,26 @@ impl Inner {
             }
             (made, _) => made?,
         };
-        // It has its permissions, except for what the kernel takes from those who may not give it.
-        set.mode = set.mode.filter(|mode| u32::from(found.stat.stx_mode) & 0o7777 != mode & 0o7777);
+        // It has its permissions, as access control lists of the directory and its group would have them; only bits that calls which
+        // make files do not set are set now.
+        let has = u32::from(found.stat.stx_mode) & 0o7777;
+        set.mode = set.mode.map(|mode| has | mode & 0o7000).filter(|mode| *mode != has);
         // A new file is open for writing: what holds it only names it.
         let fd = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
         let fd = fd.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))?;
         let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
-        if set != SetAttributes::default() {
-            self.set_attributes(who, &node, &set)?;
+        if set != SetAttributes::default()
+            && let Err(error) = self.set_attributes(who, &node, &set)
+        {
+            // The client is told that there is nothing.
+            if is_new {
+                let flags = if *what == Make::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+                let _ = self.act_as(who, || rustix::fs::unlinkat(dir_fd, &*name, flags));
+            }
+            return Err(error);
         }
+        self.keep_names(dir)?;
+        self.keep(&node)?;
         Ok((node.id.clone(), self.attributes(&node, &node.stat()?)?))
     }
 
@@ -559,11 +599,39 @@ impl Inner {
         Some(FileId(SmallVec::from_vec(handle.encode())))
     }
 
-    fn lost_a_name(&self, id: &FileId) {
-        if let Some(node) = self.held(id) {
-            node.note_change();
+    /// Brings the names in a directory to the medium, before a client is told that they are there or gone: it will not ask for that
+    /// itself (RFC 1813, section 4.7).
+    fn keep_names(&self, dir: &Node) -> Result<()> {
+        if !self.is_durable {
+            return Ok(());
         }
-        self.nodes.remove(id);
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = rustix::fs::openat(&dir.fd, c".", flags, Mode::empty())?;
+        rustix::fs::fsync(open)
+    }
+
+    /// Brings a file's attributes, and its size, to the medium. Other kinds are with their names.
+    fn keep(&self, node: &Node) -> Result<()> {
+        match node.kind {
+            _ if !self.is_durable => Ok(()),
+            Kind::Directory => self.keep_names(node),
+            Kind::Regular => {
+                let file = self.open_data(node, OFlags::RDONLY)?;
+                let synced = rustix::fs::fsync(&*file);
+                node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
+                self.note(synced)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn lost_a_name(&self, id: &FileId) {
+        let Some(node) = self.held(id) else { return };
+        node.note_change();
+        // Others may still have what is left of its names.
+        if node.stat().is_err() {
+            self.nodes.remove(id);
+        }
     }
 
     fn remove(&self, who: &Credentials, dir: &Node, name: &[u8], is_directory: bool) -> Result<()> {
@@ -572,8 +640,9 @@ impl Inner {
         let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
         self.act_as(who, || rustix::fs::unlinkat(&dir.fd, &*name, flags))?;
         dir.note_change();
+        let kept = self.keep_names(dir);
         id.inspect(|id| self.lost_a_name(id));
-        Ok(())
+        kept
     }
 
     fn rename(&self, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
@@ -582,17 +651,19 @@ impl Inner {
         self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
         from.0.note_change();
         to.0.note_change();
+        let kept = self.keep_names(to.0).and_then(|()| self.keep_names(from.0));
         replaced.inspect(|id| self.lost_a_name(id));
-        Ok(())
+        kept
     }
 }
 
 impl LocalFileSystem {
-    /// Opens a directory.
+    /// Opens a directory. Unless it `is_durable`, a loss of power may take back changes of names and attributes that clients have
+    /// been told of; not data that they have flushed.
     ///
     /// # Errors
     /// If it cannot be opened, its file system has no handles, or this process may not open files by them (`CAP_DAC_READ_SEARCH`).
-    pub fn open(path: &Path) -> io::Result<LocalFileSystem> {
+    pub fn open(path: &Path, is_durable: bool) -> io::Result<LocalFileSystem> {
         let root = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
         let (handle, _) = Handle::of(&root, c"")?;
         handle.open(&root, OFlags::PATH | OFlags::DIRECTORY)?;
@@ -608,7 +679,10 @@ impl LocalFileSystem {
             nodes: Cache::new(limits::share_of_open_files(8).clamp(64, 1 << 20)),
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
+            is_durable,
             telling: RwLock::default(),
+            open_max: limits::share_of_open_files(8).max(64),
+            copies: Semaphore::new(COPIES_MAX),
             workers: workers.clone(),
             root,
             root_id,
@@ -675,6 +749,7 @@ impl LocalFileSystem {
 
     /// Syncs what has been written to a file.
     async fn sync(&self, node: &Arc<Node>) -> Result<()> {
+        let _syncing = node.syncing.lock().await;
         let open = {
             let mut data = node.data();
             data.is_dirty = false;
@@ -684,14 +759,13 @@ impl LocalFileSystem {
             // What was written has been flushed, or is being by the end of the node that it was written through.
             let node = Arc::clone(node);
             let synced = self.work(move |inner| {
-                let synced = inner.open_data(&node, OFlags::RDONLY).and_then(|file| rustix::fs::fsync(&*file));
-                drop(inner.telling.write().expect("no panics under the lock"));
-                inner.note(synced)
+                let file = inner.open_data(&node, OFlags::RDONLY)?;
+                inner.sync(&node, &file)
             });
             return synced.await;
         };
-        let synced = ring().sync(&file).await.map_err(|e| errno(&e));
-        self.inner.note(synced)?;
+        let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
+        self.work(move |inner| inner.sync(&syncing, &synced)).await?;
         let mut data = node.data();
         // Nobody else is writing, and the next who does opens it again.
         if !data.is_dirty && Arc::strong_count(&file) == 2 {
@@ -741,6 +815,7 @@ impl FileSystem for LocalFileSystem {
                 // What has failed may have been done in part.
                 node.note_change();
                 done?;
+                inner.keep(&node)?;
                 inner.attributes(&node, &node.stat()?)
             })
             .await
@@ -830,6 +905,10 @@ impl FileSystem for LocalFileSystem {
             let attributes = self.inner.attributes(&node, &stat)?;
             let opened = {
                 let mut open = self.inner.open();
+                if open.len() >= self.inner.open_max && !open.contains_key(&node.id) {
+                    tracing::warn!(max = self.inner.open_max, "clients have as many files open as there can be");
+                    return Err(Errno::NOSPC);
+                }
                 let (node, users) = open.entry(node.id.clone()).or_insert_with(|| (node, 0));
                 *users += 1;
                 node.is_open.store(true, Ordering::Relaxed);
@@ -891,14 +970,22 @@ impl FileSystem for LocalFileSystem {
                 self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
             }
             let file = self.open_for_writing(&node).await?;
+            let failures = node.failures.load(Ordering::SeqCst);
+            let mut written = Ok(());
             if !file.try_write(at, &segment) {
-                let (written, _) = ring().write(&file, at, segment, false).await;
-                written.map_err(|e| errno(&e))?;
+                written = ring().write(&file, at, segment, false).await.0;
             }
-            drop(file);
+            // Also if it has been done in part; and no flush that has begun before covers it.
             node.note_change();
+            node.data().is_dirty = true;
+            drop(file);
+            written.map_err(|e| errno(&e))?;
             if stability > Stability::Unstable {
                 self.sync(&node).await?;
+                // Another's sync may have been told what was this one's error.
+                if node.failures.load(Ordering::SeqCst) != failures {
+                    return Err(Errno::IO);
+                }
             }
             let stat = self.stat(&node).await?;
             self.inner.attributes(&node, &stat)
@@ -969,7 +1056,7 @@ impl FileSystem for LocalFileSystem {
                 })?;
                 node.note_change();
                 dir.note_change();
-                Ok(())
+                inner.keep_names(&dir)
             })
             .await
         })
@@ -1036,8 +1123,9 @@ impl FileSystem for LocalFileSystem {
                 self.inner.check_write(user.who, &node, &stat)?;
             }
             let file = self.open_for_writing(&node).await?;
-            let who = user.who.clone();
-            self.work(move |_| {
+            let (who, changed) = (user.who.clone(), Arc::clone(&node));
+            let _turn = self.inner.copies.acquire().await.expect("never closed");
+            let done = self.work(move |_| {
                 Inner::drop_privileges(&who, &node, &stat)?;
                 let flags = match what {
                     Allocate::Reserve => FallocateFlags::empty(),
@@ -1045,9 +1133,12 @@ impl FileSystem for LocalFileSystem {
                 };
                 let done = rustix::fs::fallocate(&*file, flags, at, len);
                 node.note_change();
+                node.data().is_dirty = true;
                 done
-            })
-            .await
+            });
+            done.await?;
+            // No client asks for that.
+            self.sync(&changed).await
         })
     }
 
@@ -1069,8 +1160,9 @@ impl FileSystem for LocalFileSystem {
                 self.inner.check_write(user.who, &target, &stat)?;
             }
             let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
-            let who = user.who.clone();
-            self.work(move |_| {
+            let (who, changed) = (user.who.clone(), Arc::clone(&target));
+            let _turn = self.inner.copies.acquire().await.expect("never closed");
+            let copied = self.work(move |_| {
                 Inner::drop_privileges(&who, &target, &stat)?;
                 let copied = if shared {
                     thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)
@@ -1081,9 +1173,15 @@ impl FileSystem for LocalFileSystem {
                         .map(|copied| copied as u64)
                 };
                 target.note_change();
+                target.data().is_dirty = true;
                 copied
-            })
-            .await
+            });
+            let copied = copied.await?;
+            if shared {
+                // No client asks for that, as it does for what has been copied.
+                self.sync(&changed).await?;
+            }
+            Ok(copied)
         })
     }
 
@@ -1123,7 +1221,8 @@ impl FileSystem for LocalFileSystem {
                     }
                 });
                 node.note_change();
-                done
+                done?;
+                inner.keep(&node)
             })
             .await
         })

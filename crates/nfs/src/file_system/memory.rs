@@ -22,6 +22,9 @@ pub struct MemoryFileSystem {
     instance: [u8; 8],
 }
 
+/// Most bytes that are reserved by one call.
+const RESERVE_MAX: u64 = 64 << 20;
+
 /// Keeps a file open.
 struct Opened {
     tree: Arc<Mutex<Tree>>,
@@ -286,6 +289,8 @@ impl FileSystem for MemoryFileSystem {
             check_write(tree.node(id)?, user)?;
             tree.node(id)?.data()?;
             match what {
+                // It would take long, and everybody waits for it.
+                Allocate::Reserve if len > RESERVE_MAX => Err(Errno::OPNOTSUPP),
                 Allocate::Reserve => tree.reserve(id, at, len),
                 Allocate::Punch => tree.punch(id, at, len),
             }

@@ -722,6 +722,12 @@ impl Program for Nfs3 {
         Ok(true)
     }
 
+    /// What changes names or attributes fails, or does something else, the second time.
+    fn is_repeatable(&self, call: &Call) -> bool {
+        use procedure::*;
+        !matches!(call.procedure, SETATTR | CREATE | MKDIR | SYMLINK | MKNOD | REMOVE | RMDIR | RENAME | LINK)
+    }
+
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {
         Box::pin(async move { self.answer(call, results).await.into() })
     }

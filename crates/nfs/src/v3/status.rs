@@ -45,9 +45,9 @@ impl From<Errno> for Status {
             Errno::DQUOT => 69,
             Errno::STALE => 70,
             Errno::OPNOTSUPP | Errno::NOSYS => return Status::NOTSUPP,
-            Errno::TXTBSY => return Status::ACCESS,
+            Errno::TXTBSY | Errno::BUSY => return Status::ACCESS,
             // Later it may work.
-            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE | Errno::BUSY => {
+            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
                 return Status::JUKEBOX;
             }
             error => {

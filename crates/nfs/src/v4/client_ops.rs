@@ -66,7 +66,7 @@ impl Compound<'_> {
         }
     }
 
-    pub(super) fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+    pub(super) async fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (verifier, owner, flags) = (*d.fixed::<8>()?, d.opaque(OPAQUE_MAX)?, d.u32()?);
         match d.u32()? {
             0 => {}
@@ -81,7 +81,8 @@ impl Compound<'_> {
         }
         let principal = self.principal();
         let is_update = flags & UPDATE != 0;
-        let exchange = self.server.state(|state, now| state.exchange_id(now, owner, verifier, principal, is_update))?;
+        let exchange =
+            self.server.contend(|state, now| state.exchange_id(now, owner, verifier, principal, is_update)).await?;
         let name = self.server.shares.server_name();
         out.u64(exchange.client);
         out.u32(exchange.sequence);
@@ -122,7 +123,8 @@ impl Compound<'_> {
                 NewSession::Again(reply) => return Ok(reply),
                 NewSession::Make(lease) => lease,
             };
-            let id = state.session_id(client);
+            // Not to be guessed: who knows it may use it.
+            let id: [u8; 16] = thruway_engine::random::random();
             let mut reply = Encoder::new();
             reply.fixed(&id);
             reply.u32(sequence);
@@ -147,9 +149,11 @@ impl Compound<'_> {
         Ok(self.server.state(|state, _| state.destroy_session(&id))?)
     }
 
-    pub(super) fn destroy_client(&mut self, d: &mut Decoder<'_>) -> Done {
+    pub(super) async fn destroy_client(&mut self, d: &mut Decoder<'_>) -> Done {
         let client = d.u64()?;
-        Ok(self.server.state(|state, _| state.destroy_client(client))?)
+        self.server.state(|state, _| state.destroy_client(client))?;
+        // After a restart nobody is to wait for it.
+        Ok(self.server.store().await?)
     }
 
     /// Connections need not be bound: each may be used for every session. For callbacks there is none.
@@ -179,9 +183,11 @@ impl Compound<'_> {
             // Of a file system that has moved here; none does.
             return self.object().map(drop).map_err(Into::into);
         }
-        self.server.state(|state, now| state.reclaim_complete(now, client))?;
-        // What it opens from now on it may reclaim, and so it has to be known after a restart.
-        Ok(self.server.store().await?)
+        let done = self.server.state(|state, now| state.reclaim_complete(now, client));
+        // What it opens from now on it may reclaim, and so it has to be known after a restart; also if the first attempt to
+        // store that has failed.
+        self.server.store().await?;
+        Ok(done?)
     }
 
     pub(super) fn test_stateids(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {

@@ -279,10 +279,10 @@ impl<'a> Compound<'a> {
 
     async fn operation(&mut self, number: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
         match number {
-            op::EXCHANGE_ID => self.exchange_id(d, out),
+            op::EXCHANGE_ID => self.exchange_id(d, out).await,
             op::CREATE_SESSION => self.create_session(d, out),
             op::DESTROY_SESSION => self.destroy_session(d),
-            op::DESTROY_CLIENTID => self.destroy_client(d),
+            op::DESTROY_CLIENTID => self.destroy_client(d).await,
             op::BIND_CONN_TO_SESSION => self.bind_connection(d, out),
             op::RECLAIM_COMPLETE => self.reclaim_complete(d).await,
             op::TEST_STATEID => self.test_stateids(d, out),

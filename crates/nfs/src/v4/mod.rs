@@ -154,7 +154,10 @@ impl Nfs4 {
             return Ok(());
         }
         // It must not reclaim, after a restart, what others have had meanwhile.
-        self.store().await?;
+        if let Err(status) = self.store().await {
+            self.state(|state, _| state.keep(client));
+            return Err(status);
+        }
         tracing::info!(client, "lease expired: what the client had open and locked goes to another");
         self.state(|state, _| state.expire(client));
         Ok(())

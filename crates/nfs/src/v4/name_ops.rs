@@ -157,7 +157,8 @@ impl<'a> Compound<'a> {
 
     pub(super) async fn verify(&mut self, d: &mut Decoder<'_>, is_same: bool) -> Done {
         let (which, theirs) = attributes::get_raw(d)?;
-        if attributes::readable(&which, self.minor) != which {
+        let readable = attributes::readable(&which, self.minor);
+        if which.iter().any(|number| !readable.contains(number)) {
             return Err(Status::ATTRNOTSUPP.into());
         }
         if which.contains(attributes::number::RDATTR_ERROR) {
@@ -185,6 +186,9 @@ impl<'a> Compound<'a> {
             return Err(Status::BAD_COOKIE.into());
         }
         let bytes = (bytes as usize).min(BULK_MAX);
+        if bytes <= AROUND {
+            return Err(Status::TOOSMALL.into());
+        }
         out.u64(0);
         let Object::File(dir) = self.object()? else {
             return self.list_root(cookie, bytes, &wanted, out).await;

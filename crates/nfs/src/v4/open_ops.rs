@@ -100,11 +100,7 @@ impl<'a> Compound<'a> {
         }
         let client = self.client()?;
         let is_reclaim = matches!(claim, Claim::Previous);
-        self.server.state(
-            |state, now| {
-                if is_reclaim { state.may_reclaim(now, client) } else { state.may_begin(now, client) }
-            },
-        )?;
+        self.server.may_have(client, is_reclaim).await?;
         let opening = match claim {
             Claim::Name(name) => self.open_by_name(name, creation, access).await?,
             Claim::Current | Claim::Previous if creation.is_some() => return Err(Status::INVAL.into()),
@@ -117,19 +113,24 @@ impl<'a> Compound<'a> {
         if access & WRITE != 0 && target.share.read_only {
             return Err(Status::ROFS.into());
         }
-        // Who has made it may do with it what it was opened for, whatever its permissions.
-        let wanted =
-            Rights { read: !is_new && access & READ != 0, write: !is_new && access & WRITE != 0, execute: false };
+        // Who has made it may do with it what it was opened for, whatever its permissions; and who had it open, if it is its
+        // owner, whatever they are now.
+        let is_granted = is_new || is_reclaim && target.attributes().await.is_some_and(|a| a.uid == target.who.uid);
+        let wanted = Rights {
+            read: !is_granted && access & READ != 0,
+            write: !is_granted && access & WRITE != 0,
+            execute: false,
+        };
         let (guard, _) = target.share.files.open(&target.who, &target.file, wanted).await.map_err(type_error)?;
         let file = key(&target);
         let action = |state: &mut State, now| {
             state.open(now, client, owner, &file, (access, deny), std::sync::Arc::clone(&guard))
         };
-        let stateid = self.server.contend(action).await?;
+        let (stateid, was) = self.server.contend(action).await?;
         if let Some(size) = size {
             let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
             if let Err(error) = target.share.files.set_attributes(&target.who, &target.file, set, None).await {
-                let _ = self.server.state(|state, _| state.close(client, stateid, &file));
+                self.server.state(|state, _| state.undo_open(client, stateid, &file, was));
                 return Err(error.into());
             }
         }
@@ -172,6 +173,12 @@ impl<'a> Compound<'a> {
             Creation::Guarded(wanted) => (Make::NewFile, wanted, false),
             Creation::Exclusive(number, wanted) => (Make::Exclusive(number), wanted, false),
         };
+        let mut which = wanted.which.clone();
+        if matches!(what, Make::Exclusive(_)) {
+            // Where its number is kept: the client sets the times afterwards, because it is told so.
+            use attributes::number::{TIME_ACCESS, TIME_ACCESS_SET, TIME_MODIFY, TIME_MODIFY_SET};
+            [TIME_ACCESS, TIME_ACCESS_SET, TIME_MODIFY, TIME_MODIFY_SET].into_iter().for_each(|n| which.insert(n));
+        }
         let before = dir.attributes().await;
         loop {
             // On a share that cannot be changed, what is there can be opened all the same.
@@ -193,10 +200,12 @@ impl<'a> Compound<'a> {
                 // Somebody else has made it meanwhile.
                 Err(Errno::EXIST) if may_exist => {}
                 made => {
-                    let (file, _) = made?;
+                    let (file, attributes) = made?;
                     let target = Target { file, ..dir.clone() };
                     let after = dir.attributes().await;
-                    return Ok(Opening { target, is_new: true, which: wanted.which, size: None, dir: (before, after) });
+                    // What a repeated exclusive creation finds may be another's that has the times which are its number.
+                    let is_new = attributes.uid == dir.who.uid;
+                    return Ok(Opening { target, is_new, which, size: None, dir: (before, after) });
                 }
             }
         }
@@ -257,11 +266,7 @@ impl<'a> Compound<'a> {
         let locker = request(self, d)?;
         let range = Range::new(range.0, range.1).ok_or(Status::INVAL)?;
         let (client, file) = (self.client()?, key(self.target()?));
-        self.server.state(
-            |state, now| {
-                if is_reclaim { state.may_reclaim(now, client) } else { state.may_begin(now, client) }
-            },
-        )?;
+        self.server.may_have(client, is_reclaim).await?;
         let action = |state: &mut State, now| {
             let request = match &locker {
                 Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },

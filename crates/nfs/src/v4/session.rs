@@ -9,7 +9,7 @@ pub(super) const SLOTS_MAX: u32 = 64;
 /// Most operations of a compound.
 pub(super) const OPERATIONS_MAX: u32 = 64;
 /// Longest reply that is kept, in bytes, behind the header of RPC.
-pub(super) const CACHED_MAX: u32 = 8 << 10;
+pub(super) const CACHED_MAX: u32 = 4 << 10;
 
 /// When a client was last heard of.
 #[derive(Debug, Default)]

@@ -58,6 +58,7 @@ statuses! {
     BADOWNER = 10_039,
     BADNAME = 10_041,
     OP_ILLEGAL = 10_044,
+    FILE_OPEN = 10_046,
     BADSESSION = 10_052,
     BADSLOT = 10_053,
     COMPLETE_ALREADY = 10_054,
@@ -99,11 +100,13 @@ impl From<Errno> for Status {
             Errno::DQUOT => 69,
             Errno::STALE => 70,
             Errno::LOOP => return Status::SYMLINK,
+            // Something is mounted there: that does not pass.
+            Errno::BUSY => return Status::FILE_OPEN,
             Errno::NODATA => return Status::NOXATTR,
             Errno::TOOBIG | Errno::RANGE => return Status::XATTR2BIG,
             Errno::OPNOTSUPP | Errno::NOSYS => return Status::NOTSUPP,
             // Later it may work.
-            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE | Errno::BUSY => {
+            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
                 return Status::DELAY;
             }
             error => {

@@ -1,11 +1,13 @@
 //! Serving programs: what arrives by any transport is a [`Call`], and its answer does not know the transport either.
 
 mod rdma;
+mod reply_cache;
 mod tcp;
 
 pub use rdma::RdmaConfig;
 pub use tcp::Config;
 
+use self::reply_cache::{Lookup, ReplyCache};
 use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
 use crate::xdr::{self, BulkItem, Decoder, Encoder};
 use smallvec::SmallVec;
@@ -74,6 +76,12 @@ pub trait Program: Send + Sync {
     fn find_bulk(&self, call: &CallHeader<'_>, arguments: &mut Decoder<'_>) -> xdr::Result<bool> {
         let _ = (call, arguments);
         Ok(false)
+    }
+
+    /// Whether a call may be done again when its client repeats it. The replies to others are kept for a while, and sent again.
+    fn is_repeatable(&self, call: &Call) -> bool {
+        let _ = call;
+        true
     }
 
     /// Answers a call. The results are to be appended to `results`, which has the header of the reply.
@@ -186,7 +194,12 @@ impl Call {
 
 /// The programs of a server.
 #[derive(Clone)]
-pub struct Programs(Arc<[Arc<dyn Program>]>);
+pub struct Programs(Arc<Inner>);
+
+struct Inner {
+    programs: Vec<Arc<dyn Program>>,
+    replies: ReplyCache,
+}
 
 /// What is to be done with a message.
 pub(crate) enum Received {
@@ -219,11 +232,11 @@ fn refused(xid: u32, refusal: Refusal) -> Encoder {
 impl Programs {
     /// These programs.
     pub fn new(programs: impl IntoIterator<Item = Arc<dyn Program>>) -> Programs {
-        Programs(programs.into_iter().collect())
+        Programs(Arc::new(Inner { programs: programs.into_iter().collect(), replies: ReplyCache::default() }))
     }
 
     fn find(&self, call: &CallHeader<'_>) -> Result<&Arc<dyn Program>, Refusal> {
-        let of_number = || self.0.iter().filter(|program| program.number() == call.program);
+        let of_number = || self.0.programs.iter().filter(|program| program.number() == call.program);
         if let Some(program) = of_number().find(|program| program.versions().contains(&call.version)) {
             return Ok(program);
         }
@@ -299,14 +312,27 @@ impl Programs {
     }
 }
 
-/// Answers a call, even if what does it panics; `None` if there is to be no reply.
-pub(crate) async fn answer(call: &Call, program: &dyn Program) -> Option<Encoder> {
-    let mut results = Encoder::new();
-    encode_success(call.xid, OpaqueAuth::NONE, &mut results);
-    match panics::catch(async { Ok(program.call(call, results).await) }).await {
-        Ok(Outcome::Results(results)) => Some(results),
-        Ok(Outcome::Refused(refusal)) => Some(refused(call.xid, refusal)),
-        Ok(Outcome::NoReply) => None,
-        Err(_) => Some(refused(call.xid, Refusal::SystemError)),
+impl Programs {
+    /// Answers a call, even if what does it panics; `None` if there is to be no reply.
+    pub(crate) async fn answer(&self, call: &Call, program: &dyn Program) -> Option<Encoder> {
+        let kept = if program.is_repeatable(call) { None } else { self.0.replies.begin(call) };
+        let keeper = match kept {
+            None => None,
+            Some(Lookup::New(keeper)) => Some(keeper),
+            Some(Lookup::InProgress) => return None,
+            Some(Lookup::Done(reply)) => return Some(Encoder::behind(reply.into_vec())),
+        };
+        let mut results = Encoder::new();
+        encode_success(call.xid, OpaqueAuth::NONE, &mut results);
+        let reply = match panics::catch(async { Ok(program.call(call, results).await) }).await {
+            Ok(Outcome::Results(results)) => Some(results),
+            Ok(Outcome::Refused(refusal)) => Some(refused(call.xid, refusal)),
+            Ok(Outcome::NoReply) => None,
+            Err(_) => return Some(refused(call.xid, Refusal::SystemError)),
+        };
+        if let (Some(keeper), Some(reply)) = (keeper, &reply) {
+            keeper.keep(&reply.to_bytes());
+        }
+        reply
     }
 }

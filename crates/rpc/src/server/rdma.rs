@@ -3,9 +3,7 @@
 //!
 //! A client's credits are the receives posted for it: calls are taken only as fast as earlier ones end.
 
-use super::{
-    BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, Server, Transport, answer, refused,
-};
+use super::{BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, Server, Transport, refused};
 use crate::message::{AuthError, Refusal};
 use crate::rdma::header::{Chunks, Header, HeaderError, PrivateData, Procedure, RdmaSegment, total};
 use crate::rdma::reply::{self, Transfer};
@@ -21,7 +19,7 @@ use thruway_engine::{Reactors, Segment};
 use thruway_fabric::{ConnectionRequest, Provider};
 use thruway_server::rdma::{Channel, Messages, Options};
 use thruway_server::{Acceptor, Body, Buffers, Permit, panics};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Calls of a client in progress at a time, which is what it is granted: as many as Linux's client asks for.
 const CREDITS: usize = 128;
@@ -35,8 +33,10 @@ const SENDS: usize = CREDITS;
 const SEND_DEPTH: usize = 512;
 /// RDMA Reads outstanding.
 const READ_DEPTH: u16 = 32;
-/// Items of one call that are pulled.
-const BULK_ITEMS_MAX: usize = 4;
+/// Items of one call that are pulled: with more, calls could wait for memory that others of their connection hold.
+const BULK_ITEMS_MAX: usize = 1;
+/// Calls that are pulled whole, at a time.
+const LONG_CALLS_MAX: usize = 4;
 /// Bytes of a call, or of a reply, that are moved by one piece of memory.
 const PIECE: usize = 256 << 10;
 /// How long what has been queued may still be sent when the connection ends.
@@ -112,6 +112,7 @@ impl Service {
             bulk: Buffers::new(BULK_MAX),
             replies: Buffers::new(PIECE),
             calls: Arc::new(Semaphore::new(CREDITS)),
+            long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
         });
         let result = served.serve(&mut messages, permit, self.acceptor.closing()).await;
         // What has been called is still done and answered.
@@ -135,6 +136,7 @@ struct Served {
     replies: Buffers,
     /// One for each credit.
     calls: Arc<Semaphore>,
+    long_calls: Arc<Semaphore>,
 }
 
 /// What of a message is to be kept for its reply.
@@ -143,6 +145,9 @@ struct Request {
     credits: u32,
     chunks: Chunks,
 }
+
+/// A call: its bytes, items that are apart from them, and its place among those that were pulled whole.
+type Pulled = (Vec<u8>, SmallVec<[BulkItem; 1]>, Option<OwnedSemaphorePermit>);
 
 /// Why there is no call in a message.
 enum Unusable {
@@ -209,7 +214,7 @@ impl Served {
             // Nobody waits for an answer.
             Procedure::Done | Procedure::ErrorVersion { .. } | Procedure::ErrorChunk => return Ok(()),
         };
-        let (call, bulk) = match self.pull(inline, &chunks).await {
+        let (call, bulk, _long) = match self.pull(inline, &chunks).await {
             Ok(parts) => parts,
             Err(Unusable::Lost) => return Err(io::ErrorKind::BrokenPipe.into()),
             Err(Unusable::Error(procedure)) => {
@@ -222,7 +227,7 @@ impl Served {
         match received {
             Ok(Some(received)) if received.xid() != xid => self.error(xid, Procedure::ErrorChunk),
             Ok(Some(Received::Call(call, program))) => {
-                let reply = answer(&call, &*program).await;
+                let reply = self.programs.answer(&call, &*program).await;
                 // What it held is free for others before its reply is sent.
                 drop(call);
                 if let Some(reply) = reply {
@@ -249,13 +254,9 @@ impl Served {
     }
 
     /// The call of a message: its bytes, and items that are apart from them.
-    async fn pull(
-        &self,
-        inline: Option<&[u8]>,
-        chunks: &Chunks,
-    ) -> Result<(Vec<u8>, SmallVec<[BulkItem; 1]>), Unusable> {
+    async fn pull(&self, inline: Option<&[u8]>, chunks: &Chunks) -> Result<Pulled, Unusable> {
         const MALFORMED: Unusable = Unusable::Error(Procedure::ErrorChunk);
-        let mut read = &chunks.read[..];
+        let (mut read, mut long) = (&chunks.read[..], None);
         let message = match inline {
             Some(inline) => inline.to_vec(),
             None => {
@@ -264,6 +265,7 @@ impl Served {
                     return Err(MALFORMED);
                 }
                 read = rest;
+                long = Some(Arc::clone(&self.long_calls).acquire_owned().await.expect("never closed"));
                 self.pull_message(&whole.segments).await?
             }
         };
@@ -278,7 +280,7 @@ impl Served {
                 bulk.push(BulkItem { position: chunk.position, segment: self.pull_item(&chunk.segments).await? });
             }
         }
-        Ok((message, bulk))
+        Ok((message, bulk, long))
     }
 
     async fn pull_message(&self, from: &[RdmaSegment]) -> Result<Vec<u8>, Unusable> {

@@ -1,8 +1,7 @@
 //! Connections over TCP: calls are received, with their bulk items in memory of their own, and replies sent, whichever is ready.
 
 use super::{
-    BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, STARTTLS, Server, Transport, answer,
-    refused,
+    BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, STARTTLS, Server, Transport, refused,
 };
 use crate::message::{AuthError, Refusal, encode_success};
 use crate::record::{MARKER_LEN, Marker, messages};
@@ -334,7 +333,7 @@ impl Served {
         let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
         let (this, long) = (Rc::clone(self), record.long);
         reactor::start(async move {
-            if let Some(reply) = answer(&call, &*program).await {
+            if let Some(reply) = this.programs.answer(&call, &*program).await {
                 this.push(reply);
             }
             drop((long, turn));

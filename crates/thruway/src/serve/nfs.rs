@@ -32,9 +32,10 @@ pub(super) const HEADING: &str = "File service";
 #[command(next_help_heading = HEADING)]
 pub(super) struct NfsArgs {
     /// Directory to share by NFS (versions 3, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
-    /// users of clients count as nobody; with mem:SIZE instead of a directory, memory that is gone with the daemon; may be
+    /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
+    /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon; may be
     /// repeated
-    #[arg(long, value_name = "NAME=DIR[,ro][,squash=WHO]", value_parser = Spec::parse)]
+    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -72,6 +73,7 @@ pub(super) struct Spec {
     name: String,
     source: Source,
     read_only: bool,
+    is_async: bool,
     squash: Squash,
 }
 
@@ -89,16 +91,20 @@ impl Spec {
             Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
             None => Source::Directory(source.into()),
         };
-        let mut spec = Spec { name: name.into(), source, read_only: false, squash: Squash::default() };
+        let mut spec = Spec { name: name.into(), source, read_only: false, is_async: false, squash: Squash::default() };
         for option in parts {
             match option {
                 "ro" => spec.read_only = true,
                 "rw" => spec.read_only = false,
+                "async" => spec.is_async = true,
+                "sync" => spec.is_async = false,
                 "squash=root" => spec.squash = Squash::Root,
                 "squash=all" => spec.squash = Squash::All,
                 "squash=none" => spec.squash = Squash::None,
                 other => {
-                    return Err(format!("'{other}' is no option of a share; there are ro and squash=root|all|none"));
+                    return Err(format!(
+                        "'{other}' is no option of a share; there are ro, async and squash=root|all|none"
+                    ));
                 }
             }
         }
@@ -114,7 +120,7 @@ impl Spec {
     }
 
     fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
-        LocalFileSystem::open(path).map_err(|error| {
+        LocalFileSystem::open(path, !self.is_async).map_err(|error| {
             let path = path.display();
             match Errno::from_io_error(&error) {
                 Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
@@ -140,7 +146,7 @@ fn handle_key(state: &Path) -> Result<[u8; 32], String> {
     match std::fs::read(&path) {
         Ok(bytes) => bytes.try_into().map_err(|_| failed(&"not a key of NFS handles, which has 32 bytes")),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            std::fs::create_dir_all(state).map_err(|e| failed(&e))?;
+            durable::create_directories(state).map_err(|e| failed(&e))?;
             let key = thruway_engine::random::random::<32>();
             durable::replace(&path, &key, Mode::RUSR | Mode::WUSR).map_err(|e| failed(&e))?;
             Ok(key)
@@ -299,7 +305,9 @@ mod tests {
 
     #[test]
     fn shares_are_read_with_their_options() {
-        let spec = |name: &str, source, read_only, squash| Ok(Spec { name: name.into(), source, read_only, squash });
+        let spec = |name: &str, source, read_only, squash| {
+            Ok(Spec { name: name.into(), source, read_only, is_async: false, squash })
+        };
         let dir = || Source::Directory("/srv".into());
         assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
         assert_eq!(Spec::parse("d=/srv,ro,squash=all"), spec("d", dir(), true, Squash::All));

@@ -18,6 +18,8 @@ const NODE: u64 = 512;
 const ENTRY: u64 = 64;
 /// Extended attributes of a file, in bytes with their names.
 const XATTRS_MAX: usize = 64 << 10;
+/// What an extended attribute takes beside its name and value.
+const XATTR: usize = 128;
 /// Names of a file.
 const LINKS_MAX: u32 = 32_000;
 
@@ -230,7 +232,7 @@ impl Node {
     }
 
     fn xattr_bytes(&self) -> usize {
-        self.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum()
+        self.xattrs.iter().map(|(name, value)| XATTR + name.len() + value.len()).sum()
     }
 
     fn changed(&mut self, is_data: bool) {
@@ -411,7 +413,7 @@ impl Tree {
                 }
                 return Ok(id);
             }
-            (Ok(id), Make::Exclusive(number)) => {
+            (Ok(id), Make::Exclusive(number)) if self.node(id)?.attributes.kind == Kind::Regular => {
                 let times = |a: &Attributes| (a.accessed, a.modified);
                 let same = times(&self.node(id)?.attributes) == exclusive_times(*number);
                 return if same { Ok(id) } else { Err(Errno::EXIST) };
@@ -515,19 +517,7 @@ impl Tree {
             }
         }
         self.take_entry(from.0, from.1)?;
-        self.set_entry(to.0, to.1, id)?;
-        if is_directory {
-            // Its names: one in the directory above, and its own.
-            let subdirectories = self.subdirectories(id)?;
-            self.node_mut(id)?.attributes.links = 2 + subdirectories;
-        }
-        Ok(())
-    }
-
-    fn subdirectories(&self, dir: Id) -> Result<u32> {
-        let entries = self.node(dir)?.directory()?.entries.values();
-        let kinds = entries.filter_map(|(_, id)| self.node(*id).ok()).map(|node| node.attributes.kind);
-        Ok(kinds.filter(|kind| *kind == Kind::Directory).count() as u32)
+        self.set_entry(to.0, to.1, id)
     }
 
     pub(super) fn link(&mut self, who: &Credentials, id: Id, dir: Id, name: &[u8]) -> Result<()> {
@@ -679,8 +669,9 @@ impl Tree {
             Some((_, SetXattr::Create)) if is_there => return Err(Errno::EXIST),
             Some((_, SetXattr::Replace)) if !is_there => return Err(Errno::NODATA),
             Some((value, _)) => {
-                let new = name.len() + value.len();
-                if node.xattr_bytes() + new > XATTRS_MAX || new as u64 > room {
+                let new = XATTR + name.len() + value.len();
+                let old = node.xattrs.get(name).map_or(0, |old| XATTR + name.len() + old.len());
+                if node.xattr_bytes() - old + new > XATTRS_MAX || new as u64 > room {
                     return Err(Errno::NOSPC);
                 }
                 node.xattrs.insert(name.to_vec(), value.to_vec());

@@ -1,6 +1,6 @@
 //! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
 
-use super::{CLIENTS_MAX, Held, SESSIONS_MAX, State};
+use super::{CLIENTS_MAX, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeSet, HashSet};
@@ -61,12 +61,9 @@ impl Grace {
 }
 
 impl State {
-    fn add_client(&mut self, now: u64, owner: &[u8], verifier: [u8; 8], principal: Principal) -> Result<u64, Status> {
+    fn add_client(&mut self, now: u64, owner: &[u8], verifier: [u8; 8], principal: Principal) -> Result<u64, Refused> {
         if self.clients.len() >= CLIENTS_MAX {
-            self.purge(now);
-        }
-        if self.clients.len() >= CLIENTS_MAX {
-            return Err(Status::DELAY);
+            self.make_room(now)?;
         }
         let id = u64::from(self.epoch) << 32 | (self.number() & u64::from(u32::MAX));
         let client = Client {
@@ -86,11 +83,25 @@ impl State {
         Ok(id)
     }
 
-    /// Forgets clients whose leases have expired and that have nothing.
-    fn purge(&mut self, now: u64) {
+    /// Makes room for a client: those whose leases have expired and that have nothing go; else the one that has not been confirmed
+    /// for longest; else what the one has that has not been heard of for longest.
+    fn make_room(&mut self, now: u64) -> Result<(), Refused> {
         let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, &client.lease);
         let gone: Vec<u64> = self.clients.iter().filter(gone).map(|(id, _)| *id).collect();
         gone.into_iter().for_each(|id| self.remove_client(id));
+        if self.clients.len() < CLIENTS_MAX {
+            return Ok(());
+        }
+        let oldest = self.clients.iter().min_by_key(|(_, client)| (client.is_confirmed, client.lease.renewed()));
+        match oldest {
+            Some((id, client)) if !client.is_confirmed => {
+                let id = *id;
+                self.remove_client(id);
+                Ok(())
+            }
+            Some((id, client)) if self.is_expired(now, &client.lease) => Err(Refused::Expired(*id)),
+            _ => Err(Status::DELAY.into()),
+        }
     }
 
     /// Removes a client, its sessions, and what it has.
@@ -123,7 +134,7 @@ impl State {
         verifier: [u8; 8],
         principal: Principal,
         is_update: bool,
-    ) -> Result<Exchange, Status> {
+    ) -> Result<Exchange, Refused> {
         let (confirmed, unconfirmed) = self.by_owner.get(owner).copied().unwrap_or_default();
         if let Some(id) = confirmed {
             let client = &self.clients[&id];
@@ -135,16 +146,16 @@ impl State {
                     client.lease.renew(now);
                     return Ok(known);
                 }
-                (true, false, _) => return Err(Status::PERM),
-                (true, true, false) => return Err(Status::NOT_SAME),
+                (true, false, _) => return Err(Status::PERM.into()),
+                (true, true, false) => return Err(Status::NOT_SAME.into()),
                 // Another user has taken the same name.
-                (false, false, _) if has_nothing || self.is_expired(now, &client.lease) => self.remove_client(id),
-                (false, false, _) => return Err(Status::CLID_INUSE),
+                (false, false, _) if has_nothing => self.remove_client(id),
+                (false, false, _) => return Err(self.in_the_way(now, id, Status::CLID_INUSE.into())),
                 // It has restarted: what it had goes when it confirms that.
                 (false, true, false) => {}
             }
         } else if is_update {
-            return Err(Status::NOENT);
+            return Err(Status::NOENT.into());
         }
         if let Some(id) = unconfirmed {
             self.remove_client(id);
@@ -170,10 +181,10 @@ impl State {
         if sequence != client.sequence {
             return Err(Status::SEQ_MISORDERED);
         }
-        if !client.is_confirmed && client.principal != principal {
+        if client.principal != principal {
             return Err(Status::CLID_INUSE);
         }
-        if client.sessions >= SESSIONS_MAX {
+        if client.sessions >= SESSIONS_MAX || self.sessions.len() >= SESSIONS_TOTAL_MAX {
             return Err(Status::NOSPC);
         }
         client.lease.renew(now);
@@ -196,14 +207,6 @@ impl State {
         client.created = Some(reply);
         client.sessions += 1;
         self.sessions.insert(session.id, session);
-    }
-
-    /// A name for a session.
-    pub(in super::super) fn session_id(&mut self, client: u64) -> [u8; 16] {
-        let mut id = [0; 16];
-        id[..8].copy_from_slice(&client.to_be_bytes());
-        id[8..].copy_from_slice(&self.number().to_be_bytes());
-        id
     }
 
     /// DESTROY_SESSION
@@ -285,6 +288,14 @@ impl State {
         true
     }
 
+    /// Such a client stays after all: it could not be taken out of stable storage.
+    pub(in super::super) fn keep(&mut self, id: u64) {
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.has_reclaimed = true;
+            self.records += 1;
+        }
+    }
+
     /// Removes what such a client has; not before it is out of stable storage.
     pub(in super::super) fn expire(&mut self, id: u64) {
         self.remove_client(id);
@@ -295,7 +306,12 @@ impl State {
         let Some(held) = self.held.remove(&number) else { return };
         let (client, file) = match &held {
             Held::Open(open) => (open.client, open.file.clone()),
-            Held::Locks(holder) => (holder.client, holder.file.clone()),
+            Held::Locks(holder) => {
+                if let Some(Held::Open(open)) = self.held.get_mut(&holder.open) {
+                    open.holders.retain(|known| *known != number);
+                }
+                (holder.client, holder.file.clone())
+            }
         };
         if let Some(client) = self.clients.get_mut(&client) {
             client.held.remove(&number);

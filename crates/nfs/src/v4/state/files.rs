@@ -1,7 +1,7 @@
 //! Files that are open, and their locks (RFC 8881, section 9).
 
 use super::ranges::{Lock, Locks, Range};
-use super::{Denied, FileKey, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
+use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 
@@ -12,6 +12,9 @@ pub(in super::super) const WRITE: u32 = 2;
 
 /// What a client calls a process that opens or locks files.
 pub(in super::super) type Owner = Box<[u8]>;
+
+/// What is open, and what is denied to others.
+pub(in super::super) type Modes = (u32, u32);
 
 /// Something that has a stateid.
 pub(super) enum Held {
@@ -38,7 +41,7 @@ pub(super) struct LockHolder {
     owner: Owner,
     pub file: FileKey,
     seqid: u32,
-    open: u64,
+    pub open: u64,
 }
 
 /// What is known of a file.
@@ -137,16 +140,16 @@ impl State {
         Ok(())
     }
 
-    /// OPEN: what an owner already has open it has open in both ways then.
+    /// OPEN: what an owner already has open it has open in both ways then; how it was, if it was.
     pub(in super::super) fn open(
         &mut self,
         now: u64,
         client: u64,
         owner: &[u8],
         file: &FileKey,
-        (access, deny): (u32, u32),
+        (access, deny): Modes,
         guard: OpenGuard,
-    ) -> Result<Stateid, Refused> {
+    ) -> Result<(Stateid, Option<Modes>), Refused> {
         let opens = self.files.get(file).map_or(&[][..], |state| &state.opens);
         let own = opens.iter().copied().find(|number| {
             let open = self.open_ref(*number);
@@ -155,7 +158,8 @@ impl State {
         self.share_conflict(now, file, access, deny, own)?;
         let Some(number) = own else {
             let known = self.clients.get(&client).ok_or(Status::BADSESSION)?;
-            if known.held.len() >= HELD_MAX {
+            let is_full = self.held.len() >= HELD_TOTAL_MAX || opens.len() >= FILE_HELD_MAX;
+            if known.held.len() >= HELD_MAX || is_full {
                 return Err(Status::NOSPC.into());
             }
             let number = self.number();
@@ -164,16 +168,31 @@ impl State {
             self.held.insert(number, Held::Open(open));
             self.files.entry(file.clone()).or_default().opens.push(number);
             self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
-            return Ok(self.stateid_of(number, 1));
+            return Ok((self.stateid_of(number, 1), None));
         };
         // It was open before.
         self.dropped.push(guard);
         let open = self.open_mut(number);
+        let was = (open.access, open.deny);
         open.access |= access;
         open.deny |= deny;
         open.seqid += 1;
         let seqid = open.seqid;
-        Ok(self.stateid_of(number, seqid))
+        Ok((self.stateid_of(number, seqid), Some(was)))
+    }
+
+    /// Takes back an OPEN of which the client is told that it has failed.
+    pub(in super::super) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
+        let Some(was) = was else {
+            let _ = self.close(client, stateid, file);
+            return;
+        };
+        // Unless it has been changed meanwhile.
+        if let Ok((number, _)) = self.find_open(client, stateid, file) {
+            let open = self.open_mut(number);
+            (open.access, open.deny) = was;
+            open.seqid -= 1;
+        }
     }
 
     /// OPEN_DOWNGRADE
@@ -284,7 +303,7 @@ impl State {
             (None, None) => unreachable!("an owner who has locks"),
         };
         let state = self.files.get_mut(file).expect("an open file");
-        if state.locks.count(number) >= LOCKS_MAX {
+        if state.locks.len() >= LOCKS_MAX {
             return Err(Status::NOSPC.into());
         }
         state.locks.lock(number, is_write, range);
@@ -293,8 +312,10 @@ impl State {
 
     fn add_holder(&mut self, client: u64, owner: Owner, file: &FileKey, open: u64) -> Result<u64, Status> {
         let number = self.number();
+        let others = self.files.get(file).map_or(0, |state| state.holders.len());
+        let is_full = self.held.len() >= HELD_TOTAL_MAX || others >= FILE_HELD_MAX;
         let known = self.clients.get_mut(&client).ok_or(Status::BADSESSION)?;
-        if known.held.len() >= HELD_MAX {
+        if known.held.len() >= HELD_MAX || is_full {
             return Err(Status::NOSPC);
         }
         known.held.insert(number);
@@ -338,7 +359,7 @@ impl State {
     ) -> Result<Stateid, Status> {
         let (number, _) = self.find_holder(client, stateid, file)?;
         let state = self.files.get_mut(file).expect("a file with owners of locks");
-        if state.locks.count(number) >= LOCKS_MAX && state.locks.is_inside(number, range) {
+        if state.locks.len() >= LOCKS_MAX && state.locks.is_inside(number, range) {
             return Err(Status::NOSPC);
         }
         state.locks.unlock(number, range);

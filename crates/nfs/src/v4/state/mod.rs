@@ -85,10 +85,16 @@ pub(super) struct Denied {
 pub(super) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.
 pub(super) const SESSIONS_MAX: usize = 16;
+/// Sessions of all clients.
+pub(super) const SESSIONS_TOTAL_MAX: usize = 8192;
 /// Files that a client may have open, and owners of locks.
-pub(super) const HELD_MAX: usize = 64 << 10;
-/// Locks of one owner in one file.
-pub(super) const LOCKS_MAX: usize = 4096;
+pub(super) const HELD_MAX: usize = 16 << 10;
+/// The same, of all clients.
+pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
+/// How often one file may be open, and owners of locks in it: they are gone through one by one.
+pub(super) const FILE_HELD_MAX: usize = 4096;
+/// Locks in one file.
+pub(super) const LOCKS_MAX: usize = 8192;
 
 /// The ids of clients of one name: confirmed, and not.
 type ClientIds = (Option<u64>, Option<u64>);

@@ -97,6 +97,11 @@ impl Locks {
         self.0.retain(|lock| lock.holder != holder);
     }
 
+    /// All of them.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

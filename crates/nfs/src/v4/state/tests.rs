@@ -37,13 +37,13 @@ fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 
     let NewSession::Make(lease) = state.create_session(now, client, sequence, Principal(Some(0))).unwrap() else {
         panic!("a new session")
     };
-    let id = state.session_id(client);
+    let id: [u8; 16] = thruway_engine::random::random();
     state.session_created(Arc::new(Session::new(id, client, lease, limits())), Box::from(&b"reply"[..]));
     id
 }
 
 fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
-    state.open(now, client, owner.as_bytes(), &file(of), modes, guard())
+    state.open(now, client, owner.as_bytes(), &file(of), modes, guard()).map(|(stateid, _)| stateid)
 }
 
 fn range(start: u64, len: u64) -> Range {
@@ -60,7 +60,7 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
     let mut state = State::new(7, LEASE, []);
     let (root, other) = (Principal(Some(0)), Principal(Some(1)));
     let exchange = |state: &mut State, verifier, who, update| state.exchange_id(0, b"c", [verifier; 8], who, update);
-    assert_eq!(exchange(&mut state, 1, root, true), Err(Status::NOENT));
+    assert_eq!(exchange(&mut state, 1, root, true), Err(Refused::Status(Status::NOENT)));
     let first = exchange(&mut state, 1, root, false).unwrap();
     assert!(!first.is_confirmed);
     // Not confirmed: replaced.
@@ -77,9 +77,9 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
     let again = exchange(&mut state, 1, root, false).unwrap();
     assert_eq!((again.client, again.sequence, again.is_confirmed), (second.client, 2, true));
     assert_eq!(exchange(&mut state, 1, root, true), Ok(again));
-    assert_eq!(exchange(&mut state, 2, root, true), Err(Status::NOT_SAME));
-    assert_eq!(exchange(&mut state, 1, other, true), Err(Status::PERM));
-    assert_eq!(exchange(&mut state, 1, other, false), Err(Status::CLID_INUSE));
+    assert_eq!(exchange(&mut state, 2, root, true), Err(Refused::Status(Status::NOT_SAME)));
+    assert_eq!(exchange(&mut state, 1, other, true), Err(Refused::Status(Status::PERM)));
+    assert_eq!(exchange(&mut state, 1, other, false), Err(Refused::Status(Status::CLID_INUSE)));
     // A restart of the client counts when it is confirmed.
     state.reclaim_complete(0, second.client).unwrap();
     let held = open(&mut state, 0, second.client, "o", 1, (READ, 0)).unwrap();
@@ -89,7 +89,10 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
     assert!(state.test_stateid(second.client, held).is_err());
     assert_eq!(state.sessions.len(), 1, "sessions of before are gone");
     assert_eq!(state.take_dropped().len(), 1);
-    // Whoever has nothing and is not heard of loses its name.
+    // Who is not heard of loses its name, when what it had is gone.
+    let taken = state.exchange_id(2 * LEASE, b"c", [1; 8], other, false);
+    assert_eq!(taken, Err(Refused::Expired(restarted.client)));
+    state.expire(restarted.client);
     assert!(state.exchange_id(2 * LEASE, b"c", [1; 8], other, false).is_ok());
 }
 
@@ -143,6 +146,44 @@ fn files_are_shared_as_their_openers_allow() {
     assert_eq!(state.close(b, less, &file(1)), Err(Status::BAD_STATEID));
     state.close(a, Stateid { seqid: 0, ..first }, &file(1)).unwrap();
     assert!(state.files.is_empty() && state.held.is_empty());
+}
+
+#[test]
+fn what_has_failed_leaves_what_was_open_before() {
+    let mut state = State::new(7, LEASE, []);
+    let a = client(&mut state, 0, "a");
+    let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
+    let (again, was) = state.open(0, a, b"o", &file(1), (WRITE, READ), guard()).unwrap();
+    state.undo_open(a, again, &file(1), was);
+    assert!(state.test_stateid(a, first).is_ok() && state.test_stateid(a, held).is_ok());
+    assert!(open(&mut state, 0, a, "other", 1, (READ, 0)).is_ok(), "nothing is denied");
+    let (new, was) = state.open(0, a, b"o", &file(2), (WRITE, 0), guard()).unwrap();
+    state.undo_open(a, new, &file(2), was);
+    assert_eq!(state.test_stateid(a, new), Err(Status::BAD_STATEID));
+}
+
+#[test]
+fn there_is_always_room_for_clients_that_come() {
+    let mut state = State::new(7, LEASE, []);
+    let root = Principal(Some(0));
+    let come = |state: &mut State, now, n: usize| state.exchange_id(now, &n.to_be_bytes(), [1; 8], root, false);
+    // Those who never confirm give way at once.
+    for n in 0..2 * CLIENTS_MAX {
+        come(&mut state, 0, n).unwrap();
+    }
+    assert!(state.clients.len() <= CLIENTS_MAX);
+    // Those who have something, when they are not heard of.
+    let mut state = State::new(7, LEASE, []);
+    for n in 0..CLIENTS_MAX {
+        let id = client(&mut state, 0, &format!("{n}"));
+        open(&mut state, 0, id, "o", (n % 200) as u8, (READ, 0)).unwrap();
+    }
+    assert_eq!(come(&mut state, LEASE / 2, 1 << 20), Err(Refused::Status(Status::DELAY)));
+    let Err(Refused::Expired(oldest)) = come(&mut state, 2 * LEASE, 1 << 20) else { panic!() };
+    assert!(state.give_up(2 * LEASE, oldest));
+    state.expire(oldest);
+    assert!(come(&mut state, 2 * LEASE, 1 << 20).is_ok());
 }
 
 #[test]
