@@ -28,10 +28,14 @@ pub fn call(data: &[u8]) {
 }
 
 /// A client of version 4 with a session, whose calls this builds from their operations.
-struct Client {
+pub(crate) struct Client {
     programs: Programs,
-    session: Vec<u8>,
-    sequence: u32,
+    pub session: Vec<u8>,
+    /// Of the next request.
+    pub sequence: u32,
+    /// As whom it calls; nobody, if there is none.
+    pub user: Option<u32>,
+    pub minor: u32,
 }
 
 const EXCHANGE_ID: u32 = 42;
@@ -42,10 +46,12 @@ const SEQUENCE: u32 = 53;
 const RECLAIM_COMPLETE: u32 = 58;
 
 impl Client {
-    fn new() -> Client {
+    /// On a share `m` in memory.
+    pub(crate) fn new() -> Client {
         let files = Box::new(MemoryFileSystem::new(1 << 20));
         let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None };
-        let mut client = Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1 };
+        let mut client =
+            Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1, user: None, minor: 2 };
         let mut exchange = Encoder::new();
         exchange.u32(EXCHANGE_ID);
         exchange.fixed(&[1; 8]);
@@ -71,16 +77,25 @@ impl Client {
     }
 
     /// The results of a compound: what is behind the header of the reply.
-    fn compound(&self, count: u32, operations: &[u8]) -> Vec<u8> {
+    pub(crate) fn compound(&self, count: u32, operations: &[u8]) -> Vec<u8> {
         let mut call = Encoder::new();
-        for word in [9, 0, 2, v4::PROGRAM, 4, 1, 0, 0, 0, 0, 0, 2, count] {
+        for word in [9, 0, 2, v4::PROGRAM, 4, 1] {
+            call.u32(word);
+        }
+        // Credential: none, or a stamp, no name of a host, user, group, no more groups.
+        match self.user {
+            None => [0, 0].into_iter().for_each(|word| call.u32(word)),
+            Some(user) => [1, 20, 0, 0, user, user, 0].into_iter().for_each(|word| call.u32(word)),
+        }
+        for word in [0, 0, 0, self.minor, count] {
             call.u32(word);
         }
         let call = [call.to_bytes(), operations.to_vec()].concat();
         thruway_rpc::fuzzing::call(&self.programs, &call).map_or_else(Vec::new, |reply| reply[24..].to_vec())
     }
 
-    fn in_session(&mut self, count: u32, operations: &[u8]) -> Vec<u8> {
+    /// As [`Client::compound`], behind a SEQUENCE.
+    pub(crate) fn in_session(&mut self, count: u32, operations: &[u8]) -> Vec<u8> {
         let mut sequence = Encoder::new();
         sequence.u32(SEQUENCE);
         sequence.fixed(&self.session);

@@ -228,3 +228,6 @@ impl Program for Nfs4 {
         Box::pin(async move { self.answer(call, results).await.into() })
     }
 }
+
+#[cfg(test)]
+mod tests;
