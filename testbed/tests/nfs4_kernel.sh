@@ -1,12 +1,12 @@
 # title: Linux's own NFS clients, two of them, versions 4.1 and 4.2: coherence, locks, holes, attributes, restarts, a client that dies
-# limit: 400
+# limit: 500
 hosts ours a b
 share_directory
 start() {
     : >/tmp/serve.json
     # With none of what it serves mounted (as ip would do) or open: when it is killed, it would wait for itself.
     nsenter --net=/run/netns/ours "$THRUWAY" -v serve --json --anonymous --share data=/tmp/served/data,squash=none \
-        --share still=/tmp/served/data,ro --nfs 10.0.0.1:2049 --nfs-lease 5 --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7<&- 8<&- &
+        --share still=/tmp/served/data,ro --nfs 10.0.0.1:2049 --nfs-lease 30 --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7<&- 8<&- &
     daemon=$!
     until_written /tmp/serve.json
 }
@@ -77,7 +77,7 @@ wait $adder
 echo '--- a client that dies'
 flock 8
 ip -n a link set eth0 down
-wait_until 100 flock -n /mnt/b/lock true
+wait_until 200 flock -n /mnt/b/lock true
 ip -n a link set eth0 up
 exec 8>&-
 ls /mnt/a >/dev/null
