@@ -18,7 +18,7 @@ mod xattr_ops;
 
 use self::compound::Compound;
 use self::recovery::Recovery;
-use self::state::{Refused, State};
+use self::state::{MayHave, Refused, State};
 use self::status::Status;
 use crate::share::Shares;
 use std::io;
@@ -164,14 +164,17 @@ impl Nfs4 {
     }
 
     /// Whether a client may have something new, or have back what it had.
-    async fn may_have(&self, client: u64, is_reclaim: bool) -> Result<(), Status> {
+    async fn may_have(&self, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
         let records =
             self.state(
                 |state, now| {
                     if is_reclaim { state.may_reclaim(now, client) } else { state.may_begin(now, client) }
                 },
             )?;
-        if self.recovery.has(records) { Ok(()) } else { self.store().await }
+        if !self.recovery.has(records) {
+            self.store().await?;
+        }
+        Ok(MayHave::stored(client))
     }
 
     /// Brings to stable storage which clients have something.

@@ -100,7 +100,7 @@ impl<'a> Compound<'a> {
         }
         let client = self.client()?;
         let is_reclaim = matches!(claim, Claim::Previous);
-        self.server.may_have(client, is_reclaim).await?;
+        let may_have = self.server.may_have(client, is_reclaim).await?;
         let opening = match claim {
             Claim::Name(name) => self.open_by_name(name, creation, access).await?,
             Claim::Current | Claim::Previous if creation.is_some() => return Err(Status::INVAL.into()),
@@ -124,7 +124,7 @@ impl<'a> Compound<'a> {
         let (guard, _) = target.share.files.open(&target.who, &target.file, wanted).await.map_err(type_error)?;
         let file = key(&target);
         let action = |state: &mut State, now| {
-            state.open(now, client, owner, &file, (access, deny), std::sync::Arc::clone(&guard))
+            state.open(now, may_have, owner, &file, (access, deny), std::sync::Arc::clone(&guard))
         };
         let (stateid, was) = self.server.contend(action).await?;
         if let Some(size) = size {
@@ -266,13 +266,13 @@ impl<'a> Compound<'a> {
         let locker = request(self, d)?;
         let range = Range::new(range.0, range.1).ok_or(Status::INVAL)?;
         let (client, file) = (self.client()?, key(self.target()?));
-        self.server.may_have(client, is_reclaim).await?;
+        let may_have = self.server.may_have(client, is_reclaim).await?;
         let action = |state: &mut State, now| {
             let request = match &locker {
                 Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },
                 Locker::Existing(stateid) => LockRequest::Existing(*stateid),
             };
-            state.lock(now, client, request, &file, is_write, range)
+            state.lock(now, may_have, request, &file, is_write, range)
         };
         let stateid = self.server.contend(action).await?;
         self.put_stateid(stateid, out);

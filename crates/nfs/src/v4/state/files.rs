@@ -1,7 +1,7 @@
 //! Files that are open, and their locks (RFC 8881, section 9).
 
 use super::ranges::{Lock, Locks, Range};
-use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, Refused, State, Stateid};
+use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 
@@ -144,7 +144,7 @@ impl State {
     pub(in super::super) fn open(
         &mut self,
         now: u64,
-        client: u64,
+        MayHave { client }: MayHave,
         owner: &[u8],
         file: &FileKey,
         (access, deny): Modes,
@@ -275,7 +275,7 @@ impl State {
     pub(in super::super) fn lock(
         &mut self,
         now: u64,
-        client: u64,
+        MayHave { client }: MayHave,
         request: LockRequest,
         file: &FileKey,
         is_write: bool,

@@ -81,6 +81,20 @@ pub(super) struct Denied {
     pub owner: Box<[u8]>,
 }
 
+/// Says that a client may have something new, or have back what it had, and that the clients that may reclaim are stored as they
+/// were when that was found out ([`State::may_begin`]).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MayHave {
+    client: u64,
+}
+
+impl MayHave {
+    /// To be called when they are stored.
+    pub(super) fn stored(client: u64) -> MayHave {
+        MayHave { client }
+    }
+}
+
 /// Most clients, confirmed or not.
 pub(super) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.

@@ -43,7 +43,7 @@ fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 
 }
 
 fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
-    state.open(now, client, owner.as_bytes(), &file(of), modes, guard()).map(|(stateid, _)| stateid)
+    state.open(now, MayHave::stored(client), owner.as_bytes(), &file(of), modes, guard()).map(|(stateid, _)| stateid)
 }
 
 fn range(start: u64, len: u64) -> Range {
@@ -52,7 +52,7 @@ fn range(start: u64, len: u64) -> Range {
 
 fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of: Range) -> Result<Stateid, Refused> {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
-    state.lock(now, client, request, &file(1), true, of)
+    state.lock(now, MayHave::stored(client), request, &file(1), true, of)
 }
 
 #[test]
@@ -154,11 +154,11 @@ fn what_has_failed_leaves_what_was_open_before() {
     let a = client(&mut state, 0, "a");
     let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
-    let (again, was) = state.open(0, a, b"o", &file(1), (WRITE, READ), guard()).unwrap();
+    let (again, was) = state.open(0, MayHave::stored(a), b"o", &file(1), (WRITE, READ), guard()).unwrap();
     state.undo_open(a, again, &file(1), was);
     assert!(state.test_stateid(a, first).is_ok() && state.test_stateid(a, held).is_ok());
     assert!(open(&mut state, 0, a, "other", 1, (READ, 0)).is_ok(), "nothing is denied");
-    let (new, was) = state.open(0, a, b"o", &file(2), (WRITE, 0), guard()).unwrap();
+    let (new, was) = state.open(0, MayHave::stored(a), b"o", &file(2), (WRITE, 0), guard()).unwrap();
     state.undo_open(a, new, &file(2), was);
     assert_eq!(state.test_stateid(a, new), Err(Status::BAD_STATEID));
 }
@@ -197,7 +197,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
     assert_eq!(writing, Err(Refused::Status(Status::OPENMODE)), "open for reading");
     let request = |open| LockRequest::New { open, owner: Box::from(&b"p"[..]) };
     let denied = Denied { range: range(10, 10), is_write: true, client: a, owner: Box::from(&b"p"[..]) };
-    let reading = state.lock(0, b, request(open_b), &file(1), false, range(0, u64::MAX));
+    let reading = state.lock(0, MayHave::stored(b), request(open_b), &file(1), false, range(0, u64::MAX));
     assert_eq!(reading, Err(Refused::Denied(denied.clone())));
     assert_eq!(state.test_lock(0, b, b"p", &file(1), false, range(19, 1)), Err(Refused::Denied(denied)));
     assert_eq!(state.test_lock(0, a, b"p", &file(1), true, range(19, 1)), Ok(()), "its own");
@@ -205,7 +205,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
     assert_eq!(state.free_stateid(a, held), Err(Status::LOCKS_HELD));
     let rest = state.unlock(a, held, &file(1), range(10, 5)).unwrap();
     assert_eq!((rest.other, rest.seqid), (held.other, 2));
-    assert!(state.lock(0, b, request(open_b), &file(1), false, range(0, 15)).is_ok());
+    assert!(state.lock(0, MayHave::stored(b), request(open_b), &file(1), false, range(0, 15)).is_ok());
     let emptied = state.unlock(a, rest, &file(1), range(0, u64::MAX)).unwrap();
     // Once more by the open file: the owner keeps its name.
     let again = lock(&mut state, 0, a, open_a, "p", range(100, 1)).unwrap();
