@@ -1,5 +1,5 @@
 # title: Linux's own NFS clients, two of them, versions 4.1 and 4.2: coherence, locks, holes, attributes, restarts, a client that dies
-# limit: 500
+# limit: 600
 hosts ours a b
 share_directory
 start() {

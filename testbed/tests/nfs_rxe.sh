@@ -1,5 +1,5 @@
 # title: Linux's NFS/RDMA client over rxe, every version, with a server that uses rxe through rdma-core
-# limit: 300
+# limit: 600
 hosts other
 kernel_end rxe
 share_directory

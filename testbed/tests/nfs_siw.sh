@@ -1,5 +1,5 @@
 # title: Linux's NFS/RDMA client over siw, every version, with a server that is iWARP in user space
-# limit: 300
+# limit: 600
 hosts ours
 kernel_end siw
 share_directory
