@@ -75,6 +75,9 @@ struct Node {
     is_open: AtomicBool,
     /// One sync at a time: the kernel tells an error once.
     syncing: tokio::sync::Mutex<()>,
+    /// Syncs that have begun, and the last of them that has ended well.
+    syncs: AtomicU64,
+    synced: AtomicU64,
     /// Syncs that have failed.
     failures: AtomicU64,
     inner: std::sync::Weak<Inner>,
@@ -341,6 +344,8 @@ impl Inner {
             changes: Mutex::default(),
             is_open: AtomicBool::new(false),
             syncing: tokio::sync::Mutex::default(),
+            syncs: AtomicU64::new(0),
+            synced: AtomicU64::new(0),
             failures: AtomicU64::new(0),
             inner,
         });
@@ -749,7 +754,16 @@ impl LocalFileSystem {
 
     /// Syncs what has been written to a file.
     async fn sync(&self, node: &Arc<Node>) -> Result<()> {
+        let (begun, failures) = (node.syncs.load(Ordering::SeqCst), node.failures.load(Ordering::SeqCst));
         let _syncing = node.syncing.lock().await;
+        if node.failures.load(Ordering::SeqCst) != failures {
+            return Err(Errno::IO);
+        }
+        if node.synced.load(Ordering::SeqCst) > begun {
+            // It began after this was asked for, with what this is about.
+            return Ok(());
+        }
+        let number = node.syncs.fetch_add(1, Ordering::SeqCst) + 1;
         let open = {
             let mut data = node.data();
             data.is_dirty = false;
@@ -762,10 +776,12 @@ impl LocalFileSystem {
                 let file = inner.open_data(&node, OFlags::RDONLY)?;
                 inner.sync(&node, &file)
             });
-            return synced.await;
+            synced.await?;
+            return Ok(());
         };
         let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
         self.work(move |inner| inner.sync(&syncing, &synced)).await?;
+        node.synced.store(number, Ordering::SeqCst);
         let mut data = node.data();
         // Nobody else is writing, and the next who does opens it again.
         if !data.is_dirty && Arc::strong_count(&file) == 2 {
