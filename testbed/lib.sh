@@ -163,10 +163,10 @@ use_share() {
     [[ $(ls -l "$mounted/many" | wc -l) == 2001 ]]
     ln -s "$(printf '/long%.0s' {1..200})" "$mounted/link"
     [[ $(readlink "$mounted/link") == "$(readlink "$served/link")" && -n $(readlink "$mounted/link") ]]
-    fio --name=v --directory="$mounted" --size=8M --bsrange=512-256k --rw=randrw --verify=crc32c --verify_fatal=1 \
+    fio --name=v --directory="$mounted" --size=4M --bsrange=512-256k --rw=randrw --verify=crc32c --verify_fatal=1 \
         --ioengine=psync --numjobs=2 --fsync=50 --output=/tmp/fio || { cat /tmp/fio; return 1; }
     # Buffers of which neither beginning nor end is at a page.
-    fio --name=d --directory="$mounted" --size=8M --bsrange=4k-1m --rw=randwrite --verify=crc32c --verify_fatal=1 \
+    fio --name=d --directory="$mounted" --size=4M --bsrange=4k-1m --rw=randwrite --verify=crc32c --verify_fatal=1 \
         --ioengine=libaio --iodepth=16 --direct=1 --iomem_align=512 --output=/tmp/fio || { cat /tmp/fio; return 1; }
     rm -r "$mounted"/*
     [[ -z $(ls -A "$served") ]]
@@ -175,7 +175,7 @@ use_share() {
 # every_version_over_rdma ADDRESS: mounts /data by RDMA, once by each version of NFS, and uses it.
 every_version_over_rdma() {
     local version options
-    for version in 3 4.1 4.2; do
+    for version in 3 4.0 4.1 4.2; do
         options=vers=$version,proto=rdma,port=20049
         [[ $version != 3 ]] || options+=,mountproto=tcp,mountport=2049,nolock
         mount -t nfs -o "$options" "$1:/data" /mnt/n

@@ -8,4 +8,4 @@ share_directory
 until_written /tmp/serve.json
 every_version_over_rdma 10.0.0.254
 # Each ended once, by unmounting: nothing had to be recovered.
-[[ $(grep -c 'connection lost' /tmp/serve.log) == 3 ]]
+[[ $(grep -c 'connection lost' /tmp/serve.log) == 4 ]]

@@ -8,4 +8,4 @@ ip netns exec ours "$THRUWAY" -v serve --json --anonymous --share data=/tmp/serv
 until_written /tmp/serve.json
 every_version_over_rdma 10.0.0.1
 # Each ended once, by unmounting: nothing had to be recovered.
-[[ $(grep -c 'connection lost' /tmp/serve.log) == 3 ]]
+[[ $(grep -c 'connection lost' /tmp/serve.log) == 4 ]]

@@ -5,19 +5,19 @@ use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// A set of small numbers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Bitmap(SmallVec<[u32; 3]>);
+pub(crate) struct Bitmap(SmallVec<[u32; 3]>);
 
 /// Most words that are decoded: far beyond every attribute there is.
 const WORDS_MAX: u32 = 16;
 
 impl Bitmap {
-    pub(super) fn of(numbers: &[u32]) -> Bitmap {
+    pub(crate) fn of(numbers: &[u32]) -> Bitmap {
         let mut bitmap = Bitmap::default();
         numbers.iter().for_each(|number| bitmap.insert(*number));
         bitmap
     }
 
-    pub(super) fn insert(&mut self, number: u32) {
+    pub(crate) fn insert(&mut self, number: u32) {
         let word = number as usize / 32;
         if self.0.len() <= word {
             self.0.resize(word + 1, 0);
@@ -25,12 +25,12 @@ impl Bitmap {
         self.0[word] |= 1 << (number % 32);
     }
 
-    pub(super) fn contains(&self, number: u32) -> bool {
+    pub(crate) fn contains(&self, number: u32) -> bool {
         self.0.get(number as usize / 32).is_some_and(|word| word >> (number % 32) & 1 == 1)
     }
 
     /// Its numbers, ascending.
-    pub(super) fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         let bits = |(at, word): (usize, &u32)| {
             let word = *word;
             (0..32).filter(move |bit| word >> bit & 1 == 1).map(move |bit| at as u32 * 32 + bit)
@@ -38,12 +38,12 @@ impl Bitmap {
         self.0.iter().enumerate().flat_map(bits)
     }
 
-    pub(super) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Bitmap> {
+    pub(crate) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Bitmap> {
         let words = d.array(WORDS_MAX, Decoder::u32)?;
         Ok(Bitmap(words.into()))
     }
 
-    pub(super) fn encode(&self, out: &mut Encoder) {
+    pub(crate) fn encode(&self, out: &mut Encoder) {
         let end = self.0.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);
         out.array(&self.0[..end], |out, word| out.u32(*word));
     }

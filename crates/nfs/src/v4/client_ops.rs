@@ -10,7 +10,7 @@ use thruway_rpc::server::{CALL_MAX, Credential};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Longest name of a client or a server (`NFS4_OPAQUE_LIMIT`).
-const OPAQUE_MAX: u32 = 1024;
+pub(super) const OPAQUE_MAX: u32 = 1024;
 
 /// Flags of EXCHANGE_ID: only an update of what is there; it was there; no pNFS.
 const UPDATE: u32 = 0x4000_0000;
@@ -59,7 +59,7 @@ fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<()> {
 }
 
 impl Compound<'_> {
-    fn principal(&self) -> Principal {
+    pub(super) fn principal(&self) -> Principal {
         match &self.call.credential {
             Credential::Sys(sys) => Principal(Some(sys.uid)),
             _ => Principal(None),
@@ -225,10 +225,12 @@ impl Compound<'_> {
         Ok(())
     }
 
-    /// The current file is used up (RFC 8881, section 2.6.3.1.1.8).
+    /// The current file is used up, but for version 4.0 (RFC 8881, section 2.6.3.1.1.8).
     fn put_security(&mut self, out: &mut Encoder) {
-        self.current = None;
-        self.stateid = None;
+        if self.minor > 0 {
+            self.current = None;
+            self.stateid = None;
+        }
         out.array(&[flavor::AUTH_SYS], |out, flavor| out.u32(*flavor));
     }
 }

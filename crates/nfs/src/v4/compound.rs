@@ -2,6 +2,7 @@
 
 use super::attributes::{self, Described};
 use super::bitmap::Bitmap;
+use super::numbered_ops::is_numbered;
 use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use super::state::{Denied, FileKey, Refused, Stateid};
 use super::status::Status;
@@ -24,7 +25,7 @@ const NAME_MAX: u32 = 255;
 const NAME_DECODED_MAX: u32 = 4096;
 
 /// The handle of the root of all shares.
-const ROOT_HANDLE: [u8; 4] = [2, 0, 0, 0];
+pub(super) const ROOT_HANDLE: [u8; 4] = [2, 0, 0, 0];
 /// The file system of the root of all shares.
 const ROOT_FSID: (u64, u64) = (0x7468_7275, 0);
 /// Its number there; those of shares are above.
@@ -132,6 +133,8 @@ pub(super) struct Compound<'a> {
     saved_stateid: Option<Stateid>,
     /// Reads so far.
     pub reads: u32,
+    /// The owner that a file is opened for need not confirm that it is there.
+    pub opener_is_confirmed: bool,
 }
 
 /// The reply that a call had when it came first.
@@ -157,6 +160,7 @@ impl<'a> Compound<'a> {
             stateid: None,
             saved_stateid: None,
             reads: 0,
+            opener_is_confirmed: true,
         };
         let mut out = Encoder::new();
         let at_status = out.mark();
@@ -203,6 +207,7 @@ impl<'a> Compound<'a> {
                     Ok(Next::Again(reply)) => return Err(reply),
                     Err(failure) => Err(failure),
                 },
+                Ok(()) if self.minor == 0 && is_numbered(number) => self.numbered(number, d, out).await,
                 Ok(()) => self.operation(number, d, out).await,
                 Err(status) => Err(status.into()),
             };
@@ -232,6 +237,8 @@ impl<'a> Compound<'a> {
                 .contains(&number);
         match (self.index, number) {
             (_, op::ILLEGAL) => Err(Status::OP_ILLEGAL),
+            // There are no sessions.
+            _ if self.minor == 0 => Ok(()),
             (0, op::SEQUENCE) => Ok(()),
             (_, op::SEQUENCE) => Err(Status::SEQUENCE_POS),
             (0, _) if is_alone && self.count == 1 => Ok(()),
@@ -277,7 +284,7 @@ impl<'a> Compound<'a> {
         hasher.finish()
     }
 
-    async fn operation(&mut self, number: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
+    pub(super) async fn operation(&mut self, number: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
         match number {
             op::EXCHANGE_ID => self.exchange_id(d, out).await,
             op::CREATE_SESSION => self.create_session(d, out),
@@ -287,6 +294,12 @@ impl<'a> Compound<'a> {
             op::RECLAIM_COMPLETE => self.reclaim_complete(d).await,
             op::TEST_STATEID => self.test_stateids(d, out),
             op::FREE_STATEID => self.free_stateid(d),
+
+            op::SETCLIENTID if self.minor == 0 => self.set_client(d, out).await,
+            op::SETCLIENTID_CONFIRM if self.minor == 0 => self.confirm_client(d).await,
+            op::RENEW if self.minor == 0 => self.renew(d),
+            op::OPEN_CONFIRM if self.minor == 0 => self.confirm_open(d, out),
+            op::RELEASE_LOCKOWNER if self.minor == 0 => self.release_lock_owner(d),
 
             op::PUTROOTFH | op::PUTPUBFH => self.set_current(Object::Root),
             op::PUTFH => self.put_handle(d),
@@ -331,7 +344,7 @@ impl<'a> Compound<'a> {
             op::ALLOCATE | op::DEALLOCATE => self.allocate(d, number == op::ALLOCATE).await,
             op::COPY => self.copy(d, out).await,
             op::CLONE => self.clone_range(d).await,
-            op::IO_ADVISE => self.advise(d, out),
+            op::IO_ADVISE => self.advise(d, out).await,
 
             op::GETXATTR => self.get_xattr(d, out).await,
             op::SETXATTR => self.set_xattr(d, out).await,
@@ -356,6 +369,14 @@ impl<'a> Compound<'a> {
 
     pub(super) fn is_last(&self) -> bool {
         self.index + 1 == self.count
+    }
+
+    /// The handle of the current file.
+    pub(super) fn handle(&self) -> Result<Vec<u8>, Status> {
+        Ok(match self.object()? {
+            Object::Root => ROOT_HANDLE.to_vec(),
+            Object::File(target) => self.server.shares.handle(target.share, &target.file).to_vec(),
+        })
     }
 
     pub(super) fn object(&self) -> Result<&Object<'a>, Status> {
@@ -398,14 +419,18 @@ impl<'a> Compound<'a> {
     /// A stateid, which may be that of an earlier operation (RFC 8881, section 16.2.3.1.2).
     pub(super) fn get_stateid(&self, d: &mut Decoder<'_>) -> Done<Stateid> {
         match Stateid::decode(d)? {
-            Stateid::CURRENT => Ok(self.stateid.ok_or(Status::BAD_STATEID)?),
-            Stateid::INVALID => Err(Status::BAD_STATEID.into()),
+            Stateid::CURRENT if self.minor > 0 => Ok(self.stateid.ok_or(Status::BAD_STATEID)?),
+            Stateid::CURRENT | Stateid::INVALID => Err(Status::BAD_STATEID.into()),
             stateid => Ok(stateid),
         }
     }
 
     fn put_handle(&mut self, d: &mut Decoder<'_>) -> Done {
-        let handle = d.opaque(HANDLE_MAX)?;
+        self.set_handle(d.opaque(HANDLE_MAX)?)
+    }
+
+    /// Makes the file of a handle the current one.
+    pub(super) fn set_handle(&mut self, handle: &[u8]) -> Done {
         if handle == ROOT_HANDLE {
             return self.set_current(Object::Root);
         }
@@ -414,10 +439,7 @@ impl<'a> Compound<'a> {
     }
 
     fn get_handle(&self, out: &mut Encoder) -> Done {
-        match self.object()? {
-            Object::Root => out.opaque(&ROOT_HANDLE),
-            Object::File(target) => out.opaque(&self.server.shares.handle(target.share, &target.file)),
-        }
+        out.opaque(&self.handle()?);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Operations on the data of files.
 
-use super::compound::{Compound, Done, key, user};
+use super::compound::{Compound, Done, user};
 use super::state::Stateid;
 use super::status::Status;
 use crate::file_system::{Allocate, As, Seek, Stability};
@@ -200,11 +200,10 @@ impl Compound<'_> {
     }
 
     /// Hints about what will be read and written; none is followed.
-    pub(super) fn advise(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+    pub(super) async fn advise(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (stateid, _, _) = (self.get_stateid(d)?, d.u64()?, d.u64()?);
         super::bitmap::Bitmap::decode(d)?;
-        let (client, file) = (self.client()?, key(self.target()?));
-        self.server.state(|state, now| state.access(now, client, stateid, &file, false))?;
+        self.is_open(self.target()?, stateid, false).await?;
         super::bitmap::Bitmap::default().encode(out);
         Ok(())
     }

@@ -1,17 +1,18 @@
-//! NFS version 4, minor versions 1 and 2 (RFC 8881, RFC 7862, RFC 8276).
+//! NFS version 4, minor versions 0 to 2 (RFC 7530, RFC 8881, RFC 7862, RFC 8276).
 //!
 //! A call is a compound of operations (`compound.rs`), which work on a current file. What clients have open and locked is in `state`,
 //! which does no I/O; what has to outlive a restart of it is in `recovery.rs`.
 
-mod attributes;
-mod bitmap;
+pub(crate) mod attributes;
+pub(crate) mod bitmap;
 mod client_ops;
 mod compound;
 mod data_ops;
 mod name_ops;
+mod numbered_ops;
 mod open_ops;
 mod recovery;
-mod session;
+pub(crate) mod session;
 mod state;
 mod status;
 mod xattr_ops;
@@ -34,63 +35,68 @@ use thruway_rpc::xdr::{self, Decoder, Encoder};
 pub const PROGRAM: u32 = crate::v3::PROGRAM;
 
 /// Minor versions that are served.
-const MINOR_VERSIONS: RangeInclusive<u32> = 1..=2;
+const MINOR_VERSIONS: RangeInclusive<u32> = 0..=2;
 
 /// Numbers of operations, by the names of the RFCs.
-mod op {
-    pub(super) const ACCESS: u32 = 3;
-    pub(super) const CLOSE: u32 = 4;
-    pub(super) const COMMIT: u32 = 5;
-    pub(super) const CREATE: u32 = 6;
-    pub(super) const GETATTR: u32 = 9;
-    pub(super) const GETFH: u32 = 10;
-    pub(super) const LINK: u32 = 11;
-    pub(super) const LOCK: u32 = 12;
-    pub(super) const LOCKT: u32 = 13;
-    pub(super) const LOCKU: u32 = 14;
-    pub(super) const LOOKUP: u32 = 15;
-    pub(super) const LOOKUPP: u32 = 16;
-    pub(super) const NVERIFY: u32 = 17;
-    pub(super) const OPEN: u32 = 18;
-    pub(super) const OPEN_DOWNGRADE: u32 = 21;
-    pub(super) const PUTFH: u32 = 22;
-    pub(super) const PUTPUBFH: u32 = 23;
-    pub(super) const PUTROOTFH: u32 = 24;
-    pub(super) const READ: u32 = 25;
-    pub(super) const READDIR: u32 = 26;
-    pub(super) const READLINK: u32 = 27;
-    pub(super) const REMOVE: u32 = 28;
-    pub(super) const RENAME: u32 = 29;
-    pub(super) const RESTOREFH: u32 = 31;
-    pub(super) const SAVEFH: u32 = 32;
-    pub(super) const SECINFO: u32 = 33;
-    pub(super) const SETATTR: u32 = 34;
-    pub(super) const VERIFY: u32 = 37;
-    pub(super) const WRITE: u32 = 38;
-    pub(super) const BIND_CONN_TO_SESSION: u32 = 41;
-    pub(super) const EXCHANGE_ID: u32 = 42;
-    pub(super) const CREATE_SESSION: u32 = 43;
-    pub(super) const DESTROY_SESSION: u32 = 44;
-    pub(super) const FREE_STATEID: u32 = 45;
-    pub(super) const SECINFO_NO_NAME: u32 = 52;
-    pub(super) const SEQUENCE: u32 = 53;
-    pub(super) const TEST_STATEID: u32 = 55;
-    pub(super) const DESTROY_CLIENTID: u32 = 57;
-    pub(super) const RECLAIM_COMPLETE: u32 = 58;
-    pub(super) const ALLOCATE: u32 = 59;
-    pub(super) const COPY: u32 = 60;
-    pub(super) const DEALLOCATE: u32 = 62;
-    pub(super) const IO_ADVISE: u32 = 63;
-    pub(super) const SEEK: u32 = 69;
-    pub(super) const CLONE: u32 = 71;
-    pub(super) const GETXATTR: u32 = 72;
-    pub(super) const SETXATTR: u32 = 73;
-    pub(super) const LISTXATTRS: u32 = 74;
-    pub(super) const REMOVEXATTR: u32 = 75;
-    pub(super) const ILLEGAL: u32 = 10_044;
+pub(crate) mod op {
+    pub(crate) const ACCESS: u32 = 3;
+    pub(crate) const CLOSE: u32 = 4;
+    pub(crate) const COMMIT: u32 = 5;
+    pub(crate) const CREATE: u32 = 6;
+    pub(crate) const GETATTR: u32 = 9;
+    pub(crate) const GETFH: u32 = 10;
+    pub(crate) const LINK: u32 = 11;
+    pub(crate) const LOCK: u32 = 12;
+    pub(crate) const LOCKT: u32 = 13;
+    pub(crate) const LOCKU: u32 = 14;
+    pub(crate) const LOOKUP: u32 = 15;
+    pub(crate) const LOOKUPP: u32 = 16;
+    pub(crate) const NVERIFY: u32 = 17;
+    pub(crate) const OPEN: u32 = 18;
+    pub(crate) const OPEN_CONFIRM: u32 = 20;
+    pub(crate) const OPEN_DOWNGRADE: u32 = 21;
+    pub(crate) const PUTFH: u32 = 22;
+    pub(crate) const PUTPUBFH: u32 = 23;
+    pub(crate) const PUTROOTFH: u32 = 24;
+    pub(crate) const READ: u32 = 25;
+    pub(crate) const READDIR: u32 = 26;
+    pub(crate) const READLINK: u32 = 27;
+    pub(crate) const REMOVE: u32 = 28;
+    pub(crate) const RENAME: u32 = 29;
+    pub(crate) const RENEW: u32 = 30;
+    pub(crate) const RESTOREFH: u32 = 31;
+    pub(crate) const SAVEFH: u32 = 32;
+    pub(crate) const SECINFO: u32 = 33;
+    pub(crate) const SETATTR: u32 = 34;
+    pub(crate) const SETCLIENTID: u32 = 35;
+    pub(crate) const SETCLIENTID_CONFIRM: u32 = 36;
+    pub(crate) const VERIFY: u32 = 37;
+    pub(crate) const WRITE: u32 = 38;
+    pub(crate) const RELEASE_LOCKOWNER: u32 = 39;
+    pub(crate) const BIND_CONN_TO_SESSION: u32 = 41;
+    pub(crate) const EXCHANGE_ID: u32 = 42;
+    pub(crate) const CREATE_SESSION: u32 = 43;
+    pub(crate) const DESTROY_SESSION: u32 = 44;
+    pub(crate) const FREE_STATEID: u32 = 45;
+    pub(crate) const SECINFO_NO_NAME: u32 = 52;
+    pub(crate) const SEQUENCE: u32 = 53;
+    pub(crate) const TEST_STATEID: u32 = 55;
+    pub(crate) const DESTROY_CLIENTID: u32 = 57;
+    pub(crate) const RECLAIM_COMPLETE: u32 = 58;
+    pub(crate) const ALLOCATE: u32 = 59;
+    pub(crate) const COPY: u32 = 60;
+    pub(crate) const DEALLOCATE: u32 = 62;
+    pub(crate) const IO_ADVISE: u32 = 63;
+    pub(crate) const SEEK: u32 = 69;
+    pub(crate) const CLONE: u32 = 71;
+    pub(crate) const GETXATTR: u32 = 72;
+    pub(crate) const SETXATTR: u32 = 73;
+    pub(crate) const LISTXATTRS: u32 = 74;
+    pub(crate) const REMOVEXATTR: u32 = 75;
+    pub(crate) const ILLEGAL: u32 = 10_044;
 
     /// The last operation that a minor version has.
-    pub(super) const LAST: [u32; 3] = [39, RECLAIM_COMPLETE, REMOVEXATTR];
+    pub(crate) const LAST: [u32; 3] = [RELEASE_LOCKOWNER, RECLAIM_COMPLETE, REMOVEXATTR];
 }
 
 /// Configuration of version 4.
@@ -225,6 +231,10 @@ impl Program for Nfs4 {
             }
         }
         Ok(false)
+    }
+
+    fn is_repeatable(&self, call: &Call) -> bool {
+        call.procedure != 1 || numbered_ops::is_repeatable(call.argument_bytes())
     }
 
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {

@@ -150,8 +150,8 @@ impl<'a> Compound<'a> {
 
     /// Whether a file may be read or written under a stateid, and whether the rights to were checked when it was opened.
     pub(super) async fn is_open(&self, target: &Target<'_>, stateid: Stateid, is_write: bool) -> Done<bool> {
-        let (client, file) = (self.client()?, key(target));
-        let access = self.server.contend(|state, now| state.access(now, client, stateid, &file, is_write)).await?;
+        let (client, uid, file) = (self.client_with(stateid)?, target.who.uid, key(target));
+        let access = self.server.contend(|state, now| state.access(now, client, uid, stateid, &file, is_write)).await?;
         Ok(access)
     }
 

@@ -3,7 +3,7 @@
 use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Object, get_name, key, put_change_info};
-use super::state::{LockRequest, Owner, READ, Range, State, Stateid, WRITE};
+use super::state::{LockRequest, OpenAs, Owner, READ, Range, Role, State, Stateid, Turn, WRITE};
 use super::status::Status;
 use crate::file_system::{Attributes, Make, Rights, SetAttributes};
 use crate::share::Target;
@@ -16,8 +16,11 @@ const OWNER_MAX: u32 = 1024;
 /// Flag of the result of OPEN: locks are as in POSIX.
 const LOCKTYPE_POSIX: u32 = 4;
 
+/// Flag of the result of OPEN: its owner has to confirm that it is there.
+const MUST_CONFIRM: u32 = 2;
+
 /// How a file is to be made.
-enum Creation {
+pub(super) enum Creation {
     /// As it is, if it is there.
     Unchecked(Wanted),
     /// Only if it is not there.
@@ -27,7 +30,7 @@ enum Creation {
 }
 
 /// Which file is to be opened.
-enum Claim<'a> {
+pub(super) enum Claim<'a> {
     /// That with a name in the current directory.
     Name(&'a [u8]),
     /// The current one.
@@ -36,14 +39,14 @@ enum Claim<'a> {
     Previous,
 }
 
-fn get_owner<'b>(d: &mut Decoder<'b>) -> xdr::Result<&'b [u8]> {
-    // The client is that of the session.
-    let _client = d.u64()?;
-    d.opaque(OWNER_MAX)
+/// A client, which counts in version 4.0 only, and an owner.
+pub(super) fn get_owner<'b>(d: &mut Decoder<'b>) -> xdr::Result<(u64, &'b [u8])> {
+    Ok((d.u64()?, d.opaque(OWNER_MAX)?))
 }
 
-fn get_claim<'b>(d: &mut Decoder<'b>) -> Done<Claim<'b>> {
+pub(super) fn get_claim<'b>(d: &mut Decoder<'b>, minor: u32) -> Done<Claim<'b>> {
     match d.u32()? {
+        4.. if minor == 0 => Err(Status::BADXDR.into()),
         0 => Ok(Claim::Name(get_name(d)?)),
         1 => {
             // What delegation it had.
@@ -65,7 +68,7 @@ fn type_error(error: Errno) -> Status {
 }
 
 impl<'a> Compound<'a> {
-    fn get_creation(&self, d: &mut Decoder<'_>) -> Done<Option<Creation>> {
+    pub(super) fn get_creation(&self, d: &mut Decoder<'_>) -> Done<Option<Creation>> {
         match d.u32()? {
             0 => return Ok(None),
             1 => {}
@@ -75,7 +78,7 @@ impl<'a> Compound<'a> {
             0 => Creation::Unchecked(attributes::decode(d, self.minor)?),
             1 => Creation::Guarded(attributes::decode(d, self.minor)?),
             2 => Creation::Exclusive(*d.fixed()?, Wanted::default()),
-            3 => {
+            3 if self.minor > 0 => {
                 let (number, wanted) = (*d.fixed()?, attributes::decode(d, self.minor)?);
                 if wanted.set.accessed.is_some() || wanted.set.modified.is_some() {
                     return Err(Status::INVAL.into());
@@ -91,15 +94,18 @@ impl<'a> Compound<'a> {
         const WANT: u32 = 0x3_ff00;
         const WANT_DELEGATION: u32 = 0xff00;
         let (_seqid, share, deny) = (d.u32()?, d.u32()?, d.u32()?);
-        let owner = get_owner(d)?;
+        let (client, owner) = get_owner(d)?;
         let creation = self.get_creation(d)?;
-        let claim = get_claim(d)?;
+        let claim = get_claim(d, self.minor)?;
         let access = share & (READ | WRITE);
-        if access == 0 || share & !(WANT | READ | WRITE) != 0 || deny & !(READ | WRITE) != 0 {
+        let known = if self.minor > 0 { WANT } else { 0 };
+        if access == 0 || share & !(known | READ | WRITE) != 0 || deny & !(READ | WRITE) != 0 {
             return Err(Status::INVAL.into());
         }
-        let client = self.client()?;
+        let client = self.client_that_says(client)?;
         let is_reclaim = matches!(claim, Claim::Previous);
+        // That it comes late would be known: it is of this run.
+        self.opener_is_confirmed |= is_reclaim;
         let may_have = self.server.may_have(client, is_reclaim).await?;
         let opening = match claim {
             Claim::Name(name) => self.open_by_name(name, creation, access).await?,
@@ -123,9 +129,9 @@ impl<'a> Compound<'a> {
         };
         let (guard, _) = target.share.files.open(&target.who, &target.file, wanted).await.map_err(type_error)?;
         let file = key(&target);
-        let action = |state: &mut State, now| {
-            state.open(now, may_have, owner, &file, (access, deny), std::sync::Arc::clone(&guard))
-        };
+        let is_confirmed = self.opener_is_confirmed;
+        let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
+        let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
         let (stateid, was) = self.server.contend(action).await?;
         if let Some(size) = size {
             let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
@@ -136,7 +142,7 @@ impl<'a> Compound<'a> {
         }
         stateid.encode(out);
         put_change_info(out, dir.0.as_ref(), dir.1.as_ref());
-        out.u32(LOCKTYPE_POSIX);
+        out.u32(LOCKTYPE_POSIX | if is_confirmed { 0 } else { MUST_CONFIRM });
         which.encode(out);
         if share & WANT_DELEGATION == 0 {
             // No delegation.
@@ -217,7 +223,7 @@ impl<'a> Compound<'a> {
         if access == 0 || (access | deny) & !(READ | WRITE) != 0 {
             return Err(Status::INVAL.into());
         }
-        let (client, file) = (self.client()?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
         let stateid = self.server.state(|state, _| state.downgrade(client, stateid, &file, (access, deny)))?;
         self.put_stateid(stateid, out);
         Ok(())
@@ -230,10 +236,13 @@ impl<'a> Compound<'a> {
 
     pub(super) fn close(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (_seqid, stateid) = (d.u32()?, self.get_stateid(d)?);
-        let (client, file) = (self.client()?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
         self.server.state(|state, _| state.close(client, stateid, &file))?;
         self.stateid = None;
-        Stateid::INVALID.encode(out);
+        match self.minor {
+            0 => Stateid { seqid: stateid.seqid.wrapping_add(1), ..stateid }.encode(out),
+            _ => Stateid::INVALID.encode(out),
+        }
         Ok(())
     }
 
@@ -254,19 +263,31 @@ impl<'a> Compound<'a> {
     pub(super) async fn lock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (is_write, is_reclaim) = (Self::get_lock_type(d)?, d.bool()?);
         let range = (d.u64()?, d.u64()?);
-        let request = |this: &Self, d: &mut Decoder<'_>| -> Done<Locker> {
-            Ok(if d.bool()? {
-                let (_, open, _) = (d.u32()?, this.get_stateid(d)?, d.u32()?);
-                Locker::New(open, get_owner(d)?.into())
-            } else {
-                let (stateid, _) = (this.get_stateid(d)?, d.u32()?);
-                Locker::Existing(stateid)
-            })
+        let (locker, number, by) = if d.bool()? {
+            let (_, open, number) = (d.u32()?, self.get_stateid(d)?, d.u32()?);
+            let (_client, owner) = get_owner(d)?;
+            (Locker::New(open, owner.into()), number, open)
+        } else {
+            let (stateid, _) = (self.get_stateid(d)?, d.u32()?);
+            (Locker::Existing(stateid), 0, stateid)
         };
-        let locker = request(self, d)?;
         let range = Range::new(range.0, range.1).ok_or(Status::INVAL)?;
-        let (client, file) = (self.client()?, key(self.target()?));
+        let (client, file) = (self.client_with(by)?, key(self.target()?));
         let may_have = self.server.may_have(client, is_reclaim).await?;
+        // The numbers of an owner of locks begin with its first, or go on where it has some in another file.
+        let numbered = match &locker {
+            Locker::New(_, owner) if self.minor == 0 => {
+                Some(self.server.state(|state, _| state.numbered(client, Role::Locks, owner))?)
+            }
+            _ => None,
+        };
+        let mut numbers = match &numbered {
+            Some(owner) => Some(owner.lock().await),
+            None => None,
+        };
+        if numbers.as_ref().is_some_and(|numbers| numbers.turn(number) != Ok(Turn::New)) {
+            return Err(Status::BAD_SEQID.into());
+        }
         let action = |state: &mut State, now| {
             let request = match &locker {
                 Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },
@@ -275,13 +296,16 @@ impl<'a> Compound<'a> {
             state.lock(now, may_have, request, &file, is_write, range)
         };
         let stateid = self.server.contend(action).await?;
+        if let Some(numbers) = &mut numbers {
+            numbers.done(number, None);
+        }
         self.put_stateid(stateid, out);
         Ok(())
     }
 
     pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
-        let (is_write, range, owner) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
-        let (client, file) = (self.client()?, key(self.target()?));
+        let (is_write, range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
+        let (client, file) = (self.client_that_says(client)?, key(self.target()?));
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
         self.server.contend(action).await?;
@@ -291,7 +315,7 @@ impl<'a> Compound<'a> {
     pub(super) fn unlock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let _type = Self::get_lock_type(d)?;
         let (_seqid, stateid, range) = (d.u32()?, self.get_stateid(d)?, Self::get_range(d)?);
-        let (client, file) = (self.client()?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
         let stateid = self.server.state(|state, _| state.unlock(client, stateid, &file, range))?;
         self.put_stateid(stateid, out);
         Ok(())

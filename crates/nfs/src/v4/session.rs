@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 /// Slots of a session: as many requests at a time, far below the receives of a connection.
 pub(super) const SLOTS_MAX: u32 = 64;
 /// Most operations of a compound.
-pub(super) const OPERATIONS_MAX: u32 = 64;
+pub(crate) const OPERATIONS_MAX: u32 = 64;
 /// Longest reply that is kept, in bytes, behind the header of RPC.
 pub(super) const CACHED_MAX: u32 = 4 << 10;
 

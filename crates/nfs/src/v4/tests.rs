@@ -71,10 +71,8 @@ fn operations_are_where_they_may_be() {
     assert_eq!(status(&client.in_session(64, &many)), (Status::TOO_MANY_OPS.0, 0));
     client.sequence -= 1;
     assert_eq!(status(&client.in_session(1, &[])), (Status::OP_ILLEGAL.0, 2), "the call ends");
-    for minor in [0, 3] {
-        client.minor = minor;
-        assert_eq!(status(&client.compound(1, &words(&[op::PUTROOTFH]))), (Status::MINOR_VERS_MISMATCH.0, 0));
-    }
+    client.minor = 3;
+    assert_eq!(status(&client.compound(1, &words(&[op::PUTROOTFH]))), (Status::MINOR_VERS_MISMATCH.0, 0));
     // Of each minor version every operation is known.
     for (minor, last) in [(1, 58), (2, 75)] {
         client.minor = minor;
@@ -124,4 +122,124 @@ fn listings_have_room_or_say_that_they_have_not() {
     // Room for one of them: there is more.
     let one = client.in_session(3, &list(16 + 32, 0));
     assert_eq!((status(&one).0, &one[one.len() - 8..]), (OK, &words(&[0, 0])[..]));
+}
+
+/// A client of version 4.0, whose id this is.
+fn without_session(client: &mut Client) -> [u32; 2] {
+    client.minor = 0;
+    let set =
+        [words(&[op::SETCLIENTID, 1, 2]), opaque(b"name"), words(&[0]), opaque(b"tcp"), opaque(b"1.2"), words(&[0])];
+    let set = client.compound(1, &set.concat());
+    assert_eq!(status(&set), (OK, 1));
+    // Behind status, tag, number of results, operation and its status.
+    let results = &set[20..];
+    let id = [word(results, 0), word(results, 1)];
+    assert_eq!(client.compound(1, &words(&[op::RENEW, id[0], id[1]]))[3], 10_022_u32 as u8, "not confirmed");
+    let confirm = words(&[op::SETCLIENTID_CONFIRM, id[0], id[1], word(results, 2), word(results, 3)]);
+    assert_eq!(status(&client.compound(1, &confirm)), (OK, 1));
+    assert_eq!(status(&client.compound(1, &words(&[op::RENEW, id[0], id[1]]))), (OK, 1));
+    id
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(*bytes[4 * at..].first_chunk().unwrap())
+}
+
+/// OPEN in version 4.0 of a file that is made if it is not there, and GETFH.
+fn open_numbered(id: [u32; 2], number: u32, owner: &[u8], name: &[u8]) -> Vec<u8> {
+    let open = words(&[op::OPEN, number, 3, 0, id[0], id[1]]);
+    let how = words(&[1, 0, 0, 0, 0]);
+    [in_share(), open, opaque(owner), how, opaque(name), words(&[op::GETFH])].concat()
+}
+
+#[test]
+fn without_sessions_operations_are_done_once_in_the_order_of_their_numbers() {
+    let mut client = Client::new();
+    let id = without_session(&mut client);
+    let opened = client.compound(4, &open_numbered(id, 7, b"o", b"f"));
+    assert_eq!(status(&opened), (OK, 4));
+    // Behind the results of PUTROOTFH and LOOKUP, and the beginning of its own.
+    let result = &opened[12 + 8 + 8 + 8..];
+    let stateid = |result: &[u8]| [0, 1, 2, 3].map(|at| word(result, at));
+    let first = stateid(result);
+    assert_eq!((first[0], word(result, 9) & 2), (1, 2), "to be confirmed");
+    let in_file = [in_share(), words(&[op::LOOKUP]), opaque(b"f")].concat();
+    let read = |id: [u32; 4]| [in_file.clone(), words(&[op::READ]), words(&id), words(&[0, 0, 16])].concat();
+    assert_eq!(status(&client.compound(4, &read(first))), (Status::BAD_STATEID.0, 4), "not confirmed");
+    let confirm =
+        |id: [u32; 4], number| [in_file.clone(), words(&[op::OPEN_CONFIRM]), words(&id), words(&[number])].concat();
+    assert_eq!(status(&client.compound(4, &confirm(first, 9))).0, Status::BAD_SEQID.0);
+    let confirmed = client.compound(4, &confirm(first, 8));
+    assert_eq!(status(&confirmed), (OK, 4));
+    let second = stateid(&confirmed[confirmed.len() - 16..]);
+    assert_eq!((second[0], &second[1..]), (2, &first[1..]));
+    assert_eq!(client.compound(4, &confirm(first, 8)), confirmed, "the same reply");
+    assert_eq!(status(&client.compound(4, &read(second))), (OK, 4));
+    // One more, and once more: what follows it has the same file.
+    let opened = client.compound(4, &open_numbered(id, 9, b"o", b"g"));
+    assert_eq!(word(&opened[36..], 9) & 2, 0, "it is known");
+    assert_eq!(client.compound(4, &open_numbered(id, 9, b"o", b"g")), opened);
+    assert_eq!(status(&client.compound(4, &open_numbered(id, 11, b"o", b"h"))), (Status::BAD_SEQID.0, 3));
+    // A lock of a new owner, then one of the same.
+    let lock = [
+        in_file.clone(),
+        words(&[op::LOCK, 2, 0, 0, 0, 0, 10, 1, 10]),
+        words(&second),
+        words(&[1, id[0], id[1]]),
+        opaque(b"l"),
+    ]
+    .concat();
+    let locked = client.compound(4, &lock);
+    assert_eq!(status(&locked), (OK, 4));
+    assert_eq!(client.compound(4, &lock), locked);
+    let held = stateid(&locked[locked.len() - 16..]);
+    let more =
+        |number| [in_file.clone(), words(&[op::LOCK, 2, 0, 0, 20, 0, 10, 0]), words(&held), words(&[number])].concat();
+    assert_eq!(status(&client.compound(4, &more(3))).0, Status::BAD_SEQID.0);
+    assert_eq!(status(&client.compound(4, &more(2))), (OK, 4));
+    assert_eq!(status(&client.compound(4, &more(2))), (OK, 4), "the same reply");
+    let release = [words(&[op::RELEASE_LOCKOWNER, id[0], id[1]]), opaque(b"l")].concat();
+    assert_eq!(status(&client.compound(1, &release)).0, Status::LOCKS_HELD.0);
+    let close = [in_file.clone(), words(&[op::CLOSE, 11]), words(&second)].concat();
+    assert_eq!(status(&client.compound(4, &close)), (OK, 4));
+    assert_eq!(status(&client.compound(4, &read(second))).0, Status::BAD_STATEID.0);
+    assert_eq!(status(&client.compound(1, &release)), (OK, 1));
+    // Ids of others.
+    for wrong in [[id[0], id[1] ^ 1], [id[0] ^ 1, id[1]]] {
+        assert_eq!(status(&client.compound(1, &words(&[op::RENEW, wrong[0], wrong[1]]))).0, Status::STALE_CLIENTID.0);
+        assert_eq!(status(&client.compound(4, &open_numbered(wrong, 1, b"o", b"f"))).0, Status::STALE_CLIENTID.0);
+    }
+}
+
+#[test]
+fn what_version_4_0_has_is_not_what_the_others_have() {
+    let mut client = Client::new();
+    client.minor = 0;
+    for number in 1..90 {
+        let is_known = (3..=39).contains(&number);
+        assert_eq!(status(&client.compound(1, &words(&[number]))).0 == Status::OP_ILLEGAL.0, !is_known, "{number}");
+    }
+    for minor in [1, 2] {
+        client.minor = minor;
+        for number in [op::SETCLIENTID, op::SETCLIENTID_CONFIRM, op::RENEW, op::OPEN_CONFIRM, op::RELEASE_LOCKOWNER] {
+            assert_eq!(status(&client.in_session(1, &words(&[number]))).0, Status::NOTSUPP.0, "{number}");
+        }
+    }
+}
+
+#[test]
+fn what_changes_something_is_not_repeated() {
+    use super::numbered_ops::is_repeatable;
+    let compound = |minor: u32, operations: &[u8]| [words(&[0, minor, 4]), operations.to_vec()].concat();
+    let put = [words(&[op::PUTFH]), opaque(b"handle")].concat();
+    let remove = [put.clone(), words(&[op::GETATTR, 1, 7, op::SAVEFH, op::REMOVE]), opaque(b"name")].concat();
+    assert!(!is_repeatable(&compound(0, &remove)));
+    assert!(is_repeatable(&compound(1, &remove)), "sessions see to that");
+    for number in [op::READ, op::WRITE, op::READDIR, op::COMMIT, op::RENEW] {
+        assert!(is_repeatable(&compound(0, &[put.clone(), words(&[number])].concat())), "{number}");
+    }
+    for number in [op::OPEN, op::CLOSE, op::LOCK, op::CREATE, op::RENAME, op::LINK, op::SETATTR] {
+        assert!(!is_repeatable(&compound(0, &[put.clone(), words(&[number])].concat())), "{number}");
+    }
+    assert!(is_repeatable(&[]) && is_repeatable(&compound(0, &[])));
 }

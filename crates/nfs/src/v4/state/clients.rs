@@ -1,5 +1,6 @@
 //! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
 
+use super::numbered::Numbering;
 use super::{CLIENTS_MAX, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{Lease, Session};
 use crate::v4::status::Status;
@@ -10,13 +11,33 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) struct Principal(pub Option<u32>);
 
+/// What a client calls itself. Those of version 4.0 are others than those of the later ones, also where the name is the same.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(in super::super) struct ClientName {
+    /// It knows sessions, as clients do from version 4.1 on.
+    pub has_sessions: bool,
+    pub name: Box<[u8]>,
+}
+
+impl ClientName {
+    /// Of version 4.1 or 4.2.
+    pub(in super::super) fn with_sessions(name: &[u8]) -> ClientName {
+        ClientName { has_sessions: true, name: name.into() }
+    }
+
+    /// Of version 4.0.
+    pub(in super::super) fn without_sessions(name: &[u8]) -> ClientName {
+        ClientName { has_sessions: false, name: name.into() }
+    }
+}
+
 /// A client.
 pub(super) struct Client {
-    owner: Box<[u8]>,
+    name: ClientName,
     /// Another one after each restart of the client.
-    verifier: [u8; 8],
-    principal: Principal,
-    is_confirmed: bool,
+    pub verifier: [u8; 8],
+    pub principal: Principal,
+    pub is_confirmed: bool,
     /// Of the next CREATE_SESSION, and the reply to the last.
     sequence: u32,
     created: Option<Box<[u8]>>,
@@ -26,6 +47,8 @@ pub(super) struct Client {
     has_reclaimed: bool,
     /// What it has open and locked.
     pub held: HashSet<u64>,
+    /// If it is one of version 4.0.
+    pub numbering: Option<Numbering>,
 }
 
 /// The answer to EXCHANGE_ID.
@@ -48,26 +71,50 @@ pub(in super::super) enum NewSession {
 pub(super) struct Grace {
     until: u64,
     /// Who had something.
-    before: HashSet<Box<[u8]>>,
+    before: HashSet<ClientName>,
     /// Of these, who has not yet said that it has reclaimed all.
-    waiting: HashSet<Box<[u8]>>,
+    waiting: HashSet<ClientName>,
 }
 
 impl Grace {
-    pub(super) fn new(lease_ms: u64, before: impl IntoIterator<Item = Box<[u8]>>) -> Grace {
+    pub(super) fn new(lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> Grace {
         let before: HashSet<_> = before.into_iter().collect();
         Grace { until: lease_ms, waiting: before.clone(), before }
     }
 }
 
 impl State {
-    fn add_client(&mut self, now: u64, owner: &[u8], verifier: [u8; 8], principal: Principal) -> Result<u64, Refused> {
+    /// Clients of a name: the one that is confirmed, and the one that is not.
+    pub(super) fn ids_of(&self, name: &ClientName) -> super::ClientIds {
+        self.by_owner.get(name).copied().unwrap_or_default()
+    }
+
+    /// A client of version 4.1 or 4.2.
+    fn with_sessions(&mut self, id: u64) -> Result<&mut Client, Status> {
+        let client = self.clients.get_mut(&id).filter(|client| client.name.has_sessions);
+        client.ok_or(Status::STALE_CLIENTID)
+    }
+
+    pub(super) fn add_client(
+        &mut self,
+        now: u64,
+        name: ClientName,
+        verifier: [u8; 8],
+        principal: Principal,
+    ) -> Result<u64, Refused> {
         if self.clients.len() >= CLIENTS_MAX {
             self.make_room(now)?;
         }
-        let id = u64::from(self.epoch) << 32 | (self.number() & u64::from(u32::MAX));
+        let id = loop {
+            let number = u32::from_be_bytes(thruway_engine::random::random());
+            let id = u64::from(self.epoch) << 32 | u64::from(number);
+            if number != 0 && !self.clients.contains_key(&id) {
+                break id;
+            }
+        };
+        let numbering = (!name.has_sessions).then(Numbering::default);
         let client = Client {
-            owner: owner.into(),
+            name: name.clone(),
             verifier,
             principal,
             is_confirmed: false,
@@ -77,9 +124,10 @@ impl State {
             sessions: 0,
             has_reclaimed: false,
             held: HashSet::new(),
+            numbering,
         };
         self.clients.insert(id, client);
-        self.by_owner.entry(owner.into()).or_default().1 = Some(id);
+        self.by_owner.entry(name).or_default().1 = Some(id);
         Ok(id)
     }
 
@@ -113,12 +161,13 @@ impl State {
         if client.sessions > 0 {
             self.sessions.retain(|_, session| session.client != id);
         }
-        if let Some(ids) = self.by_owner.get_mut(&client.owner) {
+        self.numbered -= client.numbering.map_or(0, |numbering| numbering.len());
+        if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {
                 *known = known.filter(|known| *known != id);
             }
             if *ids == (None, None) {
-                self.by_owner.remove(&client.owner);
+                self.by_owner.remove(&client.name);
             }
         }
         if client.has_reclaimed {
@@ -135,7 +184,8 @@ impl State {
         principal: Principal,
         is_update: bool,
     ) -> Result<Exchange, Refused> {
-        let (confirmed, unconfirmed) = self.by_owner.get(owner).copied().unwrap_or_default();
+        let name = ClientName::with_sessions(owner);
+        let (confirmed, unconfirmed) = self.ids_of(&name);
         if let Some(id) = confirmed {
             let client = &self.clients[&id];
             let (same_verifier, same_principal) = (client.verifier == verifier, client.principal == principal);
@@ -160,7 +210,7 @@ impl State {
         if let Some(id) = unconfirmed {
             self.remove_client(id);
         }
-        let client = self.add_client(now, owner, verifier, principal)?;
+        let client = self.add_client(now, name, verifier, principal)?;
         Ok(Exchange { client, sequence: 1, is_confirmed: false })
     }
 
@@ -172,7 +222,7 @@ impl State {
         sequence: u32,
         principal: Principal,
     ) -> Result<NewSession, Status> {
-        let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
+        let client = self.with_sessions(id)?;
         if sequence.wrapping_add(1) == client.sequence
             && let Some(reply) = &client.created
         {
@@ -184,20 +234,26 @@ impl State {
         if client.principal != principal {
             return Err(Status::CLID_INUSE);
         }
-        if client.sessions >= SESSIONS_MAX || self.sessions.len() >= SESSIONS_TOTAL_MAX {
+        let is_full = client.sessions >= SESSIONS_MAX;
+        if is_full || self.sessions.len() >= SESSIONS_TOTAL_MAX {
             return Err(Status::NOSPC);
         }
+        Ok(NewSession::Make(self.confirm(now, id)))
+    }
+
+    /// Confirms that a client is there; what one with its name had that was there before is gone. Its lease.
+    pub(super) fn confirm(&mut self, now: u64, id: u64) -> Arc<Lease> {
+        let client = self.clients.get_mut(&id).expect("a client that is there");
         client.lease.renew(now);
         let lease = Arc::clone(&client.lease);
-        if !client.is_confirmed {
-            client.is_confirmed = true;
-            let ids = self.by_owner.get_mut(&client.owner).expect("its client is there");
+        if !std::mem::replace(&mut client.is_confirmed, true) {
+            let ids = self.by_owner.get_mut(&client.name).expect("its client is there");
             let before = std::mem::replace(ids, (Some(id), None)).0;
             if let Some(before) = before {
                 self.remove_client(before);
             }
         }
-        Ok(NewSession::Make(lease))
+        lease
     }
 
     /// The session is there, and this is the reply that says so.
@@ -220,7 +276,7 @@ impl State {
 
     /// DESTROY_CLIENTID
     pub(in super::super) fn destroy_client(&mut self, id: u64) -> Result<(), Status> {
-        let client = self.clients.get(&id).ok_or(Status::STALE_CLIENTID)?;
+        let client = self.with_sessions(id)?;
         if client.sessions > 0 || !client.held.is_empty() {
             return Err(Status::CLIENTID_BUSY);
         }
@@ -232,6 +288,9 @@ impl State {
     pub(in super::super) fn is_grace(&mut self, now: u64) -> bool {
         let is_over = self.grace.waiting.is_empty() || now >= self.grace.until;
         if is_over && !self.grace.before.is_empty() {
+            // Clients of version 4.0 do not say that this was all.
+            let reclaimed = |client: &&mut Client| client.numbering.is_some() && !client.held.is_empty();
+            self.clients.values_mut().filter(reclaimed).for_each(|client| client.has_reclaimed = true);
             self.grace.before.clear();
             self.grace.waiting.clear();
             self.records += 1;
@@ -242,8 +301,13 @@ impl State {
     /// Whether a client may have something new; not before [`State::records`] of this number are stored: those who have not come
     /// back in time must not reclaim, after another restart, what it gets.
     pub(in super::super) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
-        let has_reclaimed = self.clients.get(&client).is_none_or(|client| client.has_reclaimed);
-        if !has_reclaimed || self.is_grace(now) { Err(Status::GRACE) } else { Ok(self.records) }
+        let is_grace = self.is_grace(now);
+        let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records) };
+        if !is_grace && client.numbering.is_some() && !client.has_reclaimed {
+            client.has_reclaimed = true;
+            self.records += 1;
+        }
+        if is_grace || !client.has_reclaimed { Err(Status::GRACE) } else { Ok(self.records) }
     }
 
     /// Whether a client may have back what it had.
@@ -252,26 +316,27 @@ impl State {
         let Some(client) = self.clients.get(&client) else { return Err(Status::NO_GRACE) };
         match () {
             () if !is_grace || client.has_reclaimed => Err(Status::NO_GRACE),
-            () if !self.grace.before.contains(&client.owner) => Err(Status::RECLAIM_BAD),
+            () if !self.grace.before.contains(&client.name) => Err(Status::RECLAIM_BAD),
             () => Ok(self.records),
         }
     }
 
     /// RECLAIM_COMPLETE for all file systems. The client must stand in stable storage before it is answered.
     pub(in super::super) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
-        let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
+        let client = self.with_sessions(id)?;
         if std::mem::replace(&mut client.has_reclaimed, true) {
             return Err(Status::COMPLETE_ALREADY);
         }
-        self.grace.waiting.remove(&client.owner);
+        let name = client.name.clone();
+        self.grace.waiting.remove(&name);
         self.records += 1;
         self.is_grace(now);
         Ok(())
     }
 
     /// Which clients are to stand in stable storage, and the number of this state of affairs.
-    pub(in super::super) fn records(&self) -> (u64, BTreeSet<Box<[u8]>>) {
-        let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.owner);
+    pub(in super::super) fn records(&self) -> (u64, BTreeSet<ClientName>) {
+        let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.name);
         (self.records, now.chain(&self.grace.before).cloned().collect())
     }
 
@@ -282,8 +347,8 @@ impl State {
             return false;
         }
         client.has_reclaimed = false;
-        self.grace.before.remove(&client.owner);
-        self.grace.waiting.remove(&client.owner);
+        self.grace.before.remove(&client.name);
+        self.grace.waiting.remove(&client.name);
         self.records += 1;
         true
     }

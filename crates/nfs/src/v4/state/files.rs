@@ -1,5 +1,6 @@
 //! Files that are open, and their locks (RFC 8881, section 9).
 
+use super::numbered::Role;
 use super::ranges::{Lock, Locks, Range};
 use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
@@ -30,6 +31,10 @@ pub(super) struct Open {
     seqid: u32,
     access: u32,
     deny: u32,
+    /// The user who opened it first, and had the rights to.
+    uid: u32,
+    /// Its owner may be made up from an old message (RFC 7530, section 9.1.11).
+    pub is_unconfirmed: bool,
     pub guard: OpenGuard,
     /// Owners of locks who came by this.
     pub holders: Vec<u64>,
@@ -38,10 +43,37 @@ pub(super) struct Open {
 /// An owner of locks in a file.
 pub(super) struct LockHolder {
     pub client: u64,
-    owner: Owner,
+    pub owner: Owner,
     pub file: FileKey,
     seqid: u32,
     pub open: u64,
+}
+
+impl Held {
+    pub(super) fn client(&self) -> u64 {
+        match self {
+            Held::Open(open) => open.client,
+            Held::Locks(holder) => holder.client,
+        }
+    }
+
+    pub(super) fn owner(&self) -> (Role, &Owner) {
+        match self {
+            Held::Open(open) => (Role::Opens, &open.owner),
+            Held::Locks(holder) => (Role::Locks, &holder.owner),
+        }
+    }
+}
+
+/// How a file is to be opened.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct OpenAs<'a> {
+    pub owner: &'a [u8],
+    /// The user, whose rights have been checked.
+    pub uid: u32,
+    pub modes: Modes,
+    /// The owner is known already, or need not confirm that it is there.
+    pub is_confirmed: bool,
 }
 
 /// What is known of a file.
@@ -84,9 +116,12 @@ impl State {
             Held::Open(open) => (open.client, open.seqid),
             Held::Locks(holder) => (holder.client, holder.seqid),
         };
+        if of != client || matches!(held, Held::Open(open) if open.is_unconfirmed) {
+            return Err(Status::BAD_STATEID);
+        }
         match stateid.seqid {
-            _ if of != client => Err(Status::BAD_STATEID),
-            0 => Ok((number, held)),
+            // Without sessions there is no such thing as the latest one.
+            0 if self.clients.get(&of).is_some_and(|client| client.numbering.is_none()) => Ok((number, held)),
             said if said == seqid => Ok((number, held)),
             said if said < seqid => Err(Status::OLD_STATEID),
             _ => Err(Status::BAD_STATEID),
@@ -145,11 +180,11 @@ impl State {
         &mut self,
         now: u64,
         MayHave { client }: MayHave,
-        owner: &[u8],
+        how: OpenAs<'_>,
         file: &FileKey,
-        (access, deny): Modes,
         guard: OpenGuard,
     ) -> Result<(Stateid, Option<Modes>), Refused> {
+        let OpenAs { owner, uid, modes: (access, deny), is_confirmed } = how;
         let opens = self.files.get(file).map_or(&[][..], |state| &state.opens);
         let own = opens.iter().copied().find(|number| {
             let open = self.open_ref(*number);
@@ -164,7 +199,18 @@ impl State {
             }
             let number = self.number();
             let (owner, holders) = (owner.into(), Vec::new());
-            let open = Open { client, owner, file: file.clone(), seqid: 1, access, deny, guard, holders };
+            let open = Open {
+                client,
+                owner,
+                file: file.clone(),
+                seqid: 1,
+                access,
+                deny,
+                uid,
+                is_unconfirmed: !is_confirmed,
+                guard,
+                holders,
+            };
             self.held.insert(number, Held::Open(open));
             self.files.entry(file.clone()).or_default().opens.push(number);
             self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
@@ -181,10 +227,30 @@ impl State {
         Ok((self.stateid_of(number, seqid), Some(was)))
     }
 
+    /// OPEN_CONFIRM
+    pub(in super::super) fn confirm_open(
+        &mut self,
+        client: u64,
+        stateid: Stateid,
+        file: &FileKey,
+    ) -> Result<Stateid, Status> {
+        let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
+        match self.held.get_mut(&number) {
+            Some(Held::Open(open)) if open.client == client && open.file == *file && open.seqid == stateid.seqid => {
+                open.is_unconfirmed = false;
+                open.seqid += 1;
+                let seqid = open.seqid;
+                Ok(self.stateid_of(number, seqid))
+            }
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
     /// Takes back an OPEN of which the client is told that it has failed.
     pub(in super::super) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
         let Some(was) = was else {
-            let _ = self.close(client, stateid, file);
+            // Also one that has not been confirmed.
+            self.number_of(stateid).inspect(|number| self.remove_held(*number));
             return;
         };
         // Unless it has been changed meanwhile.
@@ -221,17 +287,23 @@ impl State {
         Ok(())
     }
 
-    /// Whether a file may be read or written under this stateid, and whether rights to do so were checked when it was opened.
+    /// Whether a file may be read or written under this stateid, and whether the rights of this user to do so were checked when it
+    /// was opened.
     pub(in super::super) fn access(
-        &self,
+        &mut self,
         now: u64,
         client: u64,
+        uid: u32,
         stateid: Stateid,
         file: &FileKey,
         is_write: bool,
     ) -> Result<bool, Refused> {
         let wanted = if is_write { WRITE } else { READ };
         if stateid == Stateid::ANONYMOUS || stateid == Stateid::BYPASS {
+            // What keeps others out may not be there yet.
+            if self.is_grace(now) {
+                return Err(Status::GRACE.into());
+            }
             if !is_write && stateid == Stateid::BYPASS {
                 return Ok(false);
             }
@@ -250,7 +322,7 @@ impl State {
             return Err(Status::BAD_STATEID.into());
         }
         match open.access & wanted != 0 {
-            true => Ok(true),
+            true => Ok(open.uid == uid),
             // Clients read what is around the bytes that they write.
             false if !is_write => Ok(false),
             false => Err(Status::OPENMODE.into()),
@@ -325,6 +397,10 @@ impl State {
         Ok(number)
     }
 
+    pub(super) fn has_locks(&self, holder: u64, file: &FileKey) -> bool {
+        self.files.get(file).is_some_and(|state| state.locks.count(holder) > 0)
+    }
+
     fn next_stateid(&mut self, holder: u64) -> Stateid {
         let Some(Held::Locks(held)) = self.held.get_mut(&holder) else { unreachable!("an owner of locks") };
         held.seqid += 1;
@@ -376,8 +452,7 @@ impl State {
         match self.find(client, stateid)? {
             (_, Held::Open(_)) => Err(Status::LOCKS_HELD),
             (number, Held::Locks(holder)) => {
-                let has_locks = self.files.get(&holder.file).is_some_and(|state| state.locks.count(number) > 0);
-                if has_locks {
+                if self.has_locks(number, &holder.file) {
                     return Err(Status::LOCKS_HELD);
                 }
                 self.remove_held(number);

@@ -6,10 +6,12 @@
 
 mod clients;
 mod files;
+mod numbered;
 mod ranges;
 
-pub(super) use clients::{NewSession, Principal};
-pub(super) use files::{LockRequest, Owner, READ, WRITE};
+pub(super) use clients::{ClientName, NewSession, Principal};
+pub(super) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
+pub(super) use numbered::{Reply, Role, Turn};
 pub(super) use ranges::Range;
 
 use self::clients::{Client, Grace};
@@ -109,6 +111,10 @@ pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
 pub(super) const FILE_HELD_MAX: usize = 4096;
 /// Locks in one file.
 pub(super) const LOCKS_MAX: usize = 8192;
+/// Owners of a client of version 4.0 whose operations are counted.
+pub(super) const OWNERS_MAX: usize = 4096;
+/// The same, of all clients.
+pub(super) const OWNERS_TOTAL_MAX: usize = 64 << 10;
 
 /// The ids of clients of one name: confirmed, and not.
 type ClientIds = (Option<u64>, Option<u64>);
@@ -118,26 +124,26 @@ pub(super) struct State {
     /// Tells stateids and client ids of this run from those of earlier ones.
     epoch: u32,
     lease_ms: u64,
-    next: u64,
     clients: HashMap<u64, Client>,
-    by_owner: HashMap<Box<[u8]>, ClientIds>,
+    by_owner: HashMap<ClientName, ClientIds>,
     pub sessions: HashMap<[u8; 16], Arc<Session>>,
     held: HashMap<u64, Held>,
     files: HashMap<FileKey, FileState>,
     grace: Grace,
     /// Changes when other clients are to stand in stable storage.
     records: u64,
+    /// Owners whose operations are counted, of all clients.
+    numbered: usize,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
 }
 
 impl State {
     /// Nothing yet; `before` are the clients that had state when the last run ended, who may reclaim it.
-    pub(super) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = Box<[u8]>>) -> State {
+    pub(super) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> State {
         State {
             epoch,
             lease_ms,
-            next: 1,
             clients: HashMap::new(),
             by_owner: HashMap::new(),
             sessions: HashMap::new(),
@@ -145,6 +151,7 @@ impl State {
             files: HashMap::new(),
             grace: Grace::new(lease_ms, before),
             records: 0,
+            numbered: 0,
             dropped: Vec::new(),
         }
     }
@@ -154,9 +161,14 @@ impl State {
         std::mem::take(&mut self.dropped)
     }
 
-    fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+    /// A number for something that a client has; not to be guessed, because clients of version 4.0 are known by it alone.
+    fn number(&self) -> u64 {
+        loop {
+            let number = u64::from_be_bytes(thruway_engine::random::random());
+            if !self.held.contains_key(&number) {
+                return number;
+            }
+        }
     }
 
     fn stateid_of(&self, number: u64, seqid: u32) -> Stateid {

@@ -42,8 +42,15 @@ fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 
     id
 }
 
+/// The user who opens files.
+const USER: u32 = 1000;
+
+fn open_as(owner: &str, modes: (u32, u32)) -> OpenAs<'_> {
+    OpenAs { owner: owner.as_bytes(), uid: USER, modes, is_confirmed: true }
+}
+
 fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
-    state.open(now, MayHave::stored(client), owner.as_bytes(), &file(of), modes, guard()).map(|(stateid, _)| stateid)
+    state.open(now, MayHave::stored(client), open_as(owner, modes), &file(of), guard()).map(|(stateid, _)| stateid)
 }
 
 fn range(start: u64, len: u64) -> Range {
@@ -128,20 +135,25 @@ fn files_are_shared_as_their_openers_allow() {
     // What is open is open in both ways.
     let both = open(&mut state, 0, b, "o", 1, (WRITE, 0)).unwrap();
     assert_eq!((both.other, both.seqid), (second.other, 2));
-    assert_eq!(state.access(0, b, second, &file(1), true), Err(Refused::Status(Status::OLD_STATEID)));
-    assert_eq!(state.access(0, b, both, &file(1), true), Ok(true));
-    assert_eq!(state.access(0, b, both, &file(2), true), Err(Refused::Status(Status::BAD_STATEID)), "another file");
-    assert_eq!(state.access(0, a, both, &file(1), true), Err(Refused::Status(Status::BAD_STATEID)), "another's");
-    assert_eq!(state.access(0, a, first, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
+    assert_eq!(state.access(0, b, USER, second, &file(1), true), Err(Refused::Status(Status::OLD_STATEID)));
+    assert_eq!(state.access(0, b, USER, both, &file(1), true), Ok(true));
+    assert_eq!(state.access(0, b, USER + 1, both, &file(1), true), Ok(false), "a user whose rights were not checked");
+    assert_eq!(
+        state.access(0, b, USER, both, &file(2), true),
+        Err(Refused::Status(Status::BAD_STATEID)),
+        "another file"
+    );
+    assert_eq!(state.access(0, a, USER, both, &file(1), true), Err(Refused::Status(Status::BAD_STATEID)), "another's");
+    assert_eq!(state.access(0, a, USER, first, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
     let locked = Err(Refused::Status(Status::LOCKED));
-    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), true), locked);
-    assert_eq!(state.access(0, a, Stateid::BYPASS, &file(1), true), locked);
-    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), false), Ok(false));
+    assert_eq!(state.access(0, a, USER, Stateid::ANONYMOUS, &file(1), true), locked);
+    assert_eq!(state.access(0, a, USER, Stateid::BYPASS, &file(1), true), locked);
+    assert_eq!(state.access(0, a, USER, Stateid::ANONYMOUS, &file(1), false), Ok(false));
     // Less, and nothing.
     assert_eq!(state.downgrade(a, first, &file(1), (READ | WRITE, 0)), Err(Status::INVAL));
     let less = state.downgrade(b, both, &file(1), (READ, 0)).unwrap();
-    assert_eq!(state.access(0, a, Stateid::ANONYMOUS, &file(1), true), Ok(false));
-    assert_eq!(state.access(0, b, less, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
+    assert_eq!(state.access(0, a, USER, Stateid::ANONYMOUS, &file(1), true), Ok(false));
+    assert_eq!(state.access(0, b, USER, less, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
     state.close(b, less, &file(1)).unwrap();
     assert_eq!(state.close(b, less, &file(1)), Err(Status::BAD_STATEID));
     state.close(a, Stateid { seqid: 0, ..first }, &file(1)).unwrap();
@@ -154,11 +166,11 @@ fn what_has_failed_leaves_what_was_open_before() {
     let a = client(&mut state, 0, "a");
     let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
-    let (again, was) = state.open(0, MayHave::stored(a), b"o", &file(1), (WRITE, READ), guard()).unwrap();
+    let (again, was) = state.open(0, MayHave::stored(a), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
     state.undo_open(a, again, &file(1), was);
     assert!(state.test_stateid(a, first).is_ok() && state.test_stateid(a, held).is_ok());
     assert!(open(&mut state, 0, a, "other", 1, (READ, 0)).is_ok(), "nothing is denied");
-    let (new, was) = state.open(0, MayHave::stored(a), b"o", &file(2), (WRITE, 0), guard()).unwrap();
+    let (new, was) = state.open(0, MayHave::stored(a), open_as("o", (WRITE, 0)), &file(2), guard()).unwrap();
     state.undo_open(a, new, &file(2), was);
     assert_eq!(state.test_stateid(a, new), Err(Status::BAD_STATEID));
 }
@@ -230,9 +242,12 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
     assert_eq!(open(&mut state, later, b, "o", 1, (READ, 0)), Err(Refused::Status(Status::SHARE_DENIED)));
     let later = 20 * LEASE;
     let (before, stored) = state.records();
-    assert!(stored.contains(&b"a"[..]) && state.give_up(later, a));
+    assert!(stored.contains(&ClientName::with_sessions(b"a")) && state.give_up(later, a));
     let (after, stored) = state.records();
-    assert!(after != before && !stored.contains(&b"a"[..]), "first it cannot reclaim it any more");
+    assert!(
+        after != before && !stored.contains(&ClientName::with_sessions(b"a")),
+        "first it cannot reclaim it any more"
+    );
     state.expire(a);
     assert!(open(&mut state, later, b, "o", 1, (READ, 0)).is_ok());
     assert!(!state.sessions.values().any(|session| session.client == a));
@@ -240,7 +255,7 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
 
 #[test]
 fn after_a_restart_what_was_open_comes_first() {
-    let before = || ["a", "b"].map(|name| Box::from(name.as_bytes()));
+    let before = || ["a", "b"].map(|name| ClientName::with_sessions(name.as_bytes()));
     let mut state = State::new(8, LEASE, before());
     let (a, c) = (begin(&mut state, 0, "a", [1; 8]), begin(&mut state, 0, "c", [1; 8]));
     assert!(state.may_reclaim(0, a).is_ok());
@@ -252,7 +267,7 @@ fn after_a_restart_what_was_open_comes_first() {
     assert_eq!(state.may_reclaim(0, a), Err(Status::NO_GRACE), "it has said that this was all");
     assert_eq!(state.may_begin(0, a), Err(Status::GRACE), "b may still come");
     // A second crash: all of them are still known.
-    let names = |state: &State| state.records().1.iter().map(|n| n.to_vec()).collect::<Vec<_>>();
+    let names = |state: &State| state.records().1.iter().map(|n| n.name.to_vec()).collect::<Vec<_>>();
     assert_eq!(names(&state), [b"a", b"b", b"c"]);
     let b = begin(&mut state, 10, "b", [1; 8]);
     assert_eq!(state.may_begin(10, b), Err(Status::GRACE));
@@ -265,6 +280,124 @@ fn after_a_restart_what_was_open_comes_first() {
     assert_eq!(state.may_begin(LEASE - 1, c), Err(Status::GRACE));
     assert!(state.may_begin(LEASE, c).is_ok());
     assert_eq!(names(&state), [b"c"]);
+}
+
+#[test]
+fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
+    let mut state = State::new(7, LEASE, []);
+    let (root, other) = (Principal(Some(0)), Principal(Some(1)));
+    let set = |state: &mut State, verifier, who| state.set_client(0, b"c", [verifier; 8], who);
+    let (first, wrong) = set(&mut state, 1, root).unwrap();
+    assert_eq!(state.heard_of(0, first), Err(Status::STALE_CLIENTID), "not confirmed");
+    let (id, confirmation) = set(&mut state, 1, root).unwrap();
+    assert_eq!(state.confirm_client(0, first, wrong, root), Err(Status::STALE_CLIENTID), "replaced");
+    assert_eq!(state.confirm_client(0, id, wrong, root), Err(Status::STALE_CLIENTID));
+    assert_eq!(state.confirm_client(0, id, confirmation, other), Err(Status::CLID_INUSE));
+    for _ in 0..2 {
+        state.confirm_client(0, id, confirmation, root).unwrap();
+    }
+    assert_eq!(state.heard_of(0, id), Ok(id));
+    assert_eq!(set(&mut state, 1, root), Ok((id, confirmation)), "the same once more");
+    // One with sessions has the same name and nothing to do with it.
+    let with_sessions = begin(&mut state, 0, "c", [1; 8]);
+    assert_eq!(state.heard_of(0, with_sessions), Err(Status::STALE_CLIENTID));
+    assert!(matches!(state.create_session(0, id, 1, root), Err(Status::STALE_CLIENTID)));
+    assert_eq!(state.destroy_client(id), Err(Status::STALE_CLIENTID));
+    // It has something: another user cannot have its name; a restart of it counts when it is confirmed.
+    assert!(state.may_begin(0, id).is_ok());
+    let held = open(&mut state, 0, id, "o", 1, (READ, 0)).unwrap();
+    assert_eq!(
+        state.test_stateid(id, Stateid { seqid: 0, ..held }),
+        Err(Status::OLD_STATEID),
+        "there is no latest one"
+    );
+    assert_eq!(set(&mut state, 2, other), Err(Refused::Status(Status::CLID_INUSE)));
+    let (next, confirmation) = set(&mut state, 2, root).unwrap();
+    assert_eq!(state.heard_of_by(0, held), Ok(id));
+    state.confirm_client(0, next, confirmation, root).unwrap();
+    assert_eq!(state.heard_of_by(0, held), Err(Status::BAD_STATEID));
+    assert_eq!(state.heard_of(0, id), Err(Status::STALE_CLIENTID));
+    assert_eq!(State::new(8, LEASE, []).heard_of_by(0, held), Err(Status::STALE_STATEID), "after a restart");
+}
+
+#[test]
+fn clients_without_sessions_reclaim_what_they_had() {
+    let before = ["a", "b"].map(|name| ClientName::without_sessions(name.as_bytes()));
+    let mut state = State::new(8, LEASE, before.clone());
+    let join = |state: &mut State, now, name: &str| {
+        let (id, confirmation) = state.set_client(now, name.as_bytes(), [1; 8], Principal(Some(0))).unwrap();
+        state.confirm_client(now, id, confirmation, Principal(Some(0))).unwrap();
+        id
+    };
+    let (a, c) = (join(&mut state, 0, "a"), join(&mut state, 0, "c"));
+    assert_eq!(state.may_begin(0, a), Err(Status::GRACE));
+    assert!(state.may_reclaim(0, a).is_ok());
+    open(&mut state, 0, a, "o", 1, (READ | WRITE, WRITE)).unwrap();
+    assert_eq!(state.may_reclaim(0, c), Err(Status::RECLAIM_BAD));
+    assert!(state.records().1.iter().eq(&before), "in another crash both may still come");
+    assert_eq!(state.may_begin(LEASE - 1, a), Err(Status::GRACE), "it may have more to reclaim");
+    // What has reclaimed is known, and what has not is not.
+    assert!(state.may_begin(LEASE, c).is_ok());
+    let names = |state: &State| state.records().1.into_iter().map(|client| client.name.to_vec()).collect::<Vec<_>>();
+    assert_eq!(names(&state), [b"a", b"c"]);
+    assert_eq!(state.may_reclaim(LEASE, a), Err(Status::NO_GRACE));
+    assert_eq!(open(&mut state, 2 * LEASE, c, "o", 1, (READ, 0)).map(drop), Ok(()));
+    assert_eq!(open(&mut state, 2 * LEASE + 1, c, "o", 1, (WRITE, 0)), Err(Refused::Expired(a)));
+    let b = join(&mut state, LEASE, "b");
+    assert_eq!(state.may_reclaim(LEASE, b), Err(Status::NO_GRACE));
+}
+
+#[test]
+fn owners_whose_operations_are_numbered() {
+    let mut state = State::new(7, LEASE, []);
+    let (id, confirmation) = state.set_client(0, b"c", [1; 8], Principal(None)).unwrap();
+    assert!(state.numbered(id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
+    state.confirm_client(0, id, confirmation, Principal(None)).unwrap();
+    let owner = state.numbered(id, Role::Opens, b"o").unwrap();
+    let mut numbers = owner.try_lock().unwrap();
+    assert_eq!(numbers.turn(5), Ok(Turn::New), "any begins");
+    let reply = |status| Reply { status, body: Box::from(&b"body"[..]), handle: None };
+    numbers.done(5, Some(reply(0)));
+    assert_eq!(numbers.turn(5), Ok(Turn::Again(reply(0))));
+    assert_eq!(
+        (numbers.turn(6), numbers.turn(4), numbers.turn(7)),
+        (Ok(Turn::New), Err(Status::BAD_SEQID), Err(Status::BAD_SEQID))
+    );
+    numbers.done(6, Some(reply(Status::BAD_STATEID.0)));
+    assert_eq!(numbers.turn(6), Ok(Turn::New), "it did not count");
+    numbers.done(6, Some(reply(Status::GRACE.0)));
+    assert_eq!(numbers.turn(6), Ok(Turn::Again(reply(Status::GRACE.0))));
+    drop(numbers);
+    // One that is not confirmed can do nothing but that, and goes when its owner begins again.
+    state.may_begin(0, id).unwrap();
+    let how = OpenAs { is_confirmed: false, ..open_as("o", (READ, 0)) };
+    let (stateid, _) = state.open(0, MayHave::stored(id), how, &file(1), guard()).unwrap();
+    assert_eq!(state.access(0, id, USER, stateid, &file(1), false), Err(Refused::Status(Status::BAD_STATEID)));
+    assert_eq!(state.confirm_open(id, stateid, &file(2)), Err(Status::BAD_STATEID));
+    let confirmed = state.confirm_open(id, stateid, &file(1)).unwrap();
+    assert_eq!(state.access(0, id, USER, confirmed, &file(1), false), Ok(true));
+    state.close_unconfirmed(id, b"o");
+    assert!(state.test_stateid(id, confirmed).is_ok(), "it is confirmed");
+    state.open(0, MayHave::stored(id), OpenAs { owner: b"p", ..how }, &file(1), guard()).unwrap();
+    state.close_unconfirmed(id, b"p");
+    assert_eq!(state.held.len(), 1);
+    // Owners who have nothing give way to those who come.
+    for n in 0..2 * OWNERS_MAX {
+        state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap();
+    }
+    assert!(state.numbered <= OWNERS_MAX);
+    assert!(Arc::ptr_eq(&owner, &state.numbered(id, Role::Opens, b"o").unwrap()), "one who has something stays");
+    let held = lock_as(&mut state, id, confirmed, "l");
+    assert_eq!(state.release_locks_of(id, b"l"), Err(Status::LOCKS_HELD));
+    state.unlock(id, held, &file(1), range(0, 10)).unwrap();
+    assert_eq!(state.release_locks_of(id, b"l"), Ok(()));
+    state.remove_client(id);
+    assert_eq!((state.numbered, state.held.len(), state.files.len()), (0, 0, 0));
+}
+
+fn lock_as(state: &mut State, client: u64, open: Stateid, owner: &str) -> Stateid {
+    let request = LockRequest::New { open, owner: owner.as_bytes().into() };
+    state.lock(0, MayHave::stored(client), request, &file(1), false, range(0, 10)).unwrap()
 }
 
 /// What a client believes that it has.
@@ -315,13 +448,16 @@ fn event() -> impl Strategy<Value = Event> {
 
 struct World {
     state: State,
-    stored: BTreeSet<Box<[u8]>>,
+    stored: BTreeSet<ClientName>,
     now: u64,
     epoch: u32,
     clients: [Believed; 3],
 }
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
+
+/// The client that is one of version 4.0.
+const WITHOUT_SESSIONS: usize = 2;
 
 impl World {
     fn new() -> World {
@@ -343,6 +479,14 @@ impl World {
     /// A client gets a new session; with `complete` it says that it has reclaimed everything.
     fn connect(&mut self, client: usize, complete: bool) {
         let verifier = [self.clients[client].verifier; 8];
+        if client == WITHOUT_SESSIONS {
+            let root = Principal(Some(0));
+            let (id, confirmation) = self.state.set_client(self.now, NAMES[client].as_bytes(), verifier, root).unwrap();
+            self.state.confirm_client(self.now, id, confirmation, root).unwrap();
+            self.store();
+            self.clients[client].id = id;
+            return;
+        }
         let known = self.state.exchange_id(self.now, NAMES[client].as_bytes(), verifier, Principal(Some(0)), false);
         let known = known.unwrap();
         if !known.is_confirmed {
@@ -355,6 +499,9 @@ impl World {
     }
 
     fn complete(&mut self, client: usize) {
+        if client == WITHOUT_SESSIONS {
+            return;
+        }
         let _ = self.state.reclaim_complete(self.now, self.clients[client].id);
         self.store();
     }
@@ -404,6 +551,7 @@ impl World {
     }
 
     fn restart_server(&mut self, back: u8) {
+        let were_known = [0, 1, 2].map(|client| self.is_known(client));
         self.epoch += 1;
         self.now = 0;
         self.state = State::new(self.epoch, LEASE, self.stored.iter().cloned());
@@ -412,7 +560,9 @@ impl World {
             let id = self.clients[client].id;
             let mut kept = BTreeMap::new();
             for (of, (modes, _)) in std::mem::take(&mut self.clients[client].open) {
-                if self.state.may_reclaim(self.now, id).is_ok() {
+                let may_reclaim = self.state.may_reclaim(self.now, id).is_ok();
+                assert!(may_reclaim || !were_known[client], "what it had until the crash");
+                if may_reclaim {
                     let stateid = open(&mut self.state, self.now, id, "o", of, modes);
                     kept.insert(of, (modes, stateid.expect("nobody else could have had it")));
                 }

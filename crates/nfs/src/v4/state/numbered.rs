@@ -1,0 +1,265 @@
+//! Clients of version 4.0, which have no sessions (RFC 7530, section 9.1): what an owner opens and locks is done in the order of
+//! its numbers, and the last of it is not done twice.
+
+use super::clients::{Client, ClientName, Principal};
+use super::files::{Held, Owner};
+use super::{OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
+use crate::v4::status::Status;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// What an owner does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Role {
+    /// Open files.
+    Opens,
+    /// Lock parts of them.
+    Locks,
+}
+
+/// What a client of version 4.0 has beside its files.
+pub(super) struct Numbering {
+    /// What it says to confirm that it is there.
+    confirmation: [u8; 8],
+    owners: HashMap<(Role, Owner), Arc<NumberedOwner>>,
+}
+
+impl Default for Numbering {
+    fn default() -> Numbering {
+        Numbering { confirmation: thruway_engine::random::random(), owners: HashMap::new() }
+    }
+}
+
+impl Numbering {
+    pub(super) fn len(&self) -> usize {
+        self.owners.len()
+    }
+}
+
+/// An owner, one of whose operations is done at a time.
+pub(in super::super) type NumberedOwner = tokio::sync::Mutex<Numbers>;
+
+/// The numbers of an owner.
+#[derive(Debug, Default)]
+pub(in super::super) struct Numbers {
+    /// That of the last operation, and its reply if it is known.
+    last: Option<(u32, Option<Reply>)>,
+    /// It has confirmed that it is not an old message from which it was made.
+    pub is_confirmed: bool,
+}
+
+/// The reply to an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) struct Reply {
+    /// 0 or an error.
+    pub status: u32,
+    pub body: Box<[u8]>,
+    /// The handle of the current file afterwards.
+    pub handle: Option<Box<[u8]>>,
+}
+
+/// What is to be done with an operation.
+#[derive(Debug, PartialEq, Eq)]
+pub(in super::super) enum Turn {
+    /// It is the next one.
+    New,
+    /// It is the last one again, and this is its reply.
+    Again(Reply),
+}
+
+impl Numbers {
+    /// What is to be done with the operation of this number.
+    pub(in super::super) fn turn(&self, number: u32) -> Result<Turn, Status> {
+        match &self.last {
+            None => Ok(Turn::New),
+            Some((last, _)) if number == last.wrapping_add(1) => Ok(Turn::New),
+            Some((last, Some(reply))) if number == *last => Ok(Turn::Again(reply.clone())),
+            Some(_) => Err(Status::BAD_SEQID),
+        }
+    }
+
+    /// The operation of this number has been done. Errors that come before anything is looked at do not count (RFC 7530, section
+    /// 9.1.7).
+    pub(in super::super) fn done(&mut self, number: u32, reply: Option<Reply>) {
+        const UNCOUNTED: [Status; 7] = [
+            Status::STALE_CLIENTID,
+            Status::STALE_STATEID,
+            Status::BAD_STATEID,
+            Status::BAD_SEQID,
+            Status::BADXDR,
+            Status::RESOURCE,
+            Status::NOFILEHANDLE,
+        ];
+        if reply.as_ref().is_none_or(|reply| !UNCOUNTED.contains(&Status(reply.status))) {
+            self.last = Some((number, reply));
+        }
+    }
+
+    /// Forgets the numbers of an owner that was never confirmed.
+    pub(in super::super) fn restart(&mut self) {
+        *self = Numbers::default();
+    }
+}
+
+impl State {
+    /// SETCLIENTID, the cases of RFC 7530, section 16.33.5: the client's id and what it confirms it by.
+    pub(in super::super) fn set_client(
+        &mut self,
+        now: u64,
+        name: &[u8],
+        verifier: [u8; 8],
+        principal: Principal,
+    ) -> Result<(u64, [u8; 8]), Refused> {
+        let name = ClientName::without_sessions(name);
+        let (confirmed, unconfirmed) = self.ids_of(&name);
+        if let Some(id) = confirmed {
+            let client = &self.clients[&id];
+            match (client.principal == principal, client.verifier == verifier) {
+                // It says where it is to be called; nothing else has changed.
+                (true, true) => return Ok((id, confirmation_of(client))),
+                // It has restarted: what it had goes when it confirms that.
+                (true, false) => {}
+                // Another user has taken the same name.
+                (false, _) if client.held.is_empty() => self.remove_client(id),
+                (false, _) => return Err(self.in_the_way(now, id, Status::CLID_INUSE.into())),
+            }
+        }
+        if let Some(id) = unconfirmed {
+            self.remove_client(id);
+        }
+        let id = self.add_client(now, name, verifier, principal)?;
+        Ok((id, confirmation_of(&self.clients[&id])))
+    }
+
+    /// SETCLIENTID_CONFIRM, also once more.
+    pub(in super::super) fn confirm_client(
+        &mut self,
+        now: u64,
+        id: u64,
+        confirmation: [u8; 8],
+        principal: Principal,
+    ) -> Result<(), Status> {
+        let client = self.clients.get(&id).filter(|client| client.numbering.is_some());
+        let client = client.filter(|client| confirmation_of(client) == confirmation).ok_or(Status::STALE_CLIENTID)?;
+        if client.principal != principal {
+            return Err(Status::CLID_INUSE);
+        }
+        self.confirm(now, id);
+        Ok(())
+    }
+
+    fn numbering(&mut self, id: u64) -> Result<(&mut Client, &mut usize), Status> {
+        let client = self.clients.get_mut(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
+        Ok((client.ok_or(Status::STALE_CLIENTID)?, &mut self.numbered))
+    }
+
+    /// RENEW, and all that says the client's id: that is this one if it is a client of version 4.0.
+    pub(in super::super) fn heard_of(&mut self, now: u64, id: u64) -> Result<u64, Status> {
+        self.numbering(id)?.0.lease.renew(now);
+        Ok(id)
+    }
+
+    /// The client of version 4.0 that has this; 0, which is none, if the stateid says that nothing is open.
+    pub(in super::super) fn heard_of_by(&mut self, now: u64, stateid: Stateid) -> Result<u64, Status> {
+        if stateid.is_special() {
+            return Ok(0);
+        }
+        let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
+        let client = self.held.get(&number).ok_or(Status::BAD_STATEID)?.client();
+        self.heard_of(now, client).map_err(|_| Status::BAD_STATEID)
+    }
+
+    /// An owner of a client, who may be new.
+    pub(in super::super) fn numbered(
+        &mut self,
+        client: u64,
+        role: Role,
+        owner: &[u8],
+    ) -> Result<Arc<NumberedOwner>, Status> {
+        let (known, total) = self.numbering(client)?;
+        let Some(numbering) = &mut known.numbering else { unreachable!("a client of version 4.0") };
+        let key = (role, Owner::from(owner));
+        if let Some(owner) = numbering.owners.get(&key) {
+            return Ok(Arc::clone(owner));
+        }
+        if numbering.len() >= OWNERS_MAX || *total >= OWNERS_TOTAL_MAX {
+            self.forget_idle_owners(client);
+        }
+        let (known, total) = self.numbering(client)?;
+        let Some(numbering) = &mut known.numbering else { unreachable!("a client of version 4.0") };
+        if numbering.len() >= OWNERS_MAX || *total >= OWNERS_TOTAL_MAX {
+            return Err(Status::RESOURCE);
+        }
+        *total += 1;
+        let owner = Arc::default();
+        numbering.owners.insert(key, Arc::clone(&owner));
+        Ok(owner)
+    }
+
+    /// The owner of what is open or locked.
+    pub(in super::super) fn numbered_by(
+        &mut self,
+        now: u64,
+        stateid: Stateid,
+        role: Role,
+    ) -> Result<Arc<NumberedOwner>, Status> {
+        let client = self.heard_of_by(now, stateid)?;
+        let held = self.number_of(stateid).and_then(|number| self.held.get(&number)).ok_or(Status::BAD_STATEID)?;
+        let (is, owner) = held.owner();
+        if is != role {
+            return Err(Status::BAD_STATEID);
+        }
+        let owner = owner.clone();
+        self.numbered(client, role, &owner)
+    }
+
+    /// Forgets owners who have nothing and do nothing: they are new when they come again.
+    fn forget_idle_owners(&mut self, id: u64) {
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        let busy: HashSet<(Role, &Owner)> =
+            client.held.iter().filter_map(|number| self.held.get(number)).map(Held::owner).collect();
+        let Some(numbering) = &mut client.numbering else { return };
+        let before = numbering.len();
+        numbering.owners.retain(|(role, owner), known| Arc::strong_count(known) > 1 || busy.contains(&(*role, owner)));
+        self.numbered -= before - numbering.len();
+    }
+
+    /// Closes what an owner has opened who has not confirmed that it is there.
+    pub(in super::super) fn close_unconfirmed(&mut self, client: u64, owner: &[u8]) {
+        let Some(known) = self.clients.get(&client) else { return };
+        let of_owner = |number: &&u64| {
+            let held = self.held.get(number);
+            matches!(held, Some(held @ Held::Open(open)) if open.is_unconfirmed && **held.owner().1 == *owner)
+        };
+        let open: Vec<u64> = known.held.iter().filter(of_owner).copied().collect();
+        open.into_iter().for_each(|number| self.remove_held(number));
+    }
+
+    /// RELEASE_LOCKOWNER
+    pub(in super::super) fn release_locks_of(&mut self, client: u64, owner: &[u8]) -> Result<(), Status> {
+        let known = &self.clients[&client];
+        let mut holders = Vec::new();
+        for number in &known.held {
+            let Some(Held::Locks(holder)) = self.held.get(number) else { continue };
+            if *holder.owner != *owner {
+                continue;
+            }
+            if self.has_locks(*number, &holder.file) {
+                return Err(Status::LOCKS_HELD);
+            }
+            holders.push(*number);
+        }
+        holders.into_iter().for_each(|number| self.remove_held(number));
+        let (known, total) = self.numbering(client)?;
+        if let Some(numbering) = &mut known.numbering
+            && numbering.owners.remove(&(Role::Locks, Owner::from(owner))).is_some()
+        {
+            *total -= 1;
+        }
+        Ok(())
+    }
+}
+
+fn confirmation_of(client: &Client) -> [u8; 8] {
+    client.numbering.as_ref().map_or([0; 8], |numbering| numbering.confirmation)
+}
