@@ -1,0 +1,69 @@
+//! Compounds of version 4, built and taken apart.
+
+use super::{ClientError, Result, UserCredential};
+use crate::v4::PROGRAM;
+use thruway_rpc::client::{Client, Procedure, Reply};
+use thruway_rpc::xdr::{Decoder, Encoder};
+
+const COMPOUND: Procedure = Procedure { program: PROGRAM, version: 4, procedure: 1 };
+
+/// Operations that are asked for together.
+pub(super) struct Compound {
+    count: u32,
+    operations: Encoder,
+}
+
+impl Compound {
+    pub(super) fn new() -> Compound {
+        Compound { count: 0, operations: Encoder::new() }
+    }
+
+    /// Adds an operation, whose arguments are appended by this.
+    pub(super) fn then(mut self, number: u32, arguments: impl FnOnce(&mut Encoder)) -> Compound {
+        self.count += 1;
+        self.operations.u32(number);
+        arguments(&mut self.operations);
+        self
+    }
+
+    /// Both, one behind the other.
+    pub(super) fn and(mut self, other: Compound) -> Compound {
+        self.count += other.count;
+        self.operations.append(other.operations);
+        self
+    }
+
+    /// Asks for them.
+    pub(super) async fn call(self, rpc: &Client, minor: u32, user: &UserCredential) -> Result<Reply> {
+        let mut call = Encoder::new();
+        call.opaque(b"");
+        call.u32(minor);
+        call.u32(self.count);
+        call.append(self.operations);
+        Ok(rpc.call(COMPOUND, user.as_auth(), call).await?)
+    }
+}
+
+/// The results of a compound, one after the other.
+pub(super) struct Results<'a>(Decoder<'a>);
+
+impl<'a> Results<'a> {
+    pub(super) fn of(reply: &'a Reply) -> Result<Results<'a>> {
+        let mut d = reply.results();
+        let status = d.u32()?;
+        let _tag = d.opaque(1024)?;
+        if d.u32()? == 0 && status != 0 {
+            return Err(ClientError::Status { operation: "COMPOUND", status });
+        }
+        Ok(Results(d))
+    }
+
+    /// The result of the next operation, if that has succeeded.
+    pub(super) fn next(&mut self, operation: &'static str) -> Result<&mut Decoder<'a>> {
+        let _number = self.0.u32()?;
+        match self.0.u32()? {
+            0 => Ok(&mut self.0),
+            status => Err(ClientError::Status { operation, status }),
+        }
+    }
+}
