@@ -34,12 +34,13 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 13] = [
     "attr",
     "fio",
     "fuse3",
     "libiscsi-bin",
     "libnbd-bin",
+    "libnfs-utils",
     "openssl",
     "procps",
     "python3-pip",

@@ -8,6 +8,7 @@ mod client;
 mod clock;
 mod devices;
 mod link;
+mod nfs;
 mod region;
 mod report;
 mod rping;
@@ -28,6 +29,7 @@ use thruway_fabric::{Provider, iwarp, verbs};
   thruway bench bw --listen 0.0.0.0:7118          on one host, then on the other:
   thruway bench bw --connect host:7118 --op read --qps 4
   thruway bench devices
+  thruway bench nfs --connect host:2049 --share data --op read,getattr --depth 32
   thruway bench suite --output report
   thruway bench region --listen 127.0.0.1:7119 --size 1G
   thruway bench rping --listen 0.0.0.0:7174       and, with RDMA: rping -c -a HOST -C 10")]
@@ -48,6 +50,8 @@ enum What {
     Rping(rping::RpingArgs),
     /// The figures of the published works, measured again: an HTML page with plots, and JSON
     Suite(suite::SuiteArgs),
+    /// Drive an NFS server from user space: Thruway's or another
+    Nfs(nfs::NfsArgs),
     /// Every provider, device and port, what it can do, and why something is unavailable
     Devices,
 }
@@ -278,6 +282,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         What::Region(args) => region::run(args, common),
         What::Rping(args) => rping::run(args, common),
         What::Suite(args) => suite::run(args, common),
+        What::Nfs(args) => nfs::run(args.clone(), common),
         What::Devices => {
             devices::run(common);
             Ok(())

@@ -29,6 +29,21 @@ pub fn replace(path: &Path, content: &[u8], mode: Mode) -> io::Result<()> {
     File::open(parent)?.sync_all()
 }
 
+/// Holds a directory for this process, by a lock on a file in it, until what is returned is dropped or the process ends; `None` if
+/// another process holds it. Missing directories are made.
+///
+/// # Errors
+/// If something fails.
+pub fn hold(dir: &Path, name: &str) -> io::Result<Option<File>> {
+    create_directories(dir)?;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::CLOEXEC;
+    let file = rustix::fs::open(dir.join(name), flags, Mode::RUSR | Mode::WUSR)?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        other => other.map(|()| Some(File::from(file))).map_err(io::Error::from),
+    }
+}
+
 /// Removes a file, if it is there.
 ///
 /// # Errors
@@ -71,6 +86,16 @@ fn new_name(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_is_held_by_one() {
+        let top = tempfile::tempdir().unwrap();
+        let dir = top.path().join("a/b");
+        let held = hold(&dir, "lock").unwrap().expect("nobody else holds it");
+        assert!(hold(&dir, "lock").unwrap().is_none());
+        drop(held);
+        assert!(hold(&dir, "lock").unwrap().is_some());
+    }
 
     #[test]
     fn a_file_is_replaced_and_removed_whatever_is_left_of_earlier_attempts() {

@@ -82,7 +82,8 @@ fn split_at<'a>(text: &'a [u8], mark: &[u8]) -> Option<(&'a [u8], &'a [u8])> {
     Some((&text[..at], &text[at + mark.len()..]))
 }
 
-fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
+/// Host, port, and the path without its first slash, of what follows `scheme://`.
+pub(crate) fn parse_authority(rest: &[u8], default_port: u16) -> Result<(String, u16, &[u8]), String> {
     let split = rest.iter().position(|b| *b == b'/').unwrap_or(rest.len());
     let authority = std::str::from_utf8(&rest[..split]).map_err(|_| "the host is not UTF-8")?;
     let path = rest.get(split + 1..).unwrap_or(b"");
@@ -91,9 +92,14 @@ fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
         Some((host, port)) if !port.ends_with(']') => {
             (host, port.parse().map_err(|_| format!("'{port}' is not a port"))?)
         }
-        _ => (authority, DEFAULT_PORT),
+        _ => (authority, default_port),
     };
     let host = host.trim_start_matches('[').trim_end_matches(']').to_string();
+    Ok((host, port, path))
+}
+
+fn parse_url(rest: &[u8]) -> Result<Endpoint, String> {
+    let (host, port, path) = parse_authority(rest, DEFAULT_PORT)?;
     if host.is_empty() {
         return Err("no host; write tw://host/export/path".into());
     }

@@ -1,17 +1,21 @@
-//! `thruway ls`.
+//! `thruway ls`: exports of daemons and shares of NFS servers, and what is in them.
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::{self, Endpoint};
 use crate::remote::{self, Provider};
 use clap::Args;
 use std::ffi::OsString;
+use std::net::ToSocketAddrs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
+use std::time::Duration;
 use thruway_cli::{Common, Failed};
+use thruway_nfs::client::UserCredential;
 use thruway_transfer::client;
 
 /// Arguments of `thruway ls`.
 #[derive(Args)]
 #[command(
-    after_help = "Examples:\n  thruway ls tw://store                   the daemon's exports\n  thruway ls tw://store/archive/run7      a directory"
+    after_help = "Examples:\n  thruway ls tw://store                   the daemon's exports\n  thruway ls tw://store/archive/run7      a directory\n  thruway ls nfs://filer                  what an NFS server shares\n  thruway ls nfs://filer/data/run7        a directory there"
 )]
 pub(crate) struct LsArgs {
     /// Private key for daemons [default: ~/.config/thruway/id]
@@ -20,26 +24,33 @@ pub(crate) struct LsArgs {
     /// What carries it
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
-    /// What to list
+    /// What to list: of a daemon, or of an NFS server (nfs://, version 4)
     #[arg(value_name = "tw://HOST[:PORT][/EXPORT[/PATH]]")]
     url: OsString,
 }
 
+/// The port of NFS.
+const NFS_PORT: u16 = 2049;
+
+/// How long an NFS server may take to answer.
+const NFS_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// An entry, whoever has it.
+struct Row {
+    name: Vec<u8>,
+    mode: u32,
+    size: u64,
+    mtime: i64,
+}
+
 /// Runs `thruway ls`.
 pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
-    let endpoint = Endpoint::parse(&args.url).map_err(|message| Failed::usage("ls", message))?;
-    let Endpoint::Daemon { host, port, export, path, .. } = endpoint else {
-        let url = args.url.to_string_lossy();
-        return Err(Failed::usage("ls", format!("{url}: write tw://host[:port][/export[/path]]")));
+    let rows = match args.url.as_bytes().strip_prefix(b"nfs://") {
+        Some(rest) => of_nfs_server(&args.url.to_string_lossy(), rest)?,
+        None => of_daemon(args)?,
     };
-    let entries = (|| {
-        let mut remote = remote::daemon(&host, port, args.key.as_ref())?;
-        args.provider.apply_to(&mut remote)?;
-        client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
-    })()
-    .map_err(|message| Failed::operation("ls", message))?;
     if common.json {
-        let rows: Vec<_> = entries
+        let rows: Vec<_> = rows
             .iter()
             .map(|e| {
                 let name = String::from_utf8(e.name.clone()).unwrap_or_else(|e| thruway_transfer::escape(e.as_bytes()));
@@ -49,11 +60,49 @@ pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         thruway_cli::say!("{}", serde_json::Value::Array(rows));
         return Ok(());
     }
-    for entry in entries {
+    for entry in rows {
         let name = thruway_transfer::escape(&entry.name);
         thruway_cli::say!("{}{} {:>12} {}", kind(entry.mode), permissions(entry.mode), entry.size, name);
     }
     Ok(())
+}
+
+/// What is at `host[:port][/share[/path]]` of an NFS server.
+fn of_nfs_server(url: &str, rest: &[u8]) -> Result<Vec<Row>, Failed> {
+    let usage = |why: String| Failed::usage("ls", format!("{url}: {why}"));
+    let (host, port, path) = endpoint::parse_authority(rest, NFS_PORT).map_err(usage)?;
+    if host.is_empty() {
+        return Err(usage("no host; write nfs://host[:port][/share[/path]]".into()));
+    }
+    let path = endpoint::tidy(path);
+    let names: Vec<Vec<u8>> = path.split(|b| *b == b'/').filter(|n| !n.is_empty()).map(<[u8]>::to_vec).collect();
+    let user = UserCredential::new(rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let list = || {
+        let server = (host.as_str(), port).to_socket_addrs().map_err(|e| e.to_string())?.next();
+        let server = server.ok_or("no address")?;
+        thruway_nfs::client::list(server, NFS_TIMEOUT, &user, &names).map_err(|e| e.to_string())
+    };
+    let listed = list().map_err(|why: String| Failed::operation("ls", format!("{url}: {why}")))?;
+    Ok(listed.into_iter().map(|e| Row { name: e.name, mode: e.mode, size: e.size, mtime: e.modified.0 }).collect())
+}
+
+fn of_daemon(args: &LsArgs) -> Result<Vec<Row>, Failed> {
+    let endpoint = Endpoint::parse(&args.url).map_err(|message| Failed::usage("ls", message))?;
+    let Endpoint::Daemon { host, port, export, path, .. } = endpoint else {
+        let url = args.url.to_string_lossy();
+        return Err(Failed::usage(
+            "ls",
+            format!("{url}: write tw://host[:port][/export[/path]] for a daemon, or nfs://host[:port][/share[/path]]"),
+        ));
+    };
+    let entries = (|| {
+        let mut remote = remote::daemon(&host, port, args.key.as_ref())?;
+        args.provider.apply_to(&mut remote)?;
+        client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
+    })()
+    .map_err(|message| Failed::operation("ls", message))?;
+    let row = |e: thruway_transfer::wire::ListEntry| Row { name: e.name, mode: e.mode, size: e.size, mtime: e.mtime };
+    Ok(entries.into_iter().map(row).collect())
 }
 
 /// The type of an entry, as `ls -l` writes it.

@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use std::collections::HashSet;
 use std::error::Error;
 use std::fmt;
+use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +32,7 @@ pub(super) const HEADING: &str = "File service";
 #[derive(Args)]
 #[command(next_help_heading = HEADING)]
 pub(super) struct NfsArgs {
-    /// Directory to share by NFS (versions 3, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
+    /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
     /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
     /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon; may be
     /// repeated
@@ -139,6 +140,9 @@ const KEY_FILE: &str = "nfs-handles";
 /// The file with the clients that have something open, in the same directory.
 const CLIENTS_FILE: &str = "nfs-clients";
 
+/// The file whose lock says that a daemon has its state there.
+const LOCK_FILE: &str = "nfs-lock";
+
 /// The key of handles, which is made when there is none.
 fn handle_key(state: &Path) -> Result<[u8; 32], String> {
     let path = state.join(KEY_FILE);
@@ -196,6 +200,8 @@ pub(super) struct NfsService {
     tcp: Option<Server>,
     rdma: Option<Server>,
     lines: Vec<String>,
+    /// Keeps other daemons from the state on the medium.
+    _held: File,
     /// Last, so that the server's tasks end with it.
     _reactors: Reactors,
 }
@@ -213,6 +219,13 @@ impl NfsService {
             return Ok(None);
         }
         let state = state.ok_or("no directory for the key of NFS handles: give --state DIR")?;
+        let held = durable::hold(state, LOCK_FILE).map_err(|e| format!("{}: {e}", state.join(LOCK_FILE).display()))?;
+        let held = held.ok_or_else(|| {
+            format!(
+                "{}: another daemon that serves NFS has its state there: give each a --state DIR of its own",
+                state.display()
+            )
+        })?;
         let key = handle_key(state)?;
         let shares = args.share.iter().map(Spec::open).collect::<Result<Vec<_>, _>>()?;
         let shares = Shares::new(shares, key)
@@ -264,7 +277,13 @@ impl NfsService {
             let mode = if spec.read_only { "read-only" } else { "read-write" };
             format!("share /{} = {} ({mode})", spec.name, spec.source)
         };
-        Ok(Some(NfsService { tcp, rdma, lines: args.share.iter().map(line).collect(), _reactors: reactors }))
+        Ok(Some(NfsService {
+            tcp,
+            rdma,
+            lines: args.share.iter().map(line).collect(),
+            _held: held,
+            _reactors: reactors,
+        }))
     }
 }
 

@@ -1,0 +1,109 @@
+"""One directory, shared by Thruway and by nfs-ganesha, and the same client in user space (`thruway bench nfs`) for both.
+
+Servers take turns at each workload. Processor time is the server's, by the kernel's accounts; a `create` or `mkdir` is one that is
+made and removed again. To be run in a network namespace of its own, where rpcbind, which nfs-ganesha registers with, disturbs nobody.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import time
+
+from servers import ONLY, SECONDS, THRUWAY, Server, compare, keep, version
+
+# Name, operation, bytes, depth, connections, more options.
+WORKLOADS = [
+    ("4 KiB random read, depth 1", "read", "4K", 1, 1, []),
+    ("4 KiB random read, depth 16", "read", "4K", 16, 1, []),
+    ("4 KiB random read, 64 clients of depth 1", "read", "4K", 1, 64, ["--file-size", "1M"]),
+    ("1 MiB read, depth 4", "read", "1M", 4, 1, ["--sequential", "--file-size", "256M"]),
+    ("4 KiB random write, depth 16", "write", "4K", 16, 1, []),
+    ("4 KiB random write, stable, depth 16", "write", "4K", 16, 1, ["--stable"]),
+    ("1 MiB write, depth 4", "write", "1M", 4, 1, ["--sequential", "--file-size", "256M"]),
+    ("GETATTR, depth 1", "getattr", "4K", 1, 1, []),
+    ("GETATTR, depth 16", "getattr", "4K", 16, 1, []),
+    ("LOOKUP, depth 16", "lookup", "4K", 16, 1, []),
+    ("create and remove, depth 16", "create", "4K", 16, 1, []),
+    ("mkdir and rmdir, depth 16", "mkdir", "4K", 16, 1, []),
+]
+
+GANESHA = """
+NFS_CORE_PARAM {{ NFS_Port = 10949; MNT_Port = 10948; NFS_Protocols = 3,4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
+NFSv4 {{ Graceless = true; RecoveryRoot = {folder}/recovery; }}
+EXPORT {{
+    Export_Id = 1; Path = {share}; Pseudo = /share; Access_Type = RW; Squash = No_Root_Squash; SecType = sys; Protocols = 3,4;
+    Transports = TCP; PrivilegedPort = false; FSAL {{ Name = VFS; }}
+}}
+LOG {{ Default_Log_Level = CRIT; }}
+"""
+
+
+def drive(server, vers, operation, size, depth, clients, more):
+    """Operations a second, and how many there were."""
+    options = ["--vers", vers, "--op", operation, "--size", size, "--depth", str(depth), "--clients", str(clients), "--seconds", str(SECONDS), *more]
+    at = [*server.at, "--share", server.share[vers]]
+    run = subprocess.run([THRUWAY, "bench", "nfs", "--json", *at, *options], capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"{server.name}: {title_of(operation)}: {run.stderr}")
+    row = json.loads(run.stdout)[0]
+    return row["ops_per_second"], row["operations"]
+
+
+def title_of(operation):
+    return f"bench nfs --op {operation}"
+
+
+def ganesha(folder, share):
+    config = os.path.join(folder, "ganesha.conf")
+    pathlib.Path(config).write_text(GANESHA.format(folder=folder, share=share))
+    os.makedirs(os.path.join(folder, "recovery"))
+    os.makedirs("/var/run/ganesha", exist_ok=True)
+    subprocess.run(["rpcbind", "-w"], check=True)
+    command = ["ganesha.nfsd", "-F", "-f", config, "-L", os.path.join(folder, "ganesha.log"), "-p", os.path.join(folder, "ganesha.pid")]
+    server = Server("nfs-ganesha", command, None)
+    server.at = ["--connect", "127.0.0.1:10949", "--mount", "127.0.0.1:10948"]
+    server.share = {"3": share, "4.1": "/share"}
+    return server
+
+
+def wait(server):
+    """Until it serves."""
+    for _ in range(200):
+        run = subprocess.run([THRUWAY, "bench", "nfs", *server.at, "--share", server.share["3"], "--op", "getattr", "--seconds", "0"], capture_output=True)
+        if run.returncode == 0:
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"{server.name} does not serve: {run.stderr.decode()}")
+
+
+def main():
+    folder = tempfile.mkdtemp(prefix="thruway-bench-", dir=os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp"))
+    share = os.path.join(folder, "share")
+    os.mkdir(share)
+    servers, results = [], []
+    try:
+        announced = lambda line: json.loads(line)["nfs"][0]
+        command = [THRUWAY, "serve", "--json", "--share", f"share={share},squash=none", "--nfs", "127.0.0.1:0", "--state", os.path.join(folder, "state")]
+        ours = Server("thruway", command, None, announced)
+        ours.at, ours.share = ["--connect", ours.address], {"3": "share", "4.1": "share"}
+        servers += [ours, ganesha(folder, share)]
+        for server in servers:
+            wait(server)
+        print(f"thruway {version([THRUWAY, '--version'])}; {version(['ganesha.nfsd', '-v'])}\n")
+        print("| workload | server | requests/s | server µs/request | thruway ÷ server |\n|---|---|---|---|---|", flush=True)
+        for vers in ["3", "4.1"]:
+            for title, *workload in WORKLOADS:
+                title = f"NFS {vers}: {title}"
+                if ONLY in title:
+                    results += compare(title, servers, lambda s: drive(s, vers, *workload))
+        keep("nfs", results)
+    finally:
+        for server in servers:
+            server.stop()
+        shutil.rmtree(folder)
+
+
+main()
