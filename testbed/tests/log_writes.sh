@@ -1,37 +1,5 @@
 # title: whenever the power fails, every file is whole, old or new, and what was flushed or said to be done is there
 # limit: 400
-replay() { /usr/bin/python3 "$(dirname "${BASH_SOURCE[0]}")/../replay.py" "$@"; }
-
-# log_on: everything that becomes durable on /dev/mapper/d is logged from now on.
-log_on() {
-    rm -f /tmp/disk /tmp/log
-    truncate -s 400M /tmp/disk
-    truncate -s 2G /tmp/log
-    loop=$(losetup --find --show /tmp/disk)
-    log=$(losetup --find --show /tmp/log)
-    dmsetup create d --table "0 $(blockdev --getsz "$loop") log-writes $loop $log"
-    dmsetup mknodes
-}
-log_off() {
-    dmsetup remove d
-    losetup -d "$loop" "$log"
-    replay points /tmp/log >/tmp/points
-}
-mark() { dmsetup message d 0 mark "$1"; }
-
-# power_fails POINT: /tmp/image is as a disk is if the power fails there. Points ascend.
-done_until=0
-power_fails() {
-    replay apply /tmp/log /tmp/image "$done_until" "$1"
-    done_until=$1
-}
-# A new disk, before everything.
-new_image() {
-    rm -f /tmp/image
-    truncate -s 400M /tmp/image
-    done_until=0
-}
-
 # contents DIR: a line for each file that has its name, as sha256sum writes it.
 contents() { (cd "$1" && find . -type f ! -name '.*.tw-*' ! -name '.thruway-*' -print0 | sort -z | xargs -0r sha256sum); }
 

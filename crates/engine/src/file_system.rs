@@ -31,6 +31,14 @@ const BCACHEFS_SUPER_MAGIC: FsWord = 0xca45_1a4e;
 const ZFS_SUPER_MAGIC: FsWord = 0x2fc1_2fc1;
 const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 
+/// Whether `fsync` of a file or a directory that has just been made also brings its name to the medium, so that its directory need not
+/// be synced for it. ext2 to ext4 and XFS log both in one transaction (ext4 without a journal syncs the directories above), Btrfs
+/// logs the names of a new inode with it. Others may as well, but do not say so.
+pub fn syncs_names_with_new_files(file: impl AsFd) -> bool {
+    const DO: [FsWord; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
+    rustix::fs::fstatfs(file).is_ok_and(|fs| DO.contains(&fs.f_type))
+}
+
 /// Whether an open file or directory is on a file system of this host that is known: its `syncfs` reaches the medium and tells
 /// what was lost, and what it knows of a file it tells without asking anybody. Not FUSE, nor SMB or NFS, nor what stands on
 /// another file system.

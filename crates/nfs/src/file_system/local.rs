@@ -27,8 +27,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::time::Duration;
 use thruway_engine::io::{OpenFile, Request, ring};
-use thruway_engine::{Segment, file_system, limits};
+use thruway_engine::{Segment, file_system, limits, reactor};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
 use tokio::sync::Semaphore;
@@ -54,6 +55,8 @@ struct Inner {
     verifier: AtomicU64,
     /// Changes of names and attributes are on the medium before clients are told of them.
     is_durable: bool,
+    /// The name of a new file is on the medium when the file is.
+    syncs_names_with_files: bool,
     /// Held while an error that the kernel tells once may be known to one thread only.
     telling: RwLock<()>,
     /// Files that clients may have open; each holds up to three descriptors.
@@ -104,8 +107,11 @@ impl Drop for Opened {
 #[derive(Default)]
 struct Data {
     read: Option<Arc<OpenFile>>,
-    /// While there is data that has not been flushed; not longer, because nobody could execute the file.
+    /// While there is data that has not been flushed, and for [`CLOSE_DELAY`] after that; not longer, because the file could not be
+    /// executed on this host.
     write: Option<Arc<OpenFile>>,
+    /// A task waits to close it.
+    is_closing: bool,
     /// Data has been, or is being, written through it that no flush which has begun covers.
     is_dirty: bool,
 }
@@ -139,13 +145,14 @@ impl Node {
         change_of(changed, if at == changed { more } else { 0 })
     }
 
-    /// To be called behind every change.
-    fn note_change(&self) {
+    /// To be called behind every change; what the file is like then, if that can be told.
+    fn note_change(&self) -> Option<Statx> {
         let mut changes = self.changes.lock().expect("no panics under the lock");
-        let Ok(stat) = statx(&self.fd) else { return };
+        let stat = statx(&self.fd).ok()?;
         let now = time_of(stat.stx_ctime);
         // What had this time before the change has the number without anything added.
         *changes = (now, if changes.0 == now { changes.1 + 1 } else { 1 });
+        Some(stat)
     }
 
     fn handle(&self) -> Result<Handle> {
@@ -216,6 +223,9 @@ fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes) & 0x7fff_ffff), nanoseconds: 0 };
     (time([a, b, c, d]), time([e, f, g, h]))
 }
+
+/// How long a file stays open for writing after a flush.
+const CLOSE_DELAY: Duration = Duration::from_secs(1);
 
 /// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
 const COPY_MAX: usize = 16 << 20;
@@ -533,6 +543,7 @@ impl Inner {
         let fd = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
         let fd = fd.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))?;
         let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
+        let made = is_new.then_some(found.fd);
         if set != SetAttributes::default()
             && let Err(error) = self.set_attributes(who, &node, &set)
         {
@@ -543,8 +554,7 @@ impl Inner {
             }
             return Err(error);
         }
-        self.keep_names(dir)?;
-        self.keep(&node)?;
+        self.keep_new(dir, &node, made)?;
         Ok((node.id.clone(), self.attributes(&node, &node.stat()?)?))
     }
 
@@ -630,6 +640,28 @@ impl Inner {
         }
     }
 
+    /// As [`Inner::keep`], with the name of a file in its directory; if it is new, by what it was made by.
+    fn keep_new(&self, dir: &Node, node: &Node, made: Option<OwnedFd>) -> Result<()> {
+        let has_its_name = match (node.kind, made) {
+            _ if !self.is_durable => return Ok(()),
+            (Kind::Regular, Some(made)) => {
+                let synced = rustix::fs::fsync(made);
+                node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
+                self.note(synced)?;
+                self.syncs_names_with_files
+            }
+            (Kind::Directory, _) => {
+                self.keep_names(node)?;
+                self.syncs_names_with_files
+            }
+            _ => {
+                self.keep(node)?;
+                false
+            }
+        };
+        if has_its_name { Ok(()) } else { self.keep_names(dir) }
+    }
+
     fn lost_a_name(&self, id: &FileId) {
         let Some(node) = self.held(id) else { return };
         node.note_change();
@@ -685,6 +717,7 @@ impl LocalFileSystem {
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
             is_durable,
+            syncs_names_with_files: file_system::syncs_names_with_new_files(&root),
             telling: RwLock::default(),
             open_max: limits::share_of_open_files(8).max(64),
             copies: Semaphore::new(COPIES_MAX),
@@ -782,13 +815,40 @@ impl LocalFileSystem {
         let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
         self.work(move |inner| inner.sync(&syncing, &synced)).await?;
         node.synced.store(number, Ordering::SeqCst);
-        let mut data = node.data();
-        // Nobody else is writing, and the next who does opens it again.
-        if !data.is_dirty && Arc::strong_count(&file) == 2 {
-            data.write = None;
-        }
+        close_later(node);
         Ok(())
     }
+}
+
+/// Closes a file that has been flushed for writing, unless it is written to again: clients that flush each write do not wait for it to
+/// be opened each time.
+fn close_later(node: &Arc<Node>) {
+    {
+        let mut data = node.data();
+        if data.is_dirty || std::mem::replace(&mut data.is_closing, true) {
+            return;
+        }
+    }
+    let node = Arc::downgrade(node);
+    reactor::start(async move {
+        loop {
+            let syncs = node.upgrade().map(|node| node.syncs.load(Ordering::SeqCst));
+            tokio::time::sleep(CLOSE_DELAY).await;
+            let Some(node) = node.upgrade() else { return };
+            let mut data = node.data();
+            if data.is_dirty {
+                // The next flush sees to it.
+                data.is_closing = false;
+                return;
+            }
+            let is_in_use = data.write.as_ref().is_some_and(|file| Arc::strong_count(file) > 1);
+            if !is_in_use && syncs == Some(node.syncs.load(Ordering::SeqCst)) {
+                data.write = None;
+                data.is_closing = false;
+                return;
+            }
+        }
+    });
 }
 
 /// A number for the file system that outlives restarts, where it has one.
@@ -992,7 +1052,7 @@ impl FileSystem for LocalFileSystem {
                 written = ring().write(&file, at, segment, false).await.0;
             }
             // Also if it has been done in part; and no flush that has begun before covers it.
-            node.note_change();
+            let changed = node.note_change();
             node.data().is_dirty = true;
             drop(file);
             written.map_err(|e| errno(&e))?;
@@ -1003,7 +1063,10 @@ impl FileSystem for LocalFileSystem {
                     return Err(Errno::IO);
                 }
             }
-            let stat = self.stat(&node).await?;
+            let stat = match changed {
+                Some(stat) => stat,
+                None => self.stat(&node).await?,
+            };
             self.inner.attributes(&node, &stat)
         })
     }
