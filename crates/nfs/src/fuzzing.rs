@@ -49,7 +49,7 @@ impl Client {
     /// On a share `m` in memory.
     pub(crate) fn new() -> Client {
         let files = Box::new(MemoryFileSystem::new(1 << 20));
-        let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None };
+        let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None, rules: Vec::new() };
         let mut client =
             Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1, user: None, minor: 2 };
         let mut exchange = Encoder::new();

@@ -1,7 +1,7 @@
 //! Shares of files: NFS in user space.
 //!
 //! - [`file_system`]: what a file system is, and directories of this host.
-//! - [`share`]: file systems with names, file handles, and whom the users of clients count as.
+//! - [`share`]: file systems with names, file handles, and whom the users of clients count as; [`rules`] for clients.
 //! - [`v3`] and [`mount`], [`v4`]: the protocols.
 //! - [`client`]: asking a server, to list and to measure.
 
@@ -12,6 +12,7 @@ pub mod file_system;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod mount;
+pub mod rules;
 pub mod share;
 pub mod v3;
 pub mod v4;

@@ -30,11 +30,11 @@ impl Mount {
     async fn mount(&self, call: &Call, path: &[u8]) -> Result<Vec<u8>, Errno> {
         let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty());
         let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
-        let (who, mut file) = (share.credentials(&call.credential), share.files.root());
+        let mut target = share.enter(share.files.root(), call).ok_or(Errno::ACCESS)?;
         for name in names {
-            file = share.files.look_up(&who, &file, name).await?.0;
+            target.file = share.files.look_up(&target.who, &target.file, name).await?.0;
         }
-        Ok(self.shares.handle(share, &file).to_vec())
+        Ok(self.shares.handle(share, &target.file).to_vec())
     }
 
     async fn answer(&self, call: &Call, out: &mut Encoder) -> xdr::Result<Result<(), Refusal>> {
@@ -68,6 +68,10 @@ impl Mount {
                 for share in self.shares.iter() {
                     out.bool(true);
                     out.opaque(format!("/{}", share.name).as_bytes());
+                    for rule in &share.rules {
+                        out.bool(true);
+                        out.opaque(rule.clients.to_string().as_bytes());
+                    }
                     out.bool(false);
                 }
                 out.bool(false);
@@ -86,6 +90,11 @@ impl Program for Mount {
 
     fn versions(&self) -> RangeInclusive<u32> {
         3..=3
+    }
+
+    /// Clients do not use TLS for it, also where they do for the share.
+    fn needs_tls(&self) -> bool {
+        false
     }
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {

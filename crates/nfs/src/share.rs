@@ -1,8 +1,9 @@
 //! Shares: file systems with names, their handles, and whom clients' users count as.
 
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
+use crate::rules::Rule;
 use smallvec::SmallVec;
-use thruway_rpc::server::Credential;
+use thruway_rpc::server::{Call, Connection, Credential};
 
 /// The user and group of those who are nobody.
 pub const NOBODY: u32 = 65_534;
@@ -29,15 +30,17 @@ pub struct Share {
     pub read_only: bool,
     /// Which users count as nobody.
     pub squash: Squash,
+    /// Who may use it; everybody, if there are none.
+    pub rules: Vec<Rule>,
 }
 
-impl Share {
+impl Squash {
     /// What a caller may do is what this user may.
-    pub fn credentials(&self, credential: &Credential) -> Credentials {
+    fn credentials(self, credential: &Credential) -> Credentials {
         let nobody = || Credentials { uid: NOBODY, gid: NOBODY, groups: Vec::new() };
         let Credential::Sys(sys) = credential else { return nobody() };
-        let squashed = |id| if id == 0 && self.squash == Squash::Root { NOBODY } else { id };
-        match self.squash {
+        let squashed = |id| if id == 0 && self == Squash::Root { NOBODY } else { id };
+        match self {
             Squash::All => nobody(),
             Squash::Root | Squash::None => Credentials {
                 uid: squashed(sys.uid),
@@ -45,6 +48,24 @@ impl Share {
                 groups: sys.gids.iter().copied().map(squashed).collect(),
             },
         }
+    }
+}
+
+impl Share {
+    /// What is to be done with a file of it by a call, if its client may use the share.
+    pub fn enter(&self, file: FileId, call: &Call) -> Option<Target<'_>> {
+        let (read_only, squash) = self.access(&call.connection)?;
+        Some(Target { share: self, file, who: squash.credentials(&call.credential), read_only })
+    }
+
+    /// Whether the client can change nothing, and which of its users count as nobody; `None` if it may not use the share.
+    fn access(&self, client: &Connection) -> Option<(bool, Squash)> {
+        if self.rules.is_empty() {
+            return Some((self.read_only, self.squash));
+        }
+        let address = client.peer.map(|peer| peer.ip());
+        let rule = self.rules.iter().find(|rule| rule.clients.contain(address, &client.names))?;
+        Some((rule.read_only.unwrap_or(self.read_only), rule.squash.unwrap_or(self.squash)))
     }
 
     /// Tells it from the other shares, also after a restart.
@@ -73,6 +94,8 @@ pub enum HandleError {
     Malformed,
     /// It is not ours, or of a share that is not served any more.
     Stale,
+    /// It is of a share that the client may not use.
+    NotAllowed,
 }
 
 /// What a call is about, and as whom it is done.
@@ -84,6 +107,8 @@ pub struct Target<'a> {
     pub file: FileId,
     /// As whom.
     pub who: Credentials,
+    /// The client can change nothing.
+    pub read_only: bool,
 }
 
 impl Target<'_> {
@@ -151,13 +176,13 @@ impl Shares {
         *hash.as_bytes().first_chunk().expect("a hash is longer")
     }
 
-    /// The file of a handle, for a caller.
+    /// The file of a handle, for a call.
     ///
     /// # Errors
-    /// As [`Shares::resolve`].
-    pub fn target(&self, handle: &[u8], caller: &Credential) -> Result<Target<'_>, HandleError> {
+    /// As [`Shares::resolve`], or if the client may not use the share.
+    pub fn target(&self, handle: &[u8], call: &Call) -> Result<Target<'_>, HandleError> {
         let (share, file) = self.resolve(handle)?;
-        Ok(Target { share, file, who: share.credentials(caller) })
+        share.enter(file, call).ok_or(HandleError::NotAllowed)
     }
 
     /// The file of a handle.
@@ -189,7 +214,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
         let files = Box::new(LocalFileSystem::open(dir.path(), true).ok()?);
-        Some(Share { name: name.into(), files, read_only: false, squash })
+        Some(Share { name: name.into(), files, read_only: false, squash, rules: Vec::new() })
     }
 
     #[test]
@@ -219,13 +244,10 @@ mod tests {
         let sys =
             |uid, gid, gids: &[u32]| Credential::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: gids.into() });
         let who = |uid, gid, groups: &[u32]| Credentials { uid, gid, groups: groups.into() };
-        let Some(root) = share("a", Squash::Root) else { return };
-        assert_eq!(root.credentials(&sys(0, 0, &[0, 5])), who(NOBODY, NOBODY, &[NOBODY, 5]));
-        assert_eq!(root.credentials(&sys(1000, 0, &[])), who(1000, NOBODY, &[]));
-        assert_eq!(root.credentials(&Credential::None), who(NOBODY, NOBODY, &[]));
-        let all = share("a", Squash::All).unwrap();
-        assert_eq!(all.credentials(&sys(1000, 1000, &[5])), who(NOBODY, NOBODY, &[]));
-        let none = share("a", Squash::None).unwrap();
-        assert_eq!(none.credentials(&sys(0, 0, &[5])), who(0, 0, &[5]));
+        assert_eq!(Squash::Root.credentials(&sys(0, 0, &[0, 5])), who(NOBODY, NOBODY, &[NOBODY, 5]));
+        assert_eq!(Squash::Root.credentials(&sys(1000, 0, &[])), who(1000, NOBODY, &[]));
+        assert_eq!(Squash::Root.credentials(&Credential::None), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::All.credentials(&sys(1000, 1000, &[5])), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::None.credentials(&sys(0, 0, &[5])), who(0, 0, &[5]));
     }
 }

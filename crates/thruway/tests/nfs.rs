@@ -3,7 +3,7 @@
 mod support;
 
 use std::fs;
-use support::disks::{Disks, ok, run};
+use support::disks::{Disks, certificates, ok, run, text};
 use support::{Lab, THRUWAY};
 
 /// Options that share memory called `m`.
@@ -99,4 +99,132 @@ fn programs_with_libnfs_read_and_write() {
     }
     let listed = ok(THRUWAY, &["ls", &format!("nfs://{at}/m")]);
     assert_eq!(listed.lines().count(), 2, "{listed}");
+}
+
+/// A client of RPC in Python: `call(program, version, procedure, arguments)` returns the reply behind its number, `start_tls(name)`
+/// goes on with TLS and the certificate of this name, and `status(OPERATIONS)` is that of a compound of version 4.0.
+const CLIENT: &str = r#"
+import socket, ssl, struct, sys
+address, pki = sys.argv[1], sys.argv[2]
+host, port = address.rsplit(":", 1)
+words = lambda *w: struct.pack(f">{len(w)}I", *w)
+opaque = lambda b: words(len(b)) + b + bytes(-len(b) % 4)
+
+class Connection:
+    def __init__(self):
+        self.stream = socket.create_connection((host, int(port)))
+        self.xid = 0
+    def receive(self, count):
+        data = b""
+        while len(data) < count:
+            more = self.stream.recv(count - len(data))
+            assert more, "closed"
+            data += more
+        return data
+    def call(self, program, version, procedure, arguments=b"", flavor=1):
+        self.xid += 1
+        credential = opaque(words(0, 0, 0, 0, 0)) if flavor == 1 else words(0)
+        call = words(self.xid, 0, 2, program, version, procedure, flavor) + credential + words(0, 0) + arguments
+        self.stream.sendall(words(0x80000000 | len(call)) + call)
+        length = struct.unpack(">I", self.receive(4))[0] & 0x7fffffff
+        reply = self.receive(length)
+        assert reply[:8] == words(self.xid, 1)
+        return reply[8:]
+    def start_tls(self, name):
+        reply = self.call(100003, 4, 0, flavor=7)
+        assert reply == words(0, 0) + opaque(b"STARTTLS") + words(0), reply
+        context = ssl.create_default_context(cafile=f"{pki}/ca-cert.pem")
+        if name:
+            context.load_cert_chain(f"{pki}/{name}-cert.pem", f"{pki}/{name}-key.pem")
+        self.stream = context.wrap_socket(self.stream, server_hostname="localhost")
+    def status(self, count, operations):
+        reply = self.call(100003, 4, 1, opaque(b"") + words(0, count) + operations)
+        assert reply[:16] == words(0, 0, 0, 0), reply
+        return struct.unpack(">I", reply[16:20])[0]
+
+LOOK_UP = words(24, 15) + opaque(b"m")
+MOUNT = (100005, 3, 1, opaque(b"m"))
+"#;
+
+#[test]
+fn tls_lets_in_only_clients_with_a_certificate() {
+    let lab = Lab::new();
+    let pki = certificates(&lab, &["alice.example", "bob.example"]);
+    let file = |name: &str| text(&pki.join(name)).to_string();
+    let (cert, key, ca) = (file("server-cert.pem"), file("server-key.pem"), file("ca-cert.pem"));
+    let state = lab.path("state");
+    let share = ["--share", "m=mem:1M,allow=cert:Alice.example", "--share", "n=mem:1M", "--state", text(&state)];
+    let tls = ["--nfs", "127.0.0.1:0", "--nfs-tls-cert", &cert, "--nfs-tls-key", &key, "--nfs-tls-ca", &ca];
+    let daemon = Disks::serve(&[&["--quiet"], &share[..], &tls].concat());
+    let script = r#"
+plain = Connection()
+# Mounting is answered without TLS; a share for a certificate is not for those without one.
+assert plain.call(*MOUNT)[16:] == words(13)
+assert plain.call(100005, 3, 1, opaque(b"n"))[16:20] == words(0)
+assert plain.call(100003, 4, 0) == words(1, 1, 5), "too weak"
+assert plain.call(100003, 4, 1, opaque(b"") + words(0, 2) + LOOK_UP) == words(1, 1, 5)
+
+alice = Connection()
+alice.start_tls("alice.example")
+assert alice.call(100003, 4, 0) == words(0, 0, 0, 0)
+assert alice.status(2, LOOK_UP) == 0
+assert alice.call(100003, 4, 0, flavor=7) == words(1, 1, 5), "once is enough"
+
+bob = Connection()
+bob.start_tls("bob.example")
+assert bob.status(2, LOOK_UP) == 2, "it is not shown"
+assert bob.status(2, words(24, 15) + opaque(b"n")) == 0
+
+nobody = Connection()
+try:
+    nobody.start_tls(None)
+    nobody.call(100003, 4, 0)
+except (ssl.SSLError, ConnectionError, AssertionError):
+    pass
+else:
+    raise AssertionError("without a certificate")
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), text(&pki)]);
+    // Where TLS is only offered, it may be used or not.
+    let state = lab.path("other");
+    let offered = [&SHARE[..], &["--state", text(&state), "--nfs-tls-cert", &cert, "--nfs-tls-key", &key]].concat();
+    let daemon = Disks::serve(&offered);
+    let script = "for name in ['alice.example', None, False]:\n    c = Connection()\n    name is False or c.start_tls(name)\n    assert c.status(2, LOOK_UP) == 0\n";
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), text(&pki)]);
+}
+
+#[test]
+fn shares_are_for_the_clients_that_their_rules_name() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let share = |rules: &str| {
+        let share = format!("m=mem:1M,squash=none,allow={rules}");
+        Disks::serve(&["--quiet", "--share", &share, "--nfs", "127.0.0.1:0", "--state", text(&state)])
+    };
+    // A directory is made in it, by version 4.0 and version 3.
+    let make = r#"
+c = Connection()
+MAKE = words(6, 2) + opaque(b"d") + words(0, 0)
+OWNER = words(15) + opaque(b"d") + words(9, 2, 0, 1 << (36 - 32))
+print(c.status(2, LOOK_UP), c.status(3, LOOK_UP + MAKE), struct.unpack(">I", c.call(*MOUNT)[16:20])[0], end=" ")
+reply = c.call(100003, 4, 1, opaque(b"") + words(0, 4) + LOOK_UP + OWNER)
+print(reply[-8:].decode().strip("\0\1") if reply[16:20] == words(0) else "none")
+"#;
+    for (rules, expected) in [
+        ("127.0.0.0/8", "0 0 0 0"),
+        ("192.0.2.0/24|127.0.0.1+ro", "0 30 0 none"),
+        ("127.0.0.1+ro|127.0.0.0/8", "0 30 0 none"),
+        ("127.0.0.2|192.0.2.0/24", "2 2 13 none"),
+        ("127.0.0.1+squash=all", "0 0 0 65534"),
+    ] {
+        let daemon = share(rules);
+        let said = ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{make}"), &daemon.at("nfs"), ""]);
+        assert_eq!(said.trim(), expected, "{rules}");
+    }
+    for (rules, says) in [("127.0.0.1/8", "127.0.0.0/8"), ("here", "'here'"), ("cert:x", "--nfs-tls-ca")] {
+        let share = format!("m=mem:1M,allow={rules}");
+        let refused = run(THRUWAY, &["serve", "--share", &share, "--nfs", "127.0.0.1:0", "--state", text(&state)]);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains(says), "{said}");
+    }
 }

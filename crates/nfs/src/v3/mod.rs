@@ -150,7 +150,7 @@ fn get_directory_arguments<'a>(d: &mut Decoder<'a>) -> xdr::Result<DirectoryArgu
 }
 
 fn check_writable(target: &Target<'_>) -> Done {
-    if target.share.read_only { Err(Status::ROFS) } else { Ok(()) }
+    if target.read_only { Err(Status::ROFS) } else { Ok(()) }
 }
 
 impl Nfs3 {
@@ -160,7 +160,7 @@ impl Nfs3 {
     }
 
     fn target(&self, call: &Call, handle: &[u8]) -> Result<Target<'_>, Status> {
-        Ok(self.shares.target(handle, &call.credential)?)
+        Ok(self.shares.target(handle, call)?)
     }
 
     /// Ends a reply: with the results, or with the status and what follows it.
@@ -440,7 +440,7 @@ impl Nfs3 {
         let changes = MODIFY | EXTEND | DELETE;
         let asked = Rights {
             read: wanted & READ != 0,
-            write: wanted & changes != 0 && !target.share.read_only,
+            write: wanted & changes != 0 && !target.read_only,
             execute: wanted & (LOOKUP | EXECUTE) != 0,
         };
         let (rights, attributes) = target.share.files.rights(&target.who, &target.file, asked).await?;

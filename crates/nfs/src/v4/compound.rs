@@ -400,7 +400,7 @@ impl<'a> Compound<'a> {
     /// The current file if it is to be changed.
     pub(super) fn writable(&self) -> Result<&Target<'a>, Status> {
         match self.object()? {
-            Object::File(target) if !target.share.read_only => Ok(target),
+            Object::File(target) if !target.read_only => Ok(target),
             _ => Err(Status::ROFS),
         }
     }
@@ -434,7 +434,7 @@ impl<'a> Compound<'a> {
         if handle == ROOT_HANDLE {
             return self.set_current(Object::Root);
         }
-        let target = self.server.shares.target(handle, &self.call.credential)?;
+        let target = self.server.shares.target(handle, self.call)?;
         self.set_current(Object::File(target))
     }
 

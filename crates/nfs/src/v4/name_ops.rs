@@ -36,9 +36,9 @@ impl<'a> Compound<'a> {
     pub(super) async fn find(&self, name: &[u8]) -> Done<Object<'a>> {
         match self.object()? {
             Object::Root => {
-                let share = self.server.shares.find(name).ok_or(Status::NOENT)?;
-                let who = share.credentials(&self.call.credential);
-                Ok(Object::File(Target { share, file: share.files.root(), who }))
+                let share = self.server.shares.find(name);
+                let target = share.and_then(|share| share.enter(share.files.root(), self.call));
+                Ok(Object::File(target.ok_or(Status::NOENT)?))
             }
             Object::File(dir) => {
                 let found = dir.share.files.look_up(&dir.who, &dir.file, name).await;
@@ -93,7 +93,7 @@ impl<'a> Compound<'a> {
         };
         let asked = Rights {
             read: wanted & (READ | READ_XATTR | LIST_XATTRS) != 0,
-            write: wanted & (CHANGES | WRITE_XATTR) != 0 && !target.share.read_only,
+            write: wanted & (CHANGES | WRITE_XATTR) != 0 && !target.read_only,
             execute: wanted & (LOOKUP | EXECUTE) != 0,
         };
         let (rights, attributes) = target.share.files.rights(&target.who, &target.file, asked).await?;
@@ -264,10 +264,10 @@ impl<'a> Compound<'a> {
         /// Cookies of the shares begin behind those that are reserved.
         const FIRST: usize = 3;
         let begin = (cookie as usize).saturating_sub(FIRST - 1);
-        let (mut used, mut is_end) = (16, true);
+        let (mut used, mut is_end, mut is_first) = (16, true, true);
         for (at, share) in self.server.shares.iter().enumerate().skip(begin) {
-            let who = share.credentials(&self.call.credential);
-            let object = Object::File(Target { share, file: share.files.root(), who });
+            let Some(target) = share.enter(share.files.root(), self.call) else { continue };
+            let object = Object::File(target);
             let (mark, before) = (out.mark(), out.len());
             out.bool(true);
             out.u64((at + FIRST) as u64);
@@ -279,12 +279,13 @@ impl<'a> Compound<'a> {
             used += out.len() - before;
             if used > bytes {
                 out.truncate(mark);
-                if at == begin {
+                if is_first {
                     return Err(Status::TOOSMALL.into());
                 }
                 is_end = false;
                 break;
             }
+            is_first = false;
         }
         out.bool(false);
         out.bool(is_end);

@@ -116,7 +116,7 @@ impl<'a> Compound<'a> {
             }
         };
         let Opening { target, is_new, which, size, dir } = opening;
-        if access & WRITE != 0 && target.share.read_only {
+        if access & WRITE != 0 && target.read_only {
             return Err(Status::ROFS.into());
         }
         // Who has made it may do with it what it was opened for, whatever its permissions; and who had it open, if it is its
@@ -161,7 +161,7 @@ impl<'a> Compound<'a> {
     async fn open_by_name(&self, name: &[u8], creation: Option<Creation>, access: u32) -> Done<Opening<'a>> {
         let Object::File(dir) = self.object()? else {
             // There are only directories, and nothing can be made.
-            let is_there = self.server.shares.find(name).is_some();
+            let is_there = self.find(name).await.is_ok();
             return Err(match creation {
                 _ if is_there => Status::ISDIR,
                 Some(_) => Status::ROFS,

@@ -125,6 +125,7 @@ impl From<HandleError> for Status {
         match error {
             HandleError::Malformed => Status::BADHANDLE,
             HandleError::Stale => Status::STALE,
+            HandleError::NotAllowed => Status::ACCESS,
         }
     }
 }

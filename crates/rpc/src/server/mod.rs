@@ -78,6 +78,11 @@ pub trait Program: Send + Sync {
         Ok(false)
     }
 
+    /// Whether its calls are refused without TLS where the server asks for that.
+    fn needs_tls(&self) -> bool {
+        true
+    }
+
     /// Whether a call may be done again when its client repeats it. The replies to others are kept for a while, and sent again.
     fn is_repeatable(&self, call: &Call) -> bool {
         let _ = call;
@@ -135,6 +140,8 @@ pub struct Connection {
     pub names: Vec<String>,
     /// Memory for results.
     pub buffers: Buffers,
+    /// There should be TLS and is not: only programs that need none are called.
+    pub(crate) lacks_tls: bool,
 }
 
 impl Connection {
@@ -146,7 +153,7 @@ impl Connection {
     ) -> Connection {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Connection { id, peer, transport, can_lend, names, buffers: Buffers::new(BULK_MAX) }
+        Connection { id, peer, transport, can_lend, names, buffers: Buffers::new(BULK_MAX), lacks_tls: false }
     }
 }
 
@@ -285,6 +292,9 @@ impl Programs {
             Ok(program) => Arc::clone(program),
             Err(refusal) => return refuse(refusal),
         };
+        if connection.lacks_tls && program.needs_tls() && header.credential.flavor != flavor::AUTH_TLS {
+            return refuse(Refusal::Auth(AuthError::TooWeak));
+        }
         let credential = match header.credential.flavor {
             flavor::AUTH_NONE => Credential::None,
             flavor::AUTH_SYS => match AuthSys::decode(header.credential.body) {

@@ -42,7 +42,7 @@ pub struct Config {
     pub programs: Programs,
     /// TLS, for clients that ask for it (RFC 9289).
     pub tls: Option<Arc<ServerConfig>>,
-    /// Refuse calls without TLS.
+    /// Refuse calls without TLS, of programs that need it.
     pub tls_required: bool,
     /// Of clients over the loopback interface, serve only root and the user that this process runs as.
     pub own_user_only: bool,
@@ -109,7 +109,9 @@ impl Service {
             Stream::Tls(stream) => (Transport::Tls, thruway_server::tls::names(stream)),
         };
         let (reader, writer) = stream.split()?;
-        let connection = Rc::new(Connection::new(peer, transport, writer.can_lend(), names));
+        let lacks_tls = self.tls_required && transport == Transport::Tcp;
+        let connection = Connection { lacks_tls, ..Connection::new(peer, transport, writer.can_lend(), names) };
+        let connection = Rc::new(connection);
         let served = Served {
             programs: self.programs.clone(),
             connection,
@@ -118,8 +120,18 @@ impl Service {
             calls: Arc::new(Semaphore::new(CALLS_MAX)),
             long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
         };
-        permit.set_authenticated()?;
-        Rc::new(served).serve(reader, writer, first, closing).await
+        if !lacks_tls {
+            permit.set_authenticated()?;
+        }
+        let served = Rc::new(served);
+        let mut serving = std::pin::pin!(Rc::clone(&served).serve(reader, writer, first, closing));
+        tokio::select! {
+            ended = &mut serving => ended,
+            () = permit.evicted(), if lacks_tls => {
+                served.replies.fail();
+                serving.await
+            }
+        }
     }
 
     /// Takes the first call, which decides whether there is TLS. `None` if the client closes or is sent away.
@@ -128,10 +140,6 @@ impl Service {
         let Some(first) = first_call(&mut stream).await? else { return Ok(None) };
         let refused_with = |refusal| refused(xid_of(&first), refusal);
         if !is_start_tls(&first) {
-            if self.tls_required {
-                send(&mut stream, refused_with(Refusal::Auth(AuthError::TooWeak))).await?;
-                return Ok(None);
-            }
             return Ok(Some((stream, first)));
         }
         let Some(acceptor) = &self.tls else {

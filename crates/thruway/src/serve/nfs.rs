@@ -18,12 +18,14 @@ use thruway_fabric::Provider;
 use thruway_fs::durable;
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
+use thruway_nfs::rules::{Clients, Rule, RuleError};
 use thruway_nfs::share::{Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Program, Programs, RdmaConfig, Server};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
+use thruway_server::tls::{self, ServerConfig};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "File service";
@@ -34,9 +36,10 @@ pub(super) const HEADING: &str = "File service";
 pub(super) struct NfsArgs {
     /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
     /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
-    /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon; may be
-    /// repeated
-    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO]", value_parser = Spec::parse)]
+    /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon;
+    /// allow=CLIENT[+ro|+rw][+squash=WHO]|... says who may use it: addresses, networks like 192.0.2.0/24, cert:NAME of a
+    /// certificate; the first that fits counts; may be repeated
+    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,allow=CLIENTS]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -49,6 +52,16 @@ pub(super) struct NfsArgs {
     /// after a restart, clients get back what they had, and nobody anything else
     #[arg(long, value_name = "SECONDS", default_value_t = 90, value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub nfs_lease: u16,
+    /// Certificate chain (PEM): clients of NFS over TCP that ask for TLS (RFC 9289; xprtsec=tls) get it
+    #[arg(long, value_name = "FILE", requires = "nfs_tls_key")]
+    nfs_tls_cert: Option<PathBuf>,
+    /// Private key of that certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "nfs_tls_cert")]
+    nfs_tls_key: Option<PathBuf>,
+    /// Refuse NFS over TCP without TLS and a client certificate signed by one of these authorities (PEM; xprtsec=mtls); the
+    /// protocol for mounting version 3 is answered all the same
+    #[arg(long, value_name = "FILE", requires = "nfs_tls_cert")]
+    nfs_tls_ca: Option<PathBuf>,
 }
 
 /// What is shared.
@@ -76,6 +89,7 @@ pub(super) struct Spec {
     read_only: bool,
     is_async: bool,
     squash: Squash,
+    rules: Vec<Rule>,
 }
 
 impl Spec {
@@ -92,7 +106,14 @@ impl Spec {
             Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
             None => Source::Directory(source.into()),
         };
-        let mut spec = Spec { name: name.into(), source, read_only: false, is_async: false, squash: Squash::default() };
+        let mut spec = Spec {
+            name: name.into(),
+            source,
+            read_only: false,
+            is_async: false,
+            squash: Squash::default(),
+            rules: Vec::new(),
+        };
         for option in parts {
             match option {
                 "ro" => spec.read_only = true,
@@ -102,11 +123,17 @@ impl Spec {
                 "squash=root" => spec.squash = Squash::Root,
                 "squash=all" => spec.squash = Squash::All,
                 "squash=none" => spec.squash = Squash::None,
-                other => {
-                    return Err(format!(
-                        "'{other}' is no option of a share; there are ro, async and squash=root|all|none"
-                    ));
-                }
+                other => match other.strip_prefix("allow=") {
+                    Some(rules) => {
+                        let rules = rules.split('|').map(|rule| rule.parse().map_err(|e: RuleError| e.to_string()));
+                        spec.rules.extend(rules.collect::<Result<Vec<Rule>, _>>()?);
+                    }
+                    None => {
+                        return Err(format!(
+                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none and allow=CLIENTS"
+                        ));
+                    }
+                },
             }
         }
         Ok(spec)
@@ -117,7 +144,13 @@ impl Spec {
             Source::Directory(path) => Box::new(self.open_directory(path)?),
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
         };
-        Ok(Share { name: self.name.clone(), files, read_only: self.read_only, squash: self.squash })
+        Ok(Share {
+            name: self.name.clone(),
+            files,
+            read_only: self.read_only,
+            squash: self.squash,
+            rules: self.rules.clone(),
+        })
     }
 
     fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
@@ -176,19 +209,39 @@ impl NfsArgs {
         if user {
             return Err("--user cannot be used with --share: only root can act as the users of clients".into());
         }
-        if let Some(open) = self.nfs.iter().chain(&self.nfs_rdma).find(|a| !a.ip().to_canonical().is_loopback())
+        let has_tcp = !self.nfs.is_empty() || self.nfs_rdma.is_empty();
+        if self.nfs_tls_cert.is_some() && !has_tcp {
+            return Err("--nfs-tls-cert requires NFS over TCP (--nfs ADDR:PORT)".into());
+        }
+        let is_open = |address: &&SocketAddr| !address.ip().to_canonical().is_loopback();
+        let tcp = self.nfs.iter().filter(|_| self.nfs_tls_ca.is_none());
+        if let Some(open) = tcp.chain(&self.nfs_rdma).find(is_open)
             && !anonymous
         {
             return Err(format!(
-                "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted"
+                "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted, or for TCP --nfs-tls-cert, --nfs-tls-key and --nfs-tls-ca"
+            ));
+        }
+        let by_name = |rule: &Rule| matches!(rule.clients, Clients::Certificate(_));
+        if let Some(spec) = self.share.iter().find(|spec| spec.rules.iter().any(by_name))
+            && self.nfs_tls_ca.is_none()
+        {
+            return Err(format!(
+                "share '{}': allow=cert:NAME requires --nfs-tls-ca, without which clients have no names",
+                spec.name
             ));
         }
         Ok(())
     }
 
+    fn tls(&self) -> Result<Option<Arc<ServerConfig>>, String> {
+        let (Some(cert), Some(key)) = (&self.nfs_tls_cert, &self.nfs_tls_key) else { return Ok(None) };
+        tls::server(cert, key, self.nfs_tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
+    }
+
     /// What would keep shares from being served, as far as can be told without serving them.
     pub(super) fn mistakes(&self) -> Vec<String> {
-        self.share.iter().filter_map(|spec| spec.open().err()).collect()
+        self.share.iter().filter_map(|spec| spec.open().err()).chain(self.tls().err()).collect()
     }
 }
 
@@ -243,6 +296,7 @@ impl NfsService {
             Arc::new(v4),
             Arc::new(Mount::new(shares)),
         ]);
+        let (tls, tls_required) = (args.tls()?, args.nfs_tls_ca.is_some());
         let (own_user_only, connections_max) = (!anonymous, connections_max as usize);
         let mut listen = args.nfs.clone();
         if listen.is_empty() && args.nfs_rdma.is_empty() {
@@ -253,9 +307,9 @@ impl NfsService {
                 protocol: "NFS",
                 listen: listen.into_iter().map(Address::Tcp).collect(),
                 programs: programs.clone(),
-                tls: None,
-                tls_required: false,
-                own_user_only,
+                tls,
+                tls_required,
+                own_user_only: own_user_only && !tls_required,
                 connections_max,
             };
             Server::start(config, &reactors).map_err(|e| e.to_string())
@@ -325,7 +379,7 @@ mod tests {
     #[test]
     fn shares_are_read_with_their_options() {
         let spec = |name: &str, source, read_only, squash| {
-            Ok(Spec { name: name.into(), source, read_only, is_async: false, squash })
+            Ok(Spec { name: name.into(), source, read_only, is_async: false, squash, rules: Vec::new() })
         };
         let dir = || Source::Directory("/srv".into());
         assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));

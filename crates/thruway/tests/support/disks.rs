@@ -98,3 +98,26 @@ impl Drop for LoopDevice {
         run("losetup", &["--detach", &self.0]);
     }
 }
+
+/// A directory with an authority (`ca-cert.pem`), the key and certificate of a server on this host (`server-key.pem`,
+/// `server-cert.pem`), and those of clients with these DNS names (`NAME-key.pem`, `NAME-cert.pem`).
+pub(crate) fn certificates(lab: &Lab, clients: &[&str]) -> PathBuf {
+    let dir = lab.mkdir("pki");
+    let file = |name: String| text(&dir.join(name)).to_string();
+    let make = |name: &str, args: &[&str]| {
+        let (key, out) = (file(format!("{name}-key.pem")), file(format!("{name}-cert.pem")));
+        let subject = format!("/CN={name}");
+        let mut all = vec!["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"];
+        all.extend(["-keyout", &key, "-out", &out, "-days", "30", "-subj", &subject]);
+        all.extend(args);
+        ok("openssl", &all);
+    };
+    make("ca", &["-addext", "basicConstraints=critical,CA:TRUE"]);
+    let (ca, ca_key) = (file("ca-cert.pem".into()), file("ca-key.pem".into()));
+    let signed = ["-CA", &ca, "-CAkey", &ca_key, "-addext", "basicConstraints=CA:FALSE"];
+    make("server", &[&signed[..], &["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]].concat());
+    for name in clients {
+        make(name, &[&signed[..], &["-addext", &format!("subjectAltName=DNS:{name}")]].concat());
+    }
+    dir
+}

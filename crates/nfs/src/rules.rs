@@ -1,0 +1,190 @@
+//! Who may use a share, and how: rules for networks and for names in certificates.
+
+use crate::share::Squash;
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+/// Clients that a rule is for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Clients {
+    /// Those with addresses that have these first bits.
+    Network {
+        /// An address; bits behind the first are 0.
+        address: IpAddr,
+        /// How many bits count.
+        prefix: u8,
+    },
+    /// Those whose certificate has this DNS name.
+    Certificate(String),
+}
+
+/// A rule for clients of a share. The first that is for a client counts; without any rule everybody may use it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    /// Whom it is for.
+    pub clients: Clients,
+    /// Whether they can change nothing, if not as the share says.
+    pub read_only: Option<bool>,
+    /// Which of their users count as nobody, if not as the share says.
+    pub squash: Option<Squash>,
+}
+
+/// Why a rule cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuleError {
+    /// No network, address or certificate.
+    #[error("'{0}' is no client: write an address, a network like 192.0.2.0/24, or cert:NAME")]
+    Clients(String),
+    /// More than a network.
+    #[error(
+        "'{text}' has bits behind its first {prefix}: write {network}/{prefix} for the network, or the address alone"
+    )]
+    HostBits {
+        /// As it was written.
+        text: String,
+        /// The network that it is in.
+        network: IpAddr,
+        /// Bits of that.
+        prefix: u8,
+    },
+    /// An unknown option.
+    #[error("'{0}' is no option of a rule; there are +ro, +rw and +squash=root|all|none")]
+    Option(String),
+}
+
+fn bits(address: IpAddr) -> (u128, u8) {
+    match address {
+        IpAddr::V4(v4) => (u128::from(v4.to_bits()) << 96, 32),
+        IpAddr::V6(v6) => (v6.to_bits(), 128),
+    }
+}
+
+/// The first bits of an address, the others 0.
+fn network_of(address: IpAddr, prefix: u8) -> IpAddr {
+    let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
+    let kept = bits(address).0 & mask;
+    match address {
+        IpAddr::V4(_) => IpAddr::V4(((kept >> 96) as u32).into()),
+        IpAddr::V6(_) => IpAddr::V6(kept.into()),
+    }
+}
+
+impl Clients {
+    /// Whether a client with this address, and these names in its certificate, is one of them.
+    pub fn contain(&self, address: Option<IpAddr>, names: &[String]) -> bool {
+        match self {
+            Clients::Certificate(name) => names.iter().any(|known| known.eq_ignore_ascii_case(name)),
+            Clients::Network { address: network, prefix } => address
+                .map(|address| address.to_canonical())
+                .is_some_and(|a| a.is_ipv4() == network.is_ipv4() && network_of(a, *prefix) == *network),
+        }
+    }
+}
+
+impl fmt::Display for Clients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Clients::Certificate(name) => write!(f, "cert:{name}"),
+            Clients::Network { address, prefix } if *prefix == bits(*address).1 => write!(f, "{address}"),
+            Clients::Network { address, prefix } => write!(f, "{address}/{prefix}"),
+        }
+    }
+}
+
+impl FromStr for Clients {
+    type Err = RuleError;
+
+    fn from_str(text: &str) -> Result<Clients, RuleError> {
+        let wrong = || RuleError::Clients(text.into());
+        if let Some(name) = text.strip_prefix("cert:") {
+            return if name.is_empty() { Err(wrong()) } else { Ok(Clients::Certificate(name.into())) };
+        }
+        let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
+        let address: IpAddr = address.parse().map_err(|_| wrong())?;
+        let most = bits(address).1;
+        let prefix = prefix.map_or(Some(most), |prefix| prefix.parse().ok().filter(|prefix| *prefix <= most));
+        let prefix = prefix.ok_or_else(wrong)?;
+        let network = network_of(address, prefix);
+        if network != address {
+            return Err(RuleError::HostBits { text: text.into(), network, prefix });
+        }
+        Ok(Clients::Network { address, prefix })
+    }
+}
+
+impl FromStr for Rule {
+    type Err = RuleError;
+
+    /// `CLIENTS[+ro|+rw][+squash=root|all|none]`
+    fn from_str(text: &str) -> Result<Rule, RuleError> {
+        let mut parts = text.split('+');
+        let clients = parts.next().unwrap_or_default().parse()?;
+        let mut rule = Rule { clients, read_only: None, squash: None };
+        for option in parts {
+            match option {
+                "ro" => rule.read_only = Some(true),
+                "rw" => rule.read_only = Some(false),
+                "squash=root" => rule.squash = Some(Squash::Root),
+                "squash=all" => rule.squash = Some(Squash::All),
+                "squash=none" => rule.squash = Some(Squash::None),
+                other => return Err(RuleError::Option(other.into())),
+            }
+        }
+        Ok(rule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn rule(text: &str) -> Result<Rule, RuleError> {
+        text.parse()
+    }
+
+    #[test]
+    fn rules_are_read_as_written() {
+        let of = |text: &str| rule(text).unwrap();
+        assert_eq!(of("192.0.2.0/24").clients.to_string(), "192.0.2.0/24");
+        assert_eq!(of("192.0.2.7").clients.to_string(), "192.0.2.7");
+        assert_eq!(of("0.0.0.0/0+ro").read_only, Some(true));
+        let both = of("2001:db8::/32+rw+squash=none");
+        assert_eq!((both.clients.to_string().as_str(), both.read_only), ("2001:db8::/32", Some(false)));
+        assert_eq!(both.squash, Some(Squash::None));
+        assert_eq!(of("cert:a.example+squash=all").clients, Clients::Certificate("a.example".into()));
+        for wrong in
+            ["", "x", "192.0.2.0/33", "192.0.2.0/", "::/129", "cert:", "192.0.2/24", "192.0.2.1+no", "192.0.2.1+"]
+        {
+            assert!(rule(wrong).is_err(), "{wrong}");
+        }
+        let said = rule("192.0.2.5/24").unwrap_err().to_string();
+        assert!(said.contains("192.0.2.0/24"), "{said}");
+    }
+
+    #[test]
+    fn rules_are_for_those_whom_they_name() {
+        let has = |clients: &str, address: &str| {
+            rule(clients).unwrap().clients.contain(Some(address.parse().unwrap()), &["B.example".into()])
+        };
+        assert!(has("192.0.2.0/24", "192.0.2.255") && !has("192.0.2.0/24", "192.0.3.0"));
+        assert!(has("192.0.2.7", "192.0.2.7") && !has("192.0.2.7", "192.0.2.6"));
+        assert!(has("192.0.2.0/24", "::ffff:192.0.2.9"), "as it comes by a socket for both");
+        assert!(has("0.0.0.0/0", "203.0.113.9") && !has("0.0.0.0/0", "2001:db8::1") && !has("::/0", "203.0.113.9"));
+        assert!(has("2001:db8::/33", "2001:db8:7fff::1") && !has("2001:db8::/33", "2001:db8:8000::1"));
+        assert!(has("cert:b.example", "192.0.2.1") && !has("cert:a.example", "192.0.2.1"));
+        assert!(!rule("0.0.0.0/0").unwrap().clients.contain(None, &[]));
+    }
+
+    proptest! {
+        #[test]
+        fn networks_come_back(address: u32, prefix in 0_u8..=32) {
+            let address = network_of(IpAddr::V4(address.into()), prefix);
+            let clients = Clients::Network { address, prefix };
+            prop_assert_eq!(clients.to_string().parse::<Clients>(), Ok(clients.clone()));
+            prop_assert!(clients.contain(Some(address), &[]));
+        }
+    }
+}
