@@ -48,6 +48,11 @@ const RECLAIM_COMPLETE: u32 = 58;
 impl Client {
     /// On a share `m` in memory.
     pub(crate) fn new() -> Client {
+        Client::with_replies_of(1 << 20)
+    }
+
+    /// As [`Client::new`], with replies of at most so many bytes.
+    pub(crate) fn with_replies_of(bytes: u32) -> Client {
         let files = Box::new(MemoryFileSystem::new(1 << 20));
         let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None, rules: Vec::new() };
         let mut client =
@@ -65,7 +70,7 @@ impl Client {
         create.fixed(&id);
         [1, 0].into_iter().for_each(|word| create.u32(word));
         for _ in 0..2 {
-            [0, 1 << 20, 1 << 20, 4096, 64, 4, 0].into_iter().for_each(|word| create.u32(word));
+            [0, 1 << 20, bytes, 4096, 64, 4, 0].into_iter().for_each(|word| create.u32(word));
         }
         [0, 0].into_iter().for_each(|word| create.u32(word));
         client.session = client.compound(1, &create.to_bytes())[20..36].to_vec();

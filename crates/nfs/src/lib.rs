@@ -11,6 +11,7 @@ pub mod client;
 pub mod file_system;
 #[doc(hidden)]
 pub mod fuzzing;
+mod groups;
 pub mod mount;
 pub mod rules;
 pub mod share;

@@ -45,6 +45,7 @@ impl Mount {
             2 => out.bool(false),
             1 => {
                 let path = d.opaque(PATH_MAX)?;
+                self.shares.learn_groups(call).await;
                 match self.mount(call, path).await {
                     Ok(handle) => {
                         out.u32(0);

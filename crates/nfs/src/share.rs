@@ -1,6 +1,7 @@
 //! Shares: file systems with names, their handles, and whom clients' users count as.
 
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
+use crate::groups::Groups;
 use crate::rules::Rule;
 use smallvec::SmallVec;
 use thruway_rpc::server::{Call, Connection, Credential};
@@ -36,7 +37,7 @@ pub struct Share {
 
 impl Squash {
     /// What a caller may do is what this user may.
-    fn credentials(self, credential: &Credential) -> Credentials {
+    fn credentials(self, credential: &Credential, more_groups: &[u32]) -> Credentials {
         let nobody = || Credentials { uid: NOBODY, gid: NOBODY, groups: Vec::new() };
         let Credential::Sys(sys) = credential else { return nobody() };
         let squashed = |id| if id == 0 && self == Squash::Root { NOBODY } else { id };
@@ -45,7 +46,10 @@ impl Squash {
             Squash::Root | Squash::None => Credentials {
                 uid: squashed(sys.uid),
                 gid: squashed(sys.gid),
-                groups: sys.gids.iter().copied().map(squashed).collect(),
+                groups: {
+                    let more = more_groups.iter().filter(|group| !sys.gids.contains(group));
+                    sys.gids.iter().chain(more).copied().map(squashed).collect()
+                },
             },
         }
     }
@@ -55,7 +59,8 @@ impl Share {
     /// What is to be done with a file of it by a call, if its client may use the share.
     pub fn enter(&self, file: FileId, call: &Call) -> Option<Target<'_>> {
         let (read_only, squash) = self.access(&call.connection)?;
-        Some(Target { share: self, file, who: squash.credentials(&call.credential), read_only })
+        let more_groups = call.more_groups.get().map_or(&[][..], |groups| groups);
+        Some(Target { share: self, file, who: squash.credentials(&call.credential, more_groups), read_only })
     }
 
     /// Whether the client can change nothing, and which of its users count as nobody; `None` if it may not use the share.
@@ -127,6 +132,7 @@ impl Target<'_> {
 pub struct Shares {
     shares: Vec<Share>,
     key: [u8; 32],
+    groups: Groups,
 }
 
 impl Shares {
@@ -140,7 +146,17 @@ impl Shares {
                 return Err((other.name.clone(), share.name.clone()));
             }
         }
-        Ok(Shares { shares, key })
+        Ok(Shares { shares, key, groups: Groups::default() })
+    }
+
+    /// Learns the groups of the user who calls, if there may be more than the credential has room for.
+    pub async fn learn_groups(&self, call: &Call) {
+        if let Credential::Sys(sys) = &call.credential
+            && let Some(groups) = self.groups.of(sys.uid, &sys.gids).await
+        {
+            // They are not known yet.
+            let _ = call.more_groups.set(groups);
+        }
     }
 
     /// All of them.
@@ -244,10 +260,12 @@ mod tests {
         let sys =
             |uid, gid, gids: &[u32]| Credential::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: gids.into() });
         let who = |uid, gid, groups: &[u32]| Credentials { uid, gid, groups: groups.into() };
-        assert_eq!(Squash::Root.credentials(&sys(0, 0, &[0, 5])), who(NOBODY, NOBODY, &[NOBODY, 5]));
-        assert_eq!(Squash::Root.credentials(&sys(1000, 0, &[])), who(1000, NOBODY, &[]));
-        assert_eq!(Squash::Root.credentials(&Credential::None), who(NOBODY, NOBODY, &[]));
-        assert_eq!(Squash::All.credentials(&sys(1000, 1000, &[5])), who(NOBODY, NOBODY, &[]));
-        assert_eq!(Squash::None.credentials(&sys(0, 0, &[5])), who(0, 0, &[5]));
+        assert_eq!(Squash::Root.credentials(&sys(0, 0, &[0, 5]), &[]), who(NOBODY, NOBODY, &[NOBODY, 5]));
+        assert_eq!(Squash::Root.credentials(&sys(1000, 0, &[]), &[]), who(1000, NOBODY, &[]));
+        assert_eq!(Squash::Root.credentials(&Credential::None, &[]), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::All.credentials(&sys(1000, 1000, &[5]), &[]), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::None.credentials(&sys(0, 0, &[5]), &[]), who(0, 0, &[5]));
+        // Those that have been looked up count as the others, once.
+        assert_eq!(Squash::Root.credentials(&sys(1, 2, &[5, 6]), &[6, 0, 7]), who(1, 2, &[5, 6, NOBODY, 7]));
     }
 }

@@ -441,11 +441,14 @@ impl Inner {
         Ok(parent)
     }
 
-    fn set_attributes(&self, who: &Credentials, node: &Node, set: &SetAttributes) -> Result<()> {
+    fn set_attributes(&self, As { who, is_open }: As<'_>, node: &Node, set: &SetAttributes) -> Result<()> {
+        set.check()?;
         if let Some(size) = set.size {
             Inner::check_regular(node)?;
             let stat = node.stat()?;
-            self.check_write(who, node, &stat)?;
+            if !is_open {
+                self.check_write(who, node, &stat)?;
+            }
             if stat.stx_size != size || set.modified.is_none() {
                 Inner::drop_privileges(who, node, &stat)?;
                 let file = self.open_data(node, OFlags::WRONLY)?;
@@ -545,7 +548,7 @@ impl Inner {
         let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
         let made = is_new.then_some(found.fd);
         if set != SetAttributes::default()
-            && let Err(error) = self.set_attributes(who, &node, &set)
+            && let Err(error) = self.set_attributes(As { who, is_open: false }, &node, &set)
         {
             // The client is told that there is nothing.
             if is_new {
@@ -876,18 +879,18 @@ impl FileSystem for LocalFileSystem {
 
     fn set_attributes<'a>(
         &'a self,
-        who: &'a Credentials,
+        user: As<'a>,
         file: &'a FileId,
         set: SetAttributes,
         guard: Option<Time>,
     ) -> Op<'a, Attributes> {
         Box::pin(async move {
-            let (node, who) = (self.node(file).await?, who.clone());
+            let (node, who, is_open) = (self.node(file).await?, user.who.clone(), user.is_open);
             self.work(move |inner| {
                 if guard.is_some_and(|guard| node.stat().is_ok_and(|stat| time_of(stat.stx_ctime) != guard)) {
                     return Err(Errno::AGAIN);
                 }
-                let done = inner.set_attributes(&who, &node, &set);
+                let done = inner.set_attributes(As { who: &who, is_open }, &node, &set);
                 // What has failed may have been done in part.
                 node.note_change();
                 done?;
@@ -913,6 +916,10 @@ impl FileSystem for LocalFileSystem {
             match name {
                 b"." => return Ok((dir.id.clone(), inner.attributes(&dir, &self.stat(&dir).await?)?)),
                 b".." => {
+                    // As any other name, it is for those who may search the directory.
+                    if !inner.has_right(who, &dir, Access::EXEC_OK) {
+                        return Err(Errno::ACCESS);
+                    }
                     return self.work(move |inner| held(inner, inner.parent(&dir)?)).await;
                 }
                 _ => {}

@@ -102,7 +102,7 @@ impl FileSystem for MemoryFileSystem {
 
     fn set_attributes<'a>(
         &'a self,
-        who: &'a Credentials,
+        user: As<'a>,
         file: &'a FileId,
         set: SetAttributes,
         guard: Option<Time>,
@@ -111,7 +111,7 @@ impl FileSystem for MemoryFileSystem {
             if guard.is_some_and(|guard| tree.node(id).is_ok_and(|node| node.attributes.changed != guard)) {
                 return Err(Errno::AGAIN);
             }
-            tree.set_attributes(who, id, &set)?;
+            tree.set_attributes(user, id, &set)?;
             Ok(self.attributes_of(tree.node(id)?))
         }))
     }

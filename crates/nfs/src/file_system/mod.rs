@@ -115,6 +115,13 @@ pub struct SetAttributes {
     pub modified: Option<SetTime>,
 }
 
+impl SetAttributes {
+    /// An owner or a group that is the number of none cannot be set.
+    fn check(&self) -> Result<()> {
+        if self.uid == Some(u32::MAX) || self.gid == Some(u32::MAX) { Err(Errno::INVAL) } else { Ok(()) }
+    }
+}
+
 /// Rights to a file that a user may have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Rights {
@@ -265,10 +272,11 @@ pub trait FileSystem: Send + Sync {
     /// What there is to know of a file.
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
 
-    /// Changes a file; with `guard`, only if it has not been changed since then (else `EAGAIN`).
+    /// Changes a file; with `guard`, only if it has not been changed since then (else `EAGAIN`). Of what is changed, that the file is
+    /// open for writing counts for its size. Owner and group of all ones are `EINVAL`: to the kernel they mean none.
     fn set_attributes<'a>(
         &'a self,
-        who: &'a Credentials,
+        user: As<'a>,
         file: &'a FileId,
         set: SetAttributes,
         guard: Option<Time>,

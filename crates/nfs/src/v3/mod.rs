@@ -192,7 +192,10 @@ impl Nfs3 {
     async fn answer(&self, call: &Call, mut out: Encoder) -> Result<Encoder, Refusal> {
         let done = match call.procedure {
             0 => Ok(()),
-            1..=21 => self.dispatch(call, &mut out).await,
+            1..=21 => {
+                self.shares.learn_groups(call).await;
+                self.dispatch(call, &mut out).await
+            }
             _ => return Err(Refusal::ProcedureUnavailable),
         };
         match done {
@@ -414,7 +417,7 @@ impl Nfs3 {
     ) -> Result<Encoder, Status> {
         check_writable(target)?;
         let files = &target.share.files;
-        let changed = files.set_attributes(&target.who, &target.file, set, guard).await;
+        let changed = files.set_attributes(target.user(), &target.file, set, guard).await;
         let attributes =
             changed.map_err(|error| if error == Errno::AGAIN { Status::NOT_SYNC } else { error.into() })?;
         Ok(encoded(|out| put_change(out, Some(&attributes))))

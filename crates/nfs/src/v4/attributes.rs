@@ -260,7 +260,8 @@ fn get_owner(d: &mut Decoder<'_>) -> Result<u32, Status> {
     let name = d.opaque(OWNER_MAX)?;
     let name = std::str::from_utf8(name).map_err(|_| Status::BADOWNER)?;
     let name = name.split('@').next().expect("there is a first part");
-    name.parse().map_err(|_| Status::BADOWNER)
+    // All ones are nobody's number.
+    name.parse().ok().filter(|number| *number != u32::MAX).ok_or(Status::BADOWNER)
 }
 
 fn get_set_time(d: &mut Decoder<'_>) -> Result<SetTime, Status> {

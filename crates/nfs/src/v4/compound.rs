@@ -31,6 +31,27 @@ const ROOT_FSID: (u64, u64) = (0x7468_7275, 0);
 /// Its number there; those of shares are above.
 const ROOT_NUMBER: u64 = 1;
 
+/// Operations that change something, but for those that can be done again.
+const CHANGING: [u32; 14] = [
+    op::OPEN,
+    op::CLOSE,
+    op::OPEN_DOWNGRADE,
+    op::LOCK,
+    op::LOCKU,
+    op::CREATE,
+    op::REMOVE,
+    op::RENAME,
+    op::LINK,
+    op::SETATTR,
+    op::COPY,
+    op::CLONE,
+    op::SETXATTR,
+    op::REMOVEXATTR,
+];
+
+/// Most bytes of the result of one of these, but for a lock that is refused.
+const CHANGING_RESULT: usize = 160;
+
 /// A file of a share, or the directory that has the shares.
 #[derive(Clone)]
 pub(super) enum Object<'a> {
@@ -148,6 +169,7 @@ impl<'a> Compound<'a> {
     pub(super) async fn run(server: &'a Nfs4, call: &'a Call, results: Encoder) -> xdr::Result<Encoder> {
         let mut d = call.arguments();
         let (tag, minor, count) = (d.opaque(TAG_MAX)?, d.u32()?, d.u32()?);
+        server.shares.learn_groups(call).await;
         let mut compound = Compound {
             server,
             call,
@@ -201,7 +223,12 @@ impl<'a> Compound<'a> {
             let at_status = out.mark();
             out.u32(0);
             let at_body = out.mark();
+            let limit = self.slot.as_ref().map_or(u32::MAX, |slot| slot.session.limits.response);
             let done = match self.place(number) {
+                // What changes something is not done if it could not be said.
+                Ok(()) if CHANGING.contains(&number) && out.len() + CHANGING_RESULT > limit as usize => {
+                    Err(Status::REP_TOO_BIG.into())
+                }
                 Ok(()) if number == op::SEQUENCE => match self.sequence(d, out) {
                     Ok(Next::Go) => Ok(()),
                     Ok(Next::Again(reply)) => return Err(reply),
@@ -219,7 +246,6 @@ impl<'a> Compound<'a> {
                 out.append(body.unwrap_or_default());
                 return Ok(Some(status));
             }
-            let limit = self.slot.as_ref().map_or(u32::MAX, |slot| slot.session.limits.response);
             if out.len() > limit as usize {
                 out.truncate(start);
                 out.u32(number);

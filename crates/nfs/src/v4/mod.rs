@@ -123,10 +123,11 @@ impl Nfs4 {
     /// # Errors
     /// If the file with the clients of the last run cannot be read.
     pub fn new(shares: Arc<Shares>, config: Config) -> io::Result<Nfs4> {
-        let (recovery, before) = Recovery::load(config.state_file)?;
+        let (recovery, lease_before, before) = Recovery::load(config.state_file, config.lease)?;
         // Never that of an earlier run, whatever the clock says.
         let epoch = u32::from_be_bytes(thruway_engine::random::random::<4>());
-        let state = State::new(epoch, config.lease.as_millis() as u64, before);
+        let grace = config.lease.max(lease_before);
+        let state = State::new(epoch, config.lease.as_millis() as u64, before).with_grace_of(grace.as_millis() as u64);
         Ok(Nfs4 { shares, state: Mutex::new(state), recovery, lease: config.lease, started: Instant::now() })
     }
 
@@ -185,7 +186,13 @@ impl Nfs4 {
 
     /// Brings to stable storage which clients have something.
     async fn store(&self) -> Result<(), Status> {
-        self.recovery.store(|| self.state(|state, _| state.records())).await.map_err(|error| {
+        let records = || {
+            self.state(|state, _| {
+                let (number, clients) = state.records();
+                (number, clients, state.has_earlier())
+            })
+        };
+        self.recovery.store(records).await.map_err(|error| {
             tracing::error!(%error, "cannot note which clients have files open");
             Status::DELAY
         })

@@ -2,7 +2,7 @@
 
 use super::attributes;
 use super::bitmap::Bitmap;
-use super::compound::{Compound, Done, Failure, Object, fsid, get_name, key, put_change_info};
+use super::compound::{Compound, Done, Failure, Object, fsid, get_name, key, put_change_info, user};
 use super::state::Stateid;
 use super::status::Status;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
@@ -141,10 +141,11 @@ impl<'a> Compound<'a> {
         let stateid = self.get_stateid(d)?;
         let wanted = attributes::decode(d, self.minor)?;
         let target = self.writable()?;
-        if wanted.set.size.is_some() {
-            self.is_open(target, stateid, true).await?;
-        }
-        target.share.files.set_attributes(&target.who, &target.file, wanted.set, None).await?;
+        let is_open = match wanted.set.size {
+            Some(_) => self.is_open(target, stateid, true).await?,
+            None => false,
+        };
+        target.share.files.set_attributes(user(target, is_open), &target.file, wanted.set, None).await?;
         Ok(wanted.which)
     }
 

@@ -2,7 +2,7 @@
 
 use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
-use super::compound::{Compound, Done, Object, get_name, key, put_change_info};
+use super::compound::{Compound, Done, Object, get_name, key, put_change_info, user};
 use super::state::{LockRequest, OpenAs, Owner, READ, Range, Role, State, Stateid, Turn, WRITE};
 use super::status::Status;
 use crate::file_system::{Attributes, Make, Rights, SetAttributes};
@@ -135,7 +135,7 @@ impl<'a> Compound<'a> {
         let (stateid, was) = self.server.contend(action).await?;
         if let Some(size) = size {
             let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
-            if let Err(error) = target.share.files.set_attributes(&target.who, &target.file, set, None).await {
+            if let Err(error) = target.share.files.set_attributes(user(&target, true), &target.file, set, None).await {
                 self.server.state(|state, _| state.undo_open(client, stateid, &file, was));
                 return Err(error.into());
             }

@@ -243,3 +243,41 @@ fn what_changes_something_is_not_repeated() {
     }
     assert!(is_repeatable(&[]) && is_repeatable(&compound(0, &[])));
 }
+
+#[test]
+fn what_could_not_be_said_is_not_done() {
+    let mut client = Client::with_replies_of(600);
+    let make = [words(&[op::CREATE, 2]), opaque(b"d"), words(&NOTHING_SET)].concat();
+    let many = [in_share(), words(&[op::GETFH; 9]), make].concat();
+    assert_eq!(status(&client.in_session(12, &many)), (Status::REP_TOO_BIG.0, 13));
+    let look_up = [in_share(), words(&[op::LOOKUP]), opaque(b"d")].concat();
+    assert_eq!(status(&client.in_session(3, &look_up)).0, Status::NOENT.0, "it has not been made");
+    assert_eq!(status(&client.in_session(3, &make_directory(b"d"))), (OK, 4));
+    assert_eq!(status(&client.in_session(3, &look_up)).0, OK);
+    let long = [in_share(), words(&[op::GETFH; 20])].concat();
+    assert_eq!(status(&client.in_session(22, &long)).0, Status::REP_TOO_BIG.0);
+}
+
+#[test]
+fn a_file_that_is_open_is_cut_whatever_its_permissions_are_now() {
+    let mut client = Client::new();
+    client.user = Some(1000);
+    let opened = client.in_session(3, &open_exclusively(b"f", [1, 2]));
+    assert_eq!(status(&opened).0, OK);
+    // Behind the beginning, SEQUENCE, PUTROOTFH and LOOKUP, and its own beginning.
+    let stateid: [u32; 4] = [0, 1, 2, 3].map(|at| word(&opened[12 + 44 + 16 + 8..], at));
+    let in_file = [in_share(), words(&[op::LOOKUP]), opaque(b"f"), words(&[op::SETATTR])].concat();
+    let cut = |stateid: [u32; 4]| [in_file.clone(), words(&stateid), words(&[1, 1 << 4]), opaque(&[0; 8])].concat();
+    client.user = Some(0);
+    // Owner and permissions.
+    let own = [words(&[0, 0, 0, 0, 2, 0, 1 << 1 | 1 << 4]), opaque(&[words(&[0o600]), opaque(b"0")].concat())].concat();
+    assert_eq!(status(&client.in_session(4, &[in_file.clone(), own].concat())).0, OK);
+    client.user = Some(1000);
+    assert_eq!(status(&client.in_session(4, &cut(stateid))).0, OK, "it has it open");
+    assert_eq!(status(&client.in_session(4, &cut([0; 4]))).0, Status::ACCESS.0);
+    client.user = Some(2000);
+    assert_eq!(status(&client.in_session(4, &cut(stateid))).0, Status::ACCESS.0, "another user");
+    client.user = Some(0);
+    let nobody = [words(&[0, 0, 0, 0, 2, 0, 1 << 4]), opaque(&opaque(b"4294967295"))].concat();
+    assert_eq!(status(&client.in_session(4, &[in_file, nobody].concat())).0, Status::BADOWNER.0);
+}

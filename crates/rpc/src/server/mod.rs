@@ -11,7 +11,7 @@ use self::reply_cache::{Lookup, ReplyCache};
 use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
 use crate::xdr::{self, BulkItem, Decoder, Encoder};
 use smallvec::SmallVec;
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::pin::Pin;
@@ -181,6 +181,8 @@ pub struct Call {
     pub credential: Credential,
     /// The connection that it has come by.
     pub connection: Rc<Connection>,
+    /// Groups of the user beside those that the credential has, for the program to learn.
+    pub more_groups: OnceCell<Arc<[u32]>>,
     message: Vec<u8>,
     /// Where the arguments begin.
     arguments: usize,
@@ -314,6 +316,7 @@ impl Programs {
             procedure,
             credential,
             connection,
+            more_groups: OnceCell::new(),
             message,
             arguments,
             bulk: Cell::new(bulk),

@@ -174,7 +174,9 @@ fn rights_are_those_of_the_user() {
     let file = f.make(1, &dir, "file", Make::NewFile).unwrap();
     assert_eq!(f.write(2, &file, 0, b"x").map(drop), Err(Errno::ACCESS));
     assert!(f.read(2, &file, 0, 1).is_ok());
-    let set = |user, set: SetAttributes| now(f.files.set_attributes(&who(user), &file, set, None)).map(|a| a.mode);
+    let set = |user, set: SetAttributes| {
+        now(f.files.set_attributes(As { who: &who(user), is_open: false }, &file, set, None)).map(|a| a.mode)
+    };
     let mode = |mode| SetAttributes { mode: Some(mode), ..SetAttributes::default() };
     assert_eq!(set(2, mode(0o777)), Err(Errno::PERM));
     assert_eq!(set(1, mode(0o4766)), Ok(0o4766));

@@ -1,6 +1,6 @@
 //! The tree of a file system in memory, and the rules of who may change it.
 
-use super::{Attributes, Credentials, Kind, Make, Result, SetAttributes, SetTime, SetXattr, Time, Usage};
+use super::{As, Attributes, Credentials, Kind, Make, Result, SetAttributes, SetTime, SetXattr, Time, Usage};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -409,7 +409,11 @@ impl Tree {
             (Err(Errno::NOENT), _) => {}
             (Ok(id), Make::File) if self.node(id)?.attributes.kind == Kind::Regular => {
                 if set.size.is_some() {
-                    self.set_attributes(who, id, &SetAttributes { size: set.size, ..SetAttributes::default() })?;
+                    self.set_attributes(
+                        As { who, is_open: false },
+                        id,
+                        &SetAttributes { size: set.size, ..SetAttributes::default() },
+                    )?;
                 }
                 return Ok(id);
             }
@@ -452,7 +456,7 @@ impl Tree {
         }
         self.set_entry(dir, name, id)?;
         if set != SetAttributes::default()
-            && let Err(error) = self.set_attributes(who, id, &set)
+            && let Err(error) = self.set_attributes(As { who, is_open: false }, id, &set)
         {
             self.take_entry(dir, name)?;
             self.forget_removed(id);
@@ -541,7 +545,9 @@ impl Tree {
         }
     }
 
-    pub(super) fn set_attributes(&mut self, who: &Credentials, id: Id, set: &SetAttributes) -> Result<()> {
+    pub(super) fn set_attributes(&mut self, user: As<'_>, id: Id, set: &SetAttributes) -> Result<()> {
+        set.check()?;
+        let who = user.who;
         let node = self.node(id)?;
         let (is_owner, can_write) = (node.is_owner(who), node.may(who, 2));
         let in_group = |gid| gid == who.gid || who.groups.contains(&gid);
@@ -559,7 +565,7 @@ impl Tree {
         }
         if let Some(size) = set.size {
             node.data()?;
-            if !is_owner && !can_write {
+            if !is_owner && !can_write && !user.is_open {
                 return Err(Errno::ACCESS);
             }
             self.resize(id, size)?;

@@ -69,7 +69,7 @@ pub(in super::super) enum NewSession {
 
 /// The time after a restart in which clients get back what they had, and nobody gets anything else.
 pub(super) struct Grace {
-    until: u64,
+    pub until: u64,
     /// Who had something.
     before: HashSet<ClientName>,
     /// Of these, who has not yet said that it has reclaimed all.
@@ -338,6 +338,11 @@ impl State {
     pub(in super::super) fn records(&self) -> (u64, BTreeSet<ClientName>) {
         let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.name);
         (self.records, now.chain(&self.grace.before).cloned().collect())
+    }
+
+    /// Whether clients from before the start may still come back.
+    pub(in super::super) fn has_earlier(&self) -> bool {
+        !self.grace.before.is_empty()
     }
 
     /// Takes a client whose lease has expired out of what is to stand in stable storage: it will not get back what it has.

@@ -156,6 +156,12 @@ impl State {
         }
     }
 
+    /// Clients have so long to come back, in milliseconds, instead of a lease.
+    pub(super) fn with_grace_of(mut self, ms: u64) -> State {
+        self.grace.until = ms;
+        self
+    }
+
     /// What was kept open for what is no longer open.
     pub(super) fn take_dropped(&mut self) -> Vec<OpenGuard> {
         std::mem::take(&mut self.dropped)
