@@ -212,13 +212,9 @@ impl Shared {
                     // Nobody may wait for it any more.
                     waiting.map(|waiting| waiting.send(message));
                 }
-                Ok(Incoming::Call(call)) => {
-                    let mut reply = Encoder::new();
-                    Refusal::ProgramUnavailable.encode(call.xid, OpaqueAuth::NONE, &mut reply);
-                    messages(reply).into_iter().for_each(|message| self.calls.push(message));
-                }
-                Ok(Incoming::OtherVersion { .. }) | Err(_) => {
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, "what the server sends is not RPC"));
+                // Nor has it been asked to call.
+                Ok(Incoming::Call(_) | Incoming::OtherVersion { .. }) | Err(_) => {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "what the server sends is no reply"));
                 }
             }
         }

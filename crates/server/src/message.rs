@@ -19,7 +19,7 @@ impl Message {
     /// Bytes of memory that the message owns; segments and lent memory are not counted.
     pub(crate) fn memory(&self) -> usize {
         let own = if let Body::Bytes(bytes) = &self.body { bytes.len() } else { 0 };
-        size_of::<Message>() + own
+        size_of::<Message>() + self.header.len() + self.trailer.len() + own
     }
 }
 

@@ -1,9 +1,11 @@
 //! Serving programs: what arrives by any transport is a [`Call`], and its answer does not know the transport either.
 
+mod back;
 mod rdma;
 mod reply_cache;
 mod tcp;
 
+pub use back::BackChannel;
 pub use rdma::RdmaConfig;
 pub use tcp::Config;
 
@@ -140,6 +142,8 @@ pub struct Connection {
     pub names: Vec<String>,
     /// Memory for results.
     pub buffers: Buffers,
+    /// The way back to the client; none over RDMA.
+    pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,
 }
@@ -153,7 +157,16 @@ impl Connection {
     ) -> Connection {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Connection { id, peer, transport, can_lend, names, buffers: Buffers::new(BULK_MAX), lacks_tls: false }
+        Connection {
+            id,
+            peer,
+            transport,
+            can_lend,
+            names,
+            buffers: Buffers::new(BULK_MAX),
+            back: None,
+            lacks_tls: false,
+        }
     }
 }
 
@@ -328,12 +341,15 @@ impl Programs {
 impl Programs {
     /// Answers a call, even if what does it panics; `None` if there is to be no reply.
     pub(crate) async fn answer(&self, call: &Call, program: &dyn Program) -> Option<Encoder> {
-        let kept = if program.is_repeatable(call) { None } else { self.0.replies.begin(call) };
-        let keeper = match kept {
-            None => None,
-            Some(Lookup::New(keeper)) => Some(keeper),
-            Some(Lookup::InProgress) => return None,
-            Some(Lookup::Done(reply)) => return Some(Encoder::behind(reply.into_vec())),
+        let keeper = loop {
+            let kept = if program.is_repeatable(call) { None } else { self.0.replies.begin(call) };
+            match kept {
+                None => break None,
+                Some(Lookup::New(keeper)) => break Some(keeper),
+                // Its client may have lost the connection by which the other reply goes.
+                Some(Lookup::InProgress(done)) => drop(done.acquire().await),
+                Some(Lookup::Done(reply)) => return Some(Encoder::behind(reply.into_vec())),
+            }
         };
         let mut results = Encoder::new();
         encode_success(call.xid, OpaqueAuth::NONE, &mut results);

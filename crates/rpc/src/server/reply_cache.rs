@@ -7,8 +7,9 @@ use super::{Call, Credential};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use tokio::sync::Semaphore;
 
 /// Replies that are kept for a host.
 const REPLIES_MAX: usize = 1024;
@@ -16,6 +17,8 @@ const REPLIES_MAX: usize = 1024;
 const HOSTS_MAX: usize = 1024;
 /// Longest reply that is kept, in bytes. Longer ones are of calls that may be repeated.
 const REPLY_MAX: usize = 4 << 10;
+/// Bytes of all replies that are kept: beyond that, hosts that have called nothing for longest lose theirs.
+const BYTES_MAX: usize = 64 << 20;
 /// After this long a number is another call's.
 const AGE_MAX: Duration = Duration::from_secs(120);
 
@@ -27,7 +30,8 @@ struct Key {
 }
 
 enum Entry {
-    InProgress,
+    /// It is closed when the call has been done.
+    InProgress(Arc<Semaphore>),
     Done(Box<[u8]>),
 }
 
@@ -36,12 +40,21 @@ struct Host {
     entries: HashMap<Key, (Entry, Instant)>,
     /// The oldest first.
     order: VecDeque<Key>,
+    /// Bytes of its replies.
+    bytes: usize,
+}
+
+#[derive(Default)]
+struct Hosts {
+    by_address: HashMap<IpAddr, Host>,
+    /// Bytes of all replies.
+    bytes: usize,
 }
 
 /// The replies.
 #[derive(Default)]
 pub(super) struct ReplyCache {
-    hosts: Mutex<HashMap<IpAddr, Host>>,
+    hosts: Mutex<Hosts>,
     hasher: RandomState,
 }
 
@@ -49,8 +62,8 @@ pub(super) struct ReplyCache {
 pub(super) enum Lookup<'a> {
     /// It is done, and its reply kept by this.
     New(Keeper<'a>),
-    /// It is a copy of one that is being done, whose reply will do.
-    InProgress,
+    /// It is a copy of one that is being done: this is closed when that has been.
+    InProgress(Arc<Semaphore>),
     /// This is its reply.
     Done(Box<[u8]>),
 }
@@ -60,28 +73,51 @@ pub(super) struct Keeper<'a> {
     cache: &'a ReplyCache,
     host: IpAddr,
     key: Key,
+    done: Arc<Semaphore>,
 }
 
 impl Host {
-    /// Forgets what is too old or too much.
-    fn trim(&mut self, now: Instant) {
+    /// Forgets what is too old or too much; bytes of that.
+    fn trim(&mut self, now: Instant) -> usize {
+        let before = self.bytes;
+        self.trim_entries(now);
+        before - self.bytes
+    }
+
+    fn trim_entries(&mut self, now: Instant) {
         for _ in 0..self.order.len() {
             let Some(oldest) = self.order.pop_front() else { return };
             match self.entries.get(&oldest) {
                 // Its call has failed.
                 None => {}
-                Some((Entry::InProgress, _)) => self.order.push_back(oldest),
+                Some((Entry::InProgress(_), _)) => self.order.push_back(oldest),
                 Some((Entry::Done(_), at)) if self.order.len() < REPLIES_MAX && now.duration_since(*at) < AGE_MAX => {
                     return self.order.push_front(oldest);
                 }
-                Some(_) => drop(self.entries.remove(&oldest)),
+                Some(_) => {
+                    if let Some((Entry::Done(reply), _)) = self.entries.remove(&oldest) {
+                        self.bytes -= reply.len();
+                    }
+                }
             }
         }
     }
 }
 
+impl Hosts {
+    /// Forgets the host that has called nothing for longest, but for one; whether there was another.
+    fn forget_idle(&mut self, but: Option<IpAddr>) -> bool {
+        let idle = |host: &Host| host.entries.values().map(|(_, at)| *at).max();
+        let others = self.by_address.iter().filter(|(address, _)| Some(**address) != but);
+        let longest = others.min_by_key(|(_, host)| idle(host)).map(|(address, _)| *address);
+        let forgotten = longest.and_then(|longest| self.by_address.remove(&longest));
+        self.bytes -= forgotten.as_ref().map_or(0, |host| host.bytes);
+        forgotten.is_some()
+    }
+}
+
 impl ReplyCache {
-    fn hosts(&self) -> MutexGuard<'_, HashMap<IpAddr, Host>> {
+    fn hosts(&self) -> MutexGuard<'_, Hosts> {
         self.hosts.lock().expect("no panics under the lock")
     }
 
@@ -102,20 +138,20 @@ impl ReplyCache {
 
     fn look_up(&self, host: IpAddr, key: Key, now: Instant) -> Lookup<'_> {
         let mut hosts = self.hosts();
-        if hosts.len() >= HOSTS_MAX && !hosts.contains_key(&host) {
-            let idle = |host: &Host| host.entries.values().map(|(_, at)| *at).max();
-            let longest = hosts.iter().min_by_key(|(_, host)| idle(host)).map(|(host, _)| *host);
-            longest.map(|longest| hosts.remove(&longest));
+        if hosts.by_address.len() >= HOSTS_MAX && !hosts.by_address.contains_key(&host) {
+            hosts.forget_idle(None);
         }
-        let kept = hosts.entry(host).or_default();
-        kept.trim(now);
+        let Hosts { by_address, bytes } = &mut *hosts;
+        let kept = by_address.entry(host).or_default();
+        *bytes -= kept.trim(now);
         match kept.entries.get(&key) {
-            Some((Entry::InProgress, _)) => Lookup::InProgress,
+            Some((Entry::InProgress(done), _)) => Lookup::InProgress(Arc::clone(done)),
             Some((Entry::Done(reply), _)) => Lookup::Done(reply.clone()),
             None => {
-                kept.entries.insert(key, (Entry::InProgress, now));
+                let done = Arc::new(Semaphore::new(0));
+                kept.entries.insert(key, (Entry::InProgress(Arc::clone(&done)), now));
                 kept.order.push_back(key);
-                Lookup::New(Keeper { cache: self, host, key })
+                Lookup::New(Keeper { cache: self, host, key, done })
             }
         }
     }
@@ -127,21 +163,26 @@ impl Keeper<'_> {
         if reply.len() > REPLY_MAX {
             return;
         }
-        if let Some((entry, _)) =
-            self.cache.hosts().get_mut(&self.host).and_then(|host| host.entries.get_mut(&self.key))
-        {
+        let mut hosts = self.cache.hosts();
+        while hosts.bytes + reply.len() > BYTES_MAX && hosts.forget_idle(Some(self.host)) {}
+        let Hosts { by_address, bytes } = &mut *hosts;
+        let Some(host) = by_address.get_mut(&self.host) else { return };
+        if let Some((entry, _)) = host.entries.get_mut(&self.key) {
             *entry = Entry::Done(reply.into());
+            host.bytes += reply.len();
+            *bytes += reply.len();
         }
     }
 }
 
 impl Drop for Keeper<'_> {
     fn drop(&mut self) {
-        if let Some(host) = self.cache.hosts().get_mut(&self.host)
-            && let Some((Entry::InProgress, _)) = host.entries.get(&self.key)
+        if let Some(host) = self.cache.hosts().by_address.get_mut(&self.host)
+            && let Some((Entry::InProgress(_), _)) = host.entries.get(&self.key)
         {
             host.entries.remove(&self.key);
         }
+        self.done.close();
     }
 }
 
@@ -165,7 +206,7 @@ mod tests {
                 None
             }
             Lookup::Done(reply) => Some(reply),
-            Lookup::InProgress => panic!("nothing is in progress"),
+            Lookup::InProgress(_) => panic!("nothing is in progress"),
         }
     }
 
@@ -173,8 +214,10 @@ mod tests {
     fn a_call_is_done_once() {
         let (cache, now) = (ReplyCache::default(), Instant::now());
         let Lookup::New(keeper) = cache.look_up(host(1), key(7, 0), now) else { panic!() };
-        assert!(matches!(cache.look_up(host(1), key(7, 0), now), Lookup::InProgress));
+        let Lookup::InProgress(done) = cache.look_up(host(1), key(7, 0), now) else { panic!() };
+        assert!(!done.is_closed());
         keeper.keep(b"done");
+        assert!(done.is_closed(), "those who wait for it go on");
         assert_eq!(call(&cache, host(1), key(7, 0), now), Some(b"done"[..].into()));
         // The same number and something else, or somebody else.
         assert_eq!(call(&cache, host(1), key(7, 1), now), None);
@@ -200,9 +243,9 @@ mod tests {
         for xid in 0..3 * REPLIES_MAX as u32 {
             call(&cache, host(2), key(xid, 0), now);
         }
-        assert!(cache.hosts()[&host(2)].entries.len() <= REPLIES_MAX + 1);
+        assert!(cache.hosts().by_address[&host(2)].entries.len() <= REPLIES_MAX + 1);
         assert!(
-            matches!(cache.look_up(host(2), key(0, 9), now), Lookup::InProgress),
+            matches!(cache.look_up(host(2), key(0, 9), now), Lookup::InProgress(_)),
             "what is being done is not forgotten"
         );
         drop(in_progress);
@@ -210,6 +253,22 @@ mod tests {
         for n in 0..2 * HOSTS_MAX as u32 {
             call(&cache, IpAddr::from((0x0b00_0000 + n).to_be_bytes()), key(1, 0), now + Duration::from_secs(1));
         }
-        assert!(cache.hosts().len() <= HOSTS_MAX);
+        assert!(cache.hosts().by_address.len() <= HOSTS_MAX);
+    }
+
+    #[test]
+    fn all_replies_together_have_a_limit() {
+        let (cache, now) = (ReplyCache::default(), Instant::now());
+        for n in 0..(BYTES_MAX / REPLY_MAX + 50) as u32 {
+            let address = IpAddr::from((0x0b00_0000 + n / 1000).to_be_bytes());
+            let later = now + Duration::from_millis(n.into());
+            let Lookup::New(keeper) = cache.look_up(address, key(n, 0), later) else { panic!() };
+            keeper.keep(&[0; REPLY_MAX]);
+            let hosts = cache.hosts();
+            assert!(hosts.bytes <= BYTES_MAX);
+            assert_eq!(hosts.bytes, hosts.by_address.values().map(|host| host.bytes).sum::<usize>());
+        }
+        let last = IpAddr::from((0x0b00_0000 + BYTES_MAX as u32 / REPLY_MAX as u32 / 1000).to_be_bytes());
+        assert!(cache.hosts().by_address.contains_key(&last), "who has called last keeps its own");
     }
 }

@@ -1,5 +1,6 @@
 //! Connections over TCP: calls are received, with their bulk items in memory of their own, and replies sent, whichever is ready.
 
+use super::back::{BackCall, BackCalls, BackChannel};
 use super::{
     BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, STARTTLS, Server, Transport, refused,
 };
@@ -15,7 +16,7 @@ use thruway_engine::{Reactors, reactor};
 use thruway_server::{
     Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
 };
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 
@@ -110,7 +111,9 @@ impl Service {
         };
         let (reader, writer) = stream.split()?;
         let lacks_tls = self.tls_required && transport == Transport::Tcp;
-        let connection = Connection { lacks_tls, ..Connection::new(peer, transport, writer.can_lend(), names) };
+        let (back, back_calls) = BackChannel::new();
+        let connection =
+            Connection { lacks_tls, back: Some(back), ..Connection::new(peer, transport, writer.can_lend(), names) };
         let connection = Rc::new(connection);
         let served = Served {
             programs: self.programs.clone(),
@@ -119,12 +122,13 @@ impl Service {
             bulk: Buffers::new(BULK_MAX),
             calls: Arc::new(Semaphore::new(CALLS_MAX)),
             long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
+            back_calls: BackCalls::default(),
         };
         if !lacks_tls {
             permit.set_authenticated()?;
         }
         let served = Rc::new(served);
-        let mut serving = std::pin::pin!(Rc::clone(&served).serve(reader, writer, first, closing));
+        let mut serving = std::pin::pin!(Rc::clone(&served).serve(reader, writer, first, back_calls, closing));
         tokio::select! {
             ended = &mut serving => ended,
             () = permit.evicted(), if lacks_tls => {
@@ -203,6 +207,7 @@ struct Served {
     bulk: Buffers,
     calls: Arc<Semaphore>,
     long_calls: Arc<Semaphore>,
+    back_calls: BackCalls,
 }
 
 /// A message that has been received.
@@ -224,6 +229,7 @@ impl Served {
         mut reader: Reader,
         writer: Writer,
         first: Vec<u8>,
+        back_calls: mpsc::UnboundedReceiver<BackCall>,
         closing: watch::Receiver<bool>,
     ) -> io::Result<()> {
         let sender = Rc::clone(&self);
@@ -231,6 +237,7 @@ impl Served {
         let result = tokio::select! {
             result = panics::catch(self.receive(&mut reader, first, closing)) => result,
             () = self.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
+            () = self.back_calls.run(back_calls, &self.replies) => Err(io::ErrorKind::NotConnected.into()),
         };
         // What has been called is still done and answered.
         let _ = self.calls.acquire_many(CALLS_MAX as u32).await;
@@ -324,7 +331,8 @@ impl Served {
 
     /// Starts the call that a record is.
     async fn start(self: &Rc<Self>, record: Record) -> io::Result<()> {
-        let received = self.programs.receive(record.message, record.bulk, &self.connection).map_err(invalid)?;
+        let Some(message) = self.back_calls.take_reply(record.message) else { return Ok(()) };
+        let received = self.programs.receive(message, record.bulk, &self.connection).map_err(invalid)?;
         let (call, program) = match received {
             Some(Received::Call(call, program)) => (call, program),
             Some(Received::StartTls { xid }) => {

@@ -1,0 +1,119 @@
+//! Calls to clients, by connections that they have made (RFC 8881, section 2.10.3.1).
+
+use crate::client::{CallError, Procedure};
+use crate::message::{CallHeader, Incoming, OpaqueAuth};
+use crate::record::messages;
+use crate::xdr::{Decoder, Encoder};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::io;
+use std::time::Duration;
+use thruway_server::SendQueue;
+use tokio::sync::{mpsc, oneshot};
+
+/// Calls of a connection that wait for their replies.
+const WAITING_MAX: usize = 64;
+
+/// The way to a client, from any thread.
+#[derive(Clone)]
+pub struct BackChannel(mpsc::UnboundedSender<BackCall>);
+
+/// A call on its way to the client.
+pub(super) struct BackCall {
+    procedure: Procedure,
+    flavor: u32,
+    credential: Vec<u8>,
+    arguments: Vec<u8>,
+    reply: oneshot::Sender<Vec<u8>>,
+}
+
+impl BackChannel {
+    /// The two ends of one.
+    pub(super) fn new() -> (BackChannel, mpsc::UnboundedReceiver<BackCall>) {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        (BackChannel(sender), receiver)
+    }
+
+    /// Whether its connection is there.
+    pub fn is_open(&self) -> bool {
+        !self.0.is_closed()
+    }
+
+    /// Calls a procedure of the client's; the results.
+    ///
+    /// # Errors
+    /// As [`crate::client::Client::call`].
+    pub async fn call(
+        &self,
+        procedure: Procedure,
+        credential: OpaqueAuth<'_>,
+        arguments: &Encoder,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, CallError> {
+        let lost = || CallError::Connection(io::ErrorKind::NotConnected.into());
+        let (sender, reply) = oneshot::channel();
+        let OpaqueAuth { flavor, body } = credential;
+        let arguments = arguments.to_bytes();
+        let call = BackCall { procedure, flavor, credential: body.to_vec(), arguments, reply: sender };
+        self.0.send(call).map_err(|_| lost())?;
+        let reply = tokio::time::timeout(timeout, reply).await.map_err(|_| CallError::TimedOut(timeout))?;
+        let message = reply.map_err(|_| lost())?;
+        let mut decoder = Decoder::new(&message);
+        match Incoming::decode(&mut decoder)? {
+            Incoming::Reply(header) => match header.refusal {
+                None => Ok(decoder.rest().to_vec()),
+                Some(refusal) => Err(CallError::Refused(refusal)),
+            },
+            _ => unreachable!("only replies are given to those who wait"),
+        }
+    }
+}
+
+/// The calls of one connection.
+#[derive(Default)]
+pub(super) struct BackCalls {
+    waiting: RefCell<HashMap<u32, oneshot::Sender<Vec<u8>>>>,
+    next: Cell<u32>,
+}
+
+impl BackCalls {
+    /// Sends what is to be called, until the channel ends, which it does not as long as the connection is there.
+    pub(super) async fn run(&self, mut calls: mpsc::UnboundedReceiver<BackCall>, queue: &SendQueue) {
+        while let Some(call) = calls.recv().await {
+            let mut waiting = self.waiting.borrow_mut();
+            waiting.retain(|_, reply| !reply.is_closed());
+            if waiting.len() >= WAITING_MAX {
+                continue;
+            }
+            let xid = self.next.get();
+            self.next.set(xid.wrapping_add(1));
+            let Procedure { program, version, procedure } = call.procedure;
+            let credential = OpaqueAuth { flavor: call.flavor, body: &call.credential };
+            let header = CallHeader { xid, program, version, procedure, credential, verifier: OpaqueAuth::NONE };
+            let mut message = Encoder::new();
+            header.encode(&mut message);
+            message.append(Encoder::behind(call.arguments));
+            waiting.insert(xid, call.reply);
+            messages(message).into_iter().for_each(|message| queue.push(message));
+        }
+        std::future::pending::<()>().await;
+    }
+
+    /// Takes a message, if it is a reply; one that is not waited for is dropped.
+    pub(super) fn take_reply(&self, message: Vec<u8>) -> Option<Vec<u8>> {
+        const REPLY: [u8; 4] = 1_u32.to_be_bytes();
+        let (xid, rest) =
+            message.split_first_chunk::<4>().map_or((0, &[][..]), |(x, rest)| (u32::from_be_bytes(*x), rest));
+        if !rest.starts_with(&REPLY) {
+            return Some(message);
+        }
+        // What cannot be decoded does not reach who waits.
+        let is_reply = matches!(Incoming::decode(&mut Decoder::new(&message)), Ok(Incoming::Reply(_)));
+        if let Some(waiting) = self.waiting.borrow_mut().remove(&xid)
+            && is_reply
+        {
+            let _ = waiting.send(message);
+        }
+        None
+    }
+}
