@@ -258,7 +258,11 @@ impl Driver {
         let mut at = 0;
         while at < size {
             let len = (size - at).min(LARGEST.into());
-            at += u64::from(self.connection.write(&self.file, at, content(at, len), false).await.map_err(said)?);
+            let written = self.connection.write(&self.file, at, content(at, len), false).await.map_err(said)?;
+            if written == 0 || u64::from(written) > len {
+                return Err(format!("filling a file: {written} bytes of {len} written"));
+            }
+            at += u64::from(written);
         }
         self.connection.commit(&self.file).await.map_err(said)
     }

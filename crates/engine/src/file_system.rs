@@ -32,11 +32,21 @@ const ZFS_SUPER_MAGIC: FsWord = 0x2fc1_2fc1;
 const RAMFS_MAGIC: FsWord = 0x8584_58f6;
 
 /// Whether `fsync` of a file or a directory that has just been made also brings its name to the medium, so that its directory need not
-/// be synced for it. ext2 to ext4 and XFS log both in one transaction (ext4 without a journal syncs the directories above), Btrfs
-/// logs the names of a new inode with it. Others may as well, but do not say so.
+/// be synced for it, times included: ext3, ext4 and XFS log both in one transaction, and ext4 without a journal syncs the directories
+/// above. Not Btrfs, which brings the name to the medium but leaves the directory's times as they were; nor ext2's own driver.
 pub fn syncs_names_with_new_files(file: impl AsFd) -> bool {
-    const DO: [FsWord; 3] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC];
-    rustix::fs::fstatfs(file).is_ok_and(|fs| DO.contains(&fs.f_type))
+    const DO: [FsWord; 2] = [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC];
+    let file = file.as_fd();
+    rustix::fs::fstatfs(file).is_ok_and(|fs| DO.contains(&fs.f_type)) && driver(file).is_some_and(|name| name != "ext2")
+}
+
+/// The name of the driver of a file system.
+fn driver(file: impl AsFd) -> Option<String> {
+    let device = rustix::fs::fstat(file).ok()?.st_dev;
+    let device = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mount = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&device))?;
+    Some(mount.split(" - ").nth(1)?.split(' ').next()?.into())
 }
 
 /// Whether an open file or directory is on a file system of this host that is known: its `syncfs` reaches the medium and tells

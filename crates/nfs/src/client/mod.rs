@@ -28,6 +28,9 @@ pub enum ClientError {
         /// `nfsstat3` or `nfsstat4`.
         status: u32,
     },
+    /// A listing has more entries than this.
+    #[error("a listing of more than {0} entries")]
+    TooLong(usize),
     /// The results cannot be decoded.
     #[error("results that cannot be decoded: {0}")]
     Malformed(#[from] DecodeError),

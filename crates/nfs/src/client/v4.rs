@@ -10,6 +10,9 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_server::Body;
 use tokio::sync::Semaphore;
 
+/// Most entries of a listing: some servers never end.
+const ENTRIES_MAX: usize = 4 << 20;
+
 /// Longest handle.
 const HANDLE_MAX: u32 = 128;
 
@@ -65,6 +68,9 @@ pub(super) async fn list(rpc: &Client, user: &UserCredential, path: &[Vec<u8>]) 
             cookie = d.u64()?;
             let name = d.opaque(4096)?.to_vec();
             entries.push(get_listed(d, name)?);
+            if entries.len() > ENTRIES_MAX {
+                return Err(ClientError::TooLong(ENTRIES_MAX));
+            }
         }
         if d.bool()? || entries.len() == before {
             return Ok(entries);

@@ -12,7 +12,7 @@ use crate::share::{HandleError, Target};
 use rustix::io::Errno;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
-use thruway_rpc::server::{Call, Credential};
+use thruway_rpc::server::{CALL_MAX, Call, Credential};
 use thruway_rpc::xdr::{self, DecodeError, Decoder, Encoder};
 
 /// Longest tag of a compound.
@@ -192,6 +192,7 @@ impl<'a> Compound<'a> {
         out.u32(0);
         let status = match () {
             () if !MINOR_VERSIONS.contains(&minor) => Some(Status::MINOR_VERS_MISMATCH),
+            () if count > OPERATIONS_MAX && minor == 0 => Some(Status::RESOURCE),
             () if count > OPERATIONS_MAX => Some(Status::TOO_MANY_OPS),
             () => match compound.operations(&mut d, &mut out).await {
                 Ok(status) => status,
@@ -223,11 +224,13 @@ impl<'a> Compound<'a> {
             let at_status = out.mark();
             out.u32(0);
             let at_body = out.mark();
-            let limit = self.slot.as_ref().map_or(u32::MAX, |slot| slot.session.limits.response);
+            let limit = self.slot.as_ref().map_or(CALL_MAX as u32, |slot| slot.session.limits.response);
+            // Version 4.0 has no word of its own for that.
+            let too_long = if self.minor == 0 { Status::RESOURCE } else { Status::REP_TOO_BIG };
             let done = match self.place(number) {
                 // What changes something is not done if it could not be said.
                 Ok(()) if CHANGING.contains(&number) && out.len() + CHANGING_RESULT > limit as usize => {
-                    Err(Status::REP_TOO_BIG.into())
+                    Err(too_long.into())
                 }
                 Ok(()) if number == op::SEQUENCE => match self.sequence(d, out) {
                     Ok(Next::Go) => Ok(()),
@@ -249,8 +252,8 @@ impl<'a> Compound<'a> {
             if out.len() > limit as usize {
                 out.truncate(start);
                 out.u32(number);
-                out.u32(Status::REP_TOO_BIG.0);
-                return Ok(Some(Status::REP_TOO_BIG));
+                out.u32(too_long.0);
+                return Ok(Some(too_long));
             }
         }
         Ok(None)

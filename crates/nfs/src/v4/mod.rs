@@ -165,9 +165,12 @@ impl Nfs4 {
             self.state(|state, _| state.keep(client));
             return Err(status);
         }
-        tracing::info!(client, "lease expired: what the client had open and locked goes to another");
-        self.state(|state, _| state.expire(client));
-        Ok(())
+        if self.state(|state, now| state.expire(now, client)) {
+            tracing::info!(client, "lease expired: what the client had open and locked goes to another");
+            return Ok(());
+        }
+        // It was heard of at the last moment.
+        self.store().await
     }
 
     /// Whether a client may have something new, or have back what it had.
@@ -181,7 +184,7 @@ impl Nfs4 {
         if !self.recovery.has(records) {
             self.store().await?;
         }
-        Ok(MayHave::stored(client))
+        Ok(MayHave::stored(client, is_reclaim))
     }
 
     /// Brings to stable storage which clients have something.

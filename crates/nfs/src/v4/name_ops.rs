@@ -296,7 +296,8 @@ impl<'a> Compound<'a> {
     pub(super) async fn read_link(&mut self, out: &mut Encoder) -> Done {
         let target = self.target()?;
         let to = target.share.files.read_link(&target.file).await;
-        let to = to.map_err(|error| if error == Errno::INVAL { Status::WRONG_TYPE } else { error.into() })?;
+        let to = to
+            .map_err(|error| if error == Errno::INVAL && self.minor > 0 { Status::WRONG_TYPE } else { error.into() })?;
         out.bulk(Body::Bytes(to));
         Ok(())
     }

@@ -99,18 +99,20 @@ impl<'a> Compound<'a> {
         let owner = self.server.state(|state, now| match whose {
             Numbered::Opener(client, owner) => {
                 let client = state.heard_of(now, client)?;
-                state.numbered(client, Role::Opens, owner)
+                state.numbered(now, client, Role::Opens, owner)
             }
             Numbered::Open(stateid) => state.numbered_by(now, stateid, Role::Opens),
             Numbered::Locks(stateid) => state.numbered_by(now, stateid, Role::Locks),
         })?;
         let mut numbers = owner.lock().await;
-        if let (Numbered::Opener(client, name), false) = (&whose, numbers.is_confirmed) {
+        if let (Numbered::Opener(client, _), false) = (&whose, numbers.is_confirmed) {
             // What it has opened may be due to an old message, which has come late.
+            if let Some(open) = numbers.unconfirmed {
+                self.server.state(|state, _| state.close_unconfirmed(*client, open));
+            }
             numbers.restart();
-            self.server.state(|state, _| state.close_unconfirmed(*client, name));
         }
-        let turn = numbers.turn(number)?;
+        let turn = numbers.turn(number, operation)?;
         if let Turn::Again(reply) = turn {
             return self.again(operation, reply, d, out);
         }
@@ -118,14 +120,19 @@ impl<'a> Compound<'a> {
         let start = out.len();
         let done = self.operation(operation, d, out).await;
         numbers.is_confirmed |= self.opener_is_confirmed || operation == op::OPEN_CONFIRM && done.is_ok();
+        numbers.unconfirmed = if numbers.is_confirmed { None } else { self.stateid };
         let (status, body) = match &done {
             Ok(()) => (0, out.to_bytes()[start..].into()),
             Err(Failure { status, body }) => {
                 (status.0, body.as_ref().map(Encoder::to_bytes).unwrap_or_default().into())
             }
         };
-        let reply = Reply { status, body, handle: self.handle().ok().map(|handle| handle[..].into()) };
-        numbers.done(number, Some(reply).filter(|reply: &Reply| reply.body.len() <= REPLY_MAX));
+        let reply = Reply { operation, status, body, handle: self.handle().ok().map(|handle| handle[..].into()) };
+        if reply.body.len() <= REPLY_MAX {
+            numbers.done(number, reply);
+        } else {
+            numbers.count(number, status);
+        }
         done
     }
 

@@ -2,7 +2,7 @@
 
 use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
-use super::compound::{Compound, Done, Object, get_name, key, put_change_info, user};
+use super::compound::{Compound, Done, Failure, Object, get_name, key, put_change_info, user};
 use super::state::{LockRequest, OpenAs, Owner, READ, Range, Role, State, Stateid, Turn, WRITE};
 use super::status::Status;
 use crate::file_system::{Attributes, Make, Rights, SetAttributes};
@@ -62,9 +62,13 @@ pub(super) fn get_claim<'b>(d: &mut Decoder<'b>, minor: u32) -> Done<Claim<'b>> 
     }
 }
 
-/// The error of opening something that is no file.
-fn type_error(error: Errno) -> Status {
-    if error == Errno::NXIO { Status::WRONG_TYPE } else { error.into() }
+/// The error of opening something that is no file. Clients of version 4.0 look it up when they are told that it may be a link.
+fn type_error(error: Errno, minor: u32) -> Status {
+    match error {
+        Errno::NXIO if minor == 0 => Status::SYMLINK,
+        Errno::NXIO => Status::WRONG_TYPE,
+        error => error.into(),
+    }
 }
 
 impl<'a> Compound<'a> {
@@ -127,7 +131,12 @@ impl<'a> Compound<'a> {
             write: !is_granted && access & WRITE != 0,
             execute: false,
         };
-        let (guard, _) = target.share.files.open(&target.who, &target.file, wanted).await.map_err(type_error)?;
+        let (guard, _) = target
+            .share
+            .files
+            .open(&target.who, &target.file, wanted)
+            .await
+            .map_err(|error| type_error(error, self.minor))?;
         let file = key(&target);
         let is_confirmed = self.opener_is_confirmed;
         let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
@@ -277,7 +286,7 @@ impl<'a> Compound<'a> {
         // The numbers of an owner of locks begin with its first, or go on where it has some in another file.
         let numbered = match &locker {
             Locker::New(_, owner) if self.minor == 0 => {
-                Some(self.server.state(|state, _| state.numbered(client, Role::Locks, owner))?)
+                Some(self.server.state(|state, now| state.numbered(now, client, Role::Locks, owner))?)
             }
             _ => None,
         };
@@ -285,7 +294,7 @@ impl<'a> Compound<'a> {
             Some(owner) => Some(owner.lock().await),
             None => None,
         };
-        if numbers.as_ref().is_some_and(|numbers| numbers.turn(number) != Ok(Turn::New)) {
+        if numbers.as_ref().is_some_and(|numbers| numbers.turn(number, super::op::LOCK) != Ok(Turn::New)) {
             return Err(Status::BAD_SEQID.into());
         }
         let action = |state: &mut State, now| {
@@ -295,10 +304,11 @@ impl<'a> Compound<'a> {
             };
             state.lock(now, may_have, request, &file, is_write, range)
         };
-        let stateid = self.server.contend(action).await?;
+        let locked = self.server.contend(action).await.map_err(Failure::from);
         if let Some(numbers) = &mut numbers {
-            numbers.done(number, None);
+            numbers.count(number, locked.as_ref().map_or_else(|failure| failure.status.0, |_| 0));
         }
+        let stateid = locked?;
         self.put_stateid(stateid, out);
         Ok(())
     }

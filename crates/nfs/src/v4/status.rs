@@ -37,6 +37,7 @@ statuses! {
     DELAY = 10_008,
     SAME = 10_009,
     DENIED = 10_010,
+    EXPIRED = 10_011,
     LOCKED = 10_012,
     GRACE = 10_013,
     SHARE_DENIED = 10_015,

@@ -253,10 +253,10 @@ pub(super) struct NfsService {
     tcp: Option<Server>,
     rdma: Option<Server>,
     lines: Vec<String>,
-    /// Keeps other daemons from the state on the medium.
-    _held: File,
-    /// Last, so that the server's tasks end with it.
+    /// Behind all that uses them, so that the server's tasks end before.
     _reactors: Reactors,
+    /// Keeps other daemons from the state on the medium, as long as any task may write there.
+    _held: File,
 }
 
 impl NfsService {

@@ -45,6 +45,8 @@ pub(super) struct Client {
     sessions: usize,
     /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
     has_reclaimed: bool,
+    /// What it has is being given up.
+    is_given_up: bool,
     /// What it has open and locked.
     pub held: HashSet<u64>,
     /// If it is one of version 4.0.
@@ -105,10 +107,10 @@ impl State {
         if self.clients.len() >= CLIENTS_MAX {
             self.make_room(now)?;
         }
+        // Not to be guessed: clients of version 4.0 are known by it alone.
         let id = loop {
-            let number = u32::from_be_bytes(thruway_engine::random::random());
-            let id = u64::from(self.epoch) << 32 | u64::from(number);
-            if number != 0 && !self.clients.contains_key(&id) {
+            let id = u64::from_be_bytes(thruway_engine::random::random());
+            if id != 0 && !self.clients.contains_key(&id) {
                 break id;
             }
         };
@@ -123,6 +125,7 @@ impl State {
             lease: Arc::new(Lease::new(now)),
             sessions: 0,
             has_reclaimed: false,
+            is_given_up: false,
             held: HashSet::new(),
             numbering,
         };
@@ -161,7 +164,9 @@ impl State {
         if client.sessions > 0 {
             self.sessions.retain(|_, session| session.client != id);
         }
-        self.numbered -= client.numbering.map_or(0, |numbering| numbering.len());
+        if let Some(numbering) = &client.numbering {
+            self.forget_numbering(numbering);
+        }
         if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {
                 *known = known.filter(|known| *known != id);
@@ -303,6 +308,9 @@ impl State {
     pub(in super::super) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records) };
+        if client.is_given_up {
+            return Err(Status::DELAY);
+        }
         if !is_grace && client.numbering.is_some() && !client.has_reclaimed {
             client.has_reclaimed = true;
             self.records += 1;
@@ -352,6 +360,7 @@ impl State {
             return false;
         }
         client.has_reclaimed = false;
+        client.is_given_up = true;
         self.grace.before.remove(&client.name);
         self.grace.waiting.remove(&client.name);
         self.records += 1;
@@ -362,13 +371,24 @@ impl State {
     pub(in super::super) fn keep(&mut self, id: u64) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.has_reclaimed = true;
+            client.is_given_up = false;
             self.records += 1;
         }
     }
 
-    /// Removes what such a client has; not before it is out of stable storage.
-    pub(in super::super) fn expire(&mut self, id: u64) {
+    /// Removes what such a client has; not before it is out of stable storage. False if it has been heard of meanwhile: then it keeps
+    /// what it has, and is to be stored again.
+    pub(in super::super) fn expire(&mut self, now: u64, id: u64) -> bool {
+        let Some(client) = self.clients.get(&id) else { return true };
+        if !self.is_expired(now, &client.lease) {
+            self.keep(id);
+            return false;
+        }
+        if client.numbering.is_some() {
+            self.remember_expired(id);
+        }
         self.remove_client(id);
+        true
     }
 
     /// Forgets something that is open or locked, and what goes with it.

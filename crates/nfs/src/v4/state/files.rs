@@ -179,12 +179,13 @@ impl State {
     pub(in super::super) fn open(
         &mut self,
         now: u64,
-        MayHave { client }: MayHave,
+        MayHave { client, is_reclaim }: MayHave,
         how: OpenAs<'_>,
         file: &FileKey,
         guard: OpenGuard,
     ) -> Result<(Stateid, Option<Modes>), Refused> {
         let OpenAs { owner, uid, modes: (access, deny), is_confirmed } = how;
+        self.check_reclaim(now, is_reclaim)?;
         let opens = self.files.get(file).map_or(&[][..], |state| &state.opens);
         let own = opens.iter().copied().find(|number| {
             let open = self.open_ref(*number);
@@ -192,7 +193,7 @@ impl State {
         });
         self.share_conflict(now, file, access, deny, own)?;
         let Some(number) = own else {
-            let known = self.clients.get(&client).ok_or(Status::BADSESSION)?;
+            let known = self.clients.get(&client).ok_or(self.gone(client))?;
             let is_full = self.held.len() >= HELD_TOTAL_MAX || opens.len() >= FILE_HELD_MAX;
             if known.held.len() >= HELD_MAX || is_full {
                 return Err(Status::NOSPC.into());
@@ -246,6 +247,16 @@ impl State {
         }
     }
 
+    /// The time to have back what one had may have ended since that was found out.
+    fn check_reclaim(&mut self, now: u64, is_reclaim: bool) -> Result<(), Status> {
+        if is_reclaim && !self.is_grace(now) { Err(Status::NO_GRACE) } else { Ok(()) }
+    }
+
+    /// A client has gone in the middle of its call.
+    fn gone(&self, client: u64) -> Status {
+        if self.expired.contains(&client) { Status::EXPIRED } else { Status::BADSESSION }
+    }
+
     /// Takes back an OPEN of which the client is told that it has failed.
     pub(in super::super) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
         let Some(was) = was else {
@@ -282,8 +293,10 @@ impl State {
 
     /// CLOSE; locks go with it.
     pub(in super::super) fn close(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
-        let (number, _) = self.find_open(client, stateid, file)?;
+        let (number, open) = self.find_open(client, stateid, file)?;
+        let owner = open.owner.clone();
         self.remove_held(number);
+        self.note_closed(client, owner, number);
         Ok(())
     }
 
@@ -329,10 +342,12 @@ impl State {
         }
     }
 
-    fn denied(&self, now: u64, lock: Lock) -> Refused {
+    /// Refuses a lock to a client because of another. The number of another client is its secret.
+    fn denied(&self, now: u64, to: u64, lock: Lock) -> Refused {
         let Some(Held::Locks(holder)) = self.held.get(&lock.holder) else { unreachable!("locks have holders") };
         let Lock { range, is_write, .. } = lock;
-        let denied = Denied { range, is_write, client: holder.client, owner: holder.owner.clone() };
+        let denied =
+            Denied { range, is_write, client: if holder.client == to { to } else { 0 }, owner: holder.owner.clone() };
         self.in_the_way(now, holder.client, Refused::Denied(denied))
     }
 
@@ -347,12 +362,13 @@ impl State {
     pub(in super::super) fn lock(
         &mut self,
         now: u64,
-        MayHave { client }: MayHave,
+        MayHave { client, is_reclaim }: MayHave,
         request: LockRequest,
         file: &FileKey,
         is_write: bool,
         range: Range,
     ) -> Result<Stateid, Refused> {
+        self.check_reclaim(now, is_reclaim)?;
         let (holder, open, new) = match request {
             LockRequest::Existing(stateid) => {
                 let (number, holder) = self.find_holder(client, stateid, file)?;
@@ -367,7 +383,7 @@ impl State {
             return Err(Status::OPENMODE.into());
         }
         if let Some(lock) = self.files.get(file).and_then(|state| state.locks.conflict(holder, is_write, range)) {
-            return Err(self.denied(now, lock));
+            return Err(self.denied(now, client, lock));
         }
         let number = match (holder, new) {
             (Some(number), _) => number,
@@ -386,7 +402,8 @@ impl State {
         let number = self.number();
         let others = self.files.get(file).map_or(0, |state| state.holders.len());
         let is_full = self.held.len() >= HELD_TOTAL_MAX || others >= FILE_HELD_MAX;
-        let known = self.clients.get_mut(&client).ok_or(Status::BADSESSION)?;
+        let gone = self.gone(client);
+        let known = self.clients.get_mut(&client).ok_or(gone)?;
         if known.held.len() >= HELD_MAX || is_full {
             return Err(Status::NOSPC);
         }
@@ -420,7 +437,7 @@ impl State {
     ) -> Result<(), Refused> {
         let holder = self.holder_of(client, owner, file);
         match self.files.get(file).and_then(|state| state.locks.conflict(holder, is_write, range)) {
-            Some(lock) => Err(self.denied(now, lock)),
+            Some(lock) => Err(self.denied(now, client, lock)),
             None => Ok(()),
         }
     }

@@ -19,7 +19,7 @@ use self::files::{FileState, Held};
 use super::session::{Lease, Session};
 use super::status::Status;
 use crate::file_system::{FileId, OpenGuard};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
@@ -88,15 +88,19 @@ pub(super) struct Denied {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MayHave {
     client: u64,
+    /// It has back what it had, which ends with the time for that.
+    is_reclaim: bool,
 }
 
 impl MayHave {
     /// To be called when they are stored.
-    pub(super) fn stored(client: u64) -> MayHave {
-        MayHave { client }
+    pub(super) fn stored(client: u64, is_reclaim: bool) -> MayHave {
+        MayHave { client, is_reclaim }
     }
 }
 
+/// Clients whose leases have expired that are remembered.
+pub(super) const EXPIRED_MAX: usize = 4096;
 /// Most clients, confirmed or not.
 pub(super) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.
@@ -134,6 +138,12 @@ pub(super) struct State {
     records: u64,
     /// Owners whose operations are counted, of all clients.
     numbered: usize,
+    /// When those who have nothing were looked for among all of them.
+    swept: u64,
+    /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
+    closed: HashMap<u64, (u64, Owner)>,
+    /// Clients of version 4.0 whose leases have expired, the last of them.
+    expired: VecDeque<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
 }
@@ -152,6 +162,9 @@ impl State {
             grace: Grace::new(lease_ms, before),
             records: 0,
             numbered: 0,
+            swept: 0,
+            closed: HashMap::new(),
+            expired: VecDeque::new(),
             dropped: Vec::new(),
         }
     }

@@ -3,7 +3,7 @@
 
 use super::clients::{Client, ClientName, Principal};
 use super::files::{Held, Owner};
-use super::{OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
+use super::{EXPIRED_MAX, OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -19,14 +19,22 @@ pub(in super::super) enum Role {
 
 /// What a client of version 4.0 has beside its files.
 pub(super) struct Numbering {
-    /// What it says to confirm that it is there.
+    /// What it says to confirm that it is there; and to confirm that it is to be called elsewhere, if it has said so.
     confirmation: [u8; 8],
+    next_confirmation: Option<[u8; 8]>,
     owners: HashMap<(Role, Owner), Arc<NumberedOwner>>,
+    /// The number of the last file that each owner has closed ([`State::closed`]).
+    last_closed: HashMap<Owner, u64>,
 }
 
 impl Default for Numbering {
     fn default() -> Numbering {
-        Numbering { confirmation: thruway_engine::random::random(), owners: HashMap::new() }
+        Numbering {
+            confirmation: thruway_engine::random::random(),
+            next_confirmation: None,
+            owners: HashMap::new(),
+            last_closed: HashMap::new(),
+        }
     }
 }
 
@@ -35,6 +43,9 @@ impl Numbering {
         self.owners.len()
     }
 }
+
+/// After so many milliseconds, those who have nothing are looked for among the owners of all clients again.
+pub(super) const SWEEP_MS: u64 = 1000;
 
 /// An owner, one of whose operations is done at a time.
 pub(in super::super) type NumberedOwner = tokio::sync::Mutex<Numbers>;
@@ -46,11 +57,15 @@ pub(in super::super) struct Numbers {
     last: Option<(u32, Option<Reply>)>,
     /// It has confirmed that it is not an old message from which it was made.
     pub is_confirmed: bool,
+    /// What it has open that waits for that.
+    pub unconfirmed: Option<Stateid>,
 }
 
 /// The reply to an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) struct Reply {
+    /// What it is the reply to.
+    pub operation: u32,
     /// 0 or an error.
     pub status: u32,
     pub body: Box<[u8]>,
@@ -68,19 +83,30 @@ pub(in super::super) enum Turn {
 }
 
 impl Numbers {
-    /// What is to be done with the operation of this number.
-    pub(in super::super) fn turn(&self, number: u32) -> Result<Turn, Status> {
+    /// What is to be done with an operation of this number.
+    pub(in super::super) fn turn(&self, number: u32, operation: u32) -> Result<Turn, Status> {
         match &self.last {
             None => Ok(Turn::New),
             Some((last, _)) if number == last.wrapping_add(1) => Ok(Turn::New),
-            Some((last, Some(reply))) if number == *last => Ok(Turn::Again(reply.clone())),
+            Some((last, Some(reply))) if number == *last && reply.operation == operation => {
+                Ok(Turn::Again(reply.clone()))
+            }
             Some(_) => Err(Status::BAD_SEQID),
         }
     }
 
-    /// The operation of this number has been done. Errors that come before anything is looked at do not count (RFC 7530, section
-    /// 9.1.7).
-    pub(in super::super) fn done(&mut self, number: u32, reply: Option<Reply>) {
+    /// The operation of this number has been done.
+    pub(in super::super) fn done(&mut self, number: u32, reply: Reply) {
+        if self.count(number, reply.status)
+            && let Some((_, kept)) = &mut self.last
+        {
+            *kept = Some(reply);
+        }
+    }
+
+    /// The operation of this number has ended so, if it counts: errors that come before anything is looked at do not (RFC 7530,
+    /// section 9.1.7).
+    pub(in super::super) fn count(&mut self, number: u32, status: u32) -> bool {
         const UNCOUNTED: [Status; 7] = [
             Status::STALE_CLIENTID,
             Status::STALE_STATEID,
@@ -90,9 +116,11 @@ impl Numbers {
             Status::RESOURCE,
             Status::NOFILEHANDLE,
         ];
-        if reply.as_ref().is_none_or(|reply| !UNCOUNTED.contains(&Status(reply.status))) {
-            self.last = Some((number, reply));
+        let counts = !UNCOUNTED.contains(&Status(status));
+        if counts {
+            self.last = Some((number, None));
         }
+        counts
     }
 
     /// Forgets the numbers of an owner that was never confirmed.
@@ -113,10 +141,17 @@ impl State {
         let name = ClientName::without_sessions(name);
         let (confirmed, unconfirmed) = self.ids_of(&name);
         if let Some(id) = confirmed {
-            let client = &self.clients[&id];
+            let client = self.clients.get_mut(&id).expect("a client that is confirmed");
             match (client.principal == principal, client.verifier == verifier) {
                 // It says where it is to be called; nothing else has changed.
-                (true, true) => return Ok((id, confirmation_of(client))),
+                (true, true) => {
+                    let next = thruway_engine::random::random();
+                    if let Some(numbering) = &mut client.numbering {
+                        numbering.next_confirmation = Some(next);
+                    }
+                    unconfirmed.inspect(|id| self.remove_client(*id));
+                    return Ok((id, next));
+                }
                 // It has restarted: what it had goes when it confirms that.
                 (true, false) => {}
                 // Another user has taken the same name.
@@ -128,7 +163,8 @@ impl State {
             self.remove_client(id);
         }
         let id = self.add_client(now, name, verifier, principal)?;
-        Ok((id, confirmation_of(&self.clients[&id])))
+        let confirmation = self.clients[&id].numbering.as_ref().map_or([0; 8], |numbering| numbering.confirmation);
+        Ok((id, confirmation))
     }
 
     /// SETCLIENTID_CONFIRM, also once more.
@@ -139,18 +175,52 @@ impl State {
         confirmation: [u8; 8],
         principal: Principal,
     ) -> Result<(), Status> {
-        let client = self.clients.get(&id).filter(|client| client.numbering.is_some());
-        let client = client.filter(|client| confirmation_of(client) == confirmation).ok_or(Status::STALE_CLIENTID)?;
+        let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
+        let numbering = client.numbering.as_mut().ok_or(Status::STALE_CLIENTID)?;
+        let is_next = numbering.next_confirmation == Some(confirmation);
+        if !is_next && numbering.confirmation != confirmation {
+            return Err(Status::STALE_CLIENTID);
+        }
         if client.principal != principal {
             return Err(Status::CLID_INUSE);
+        }
+        if is_next {
+            numbering.confirmation = confirmation;
+            numbering.next_confirmation = None;
         }
         self.confirm(now, id);
         Ok(())
     }
 
     fn numbering(&mut self, id: u64) -> Result<(&mut Client, &mut usize), Status> {
+        let unknown = if self.expired.contains(&id) { Status::EXPIRED } else { Status::STALE_CLIENTID };
         let client = self.clients.get_mut(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
-        Ok((client.ok_or(Status::STALE_CLIENTID)?, &mut self.numbered))
+        Ok((client.ok_or(unknown)?, &mut self.numbered))
+    }
+
+    /// A client of version 4.0 is to be told that its lease has expired.
+    pub(super) fn remember_expired(&mut self, id: u64) {
+        if self.expired.len() >= EXPIRED_MAX {
+            self.expired.pop_front();
+        }
+        self.expired.push_back(id);
+    }
+
+    /// What a client had of it that is removed.
+    pub(super) fn forget_numbering(&mut self, numbering: &Numbering) {
+        self.numbered -= numbering.len();
+        numbering.last_closed.values().for_each(|number| drop(self.closed.remove(number)));
+    }
+
+    /// An owner has closed a file.
+    pub(super) fn note_closed(&mut self, client: u64, owner: Owner, number: u64) {
+        let Some(numbering) = self.clients.get_mut(&client).and_then(|client| client.numbering.as_mut()) else {
+            return;
+        };
+        if let Some(before) = numbering.last_closed.insert(owner.clone(), number) {
+            self.closed.remove(&before);
+        }
+        self.closed.insert(number, (client, owner));
     }
 
     /// RENEW, and all that says the client's id: that is this one if it is a client of version 4.0.
@@ -165,13 +235,15 @@ impl State {
             return Ok(0);
         }
         let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
-        let client = self.held.get(&number).ok_or(Status::BAD_STATEID)?.client();
+        let closed = self.closed.get(&number).map(|(client, _)| *client);
+        let client = self.held.get(&number).map(Held::client).or(closed).ok_or(Status::BAD_STATEID)?;
         self.heard_of(now, client).map_err(|_| Status::BAD_STATEID)
     }
 
     /// An owner of a client, who may be new.
     pub(in super::super) fn numbered(
         &mut self,
+        now: u64,
         client: u64,
         role: Role,
         owner: &[u8],
@@ -182,8 +254,15 @@ impl State {
         if let Some(owner) = numbering.owners.get(&key) {
             return Ok(Arc::clone(owner));
         }
-        if numbering.len() >= OWNERS_MAX || *total >= OWNERS_TOTAL_MAX {
+        let (is_full, all_are) = (numbering.len() >= OWNERS_MAX, *total >= OWNERS_TOTAL_MAX);
+        if is_full {
             self.forget_idle_owners(client);
+        }
+        // Now and then, because it takes time.
+        if all_are && now.saturating_sub(self.swept) >= SWEEP_MS {
+            self.swept = now;
+            let all: Vec<u64> = self.clients.keys().copied().collect();
+            all.into_iter().for_each(|id| self.forget_idle_owners(id));
         }
         let (known, total) = self.numbering(client)?;
         let Some(numbering) = &mut known.numbering else { unreachable!("a client of version 4.0") };
@@ -204,13 +283,14 @@ impl State {
         role: Role,
     ) -> Result<Arc<NumberedOwner>, Status> {
         let client = self.heard_of_by(now, stateid)?;
-        let held = self.number_of(stateid).and_then(|number| self.held.get(&number)).ok_or(Status::BAD_STATEID)?;
-        let (is, owner) = held.owner();
+        let number = self.number_of(stateid).ok_or(Status::BAD_STATEID)?;
+        let closed = self.closed.get(&number).map(|(_, owner)| (Role::Opens, owner));
+        let (is, owner) = self.held.get(&number).map(Held::owner).or(closed).ok_or(Status::BAD_STATEID)?;
         if is != role {
             return Err(Status::BAD_STATEID);
         }
         let owner = owner.clone();
-        self.numbered(client, role, &owner)
+        self.numbered(now, client, role, &owner)
     }
 
     /// Forgets owners who have nothing and do nothing: they are new when they come again.
@@ -222,17 +302,22 @@ impl State {
         let before = numbering.len();
         numbering.owners.retain(|(role, owner), known| Arc::strong_count(known) > 1 || busy.contains(&(*role, owner)));
         self.numbered -= before - numbering.len();
+        let Numbering { owners, last_closed, .. } = numbering;
+        last_closed.retain(|owner, number| {
+            let stays = owners.contains_key(&(Role::Opens, owner.clone()));
+            if !stays {
+                self.closed.remove(number);
+            }
+            stays
+        });
     }
 
     /// Closes what an owner has opened who has not confirmed that it is there.
-    pub(in super::super) fn close_unconfirmed(&mut self, client: u64, owner: &[u8]) {
-        let Some(known) = self.clients.get(&client) else { return };
-        let of_owner = |number: &&u64| {
-            let held = self.held.get(number);
-            matches!(held, Some(held @ Held::Open(open)) if open.is_unconfirmed && **held.owner().1 == *owner)
-        };
-        let open: Vec<u64> = known.held.iter().filter(of_owner).copied().collect();
-        open.into_iter().for_each(|number| self.remove_held(number));
+    pub(in super::super) fn close_unconfirmed(&mut self, client: u64, stateid: Stateid) {
+        let Some(number) = self.number_of(stateid) else { return };
+        if matches!(self.held.get(&number), Some(Held::Open(open)) if open.is_unconfirmed && open.client == client) {
+            self.remove_held(number);
+        }
     }
 
     /// RELEASE_LOCKOWNER
@@ -258,8 +343,4 @@ impl State {
         }
         Ok(())
     }
-}
-
-fn confirmation_of(client: &Client) -> [u8; 8] {
-    client.numbering.as_ref().map_or([0; 8], |numbering| numbering.confirmation)
 }

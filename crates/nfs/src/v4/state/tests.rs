@@ -1,3 +1,4 @@
+use super::numbered::SWEEP_MS;
 use super::*;
 use crate::v4::session::ChannelLimits;
 use proptest::prelude::*;
@@ -50,7 +51,9 @@ fn open_as(owner: &str, modes: (u32, u32)) -> OpenAs<'_> {
 }
 
 fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
-    state.open(now, MayHave::stored(client), open_as(owner, modes), &file(of), guard()).map(|(stateid, _)| stateid)
+    state
+        .open(now, MayHave::stored(client, false), open_as(owner, modes), &file(of), guard())
+        .map(|(stateid, _)| stateid)
 }
 
 fn range(start: u64, len: u64) -> Range {
@@ -59,7 +62,7 @@ fn range(start: u64, len: u64) -> Range {
 
 fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of: Range) -> Result<Stateid, Refused> {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
-    state.lock(now, MayHave::stored(client), request, &file(1), true, of)
+    state.lock(now, MayHave::stored(client, false), request, &file(1), true, of)
 }
 
 #[test]
@@ -99,7 +102,7 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
     // Who is not heard of loses its name, when what it had is gone.
     let taken = state.exchange_id(2 * LEASE, b"c", [1; 8], other, false);
     assert_eq!(taken, Err(Refused::Expired(restarted.client)));
-    state.expire(restarted.client);
+    assert!(state.expire(2 * LEASE, restarted.client));
     assert!(state.exchange_id(2 * LEASE, b"c", [1; 8], other, false).is_ok());
 }
 
@@ -166,11 +169,12 @@ fn what_has_failed_leaves_what_was_open_before() {
     let a = client(&mut state, 0, "a");
     let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
-    let (again, was) = state.open(0, MayHave::stored(a), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
+    let (again, was) =
+        state.open(0, MayHave::stored(a, false), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
     state.undo_open(a, again, &file(1), was);
     assert!(state.test_stateid(a, first).is_ok() && state.test_stateid(a, held).is_ok());
     assert!(open(&mut state, 0, a, "other", 1, (READ, 0)).is_ok(), "nothing is denied");
-    let (new, was) = state.open(0, MayHave::stored(a), open_as("o", (WRITE, 0)), &file(2), guard()).unwrap();
+    let (new, was) = state.open(0, MayHave::stored(a, false), open_as("o", (WRITE, 0)), &file(2), guard()).unwrap();
     state.undo_open(a, new, &file(2), was);
     assert_eq!(state.test_stateid(a, new), Err(Status::BAD_STATEID));
 }
@@ -194,7 +198,7 @@ fn there_is_always_room_for_clients_that_come() {
     assert_eq!(come(&mut state, LEASE / 2, 1 << 20), Err(Refused::Status(Status::DELAY)));
     let Err(Refused::Expired(oldest)) = come(&mut state, 2 * LEASE, 1 << 20) else { panic!() };
     assert!(state.give_up(2 * LEASE, oldest));
-    state.expire(oldest);
+    assert!(state.expire(2 * LEASE, oldest));
     assert!(come(&mut state, 2 * LEASE, 1 << 20).is_ok());
 }
 
@@ -208,8 +212,8 @@ fn locks_keep_others_out_and_go_with_the_file() {
     let writing = lock(&mut state, 0, b, open_b, "p", range(0, 5));
     assert_eq!(writing, Err(Refused::Status(Status::OPENMODE)), "open for reading");
     let request = |open| LockRequest::New { open, owner: Box::from(&b"p"[..]) };
-    let denied = Denied { range: range(10, 10), is_write: true, client: a, owner: Box::from(&b"p"[..]) };
-    let reading = state.lock(0, MayHave::stored(b), request(open_b), &file(1), false, range(0, u64::MAX));
+    let denied = Denied { range: range(10, 10), is_write: true, client: 0, owner: Box::from(&b"p"[..]) };
+    let reading = state.lock(0, MayHave::stored(b, false), request(open_b), &file(1), false, range(0, u64::MAX));
     assert_eq!(reading, Err(Refused::Denied(denied.clone())));
     assert_eq!(state.test_lock(0, b, b"p", &file(1), false, range(19, 1)), Err(Refused::Denied(denied)));
     assert_eq!(state.test_lock(0, a, b"p", &file(1), true, range(19, 1)), Ok(()), "its own");
@@ -217,7 +221,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
     assert_eq!(state.free_stateid(a, held), Err(Status::LOCKS_HELD));
     let rest = state.unlock(a, held, &file(1), range(10, 5)).unwrap();
     assert_eq!((rest.other, rest.seqid), (held.other, 2));
-    assert!(state.lock(0, MayHave::stored(b), request(open_b), &file(1), false, range(0, 15)).is_ok());
+    assert!(state.lock(0, MayHave::stored(b, false), request(open_b), &file(1), false, range(0, 15)).is_ok());
     let emptied = state.unlock(a, rest, &file(1), range(0, u64::MAX)).unwrap();
     // Once more by the open file: the owner keeps its name.
     let again = lock(&mut state, 0, a, open_a, "p", range(100, 1)).unwrap();
@@ -248,7 +252,7 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
         after != before && !stored.contains(&ClientName::with_sessions(b"a")),
         "first it cannot reclaim it any more"
     );
-    state.expire(a);
+    assert!(state.expire(later, a));
     assert!(open(&mut state, later, b, "o", 1, (READ, 0)).is_ok());
     assert!(!state.sessions.values().any(|session| session.client == a));
 }
@@ -297,7 +301,11 @@ fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
         state.confirm_client(0, id, confirmation, root).unwrap();
     }
     assert_eq!(state.heard_of(0, id), Ok(id));
-    assert_eq!(set(&mut state, 1, root), Ok((id, confirmation)), "the same once more");
+    let (again, next) = set(&mut state, 1, root).unwrap();
+    assert!(again == id && next != confirmation, "the same client, to be called elsewhere");
+    state.confirm_client(0, id, confirmation, root).unwrap();
+    state.confirm_client(0, id, next, root).unwrap();
+    assert_eq!(state.confirm_client(0, id, confirmation, root), Err(Status::STALE_CLIENTID), "that of before");
     // One with sessions has the same name and nothing to do with it.
     let with_sessions = begin(&mut state, 0, "c", [1; 8]);
     assert_eq!(state.heard_of(0, with_sessions), Err(Status::STALE_CLIENTID));
@@ -342,7 +350,19 @@ fn clients_without_sessions_reclaim_what_they_had() {
     assert_eq!(names(&state), [b"a", b"c"]);
     assert_eq!(state.may_reclaim(LEASE, a), Err(Status::NO_GRACE));
     assert_eq!(open(&mut state, 2 * LEASE, c, "o", 1, (READ, 0)).map(drop), Ok(()));
-    assert_eq!(open(&mut state, 2 * LEASE + 1, c, "o", 1, (WRITE, 0)), Err(Refused::Expired(a)));
+    let late = 2 * LEASE + 1;
+    assert_eq!(open(&mut state, late, c, "o", 1, (WRITE, 0)), Err(Refused::Expired(a)));
+    // Heard of while it is taken out of stable storage, it stays, and gets nothing new until that is settled.
+    assert!(state.give_up(late, a));
+    assert_eq!(state.may_begin(late, a), Err(Status::DELAY));
+    state.heard_of(late, a).unwrap();
+    assert!(!state.expire(late, a) && state.may_begin(late, a).is_ok());
+    let later = late + LEASE + 1;
+    assert!(state.give_up(later, a) && state.expire(later, a));
+    assert_eq!(
+        (state.heard_of(later, a), state.heard_of(later, 77)),
+        (Err(Status::EXPIRED), Err(Status::STALE_CLIENTID))
+    );
     let b = join(&mut state, LEASE, "b");
     assert_eq!(state.may_reclaim(LEASE, b), Err(Status::NO_GRACE));
 }
@@ -351,53 +371,71 @@ fn clients_without_sessions_reclaim_what_they_had() {
 fn owners_whose_operations_are_numbered() {
     let mut state = State::new(7, LEASE, []);
     let (id, confirmation) = state.set_client(0, b"c", [1; 8], Principal(None)).unwrap();
-    assert!(state.numbered(id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
+    assert!(state.numbered(0, id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
     state.confirm_client(0, id, confirmation, Principal(None)).unwrap();
-    let owner = state.numbered(id, Role::Opens, b"o").unwrap();
+    let owner = state.numbered(0, id, Role::Opens, b"o").unwrap();
     let mut numbers = owner.try_lock().unwrap();
-    assert_eq!(numbers.turn(5), Ok(Turn::New), "any begins");
-    let reply = |status| Reply { status, body: Box::from(&b"body"[..]), handle: None };
-    numbers.done(5, Some(reply(0)));
-    assert_eq!(numbers.turn(5), Ok(Turn::Again(reply(0))));
+    assert_eq!(numbers.turn(5, 1), Ok(Turn::New), "any begins");
+    let reply = |status| Reply { operation: 1, status, body: Box::from(&b"body"[..]), handle: None };
+    numbers.done(5, reply(0));
+    assert_eq!(numbers.turn(5, 1), Ok(Turn::Again(reply(0))));
     assert_eq!(
-        (numbers.turn(6), numbers.turn(4), numbers.turn(7)),
+        (numbers.turn(6, 1), numbers.turn(4, 1), numbers.turn(7, 1)),
         (Ok(Turn::New), Err(Status::BAD_SEQID), Err(Status::BAD_SEQID))
     );
-    numbers.done(6, Some(reply(Status::BAD_STATEID.0)));
-    assert_eq!(numbers.turn(6), Ok(Turn::New), "it did not count");
-    numbers.done(6, Some(reply(Status::GRACE.0)));
-    assert_eq!(numbers.turn(6), Ok(Turn::Again(reply(Status::GRACE.0))));
+    numbers.done(6, reply(Status::BAD_STATEID.0));
+    assert_eq!(numbers.turn(6, 1), Ok(Turn::New), "it did not count");
+    numbers.done(6, reply(Status::GRACE.0));
+    assert_eq!(numbers.turn(6, 1), Ok(Turn::Again(reply(Status::GRACE.0))));
+    assert_eq!(numbers.turn(6, 2), Err(Status::BAD_SEQID), "another operation has no reply");
     drop(numbers);
     // One that is not confirmed can do nothing but that, and goes when its owner begins again.
     state.may_begin(0, id).unwrap();
     let how = OpenAs { is_confirmed: false, ..open_as("o", (READ, 0)) };
-    let (stateid, _) = state.open(0, MayHave::stored(id), how, &file(1), guard()).unwrap();
+    let (stateid, _) = state.open(0, MayHave::stored(id, false), how, &file(1), guard()).unwrap();
     assert_eq!(state.access(0, id, USER, stateid, &file(1), false), Err(Refused::Status(Status::BAD_STATEID)));
     assert_eq!(state.confirm_open(id, stateid, &file(2)), Err(Status::BAD_STATEID));
     let confirmed = state.confirm_open(id, stateid, &file(1)).unwrap();
     assert_eq!(state.access(0, id, USER, confirmed, &file(1), false), Ok(true));
-    state.close_unconfirmed(id, b"o");
+    state.close_unconfirmed(id, stateid);
     assert!(state.test_stateid(id, confirmed).is_ok(), "it is confirmed");
-    state.open(0, MayHave::stored(id), OpenAs { owner: b"p", ..how }, &file(1), guard()).unwrap();
-    state.close_unconfirmed(id, b"p");
+    let other = state.open(0, MayHave::stored(id, false), OpenAs { owner: b"p", ..how }, &file(1), guard()).unwrap();
+    state.close_unconfirmed(id, other.0);
     assert_eq!(state.held.len(), 1);
     // Owners who have nothing give way to those who come.
     for n in 0..2 * OWNERS_MAX {
-        state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap();
+        state.numbered(0, id, Role::Opens, &n.to_be_bytes()).unwrap();
     }
     assert!(state.numbered <= OWNERS_MAX);
-    assert!(Arc::ptr_eq(&owner, &state.numbered(id, Role::Opens, b"o").unwrap()), "one who has something stays");
+    assert!(Arc::ptr_eq(&owner, &state.numbered(0, id, Role::Opens, b"o").unwrap()), "one who has something stays");
     let held = lock_as(&mut state, id, confirmed, "l");
     assert_eq!(state.release_locks_of(id, b"l"), Err(Status::LOCKS_HELD));
     state.unlock(id, held, &file(1), range(0, 10)).unwrap();
     assert_eq!(state.release_locks_of(id, b"l"), Ok(()));
-    state.remove_client(id);
-    assert_eq!((state.numbered, state.held.len(), state.files.len()), (0, 0, 0));
+    // What was closed is known for as long as it is the last.
+    for of in [2, 3] {
+        let open = open(&mut state, 0, id, "o", of, (READ, 0)).unwrap();
+        state.close(id, open, &file(of)).unwrap();
+        let known = state.numbered_by(0, open, Role::Opens).unwrap();
+        assert!(Arc::ptr_eq(&owner, &known) && state.closed.len() == 1);
+    }
+    // One whose owners are all idle does not keep others out.
+    for n in 0..OWNERS_TOTAL_MAX / OWNERS_MAX + 2 {
+        let (other, confirmation) = state.set_client(0, &n.to_be_bytes(), [1; 8], Principal(None)).unwrap();
+        state.confirm_client(0, other, confirmation, Principal(None)).unwrap();
+        for owner in 0..OWNERS_MAX {
+            let now = SWEEP_MS * (n * OWNERS_MAX + owner) as u64;
+            state.numbered(now, other, Role::Opens, &owner.to_be_bytes()).unwrap();
+        }
+    }
+    assert!(state.numbered <= OWNERS_TOTAL_MAX);
+    state.clients.keys().copied().collect::<Vec<_>>().into_iter().for_each(|id| state.remove_client(id));
+    assert_eq!((state.numbered, state.held.len(), state.files.len(), state.closed.len()), (0, 0, 0, 0));
 }
 
 fn lock_as(state: &mut State, client: u64, open: Stateid, owner: &str) -> Stateid {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
-    state.lock(0, MayHave::stored(client), request, &file(1), false, range(0, 10)).unwrap()
+    state.lock(0, MayHave::stored(client, false), request, &file(1), false, range(0, 10)).unwrap()
 }
 
 /// What a client believes that it has.
@@ -542,7 +580,7 @@ impl World {
                 Err(Refused::Expired(other)) => {
                     assert!(self.state.give_up(self.now, other));
                     self.store();
-                    self.state.expire(other);
+                    assert!(self.state.expire(self.now, other));
                 }
                 Err(Refused::Status(Status::SHARE_DENIED)) => return,
                 Err(other) => panic!("{other:?}"),
