@@ -2,6 +2,7 @@
 # limit: 600
 hosts ours a b
 share_directory
+export THRUWAY_LOG=info,thruway_nfs::v4=debug
 start() {
     : >/tmp/serve.json
     # With none of what it serves mounted (as ip would do) or open: when it is killed, it would wait for itself.
@@ -73,6 +74,8 @@ adder=$!
 add b
 wait $adder
 [[ $(sort /mnt/a/lines | uniq -c | xargs) == '20 a 20 b' ]]
+# They did not ask again and again, but were told.
+grep -q 'client told.*status=0' /tmp/said
 
 echo '--- a client that dies'
 flock 8

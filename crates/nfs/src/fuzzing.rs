@@ -110,6 +110,49 @@ impl Client {
     }
 }
 
+/// Where these stand in the data, the id of a client of version 4.0 and the stateid of a file that it has open are put instead.
+const CLIENT_ID: &[u8; 8] = b"CLIENTID";
+const STATEID: &[u8; 12] = b"STATEID-OPEN";
+
+fn replace(data: &mut [u8], from: &[u8], to: &[u8]) {
+    for at in 0..(data.len() + 1).saturating_sub(from.len()) {
+        if data[at..].starts_with(from) {
+            data[at..at + to.len()].copy_from_slice(to);
+        }
+    }
+}
+
+impl Client {
+    /// Becomes one of version 4.0 that has opened a file; its id and the stateid without the number.
+    fn without_session(&mut self) -> ([u8; 8], [u8; 12]) {
+        const SETCLIENTID: u32 = 35;
+        const SETCLIENTID_CONFIRM: u32 = 36;
+        const OPEN: u32 = 18;
+        self.minor = 0;
+        let words = |out: &mut Encoder, words: &[u32]| words.iter().for_each(|word| out.u32(*word));
+        let mut set = Encoder::new();
+        words(&mut set, &[SETCLIENTID, 1, 2]);
+        set.opaque(b"fuzzer");
+        words(&mut set, &[0, 0, 0, 0]);
+        let set = self.compound(1, &set.to_bytes());
+        let mut confirm = Encoder::new();
+        confirm.u32(SETCLIENTID_CONFIRM);
+        confirm.fixed(&set[20..36]);
+        self.compound(1, &confirm.to_bytes());
+        let id: [u8; 8] = *set[20..].first_chunk().expect("a client's id");
+        let mut open = Encoder::new();
+        words(&mut open, &[PUTROOTFH, LOOKUP]);
+        open.opaque(b"m");
+        words(&mut open, &[OPEN, 1, 3, 0]);
+        open.fixed(&id);
+        open.opaque(b"o");
+        words(&mut open, &[1, 0, 0, 0, 0]);
+        open.opaque(b"f");
+        let opened = self.compound(3, &open.to_bytes());
+        (id, *opened[12 + 16 + 8 + 4..].first_chunk().expect("a stateid"))
+    }
+}
+
 /// Operations of version 4 in a session, on a share in memory; whatever they are, the session works afterwards.
 pub fn operations(data: &[u8]) {
     let mut client = Client::new();
@@ -122,6 +165,15 @@ pub fn operations(data: &[u8]) {
         let results = client.in_session(60, &[&begin.to_bytes(), data].concat());
         assert!(results.is_empty() || results.len() >= 12, "a status, a tag and a number of results");
     }
+    // The same as version 4.0 has them, of which some take the others' place.
+    let (mut data, (id, stateid)) = (data.to_vec(), client.without_session());
+    replace(&mut data, CLIENT_ID, &id);
+    replace(&mut data, STATEID, &stateid);
+    for data in data.chunks(2048) {
+        let results = client.compound(60, &[&begin.to_bytes(), data].concat());
+        assert!(results.is_empty() || results.len() >= 12, "a status, a tag and a number of results");
+    }
+    client.minor = 2;
     let results = client.in_session(2, &begin.to_bytes());
     // Unless it has taken its session apart.
     let bad_session = 10_052_u32.to_be_bytes();
@@ -141,6 +193,8 @@ mod tests {
         assert_eq!(results[..12], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2]);
         operations(&[]);
         operations(&[0; 5000]);
+        let (id, stateid) = client.without_session();
+        assert!(id != [0; 8] && stateid != [0; 12]);
         operations(&(0..=255).collect::<Vec<u8>>());
     }
 }

@@ -193,6 +193,94 @@ else:
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), text(&pki)]);
 }
 
+/// As [`CLIENT`], with a session of version 4.1: `run(count, operations)` returns the results behind SEQUENCE.
+const SESSION: &str = r#"
+class Session(Connection):
+    def __init__(self, name, back=True):
+        super().__init__()
+        self.sequence = 0
+        reply = self.compound(1, words(42) + bytes([1] * 8) + opaque(name) + words(0, 0, 0))
+        self.client, sequence = reply[8:16], reply[16:20]
+        limits = words(0, 1 << 20, 1 << 20, 4096, 16, 4, 0)
+        create = words(43) + self.client + sequence + words(2 if back else 0) + limits + limits + words(0x40001234, 1, 0)
+        reply = self.compound(1, create)
+        self.id, flags = reply[8:24], reply[28:32]
+        assert flags == words(2 if back else 0), "is it called back?"
+        self.run(1, words(58, 0))
+    def compound(self, count, operations):
+        reply = self.call(100003, 4, 1, opaque(b"") + words(1, count) + operations)
+        assert reply[:16] == words(0, 0, 0, 0), reply
+        self.status = struct.unpack(">I", reply[16:20])[0]
+        return reply[28:]
+    def run(self, count, operations):
+        self.sequence += 1
+        results = self.compound(count + 1, words(53) + self.id + words(self.sequence, 0, 0, 0) + operations)
+        self.events = results[40:44]
+        return results[44:]
+    def called(self):
+        length = struct.unpack(">I", self.receive(4))[0] & 0x7fffffff
+        return self.receive(length)
+    def answer(self, call, results):
+        reply = call[:4] + words(1, 0, 0, 0, 0) + results
+        self.stream.sendall(words(0x80000000 | len(reply)) + reply)
+
+def opened(session, owner):
+    open = words(18, 0, 3, 0) + session.client + opaque(owner) + words(1, 0, 0, 0, 0) + opaque(b"f")
+    results = session.run(4, LOOK_UP + open + words(10))
+    assert session.status == 0
+    flags = struct.unpack(">I", results[16 + 8 + 16 + 20:][:4])[0]
+    return results[16 + 8:][:16], flags
+
+IN_FILE = LOOK_UP + words(15) + opaque(b"f")
+"#;
+
+#[test]
+fn who_waits_for_a_lock_is_told_when_it_may_be_had() {
+    let (daemon, at, _lab) = share();
+    let script = r#"
+def lock(session, stateid, owner, kind):
+    new = words(1, 0) + stateid + words(0) + session.client + opaque(owner)
+    return session.run(4, IN_FILE + words(12, kind, 0, 0, 0, 0, 10) + new)
+
+one, two, deaf = Session(b"one"), Session(b"two"), Session(b"deaf", back=False)
+(of_one, flags), (of_two, _), (of_deaf, of_none) = opened(one, b"a"), opened(two, b"b"), opened(deaf, b"c")
+assert flags & 0x20 and not of_none & 0x20, "who can be told is told so"
+held = lock(one, of_one, b"a", 2)
+assert one.status == 0
+for session, stateid, owner in [(two, of_two, b"b"), (deaf, of_deaf, b"c")]:
+    lock(session, stateid, owner, 4)
+    assert session.status == 10010, "denied"
+unlock = words(14, 2, 0) + held[24 + 8:][:16] + words(0, 0, 0, 10)
+one.run(4, IN_FILE + unlock)
+assert one.status == 0
+
+call = two.called()
+# Number, call, version of RPC, program, version, procedure, credential and verifier.
+assert call[4:24] == words(0, 2, 0x40001234, 1, 1) and call[24:40] == words(0, 0, 0, 0)
+tag_minor_ident_count, operations = call[40:56], call[56:]
+assert tag_minor_ident_count == words(0, 1, 0, 2)
+assert operations[:20] == words(11) + two.id and operations[20:40] == words(1, 0, 0, 0, 0)
+assert operations[40:44] == words(13) and operations.endswith(two.client + opaque(b"b"))
+two.answer(call, words(0, 0, 2, 11, 0) + two.id + words(1, 0, 0, 0) + words(13, 0))
+lock(two, of_two, b"b", 2)
+assert two.status == 0
+# A connection that is lost is missed, and another takes its place.
+second = Connection()
+second.stream, two.stream = two.stream, second.stream
+second.stream.close()
+import time
+while not two.events == words(0x200):
+    two.run(0, b"")
+    time.sleep(0.01)
+two.compound(1, words(41) + two.id + words(7, 0))
+assert two.status == 0
+two.run(0, b"")
+assert two.events == words(0)
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{script}"), &at, ""]);
+    daemon.stop();
+}
+
 #[test]
 fn shares_are_for_the_clients_that_their_rules_name() {
     let lab = Lab::new();

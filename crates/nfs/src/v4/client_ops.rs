@@ -1,11 +1,12 @@
 //! Operations on clients and sessions (RFC 8881, section 18.34 and on).
 
+use super::callback::{self, Back};
 use super::compound::{Compound, Done, get_name};
 use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
 use super::state::{NewSession, Principal};
 use super::status::Status;
 use std::sync::Arc;
-use thruway_rpc::message::flavor;
+use thruway_rpc::message::{AuthSys, flavor};
 use thruway_rpc::server::{CALL_MAX, Credential};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
@@ -42,20 +43,23 @@ fn put_limits(out: &mut Encoder, limits: &ChannelLimits) {
     }
 }
 
-/// `callback_sec_parms4`: there are no callbacks yet, so that only the form counts.
-fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<()> {
+/// `callback_sec_parms4`: the first of them by which the client can be called.
+fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<Option<callback::Credential>> {
+    let mut first = None;
     for _ in 0..d.len(16)? {
-        match d.u32()? {
-            flavor::AUTH_NONE => {}
+        let flavor = d.u32()?;
+        match flavor {
+            flavor::AUTH_NONE => drop(first.get_or_insert(callback::Credential { flavor, body: Vec::new() })),
             flavor::AUTH_SYS => {
-                let _ = (d.u32()?, d.opaque(255)?, d.u32()?, d.u32()?);
-                d.array(16, Decoder::u32)?;
+                let (_stamp, machine, uid, gid) = (d.u32()?, d.opaque(255)?.to_vec(), d.u32()?, d.u32()?);
+                let body = AuthSys { machine, uid, gid, gids: d.array(16, Decoder::u32)? }.encode();
+                first.get_or_insert(callback::Credential { flavor, body });
             }
             flavor::RPCSEC_GSS => drop((d.u32()?, d.opaque(OPAQUE_MAX)?, d.opaque(OPAQUE_MAX)?)),
             value => return Err(xdr::DecodeError::Invalid { value }),
         }
     }
-    Ok(())
+    Ok(first)
 }
 
 impl Compound<'_> {
@@ -99,10 +103,11 @@ impl Compound<'_> {
 
     pub(super) fn create_session(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const FLAGS: u32 = 7;
+        const BACK: u32 = 2;
         let (client, sequence, flags) = (d.u64()?, d.u32()?, d.u32()?);
-        let (asked, back) = (get_limits(d)?, get_limits(d)?);
-        let _callback_program = d.u32()?;
-        get_callback_security(d)?;
+        let (asked, asked_back) = (get_limits(d)?, get_limits(d)?);
+        let program = d.u32()?;
+        let credential = get_callback_security(d)?;
         if flags & !FLAGS != 0 {
             return Err(Status::INVAL.into());
         }
@@ -116,6 +121,10 @@ impl Compound<'_> {
             operations: asked.operations.clamp(1, OPERATIONS_MAX),
             requests: asked.requests.clamp(1, SLOTS_MAX),
         };
+        // A client that wants to be called is, by the connections that it makes.
+        let channel = self.call.connection.back.clone().filter(|_| flags & BACK != 0);
+        let mut back = channel.zip(credential).map(|(channel, how)| Back::new(program, how, channel));
+        let minor = self.minor;
         let principal = self.principal();
         // In one go: a session is there, or the client has the number for it still.
         let reply = self.server.state(|state, now| {
@@ -128,12 +137,13 @@ impl Compound<'_> {
             let mut reply = Encoder::new();
             reply.fixed(&id);
             reply.u32(sequence);
-            // Replies are forgotten with the server; there are no callbacks; RDMA is known by its port.
-            reply.u32(0);
+            // Replies are forgotten with the server; RDMA is known by its port.
+            reply.u32(if back.is_some() { BACK } else { 0 });
             put_limits(&mut reply, &limits);
-            put_limits(&mut reply, &back);
+            put_limits(&mut reply, &asked_back);
             let reply = reply.to_bytes().into_boxed_slice();
-            state.session_created(Arc::new(Session::new(id, client, lease, limits)), reply.clone());
+            let session = Session::new(id, client, lease, limits).with_back(minor, back.take());
+            state.session_created(Arc::new(session), reply.clone());
             Ok::<_, Status>(reply)
         })?;
         out.fixed(&reply);
@@ -156,22 +166,29 @@ impl Compound<'_> {
         Ok(self.server.store().await?)
     }
 
-    /// Connections need not be bound: each may be used for every session. For callbacks there is none.
+    /// Connections need not be bound to be used for a session, but for callbacks.
     pub(super) fn bind_connection(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const FORE: u32 = 1;
         const BACK: u32 = 2;
+        const BOTH: u32 = 3;
+        const FORE_OR_BOTH: u32 = 3 | 4;
+        const BACK_OR_BOTH: u32 = 2 | 4;
         let (id, direction, _use_rdma) = (*d.fixed::<16>()?, d.u32()?, d.bool()?);
-        if !self.server.state(|state, _| state.sessions.contains_key(&id)) {
-            return Err(Status::BADSESSION.into());
-        }
-        match direction {
-            BACK => return Err(Status::NOTSUPP.into()),
-            // Perhaps, or surely, in both directions.
-            FORE | 3 | 7 => {}
+        let session = self.server.state(|state, _| state.sessions.get(&id).cloned()).ok_or(Status::BADSESSION)?;
+        let way_back = session.back.as_ref().zip(self.call.connection.back.clone());
+        let done = match (direction, way_back) {
+            (FORE, _) => FORE,
+            // Both directions, or one of them and the other if that can be.
+            (BACK | BOTH | FORE_OR_BOTH | BACK_OR_BOTH, Some((back, channel))) => {
+                back.add(channel);
+                if direction == BACK { BACK } else { BOTH }
+            }
+            (FORE_OR_BOTH, None) => FORE,
+            (BACK | BOTH | BACK_OR_BOTH, None) => return Err(Status::INVAL.into()),
             _ => return Err(Status::BADXDR.into()),
-        }
+        };
         out.fixed(&id);
-        out.u32(FORE);
+        out.u32(done);
         out.bool(false);
         Ok(())
     }

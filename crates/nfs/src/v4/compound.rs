@@ -31,6 +31,9 @@ const ROOT_FSID: (u64, u64) = (0x7468_7275, 0);
 /// Its number there; those of shares are above.
 const ROOT_NUMBER: u64 = 1;
 
+/// Flag of the result of SEQUENCE: there is no connection for callbacks (`SEQ4_STATUS_CB_PATH_DOWN_SESSION`).
+const CB_PATH_DOWN_SESSION: u32 = 0x200;
+
 /// Operations that change something, but for those that can be done again.
 const CHANGING: [u32; 14] = [
     op::OPEN,
@@ -295,8 +298,10 @@ impl<'a> Compound<'a> {
         }
         session.lease.renew(now);
         out.fixed(&id);
-        // The highest slot of ours and the one that we would like; no events.
-        for word in [sequence, slot, session.highest_slot(), session.highest_slot(), 0] {
+        // The client is to say by which connection it can be called.
+        let events = if session.back.is_some() && !session.can_call() { CB_PATH_DOWN_SESSION } else { 0 };
+        // The highest slot of ours and the one that we would like.
+        for word in [sequence, slot, session.highest_slot(), session.highest_slot(), events] {
             out.u32(word);
         }
         self.slot = Some(InSlot { session, slot, digest, is_kept, has_ended: false });
@@ -389,6 +394,11 @@ impl<'a> Compound<'a> {
     /// The client whose session this is in.
     pub(super) fn client(&self) -> Result<u64, Status> {
         self.slot.as_ref().map(|slot| slot.session.client).ok_or(Status::OP_NOT_IN_SESSION)
+    }
+
+    /// Whether the client can be called.
+    pub(super) fn can_call(&self) -> bool {
+        self.slot.as_ref().is_some_and(|slot| slot.session.can_call())
     }
 
     /// The session that this is in.

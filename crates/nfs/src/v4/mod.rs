@@ -5,6 +5,7 @@
 
 pub(crate) mod attributes;
 pub(crate) mod bitmap;
+mod callback;
 mod client_ops;
 mod compound;
 mod data_ops;
@@ -17,8 +18,10 @@ mod state;
 mod status;
 mod xattr_ops;
 
+use self::callback::Notice;
 use self::compound::Compound;
 use self::recovery::Recovery;
+use self::session::Session;
 use self::state::{MayHave, Refused, State};
 use self::status::Status;
 use crate::share::Shares;
@@ -137,12 +140,13 @@ impl Nfs4 {
 
     /// Does something with the state of clients. What was kept open is let go when others can go on.
     fn state<T>(&self, action: impl FnOnce(&mut State, u64) -> T) -> T {
-        let (result, dropped) = {
+        let (result, dropped, notices) = {
             let mut state = self.state.lock().expect("no panics under the lock");
             let result = action(&mut state, self.now());
-            (result, state.take_dropped())
+            (result, state.take_dropped(), state.take_notices())
         };
         drop(dropped);
+        notices.into_iter().for_each(|(session, notice)| tell(session, notice));
         result
     }
 
@@ -211,6 +215,17 @@ impl Nfs4 {
             _ => Err(Refusal::ProcedureUnavailable),
         }
     }
+}
+
+/// Tells a client something. Who is not told asks again.
+fn tell(session: Arc<Session>, notice: Notice) {
+    thruway_engine::reactor::start(async move {
+        let Some(back) = &session.back else { return };
+        match back.tell(&session, &notice).await {
+            Ok(status) => tracing::debug!(client = session.client, status, ?notice, "client told"),
+            Err(error) => tracing::debug!(client = session.client, %error, ?notice, "client not told"),
+        }
+    });
 }
 
 impl Program for Nfs4 {

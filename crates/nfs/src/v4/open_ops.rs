@@ -3,7 +3,7 @@
 use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, get_name, key, put_change_info, user};
-use super::state::{LockRequest, OpenAs, Owner, READ, Range, Role, State, Stateid, Turn, WRITE};
+use super::state::{LockRequest, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE, Waiting};
 use super::status::Status;
 use crate::file_system::{Attributes, Make, Rights, SetAttributes};
 use crate::share::Target;
@@ -15,6 +15,9 @@ const OWNER_MAX: u32 = 1024;
 
 /// Flag of the result of OPEN: locks are as in POSIX.
 const LOCKTYPE_POSIX: u32 = 4;
+
+/// Flag of the result of OPEN: who waits for a lock is told when it may be had (RFC 8881, section 18.16.3).
+const MAY_NOTIFY_LOCK: u32 = 0x20;
 
 /// Flag of the result of OPEN: its owner has to confirm that it is there.
 const MUST_CONFIRM: u32 = 2;
@@ -151,7 +154,8 @@ impl<'a> Compound<'a> {
         }
         stateid.encode(out);
         put_change_info(out, dir.0.as_ref(), dir.1.as_ref());
-        out.u32(LOCKTYPE_POSIX | if is_confirmed { 0 } else { MUST_CONFIRM });
+        let notifies = if self.can_call() { MAY_NOTIFY_LOCK } else { 0 };
+        out.u32(LOCKTYPE_POSIX | notifies | if is_confirmed { 0 } else { MUST_CONFIRM });
         which.encode(out);
         if share & WANT_DELEGATION == 0 {
             // No delegation.
@@ -255,11 +259,13 @@ impl<'a> Compound<'a> {
         Ok(())
     }
 
-    /// Type of a lock: whether it is for writing. That the client would wait for it makes no difference.
-    fn get_lock_type(d: &mut Decoder<'_>) -> Done<bool> {
+    /// Type of a lock: whether it is for writing, and whether the client waits for it.
+    fn get_lock_type(d: &mut Decoder<'_>) -> Done<(bool, bool)> {
         match d.u32()? {
-            1 | 3 => Ok(false),
-            2 | 4 => Ok(true),
+            1 => Ok((false, false)),
+            2 => Ok((true, false)),
+            3 => Ok((false, true)),
+            4 => Ok((true, true)),
             _ => Err(Status::BADXDR.into()),
         }
     }
@@ -270,7 +276,7 @@ impl<'a> Compound<'a> {
     }
 
     pub(super) async fn lock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
-        let (is_write, is_reclaim) = (Self::get_lock_type(d)?, d.bool()?);
+        let ((is_write, is_waiting), is_reclaim) = (Self::get_lock_type(d)?, d.bool()?);
         let range = (d.u64()?, d.u64()?);
         let (locker, number, by) = if d.bool()? {
             let (_, open, number) = (d.u32()?, self.get_stateid(d)?, d.u32()?);
@@ -297,12 +303,25 @@ impl<'a> Compound<'a> {
         if numbers.as_ref().is_some_and(|numbers| numbers.turn(number, super::op::LOCK) != Ok(Turn::New)) {
             return Err(Status::BAD_SEQID.into());
         }
+        // Who waits is told, if it can be.
+        let handle: Option<Box<[u8]>> = if is_waiting && self.can_call() { Some(self.handle()?.into()) } else { None };
         let action = |state: &mut State, now| {
             let request = match &locker {
                 Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },
                 Locker::Existing(stateid) => LockRequest::Existing(*stateid),
             };
-            state.lock(now, may_have, request, &file, is_write, range)
+            let result = state.lock(now, may_have, request, &file, is_write, range);
+            if let (Err(Refused::Denied(_)), Some(handle)) = (&result, &handle) {
+                let owner = match &locker {
+                    Locker::New(_, owner) => Some(owner.clone()),
+                    Locker::Existing(stateid) => state.owner_of_locks(*stateid),
+                };
+                if let Some(owner) = owner {
+                    let handle = handle.clone();
+                    state.wait_for_lock(Waiting { client, owner, handle, is_write, range, since: now }, &file);
+                }
+            }
+            result
         };
         let locked = self.server.contend(action).await.map_err(Failure::from);
         if let Some(numbers) = &mut numbers {
@@ -314,7 +333,7 @@ impl<'a> Compound<'a> {
     }
 
     pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
-        let (is_write, range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
+        let ((is_write, _), range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
         let (client, file) = (self.client_that_says(client)?, key(self.target()?));
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);

@@ -1,5 +1,6 @@
 //! Sessions (RFC 8881, section 2.10): slots, in each of which one request is done once.
 
+use super::callback::Back;
 use super::status::Status;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -50,6 +51,10 @@ pub(super) struct Session {
     pub client: u64,
     pub lease: std::sync::Arc<Lease>,
     pub limits: ChannelLimits,
+    /// The minor version that it was made by.
+    pub minor: u32,
+    /// The way back to the client, if that is to be called.
+    pub back: Option<Back>,
     slots: Box<[Mutex<Slot>]>,
 }
 
@@ -75,7 +80,17 @@ pub(super) enum Turn {
 impl Session {
     pub(super) fn new(id: [u8; 16], client: u64, lease: std::sync::Arc<Lease>, limits: ChannelLimits) -> Session {
         let slots = (0..limits.requests).map(|_| Mutex::default()).collect();
-        Session { id, client, lease, limits, slots }
+        Session { id, client, lease, limits, minor: 1, back: None, slots }
+    }
+
+    /// With a way back to the client.
+    pub(super) fn with_back(self, minor: u32, back: Option<Back>) -> Session {
+        Session { minor, back, ..self }
+    }
+
+    /// Whether the client can be called.
+    pub(super) fn can_call(&self) -> bool {
+        self.back.as_ref().is_some_and(Back::is_open)
     }
 
     fn slot(&self, slot: u32) -> Option<MutexGuard<'_, Slot>> {

@@ -1,5 +1,6 @@
 //! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
 
+use super::files::FileState;
 use super::numbered::Numbering;
 use super::{CLIENTS_MAX, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{Lease, Session};
@@ -408,9 +409,10 @@ impl State {
         }
         if let Some(state) = self.files.get_mut(&file) {
             state.forget(number);
-            if state.is_unused() {
-                self.files.remove(&file);
-            }
+        }
+        self.wake(&file);
+        if self.files.get(&file).is_some_and(FileState::is_unused) {
+            self.files.remove(&file);
         }
         if let Held::Open(open) = held {
             for holder in open.holders {

@@ -2,6 +2,7 @@
 
 use super::numbered::Role;
 use super::ranges::{Lock, Locks, Range};
+use super::waiting::Waiting;
 use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
@@ -81,7 +82,9 @@ pub(in super::super) struct OpenAs<'a> {
 pub(super) struct FileState {
     opens: Vec<u64>,
     holders: Vec<u64>,
-    locks: Locks,
+    pub locks: Locks,
+    /// Who waits for locks.
+    pub waiting: Vec<Waiting>,
 }
 
 impl FileState {
@@ -351,7 +354,7 @@ impl State {
         self.in_the_way(now, holder.client, Refused::Denied(denied))
     }
 
-    fn holder_of(&self, client: u64, owner: &[u8], file: &FileKey) -> Option<u64> {
+    pub(super) fn holder_of(&self, client: u64, owner: &[u8], file: &FileKey) -> Option<u64> {
         let holders = &self.files.get(file)?.holders;
         holders.iter().copied().find(
             |number| matches!(self.held.get(number), Some(Held::Locks(h)) if h.client == client && *h.owner == *owner),
@@ -456,6 +459,7 @@ impl State {
             return Err(Status::NOSPC);
         }
         state.locks.unlock(number, range);
+        self.wake(file);
         Ok(self.next_stateid(number))
     }
 

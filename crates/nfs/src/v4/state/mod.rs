@@ -8,14 +8,17 @@ mod clients;
 mod files;
 mod numbered;
 mod ranges;
+mod waiting;
 
 pub(super) use clients::{ClientName, NewSession, Principal};
 pub(super) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(super) use numbered::{Reply, Role, Turn};
 pub(super) use ranges::Range;
+pub(super) use waiting::Waiting;
 
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
+use super::callback::Notice;
 use super::session::{Lease, Session};
 use super::status::Status;
 use crate::file_system::{FileId, OpenGuard};
@@ -113,6 +116,8 @@ pub(super) const HELD_MAX: usize = 16 << 10;
 pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(super) const FILE_HELD_MAX: usize = 4096;
+/// Who waits for a lock in one file: of more, the first ask again themselves.
+pub(super) const WAITING_MAX: usize = 256;
 /// Locks in one file.
 pub(super) const LOCKS_MAX: usize = 8192;
 /// Owners of a client of version 4.0 whose operations are counted.
@@ -146,6 +151,8 @@ pub(super) struct State {
     expired: VecDeque<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
+    /// What is to be told to clients.
+    notices: Vec<(Arc<Session>, Notice)>,
 }
 
 impl State {
@@ -166,6 +173,7 @@ impl State {
             closed: HashMap::new(),
             expired: VecDeque::new(),
             dropped: Vec::new(),
+            notices: Vec::new(),
         }
     }
 

@@ -1,0 +1,164 @@
+//! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
+
+use super::session::Session;
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+use thruway_rpc::client::{CallError, Procedure};
+use thruway_rpc::message::OpaqueAuth;
+use thruway_rpc::server::BackChannel;
+use thruway_rpc::xdr::{Decoder, Encoder};
+
+/// Connections by which a session is called back.
+const CHANNELS_MAX: usize = 4;
+
+/// A client that does not answer for this long is not called any more by this connection.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Numbers of operations and statuses, by the names of the RFC.
+const CB_SEQUENCE: u32 = 11;
+const CB_NOTIFY_LOCK: u32 = 13;
+const SEQ_MISORDERED: u32 = 10_063;
+
+/// How a client wants to be called (`callback_sec_parms4`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Credential {
+    pub flavor: u32,
+    pub body: Vec<u8>,
+}
+
+/// What is told to a client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Notice {
+    /// A lock that was in the way of this owner is gone.
+    Lock { handle: Box<[u8]>, owner: Box<[u8]> },
+}
+
+/// The way back to the client of a session.
+pub(super) struct Back {
+    program: u32,
+    credential: Credential,
+    channels: Mutex<Vec<BackChannel>>,
+    /// The number of the last call, one of which is made at a time; it may have been lost on its way.
+    turn: tokio::sync::Mutex<LastCall>,
+}
+
+#[derive(Default)]
+struct LastCall {
+    sequence: u32,
+    is_uncertain: bool,
+}
+
+impl Back {
+    pub(super) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
+        Back { program, credential, channels: Mutex::new(vec![channel]), turn: tokio::sync::Mutex::default() }
+    }
+
+    fn channels(&self) -> MutexGuard<'_, Vec<BackChannel>> {
+        self.channels.lock().expect("no panics under the lock")
+    }
+
+    /// One more connection.
+    pub(super) fn add(&self, channel: BackChannel) {
+        let mut channels = self.channels();
+        channels.retain(BackChannel::is_open);
+        if channels.len() < CHANNELS_MAX {
+            channels.push(channel);
+        }
+    }
+
+    /// Whether there is a connection.
+    pub(super) fn is_open(&self) -> bool {
+        self.channels().iter().any(BackChannel::is_open)
+    }
+
+    /// Tells the client something, once; the status of the operation that says it.
+    pub(super) async fn tell(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
+        let mut last = self.turn.lock().await;
+        // If the client has not got the last one, its number is still the next.
+        let candidates = if last.is_uncertain {
+            vec![last.sequence.wrapping_add(1), last.sequence]
+        } else {
+            vec![last.sequence.wrapping_add(1)]
+        };
+        let mut result = Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
+        for sequence in candidates {
+            let Some(channel) = self.channels().iter().find(|channel| channel.is_open()).cloned() else {
+                return result;
+            };
+            let procedure = Procedure { program: self.program, version: 1, procedure: 1 };
+            let credential = OpaqueAuth { flavor: self.credential.flavor, body: &self.credential.body };
+            *last = LastCall { sequence, is_uncertain: true };
+            let reply = channel.call(procedure, credential, &compound(session, sequence, notice), TIMEOUT).await;
+            let reply = match reply {
+                Ok(reply) => reply,
+                Err(error) => return Err(error),
+            };
+            let (of_sequence, of_notice) = statuses(&reply)?;
+            result = Ok(of_notice.unwrap_or(of_sequence));
+            if of_sequence != SEQ_MISORDERED {
+                last.is_uncertain = false;
+                break;
+            }
+        }
+        result
+    }
+}
+
+/// `CB_COMPOUND4args`
+fn compound(session: &Session, sequence: u32, notice: &Notice) -> Encoder {
+    let mut out = Encoder::new();
+    out.opaque(b"");
+    // Minor version, no identifier of the callback, two operations.
+    [session.minor, 0, 2].into_iter().for_each(|word| out.u32(word));
+    out.u32(CB_SEQUENCE);
+    out.fixed(&session.id);
+    // In slot 0, which is the highest; not to be kept; no calls of the client's that this refers to.
+    [sequence, 0, 0, 0, 0].into_iter().for_each(|word| out.u32(word));
+    match notice {
+        Notice::Lock { handle, owner } => {
+            out.u32(CB_NOTIFY_LOCK);
+            out.opaque(handle);
+            out.u64(session.client);
+            out.opaque(owner);
+        }
+    }
+    out
+}
+
+/// The statuses of CB_SEQUENCE and of what follows it, if it was reached.
+fn statuses(reply: &[u8]) -> Result<(u32, Option<u32>), CallError> {
+    let mut d = Decoder::new(reply);
+    let (status, _tag, count) = (d.u32()?, d.opaque(1024)?, d.u32()?);
+    if count == 0 {
+        return Ok((status, None));
+    }
+    let (_operation, of_sequence) = (d.u32()?, d.u32()?);
+    if of_sequence != 0 || count == 1 {
+        return Ok((of_sequence, None));
+    }
+    // Session, number, slot, highest and target highest slot.
+    d.fixed::<32>()?;
+    let (_operation, of_notice) = (d.u32()?, d.u32()?);
+    Ok((0, Some(of_notice)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(words: &[u32]) -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_be_bytes()).collect()
+    }
+
+    #[test]
+    fn answers_are_taken_apart() {
+        let all = words(&[0, 0, 2, CB_SEQUENCE, 0, 1, 2, 3, 4, 5, 0, 0, 0, CB_NOTIFY_LOCK, 10_004]);
+        assert!(matches!(statuses(&all), Ok((0, Some(10_004)))));
+        let misordered = words(&[SEQ_MISORDERED, 0, 1, CB_SEQUENCE, SEQ_MISORDERED]);
+        assert!(matches!(statuses(&misordered), Ok((SEQ_MISORDERED, None))));
+        assert!(matches!(statuses(&words(&[10_021, 0, 0])), Ok((10_021, None))));
+        for len in 0..all.len() {
+            assert!(statuses(&all[..len]).is_err(), "{len}");
+        }
+    }
+}

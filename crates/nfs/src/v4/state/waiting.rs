@@ -1,0 +1,70 @@
+//! Who waits for locks, and is told when they may be had (RFC 8881, section 9.6).
+
+use super::files::{Held, Owner};
+use super::{FileKey, Range, State, Stateid, WAITING_MAX};
+use crate::v4::callback::Notice;
+use crate::v4::session::Session;
+use std::sync::Arc;
+
+/// Who waits for a lock.
+pub(in super::super) struct Waiting {
+    pub client: u64,
+    pub owner: Owner,
+    /// As the client calls the file.
+    pub handle: Box<[u8]>,
+    pub is_write: bool,
+    pub range: Range,
+    pub since: u64,
+}
+
+impl State {
+    /// The owner of locks that a stateid stands for.
+    pub(in super::super) fn owner_of_locks(&self, stateid: Stateid) -> Option<Owner> {
+        match self.held.get(&self.number_of(stateid)?)? {
+            Held::Locks(holder) => Some(holder.owner.clone()),
+            Held::Open(_) => None,
+        }
+    }
+
+    /// A client waits for a lock that has just been refused; it may give up without a word, and is told once.
+    pub(in super::super) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileKey) {
+        let lease_ms = self.lease_ms;
+        let Some(state) = self.files.get_mut(file) else { return };
+        let is_other = |known: &Waiting| {
+            (known.client, &known.owner, known.range) != (waiting.client, &waiting.owner, waiting.range)
+        };
+        state.waiting.retain(|known| is_other(known) && waiting.since.saturating_sub(known.since) < lease_ms);
+        if state.waiting.len() >= WAITING_MAX {
+            state.waiting.remove(0);
+        }
+        state.waiting.push(waiting);
+    }
+
+    /// Tells those who wait for a lock in a file that it may be had now. To be called when one is gone.
+    pub(super) fn wake(&mut self, file: &FileKey) {
+        let Some(state) = self.files.get_mut(file) else { return };
+        if state.waiting.is_empty() {
+            return;
+        }
+        let waiting = std::mem::take(&mut state.waiting);
+        let (ready, rest): (Vec<Waiting>, Vec<Waiting>) = waiting.into_iter().partition(|waiting| {
+            let holder = self.holder_of(waiting.client, &waiting.owner, file);
+            let locks = self.files.get(file).map(|state| &state.locks);
+            locks.is_none_or(|locks| locks.conflict(holder, waiting.is_write, waiting.range).is_none())
+        });
+        if let Some(state) = self.files.get_mut(file) {
+            state.waiting = rest;
+        }
+        for waiting in ready {
+            let of_client = |session: &&Arc<Session>| session.client == waiting.client && session.can_call();
+            if let Some(session) = self.sessions.values().find(of_client).cloned() {
+                self.notices.push((session, Notice::Lock { handle: waiting.handle, owner: waiting.owner }));
+            }
+        }
+    }
+
+    /// What is to be told to clients.
+    pub(in super::super) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
+        std::mem::take(&mut self.notices)
+    }
+}
