@@ -147,7 +147,7 @@ impl Client {
         open.fixed(&id);
         open.opaque(b"o");
         words(&mut open, &[1, 0, 0, 0, 0]);
-        open.opaque(b"f");
+        open.opaque(b"zero");
         let opened = self.compound(3, &open.to_bytes());
         (id, *opened[12 + 16 + 8 + 4..].first_chunk().expect("a stateid"))
     }
@@ -156,6 +156,9 @@ impl Client {
 /// Operations of version 4 in a session, on a share in memory; whatever they are, the session works afterwards.
 pub fn operations(data: &[u8]) {
     let mut client = Client::new();
+    // Before anything can be in its way.
+    let (id, stateid) = client.without_session();
+    client.minor = 2;
     let mut begin = Encoder::new();
     for word in [PUTROOTFH, LOOKUP] {
         begin.u32(word);
@@ -166,7 +169,8 @@ pub fn operations(data: &[u8]) {
         assert!(results.is_empty() || results.len() >= 12, "a status, a tag and a number of results");
     }
     // The same as version 4.0 has them, of which some take the others' place.
-    let (mut data, (id, stateid)) = (data.to_vec(), client.without_session());
+    client.minor = 0;
+    let mut data = data.to_vec();
     replace(&mut data, CLIENT_ID, &id);
     replace(&mut data, STATEID, &stateid);
     for data in data.chunks(2048) {
