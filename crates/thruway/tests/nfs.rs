@@ -41,7 +41,7 @@ fn what_is_shared_can_be_listed() {
         (format!("nfs://{at}/none"), "No such file or directory"),
         (format!("nfs://{at}/m/none/x"), "No such file or directory"),
         ("nfs://".into(), "no host"),
-        ("nfs://127.0.0.1:1/".into(), "onnection refused"),
+        ("nfs://127.0.0.1:1/".into(), "Connection refused"),
     ] {
         let failed = run(THRUWAY, &["ls", &url]);
         let said = String::from_utf8_lossy(&failed.stderr).into_owned();
