@@ -37,8 +37,8 @@ pub(super) struct NfsArgs {
     /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
     /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
     /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon;
-    /// allow=CLIENT[+ro|+rw][+squash=WHO]|... says who may use it: addresses, networks like 192.0.2.0/24, cert:NAME of a
-    /// certificate; the first that fits counts; may be repeated
+    /// allow=RULE|RULE... says who may use it: an address, a network like 192.0.2.0/24, or cert:NAME of a certificate, with
+    /// +ro, +rw or +squash=WHO behind it where that differs from the share; the first that fits counts; may be repeated
     #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,allow=CLIENTS]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
