@@ -91,7 +91,7 @@ def main():
         ours = Server("thruway", command, None, announced)
         ours.at, ours.share = ["--connect", ours.address], {"3": "share", "4.1": "share"}
         servers += [ours, ganesha(folder, share)]
-        command[3] += ",async"
+        command[4] += ",async"
         command[-1] += "-async"
         less = Server("thruway, async", command, None, announced)
         less.at, less.share = ["--connect", less.address], ours.share
