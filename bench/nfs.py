@@ -2,7 +2,7 @@
 
 Servers take turns at each workload. Processor time is the server's, by the kernel's accounts; a `create` or `mkdir` is one that is
 made and removed again. nfs-ganesha does not bring names to the medium before it answers; Thruway does, but for its second share, which
-is `async`. To be run in a network namespace of its own, where rpcbind, which nfs-ganesha registers with, disturbs nobody.
+is `async`. To be run in a network namespace of its own, where rpcbind, which nfs-ganesha registers with, is no other program's.
 """
 
 import json
@@ -45,16 +45,13 @@ LOG {{ Default_Log_Level = CRIT; }}
 def drive(server, vers, operation, size, depth, clients, more):
     """Operations a second, and how many there were."""
     options = ["--vers", vers, "--op", operation, "--size", size, "--depth", str(depth), "--clients", str(clients), "--seconds", str(SECONDS), *more]
-    at = [*server.at, "--share", server.share[vers]]
+    at = server.at if vers == "3" else server.at[:2]
+    at = [*at, "--share", server.share[vers]]
     run = subprocess.run([THRUWAY, "bench", "nfs", "--json", *at, *options], capture_output=True, text=True)
     if run.returncode:
-        raise SystemExit(f"{server.name}: {title_of(operation)}: {run.stderr}")
+        raise SystemExit(f"{server.name}: bench nfs --op {operation}: {run.stderr}")
     row = json.loads(run.stdout)[0]
     return row["ops_per_second"], row["operations"]
-
-
-def title_of(operation):
-    return f"bench nfs --op {operation}"
 
 
 def ganesha(folder, share):

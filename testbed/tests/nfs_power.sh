@@ -3,7 +3,7 @@
 mkdir -p /mnt/{d,n,r} /tmp/state /tmp/expected
 
 # listing DIR: a line for each file, with what a client has been told of it: type, permissions, links and size of files, times,
-# target, extended attributes, content. Btrfs gives new times to what it has found in its log: nobody takes these for old ones.
+# target, extended attributes, content. Btrfs gives new times to what it has found in its log: these are later ones, which no client has cached.
 listing() {
     (
         cd "$1"

@@ -460,6 +460,9 @@ pub(super) fn run(args: NfsArgs, common: &Common) -> Result<(), String> {
     if args.size == 0 || args.size > LARGEST.into() {
         return Err(format!("--size {}: 1 to 1M is possible", args.size));
     }
+    if args.mount.is_some() && args.version != Version::V3 {
+        return Err("--mount is for version 3 only".into());
+    }
     if args.file_size < args.size {
         return Err(format!("--file-size {}: less than --size", args.file_size));
     }

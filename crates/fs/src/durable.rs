@@ -91,7 +91,7 @@ mod tests {
     fn a_directory_is_held_by_one() {
         let top = tempfile::tempdir().unwrap();
         let dir = top.path().join("a/b");
-        let held = hold(&dir, "lock").unwrap().expect("nobody else holds it");
+        let held = hold(&dir, "lock").unwrap().expect("it is free");
         assert!(hold(&dir, "lock").unwrap().is_none());
         drop(held);
         assert!(hold(&dir, "lock").unwrap().is_some());

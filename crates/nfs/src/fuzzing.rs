@@ -188,6 +188,19 @@ pub fn operations(data: &[u8]) {
 mod tests {
     use super::*;
 
+    /// The fuzzer has no runtime; a user with many groups is looked up on a thread all the same.
+    #[test]
+    fn a_user_with_many_groups_needs_no_runtime() {
+        use thruway_rpc::message::{AuthSys, CallHeader, OpaqueAuth, flavor};
+        let body = AuthSys { machine: Vec::new(), uid: 4_000_000_000, gid: 0, gids: vec![7; 16] }.encode();
+        let credential = OpaqueAuth { flavor: flavor::AUTH_SYS, body: &body };
+        let program = crate::v3::PROGRAM;
+        let mut message = Encoder::new();
+        CallHeader { xid: 1, program, version: 3, procedure: 1, credential, verifier: OpaqueAuth::NONE }
+            .encode(&mut message);
+        call(&message.to_bytes());
+    }
+
     #[test]
     fn the_client_has_a_session() {
         let mut client = Client::new();

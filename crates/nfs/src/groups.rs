@@ -1,6 +1,7 @@
 //! Groups of users who are in more than a credential has room for: they are looked up in the user database of this host, as far
 //! as that knows the user.
 
+use crate::file_system::workers::Workers;
 use nix::unistd::{Uid, User, getgrouplist};
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -25,6 +26,7 @@ pub(crate) struct Groups {
     known: Mutex<HashMap<u32, Known>>,
     /// One lookup at a time: it may ask another host, and many calls ask for the same user.
     looking: tokio::sync::Mutex<()>,
+    workers: Workers,
 }
 
 /// Asks the user database, which may take long.
@@ -63,7 +65,7 @@ impl Groups {
         if let Some(groups) = fresh(&self.known()) {
             return groups;
         }
-        let groups = tokio::task::spawn_blocking(move || look_up(uid)).await.ok().flatten();
+        let groups = self.workers.run(move || look_up(uid)).await;
         let mut known = self.known();
         if known.len() >= USERS_MAX {
             known.retain(|_, (at, _)| at.elapsed() < AGE_MAX);

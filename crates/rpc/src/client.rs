@@ -1,6 +1,6 @@
 //! Calling programs over TCP: any number of calls at a time on one connection.
 
-use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal};
+use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal, ReplyHeader};
 use crate::record::{MARKER_LEN, Marker, messages};
 use crate::server::BULK_MAX;
 use crate::xdr::{DecodeError, Decoder, Encoder};
@@ -168,17 +168,18 @@ impl Client {
             shared.check()?;
             return Err(io::Error::from(io::ErrorKind::BrokenPipe).into());
         };
-        let mut decoder = Decoder::new(&message);
-        match Incoming::decode(&mut decoder)? {
-            Incoming::Reply(header) => match header.refusal {
-                None => {
-                    let results = decoder.position() as usize;
-                    Ok(Reply { message, results, shared: Rc::clone(shared) })
-                }
-                Some(refusal) => Err(CallError::Refused(refusal)),
-            },
-            _ => unreachable!("only replies are given to those who wait"),
-        }
+        let results = results_of(&message)?;
+        Ok(Reply { message, results, shared: Rc::clone(shared) })
+    }
+}
+
+/// Where the results of a reply begin.
+pub(crate) fn results_of(message: &[u8]) -> Result<usize, CallError> {
+    let mut decoder = Decoder::new(message);
+    match Incoming::decode(&mut decoder)? {
+        Incoming::Reply(ReplyHeader { refusal: None, .. }) => Ok(decoder.position() as usize),
+        Incoming::Reply(ReplyHeader { refusal: Some(refusal), .. }) => Err(CallError::Refused(refusal)),
+        _ => unreachable!("only replies are given to those who wait"),
     }
 }
 
@@ -209,7 +210,7 @@ impl Shared {
             match Incoming::decode(&mut Decoder::new(&message)) {
                 Ok(Incoming::Reply(header)) => {
                     let waiting = self.waiting.borrow_mut().remove(&header.xid);
-                    // Nobody may wait for it any more.
+                    // Its call may have timed out.
                     waiting.map(|waiting| waiting.send(message));
                 }
                 // Nor has it been asked to call.
@@ -295,7 +296,7 @@ mod tests {
             let call = || client.call(PROCEDURE, OpaqueAuth::NONE, Encoder::new());
             let serve = async {
                 let (first, second) = (take(&mut server).await, take(&mut server).await);
-                // One that nobody has asked for is passed over.
+                // One without a call is passed over.
                 let stray = fragment(&reply(second.wrapping_add(9), 0), true);
                 let (two, one) = (reply(second, 2), reply(first, 1));
                 let all = [stray, fragment(&two[..5], false), fragment(&two[5..], true), fragment(&one, true)].concat();

@@ -24,8 +24,8 @@ pub(crate) struct LsArgs {
     /// What carries it
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
-    /// What to list: of a daemon, or of an NFS server (nfs://, version 4)
-    #[arg(value_name = "tw://HOST[:PORT][/EXPORT[/PATH]]")]
+    /// What to list: tw://HOST[:PORT][/EXPORT[/PATH]] of a daemon, or nfs://HOST[:PORT][/SHARE[/PATH]] of an NFS server (version 4)
+    #[arg(value_name = "URL")]
     url: OsString,
 }
 
@@ -35,7 +35,7 @@ const NFS_PORT: u16 = 2049;
 /// How long an NFS server may take to answer.
 const NFS_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An entry, whoever has it.
+/// An entry of a listing.
 struct Row {
     name: Vec<u8>,
     mode: u32,
@@ -46,6 +46,9 @@ struct Row {
 /// Runs `thruway ls`.
 pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
     let rows = match args.url.as_bytes().strip_prefix(b"nfs://") {
+        Some(_) if args.key.is_some() || args.provider != Provider::Auto => {
+            return Err(Failed::usage("ls", "--key and --provider are for daemons (tw://), not for NFS servers"));
+        }
         Some(rest) => of_nfs_server(&args.url.to_string_lossy(), rest)?,
         None => of_daemon(args)?,
     };

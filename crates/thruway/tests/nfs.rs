@@ -34,6 +34,8 @@ fn what_is_shared_can_be_listed() {
     let shares = ls("");
     assert!(shares.starts_with("drwx") && shares.trim_end().ends_with(" m"), "{shares}");
     assert_eq!(ls("/m"), "");
+    let misused = run(THRUWAY, &["ls", "--key", "/tmp/key", &format!("nfs://{at}/")]);
+    assert!(String::from_utf8_lossy(&misused.stderr).contains("--key"), "it would have no effect");
     let json = ok(THRUWAY, &["ls", "--json", &format!("nfs://{at}/")]);
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((json[0]["name"].as_str(), json[0]["type"].as_str()), (Some("m"), Some("d")));
@@ -175,10 +177,10 @@ bob.start_tls("bob.example")
 assert bob.status(2, LOOK_UP) == 2, "it is not shown"
 assert bob.status(2, words(24, 15) + opaque(b"n")) == 0
 
-nobody = Connection()
+anonymous = Connection()
 try:
-    nobody.start_tls(None)
-    nobody.call(100003, 4, 0)
+    anonymous.start_tls(None)
+    anonymous.call(100003, 4, 0)
 except (ssl.SSLError, ConnectionError, AssertionError):
     pass
 else:
@@ -235,7 +237,7 @@ IN_FILE = LOOK_UP + words(15) + opaque(b"f")
 "#;
 
 #[test]
-fn who_waits_for_a_lock_is_told_when_it_may_be_had() {
+fn a_client_waiting_for_a_lock_gets_a_callback_when_it_is_free() {
     let (daemon, at, _lab) = share();
     let script = r#"
 def lock(session, stateid, owner, kind):
@@ -244,7 +246,7 @@ def lock(session, stateid, owner, kind):
 
 one, two, deaf = Session(b"one"), Session(b"two"), Session(b"deaf", back=False)
 (of_one, flags), (of_two, _), (of_deaf, of_none) = opened(one, b"a"), opened(two, b"b"), opened(deaf, b"c")
-assert flags & 0x20 and not of_none & 0x20, "who can be told is told so"
+assert flags & 0x20 and not of_none & 0x20, "callbacks are announced"
 held = lock(one, of_one, b"a", 2)
 assert one.status == 0
 for session, stateid, owner in [(two, of_two, b"b"), (deaf, of_deaf, b"c")]:
@@ -272,8 +274,9 @@ import time
 while not two.events == words(0x200):
     two.run(0, b"")
     time.sleep(0.01)
-two.compound(1, words(41) + two.id + words(7, 0))
-assert two.status == 0
+for session, asked, status, done in [(two, 3, 0, 3), (two, 7, 0, 3), (two, 2, 0, 2), (two, 1, 0, 1), (deaf, 3, 0, 1), (deaf, 7, 22, None)]:
+    reply = session.compound(1, words(41) + session.id + words(asked, 0))
+    assert session.status == status and (done is None or reply[24:28] == words(done)), asked
 two.run(0, b"")
 assert two.events == words(0)
 "#;

@@ -2,7 +2,7 @@
 
 mod local;
 mod memory;
-mod workers;
+pub(crate) mod workers;
 
 pub use local::LocalFileSystem;
 pub use memory::MemoryFileSystem;

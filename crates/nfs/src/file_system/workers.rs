@@ -16,7 +16,7 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// A pool of threads whose files have the permissions that they ask for ([`thruway_fs::credentials::without_umask`]).
 #[derive(Clone, Default)]
-pub(super) struct Workers(Arc<Shared>);
+pub(crate) struct Workers(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -62,7 +62,7 @@ impl Shared {
 
 impl Workers {
     /// Does something on one of the threads. Once it has begun it is done, whether or not somebody waits for it.
-    pub(super) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+    pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (done, result) = oneshot::channel();
         self.push(Box::new(move || drop(done.send(catch_unwind(AssertUnwindSafe(job))))));
         match result.await {

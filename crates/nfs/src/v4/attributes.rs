@@ -260,7 +260,7 @@ fn get_owner(d: &mut Decoder<'_>) -> Result<u32, Status> {
     let name = d.opaque(OWNER_MAX)?;
     let name = std::str::from_utf8(name).map_err(|_| Status::BADOWNER)?;
     let name = name.split('@').next().expect("there is a first part");
-    // All ones are nobody's number.
+    // All ones mean no owner to the kernel.
     name.parse().ok().filter(|number| *number != u32::MAX).ok_or(Status::BADOWNER)
 }
 

@@ -1,6 +1,7 @@
 //! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
 
 use super::session::Session;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_rpc::client::{CallError, Procedure};
@@ -11,7 +12,13 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 /// Connections by which a session is called back.
 const CHANNELS_MAX: usize = 4;
 
-/// A client that does not answer for this long is not called any more by this connection.
+/// Most bytes of a call: two operations, with a credential, a handle and an owner of the longest.
+pub(super) const CALL_MAX: u32 = 2048;
+
+/// Notices of a session that are on their way: of more, clients find out when they ask again.
+const NOTICES_MAX: usize = 64;
+
+/// A client that does not answer for this long is not called any more by this connection, until it binds it again.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Numbers of operations and statuses, by the names of the RFC.
@@ -26,7 +33,7 @@ pub(super) struct Credential {
     pub body: Vec<u8>,
 }
 
-/// What is told to a client.
+/// A callback that needs no answer but that it has come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Notice {
     /// A lock that was in the way of this owner is gone.
@@ -40,6 +47,8 @@ pub(super) struct Back {
     channels: Mutex<Vec<BackChannel>>,
     /// The number of the last call, one of which is made at a time; it may have been lost on its way.
     turn: tokio::sync::Mutex<LastCall>,
+    /// Notices on their way.
+    notices: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -50,7 +59,13 @@ struct LastCall {
 
 impl Back {
     pub(super) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
-        Back { program, credential, channels: Mutex::new(vec![channel]), turn: tokio::sync::Mutex::default() }
+        Back {
+            program,
+            credential,
+            channels: Mutex::new(vec![channel]),
+            turn: tokio::sync::Mutex::default(),
+            notices: AtomicUsize::new(0),
+        }
     }
 
     fn channels(&self) -> MutexGuard<'_, Vec<BackChannel>> {
@@ -60,10 +75,11 @@ impl Back {
     /// One more connection.
     pub(super) fn add(&self, channel: BackChannel) {
         let mut channels = self.channels();
-        channels.retain(BackChannel::is_open);
-        if channels.len() < CHANNELS_MAX {
-            channels.push(channel);
+        channels.retain(|known| known.is_open() && !known.is_same(&channel));
+        if channels.len() >= CHANNELS_MAX {
+            channels.remove(0);
         }
+        channels.push(channel);
     }
 
     /// Whether there is a connection.
@@ -71,17 +87,24 @@ impl Back {
         self.channels().iter().any(BackChannel::is_open)
     }
 
-    /// Tells the client something, once; the status of the operation that says it.
-    pub(super) async fn tell(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
+    /// Sends a notice to the client, once; the status of its operation. `None` if there are too many on their way.
+    pub(super) async fn send(&self, session: &Session, notice: &Notice) -> Result<Option<u32>, CallError> {
+        if self.notices.fetch_add(1, Ordering::Relaxed) >= NOTICES_MAX {
+            self.notices.fetch_sub(1, Ordering::Relaxed);
+            return Ok(None);
+        }
+        let sent = self.send_in_turn(session, notice).await;
+        self.notices.fetch_sub(1, Ordering::Relaxed);
+        sent.map(Some)
+    }
+
+    async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
         let mut last = self.turn.lock().await;
         // If the client has not got the last one, its number is still the next.
-        let candidates = if last.is_uncertain {
-            vec![last.sequence.wrapping_add(1), last.sequence]
-        } else {
-            vec![last.sequence.wrapping_add(1)]
-        };
+        let again = last.is_uncertain.then_some(last.sequence);
+        let candidates = [Some(last.sequence.wrapping_add(1)), again];
         let mut result = Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
-        for sequence in candidates {
+        for sequence in candidates.into_iter().flatten() {
             let Some(channel) = self.channels().iter().find(|channel| channel.is_open()).cloned() else {
                 return result;
             };
@@ -89,10 +112,10 @@ impl Back {
             let credential = OpaqueAuth { flavor: self.credential.flavor, body: &self.credential.body };
             *last = LastCall { sequence, is_uncertain: true };
             let reply = channel.call(procedure, credential, &compound(session, sequence, notice), TIMEOUT).await;
-            let reply = match reply {
-                Ok(reply) => reply,
-                Err(error) => return Err(error),
-            };
+            if let Err(CallError::TimedOut(_)) = reply {
+                self.channels().retain(|known| !known.is_same(&channel));
+            }
+            let reply = reply?;
             let (of_sequence, of_notice) = statuses(&reply)?;
             result = Ok(of_notice.unwrap_or(of_sequence));
             if of_sequence != SEQ_MISORDERED {

@@ -122,7 +122,9 @@ impl Compound<'_> {
             requests: asked.requests.clamp(1, SLOTS_MAX),
         };
         // A client that wants to be called is, by the connections that it makes.
-        let channel = self.call.connection.back.clone().filter(|_| flags & BACK != 0);
+        let has_room =
+            asked_back.operations >= 2 && asked_back.requests >= 1 && asked_back.request >= callback::CALL_MAX;
+        let channel = self.call.connection.back.clone().filter(|_| flags & BACK != 0 && has_room);
         let mut back = channel.zip(credential).map(|(channel, how)| Back::new(program, how, channel));
         let minor = self.minor;
         let principal = self.principal();
@@ -170,21 +172,21 @@ impl Compound<'_> {
     pub(super) fn bind_connection(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const FORE: u32 = 1;
         const BACK: u32 = 2;
+        const FORE_OR_BOTH: u32 = 3;
+        const BACK_OR_BOTH: u32 = 7;
+        // What was asked for and what was done have other numbers (`channel_dir_from_client4`, `channel_dir_from_server4`).
         const BOTH: u32 = 3;
-        const FORE_OR_BOTH: u32 = 3 | 4;
-        const BACK_OR_BOTH: u32 = 2 | 4;
         let (id, direction, _use_rdma) = (*d.fixed::<16>()?, d.u32()?, d.bool()?);
         let session = self.server.state(|state, _| state.sessions.get(&id).cloned()).ok_or(Status::BADSESSION)?;
         let way_back = session.back.as_ref().zip(self.call.connection.back.clone());
         let done = match (direction, way_back) {
             (FORE, _) => FORE,
-            // Both directions, or one of them and the other if that can be.
-            (BACK | BOTH | FORE_OR_BOTH | BACK_OR_BOTH, Some((back, channel))) => {
+            (BACK | FORE_OR_BOTH | BACK_OR_BOTH, Some((back, channel))) => {
                 back.add(channel);
                 if direction == BACK { BACK } else { BOTH }
             }
             (FORE_OR_BOTH, None) => FORE,
-            (BACK | BOTH | BACK_OR_BOTH, None) => return Err(Status::INVAL.into()),
+            (BACK | BACK_OR_BOTH, None) => return Err(Status::INVAL.into()),
             _ => return Err(Status::BADXDR.into()),
         };
         out.fixed(&id);

@@ -8,7 +8,7 @@ use super::state::{Denied, FileKey, Refused, Stateid};
 use super::status::Status;
 use super::{MINOR_VERSIONS, Nfs4, op};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
-use crate::share::{HandleError, Target};
+use crate::share::{FileHandle, HandleError, Target};
 use rustix::io::Errno;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -411,10 +411,10 @@ impl<'a> Compound<'a> {
     }
 
     /// The handle of the current file.
-    pub(super) fn handle(&self) -> Result<Vec<u8>, Status> {
+    pub(super) fn handle(&self) -> Result<FileHandle, Status> {
         Ok(match self.object()? {
-            Object::Root => ROOT_HANDLE.to_vec(),
-            Object::File(target) => self.server.shares.handle(target.share, &target.file).to_vec(),
+            Object::Root => FileHandle::from_slice(&ROOT_HANDLE),
+            Object::File(target) => self.server.shares.handle(target.share, &target.file),
         })
     }
 

@@ -146,7 +146,7 @@ impl Nfs4 {
             (result, state.take_dropped(), state.take_notices())
         };
         drop(dropped);
-        notices.into_iter().for_each(|(session, notice)| tell(session, notice));
+        notices.into_iter().for_each(|(session, notice)| send(session, notice));
         result
     }
 
@@ -217,13 +217,13 @@ impl Nfs4 {
     }
 }
 
-/// Tells a client something. Who is not told asks again.
-fn tell(session: Arc<Session>, notice: Notice) {
+/// Sends a notice to a client. One that does not get it asks again.
+fn send(session: Arc<Session>, notice: Notice) {
     thruway_engine::reactor::start(async move {
         let Some(back) = &session.back else { return };
-        match back.tell(&session, &notice).await {
-            Ok(status) => tracing::debug!(client = session.client, status, ?notice, "client told"),
-            Err(error) => tracing::debug!(client = session.client, %error, ?notice, "client not told"),
+        match back.send(&session, &notice).await {
+            Ok(status) => tracing::debug!(client = session.client, status, ?notice, "callback answered"),
+            Err(error) => tracing::debug!(client = session.client, %error, ?notice, "callback failed"),
         }
     });
 }

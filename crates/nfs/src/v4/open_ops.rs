@@ -16,7 +16,7 @@ const OWNER_MAX: u32 = 1024;
 /// Flag of the result of OPEN: locks are as in POSIX.
 const LOCKTYPE_POSIX: u32 = 4;
 
-/// Flag of the result of OPEN: who waits for a lock is told when it may be had (RFC 8881, section 18.16.3).
+/// Flag of the result of OPEN: a client waiting for a lock gets a callback when it is free (RFC 8881, section 18.16.3).
 const MAY_NOTIFY_LOCK: u32 = 0x20;
 
 /// Flag of the result of OPEN: its owner has to confirm that it is there.
@@ -65,7 +65,7 @@ pub(super) fn get_claim<'b>(d: &mut Decoder<'b>, minor: u32) -> Done<Claim<'b>> 
     }
 }
 
-/// The error of opening something that is no file. Clients of version 4.0 look it up when they are told that it may be a link.
+/// The error of opening something that is no file. `SYMLINK` makes clients of version 4.0 look it up.
 fn type_error(error: Errno, minor: u32) -> Status {
     match error {
         Errno::NXIO if minor == 0 => Status::SYMLINK,
@@ -303,8 +303,9 @@ impl<'a> Compound<'a> {
         if numbers.as_ref().is_some_and(|numbers| numbers.turn(number, super::op::LOCK) != Ok(Turn::New)) {
             return Err(Status::BAD_SEQID.into());
         }
-        // Who waits is told, if it can be.
-        let handle: Option<Box<[u8]>> = if is_waiting && self.can_call() { Some(self.handle()?.into()) } else { None };
+        // A callback follows, if the client can be called.
+        let handle: Option<Box<[u8]>> =
+            if is_waiting && self.can_call() { Some(self.handle()?[..].into()) } else { None };
         let action = |state: &mut State, now| {
             let request = match &locker {
                 Locker::New(open, owner) => LockRequest::New { open: *open, owner: owner.clone() },

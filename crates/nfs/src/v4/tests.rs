@@ -278,6 +278,6 @@ fn a_file_that_is_open_is_cut_whatever_its_permissions_are_now() {
     client.user = Some(2000);
     assert_eq!(status(&client.in_session(4, &cut(stateid))).0, Status::ACCESS.0, "another user");
     client.user = Some(0);
-    let nobody = [words(&[0, 0, 0, 0, 2, 0, 1 << 4]), opaque(&opaque(b"4294967295"))].concat();
-    assert_eq!(status(&client.in_session(4, &[in_file, nobody].concat())).0, Status::BADOWNER.0);
+    let no_owner = [words(&[0, 0, 0, 0, 2, 0, 1 << 4]), opaque(&opaque(b"4294967295"))].concat();
+    assert_eq!(status(&client.in_session(4, &[in_file, no_owner].concat())).0, Status::BADOWNER.0);
 }

@@ -1,6 +1,6 @@
 //! Calls to clients, by connections that they have made (RFC 8881, section 2.10.3.1).
 
-use crate::client::{CallError, Procedure};
+use crate::client::{CallError, Procedure, results_of};
 use crate::message::{CallHeader, Incoming, OpaqueAuth};
 use crate::record::messages;
 use crate::xdr::{Decoder, Encoder};
@@ -34,6 +34,11 @@ impl BackChannel {
         (BackChannel(sender), receiver)
     }
 
+    /// Whether both are of one connection.
+    pub fn is_same(&self, other: &BackChannel) -> bool {
+        self.0.same_channel(&other.0)
+    }
+
     /// Whether its connection is there.
     pub fn is_open(&self) -> bool {
         !self.0.is_closed()
@@ -58,14 +63,7 @@ impl BackChannel {
         self.0.send(call).map_err(|_| lost())?;
         let reply = tokio::time::timeout(timeout, reply).await.map_err(|_| CallError::TimedOut(timeout))?;
         let message = reply.map_err(|_| lost())?;
-        let mut decoder = Decoder::new(&message);
-        match Incoming::decode(&mut decoder)? {
-            Incoming::Reply(header) => match header.refusal {
-                None => Ok(decoder.rest().to_vec()),
-                Some(refusal) => Err(CallError::Refused(refusal)),
-            },
-            _ => unreachable!("only replies are given to those who wait"),
-        }
+        Ok(message[results_of(&message)?..].to_vec())
     }
 }
 

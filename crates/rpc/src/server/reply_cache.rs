@@ -42,6 +42,10 @@ struct Host {
     order: VecDeque<Key>,
     /// Bytes of its replies.
     bytes: usize,
+    /// Calls that are being done.
+    in_progress: usize,
+    /// Its last call.
+    last: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -105,11 +109,10 @@ impl Host {
 }
 
 impl Hosts {
-    /// Forgets the host that has called nothing for longest, but for one; whether there was another.
-    fn forget_idle(&mut self, but: Option<IpAddr>) -> bool {
-        let idle = |host: &Host| host.entries.values().map(|(_, at)| *at).max();
-        let others = self.by_address.iter().filter(|(address, _)| Some(**address) != but);
-        let longest = others.min_by_key(|(_, host)| idle(host)).map(|(address, _)| *address);
+    /// Forgets the host that has called nothing for longest, and of which nothing is being done; whether there was one.
+    fn forget_idle(&mut self) -> bool {
+        let idle = self.by_address.iter().filter(|(_, host)| host.in_progress == 0);
+        let longest = idle.min_by_key(|(_, host)| host.last).map(|(address, _)| *address);
         let forgotten = longest.and_then(|longest| self.by_address.remove(&longest));
         self.bytes -= forgotten.as_ref().map_or(0, |host| host.bytes);
         forgotten.is_some()
@@ -139,11 +142,12 @@ impl ReplyCache {
     fn look_up(&self, host: IpAddr, key: Key, now: Instant) -> Lookup<'_> {
         let mut hosts = self.hosts();
         if hosts.by_address.len() >= HOSTS_MAX && !hosts.by_address.contains_key(&host) {
-            hosts.forget_idle(None);
+            hosts.forget_idle();
         }
         let Hosts { by_address, bytes } = &mut *hosts;
         let kept = by_address.entry(host).or_default();
         *bytes -= kept.trim(now);
+        kept.last = Some(now);
         match kept.entries.get(&key) {
             Some((Entry::InProgress(done), _)) => Lookup::InProgress(Arc::clone(done)),
             Some((Entry::Done(reply), _)) => Lookup::Done(reply.clone()),
@@ -151,6 +155,7 @@ impl ReplyCache {
                 let done = Arc::new(Semaphore::new(0));
                 kept.entries.insert(key, (Entry::InProgress(Arc::clone(&done)), now));
                 kept.order.push_back(key);
+                kept.in_progress += 1;
                 Lookup::New(Keeper { cache: self, host, key, done })
             }
         }
@@ -164,7 +169,11 @@ impl Keeper<'_> {
             return;
         }
         let mut hosts = self.cache.hosts();
-        while hosts.bytes + reply.len() > BYTES_MAX && hosts.forget_idle(Some(self.host)) {}
+        // Not this host, of which a call is in progress.
+        while hosts.bytes + reply.len() > BYTES_MAX && hosts.forget_idle() {}
+        if hosts.bytes + reply.len() > BYTES_MAX {
+            return;
+        }
         let Hosts { by_address, bytes } = &mut *hosts;
         let Some(host) = by_address.get_mut(&self.host) else { return };
         if let Some((entry, _)) = host.entries.get_mut(&self.key) {
@@ -177,10 +186,11 @@ impl Keeper<'_> {
 
 impl Drop for Keeper<'_> {
     fn drop(&mut self) {
-        if let Some(host) = self.cache.hosts().by_address.get_mut(&self.host)
-            && let Some((Entry::InProgress(_), _)) = host.entries.get(&self.key)
-        {
-            host.entries.remove(&self.key);
+        if let Some(host) = self.cache.hosts().by_address.get_mut(&self.host) {
+            host.in_progress -= 1;
+            if let Some((Entry::InProgress(_), _)) = host.entries.get(&self.key) {
+                host.entries.remove(&self.key);
+            }
         }
         self.done.close();
     }
@@ -270,5 +280,12 @@ mod tests {
         }
         let last = IpAddr::from((0x0b00_0000 + BYTES_MAX as u32 / REPLY_MAX as u32 / 1000).to_be_bytes());
         assert!(cache.hosts().by_address.contains_key(&last), "who has called last keeps its own");
+        // What is being done is not forgotten, however idle its host.
+        let idle = cache.look_up(host(9), key(0, 0), now);
+        for n in 0..2 * HOSTS_MAX as u32 {
+            call(&cache, IpAddr::from((0x0c00_0000 + n).to_be_bytes()), key(1, 0), now + Duration::from_secs(60));
+        }
+        assert!(matches!(cache.look_up(host(9), key(0, 0), now), Lookup::InProgress(_)));
+        drop(idle);
     }
 }

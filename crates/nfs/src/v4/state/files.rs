@@ -83,7 +83,7 @@ pub(super) struct FileState {
     opens: Vec<u64>,
     holders: Vec<u64>,
     pub locks: Locks,
-    /// Who waits for locks.
+    /// Waits for locks.
     pub waiting: Vec<Waiting>,
 }
 
@@ -196,7 +196,7 @@ impl State {
         });
         self.share_conflict(now, file, access, deny, own)?;
         let Some(number) = own else {
-            let known = self.clients.get(&client).ok_or(self.gone(client))?;
+            let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
             let is_full = self.held.len() >= HELD_TOTAL_MAX || opens.len() >= FILE_HELD_MAX;
             if known.held.len() >= HELD_MAX || is_full {
                 return Err(Status::NOSPC.into());
@@ -405,8 +405,10 @@ impl State {
         let number = self.number();
         let others = self.files.get(file).map_or(0, |state| state.holders.len());
         let is_full = self.held.len() >= HELD_TOTAL_MAX || others >= FILE_HELD_MAX;
-        let gone = self.gone(client);
-        let known = self.clients.get_mut(&client).ok_or(gone)?;
+        if !self.clients.contains_key(&client) {
+            return Err(self.gone(client));
+        }
+        let known = self.clients.get_mut(&client).expect("it has just been there");
         if known.held.len() >= HELD_MAX || is_full {
             return Err(Status::NOSPC);
         }

@@ -116,7 +116,7 @@ pub(super) const HELD_MAX: usize = 16 << 10;
 pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(super) const FILE_HELD_MAX: usize = 4096;
-/// Who waits for a lock in one file: of more, the first ask again themselves.
+/// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(super) const WAITING_MAX: usize = 256;
 /// Locks in one file.
 pub(super) const LOCKS_MAX: usize = 8192;
@@ -151,7 +151,7 @@ pub(super) struct State {
     expired: VecDeque<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
-    /// What is to be told to clients.
+    /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
 }
 

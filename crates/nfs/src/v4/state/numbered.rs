@@ -193,12 +193,13 @@ impl State {
     }
 
     fn numbering(&mut self, id: u64) -> Result<(&mut Client, &mut usize), Status> {
-        let unknown = if self.expired.contains(&id) { Status::EXPIRED } else { Status::STALE_CLIENTID };
-        let client = self.clients.get_mut(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
-        Ok((client.ok_or(unknown)?, &mut self.numbered))
+        let State { clients, expired, numbered, .. } = self;
+        let client = clients.get_mut(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
+        let unknown = || if expired.contains(&id) { Status::EXPIRED } else { Status::STALE_CLIENTID };
+        Ok((client.ok_or_else(unknown)?, numbered))
     }
 
-    /// A client of version 4.0 is to be told that its lease has expired.
+    /// The calls of a client of version 4.0 are to be answered by that its lease has expired.
     pub(super) fn remember_expired(&mut self, id: u64) {
         if self.expired.len() >= EXPIRED_MAX {
             self.expired.pop_front();

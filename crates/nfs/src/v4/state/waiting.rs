@@ -1,4 +1,4 @@
-//! Who waits for locks, and is told when they may be had (RFC 8881, section 9.6).
+//! Clients waiting for locks, and the callbacks due when these are free (RFC 8881, section 9.6).
 
 use super::files::{Held, Owner};
 use super::{FileKey, Range, State, Stateid, WAITING_MAX};
@@ -6,7 +6,7 @@ use crate::v4::callback::Notice;
 use crate::v4::session::Session;
 use std::sync::Arc;
 
-/// Who waits for a lock.
+/// A wait for a lock.
 pub(in super::super) struct Waiting {
     pub client: u64,
     pub owner: Owner,
@@ -26,7 +26,7 @@ impl State {
         }
     }
 
-    /// A client waits for a lock that has just been refused; it may give up without a word, and is told once.
+    /// A client waits for a lock that has just been refused. It may give up without a word; there is one callback.
     pub(in super::super) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileKey) {
         let lease_ms = self.lease_ms;
         let Some(state) = self.files.get_mut(file) else { return };
@@ -40,7 +40,7 @@ impl State {
         state.waiting.push(waiting);
     }
 
-    /// Tells those who wait for a lock in a file that it may be had now. To be called when one is gone.
+    /// Notes the callbacks that are due after a lock in a file is gone.
     pub(super) fn wake(&mut self, file: &FileKey) {
         let Some(state) = self.files.get_mut(file) else { return };
         if state.waiting.is_empty() {
@@ -63,7 +63,7 @@ impl State {
         }
     }
 
-    /// What is to be told to clients.
+    /// Callbacks that are due.
     pub(in super::super) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
         std::mem::take(&mut self.notices)
     }
