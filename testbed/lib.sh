@@ -172,6 +172,35 @@ use_share() {
     [[ -z $(ls -A "$served") ]]
 }
 
+# serve_shares: serves SHARES from the host `ours`, 10.0.0.1; what the daemon says goes to /tmp/said. It has none of what it serves
+# mounted (as by ip netns exec) or open: when it is killed, it would wait for itself.
+serve_shares() {
+    : >/tmp/serve.json
+    nsenter --net=/run/netns/ours "$THRUWAY" -v serve --json --anonymous "${SHARES[@]}" --nfs 10.0.0.1:2049 \
+        --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7<&- 8<&- &
+    daemon=$!
+    until_written /tmp/serve.json
+}
+
+# restart_shares: the daemon is killed, and another one started.
+restart_shares() {
+    kill -9 $daemon
+    wait $daemon || true
+    serve_shares
+}
+
+# told_apart HOST...: NFS clients of the same kernel have names of their own, as those of several hosts; and /mnt/HOST is there.
+told_apart() {
+    local client
+    for client in "$@"; do
+        ip netns exec "$client" sh -c "echo $client >/sys/fs/nfs/net/nfs_client/identifier"
+        mkdir "/mnt/$client"
+    done
+}
+
+# mount_as HOST VERSION SHARE DIR: mounts by TCP from a host.
+mount_as() { nsenter --net="/run/netns/$1" mount -t nfs -o "vers=$2,proto=tcp" "10.0.0.1:$3" "$4"; }
+
 # every_version_over_rdma ADDRESS: mounts /data by RDMA, once by each version of NFS, and uses it.
 every_version_over_rdma() {
     local version options

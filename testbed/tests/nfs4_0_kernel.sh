@@ -2,23 +2,11 @@
 # limit: 300
 hosts ours a b
 share_directory
-start() {
-    : >/tmp/serve.json
-    nsenter --net=/run/netns/ours "$THRUWAY" -v serve --json --anonymous --share data=/tmp/served/data,squash=none \
-        --nfs 10.0.0.1:2049 --nfs-lease 15 --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7<&- 8<&- &
-    daemon=$!
-    until_written /tmp/serve.json
-}
-restart() {
-    kill -9 $daemon
-    wait $daemon || true
-    start
-}
-start
+SHARES=(--share data=/tmp/served/data,squash=none --nfs-lease 15)
+serve_shares
+told_apart a b
 for client in a b; do
-    ip netns exec $client sh -c "echo $client >/sys/fs/nfs/net/nfs_client/identifier"
-    mkdir /mnt/$client
-    nsenter --net=/run/netns/$client mount -t nfs -o vers=4.0,proto=tcp 10.0.0.1:/data /mnt/$client
+    mount_as $client 4.0 /data /mnt/$client
     grep -q " /mnt/$client nfs4 .*vers=4.0" /proc/mounts
 done
 use_share /mnt/a /tmp/served/data
@@ -42,7 +30,7 @@ touch /mnt/a/lock
 exec 8<>/mnt/a/lock
 flock 8
 fails flock -n /mnt/b/lock true
-restart
+restart_shares
 fails flock -n /mnt/b/lock true
 flock -u 8
 flock -n /mnt/b/lock true
@@ -60,7 +48,7 @@ dd if=/tmp/random of=/mnt/a/written bs=64k conv=fsync status=none &
 copy=$!
 has_begun() { [[ -s /tmp/served/data/written ]]; }
 wait_until 60 has_begun
-restart
+restart_shares
 wait $copy
 echo 3 >/proc/sys/vm/drop_caches
 cmp /tmp/random /mnt/b/written

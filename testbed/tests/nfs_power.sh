@@ -40,19 +40,10 @@ changes() {
     rm -r "$n/a" && told tree
 }
 
-serve() {
-    : >/tmp/serve.json
-    "$THRUWAY" serve --json --share "data=/mnt/d/share,squash=none${2:-}" --nfs 127.0.0.1:2049 --state "/tmp/state/$1" --nfs-lease 15 >/tmp/serve.json &
-    daemon=$!
-    until_written /tmp/serve.json
-}
-
-head -c 300000 /dev/urandom >/tmp/random
-for kind in ext4 xfs btrfs; do
-    times='%T@ %C@'
-    [[ $kind != btrfs ]] || times=%T@
+# begin KIND [OPTIONS]: a share with these options on a new logged disk with a file system of this kind, mounted at /mnt/n.
+begin() {
     log_on
-    case $kind in
+    case $1 in
         ext4) mkfs.ext4 -qF -E nodiscard /dev/mapper/d ;;
         xfs) mkfs.xfs -qfK /dev/mapper/d ;;
         btrfs) mkfs.btrfs -qfK /dev/mapper/d ;;
@@ -60,15 +51,31 @@ for kind in ext4 xfs btrfs; do
     mount /dev/mapper/d /mnt/d
     mkdir /mnt/d/share
     sync
-    serve $kind
+    : >/tmp/serve.json
+    "$THRUWAY" serve --json --share "data=/mnt/d/share,squash=none${2:-}" --nfs 127.0.0.1:2049 --state "/tmp/state/$1${2:-}" \
+        --nfs-lease 15 >/tmp/serve.json &
+    daemon=$!
+    until_written /tmp/serve.json
     mount -t nfs -o vers=4.2,port=2049 127.0.0.1:/data /mnt/n
-    changes /mnt/n
+}
+
+# end: the log is whole, and /tmp/image is what was there before.
+end() {
     umount /mnt/n
     kill $daemon
     wait $daemon
     umount /mnt/d
     log_off
     new_image
+}
+
+head -c 300000 /dev/urandom >/tmp/random
+for kind in ext4 xfs btrfs; do
+    times='%T@ %C@'
+    [[ $kind != btrfs ]] || times=%T@
+    begin $kind
+    changes /mnt/n
+    end
     checked=0
     while read -r point name; do
         [[ $name != - && $name != dm-* ]] || continue
@@ -85,21 +92,10 @@ for kind in ext4 xfs btrfs; do
 done
 
 # A share that does not promise this does not do it, or this test tests nothing.
-log_on
-mkfs.ext4 -qF -E nodiscard /dev/mapper/d
-mount /dev/mapper/d /mnt/d
-mkdir /mnt/d/share
-sync
-serve async ,async
-mount -t nfs -o vers=4.2,port=2049 127.0.0.1:/data /mnt/n
+begin ext4 ,async
 mkdir /mnt/n/nfs
 mark mkdir
-umount /mnt/n
-kill $daemon
-wait $daemon
-umount /mnt/d
-log_off
-new_image
+end
 power_fails "$(grep ' mkdir$' /tmp/points | cut -d' ' -f1)"
 mount -o loop /tmp/image /mnt/r
 [[ ! -e /mnt/r/share/nfs ]]

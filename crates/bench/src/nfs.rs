@@ -1,6 +1,7 @@
 //! `thruway bench nfs`: drives an NFS server from user space, so that servers can be compared without a kernel's client before them.
 
 use super::client::cpu_seconds;
+use super::report::Latency;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::cell::RefCell;
@@ -124,10 +125,8 @@ struct Row {
     clients: u32,
     bytes_per_second: f64,
     ops_per_second: f64,
-    lat_us_p50: f64,
-    lat_us_p99: f64,
-    lat_us_p999: f64,
-    lat_us_mean: f64,
+    #[serde(flatten)]
+    latency: Latency,
     cpu_seconds: f64,
     seconds: f64,
     operations: u64,
@@ -364,12 +363,6 @@ async fn measure(args: &Rc<NfsArgs>, drivers: &[Rc<Driver>], op: Operation) -> R
     }
     let seconds = run.begun.elapsed().as_secs_f64();
     let cpu_seconds = cpu_seconds() - cpu;
-    let mut samples = run.samples.borrow_mut();
-    samples.sort_unstable();
-    let at = |share: f64| match samples.len() {
-        0 => 0.0,
-        n => samples[((n as f64 * share) as usize).min(n - 1)] as f64 / 1000.0,
-    };
     let operations = run.operations.get();
     let size = if op.has_data() { args.size } else { 0 };
     Ok(Row {
@@ -380,10 +373,7 @@ async fn measure(args: &Rc<NfsArgs>, drivers: &[Rc<Driver>], op: Operation) -> R
         clients: args.clients,
         bytes_per_second: operations as f64 * size as f64 / seconds,
         ops_per_second: operations as f64 / seconds,
-        lat_us_p50: at(0.5),
-        lat_us_p99: at(0.99),
-        lat_us_p999: at(0.999),
-        lat_us_mean: samples.iter().sum::<u64>() as f64 / samples.len().max(1) as f64 / 1000.0,
+        latency: Latency::of(&mut run.samples.borrow_mut(), 1000.0),
         cpu_seconds,
         seconds,
         operations,
@@ -429,9 +419,9 @@ async fn all(args: Rc<NfsArgs>, common: &Common) -> Result<(), String> {
                         row.depth,
                         row.clients,
                         row.ops_per_second,
-                        row.lat_us_p50,
-                        row.lat_us_p99,
-                        row.lat_us_p999,
+                        row.latency.lat_us_p50,
+                        row.latency.lat_us_p99,
+                        row.latency.lat_us_p999,
                     );
                 }
                 rows.push(row);

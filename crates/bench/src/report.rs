@@ -5,6 +5,28 @@ use serde::Serialize;
 use thruway_cli::Common;
 use thruway_cli::units;
 
+/// Latencies in microseconds. Field names are an interface.
+#[derive(Serialize)]
+pub(super) struct Latency {
+    pub lat_us_p50: f64,
+    pub lat_us_p99: f64,
+    pub lat_us_p999: f64,
+    pub lat_us_mean: f64,
+}
+
+impl Latency {
+    /// Of samples in nanoseconds, so many of which are a microsecond.
+    pub(super) fn of(samples: &mut [u64], scale: f64) -> Latency {
+        samples.sort_unstable();
+        let at = |share: f64| match samples.len() {
+            0 => 0.0,
+            n => samples[((n as f64 * share) as usize).min(n - 1)] as f64 / scale,
+        };
+        let mean = samples.iter().sum::<u64>() as f64 / samples.len().max(1) as f64 / scale;
+        Latency { lat_us_p50: at(0.5), lat_us_p99: at(0.99), lat_us_p999: at(0.999), lat_us_mean: mean }
+    }
+}
+
 /// One result. Field names are an interface; units are in them or base units.
 #[derive(Serialize)]
 pub(super) struct Row {
@@ -15,10 +37,8 @@ pub(super) struct Row {
     qps: u32,
     bytes_per_second: f64,
     ops_per_second: f64,
-    lat_us_p50: f64,
-    lat_us_p99: f64,
-    lat_us_p999: f64,
-    lat_us_mean: f64,
+    #[serde(flatten)]
+    latency: Latency,
     cpu_seconds: f64,
     cpu_ns_per_byte: f64,
     seconds: f64,
@@ -35,7 +55,7 @@ impl Row {
     }
 
     pub(super) fn p50_us(&self) -> f64 {
-        self.lat_us_p50
+        self.latency.lat_us_p50
     }
 
     pub(super) fn cpu_seconds(&self) -> f64 {
@@ -59,13 +79,7 @@ impl Row {
         cpu_seconds: f64,
         ping_pong: bool,
     ) -> Row {
-        samples.sort_unstable();
-        let scale = if ping_pong { 2000.0 } else { 1000.0 };
-        let at = |share: f64| match samples.len() {
-            0 => 0.0,
-            n => samples[((n as f64 * share) as usize).min(n - 1)] as f64 / scale,
-        };
-        let mean = samples.iter().sum::<u64>() as f64 / samples.len().max(1) as f64 / scale;
+        let latency = Latency::of(samples, if ping_pong { 2000.0 } else { 1000.0 });
         let bytes = operations as f64 * f64::from(test.size);
         Row {
             op: test.op.name(),
@@ -75,10 +89,7 @@ impl Row {
             qps,
             bytes_per_second: bytes / seconds,
             ops_per_second: operations as f64 / seconds,
-            lat_us_p50: at(0.5),
-            lat_us_p99: at(0.99),
-            lat_us_p999: at(0.999),
-            lat_us_mean: mean,
+            latency,
             cpu_seconds,
             cpu_ns_per_byte: cpu_seconds * 1e9 / bytes.max(1.0),
             seconds,
@@ -126,9 +137,9 @@ impl Report {
                 row.qps,
                 rate,
                 row.bytes_per_second * 8e-9,
-                row.lat_us_p50,
-                row.lat_us_p99,
-                row.lat_us_p999,
+                row.latency.lat_us_p50,
+                row.latency.lat_us_p99,
+                row.latency.lat_us_p999,
                 row.cpu_ns_per_byte,
             );
         }

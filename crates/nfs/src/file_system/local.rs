@@ -6,15 +6,19 @@
 //! data is read and written through descriptors of our own, because NFS knows no open files: its owner may read and write a file
 //! whatever its permissions (RFC 1813, section 4.4), and who may execute it may read it.
 
+mod names;
+mod node;
+
+use self::node::{Data, Node, Opened, change_of, close_later, stat, time_of};
 use super::workers::Workers;
 use super::{
-    Allocate, As, Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData,
-    Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
+    Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData, Result,
+    Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
 use quick_cache::sync::Cache;
 use rustix::fs::{
-    Access, AtFlags, FallocateFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags,
-    StatxTimestamp, Timespec, Timestamps, XattrFlags,
+    Access, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, Statx, Timespec, Timestamps,
+    XattrFlags,
 };
 use rustix::io::Errno;
 use smallvec::SmallVec;
@@ -22,14 +26,12 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
-use std::time::Duration;
 use thruway_engine::io::{OpenFile, Request, ring};
-use thruway_engine::{Segment, file_system, limits, reactor};
+use thruway_engine::{Segment, file_system, limits};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
 use tokio::sync::Semaphore;
@@ -66,56 +68,6 @@ struct Inner {
     workers: Workers,
 }
 
-/// A file that is held.
-struct Node {
-    id: FileId,
-    /// Names it, and does not open it.
-    fd: OwnedFd,
-    kind: Kind,
-    data: Mutex<Data>,
-    /// Time of the last change, and changes through here that had this time: clocks are coarse.
-    changes: Mutex<(Time, u64)>,
-    is_open: AtomicBool,
-    /// One sync at a time: the kernel tells an error once.
-    syncing: tokio::sync::Mutex<()>,
-    /// Syncs that have begun, and the last of them that has ended well.
-    syncs: AtomicU64,
-    synced: AtomicU64,
-    /// Syncs that have failed.
-    failures: AtomicU64,
-    inner: std::sync::Weak<Inner>,
-}
-
-/// One of those who have a file open.
-struct Opened(Arc<Node>);
-
-impl Drop for Opened {
-    fn drop(&mut self) {
-        let Some(inner) = self.0.inner.upgrade() else { return };
-        let mut open = inner.open();
-        if let Some((_, users)) = open.get_mut(&self.0.id) {
-            *users -= 1;
-            if *users == 0 {
-                self.0.is_open.store(false, Ordering::Relaxed);
-                open.remove(&self.0.id);
-            }
-        }
-    }
-}
-
-/// The file, open for its data.
-#[derive(Default)]
-struct Data {
-    read: Option<Arc<OpenFile>>,
-    /// While there is data that has not been flushed, and for [`CLOSE_DELAY`] after that; not longer, because the file could not be
-    /// executed on this host.
-    write: Option<Arc<OpenFile>>,
-    /// A task waits to close it.
-    is_closing: bool,
-    /// Data has been, or is being, written through it that no flush which has begun covers.
-    is_dirty: bool,
-}
-
 fn errno(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
 }
@@ -128,68 +80,6 @@ fn c_name(name: &[u8]) -> Result<CString> {
         return Err(Errno::NAMETOOLONG);
     }
     CString::new(name).map_err(|_| Errno::INVAL)
-}
-
-impl Node {
-    fn data(&self) -> MutexGuard<'_, Data> {
-        self.data.lock().expect("no panics under the lock")
-    }
-
-    fn stat(&self) -> Result<Statx> {
-        let stat = statx(&self.fd)?;
-        if stat.stx_nlink == 0 && !self.is_open.load(Ordering::Relaxed) { Err(Errno::STALE) } else { Ok(stat) }
-    }
-
-    fn change(&self, changed: Time) -> u64 {
-        let (at, more) = *self.changes.lock().expect("no panics under the lock");
-        change_of(changed, if at == changed { more } else { 0 })
-    }
-
-    /// To be called behind every change; what the file is like then, if that can be told.
-    fn note_change(&self) -> Option<Statx> {
-        let mut changes = self.changes.lock().expect("no panics under the lock");
-        let stat = statx(&self.fd).ok()?;
-        let now = time_of(stat.stx_ctime);
-        // What had this time before the change has the number without anything added.
-        *changes = (now, if changes.0 == now { changes.1 + 1 } else { 1 });
-        Some(stat)
-    }
-
-    fn handle(&self) -> Result<Handle> {
-        Handle::decode(&self.id.0).ok_or(Errno::STALE)
-    }
-
-    /// The file under a path that the kernel resolves to it, for calls that take no descriptor of this kind.
-    fn proc_path(&self) -> String {
-        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
-    }
-}
-
-impl Drop for Node {
-    /// Data that has not been flushed, and that nobody could any more through this descriptor, is: an error of it would not be seen.
-    fn drop(&mut self) {
-        let data = std::mem::take(self.data.get_mut().expect("no panics under the lock"));
-        let (Some(file), Some(inner)) = (data.write, self.inner.upgrade()) else { return };
-        let workers = inner.workers.clone();
-        workers.start(move || {
-            let _telling = inner.telling.read().expect("no panics under the lock");
-            let _ = inner.note(rustix::fs::fsync(&*file));
-        });
-    }
-}
-
-fn statx(fd: impl AsFd) -> Result<Statx> {
-    rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
-}
-
-fn stat(fd: impl AsFd) -> Result<Statx> {
-    let stat = statx(fd)?;
-    if stat.stx_nlink == 0 { Err(Errno::STALE) } else { Ok(stat) }
-}
-
-/// The number of a state: its time, and how many changes had that time before.
-fn change_of(changed: Time, more: u64) -> u64 {
-    (changed.seconds as u64).wrapping_mul(1_000_000_000).wrapping_add(changed.nanoseconds.into()).wrapping_add(more)
 }
 
 fn kind_of(mode: u16) -> Result<Kind> {
@@ -205,10 +95,6 @@ fn kind_of(mode: u16) -> Result<Kind> {
     })
 }
 
-fn time_of(time: StatxTimestamp) -> Time {
-    Time { seconds: time.tv_sec, nanoseconds: time.tv_nsec }
-}
-
 fn timespec(set: Option<SetTime>) -> Timespec {
     match set {
         None => Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT },
@@ -216,16 +102,6 @@ fn timespec(set: Option<SetTime>) -> Timespec {
         Some(SetTime::To(time)) => Timespec { tv_sec: time.seconds, tv_nsec: time.nanoseconds.into() },
     }
 }
-
-/// The seconds in which the number of an exclusive creation is kept: as many bits as every file system has.
-fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
-    let [a, b, c, d, e, f, g, h] = number;
-    let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes) & 0x7fff_ffff), nanoseconds: 0 };
-    (time([a, b, c, d]), time([e, f, g, h]))
-}
-
-/// How long a file stays open for writing after a flush.
-const CLOSE_DELAY: Duration = Duration::from_secs(1);
 
 /// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
 const COPY_MAX: usize = 16 << 20;
@@ -473,228 +349,6 @@ impl Inner {
             Ok(())
         })
     }
-
-    fn make(
-        self: &Arc<Self>,
-        who: &Credentials,
-        dir: &Node,
-        name: &[u8],
-        what: &Make,
-        mut set: SetAttributes,
-    ) -> Result<(FileId, Attributes)> {
-        let name = c_name(name)?;
-        let (dir_fd, mode) = (dir.fd.as_fd(), Mode::from_raw_mode(set.mode.unwrap_or(0) & 0o7777));
-        let by_name = || Found::by_name(dir_fd, &name, ResolveFlags::BENEATH);
-        let new_file = || {
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            Found::of(rustix::fs::openat(dir_fd, &*name, flags, mode)?)
-        };
-        let special = |kind, device| rustix::fs::mknodat(dir_fd, &*name, kind, mode, device);
-        let made = self.act_as(who, || match what {
-            Make::File | Make::NewFile | Make::Exclusive(_) => new_file(),
-            Make::Directory => rustix::fs::mkdirat(dir_fd, &*name, mode).and_then(|()| by_name()),
-            Make::SymbolicLink(to) => {
-                let to = CString::new(&to[..]).map_err(|_| Errno::INVAL)?;
-                rustix::fs::symlinkat(&*to, dir_fd, &*name).and_then(|()| by_name())
-            }
-            Make::Special(Kind::Socket, ..) => special(FileType::Socket, 0).and_then(|()| by_name()),
-            Make::Special(Kind::Fifo, ..) => special(FileType::Fifo, 0).and_then(|()| by_name()),
-            Make::Special(kind, major, minor) => {
-                let device = rustix::fs::makedev(*major, *minor);
-                let kind = match kind {
-                    Kind::BlockDevice => FileType::BlockDevice,
-                    Kind::CharacterDevice => FileType::CharacterDevice,
-                    _ => return Err(Errno::INVAL),
-                };
-                special(kind, device).and_then(|()| by_name())
-            }
-        });
-        let is_new = made.is_ok();
-        let found = match (made, what) {
-            (Err(Errno::EXIST), Make::File) => {
-                let found = self.act_as(who, by_name)?;
-                if kind_of(found.stat.stx_mode)? != Kind::Regular {
-                    return Err(Errno::EXIST);
-                }
-                set = SetAttributes { size: set.size, ..SetAttributes::default() };
-                found
-            }
-            (Err(Errno::EXIST), Make::Exclusive(number)) => {
-                let found = self.act_as(who, by_name)?;
-                let (stat, (accessed, modified)) = (&found.stat, exclusive_times(*number));
-                let same = kind_of(stat.stx_mode)? == Kind::Regular
-                    && (stat.stx_atime.tv_sec, stat.stx_mtime.tv_sec) == (accessed.seconds, modified.seconds);
-                if !same {
-                    return Err(Errno::EXIST);
-                }
-                set = SetAttributes::default();
-                found
-            }
-            (Ok(found), Make::Exclusive(number)) => {
-                let (accessed, modified) = exclusive_times(*number);
-                set.accessed = Some(SetTime::To(accessed));
-                set.modified = Some(SetTime::To(modified));
-                found
-            }
-            (made, _) => made?,
-        };
-        // It has its permissions, as access control lists of the directory and its group would have them; only bits that calls which
-        // make files do not set are set now.
-        let has = u32::from(found.stat.stx_mode) & 0o7777;
-        set.mode = set.mode.map(|mode| has | mode & 0o7000).filter(|mode| *mode != has);
-        // A new file is open for writing: what holds it only names it.
-        let fd = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
-        let fd = fd.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))?;
-        let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
-        let made = is_new.then_some(found.fd);
-        if set != SetAttributes::default()
-            && let Err(error) = self.set_attributes(As { who, is_open: false }, &node, &set)
-        {
-            // The client is told that there is nothing.
-            if is_new {
-                let flags = if *what == Make::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                let _ = self.act_as(who, || rustix::fs::unlinkat(dir_fd, &*name, flags));
-            }
-            return Err(error);
-        }
-        self.keep_new(dir, &node, made)?;
-        Ok((node.id.clone(), self.attributes(&node, &node.stat()?)?))
-    }
-
-    fn list(
-        self: &Arc<Self>,
-        who: &Credentials,
-        dir: &Node,
-        cookie: u64,
-        room: Room,
-        with_files: bool,
-    ) -> Result<Listing> {
-        if dir.kind != Kind::Directory {
-            return Err(Errno::NOTDIR);
-        }
-        // All of it as the user: to become one takes longer than to look an entry up.
-        self.act_as(who, || self.list_as_user(dir, cookie, room, with_files))
-    }
-
-    fn list_as_user(self: &Arc<Self>, dir: &Node, cookie: u64, room: Room, with_files: bool) -> Result<Listing> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let fd = rustix::fs::openat(&dir.fd, c".", flags, Mode::empty())?;
-        rustix::fs::seek(&fd, SeekFrom::Start(cookie))?;
-        let mut buffer = vec![MaybeUninit::uninit(); room.bytes.clamp(4 << 10, 64 << 10)];
-        let mut entries = RawDir::new(&fd, &mut buffer);
-        let (mut listing, mut total) = (Listing::default(), 0);
-        let (root_number, is_root) = (dir.stat()?.stx_ino, dir.id == self.root_id);
-        while total < room.bytes {
-            let Some(entry) = entries.next() else {
-                listing.is_end = true;
-                break;
-            };
-            let entry = entry?;
-            let name = entry.file_name();
-            let is_above = name == c"..";
-            let number = if is_above && is_root { root_number } else { entry.ino() };
-            let found = with_files.then(|| match name.to_bytes() {
-                b"." => Found::of(rustix::io::fcntl_dupfd_cloexec(&dir.fd, 0)?),
-                b".." => self.parent(dir),
-                _ => Found::by_name(dir.fd.as_fd(), name, ResolveFlags::BENEATH),
-            });
-            // What cannot be looked at is listed all the same.
-            let found = found.and_then(Result::ok);
-            let file = found.and_then(|found| {
-                let attributes = self.attributes_of_found(&found).ok()?;
-                Some((found.id, attributes))
-            });
-            total += name.to_bytes().len() + room.entry;
-            let name = name.to_bytes().to_vec();
-            listing.entries.push(Entry { name, number, cookie: entry.next_entry_cookie(), file });
-        }
-        Ok(listing)
-    }
-
-    /// Forgets a file that may be gone.
-    fn forget(&self, dir: &Node, name: &CStr) -> Option<FileId> {
-        let (handle, _) = Handle::of(&dir.fd, name).ok()?;
-        Some(FileId(SmallVec::from_vec(handle.encode())))
-    }
-
-    /// Brings the names in a directory to the medium, before a client is told that they are there or gone: it will not ask for that
-    /// itself (RFC 1813, section 4.7).
-    fn keep_names(&self, dir: &Node) -> Result<()> {
-        if !self.is_durable {
-            return Ok(());
-        }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = rustix::fs::openat(&dir.fd, c".", flags, Mode::empty())?;
-        rustix::fs::fsync(open)
-    }
-
-    /// Brings a file's attributes, and its size, to the medium. Other kinds are with their names.
-    fn keep(&self, node: &Node) -> Result<()> {
-        match node.kind {
-            _ if !self.is_durable => Ok(()),
-            Kind::Directory => self.keep_names(node),
-            Kind::Regular => {
-                let file = self.open_data(node, OFlags::RDONLY)?;
-                let synced = rustix::fs::fsync(&*file);
-                node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
-                self.note(synced)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// As [`Inner::keep`], with the name of a file in its directory; if it is new, by what it was made by.
-    fn keep_new(&self, dir: &Node, node: &Node, made: Option<OwnedFd>) -> Result<()> {
-        let has_its_name = match (node.kind, made) {
-            _ if !self.is_durable => return Ok(()),
-            (Kind::Regular, Some(made)) => {
-                let synced = rustix::fs::fsync(made);
-                node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
-                self.note(synced)?;
-                self.syncs_names_with_files
-            }
-            (Kind::Directory, _) => {
-                self.keep_names(node)?;
-                self.syncs_names_with_files
-            }
-            _ => {
-                self.keep(node)?;
-                false
-            }
-        };
-        if has_its_name { Ok(()) } else { self.keep_names(dir) }
-    }
-
-    fn lost_a_name(&self, id: &FileId) {
-        let Some(node) = self.held(id) else { return };
-        node.note_change();
-        // Others may still have what is left of its names.
-        if node.stat().is_err() {
-            self.nodes.remove(id);
-        }
-    }
-
-    fn remove(&self, who: &Credentials, dir: &Node, name: &[u8], is_directory: bool) -> Result<()> {
-        let name = c_name(name)?;
-        let id = self.forget(dir, &name);
-        let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-        self.act_as(who, || rustix::fs::unlinkat(&dir.fd, &*name, flags))?;
-        dir.note_change();
-        let kept = self.keep_names(dir);
-        id.inspect(|id| self.lost_a_name(id));
-        kept
-    }
-
-    fn rename(&self, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
-        let (old, new) = (c_name(from.1)?, c_name(to.1)?);
-        let replaced = self.forget(to.0, &new);
-        self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
-        from.0.note_change();
-        to.0.note_change();
-        let kept = self.keep_names(to.0).and_then(|()| self.keep_names(from.0));
-        replaced.inspect(|id| self.lost_a_name(id));
-        kept
-    }
 }
 
 impl LocalFileSystem {
@@ -821,37 +475,6 @@ impl LocalFileSystem {
         close_later(node);
         Ok(())
     }
-}
-
-/// Closes a file that has been flushed for writing, unless it is written to again: clients that flush each write do not wait for it to
-/// be opened each time.
-fn close_later(node: &Arc<Node>) {
-    {
-        let mut data = node.data();
-        if data.is_dirty || std::mem::replace(&mut data.is_closing, true) {
-            return;
-        }
-    }
-    let node = Arc::downgrade(node);
-    reactor::start(async move {
-        loop {
-            let syncs = node.upgrade().map(|node| node.syncs.load(Ordering::SeqCst));
-            tokio::time::sleep(CLOSE_DELAY).await;
-            let Some(node) = node.upgrade() else { return };
-            let mut data = node.data();
-            if data.is_dirty {
-                // The next flush sees to it.
-                data.is_closing = false;
-                return;
-            }
-            let is_in_use = data.write.as_ref().is_some_and(|file| Arc::strong_count(file) > 1);
-            if !is_in_use && syncs == Some(node.syncs.load(Ordering::SeqCst)) {
-                data.write = None;
-                data.is_closing = false;
-                return;
-            }
-        }
-    });
 }
 
 /// A number for the file system that outlives restarts, where it has one.
