@@ -24,8 +24,11 @@ pub(crate) struct LsArgs {
     /// What carries it
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
-    /// What to list: tw://HOST[:PORT][/EXPORT[/PATH]] of a daemon, or nfs://HOST[:PORT][/SHARE[/PATH]] of an NFS server (version 4)
-    #[arg(value_name = "URL")]
+    /// What to list: a place on a daemon or a path on an NFS server (version 4).
+    #[arg(
+        value_name = "URL",
+        help = "What to list: tw://HOST[:PORT][/EXPORT[/PATH]] of a daemon, or nfs://HOST[:PORT][/SHARE[/PATH]] of an NFS server (version 4)"
+    )]
     url: OsString,
 }
 
