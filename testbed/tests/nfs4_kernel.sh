@@ -34,6 +34,31 @@ mv /mnt/a/file /mnt/a/moved
 chmod 640 /mnt/b/moved
 [[ $(stat -c %a /mnt/a/moved) == 640 ]]
 
+echo '--- a file that only one reads is not asked for again, until somebody changes it'
+opens() { awk '$5 == "/mnt/a" { on = 1 } on && $1 == "OPEN:" { print $2; exit }' /proc/self/mountstats; }
+recalls() { grep -c 'recall answered' /tmp/said || true; }
+echo one >/tmp/served/data/kept
+[[ $(cat /mnt/a/kept) == one ]]
+before=$(opens)
+for n in {1..20}; do [[ $(cat /mnt/a/kept) == one ]]; done
+[[ $(opens) == "$before" ]]
+# A program of the server's host waits until the client has heard of it.
+echo two >/tmp/served/data/kept
+[[ $(cat /mnt/a/kept) == two ]]
+(($(recalls) == 1))
+echo one >/tmp/served/data/other
+[[ $(cat /mnt/a/other) == one ]]
+echo two >/mnt/b/other
+[[ $(cat /mnt/a/other) == two ]]
+(($(recalls) == 2))
+# Permissions and names, of which the client hears afterwards.
+echo one >/tmp/served/data/third
+[[ $(cat /mnt/a/third) == one ]]
+chmod 600 /tmp/served/data/third
+changed() { [[ $(stat -c %a /mnt/a/third) == 600 ]]; }
+wait_until 100 changed
+(($(recalls) == 3))
+
 echo '--- a file that the other removes stays open'
 exec 7</mnt/a/moved
 rm /mnt/b/moved

@@ -5,6 +5,7 @@
 //! - [`credentials`]: acting as the user of a client.
 //! - [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
+//! - [`lease`]: hearing of it before another program changes a file.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
 //! - [`xattr`]: extended attributes. [`acl`]: the access control lists in them.
@@ -17,6 +18,7 @@ pub mod credentials;
 pub mod durable;
 pub mod handle;
 pub mod identity;
+pub mod lease;
 pub mod remove;
 pub mod share_storage;
 pub mod sparse;

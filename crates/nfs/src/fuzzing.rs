@@ -1,5 +1,6 @@
 //! Entry points for the fuzzer.
 
+use crate::delegations::{Delegate, Delegations};
 use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
 use crate::share::{Share, Shares, Squash};
@@ -54,7 +55,15 @@ impl Client {
     /// As [`Client::new`], with replies of at most so many bytes.
     pub(crate) fn with_replies_of(bytes: u32) -> Client {
         let files = Box::new(MemoryFileSystem::new(1 << 20));
-        let share = Share { name: "m".into(), files, read_only: false, squash: Squash::None, rules: Vec::new() };
+        let share = Share {
+            name: "m".into(),
+            files,
+            read_only: false,
+            squash: Squash::None,
+            rules: Vec::new(),
+            delegate: Delegate::Writing,
+            delegations: Delegations::default(),
+        };
         let mut client =
             Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1, user: None, minor: 2 };
         let mut exchange = Encoder::new();

@@ -2,12 +2,14 @@
 //!
 //! - [`file_system`]: what a file system is, and directories of this host.
 //! - [`share`]: file systems with names, file handles, and whom the users of clients count as; [`rules`] for clients.
+//! - [`delegations`]: files that clients keep, and others wait for.
 //! - [`v3`] and [`mount`], [`v4`]: the protocols.
 //! - [`client`]: asking a server, to list and to measure.
 
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod delegations;
 pub mod file_system;
 #[doc(hidden)]
 pub mod fuzzing;

@@ -1,5 +1,6 @@
 //! Shares: file systems with names, their handles, and whom clients' users count as.
 
+use crate::delegations::{Delegate, Delegations};
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
 use crate::groups::Groups;
 use crate::rules::Rule;
@@ -33,6 +34,10 @@ pub struct Share {
     pub squash: Squash,
     /// Who may use it; everybody, if there are none.
     pub rules: Vec<Rule>,
+    /// What of its files is delegated to clients.
+    pub delegate: Delegate,
+    /// To whom, which version 4 knows.
+    pub delegations: Delegations,
 }
 
 impl Squash {
@@ -230,7 +235,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
         let files = Box::new(LocalFileSystem::open(dir.path(), true).ok()?);
-        Some(Share { name: name.into(), files, read_only: false, squash, rules: Vec::new() })
+        let delegations = Delegations::default();
+        Some(Share {
+            name: name.into(),
+            files,
+            read_only: false,
+            squash,
+            rules: Vec::new(),
+            delegate: Delegate::Reading,
+            delegations,
+        })
     }
 
     #[test]

@@ -157,7 +157,7 @@ fn connections_in_set_up_leave_descriptors_to_the_others() {
             }
         });
         let listed =
-            (0..20).map(|_| run("timeout", &["20", "nbdinfo", &disks.nbd("m")])).all(|out| out.status.success());
+            (0..20).map(|_| run("timeout", &["60", "nbdinfo", &disks.nbd("m")])).all(|out| out.status.success());
         over.store(true, Ordering::Relaxed);
         assert!(listed);
     });

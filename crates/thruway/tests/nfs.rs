@@ -115,7 +115,7 @@ opaque = lambda b: words(len(b)) + b + bytes(-len(b) % 4)
 class Connection:
     def __init__(self):
         self.stream = socket.create_connection((host, int(port)))
-        self.xid = 0
+        self.xid, self.calls = 0, []
     def receive(self, count):
         data = b""
         while len(data) < count:
@@ -128,10 +128,14 @@ class Connection:
         credential = opaque(words(0, 0, 0, 0, 0)) if flavor == 1 else words(0)
         call = words(self.xid, 0, 2, program, version, procedure, flavor) + credential + words(0, 0) + arguments
         self.stream.sendall(words(0x80000000 | len(call)) + call)
-        length = struct.unpack(">I", self.receive(4))[0] & 0x7fffffff
-        reply = self.receive(length)
-        assert reply[:8] == words(self.xid, 1)
-        return reply[8:]
+        while True:
+            reply = self.receive_message()
+            if reply[:8] == words(self.xid, 1):
+                return reply[8:]
+            assert reply[4:8] == words(0), "a callback"
+            self.calls.append(reply)
+    def receive_message(self):
+        return self.receive(struct.unpack(">I", self.receive(4))[0] & 0x7fffffff)
     def start_tls(self, name):
         reply = self.call(100003, 4, 0, flavor=7)
         assert reply == words(0, 0) + opaque(b"STARTTLS") + words(0), reply
@@ -220,14 +224,14 @@ class Session(Connection):
         self.events = results[40:44]
         return results[44:]
     def called(self):
-        length = struct.unpack(">I", self.receive(4))[0] & 0x7fffffff
-        return self.receive(length)
+        return self.calls.pop(0) if self.calls else self.receive_message()
     def answer(self, call, results):
         reply = call[:4] + words(1, 0, 0, 0, 0) + results
         self.stream.sendall(words(0x80000000 | len(reply)) + reply)
 
 def opened(session, owner):
-    open = words(18, 0, 3, 0) + session.client + opaque(owner) + words(1, 0, 0, 0, 0) + opaque(b"f")
+    # No delegation is wanted.
+    open = words(18, 0, 0x403, 0) + session.client + opaque(owner) + words(1, 0, 0, 0, 0) + opaque(b"f")
     results = session.run(4, LOOK_UP + open + words(10))
     assert session.status == 0
     flags = struct.unpack(">I", results[16 + 8 + 16 + 20:][:4])[0]
@@ -281,6 +285,120 @@ two.run(0, b"")
 assert two.events == words(0)
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{script}"), &at, ""]);
+    daemon.stop();
+}
+
+/// As [`SESSION`]: `delegated(session, name, access)` opens a file and returns the kind of the delegation and its stateid.
+const DELEGATIONS: &str = r#"
+import time
+DELAY, READING, WRITING = 10008, 1, 2
+def file(name):
+    return LOOK_UP + words(15) + opaque(name)
+def opening(session, name, access, how):
+    open = words(18, 0, access, 0) + session.client + opaque(b"owner") + how + opaque(name)
+    results = session.run(4, LOOK_UP + open + words(10))
+    return results[16 + 8:]
+def made(session, name):
+    stateid = opening(session, name, 0x403, words(1, 0, 0, 0, 0))[:16]
+    assert session.status == 0
+    session.run(4, file(name) + words(4, 0) + stateid)
+    assert session.status == 0
+def delegated(session, name, access):
+    result = opening(session, name, access, words(0, 0))
+    if session.status != 0:
+        return None
+    kind, = struct.unpack(">I", result[44:48])
+    return kind, result[48:64]
+def give_back(session, name, stateid):
+    session.run(4, file(name) + words(8) + stateid)
+    return session.status
+def recalled(session):
+    call = session.called()
+    operations = call[56:]
+    assert operations[:20] == words(11) + session.id and operations[40:44] == words(4), operations
+    session.answer(call, words(0, 0, 2, 11, 0) + session.id + operations[20:24] + words(0, 0, 0) + words(4, 0))
+    return operations[44:60]
+def first_opaque(data):
+    return data[:4 + (struct.unpack(">I", data[:4])[0] + 3) // 4 * 4]
+def attributes(session, name):
+    session.run(4, file(name) + words(9, 1, 1 << 4))
+    return session.status
+one, two, deaf = Session(b"one"), Session(b"two"), Session(b"deaf", back=False)
+old = Connection()
+"#;
+
+#[test]
+fn what_is_delegated_to_a_client_is_had_back_before_others_see_the_file() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let daemon = Disks::serve(&[&["--quiet", "--nfs-lease", "5"], &SHARE[..], &["--state", text(&state)]].concat());
+    let script = r#"
+made(one, b"w")
+assert delegated(deaf, b"w", 1)[0] == 0, "it could not be called"
+deaf.run(0, b"")
+made(one, b"f")
+kind, stateid = delegated(one, b"f", 3)
+assert kind == WRITING, kind
+assert attributes(one, b"f") == 0, "its own"
+# Others do not see a size that is old.
+assert attributes(two, b"f") == DELAY
+assert recalled(one) == stateid
+assert attributes(two, b"f") == DELAY
+root = old.call(*MOUNT)
+handle = first_opaque(root[20:])
+found = old.call(100003, 3, 3, handle + opaque(b"f"))
+file_handle = first_opaque(found[20:])
+assert old.call(100003, 3, 1, file_handle)[16:20] == words(DELAY), "version 3"
+assert give_back(two, b"f", stateid) == 10025, "another's"
+assert give_back(one, b"f", stateid) == 0
+assert attributes(two, b"f") == 0 and old.call(100003, 3, 1, file_handle)[16:20] == words(0)
+assert delegated(one, b"f", 3)[0] == 0, "not so soon"
+
+# Several read; who writes, removes or renames waits for all of them.
+made(one, b"r")
+readers = [(session, *delegated(session, b"r", 1)) for session in (one, two)]
+assert all(kind == READING for _, kind, _ in readers)
+remove = lambda: old.call(100003, 3, 12, handle + opaque(b"r"))[16:20]
+assert remove() == words(DELAY)
+for session, _, stateid in readers:
+    assert recalled(session) == stateid
+    assert remove() == words(DELAY)
+    assert give_back(session, b"r", stateid) == 0
+assert remove() == words(0)
+
+# Opens that a client has made by itself it makes known when it is asked to give back.
+made(one, b"o")
+_, stateid = delegated(one, b"o", 1)
+claim = lambda session, access: session.run(4, LOOK_UP + words(18, 0, access, 0) + session.client + opaque(b"p") + words(0, 2) + stateid + opaque(b"o") + words(10))
+assert delegated(two, b"o", 2) is None and two.status == DELAY
+assert recalled(one) == stateid
+claim(one, 2)
+assert one.status == 10038, "it was for reading"
+claim(two, 1)
+assert two.status == 10025
+claim(one, 1)
+assert one.status == 0
+assert give_back(one, b"o", stateid) == 0
+assert delegated(two, b"o", 2)[0] == 0
+
+# A client that does not give back what it has loses it, and hears of it.
+made(one, b"s")
+_, stateid = delegated(one, b"s", 1)
+while delegated(two, b"s", 2) is None:
+    assert two.status == DELAY
+    one.run(0, b"")
+    time.sleep(0.05)
+one.run(0, b"")
+assert one.events == words(0x40), one.events
+results = one.run(1, words(55, 1) + stateid)
+assert results[-4:] == words(10087)
+assert give_back(one, b"s", stateid) == 10087
+one.run(1, words(45) + stateid)
+assert one.status == 0
+one.run(0, b"")
+assert one.events == words(0)
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{DELEGATIONS}{script}"), &daemon.at("nfs"), ""]);
     daemon.stop();
 }
 

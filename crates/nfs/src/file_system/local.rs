@@ -12,8 +12,8 @@ mod node;
 use self::node::{Data, Node, Opened, change_of, close_later, stat, time_of};
 use super::workers::Workers;
 use super::{
-    Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData, Result,
-    Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
+    Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, Listing, Make, OnChange, Op, OpenGuard, ReadData,
+    Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
 use quick_cache::sync::Cache;
 use rustix::fs::{
@@ -34,6 +34,7 @@ use thruway_engine::io::{OpenFile, Request, ring};
 use thruway_engine::{Segment, file_system, limits};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
+use thruway_fs::lease::Lease;
 use tokio::sync::Semaphore;
 
 /// A directory of this host, and what is beneath it on the same file system.
@@ -65,6 +66,8 @@ struct Inner {
     open_max: usize,
     /// For what takes long.
     copies: Semaphore,
+    /// Leases, each of which holds a descriptor.
+    leases: Arc<Semaphore>,
     workers: Workers,
 }
 
@@ -108,6 +111,9 @@ const COPY_MAX: usize = 16 << 20;
 
 /// Copies and changes of storage at a time: they must not take all threads from what is short.
 const COPIES_MAX: usize = 4;
+
+/// Most leases at a time.
+const LEASES_MAX: usize = 4096;
 
 /// Most bytes of an extended attribute, and of the names of all of a file (`XATTR_SIZE_MAX` of the kernel).
 const XATTR_MAX: usize = 64 << 10;
@@ -253,8 +259,15 @@ impl Inner {
     /// Opens a regular file for its data.
     fn open_data(&self, node: &Node, flags: OFlags) -> Result<Arc<OpenFile>> {
         let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let fd = node.handle()?.open(&self.root, flags).map_err(|e| errno(&e))?;
-        Ok(Arc::new(OpenFile::new(File::from(fd))))
+        Ok(Arc::new(OpenFile::new(File::from(self.open_fd(node, flags)?))))
+    }
+
+    fn open_fd(&self, node: &Node, flags: OFlags) -> Result<OwnedFd> {
+        node.handle()?.open(&self.root, flags).map_err(|e| match errno(&e) {
+            // Its lease is being given back.
+            Errno::AGAIN => Errno::INPROGRESS,
+            other => other,
+        })
     }
 
     fn has_right(&self, who: &Credentials, node: &Node, right: Access) -> bool {
@@ -378,6 +391,7 @@ impl LocalFileSystem {
             telling: RwLock::default(),
             open_max: limits::share_of_open_files(8).max(64),
             copies: Semaphore::new(COPIES_MAX),
+            leases: Arc::new(Semaphore::new(limits::share_of_open_files(16).clamp(16, LEASES_MAX))),
             workers: workers.clone(),
             root,
             root_id,
@@ -698,6 +712,23 @@ impl FileSystem for LocalFileSystem {
                 None => self.stat(&node).await?,
             };
             self.inner.attributes(&node, &stat)
+        })
+    }
+
+    fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            Inner::check_regular(&node)?;
+            if node.data().write.is_some() {
+                return Err(Errno::AGAIN);
+            }
+            let permit = Arc::clone(&self.inner.leases).try_acquire_owned().map_err(|_| Errno::NOSPC)?;
+            self.work(move |inner| {
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+                let lease = Lease::take(inner.open_fd(&node, flags)?, on_change).map_err(|e| errno(&e))?;
+                Ok(Arc::new((lease, permit)) as OpenGuard)
+            })
+            .await
         })
     }
 

@@ -161,6 +161,10 @@ impl FileSystem for MemoryFileSystem {
         }))
     }
 
+    fn is_private(&self) -> bool {
+        true
+    }
+
     fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, mut segment: Segment) -> Op<'a, ReadData> {
         ready(self.with(file, |tree, id| {
             let node = tree.node(id)?;

@@ -209,6 +209,8 @@ pub struct ReadData {
 /// Keeps a file open: until all copies are dropped it can be read and written, also when its last name is gone.
 pub type OpenGuard = Arc<dyn Any + Send + Sync>;
 
+pub use thruway_fs::lease::OnChange;
+
 /// As whom data is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct As<'a> {
@@ -375,6 +377,19 @@ pub trait FileSystem: Send + Sync {
         shared: bool,
     ) -> Op<'a, u64> {
         let _ = (user, from, to, len, shared);
+        unsupported()
+    }
+
+    /// Whether no program reaches its files but through this.
+    fn is_private(&self) -> bool {
+        false
+    }
+
+    /// From now on no other program changes the data of a regular file, and no file system's user does so here (`EINPROGRESS`): the
+    /// function is called when one would, who waits for a while until what is returned has been dropped. It is also called when its
+    /// attributes or names have been changed. `EAGAIN` if it is open for writing.
+    fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
+        let _ = (file, on_change);
         unsupported()
     }
 

@@ -232,7 +232,10 @@ impl Nfs3 {
                 let handle = get_handle(&mut d)?;
                 d.finish()?;
                 let target = target!(handle, nothing);
-                let attributes = target.share.files.attributes(&target.file).await;
+                let attributes = match target.look(None).await {
+                    Ok(()) => target.share.files.attributes(&target.file).await,
+                    Err(error) => Err(error),
+                };
                 let results = attributes.map_err(Status::from).map(|a| encoded(|out| put_attributes(out, &a)));
                 Nfs3::end(out, results, Tail::None).await;
             }
@@ -416,6 +419,7 @@ impl Nfs3 {
         guard: Option<Time>,
     ) -> Result<Encoder, Status> {
         check_writable(target)?;
+        let _change = target.change(None).await?;
         let files = &target.share.files;
         let changed = files.set_attributes(target.user(), &target.file, set, guard).await;
         let attributes =
@@ -474,6 +478,7 @@ impl Nfs3 {
     async fn read(&self, call: &Call, target: &Target<'_>, at: u64, len: u32) -> Result<Encoder, Status> {
         let len = (len as usize).min(BULK_MAX);
         let segment = call.connection.buffers.segment(len).await.map_err(|_| Status::JUKEBOX)?;
+        target.look(None).await?;
         let read = target.share.files.read(target.user(), &target.file, at, segment).await?;
         Ok(encoded(|out| {
             put_after(out, Some(&read.attributes));
@@ -512,6 +517,7 @@ impl Nfs3 {
                 segment
             }
         };
+        let _change = target.change_data(None).await?;
         let files = &target.share.files;
         // Before the write: if it changes meanwhile, the client writes once too often.
         let verifier = files.write_verifier();
@@ -532,7 +538,10 @@ impl Nfs3 {
         set: SetAttributes,
     ) -> Result<Encoder, Status> {
         check_writable(dir)?;
-        let (file, attributes) = dir.share.files.make(&dir.who, &dir.file, name?, what, set).await?;
+        let name = name?;
+        // One that is there is cut.
+        let _change = if what == Make::File { dir.change_entry(name).await? } else { None };
+        let (file, attributes) = dir.share.files.make(&dir.who, &dir.file, name, what, set).await?;
         let above = dir.attributes().await;
         Ok(encoded(|out| {
             out.option(Some(self.shares.handle(dir.share, &file)), |out, handle| out.opaque(&handle));
@@ -548,7 +557,9 @@ impl Nfs3 {
         is_directory: bool,
     ) -> Result<Encoder, Status> {
         check_writable(dir)?;
-        dir.share.files.remove(&dir.who, &dir.file, name?, is_directory).await?;
+        let name = name?;
+        let _change = dir.change_entry(name).await?;
+        dir.share.files.remove(&dir.who, &dir.file, name, is_directory).await?;
         let above = dir.attributes().await;
         Ok(encoded(|out| put_change(out, above.as_ref())))
     }
@@ -564,7 +575,9 @@ impl Nfs3 {
         if !std::ptr::eq(from.share, to.share) {
             return Err(Status::from(Errno::XDEV));
         }
-        from.share.files.rename(&from.who, (&from.file, old?), (&to.file, new?)).await?;
+        let (old, new) = (old?, new?);
+        let _changes = (from.change_entry(old).await?, to.change_entry(new).await?);
+        from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;
         let (one, two) = (from.attributes().await, to.attributes().await);
         Ok(encoded(|out| {
             put_change(out, one.as_ref());
@@ -577,6 +590,7 @@ impl Nfs3 {
         if !std::ptr::eq(file.share, dir.share) {
             return Err(Status::from(Errno::XDEV));
         }
+        let _change = file.change(None).await?;
         file.share.files.link(&file.who, &file.file, &dir.file, name?).await?;
         let (attributes, above) = (file.attributes().await, dir.attributes().await);
         Ok(encoded(|out| {

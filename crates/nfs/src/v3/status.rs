@@ -47,7 +47,7 @@ impl From<Errno> for Status {
             Errno::OPNOTSUPP | Errno::NOSYS => return Status::NOTSUPP,
             Errno::TXTBSY | Errno::BUSY => return Status::ACCESS,
             // Later it may work.
-            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
+            Errno::AGAIN | Errno::INPROGRESS | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
                 return Status::JUKEBOX;
             }
             error => {

@@ -1,6 +1,7 @@
 //! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
 
 use super::session::Session;
+use super::state::Stateid;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
@@ -23,6 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Numbers of operations and statuses, by the names of the RFC.
 const CB_SEQUENCE: u32 = 11;
+const CB_RECALL: u32 = 4;
 const CB_NOTIFY_LOCK: u32 = 13;
 const SEQ_MISORDERED: u32 = 10_063;
 
@@ -38,6 +40,8 @@ pub(super) struct Credential {
 pub(super) enum Notice {
     /// A lock that was in the way of this owner is gone.
     Lock { handle: Box<[u8]>, owner: Box<[u8]> },
+    /// What is delegated is to be given back.
+    Recall { handle: Box<[u8]>, stateid: Stateid },
 }
 
 /// The way back to the client of a session.
@@ -55,6 +59,15 @@ pub(super) struct Back {
 struct LastCall {
     sequence: u32,
     is_uncertain: bool,
+}
+
+/// Counts a notice, also if who sends it does not wait for the answer.
+struct OnItsWay<'a>(&'a AtomicUsize);
+
+impl Drop for OnItsWay<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Back {
@@ -89,12 +102,12 @@ impl Back {
 
     /// Sends a notice to the client, once; the status of its operation. `None` if there are too many on their way.
     pub(super) async fn send(&self, session: &Session, notice: &Notice) -> Result<Option<u32>, CallError> {
+        let on_its_way = OnItsWay(&self.notices);
         if self.notices.fetch_add(1, Ordering::Relaxed) >= NOTICES_MAX {
-            self.notices.fetch_sub(1, Ordering::Relaxed);
             return Ok(None);
         }
         let sent = self.send_in_turn(session, notice).await;
-        self.notices.fetch_sub(1, Ordering::Relaxed);
+        drop(on_its_way);
         sent.map(Some)
     }
 
@@ -143,6 +156,13 @@ fn compound(session: &Session, sequence: u32, notice: &Notice) -> Encoder {
             out.opaque(handle);
             out.u64(session.client);
             out.opaque(owner);
+        }
+        Notice::Recall { handle, stateid } => {
+            out.u32(CB_RECALL);
+            stateid.encode(&mut out);
+            // Not because the file is to be cut to nothing.
+            out.bool(false);
+            out.opaque(handle);
         }
     }
     out

@@ -126,6 +126,9 @@ impl Compound<'_> {
             asked_back.operations >= 2 && asked_back.requests >= 1 && asked_back.request >= callback::CALL_MAX;
         let channel = self.call.connection.back.clone().filter(|_| flags & BACK != 0 && has_room);
         let mut back = channel.zip(credential).map(|(channel, how)| Back::new(program, how, channel));
+        if back.is_some() {
+            self.server.begin_delegating();
+        }
         let minor = self.minor;
         let principal = self.principal();
         // In one go: a session is there, or the client has the number for it still.

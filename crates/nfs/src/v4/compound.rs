@@ -4,9 +4,9 @@ use super::attributes::{self, Described};
 use super::bitmap::Bitmap;
 use super::numbered_ops::is_numbered;
 use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
-use super::state::{Denied, FileKey, Refused, Stateid};
+use super::state::{Denied, Refused, Stateid};
 use super::status::Status;
-use super::{MINOR_VERSIONS, Nfs4, op};
+use super::{MINOR_VERSIONS, Server, op};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
 use crate::share::{FileHandle, HandleError, Target};
 use rustix::io::Errno;
@@ -33,6 +33,9 @@ const ROOT_NUMBER: u64 = 1;
 
 /// Flag of the result of SEQUENCE: there is no connection for callbacks (`SEQ4_STATUS_CB_PATH_DOWN_SESSION`).
 const CB_PATH_DOWN_SESSION: u32 = 0x200;
+
+/// Something that was delegated has been revoked (`SEQ4_STATUS_RECALLABLE_STATE_REVOKED`).
+const RECALLABLE_STATE_REVOKED: u32 = 0x40;
 
 /// Operations that change something, but for those that can be done again.
 const CHANGING: [u32; 14] = [
@@ -100,7 +103,7 @@ impl From<Refused> for Failure {
         match refused {
             Refused::Status(status) => status.into(),
             // Not passed on by those who can do something about it.
-            Refused::Expired(_) => Status::DELAY.into(),
+            Refused::Expired(_) | Refused::Delegated => Status::DELAY.into(),
             Refused::Denied(Denied { range, is_write, client, owner }) => {
                 let mut body = Encoder::new();
                 body.u64(range.start);
@@ -144,7 +147,7 @@ impl Drop for InSlot {
 
 /// A compound in progress.
 pub(super) struct Compound<'a> {
-    pub server: &'a Nfs4,
+    pub server: &'a Arc<Server>,
     pub call: &'a Call,
     pub minor: u32,
     /// Operations in all, and the place of this one.
@@ -169,7 +172,7 @@ enum Next {
 
 impl<'a> Compound<'a> {
     /// Does a compound.
-    pub(super) async fn run(server: &'a Nfs4, call: &'a Call, results: Encoder) -> xdr::Result<Encoder> {
+    pub(super) async fn run(server: &'a Arc<Server>, call: &'a Call, results: Encoder) -> xdr::Result<Encoder> {
         let mut d = call.arguments();
         let (tag, minor, count) = (d.opaque(TAG_MAX)?, d.u32()?, d.u32()?);
         server.shares.learn_groups(call).await;
@@ -299,7 +302,10 @@ impl<'a> Compound<'a> {
         session.lease.renew(now);
         out.fixed(&id);
         // The client is to say by which connection it can be called.
-        let events = if session.back.is_some() && !session.can_call() { CB_PATH_DOWN_SESSION } else { 0 };
+        let mut events = if session.back.is_some() && !session.can_call() { CB_PATH_DOWN_SESSION } else { 0 };
+        if session.lease.has_revoked() {
+            events |= RECALLABLE_STATE_REVOKED;
+        }
         // The highest slot of ours and the one that we would like.
         for word in [sequence, slot, session.highest_slot(), session.highest_slot(), events] {
             out.u32(word);
@@ -367,6 +373,7 @@ impl<'a> Compound<'a> {
             op::OPEN => self.open(d, out).await,
             op::OPEN_DOWNGRADE => self.downgrade(d, out),
             op::CLOSE => self.close(d, out),
+            op::DELEGRETURN => self.give_back(d),
             op::LOCK => self.lock(d, out).await,
             op::LOCKT => self.test_lock(d).await,
             op::LOCKU => self.unlock(d, out),
@@ -394,6 +401,11 @@ impl<'a> Compound<'a> {
     /// The client whose session this is in.
     pub(super) fn client(&self) -> Result<u64, Status> {
         self.slot.as_ref().map(|slot| slot.session.client).ok_or(Status::OP_NOT_IN_SESSION)
+    }
+
+    /// The client whose session this is in, if it is in one: to it, what is delegated to it is no obstacle.
+    pub(super) fn known_client(&self) -> Option<u64> {
+        self.client().ok()
     }
 
     /// Whether the client can be called.
@@ -558,11 +570,6 @@ pub(super) fn fsid(target: &Target<'_>, attributes: &Attributes) -> (u64, u64) {
 /// Of a share's directory, in the directory that has the shares.
 pub(super) fn share_number(target: &Target<'_>) -> u64 {
     ROOT_NUMBER + 1 + u64::from(u32::from_be_bytes(target.share.number()))
-}
-
-/// What the state of clients calls a file.
-pub(super) fn key(target: &Target<'_>) -> FileKey {
-    (target.share.files.fsid(), target.file.clone())
 }
 
 /// A user, who may have the file open.

@@ -1,9 +1,10 @@
 //! Operations on the data of files.
 
 use super::compound::{Compound, Done, user};
+use super::name_ops::Access;
 use super::state::Stateid;
 use super::status::Status;
-use crate::file_system::{Allocate, As, Seek, Stability};
+use crate::file_system::{Allocate, Seek, Stability};
 use crate::share::Target;
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
@@ -36,8 +37,8 @@ impl Compound<'_> {
     pub(super) async fn read(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (stateid, at, len) = (self.get_stateid(d)?, d.u64()?, d.u32()?);
         let target = self.target()?;
-        let is_open = self.is_open(target, stateid, false).await?;
-        let user = user(target, is_open);
+        let access = self.is_open(target, stateid, false).await?;
+        let user = user(target, access.is_open);
         let most = if self.reads == 0 { BULK_MAX } else { FURTHER_READ_MAX };
         let segment = self.memory((len as usize).min(most)).await?;
         let read = target.share.files.read(user, &target.file, at, segment).await?;
@@ -61,7 +62,7 @@ impl Compound<'_> {
         };
         let len = data.len();
         let target = self.writable()?;
-        let is_open = self.is_open(target, stateid, true).await?;
+        let access = self.is_open(target, stateid, true).await?;
         check_range(at, len as u64)?;
         let segment = match data {
             Bulk::Segment(segment) => segment,
@@ -74,7 +75,7 @@ impl Compound<'_> {
         let files = &target.share.files;
         // Before the write: if it changes meanwhile, the client writes once too often.
         let verifier = files.write_verifier();
-        files.write(user(target, is_open), &target.file, at, segment, stability).await?;
+        files.write(user(target, access.is_open), &target.file, at, segment, stability).await?;
         out.u32(len as u32);
         out.u32(if stability == Stability::Unstable { 0 } else { 2 });
         out.u64(verifier);
@@ -99,8 +100,8 @@ impl Compound<'_> {
             _ => return Err(Status::UNION_NOTSUPP.into()),
         };
         let target = self.target()?;
-        let is_open = self.is_open(target, stateid, false).await?;
-        let (files, user) = (&target.share.files, user(target, is_open));
+        let access = self.is_open(target, stateid, false).await?;
+        let (files, user) = (&target.share.files, user(target, access.is_open));
         let size = files.attributes(&target.file).await?.size;
         if at >= size {
             return Err(Errno::NXIO.into());
@@ -123,22 +124,22 @@ impl Compound<'_> {
     pub(super) async fn allocate(&mut self, d: &mut Decoder<'_>, is_reserved: bool) -> Done {
         let (stateid, at, len) = (self.get_stateid(d)?, d.u64()?, d.u64()?);
         let target = self.writable()?;
-        let is_open = self.is_open(target, stateid, true).await?;
+        let access = self.is_open(target, stateid, true).await?;
         check_range(at, len)?;
         if len == 0 {
             return Err(Status::INVAL.into());
         }
         let what = if is_reserved { Allocate::Reserve } else { Allocate::Punch };
-        Ok(target.share.files.allocate(user(target, is_open), &target.file, at, len, what).await?)
+        Ok(target.share.files.allocate(user(target, access.is_open), &target.file, at, len, what).await?)
     }
 
-    /// The saved file, which is open for reading, and the current one, which is for writing; and the user of both.
-    async fn source_and_target(&self, from: Stateid, to: Stateid) -> Done<(&Target<'_>, &Target<'_>, As<'_>)> {
+    /// The saved file, which is open for reading, and the current one, which is for writing; and how.
+    async fn source_and_target(&self, from: Stateid, to: Stateid) -> Done<(&Target<'_>, &Target<'_>, [Access; 2])> {
         let (source, target) = self.saved_and_current()?;
         self.writable()?;
         let can_read = self.is_open(source, from, false).await?;
         let can_write = self.is_open(target, to, true).await?;
-        Ok((source, target, user(target, can_read && can_write)))
+        Ok((source, target, [can_read, can_write]))
     }
 
     /// COPY on this server, done before it is answered; perhaps in part.
@@ -150,7 +151,8 @@ impl Compound<'_> {
             // From another server.
             return Err(Status::NOTSUPP.into());
         }
-        let (source, target, user) = self.source_and_target(from, to).await?;
+        let (source, target, access) = self.source_and_target(from, to).await?;
+        let user = user(target, access.iter().all(|access| access.is_open));
         let files = &target.share.files;
         let size = files.attributes(&source.file).await?.size;
         // A length of 0 is all that there is.
@@ -186,7 +188,8 @@ impl Compound<'_> {
     pub(super) async fn clone_range(&mut self, d: &mut Decoder<'_>) -> Done {
         let (from, to) = (self.get_stateid(d)?, self.get_stateid(d)?);
         let (from_at, to_at, len) = (d.u64()?, d.u64()?, d.u64()?);
-        let (source, target, user) = self.source_and_target(from, to).await?;
+        let (source, target, access) = self.source_and_target(from, to).await?;
+        let user = user(target, access.iter().all(|access| access.is_open));
         let files = &target.share.files;
         let size = files.attributes(&source.file).await?.size;
         if from_at > size || len > size - from_at {

@@ -12,6 +12,7 @@ mod data_ops;
 mod name_ops;
 mod numbered_ops;
 mod open_ops;
+mod recall;
 mod recovery;
 pub(crate) mod session;
 mod state;
@@ -20,19 +21,23 @@ mod xattr_ops;
 
 use self::callback::Notice;
 use self::compound::Compound;
+use self::recall::Clients;
 use self::recovery::Recovery;
 use self::session::Session;
 use self::state::{MayHave, Refused, State};
 use self::status::Status;
+use crate::delegations::{Delegate, FileKey};
 use crate::share::Shares;
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_rpc::message::{CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use tokio::sync::mpsc;
 
 /// The program's number.
 pub const PROGRAM: u32 = crate::v3::PROGRAM;
@@ -46,6 +51,7 @@ pub(crate) mod op {
     pub(crate) const CLOSE: u32 = 4;
     pub(crate) const COMMIT: u32 = 5;
     pub(crate) const CREATE: u32 = 6;
+    pub(crate) const DELEGRETURN: u32 = 8;
     pub(crate) const GETATTR: u32 = 9;
     pub(crate) const GETFH: u32 = 10;
     pub(crate) const LINK: u32 = 11;
@@ -112,12 +118,24 @@ pub struct Config {
 }
 
 /// The program.
-pub struct Nfs4 {
+pub struct Nfs4(Arc<Server>);
+
+/// What it works with.
+struct Server {
     shares: Arc<Shares>,
     state: Mutex<State>,
     recovery: Recovery,
     lease: Duration,
     started: Instant,
+    /// Clients can be called, so that files can be delegated to them; and some of them for writing.
+    can_delegate: AtomicBool,
+    can_delegate_writing: bool,
+    /// Something that was delegated has been given back.
+    given_back: tokio::sync::Notify,
+    /// Files that other programs of this host change, from any thread.
+    changed: mpsc::UnboundedSender<FileKey>,
+    /// Taken by the task that recalls what is delegated of these.
+    to_recall: Mutex<Option<mpsc::UnboundedReceiver<FileKey>>>,
 }
 
 impl Nfs4 {
@@ -131,36 +149,73 @@ impl Nfs4 {
         let epoch = u32::from_be_bytes(thruway_engine::random::random::<4>());
         let grace = config.lease.max(lease_before);
         let state = State::new(epoch, config.lease.as_millis() as u64, before).with_grace_of(grace.as_millis() as u64);
-        Ok(Nfs4 { shares, state: Mutex::new(state), recovery, lease: config.lease, started: Instant::now() })
+        let (changed, to_recall) = mpsc::unbounded_channel();
+        let server = Arc::new(Server {
+            can_delegate: AtomicBool::new(false),
+            can_delegate_writing: shares.iter().any(|share| share.delegate == Delegate::Writing),
+            shares: Arc::clone(&shares),
+            state: Mutex::new(state),
+            recovery,
+            lease: config.lease,
+            started: Instant::now(),
+            given_back: tokio::sync::Notify::new(),
+            changed,
+            to_recall: Mutex::new(Some(to_recall)),
+        });
+        for share in shares.iter() {
+            share.delegations.are_of(Arc::new(Clients(Arc::downgrade(&server))));
+        }
+        Ok(Nfs4(server))
     }
+}
 
+impl Server {
     fn now(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
 
     /// Does something with the state of clients. What was kept open is let go when others can go on.
-    fn state<T>(&self, action: impl FnOnce(&mut State, u64) -> T) -> T {
-        let (result, dropped, notices) = {
+    fn state<T>(self: &Arc<Self>, action: impl FnOnce(&mut State, u64) -> T) -> T {
+        let (result, dropped, notices, recalls) = {
             let mut state = self.state.lock().expect("no panics under the lock");
             let result = action(&mut state, self.now());
-            (result, state.take_dropped(), state.take_notices())
+            (result, state.take_dropped(), state.take_notices(), state.take_recalls())
         };
         drop(dropped);
         notices.into_iter().for_each(|(session, notice)| send(session, notice));
+        recalls.into_iter().for_each(|number| recall::start(self, number));
         result
     }
 
-    /// As [`Nfs4::state`]; what clients have that are not heard of any more is taken from them if it is in the way.
-    async fn contend<T>(&self, mut action: impl FnMut(&mut State, u64) -> Result<T, Refused>) -> Result<T, Refused> {
+    /// As [`Server::state`]; what clients have that are not heard of any more is taken from them if it is in the way, and what is
+    /// delegated to them is waited for, but not for long.
+    async fn contend<T>(
+        self: &Arc<Self>,
+        mut action: impl FnMut(&mut State, u64) -> Result<T, Refused>,
+    ) -> Result<T, Refused> {
+        let until = tokio::time::Instant::now() + recall::PATIENCE;
         loop {
             match self.state(&mut action) {
                 Err(Refused::Expired(client)) => self.expire(client).await?,
+                Err(Refused::Delegated) => {
+                    let given_back = self.given_back.notified();
+                    tokio::pin!(given_back);
+                    given_back.as_mut().enable();
+                    // It may have been given back just now.
+                    match self.state(&mut action) {
+                        Err(Refused::Delegated) => {}
+                        other => return other,
+                    }
+                    if tokio::time::timeout_at(until, given_back).await.is_err() {
+                        return Err(Refused::Delegated);
+                    }
+                }
                 other => return other,
             }
         }
     }
 
-    async fn expire(&self, client: u64) -> Result<(), Status> {
+    async fn expire(self: &Arc<Self>, client: u64) -> Result<(), Status> {
         if !self.state(|state, now| state.give_up(now, client)) {
             return Ok(());
         }
@@ -178,7 +233,7 @@ impl Nfs4 {
     }
 
     /// Whether a client may have something new, or have back what it had.
-    async fn may_have(&self, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
+    async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
         let records =
             self.state(
                 |state, now| {
@@ -192,7 +247,7 @@ impl Nfs4 {
     }
 
     /// Brings to stable storage which clients have something.
-    async fn store(&self) -> Result<(), Status> {
+    async fn store(self: &Arc<Self>) -> Result<(), Status> {
         let records = || {
             self.state(|state, _| {
                 let (number, clients) = state.records();
@@ -205,7 +260,7 @@ impl Nfs4 {
         })
     }
 
-    async fn answer(&self, call: &Call, results: Encoder) -> Result<Encoder, Refusal> {
+    async fn answer(self: &Arc<Self>, call: &Call, results: Encoder) -> Result<Encoder, Refusal> {
         match call.procedure {
             0 => Ok(results),
             1 => Compound::run(self, call, results).await.map_err(|error| {
@@ -263,7 +318,7 @@ impl Program for Nfs4 {
     }
 
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {
-        Box::pin(async move { self.answer(call, results).await.into() })
+        Box::pin(async move { self.0.answer(call, results).await.into() })
     }
 }
 

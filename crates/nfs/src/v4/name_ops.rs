@@ -2,9 +2,10 @@
 
 use super::attributes;
 use super::bitmap::Bitmap;
-use super::compound::{Compound, Done, Failure, Object, fsid, get_name, key, put_change_info, user};
+use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
 use super::state::Stateid;
 use super::status::Status;
+use crate::delegations::Change;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
 use crate::share::Target;
 use rustix::io::Errno;
@@ -23,6 +24,14 @@ mod access {
     pub(super) const READ_XATTR: u32 = 0x40;
     pub(super) const WRITE_XATTR: u32 = 0x80;
     pub(super) const LIST_XATTRS: u32 = 0x100;
+}
+
+/// How a file may be read or written.
+pub(super) struct Access {
+    /// The user's rights to do so were checked when it was opened.
+    pub is_open: bool,
+    /// Of a file that is not open.
+    _change: Option<Change>,
 }
 
 /// Longest text of a symbolic link.
@@ -117,7 +126,11 @@ impl<'a> Compound<'a> {
 
     pub(super) async fn get_attributes(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let wanted = Bitmap::decode(d)?;
-        self.put_attributes(out, self.object()?, &wanted).await
+        let object = self.object()?;
+        if let Object::File(target) = object {
+            target.look(self.known_client()).await?;
+        }
+        self.put_attributes(out, object, &wanted).await
     }
 
     pub(super) async fn set_attributes(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
@@ -142,18 +155,29 @@ impl<'a> Compound<'a> {
         let wanted = attributes::decode(d, self.minor)?;
         let target = self.writable()?;
         let is_open = match wanted.set.size {
-            Some(_) => self.is_open(target, stateid, true).await?,
+            Some(_) => self.is_open(target, stateid, true).await?.is_open,
             None => false,
         };
+        let _change = target.change(self.known_client()).await?;
         target.share.files.set_attributes(user(target, is_open), &target.file, wanted.set, None).await?;
         Ok(wanted.which)
     }
 
-    /// Whether a file may be read or written under a stateid, and whether the rights to were checked when it was opened.
-    pub(super) async fn is_open(&self, target: &Target<'_>, stateid: Stateid, is_write: bool) -> Done<bool> {
-        let (client, uid, file) = (self.client_with(stateid)?, target.who.uid, key(target));
-        let access = self.server.contend(|state, now| state.access(now, client, uid, stateid, &file, is_write)).await?;
-        Ok(access)
+    /// How a file may be read or written under a stateid.
+    pub(super) async fn is_open(&self, target: &Target<'_>, stateid: Stateid, is_write: bool) -> Done<Access> {
+        let (client, uid, file) = (self.client_with(stateid)?, target.who.uid, target.key());
+        // Who has it open, or has it delegated, has waited for the others then.
+        let change = match (stateid.is_special(), is_write) {
+            (false, _) => None,
+            (true, true) => target.change_data(self.known_client()).await?,
+            (true, false) => {
+                target.look(self.known_client()).await?;
+                None
+            }
+        };
+        let is_open =
+            self.server.contend(|state, now| state.access(now, client, uid, stateid, &file, is_write)).await?;
+        Ok(Access { is_open, _change: change })
     }
 
     pub(super) async fn verify(&mut self, d: &mut Decoder<'_>, is_same: bool) -> Done {
@@ -335,6 +359,7 @@ impl<'a> Compound<'a> {
     pub(super) async fn remove(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let name = get_name(d)?;
         let dir = self.writable()?;
+        let _change = dir.change_entry(name).await?;
         let before = dir.attributes().await;
         let files = &dir.share.files;
         // Version 4 removes files and directories alike.
@@ -350,6 +375,7 @@ impl<'a> Compound<'a> {
         let (old, new) = (get_name(d)?, get_name(d)?);
         let (from, to) = self.saved_and_current()?;
         self.writable()?;
+        let _changes = (from.change_entry(old).await?, to.change_entry(new).await?);
         let (from_before, to_before) = (from.attributes().await, to.attributes().await);
         from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;
         put_change_info(out, from_before.as_ref(), from.attributes().await.as_ref());
@@ -364,6 +390,7 @@ impl<'a> Compound<'a> {
         if file.attributes().await.is_some_and(|attributes| attributes.kind == Kind::Directory) {
             return Err(Status::ISDIR.into());
         }
+        let _change = file.change(None).await?;
         let before = dir.attributes().await;
         file.share.files.link(&file.who, &file.file, &dir.file, name).await?;
         put_change_info(out, before.as_ref(), dir.attributes().await.as_ref());

@@ -2,7 +2,7 @@
 
 use super::bitmap::Bitmap;
 use super::client_ops::OPAQUE_MAX;
-use super::compound::{Compound, Done, Failure, HANDLE_MAX, TAG_MAX, key};
+use super::compound::{Compound, Done, Failure, HANDLE_MAX, TAG_MAX};
 use super::op;
 use super::open_ops::{get_claim, get_owner};
 use super::state::{Reply, Role, Stateid, Turn};
@@ -222,7 +222,7 @@ impl<'a> Compound<'a> {
     /// OPEN_CONFIRM
     pub(super) fn confirm_open(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (stateid, _number) = (Stateid::decode(d)?, d.u32()?);
-        let file = key(self.target()?);
+        let file = self.target()?.key();
         let stateid = self.server.state(|state, now| {
             let client = state.heard_of_by(now, stateid)?;
             state.confirm_open(client, stateid, &file)

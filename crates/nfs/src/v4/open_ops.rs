@@ -2,12 +2,18 @@
 
 use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
-use super::compound::{Compound, Done, Failure, Object, get_name, key, put_change_info, user};
-use super::state::{LockRequest, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE, Waiting};
+use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info, user};
+use super::recall;
+use super::state::{
+    Delegated, LockRequest, MayHave, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE, Waiting,
+};
 use super::status::Status;
-use crate::file_system::{Attributes, Make, Rights, SetAttributes};
+use crate::delegations::Delegate;
+use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes};
 use crate::share::Target;
 use rustix::io::Errno;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Longest name of an owner (`NFS4_OPAQUE_LIMIT`).
@@ -40,6 +46,8 @@ pub(super) enum Claim<'a> {
     Current,
     /// The current one, which was open before the server was started.
     Previous,
+    /// One that is delegated to the client: that with a name in the current directory, or the current one.
+    Delegated(Stateid, Option<&'a [u8]>),
 }
 
 /// A client, which counts in version 4.0 only, and an owner.
@@ -56,8 +64,13 @@ pub(super) fn get_claim<'b>(d: &mut Decoder<'b>, minor: u32) -> Done<Claim<'b>> 
             let _ = d.u32()?;
             Ok(Claim::Previous)
         }
-        // Of a delegation that it has, of which there are none.
-        2 | 5 => Err(Status::BAD_STATEID.into()),
+        // Version 4.0 has none.
+        2 if minor == 0 => Err(Status::BAD_STATEID.into()),
+        2 => {
+            let stateid = Stateid::decode(d)?;
+            Ok(Claim::Delegated(stateid, Some(get_name(d)?)))
+        }
+        5 => Ok(Claim::Delegated(Stateid::decode(d)?, None)),
         // Of one that it had before it restarted.
         3 | 6 => Err(Status::NOTSUPP.into()),
         4 => Ok(Claim::Current),
@@ -114,10 +127,20 @@ impl<'a> Compound<'a> {
         // That it comes late would be known: it is of this run.
         self.opener_is_confirmed |= is_reclaim;
         let may_have = self.server.may_have(client, is_reclaim).await?;
+        let mut delegated = None;
         let opening = match claim {
             Claim::Name(name) => self.open_by_name(name, creation, access).await?,
-            Claim::Current | Claim::Previous if creation.is_some() => return Err(Status::INVAL.into()),
-            Claim::Current | Claim::Previous => {
+            Claim::Current | Claim::Previous | Claim::Delegated(..) if creation.is_some() => {
+                return Err(Status::INVAL.into());
+            }
+            Claim::Delegated(stateid, Some(name)) => {
+                delegated = Some(stateid);
+                self.open_by_name(name, None, access).await?
+            }
+            Claim::Current | Claim::Previous | Claim::Delegated(_, None) => {
+                if let Claim::Delegated(stateid, _) = claim {
+                    delegated = Some(stateid);
+                }
                 let target = self.target()?.clone();
                 Opening { target, is_new: false, which: Bitmap::default(), size: None, dir: (None, None) }
             }
@@ -140,7 +163,10 @@ impl<'a> Compound<'a> {
             .open(&target.who, &target.file, wanted)
             .await
             .map_err(|error| type_error(error, self.minor))?;
-        let file = key(&target);
+        let file = target.key();
+        if let Some(stateid) = delegated {
+            self.server.state(|state, _| state.check_delegated(client, stateid, &file, access))?;
+        }
         let is_confirmed = self.opener_is_confirmed;
         let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
         let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
@@ -157,17 +183,68 @@ impl<'a> Compound<'a> {
         let notifies = if self.can_call() { MAY_NOTIFY_LOCK } else { 0 };
         out.u32(LOCKTYPE_POSIX | notifies | if is_confirmed { 0 } else { MUST_CONFIRM });
         which.encode(out);
-        if share & WANT_DELEGATION == 0 {
-            // No delegation.
-            out.u32(0);
-        } else {
-            // None, and why: it was not wanted, or there are none for files of this kind.
-            const NOT_WANTED: u32 = 0x400;
-            out.u32(3);
-            out.u32(if share & WANT_DELEGATION == NOT_WANTED { 0 } else { 3 });
-        }
+        let delegated = match delegated {
+            _ if is_reclaim => Err(NotDelegated::Contended),
+            Some(_) => Err(NotDelegated::NotWanted),
+            None => self.delegate(&target, may_have, access, share & WANT_DELEGATION).await,
+        };
+        put_delegation(out, delegated, share & WANT_DELEGATION != 0);
         self.set_current(Object::File(target))?;
         self.stateid = Some(stateid);
+        Ok(())
+    }
+
+    /// Delegates a file that has just been opened to its client, if it wants that and others do not need the file.
+    async fn delegate(
+        &self,
+        target: &Target<'_>,
+        may_have: MayHave,
+        access: u32,
+        wanted: u32,
+    ) -> Result<(bool, Stateid), NotDelegated> {
+        const NOT_WANTED: u32 = 0x400;
+        const CANCEL: u32 = 0x500;
+        if wanted == NOT_WANTED || wanted == CANCEL {
+            return Err(NotDelegated::NotWanted);
+        }
+        let (share, file) = (target.share, target.key());
+        let is_write = match (access & WRITE != 0, access & READ != 0) {
+            (true, true) if share.delegate >= Delegate::Writing => true,
+            (false, true) if share.delegate >= Delegate::Reading => false,
+            _ => return Err(NotDelegated::Unavailable),
+        };
+        if !self.can_call() {
+            return Err(NotDelegated::Unavailable);
+        }
+        let client = self.client().map_err(|_| NotDelegated::Unavailable)?;
+        if !self.server.state(|state, now| state.may_delegate(now, client, &file, is_write)) {
+            return Err(NotDelegated::Contended);
+        }
+        let (lease, is_changed) = if share.files.is_private() || share.delegate == Delegate::Writing {
+            (Arc::new(()) as OpenGuard, Arc::default())
+        } else {
+            let (on_change, is_changed) = recall::on_change(self.server, file.clone());
+            let lease = share.files.lease(&target.file, on_change).await;
+            (lease.map_err(|_| NotDelegated::Unavailable)?, is_changed)
+        };
+        let handle = self.server.shares.handle(share, &target.file);
+        let delegated = Delegated { is_write, uid: target.who.uid, handle: handle[..].into(), lease };
+        self.server.state(|state, now| {
+            let stateid = state.delegate(now, may_have, &file, delegated).ok_or(NotDelegated::Contended)?;
+            // What has come before it was there has found nothing to recall.
+            if is_changed.load(Ordering::SeqCst) {
+                state.recall_all(now, &file);
+            }
+            Ok((is_write, stateid))
+        })
+    }
+
+    /// DELEGRETURN
+    pub(super) fn give_back(&mut self, d: &mut Decoder<'_>) -> Done {
+        let (stateid, client) = (self.get_stateid(d)?, self.client()?);
+        let file = self.target()?.key();
+        self.server.state(|state, _| state.give_back(client, stateid, &file))?;
+        self.server.given_back.notify_waiters();
         Ok(())
     }
 
@@ -236,7 +313,7 @@ impl<'a> Compound<'a> {
         if access == 0 || (access | deny) & !(READ | WRITE) != 0 {
             return Err(Status::INVAL.into());
         }
-        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, self.target()?.key());
         let stateid = self.server.state(|state, _| state.downgrade(client, stateid, &file, (access, deny)))?;
         self.put_stateid(stateid, out);
         Ok(())
@@ -249,7 +326,7 @@ impl<'a> Compound<'a> {
 
     pub(super) fn close(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (_seqid, stateid) = (d.u32()?, self.get_stateid(d)?);
-        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, self.target()?.key());
         self.server.state(|state, _| state.close(client, stateid, &file))?;
         self.stateid = None;
         match self.minor {
@@ -287,7 +364,7 @@ impl<'a> Compound<'a> {
             (Locker::Existing(stateid), 0, stateid)
         };
         let range = Range::new(range.0, range.1).ok_or(Status::INVAL)?;
-        let (client, file) = (self.client_with(by)?, key(self.target()?));
+        let (client, file) = (self.client_with(by)?, self.target()?.key());
         let may_have = self.server.may_have(client, is_reclaim).await?;
         // The numbers of an owner of locks begin with its first, or go on where it has some in another file.
         let numbered = match &locker {
@@ -335,7 +412,7 @@ impl<'a> Compound<'a> {
 
     pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
         let ((is_write, _), range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
-        let (client, file) = (self.client_that_says(client)?, key(self.target()?));
+        let (client, file) = (self.client_that_says(client)?, self.target()?.key());
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
         self.server.contend(action).await?;
@@ -345,10 +422,56 @@ impl<'a> Compound<'a> {
     pub(super) fn unlock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let _type = Self::get_lock_type(d)?;
         let (_seqid, stateid, range) = (d.u32()?, self.get_stateid(d)?, Self::get_range(d)?);
-        let (client, file) = (self.client_with(stateid)?, key(self.target()?));
+        let (client, file) = (self.client_with(stateid)?, self.target()?.key());
         let stateid = self.server.state(|state, _| state.unlock(client, stateid, &file, range))?;
         self.put_stateid(stateid, out);
         Ok(())
+    }
+}
+
+/// Why a file is not delegated.
+#[derive(Debug, Clone, Copy)]
+enum NotDelegated {
+    NotWanted,
+    /// Others need it.
+    Contended,
+    /// The client cannot be called, or the file cannot be kept from others.
+    Unavailable,
+}
+
+/// `open_delegation4`; why there is none is for those who have said what they want.
+fn put_delegation(out: &mut Encoder, delegated: Result<(bool, Stateid), NotDelegated>, has_asked: bool) {
+    const NONE: u32 = 0;
+    const READING: u32 = 1;
+    const WRITING: u32 = 2;
+    const NONE_AND_WHY: u32 = 3;
+    const CONTENTION: u32 = 1;
+    const RESOURCE: u32 = 2;
+    match delegated {
+        Ok((is_write, stateid)) => {
+            out.u32(if is_write { WRITING } else { READING });
+            stateid.encode(out);
+            // Not recalled yet.
+            out.bool(false);
+            if is_write {
+                // It may grow the file as far as it likes (`NFS_LIMIT_SIZE`): what there is no room for fails when it is written.
+                out.u32(1);
+                out.u64(u64::MAX);
+            }
+            // Whom the client may let open it without asking: nobody.
+            [0, 0, 0].into_iter().for_each(|word| out.u32(word));
+            out.opaque(b"");
+        }
+        Err(_) if !has_asked => out.u32(NONE),
+        Err(why) => {
+            out.u32(NONE_AND_WHY);
+            match why {
+                NotDelegated::NotWanted => out.u32(0),
+                // It is not told when it could be.
+                NotDelegated::Contended => [CONTENTION, 0].into_iter().for_each(|word| out.u32(word)),
+                NotDelegated::Unavailable => [RESOURCE, 0].into_iter().for_each(|word| out.u32(word)),
+            }
+        }
     }
 }
 

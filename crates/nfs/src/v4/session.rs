@@ -2,7 +2,7 @@
 
 use super::callback::Back;
 use super::status::Status;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 /// Slots of a session: as many requests at a time, far below the receives of a connection.
@@ -12,21 +12,34 @@ pub(crate) const OPERATIONS_MAX: u32 = 64;
 /// Longest reply that is kept, in bytes, behind the header of RPC.
 pub(super) const CACHED_MAX: u32 = 4 << 10;
 
-/// When a client was last heard of.
+/// When a client was last heard of, and what it is to be told by the next reply.
 #[derive(Debug, Default)]
-pub(super) struct Lease(AtomicU64);
+pub(super) struct Lease {
+    renewed: AtomicU64,
+    /// Delegations that have been taken from it, of which it has not said that it knows.
+    revoked: AtomicIsize,
+}
 
 impl Lease {
     pub(super) fn new(now: u64) -> Lease {
-        Lease(AtomicU64::new(now))
+        Lease { renewed: AtomicU64::new(now), revoked: AtomicIsize::new(0) }
     }
 
     pub(super) fn renew(&self, now: u64) {
-        self.0.fetch_max(now, Ordering::Relaxed);
+        self.renewed.fetch_max(now, Ordering::Relaxed);
     }
 
     pub(super) fn renewed(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        self.renewed.load(Ordering::Relaxed)
+    }
+
+    /// So many more delegations have been taken from it.
+    pub(super) fn revoked(&self, more: isize) {
+        self.revoked.fetch_add(more, Ordering::Relaxed);
+    }
+
+    pub(super) fn has_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Relaxed) > 0
     }
 }
 

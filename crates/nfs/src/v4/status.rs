@@ -77,6 +77,7 @@ statuses! {
     ENCR_ALG_UNSUPP = 10_079,
     NOT_ONLY_OP = 10_081,
     WRONG_TYPE = 10_083,
+    DELEG_REVOKED = 10_087,
     UNION_NOTSUPP = 10_090,
     NOXATTR = 10_095,
     XATTR2BIG = 10_096,
@@ -110,7 +111,7 @@ impl From<Errno> for Status {
             Errno::TOOBIG | Errno::RANGE => return Status::XATTR2BIG,
             Errno::OPNOTSUPP | Errno::NOSYS => return Status::NOTSUPP,
             // Later it may work.
-            Errno::AGAIN | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
+            Errno::AGAIN | Errno::INPROGRESS | Errno::NOMEM | Errno::TIMEDOUT | Errno::NFILE | Errno::MFILE => {
                 return Status::DELAY;
             }
             error => {

@@ -47,6 +47,7 @@ impl Compound<'_> {
 
     async fn change_xattr(&self, name: &[u8], value: Option<(&[u8], SetXattr)>, out: &mut Encoder) -> Done {
         let target = self.writable()?;
+        let _change = target.change(self.known_client()).await?;
         let before = target.attributes().await;
         target.share.files.set_xattr(&target.who, &target.file, name, value).await?;
         put_change_info(out, before.as_ref(), target.attributes().await.as_ref());

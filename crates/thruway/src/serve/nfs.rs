@@ -16,6 +16,7 @@ use thruway_engine::Reactors;
 use thruway_engine::units::parse_size;
 use thruway_fabric::Provider;
 use thruway_fs::durable;
+use thruway_nfs::delegations::{Delegate, Delegations};
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::rules::{Clients, Rule, RuleError};
@@ -38,7 +39,8 @@ pub(super) struct NfsArgs {
     /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
     /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon;
     /// allow=RULE|RULE... says who may use it: an address, a network like 192.0.2.0/24, or cert:NAME of a certificate, with
-    /// +ro, +rw or +squash=WHO behind it where that differs from the share; the first that fits counts; may be repeated
+    /// +ro, +rw or +squash=WHO behind it where that differs from the share; the first that fits counts; delegations=none, read
+    /// or write says what clients of 4.1 and 4.2 keep of the files that they open (read, and write of memory); may be repeated
     #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,allow=CLIENTS]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
@@ -89,6 +91,8 @@ pub(super) struct Spec {
     read_only: bool,
     is_async: bool,
     squash: Squash,
+    /// If that is not left to what is shared.
+    delegate: Option<Delegate>,
     rules: Vec<Rule>,
 }
 
@@ -113,6 +117,7 @@ impl Spec {
             is_async: false,
             squash: Squash::default(),
             rules: Vec::new(),
+            delegate: None,
         };
         for option in parts {
             match option {
@@ -123,6 +128,9 @@ impl Spec {
                 "squash=root" => spec.squash = Squash::Root,
                 "squash=all" => spec.squash = Squash::All,
                 "squash=none" => spec.squash = Squash::None,
+                "delegations=none" => spec.delegate = Some(Delegate::Nothing),
+                "delegations=read" => spec.delegate = Some(Delegate::Reading),
+                "delegations=write" => spec.delegate = Some(Delegate::Writing),
                 other => match other.strip_prefix("allow=") {
                     Some(rules) => {
                         let rules = rules.split('|').map(|rule| rule.parse().map_err(|e: RuleError| e.to_string()));
@@ -130,7 +138,7 @@ impl Spec {
                     }
                     None => {
                         return Err(format!(
-                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none and allow=CLIENTS"
+                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none, delegations=none|read|write and allow=CLIENTS"
                         ));
                     }
                 },
@@ -146,10 +154,12 @@ impl Spec {
         };
         Ok(Share {
             name: self.name.clone(),
+            delegate: self.delegate.unwrap_or_else(|| Delegate::of(&*files)),
             files,
             read_only: self.read_only,
             squash: self.squash,
             rules: self.rules.clone(),
+            delegations: Delegations::default(),
         })
     }
 
@@ -379,7 +389,15 @@ mod tests {
     #[test]
     fn shares_are_read_with_their_options() {
         let spec = |name: &str, source, read_only, squash| {
-            Ok(Spec { name: name.into(), source, read_only, is_async: false, squash, rules: Vec::new() })
+            Ok(Spec {
+                name: name.into(),
+                source,
+                read_only,
+                is_async: false,
+                squash,
+                rules: Vec::new(),
+                delegate: None,
+            })
         };
         let dir = || Source::Directory("/srv".into());
         assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));

@@ -2,7 +2,7 @@
 
 use super::files::FileState;
 use super::numbered::Numbering;
-use super::{CLIENTS_MAX, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
+use super::{CLIENTS_MAX, FileKey, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeSet, HashSet};
@@ -48,8 +48,9 @@ pub(super) struct Client {
     has_reclaimed: bool,
     /// What it has is being given up.
     is_given_up: bool,
-    /// What it has open and locked.
+    /// What it has open and locked, and what is delegated to it; of the latter how much.
     pub held: HashSet<u64>,
+    pub delegations: usize,
     /// If it is one of version 4.0.
     pub numbering: Option<Numbering>,
 }
@@ -128,6 +129,7 @@ impl State {
             has_reclaimed: false,
             is_given_up: false,
             held: HashSet::new(),
+            delegations: 0,
             numbering,
         };
         self.clients.insert(id, client);
@@ -403,22 +405,32 @@ impl State {
                 }
                 (holder.client, holder.file.clone())
             }
+            Held::Delegation(delegation) => (delegation.client, delegation.file.clone()),
         };
         if let Some(client) = self.clients.get_mut(&client) {
             client.held.remove(&number);
         }
-        if let Some(state) = self.files.get_mut(&file) {
+        self.forget_in_file(number, &file);
+        match held {
+            Held::Open(open) => {
+                for holder in open.holders {
+                    self.remove_held(holder);
+                }
+                self.dropped.push(open.guard);
+            }
+            Held::Locks(_) => {}
+            Held::Delegation(delegation) => self.end_delegation(delegation),
+        }
+    }
+
+    /// Something is no longer in the way of others in this file.
+    pub(super) fn forget_in_file(&mut self, number: u64, file: &FileKey) {
+        if let Some(state) = self.files.get_mut(file) {
             state.forget(number);
         }
-        self.wake(&file);
-        if self.files.get(&file).is_some_and(FileState::is_unused) {
-            self.files.remove(&file);
-        }
-        if let Held::Open(open) = held {
-            for holder in open.holders {
-                self.remove_held(holder);
-            }
-            self.dropped.push(open.guard);
+        self.wake(file);
+        if self.files.get(file).is_some_and(FileState::is_unused) {
+            self.files.remove(file);
         }
     }
 }

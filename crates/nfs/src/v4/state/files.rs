@@ -1,5 +1,6 @@
 //! Files that are open, and their locks (RFC 8881, section 9).
 
+use super::delegations::Delegation;
 use super::numbered::Role;
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
@@ -22,6 +23,7 @@ pub(in super::super) type Modes = (u32, u32);
 pub(super) enum Held {
     Open(Open),
     Locks(LockHolder),
+    Delegation(Delegation),
 }
 
 /// A file that an owner has open.
@@ -30,7 +32,7 @@ pub(super) struct Open {
     owner: Owner,
     pub file: FileKey,
     seqid: u32,
-    access: u32,
+    pub access: u32,
     deny: u32,
     /// The user who opened it first, and had the rights to.
     uid: u32,
@@ -55,13 +57,16 @@ impl Held {
         match self {
             Held::Open(open) => open.client,
             Held::Locks(holder) => holder.client,
+            Held::Delegation(delegation) => delegation.client,
         }
     }
 
-    pub(super) fn owner(&self) -> (Role, &Owner) {
+    /// Delegations are their client's.
+    pub(super) fn owner(&self) -> Option<(Role, &Owner)> {
         match self {
-            Held::Open(open) => (Role::Opens, &open.owner),
-            Held::Locks(holder) => (Role::Locks, &holder.owner),
+            Held::Open(open) => Some((Role::Opens, &open.owner)),
+            Held::Locks(holder) => Some((Role::Locks, &holder.owner)),
+            Held::Delegation(_) => None,
         }
     }
 }
@@ -85,17 +90,26 @@ pub(super) struct FileState {
     pub locks: Locks,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
+    pub delegations: Vec<u64>,
+    /// Changes in progress by those who do not have it open.
+    pub changes: usize,
 }
 
 impl FileState {
     pub(super) fn forget(&mut self, number: u64) {
         self.opens.retain(|open| *open != number);
         self.holders.retain(|holder| *holder != number);
+        self.delegations.retain(|delegation| *delegation != number);
         self.locks.release(number);
     }
 
+    pub(super) fn opens(&self) -> &[u64] {
+        &self.opens
+    }
+
     pub(super) fn is_unused(&self) -> bool {
-        self.opens.is_empty() && self.holders.is_empty() && self.locks.is_empty()
+        let has_state = !self.opens.is_empty() || !self.holders.is_empty() || !self.locks.is_empty();
+        !has_state && self.delegations.is_empty() && self.changes == 0
     }
 }
 
@@ -109,7 +123,7 @@ pub(in super::super) enum LockRequest {
 
 impl State {
     /// Finds what a stateid of a client stands for.
-    fn find(&self, client: u64, stateid: Stateid) -> Result<(u64, &Held), Status> {
+    pub(super) fn find(&self, client: u64, stateid: Stateid) -> Result<(u64, &Held), Status> {
         if stateid.is_special() {
             return Err(Status::BAD_STATEID);
         }
@@ -118,9 +132,13 @@ impl State {
         let (of, seqid) = match held {
             Held::Open(open) => (open.client, open.seqid),
             Held::Locks(holder) => (holder.client, holder.seqid),
+            Held::Delegation(delegation) => (delegation.client, 1),
         };
         if of != client || matches!(held, Held::Open(open) if open.is_unconfirmed) {
             return Err(Status::BAD_STATEID);
+        }
+        if matches!(held, Held::Delegation(delegation) if delegation.is_revoked) {
+            return Err(Status::DELEG_REVOKED);
         }
         match stateid.seqid {
             // Without sessions there is no such thing as the latest one.
@@ -152,7 +170,7 @@ impl State {
         }
     }
 
-    fn open_ref(&self, number: u64) -> &Open {
+    pub(super) fn open_ref(&self, number: u64) -> &Open {
         match self.held.get(&number) {
             Some(Held::Open(open)) => open,
             _ => unreachable!("an open file"),
@@ -195,9 +213,11 @@ impl State {
             open.client == client && *open.owner == *owner
         });
         self.share_conflict(now, file, access, deny, own)?;
+        self.recall_for_open(now, file, client, (access, deny))?;
+        let opens = self.files.get(file).map_or(0, |state| state.opens.len());
         let Some(number) = own else {
             let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
-            let is_full = self.held.len() >= HELD_TOTAL_MAX || opens.len() >= FILE_HELD_MAX;
+            let is_full = self.held.len() >= HELD_TOTAL_MAX || opens >= FILE_HELD_MAX;
             if known.held.len() >= HELD_MAX || is_full {
                 return Err(Status::NOSPC.into());
             }
@@ -333,6 +353,10 @@ impl State {
         let open = match held {
             Held::Open(open) => open,
             Held::Locks(holder) => self.open_ref(holder.open),
+            Held::Delegation(delegation) if delegation.file == *file => {
+                return Ok(State::access_delegated(delegation, uid, is_write)?);
+            }
+            Held::Delegation(_) => return Err(Status::BAD_STATEID.into()),
         };
         if open.file != *file {
             return Err(Status::BAD_STATEID.into());
@@ -472,8 +496,15 @@ impl State {
 
     /// FREE_STATEID
     pub(in super::super) fn free_stateid(&mut self, client: u64, stateid: Stateid) -> Result<(), Status> {
+        // One that has been revoked is given up by this.
+        if let Some(number) = self.number_of(stateid)
+            && matches!(self.held.get(&number), Some(Held::Delegation(d)) if d.client == client && d.is_revoked)
+        {
+            self.remove_held(number);
+            return Ok(());
+        }
         match self.find(client, stateid)? {
-            (_, Held::Open(_)) => Err(Status::LOCKS_HELD),
+            (_, Held::Open(_) | Held::Delegation(_)) => Err(Status::LOCKS_HELD),
             (number, Held::Locks(holder)) => {
                 if self.has_locks(number, &holder.file) {
                     return Err(Status::LOCKS_HELD);

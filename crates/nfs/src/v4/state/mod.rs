@@ -5,12 +5,14 @@
 //! that it cannot be reclaimed after others have had what it had.
 
 mod clients;
+mod delegations;
 mod files;
 mod numbered;
 mod ranges;
 mod waiting;
 
 pub(super) use clients::{ClientName, NewSession, Principal};
+pub(super) use delegations::{Delegated, Recalled};
 pub(super) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(super) use numbered::{Reply, Role, Turn};
 pub(super) use ranges::Range;
@@ -21,13 +23,12 @@ use self::files::{FileState, Held};
 use super::callback::Notice;
 use super::session::{Lease, Session};
 use super::status::Status;
-use crate::file_system::{FileId, OpenGuard};
+use crate::file_system::OpenGuard;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
-/// A file, whatever its names and whatever share it is reached by: its file system and its name there.
-pub(super) type FileKey = (u64, FileId);
+pub(super) use crate::delegations::FileKey;
 
 /// What a client calls something that it has (`stateid4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +57,7 @@ impl Stateid {
         out.fixed(&self.other);
     }
 
-    fn is_special(self) -> bool {
+    pub(super) fn is_special(self) -> bool {
         self.other == [0; 12] || self.other == [0xff; 12]
     }
 }
@@ -69,6 +70,8 @@ pub(super) enum Refused {
     Expired(u64),
     /// A lock is in the way.
     Denied(Denied),
+    /// What is delegated to a client is in the way, and has been recalled.
+    Delegated,
 }
 
 impl From<Status> for Refused {
@@ -120,6 +123,14 @@ pub(super) const FILE_HELD_MAX: usize = 4096;
 pub(super) const WAITING_MAX: usize = 256;
 /// Locks in one file.
 pub(super) const LOCKS_MAX: usize = 8192;
+/// Files delegated to a client.
+pub(super) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
+/// The same, to all clients.
+pub(super) const DELEGATIONS_MAX: usize = 16 << 10;
+/// So many milliseconds after one has been recalled, a file is not delegated again.
+pub(super) const RECENT_MS: u64 = 30_000;
+/// Files that this is known of; when there are more, none is delegated.
+pub(super) const RECENT_MAX: usize = 4096;
 /// Owners of a client of version 4.0 whose operations are counted.
 pub(super) const OWNERS_MAX: usize = 4096;
 /// The same, of all clients.
@@ -153,6 +164,11 @@ pub(super) struct State {
     dropped: Vec<OpenGuard>,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
+    /// Delegations, and those that have just been recalled.
+    delegations: usize,
+    recalls: Vec<u64>,
+    /// When something was recalled of which file.
+    recent: HashMap<FileKey, u64>,
 }
 
 impl State {
@@ -174,6 +190,9 @@ impl State {
             expired: VecDeque::new(),
             dropped: Vec::new(),
             notices: Vec::new(),
+            delegations: 0,
+            recalls: Vec::new(),
+            recent: HashMap::new(),
         }
     }
 
@@ -186,6 +205,11 @@ impl State {
     /// What was kept open for what is no longer open.
     pub(super) fn take_dropped(&mut self) -> Vec<OpenGuard> {
         std::mem::take(&mut self.dropped)
+    }
+
+    /// Delegations that have been recalled since this was last asked for.
+    pub(super) fn take_recalls(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.recalls)
     }
 
     /// A number for something that a client has; not to be guessed, because clients of version 4.0 are known by it alone.

@@ -286,7 +286,7 @@ impl State {
         let client = self.heard_of_by(now, stateid)?;
         let number = self.number_of(stateid).ok_or(Status::BAD_STATEID)?;
         let closed = self.closed.get(&number).map(|(_, owner)| (Role::Opens, owner));
-        let (is, owner) = self.held.get(&number).map(Held::owner).or(closed).ok_or(Status::BAD_STATEID)?;
+        let (is, owner) = self.held.get(&number).and_then(Held::owner).or(closed).ok_or(Status::BAD_STATEID)?;
         if is != role {
             return Err(Status::BAD_STATEID);
         }
@@ -298,7 +298,7 @@ impl State {
     fn forget_idle_owners(&mut self, id: u64) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         let busy: HashSet<(Role, &Owner)> =
-            client.held.iter().filter_map(|number| self.held.get(number)).map(Held::owner).collect();
+            client.held.iter().filter_map(|number| self.held.get(number)).filter_map(Held::owner).collect();
         let Some(numbering) = &mut client.numbering else { return };
         let before = numbering.len();
         numbering.owners.retain(|(role, owner), known| Arc::strong_count(known) > 1 || busy.contains(&(*role, owner)));

@@ -1,5 +1,6 @@
 use super::numbered::SWEEP_MS;
 use super::*;
+use crate::file_system::FileId;
 use crate::v4::session::ChannelLimits;
 use proptest::prelude::*;
 use smallvec::smallvec;
@@ -433,6 +434,104 @@ fn owners_whose_operations_are_numbered() {
     assert_eq!((state.numbered, state.held.len(), state.files.len(), state.closed.len()), (0, 0, 0, 0));
 }
 
+/// A file is delegated to a client that has it open.
+fn delegate(state: &mut State, now: u64, client: u64, of: u8, is_write: bool) -> Option<Stateid> {
+    let delegated = Delegated { is_write, uid: USER, handle: Box::from(&b"handle"[..]), lease: guard() };
+    state.delegate(now, MayHave::stored(client, false), &file(of), delegated)
+}
+
+#[test]
+fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    assert_eq!(delegate(&mut state, 0, a, 1, false), None, "it is not open");
+    let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
+    let of_a = delegate(&mut state, 0, a, 1, false).unwrap();
+    assert_eq!(delegate(&mut state, 0, a, 1, false), None, "it has it already");
+    assert_eq!(state.access(0, a, USER, of_a, &file(1), false), Ok(true));
+    assert_eq!(state.access(0, a, USER + 1, of_a, &file(1), false), Ok(false), "a user whose rights were not checked");
+    assert_eq!(state.access(0, a, USER, of_a, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
+    assert_eq!(state.access(0, b, USER, of_a, &file(1), false), Err(Refused::Status(Status::BAD_STATEID)));
+    assert_eq!(state.check_delegated(a, of_a, &file(1), READ), Ok(()));
+    assert_eq!(state.check_delegated(a, of_a, &file(1), WRITE), Err(Status::OPENMODE));
+    assert_eq!(state.check_delegated(a, first, &file(1), READ), Err(Status::BAD_STATEID));
+    // Reading is not excluded, and can be delegated to several.
+    open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
+    let of_b = delegate(&mut state, 0, b, 1, false).unwrap();
+    assert!(state.take_recalls().is_empty());
+    // Writing is, and so is keeping readers out; a change through no open file, too.
+    state.close(a, first, &file(1)).unwrap();
+    let excluded = Err(Refused::Delegated);
+    assert_eq!(state.recall_others(0, &file(1), Some(b), true), excluded);
+    let numbers = state.take_recalls();
+    assert_eq!(numbers.len(), 1, "a's");
+    assert_eq!(open(&mut state, 0, b, "o", 1, (READ, READ)).map(drop), excluded);
+    assert_eq!(state.begin_change(0, &file(1), None), excluded);
+    assert_eq!(state.take_recalls().len(), 1, "b's; that of a has been recalled");
+    assert_eq!(state.recalled(numbers[0]).map(|recalled| recalled.stateid), Some(of_a));
+    assert_eq!(state.give_back(b, of_a, &file(1)), Err(Status::BAD_STATEID), "another's");
+    assert_eq!(state.give_back(a, of_a, &file(2)), Err(Status::BAD_STATEID), "another file");
+    state.give_back(a, of_a, &file(1)).unwrap();
+    assert!(state.recalled(numbers[0]).is_none());
+    assert_eq!(state.begin_change(0, &file(1), None), excluded, "b still has it");
+    assert_eq!(state.begin_change(0, &file(1), Some(b)), Ok(()), "to b itself it is no obstacle");
+    state.end_change(&file(1));
+    state.give_back(b, of_b, &file(1)).unwrap();
+    // Not again at once, and not during a change.
+    assert_eq!(delegate(&mut state, RECENT_MS - 1, b, 1, false), None);
+    state.begin_change(0, &file(1), None).unwrap();
+    assert_eq!(delegate(&mut state, RECENT_MS, b, 1, false), None);
+    state.end_change(&file(1));
+    assert!(delegate(&mut state, RECENT_MS, b, 1, false).is_some());
+    // For writing only to the one who has it open, who then is asked even by those who look.
+    open(&mut state, 0, a, "o", 2, (READ | WRITE, 0)).unwrap();
+    assert_eq!(delegate(&mut state, 0, a, 2, false), None, "it is open for writing");
+    let writing = delegate(&mut state, 0, a, 2, true).unwrap();
+    assert_eq!(state.access(0, a, USER, writing, &file(2), true), Ok(true));
+    assert_eq!(state.recall_others(0, &file(2), Some(a), false), Ok(()), "the client itself");
+    assert_eq!(state.recall_others(0, &file(2), None, false), excluded);
+    assert_eq!(open(&mut state, 0, b, "o", 2, (READ, 0)).map(drop), excluded);
+    // A client that has a file for reading gives that back before it writes.
+    open(&mut state, 0, b, "o", 3, (READ, 0)).unwrap();
+    delegate(&mut state, 0, b, 3, false).unwrap();
+    assert_eq!(open(&mut state, 0, b, "o", 3, (WRITE, 0)).map(drop), excluded);
+    assert_eq!(state.delegations, 3);
+    state.take_dropped();
+    [a, b].into_iter().for_each(|id| state.remove_client(id));
+    assert_eq!((state.delegations, state.held.len(), state.files.len()), (0, 0, 0));
+}
+
+#[test]
+fn what_is_not_given_back_is_revoked_and_its_client_hears_of_it() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
+    let of_a = delegate(&mut state, 0, a, 1, false).unwrap();
+    assert_eq!(open(&mut state, 0, b, "o", 1, (WRITE, 0)), Err(Refused::Delegated));
+    let number = state.take_recalls()[0];
+    assert!(!state.clients[&a].lease.has_revoked());
+    state.take_dropped();
+    assert_eq!(state.revoke(number), Some(a));
+    assert_eq!(state.revoke(number), None, "once");
+    assert_eq!(state.take_dropped().len(), 1, "other programs go on");
+    assert!(state.clients[&a].lease.has_revoked());
+    assert!(open(&mut state, 0, b, "o", 1, (WRITE, 0)).is_ok(), "what is open is not in the way");
+    assert_eq!(state.test_stateid(a, of_a), Err(Status::DELEG_REVOKED));
+    assert_eq!(state.access(0, a, USER, of_a, &file(1), false), Err(Refused::Status(Status::DELEG_REVOKED)));
+    assert_eq!(state.give_back(a, of_a, &file(1)), Err(Status::DELEG_REVOKED));
+    assert_eq!(state.free_stateid(b, of_a), Err(Status::BAD_STATEID), "another's");
+    state.free_stateid(a, of_a).unwrap();
+    assert!(!state.clients[&a].lease.has_revoked());
+    assert_eq!(state.test_stateid(a, of_a), Err(Status::BAD_STATEID));
+    assert_eq!(state.delegations, 0);
+    // A client that is not heard of loses all that it has.
+    state.close(a, first, &file(1)).unwrap();
+    open(&mut state, 0, a, "o", 2, (READ, 0)).unwrap();
+    delegate(&mut state, 0, a, 2, false).unwrap();
+    state.clients[&b].lease.renew(3 * LEASE);
+    assert_eq!(open(&mut state, 3 * LEASE, b, "o", 2, (WRITE, 0)), Err(Refused::Expired(a)));
+}
+
 fn lock_as(state: &mut State, client: u64, open: Stateid, owner: &str) -> Stateid {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
     state.lock(0, MayHave::stored(client, false), request, &file(1), false, range(0, 10)).unwrap()
@@ -445,6 +544,8 @@ struct Believed {
     verifier: u8,
     /// Files, how they are open, and their stateids.
     open: BTreeMap<u8, ((u32, u32), Stateid)>,
+    /// Files that are delegated to it, whether for writing, and the stateids.
+    delegated: BTreeMap<u8, (bool, Stateid)>,
 }
 
 /// What can happen to clients and server.
@@ -467,6 +568,16 @@ enum Event {
     RestartClient {
         client: usize,
     },
+    /// A client gives back what has been recalled.
+    GiveBack {
+        client: usize,
+    },
+    /// The server waits no longer for what has been recalled.
+    Revoke,
+    /// Another program changes a file.
+    Change {
+        file: u8,
+    },
     /// The server crashes; what it has stored is as of its last word to any client. These clients come back.
     RestartServer {
         back: u8,
@@ -480,6 +591,9 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (0..3_usize, 0..2_u8).prop_map(|(client, file)| Event::Close { client, file }),
         2 => (0..2 * LEASE, 0..8_u8).prop_map(|(ms, heard)| Event::Wait { ms, heard }),
         1 => (0..3_usize).prop_map(|client| Event::RestartClient { client }),
+        2 => (0..3_usize).prop_map(|client| Event::GiveBack { client }),
+        1 => Just(Event::Revoke),
+        1 => (0..2_u8).prop_map(|file| Event::Change { file }),
         1 => (0..8_u8).prop_map(|back| Event::RestartServer { back }),
     ]
 }
@@ -490,6 +604,8 @@ struct World {
     now: u64,
     epoch: u32,
     clients: [Believed; 3],
+    /// Delegations that have been recalled.
+    recalled: Vec<u64>,
 }
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
@@ -505,6 +621,7 @@ impl World {
             now: 0,
             epoch: 1,
             clients: Default::default(),
+            recalled: Vec::new(),
         };
         (0..3).for_each(|client| world.connect(client, true));
         world
@@ -556,6 +673,7 @@ impl World {
         }
         // Its session is gone, and what it had with it: it comes back and may not reclaim.
         self.connect(client, false);
+        self.clients[client].delegated.clear();
         let held = std::mem::take(&mut self.clients[client].open);
         for _ in held {
             assert!(self.state.may_reclaim(self.now, self.clients[client].id).is_err(), "others may have had it");
@@ -575,6 +693,18 @@ impl World {
                 Ok(stateid) => {
                     let entry = self.clients[client].open.entry(of).or_insert(((0, 0), stateid));
                     *entry = ((entry.0.0 | modes.0, entry.0.1 | modes.1), stateid);
+                    let is_write = entry.0.0 & WRITE != 0;
+                    if client != WITHOUT_SESSIONS
+                        && let Some(stateid) = delegate(&mut self.state, self.now, id, of, is_write)
+                    {
+                        self.clients[client].delegated.insert(of, (is_write, stateid));
+                    }
+                    return;
+                }
+                // It is to come again, whoever has it.
+                Err(Refused::Delegated) => {
+                    let recalled = self.state.take_recalls();
+                    self.recalled.extend(recalled);
                     return;
                 }
                 Err(Refused::Expired(other)) => {
@@ -588,10 +718,49 @@ impl World {
         }
     }
 
+    /// What a client has been called to give back, if it is heard of.
+    fn give_back(&mut self, client: usize) {
+        self.heard(client);
+        let recalled = self.recalled.iter().filter_map(|number| self.state.recalled(*number));
+        let recalled: Vec<Stateid> = recalled.map(|recalled| recalled.stateid).collect();
+        let Believed { id, delegated, .. } = &mut self.clients[client];
+        delegated.retain(|of, (_, stateid)| {
+            let is_recalled = recalled.contains(stateid);
+            if is_recalled {
+                self.state.give_back(*id, *stateid, &file(*of)).expect("what it has");
+            }
+            !is_recalled
+        });
+    }
+
+    /// Those from whom something has been taken learn of it by their next call, before they believe anything.
+    fn revoke(&mut self) {
+        for number in std::mem::take(&mut self.recalled) {
+            self.state.revoke(number);
+        }
+        for client in 0..3 {
+            let Believed { id, delegated, .. } = &mut self.clients[client];
+            let Some(known) = self.state.clients.get(id) else { continue };
+            if !known.lease.has_revoked() {
+                continue;
+            }
+            delegated.retain(|_, (_, stateid)| {
+                let is_revoked = self.state.test_stateid(*id, *stateid) == Err(Status::DELEG_REVOKED);
+                if is_revoked {
+                    self.state.free_stateid(*id, *stateid).expect("what has been revoked");
+                }
+                !is_revoked
+            });
+        }
+    }
+
     fn restart_server(&mut self, back: u8) {
         let were_known = [0, 1, 2].map(|client| self.is_known(client));
         self.epoch += 1;
         self.now = 0;
+        // None is reclaimed.
+        self.recalled.clear();
+        self.clients.iter_mut().for_each(|client| client.delegated.clear());
         self.state = State::new(self.epoch, LEASE, self.stored.iter().cloned());
         for client in (0..3).filter(|client| back >> client & 1 == 1) {
             self.connect(client, false);
@@ -633,7 +802,15 @@ impl World {
             Event::RestartClient { client } => {
                 self.clients[client].verifier += 1;
                 self.clients[client].open.clear();
+                self.clients[client].delegated.clear();
                 self.connect(client, true);
+            }
+            Event::GiveBack { client } => self.give_back(client),
+            Event::Revoke => self.revoke(),
+            Event::Change { file: of } => {
+                self.state.recall_all(self.now, &file(of));
+                let recalled = self.state.take_recalls();
+                self.recalled.extend(recalled);
             }
             Event::RestartServer { back } => self.restart_server(back),
         }
@@ -643,6 +820,15 @@ impl World {
     fn check(&self) {
         let live = |client: &usize| self.is_known(*client);
         for one in (0..3).filter(live) {
+            for (of, (is_write, stateid)) in &self.clients[one].delegated {
+                assert!(self.state.test_stateid(self.clients[one].id, *stateid).is_ok(), "what it believes is so");
+                for other in (0..3).filter(|other| *other != one).filter(live) {
+                    let open = self.clients[other].open.get(of).map_or((0, 0), |(modes, _)| *modes);
+                    assert!(open.0 & WRITE == 0 && open.1 & READ == 0, "{one} keeps {of}, {other} has it open");
+                    let theirs = self.clients[other].delegated.get(of);
+                    assert!(!is_write || open == (0, 0) && theirs.is_none(), "{one} writes {of}, {other} reads it");
+                }
+            }
             for (of, (modes, stateid)) in &self.clients[one].open {
                 assert!(self.state.test_stateid(self.clients[one].id, *stateid).is_ok(), "what it believes is so");
                 for other in (0..3).filter(|other| *other != one).filter(live) {

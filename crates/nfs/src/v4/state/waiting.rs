@@ -22,7 +22,7 @@ impl State {
     pub(in super::super) fn owner_of_locks(&self, stateid: Stateid) -> Option<Owner> {
         match self.held.get(&self.number_of(stateid)?)? {
             Held::Locks(holder) => Some(holder.owner.clone()),
-            Held::Open(_) => None,
+            Held::Open(_) | Held::Delegation(_) => None,
         }
     }
 

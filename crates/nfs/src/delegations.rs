@@ -1,0 +1,123 @@
+//! Files that are delegated to clients, as the protocols see them: what others do to such a file waits until it is given back.
+
+use crate::file_system::{FileId, FileSystem, Op, Result};
+use crate::share::Target;
+use std::sync::{Arc, OnceLock};
+
+/// A file, whatever its names and whatever share it is reached by: its file system and its name there.
+pub(crate) type FileKey = (u64, FileId);
+
+/// What of a share's files is delegated to clients that can be called back (RFC 8881, section 10.4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Delegate {
+    /// Nothing.
+    Nothing,
+    /// Reading: the client sees no change by others until it has given the file back. Where other programs reach the files, the
+    /// kernel has to keep them waiting ([`FileSystem::lease`]).
+    Reading,
+    /// Writing as well: the client keeps what it writes, so that programs of this host would read what is old.
+    Writing,
+}
+
+impl Delegate {
+    /// What fits a file system: all if only clients reach its files.
+    pub fn of(files: &dyn FileSystem) -> Delegate {
+        if files.is_private() { Delegate::Writing } else { Delegate::Reading }
+    }
+}
+
+/// Who knows to whom files are delegated.
+pub(crate) trait Holder: Send + Sync {
+    /// Whether any can be.
+    fn is_used(&self) -> bool;
+
+    /// Whether any can be for writing.
+    fn is_used_for_writing(&self) -> bool;
+
+    /// Begins a change by a client, if it is known which; nothing is delegated until [`Holder::end_change`]. `EINPROGRESS` if the
+    /// file has not been given back yet: the caller is to try again.
+    fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
+
+    /// Ends it.
+    fn end_change(&self, file: &FileKey);
+
+    /// As [`Holder::begin_change`], for one who reads, whom only what is delegated for writing concerns.
+    fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
+}
+
+/// The holder of a share's files, when there is one.
+#[derive(Default)]
+pub struct Delegations(OnceLock<Arc<dyn Holder>>);
+
+impl Delegations {
+    pub(crate) fn are_of(&self, holder: Arc<dyn Holder>) {
+        // There is one version 4.
+        let _ = self.0.set(holder);
+    }
+
+    fn holder(&self) -> Option<&Arc<dyn Holder>> {
+        self.0.get().filter(|holder| holder.is_used())
+    }
+}
+
+/// A change in progress.
+pub(crate) struct Change {
+    holder: Arc<dyn Holder>,
+    file: FileKey,
+}
+
+impl Drop for Change {
+    fn drop(&mut self) {
+        self.holder.end_change(&self.file);
+    }
+}
+
+impl Target<'_> {
+    /// The file, as the state of clients calls it.
+    pub(crate) fn key(&self) -> FileKey {
+        self.key_of(&self.file)
+    }
+
+    fn key_of(&self, file: &FileId) -> FileKey {
+        (self.share.files.fsid(), file.clone())
+    }
+
+    async fn change_of(&self, file: &FileId, client: Option<u64>) -> Result<Option<Change>> {
+        let Some(holder) = self.share.delegations.holder() else { return Ok(None) };
+        let (holder, file) = (Arc::clone(holder), self.key_of(file));
+        holder.begin_change(file.clone(), client).await?;
+        Ok(Some(Change { holder, file }))
+    }
+
+    /// To be held while the file is changed: its attributes, its names, or its data where the file system does not see to that.
+    pub(crate) async fn change(&self, client: Option<u64>) -> Result<Option<Change>> {
+        self.change_of(&self.file, client).await
+    }
+
+    /// As [`Target::change`], of the data of a file that is not open: a file system with leases sees to it when it opens the file.
+    pub(crate) async fn change_data(&self, client: Option<u64>) -> Result<Option<Change>> {
+        if self.is_kept_by_leases() { Ok(None) } else { self.change(client).await }
+    }
+
+    /// As [`Target::change`], of what an entry of this directory leads to, if there is one.
+    pub(crate) async fn change_entry(&self, name: &[u8]) -> Result<Option<Change>> {
+        if self.share.delegations.holder().is_none() {
+            return Ok(None);
+        }
+        // Where there is nothing, what is to be done with it fails for the same reason.
+        let Ok((file, _)) = self.share.files.look_up(&self.who, &self.file, name).await else { return Ok(None) };
+        self.change_of(&file, None).await
+    }
+
+    /// To be called before the file is read, or its attributes are, by one who does not have it open.
+    pub(crate) async fn look(&self, client: Option<u64>) -> Result<()> {
+        match self.share.delegations.holder() {
+            Some(holder) if holder.is_used_for_writing() => holder.look(self.key(), client).await,
+            _ => Ok(()),
+        }
+    }
+
+    fn is_kept_by_leases(&self) -> bool {
+        self.share.delegations.holder().is_none_or(|holder| !holder.is_used_for_writing())
+    }
+}

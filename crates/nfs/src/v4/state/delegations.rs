@@ -1,0 +1,259 @@
+//! Files that are delegated to clients (RFC 8881, section 10.4): others who would see or do what is excluded wait until they have been
+//! given back, or are revoked.
+
+use super::files::{Held, READ, WRITE};
+use super::{
+    DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, HELD_TOTAL_MAX, MayHave, RECENT_MAX, RECENT_MS, Refused,
+    State, Stateid,
+};
+use crate::file_system::OpenGuard;
+use crate::v4::session::Session;
+use crate::v4::status::Status;
+use std::sync::Arc;
+
+/// A file that is delegated.
+pub(super) struct Delegation {
+    pub client: u64,
+    pub file: FileKey,
+    is_write: bool,
+    /// The user who opened it, and had the rights to.
+    pub uid: u32,
+    /// As the client calls it.
+    handle: Box<[u8]>,
+    /// It is to be given back.
+    is_recalled: bool,
+    /// It was not given back in time: others have had the file since then.
+    pub is_revoked: bool,
+    /// What keeps other programs from changing it.
+    pub lease: OpenGuard,
+}
+
+/// What is to be delegated.
+pub(in super::super) struct Delegated {
+    pub is_write: bool,
+    pub uid: u32,
+    pub handle: Box<[u8]>,
+    pub lease: OpenGuard,
+}
+
+/// A delegation that has been recalled.
+pub(in super::super) struct Recalled {
+    /// By which the client can be called, if there is one.
+    pub session: Option<Arc<Session>>,
+    pub stateid: Stateid,
+    pub handle: Box<[u8]>,
+}
+
+impl State {
+    fn delegation(&self, number: u64) -> &Delegation {
+        match self.held.get(&number) {
+            Some(Held::Delegation(delegation)) => delegation,
+            _ => unreachable!("a delegation"),
+        }
+    }
+
+    /// Whether a file that a client has just opened may be delegated to it. For writing it must be the only one to have it open.
+    pub(in super::super) fn may_delegate(&mut self, now: u64, client: u64, file: &FileKey, is_write: bool) -> bool {
+        let is_grace = self.is_grace(now);
+        let Some(known) = self.clients.get(&client) else { return false };
+        let is_full = self.delegations >= DELEGATIONS_MAX
+            || known.delegations >= DELEGATIONS_OF_CLIENT_MAX
+            || self.held.len() >= HELD_TOTAL_MAX
+            || self.recent.len() >= RECENT_MAX;
+        if is_grace || is_full || self.recent.get(file).is_some_and(|recalled| now < recalled + RECENT_MS) {
+            return false;
+        }
+        let Some(state) = self.files.get(file) else { return false };
+        let is_excluded = |number: &u64| {
+            let other = self.delegation(*number);
+            is_write || other.is_write || other.client == client
+        };
+        let is_contended = |number: &u64| {
+            let open = self.open_ref(*number);
+            if is_write { open.client != client } else { open.access & WRITE != 0 }
+        };
+        state.changes == 0 && !state.delegations.iter().any(is_excluded) && !state.opens().iter().any(is_contended)
+    }
+
+    /// Delegates a file to a client that has it open, if that may be.
+    pub(in super::super) fn delegate(
+        &mut self,
+        now: u64,
+        MayHave { client, .. }: MayHave,
+        file: &FileKey,
+        Delegated { is_write, uid, handle, lease }: Delegated,
+    ) -> Option<Stateid> {
+        if !self.may_delegate(now, client, file, is_write) {
+            self.dropped.push(lease);
+            return None;
+        }
+        let number = self.number();
+        let known = self.clients.get_mut(&client).expect("it has just been there");
+        known.held.insert(number);
+        known.delegations += 1;
+        self.delegations += 1;
+        self.files.get_mut(file).expect("an open file").delegations.push(number);
+        let file = file.clone();
+        let delegation =
+            Delegation { client, file, is_write, uid, handle, is_recalled: false, is_revoked: false, lease };
+        self.held.insert(number, Held::Delegation(delegation));
+        Some(self.stateid_of(number, 1))
+    }
+
+    /// Recalls what is delegated of a file and excludes what is to be done with it by this client, if it is known; refused if there is
+    /// anything.
+    pub(super) fn recall(
+        &mut self,
+        now: u64,
+        file: &FileKey,
+        is_in_the_way: impl Fn(&Delegation) -> bool,
+    ) -> Result<(), Refused> {
+        let Some(state) = self.files.get(file) else { return Ok(()) };
+        let numbers: Vec<u64> =
+            state.delegations.iter().copied().filter(|number| is_in_the_way(self.delegation(*number))).collect();
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        let mut refused = Refused::Delegated;
+        for number in numbers {
+            let Some(Held::Delegation(delegation)) = self.held.get_mut(&number) else { continue };
+            let client = delegation.client;
+            if !std::mem::replace(&mut delegation.is_recalled, true) {
+                self.recalls.push(number);
+            }
+            if self.clients.get(&client).is_some_and(|client| self.is_expired(now, &client.lease)) {
+                refused = Refused::Expired(client);
+            }
+        }
+        self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
+        self.recent.insert(file.clone(), now);
+        Err(refused)
+    }
+
+    /// Recalls what others than this client have of a file that is to be changed, or read.
+    pub(in super::super) fn recall_others(
+        &mut self,
+        now: u64,
+        file: &FileKey,
+        client: Option<u64>,
+        is_change: bool,
+    ) -> Result<(), Refused> {
+        self.recall(now, file, |delegation| Some(delegation.client) != client && (is_change || delegation.is_write))
+    }
+
+    /// Recalls all that is delegated of a file: another program changes it.
+    pub(in super::super) fn recall_all(&mut self, now: u64, file: &FileKey) {
+        // The clients are called; nobody waits for it here.
+        let _ = self.recall(now, file, |_| true);
+    }
+
+    /// What keeps a file from being opened so by a client, its own delegation for reading included.
+    pub(super) fn recall_for_open(
+        &mut self,
+        now: u64,
+        file: &FileKey,
+        client: u64,
+        (access, deny): (u32, u32),
+    ) -> Result<(), Refused> {
+        let excludes_readers = access & WRITE != 0 || deny & READ != 0;
+        self.recall(now, file, |delegation| match delegation.client == client {
+            true => access & WRITE != 0 && !delegation.is_write,
+            false => excludes_readers || delegation.is_write,
+        })
+    }
+
+    /// Begins a change of a file that is not open for it; to be ended by [`State::end_change`], if it is not refused.
+    pub(in super::super) fn begin_change(
+        &mut self,
+        now: u64,
+        file: &FileKey,
+        client: Option<u64>,
+    ) -> Result<(), Refused> {
+        self.recall_others(now, file, client, true)?;
+        self.files.entry(file.clone()).or_default().changes += 1;
+        Ok(())
+    }
+
+    pub(in super::super) fn end_change(&mut self, file: &FileKey) {
+        let Some(state) = self.files.get_mut(file) else { return };
+        state.changes -= 1;
+        if state.is_unused() {
+            self.files.remove(file);
+        }
+    }
+
+    /// A delegation that is to be given back; `None` if it has been.
+    pub(in super::super) fn recalled(&self, number: u64) -> Option<Recalled> {
+        let Some(Held::Delegation(delegation)) = self.held.get(&number) else { return None };
+        if delegation.is_revoked {
+            return None;
+        }
+        let of_client = |session: &&Arc<Session>| session.client == delegation.client && session.can_call();
+        Some(Recalled {
+            session: self.sessions.values().find(of_client).cloned(),
+            stateid: self.stateid_of(number, 1),
+            handle: delegation.handle.clone(),
+        })
+    }
+
+    /// Takes a delegation from a client that has not given it back; whose it was. The client hears of it by its next call, and of
+    /// which by TEST_STATEID.
+    pub(in super::super) fn revoke(&mut self, number: u64) -> Option<u64> {
+        let Some(Held::Delegation(delegation)) = self.held.get_mut(&number) else { return None };
+        if std::mem::replace(&mut delegation.is_revoked, true) {
+            return None;
+        }
+        let (client, file) = (delegation.client, delegation.file.clone());
+        let lease = std::mem::replace(&mut delegation.lease, Arc::new(()));
+        self.dropped.push(lease);
+        if let Some(client) = self.clients.get(&client) {
+            client.lease.revoked(1);
+        }
+        self.forget_in_file(number, &file);
+        Some(client)
+    }
+
+    /// A delegation is no longer there.
+    pub(super) fn end_delegation(&mut self, delegation: Delegation) {
+        self.delegations -= 1;
+        if let Some(client) = self.clients.get_mut(&delegation.client) {
+            client.delegations -= 1;
+            if delegation.is_revoked {
+                client.lease.revoked(-1);
+            }
+        }
+        self.dropped.push(delegation.lease);
+    }
+
+    /// DELEGRETURN
+    pub(in super::super) fn give_back(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+        match self.find(client, stateid)? {
+            (number, Held::Delegation(delegation)) if delegation.file == *file => {
+                self.remove_held(number);
+                Ok(())
+            }
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
+    /// Whether a client may open a file so because it is delegated to it (`CLAIM_DELEGATE_CUR`).
+    pub(in super::super) fn check_delegated(
+        &self,
+        client: u64,
+        stateid: Stateid,
+        file: &FileKey,
+        access: u32,
+    ) -> Result<(), Status> {
+        match self.find(client, stateid)? {
+            (_, Held::Delegation(delegation)) if delegation.file == *file => {
+                if access & WRITE != 0 && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(()) }
+            }
+            _ => Err(Status::BAD_STATEID),
+        }
+    }
+
+    /// As [`State::access`], under a delegation.
+    pub(super) fn access_delegated(delegation: &Delegation, uid: u32, is_write: bool) -> Result<bool, Status> {
+        if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(delegation.uid == uid) }
+    }
+}
