@@ -70,6 +70,10 @@ impl Groups {
         if known.len() >= USERS_MAX {
             known.retain(|_, (at, _)| at.elapsed() < AGE_MAX);
         }
+        // Numbers of users can be made up; those who are there stay.
+        if known.len() >= USERS_MAX {
+            known.retain(|_, (_, groups)| groups.is_some());
+        }
         if known.len() >= USERS_MAX {
             known.clear();
         }

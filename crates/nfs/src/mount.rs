@@ -31,6 +31,11 @@ impl Mount {
         let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty());
         let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
         let mut target = share.enter(share.files.root(), call).ok_or(Errno::ACCESS)?;
+        let mut names = names.peekable();
+        // Who has not shown who it is learns of no names in the share.
+        if names.peek().is_some() && call.connection.lacks_tls() {
+            return Err(Errno::ACCESS);
+        }
         for name in names {
             target.file = share.files.look_up(&target.who, &target.file, name).await?.0;
         }
@@ -45,7 +50,9 @@ impl Mount {
             2 => out.bool(false),
             1 => {
                 let path = d.opaque(PATH_MAX)?;
-                self.shares.learn_groups(call).await;
+                if self.shares.admit(&call.connection) {
+                    self.shares.learn_groups(call).await;
+                }
                 match self.mount(call, path).await {
                     Ok(handle) => {
                         out.u32(0);
@@ -66,7 +73,8 @@ impl Mount {
             }
             3 => drop(d.opaque(PATH_MAX)?),
             5 => {
-                for share in self.shares.iter() {
+                // Those of which the client may know.
+                for share in self.shares.iter().filter(|share| share.enter(share.files.root(), call).is_some()) {
                     out.bool(true);
                     out.opaque(format!("/{}", share.name).as_bytes());
                     for rule in &share.rules {

@@ -106,6 +106,12 @@ impl FromStr for Clients {
         let most = bits(address).1;
         let prefix = prefix.map_or(Some(most), |prefix| prefix.parse().ok().filter(|prefix| *prefix <= most));
         let prefix = prefix.ok_or_else(wrong)?;
+        // Clients of both families are known by their own addresses (`::ffff:192.0.2.1` is 192.0.2.1).
+        let (address, prefix) = match (address, address.to_canonical(), prefix.checked_sub(96)) {
+            (IpAddr::V6(_), own @ IpAddr::V4(_), Some(prefix)) => (own, prefix),
+            (IpAddr::V6(_), IpAddr::V4(_), None) => return Err(wrong()),
+            _ => (address, prefix),
+        };
         let network = network_of(address, prefix);
         if network != address {
             return Err(RuleError::HostBits { text: text.into(), network, prefix });
@@ -155,9 +161,18 @@ mod tests {
         assert_eq!((both.clients.to_string().as_str(), both.read_only), ("2001:db8::/32", Some(false)));
         assert_eq!(both.squash, Some(Squash::None));
         assert_eq!(of("cert:a.example+squash=all").clients, Clients::Certificate("a.example".into()));
-        for wrong in
-            ["", "x", "192.0.2.0/33", "192.0.2.0/", "::/129", "cert:", "192.0.2/24", "192.0.2.1+no", "192.0.2.1+"]
-        {
+        for wrong in [
+            "",
+            "x",
+            "192.0.2.0/33",
+            "192.0.2.0/",
+            "::/129",
+            "cert:",
+            "192.0.2/24",
+            "192.0.2.1+no",
+            "192.0.2.1+",
+            "::ffff:0:0/95",
+        ] {
             assert!(rule(wrong).is_err(), "{wrong}");
         }
         let said = rule("192.0.2.5/24").unwrap_err().to_string();
@@ -172,6 +187,7 @@ mod tests {
         assert!(has("192.0.2.0/24", "192.0.2.255") && !has("192.0.2.0/24", "192.0.3.0"));
         assert!(has("192.0.2.7", "192.0.2.7") && !has("192.0.2.7", "192.0.2.6"));
         assert!(has("192.0.2.0/24", "::ffff:192.0.2.9"), "as it comes by a socket for both");
+        assert!(has("::ffff:192.0.2.0/120", "192.0.2.9") && !has("::ffff:192.0.2.7", "192.0.2.9"));
         assert!(has("0.0.0.0/0", "203.0.113.9") && !has("0.0.0.0/0", "2001:db8::1") && !has("::/0", "203.0.113.9"));
         assert!(has("2001:db8::/33", "2001:db8:7fff::1") && !has("2001:db8::/33", "2001:db8:8000::1"));
         assert!(has("cert:b.example", "192.0.2.1") && !has("cert:a.example", "192.0.2.1"));

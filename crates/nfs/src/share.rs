@@ -164,6 +164,11 @@ impl Shares {
         }
     }
 
+    /// Whether a client may use any of them. One that may not is refused by the server as a whole, and has nothing there.
+    pub fn admit(&self, client: &Connection) -> bool {
+        self.shares.is_empty() || self.shares.iter().any(|share| share.access(client).is_some())
+    }
+
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &Share> {
         self.shares.iter()

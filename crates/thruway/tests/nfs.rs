@@ -165,6 +165,8 @@ fn tls_lets_in_only_clients_with_a_certificate() {
     let script = r#"
 plain = Connection()
 # Mounting is answered without TLS; a share for a certificate is not for those without one.
+assert plain.call(100005, 3, 1, opaque(b"n/secret"))[16:] == words(13), "nor is what is in a share"
+assert plain.call(100005, 3, 5)[16:] == words(1) + opaque(b"/n") + words(0, 0)
 assert plain.call(*MOUNT)[16:] == words(13)
 assert plain.call(100005, 3, 1, opaque(b"n"))[16:20] == words(0)
 assert plain.call(100003, 4, 0) == words(1, 1, 5), "too weak"
@@ -403,6 +405,49 @@ assert one.events == words(0)
 }
 
 #[test]
+fn a_callback_that_a_client_has_no_time_for_comes_again_with_its_number() {
+    let (daemon, at, _lab) = share();
+    let script = r#"
+def lock(session, stateid, owner, kind):
+    new = words(1, 0) + stateid + words(0) + session.client + opaque(owner)
+    return session.run(4, IN_FILE + words(12, kind, 0, 0, 0, 0, 10) + new)[24 + 8:][:16]
+def refuse(session, call, status):
+    session.answer(call, words(status, 0, 1, 11, status))
+def sequence(call):
+    return struct.unpack(">I", call[56 + 20:][:4])[0]
+
+one, two = Session(b"one"), Session(b"two")
+(of_one, _), (of_two, _) = opened(one, b"a"), opened(two, b"b")
+def wait_and_free():
+    held = lock(one, of_one, b"a", 2)
+    lock(two, of_two, b"b", 4)
+    one.run(4, IN_FILE + words(14, 2, 0) + held + words(0, 0, 0, 10))
+    assert one.status == 0
+def take(call):
+    two.answer(call, words(0, 0, 2, 11, 0) + two.id + call[76:80] + words(0, 0, 0) + words(13, 0))
+
+# An error of CB_SEQUENCE takes no number (RFC 8881, section 20.9.3).
+wait_and_free()
+for _ in range(3):
+    call = two.called()
+    assert sequence(call) == 1, sequence(call)
+    refuse(two, call, 10008)
+call = two.called()
+assert sequence(call) == 1
+take(call)
+# Nor may one be lost: the client is asked whether it has had it.
+wait_and_free()
+call = two.called()
+assert sequence(call) == 2
+refuse(two, call, 10063)
+two.run(0, b"")
+assert two.events == words(0x400), "what it expects cannot be found out"
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{script}"), &at, ""]);
+    daemon.stop();
+}
+
+#[test]
 fn shares_are_for_the_clients_that_their_rules_name() {
     let lab = Lab::new();
     let state = lab.path("state");
@@ -415,7 +460,13 @@ fn shares_are_for_the_clients_that_their_rules_name() {
 c = Connection()
 MAKE = words(6, 2) + opaque(b"d") + words(0, 0)
 OWNER = words(15) + opaque(b"d") + words(9, 2, 0, 1 << (36 - 32))
-print(c.status(2, LOOK_UP), c.status(3, LOOK_UP + MAKE), struct.unpack(">I", c.call(*MOUNT)[16:20])[0], end=" ")
+mounted, = struct.unpack(">I", c.call(*MOUNT)[16:20])
+if c.call(100003, 4, 1, opaque(b"") + words(0, 2) + LOOK_UP) == words(1, 1, 5):
+    assert c.call(100003, 3, 1, opaque(bytes(29))) == words(1, 1, 5), "nor version 3"
+    assert c.call(100005, 3, 5)[16:] == words(0), "it hears of no share"
+    print("refused", mounted)
+    raise SystemExit
+print(c.status(2, LOOK_UP), c.status(3, LOOK_UP + MAKE), mounted, end=" ")
 reply = c.call(100003, 4, 1, opaque(b"") + words(0, 4) + LOOK_UP + OWNER)
 print(reply[-8:].decode().strip("\0\1") if reply[16:20] == words(0) else "none")
 "#;
@@ -423,7 +474,7 @@ print(reply[-8:].decode().strip("\0\1") if reply[16:20] == words(0) else "none")
         ("127.0.0.0/8", "0 0 0 0"),
         ("192.0.2.0/24|127.0.0.1+ro", "0 30 0 none"),
         ("127.0.0.1+ro|127.0.0.0/8", "0 30 0 none"),
-        ("127.0.0.2|192.0.2.0/24", "2 2 13 none"),
+        ("127.0.0.2|192.0.2.0/24", "refused 13"),
         ("127.0.0.1+squash=all", "0 0 0 65534"),
     ] {
         let daemon = share(rules);

@@ -8,7 +8,7 @@ use crate::share::{HANDLE_MAX, Shares, Target};
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use thruway_rpc::message::{CallHeader, Refusal};
+use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, BULK_MAX, Call, Program};
 use thruway_rpc::xdr::{self, Bulk, Decoder, Encoder};
 use thruway_server::Body;
@@ -192,6 +192,7 @@ impl Nfs3 {
     async fn answer(&self, call: &Call, mut out: Encoder) -> Result<Encoder, Refusal> {
         let done = match call.procedure {
             0 => Ok(()),
+            1..=21 if !self.shares.admit(&call.connection) => return Err(Refusal::Auth(AuthError::TooWeak)),
             1..=21 => {
                 self.shares.learn_groups(call).await;
                 self.dispatch(call, &mut out).await
@@ -374,7 +375,7 @@ impl Nfs3 {
                 let (handle, cookie, verifier, bytes) = (get_handle(&mut d)?, d.u64()?, d.u64()?, d.u32()?);
                 d.finish()?;
                 let target = target!(handle, no_after);
-                let results = self.list(&target, cookie, verifier, bytes, bytes, false).await;
+                let results = self.list(call, &target, cookie, verifier, bytes, bytes, false).await;
                 Nfs3::end(out, results, Tail::After(&target)).await;
             }
             READDIRPLUS => {
@@ -382,7 +383,7 @@ impl Nfs3 {
                 let (names, bytes) = (d.u32()?, d.u32()?);
                 d.finish()?;
                 let target = target!(handle, no_after);
-                let results = self.list(&target, cookie, verifier, names, bytes, true).await;
+                let results = self.list(call, &target, cookie, verifier, names, bytes, true).await;
                 Nfs3::end(out, results, Tail::After(&target)).await;
             }
             FSSTAT => {
@@ -600,8 +601,10 @@ impl Nfs3 {
     }
 
     /// READDIR and READDIRPLUS: `names` bytes of names at most, `bytes` of the reply.
+    #[allow(clippy::too_many_arguments, reason = "those of the two procedures")]
     async fn list(
         &self,
+        call: &Call,
         dir: &Target<'_>,
         cookie: u64,
         verifier: u64,
@@ -623,6 +626,7 @@ impl Nfs3 {
         } else {
             Room { bytes: names, entry: 4 + 8 + 4 + 2 + 8 }
         };
+        call.begin_long_reply().await;
         let listing = dir.share.files.list(&dir.who, &dir.file, cookie, room, with_files).await?;
         let attributes = dir.attributes().await;
         let mut out = Encoder::new();
@@ -672,6 +676,7 @@ impl Nfs3 {
     }
 
     async fn commit(&self, target: &Target<'_>) -> Result<Encoder, Status> {
+        check_writable(target)?;
         let files = &target.share.files;
         let attributes = files.flush(&target.file).await?;
         // After the flush: what it may have lost the client is to write again.

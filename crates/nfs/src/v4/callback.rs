@@ -2,7 +2,7 @@
 
 use super::session::Session;
 use super::state::Stateid;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_rpc::client::{CallError, Procedure};
@@ -27,6 +27,11 @@ const CB_SEQUENCE: u32 = 11;
 const CB_RECALL: u32 = 4;
 const CB_NOTIFY_LOCK: u32 = 13;
 const SEQ_MISORDERED: u32 = 10_063;
+const RETRY_UNCACHED_REP: u32 = 10_068;
+const SEQ_FALSE_RETRY: u32 = 10_076;
+
+/// So many calls may be lost, one behind the other, before the numbers begin again at the first of them.
+const TRIED_MAX: u32 = 8;
 
 /// How a client wants to be called (`callback_sec_parms4`).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,16 +54,21 @@ pub(super) struct Back {
     program: u32,
     credential: Credential,
     channels: Mutex<Vec<BackChannel>>,
-    /// The number of the last call, one of which is made at a time; it may have been lost on its way.
-    turn: tokio::sync::Mutex<LastCall>,
+    /// Of the client's; one call is made at a time.
+    slot: tokio::sync::Mutex<Slot>,
+    /// Which number the client expects cannot be found out.
+    is_out_of_step: AtomicBool,
     /// Notices on their way.
     notices: AtomicUsize,
 }
 
+/// What is known of the numbers of calls.
 #[derive(Default)]
-struct LastCall {
-    sequence: u32,
-    is_uncertain: bool,
+struct Slot {
+    /// Of the last that the client is known to have had.
+    taken: u32,
+    /// The highest that was tried since then; it may have been lost on its way, or its answer.
+    tried: u32,
 }
 
 /// Counts a notice, also if who sends it does not wait for the answer.
@@ -76,7 +86,8 @@ impl Back {
             program,
             credential,
             channels: Mutex::new(vec![channel]),
-            turn: tokio::sync::Mutex::default(),
+            slot: tokio::sync::Mutex::default(),
+            is_out_of_step: AtomicBool::new(false),
             notices: AtomicUsize::new(0),
         }
     }
@@ -97,7 +108,12 @@ impl Back {
 
     /// Whether there is a connection.
     pub(super) fn is_open(&self) -> bool {
-        self.channels().iter().any(BackChannel::is_open)
+        !self.is_out_of_step() && self.channels().iter().any(BackChannel::is_open)
+    }
+
+    /// Whether another session is needed to call the client.
+    pub(super) fn is_out_of_step(&self) -> bool {
+        self.is_out_of_step.load(Ordering::Relaxed)
     }
 
     /// Sends a notice to the client, once; the status of its operation. `None` if there are too many on their way.
@@ -112,31 +128,48 @@ impl Back {
     }
 
     async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
-        let mut last = self.turn.lock().await;
-        // If the client has not got the last one, its number is still the next.
-        let again = last.is_uncertain.then_some(last.sequence);
-        let candidates = [Some(last.sequence.wrapping_add(1)), again];
-        let mut result = Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
-        for sequence in candidates.into_iter().flatten() {
+        let mut slot = self.slot.lock().await;
+        // If the client has not got the last ones, the number of one of them is still the next.
+        let ahead = slot.tried.wrapping_sub(slot.taken).min(TRIED_MAX);
+        let mut sequence = slot.taken.wrapping_add(ahead).wrapping_add(1);
+        loop {
             let Some(channel) = self.channels().iter().find(|channel| channel.is_open()).cloned() else {
-                return result;
+                return Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
             };
             let procedure = Procedure { program: self.program, version: 1, procedure: 1 };
             let credential = OpaqueAuth { flavor: self.credential.flavor, body: &self.credential.body };
-            *last = LastCall { sequence, is_uncertain: true };
+            let tried = slot.tried;
+            if sequence.wrapping_sub(slot.taken) > tried.wrapping_sub(slot.taken) {
+                slot.tried = sequence;
+            }
             let reply = channel.call(procedure, credential, &compound(session, sequence, notice), TIMEOUT).await;
             if let Err(CallError::TimedOut(_)) = reply {
                 self.channels().retain(|known| !known.is_same(&channel));
             }
-            let reply = reply?;
-            let (of_sequence, of_notice) = statuses(&reply)?;
-            result = Ok(of_notice.unwrap_or(of_sequence));
-            if of_sequence != SEQ_MISORDERED {
-                last.is_uncertain = false;
-                break;
+            let (of_sequence, of_notice) = statuses(&reply?)?;
+            match of_sequence {
+                0 => {
+                    *slot = Slot { taken: sequence, tried: sequence };
+                    return Ok(of_notice.unwrap_or_default());
+                }
+                SEQ_MISORDERED if sequence == slot.taken.wrapping_add(1) => {
+                    // Nothing that it could be is right.
+                    self.is_out_of_step.store(true, Ordering::Relaxed);
+                    return Ok(of_sequence);
+                }
+                SEQ_MISORDERED => sequence = sequence.wrapping_sub(1),
+                // The client has had a call of this number.
+                RETRY_UNCACHED_REP | SEQ_FALSE_RETRY => {
+                    slot.taken = sequence;
+                    sequence = sequence.wrapping_add(1);
+                }
+                // Whatever it was, the number has not been taken (RFC 8881, section 20.9.3).
+                _ => {
+                    slot.tried = tried;
+                    return Ok(of_sequence);
+                }
             }
         }
-        result
     }
 }
 

@@ -3,7 +3,7 @@
 use super::callback::{self, Back};
 use super::compound::{Compound, Done, get_name};
 use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
-use super::state::{NewSession, Principal};
+use super::state::{NewSession, Principal, State};
 use super::status::Status;
 use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
@@ -64,10 +64,11 @@ fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<Option<callback::Cr
 
 impl Compound<'_> {
     pub(super) fn principal(&self) -> Principal {
-        match &self.call.credential {
-            Credential::Sys(sys) => Principal(Some(sys.uid)),
-            _ => Principal(None),
-        }
+        let user = match &self.call.credential {
+            Credential::Sys(sys) => Some(sys.uid),
+            _ => None,
+        };
+        Principal::new(user, &self.call.connection.names)
     }
 
     pub(super) async fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
@@ -101,7 +102,7 @@ impl Compound<'_> {
         Ok(())
     }
 
-    pub(super) fn create_session(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+    pub(super) async fn create_session(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const FLAGS: u32 = 7;
         const BACK: u32 = 2;
         let (client, sequence, flags) = (d.u64()?, d.u32()?, d.u32()?);
@@ -132,11 +133,12 @@ impl Compound<'_> {
         let minor = self.minor;
         let principal = self.principal();
         // In one go: a session is there, or the client has the number for it still.
-        let reply = self.server.state(|state, now| {
+        let action = |state: &mut State, now| {
             let lease = match state.create_session(now, client, sequence, principal)? {
                 NewSession::Again(reply) => return Ok(reply),
                 NewSession::Make(lease) => lease,
             };
+            let limits = state.with_room_for_replies(limits);
             // Not to be guessed: who knows it may use it.
             let id: [u8; 16] = thruway_engine::random::random();
             let mut reply = Encoder::new();
@@ -149,8 +151,9 @@ impl Compound<'_> {
             let reply = reply.to_bytes().into_boxed_slice();
             let session = Session::new(id, client, lease, limits).with_back(minor, back.take());
             state.session_created(Arc::new(session), reply.clone());
-            Ok::<_, Status>(reply)
-        })?;
+            Ok(reply)
+        };
+        let reply = self.server.contend(action).await?;
         out.fixed(&reply);
         Ok(())
     }

@@ -34,6 +34,9 @@ const ROOT_NUMBER: u64 = 1;
 /// Flag of the result of SEQUENCE: there is no connection for callbacks (`SEQ4_STATUS_CB_PATH_DOWN_SESSION`).
 const CB_PATH_DOWN_SESSION: u32 = 0x200;
 
+/// It is not known which number the client expects of a callback: it is to make another session (`SEQ4_STATUS_BACKCHANNEL_FAULT`).
+const BACKCHANNEL_FAULT: u32 = 0x400;
+
 /// Something that was delegated has been revoked (`SEQ4_STATUS_RECALLABLE_STATE_REVOKED`).
 const RECALLABLE_STATE_REVOKED: u32 = 0x40;
 
@@ -302,7 +305,11 @@ impl<'a> Compound<'a> {
         session.lease.renew(now);
         out.fixed(&id);
         // The client is to say by which connection it can be called.
-        let mut events = if session.back.is_some() && !session.can_call() { CB_PATH_DOWN_SESSION } else { 0 };
+        let mut events = match &session.back {
+            Some(back) if back.is_out_of_step() => BACKCHANNEL_FAULT,
+            Some(_) if !session.can_call() => CB_PATH_DOWN_SESSION,
+            _ => 0,
+        };
         if session.lease.has_revoked() {
             events |= RECALLABLE_STATE_REVOKED;
         }
@@ -327,7 +334,7 @@ impl<'a> Compound<'a> {
     pub(super) async fn operation(&mut self, number: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
         match number {
             op::EXCHANGE_ID => self.exchange_id(d, out).await,
-            op::CREATE_SESSION => self.create_session(d, out),
+            op::CREATE_SESSION => self.create_session(d, out).await,
             op::DESTROY_SESSION => self.destroy_session(d),
             op::DESTROY_CLIENTID => self.destroy_client(d).await,
             op::BIND_CONN_TO_SESSION => self.bind_connection(d, out),

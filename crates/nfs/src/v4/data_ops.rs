@@ -84,7 +84,7 @@ impl Compound<'_> {
 
     pub(super) async fn commit(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (_at, _len) = (d.u64()?, d.u32()?);
-        let target = self.target()?;
+        let target = self.writable()?;
         let files = &target.share.files;
         files.flush(&target.file).await?;
         // After the flush: what it may have lost the client is to write again.

@@ -34,7 +34,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use thruway_rpc::message::{CallHeader, Refusal};
+use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 use tokio::sync::mpsc;
@@ -241,20 +241,26 @@ impl Server {
                 },
             )?;
         if !self.recovery.has(records) {
-            self.store().await?;
+            self.store_until(records).await?;
         }
         Ok(MayHave::stored(client, is_reclaim))
     }
 
     /// Brings to stable storage which clients have something.
     async fn store(self: &Arc<Self>) -> Result<(), Status> {
+        let now = self.state(|state, _| state.records().0);
+        self.store_until(now).await
+    }
+
+    /// As [`Server::store`], if this state of affairs or a later one is not stored yet.
+    async fn store_until(self: &Arc<Self>, number: u64) -> Result<(), Status> {
         let records = || {
             self.state(|state, _| {
                 let (number, clients) = state.records();
                 (number, clients, state.has_earlier())
             })
         };
-        self.recovery.store(records).await.map_err(|error| {
+        self.recovery.store(number, records).await.map_err(|error| {
             tracing::error!(%error, "cannot note which clients have files open");
             Status::DELAY
         })
@@ -263,6 +269,7 @@ impl Server {
     async fn answer(self: &Arc<Self>, call: &Call, results: Encoder) -> Result<Encoder, Refusal> {
         match call.procedure {
             0 => Ok(results),
+            _ if !self.shares.admit(&call.connection) => Err(Refusal::Auth(AuthError::TooWeak)),
             1 => Compound::run(self, call, results).await.map_err(|error| {
                 tracing::debug!(%error, "a compound that cannot be decoded");
                 Refusal::GarbageArguments
@@ -272,13 +279,22 @@ impl Server {
     }
 }
 
+/// A client that has no time for a notice gets it again after this long, so often.
+const NOTICE_AGAIN_AFTER: Duration = Duration::from_millis(100);
+const NOTICE_TRIES: u32 = 10;
+
 /// Sends a notice to a client. One that does not get it asks again.
 fn send(session: Arc<Session>, notice: Notice) {
     thruway_engine::reactor::start(async move {
         let Some(back) = &session.back else { return };
-        match back.send(&session, &notice).await {
-            Ok(status) => tracing::debug!(client = session.client, status, ?notice, "callback answered"),
-            Err(error) => tracing::debug!(client = session.client, %error, ?notice, "callback failed"),
+        for attempt in 1..=NOTICE_TRIES {
+            match back.send(&session, &notice).await {
+                Ok(Some(status)) if status == Status::DELAY.0 && attempt < NOTICE_TRIES => {
+                    tokio::time::sleep(NOTICE_AGAIN_AFTER).await;
+                }
+                Ok(status) => return tracing::debug!(client = session.client, status, ?notice, "callback answered"),
+                Err(error) => return tracing::debug!(client = session.client, %error, ?notice, "callback failed"),
+            }
         }
     });
 }

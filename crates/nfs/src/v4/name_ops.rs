@@ -219,6 +219,7 @@ impl<'a> Compound<'a> {
             return self.list_root(cookie, bytes, &wanted, out).await;
         };
         let dir = dir.clone();
+        self.call.begin_long_reply().await;
         let (mut used, mut cookie, mut is_first) = (AROUND, cookie, true);
         let is_end = loop {
             let room = Room { bytes: bytes.saturating_sub(used), entry: ENTRY };

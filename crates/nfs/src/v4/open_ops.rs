@@ -157,12 +157,7 @@ impl<'a> Compound<'a> {
             write: !is_granted && access & WRITE != 0,
             execute: false,
         };
-        let (guard, _) = target
-            .share
-            .files
-            .open(&target.who, &target.file, wanted)
-            .await
-            .map_err(|error| type_error(error, self.minor))?;
+        let guard = self.open_file(&target, wanted).await?;
         let file = target.key();
         if let Some(stateid) = delegated {
             self.server.state(|state, _| state.check_delegated(client, stateid, &file, access))?;
@@ -192,6 +187,20 @@ impl<'a> Compound<'a> {
         self.set_current(Object::File(target))?;
         self.stateid = Some(stateid);
         Ok(())
+    }
+
+    /// Opens a file. If clients have too many open, those give way that are not heard of.
+    async fn open_file(&self, target: &Target<'_>, wanted: Rights) -> Done<OpenGuard> {
+        loop {
+            let error = match target.share.files.open(&target.who, &target.file, wanted).await {
+                Ok((guard, _)) => return Ok(guard),
+                Err(error) => error,
+            };
+            match self.server.state(|state, now| state.longest_expired_of_all(now)) {
+                Some(client) if error == Errno::NOSPC => self.server.expire(client).await?,
+                _ => return Err(type_error(error, self.minor).into()),
+            }
+        }
     }
 
     /// Delegates a file that has just been opened to its client, if it wants that and others do not need the file.

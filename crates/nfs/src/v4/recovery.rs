@@ -75,15 +75,15 @@ impl Recovery {
         Ok((Recovery { path, lease, longest, stored, storing: Mutex::new(()) }, before, clients))
     }
 
-    /// Stores what is the case, if that is not stored yet, and whether clients of before the start are still waited for. When this
-    /// returns, the file is on the medium.
-    pub(super) async fn store(&self, records: impl FnOnce() -> (u64, Clients, bool)) -> io::Result<()> {
+    /// Stores what is the case and whether clients of before the start are still waited for, if what was the case at this number is
+    /// not stored yet: one store is enough for all who have asked before it began. When this returns, the file is on the medium.
+    pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Clients, bool)) -> io::Result<()> {
         let _storing = self.storing.lock().await;
-        // Under the lock: what is stored last is the latest.
-        let (number, clients, has_earlier) = records();
-        if self.has(number) {
+        if self.has(wanted) {
             return Ok(());
         }
+        // Under the lock: what is stored last is the latest.
+        let (number, clients, has_earlier) = records();
         if let Some(path) = self.path.clone() {
             // Who comes back after another restart may have heard of either.
             let lease = if has_earlier { self.longest } else { self.lease };
@@ -95,9 +95,9 @@ impl Recovery {
         Ok(())
     }
 
-    /// Whether this state of affairs is stored.
+    /// Whether this state of affairs, or a later one, is stored.
     pub(super) fn has(&self, number: u64) -> bool {
-        self.stored.load(Ordering::Acquire) == number
+        self.stored.load(Ordering::Acquire) >= number
     }
 }
 
@@ -115,17 +115,17 @@ mod tests {
         assert!(before.is_empty() && lease.is_zero());
         let mut clients: Clients = [&b"one\n"[..], b"", b"\xff\0"].map(ClientName::with_sessions).into();
         clients.extend([&b"one\n"[..], b""].map(ClientName::without_sessions));
-        runtime.block_on(recovery.store(|| (1, clients.clone(), false))).unwrap();
+        runtime.block_on(recovery.store(1, || (1, clients.clone(), false))).unwrap();
         assert_eq!(load(&path).unwrap().2, clients);
-        runtime.block_on(recovery.store(|| (1, Clients::new(), false))).unwrap();
+        runtime.block_on(recovery.store(1, || (1, Clients::new(), false))).unwrap();
         assert_eq!(load(&path).unwrap().2, clients, "nothing has changed");
-        runtime.block_on(recovery.store(|| (2, Clients::new(), false))).unwrap();
+        runtime.block_on(recovery.store(2, || (2, Clients::new(), false))).unwrap();
         assert!(load(&path).unwrap().2.is_empty());
         // A lease that is shorter now was longer for those who had something.
         let (shorter, before, _) = Recovery::load(Some(path.clone()), Duration::from_secs(10)).unwrap();
         assert_eq!(before, Duration::from_secs(90));
         for (number, has_earlier, expected) in [(1, true, 90), (2, false, 10)] {
-            runtime.block_on(shorter.store(|| (number, Clients::new(), has_earlier))).unwrap();
+            runtime.block_on(shorter.store(number, || (number, Clients::new(), has_earlier))).unwrap();
             assert_eq!(load(&path).unwrap().1, Duration::from_secs(expected));
         }
         for wrong in

@@ -24,6 +24,7 @@ impl Compound<'_> {
     pub(super) async fn get_xattr(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let name = get_name(d)?;
         let target = self.target()?;
+        self.call.begin_long_reply().await;
         out.opaque(&target.share.files.xattr(&target.who, &target.file, name).await?);
         Ok(())
     }

@@ -22,12 +22,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_server::{Acceptor, Address, Buffers, panics};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Most bytes of a bulk item, and so of one NFS READ or WRITE.
 pub const BULK_MAX: usize = 1 << 20;
 
 /// Most bytes of a call beside its bulk item.
 pub const CALL_MAX: usize = BULK_MAX + (64 << 10);
+
+/// Replies of a connection that are long and in memory of their own.
+pub const LONG_REPLIES_MAX: usize = 4;
 
 /// Time for a client's first call, and for TLS.
 const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -146,6 +150,7 @@ pub struct Connection {
     pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,
+    long_replies: Arc<Semaphore>,
 }
 
 impl Connection {
@@ -166,7 +171,13 @@ impl Connection {
             buffers: Buffers::new(BULK_MAX),
             back: None,
             lacks_tls: false,
+            long_replies: Arc::new(Semaphore::new(LONG_REPLIES_MAX)),
         }
+    }
+
+    /// Whether there should be TLS and is not.
+    pub fn lacks_tls(&self) -> bool {
+        self.lacks_tls
     }
 }
 
@@ -196,6 +207,8 @@ pub struct Call {
     pub connection: Rc<Connection>,
     /// Groups of the user beside those that the credential has, for the program to learn.
     pub more_groups: OnceCell<Arc<[u32]>>,
+    /// Held until its reply is on its way, if that is long.
+    long_reply: OnceCell<OwnedSemaphorePermit>,
     message: Vec<u8>,
     /// Where the arguments begin.
     arguments: usize,
@@ -206,6 +219,19 @@ impl Call {
     /// The arguments. Bulk items are there the first time.
     pub fn arguments(&self) -> Decoder<'_> {
         Decoder::with_bulk(self.argument_bytes(), self.arguments as u32, self.bulk.take())
+    }
+
+    /// To be called before a reply is made that may have many bytes in memory of its own: there are [`LONG_REPLIES_MAX`] of these at a
+    /// time, until the client has taken them.
+    pub async fn begin_long_reply(&self) {
+        if self.long_reply.get().is_none() {
+            let turn = Arc::clone(&self.connection.long_replies).acquire_owned().await;
+            let _ = self.long_reply.set(turn.expect("the semaphore is never closed"));
+        }
+    }
+
+    pub(crate) fn has_long_reply(&self) -> bool {
+        self.long_reply.get().is_some()
     }
 
     /// The arguments without bulk items.
@@ -330,6 +356,7 @@ impl Programs {
             credential,
             connection,
             more_groups: OnceCell::new(),
+            long_reply: OnceCell::new(),
             message,
             arguments,
             bulk: Cell::new(bulk),

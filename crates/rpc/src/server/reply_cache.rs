@@ -38,7 +38,7 @@ enum Entry {
 #[derive(Default)]
 struct Host {
     entries: HashMap<Key, (Entry, Instant)>,
-    /// The oldest first.
+    /// Those that have been done, the one whose reply came first at the beginning.
     order: VecDeque<Key>,
     /// Bytes of its replies.
     bytes: usize,
@@ -89,20 +89,14 @@ impl Host {
     }
 
     fn trim_entries(&mut self, now: Instant) {
-        for _ in 0..self.order.len() {
+        while let Some(oldest) = self.order.front() {
+            match self.entries.get(oldest) {
+                Some((_, at)) if self.order.len() < REPLIES_MAX && now.duration_since(*at) < AGE_MAX => return,
+                _ => {}
+            }
             let Some(oldest) = self.order.pop_front() else { return };
-            match self.entries.get(&oldest) {
-                // Its call has failed.
-                None => {}
-                Some((Entry::InProgress(_), _)) => self.order.push_back(oldest),
-                Some((Entry::Done(_), at)) if self.order.len() < REPLIES_MAX && now.duration_since(*at) < AGE_MAX => {
-                    return self.order.push_front(oldest);
-                }
-                Some(_) => {
-                    if let Some((Entry::Done(reply), _)) = self.entries.remove(&oldest) {
-                        self.bytes -= reply.len();
-                    }
-                }
+            if let Some((Entry::Done(reply), _)) = self.entries.remove(&oldest) {
+                self.bytes -= reply.len();
             }
         }
     }
@@ -154,7 +148,6 @@ impl ReplyCache {
             None => {
                 let done = Arc::new(Semaphore::new(0));
                 kept.entries.insert(key, (Entry::InProgress(Arc::clone(&done)), now));
-                kept.order.push_back(key);
                 kept.in_progress += 1;
                 Lookup::New(Keeper { cache: self, host, key, done })
             }
@@ -178,6 +171,7 @@ impl Keeper<'_> {
         let Some(host) = by_address.get_mut(&self.host) else { return };
         if let Some((entry, _)) = host.entries.get_mut(&self.key) {
             *entry = Entry::Done(reply.into());
+            host.order.push_back(self.key);
             host.bytes += reply.len();
             *bytes += reply.len();
         }
@@ -264,6 +258,18 @@ mod tests {
             call(&cache, IpAddr::from((0x0b00_0000 + n).to_be_bytes()), key(1, 0), now + Duration::from_secs(1));
         }
         assert!(cache.hosts().by_address.len() <= HOSTS_MAX);
+    }
+
+    #[test]
+    fn calls_in_progress_push_no_replies_out() {
+        let (cache, now) = (ReplyCache::default(), Instant::now());
+        call(&cache, host(1), key(7, 0), now);
+        let in_progress: Vec<_> =
+            (0..100 * REPLIES_MAX as u32).map(|n| cache.look_up(host(1), key(n, 9), now)).collect();
+        assert!(call(&cache, host(1), key(7, 0), now).is_some());
+        assert_eq!(cache.hosts().by_address[&host(1)].order.len(), 1, "they are not gone through by each call");
+        drop(in_progress);
+        assert_eq!(cache.hosts().by_address[&host(1)].entries.len(), 1);
     }
 
     #[test]

@@ -352,7 +352,11 @@ impl Served {
             if let Some(reply) = this.programs.answer(&call, &*program).await {
                 this.push(reply);
             }
-            drop((long, turn));
+            if call.has_long_reply() {
+                // No other is made before the client has taken this one.
+                this.replies.room().await;
+            }
+            drop((call, long, turn));
         });
         Ok(())
     }

@@ -1,16 +1,34 @@
 //! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
 
-use super::files::FileState;
+use super::files::Removed;
 use super::numbered::Numbering;
-use super::{CLIENTS_MAX, FileKey, Held, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
-use crate::v4::session::{Lease, Session};
+use super::{CLIENTS_MAX, FileKey, Held, KEPT_MAX, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
+use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-/// Who has made a client: the user of its credential, if that has one.
+/// Who has made a client: the user of its credential, if that has one, and whose certificate its connection had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Principal(pub Option<u32>);
+pub(in super::super) struct Principal {
+    pub user: Option<u32>,
+    /// A hash of the certificate's names; none without a certificate.
+    pub certificate: Option<[u8; 16]>,
+}
+
+impl Principal {
+    pub(in super::super) fn new(user: Option<u32>, names: &[String]) -> Principal {
+        let hash = |hasher: &mut blake3::Hasher, name: &String| {
+            hasher.update(&(name.len() as u64).to_be_bytes()).update(name.to_ascii_lowercase().as_bytes());
+        };
+        let certificate = (!names.is_empty()).then(|| {
+            let mut hasher = blake3::Hasher::new();
+            names.iter().for_each(|name| hash(&mut hasher, name));
+            *hasher.finalize().as_bytes().first_chunk().expect("a hash is longer")
+        });
+        Principal { user, certificate }
+    }
+}
 
 /// What a client calls itself. Those of version 4.0 are others than those of the later ones, also where the name is the same.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -158,12 +176,36 @@ impl State {
         }
     }
 
+    /// The one of these clients that has not been heard of for longest, if its lease has expired.
+    pub(in super::super) fn longest_expired(&self, now: u64, among: impl Iterator<Item = u64>) -> Option<u64> {
+        let known = among.filter_map(|id| Some((id, self.clients.get(&id)?)));
+        let expired = known.filter(|(_, client)| self.is_expired(now, &client.lease));
+        expired.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
+    }
+
+    /// The one of all clients that have something that has not been heard of for longest, if its lease has expired.
+    pub(in super::super) fn longest_expired_of_all(&self, now: u64) -> Option<u64> {
+        self.longest_expired(now, self.with_something())
+    }
+
+    fn with_something(&self) -> impl Iterator<Item = u64> {
+        self.clients.iter().filter(|(_, client)| !client.held.is_empty()).map(|(id, _)| *id)
+    }
+
+    /// There is no room because of what these have: those who are not heard of give way.
+    pub(super) fn full(&self, now: u64, among: impl Iterator<Item = u64>) -> Refused {
+        self.longest_expired(now, among).map_or(Refused::Status(Status::NOSPC), Refused::Expired)
+    }
+
+    /// As [`State::full`], because of what all have.
+    pub(super) fn full_of_all(&self, now: u64) -> Refused {
+        self.full(now, self.with_something())
+    }
+
     /// Removes a client, its sessions, and what it has.
     pub(super) fn remove_client(&mut self, id: u64) {
         let Some(client) = self.clients.remove(&id) else { return };
-        for number in client.held {
-            self.remove_held(number);
-        }
+        self.remove_all(client.held.into_iter().collect());
         if client.sessions > 0 {
             self.sessions.retain(|_, session| session.client != id);
         }
@@ -229,7 +271,7 @@ impl State {
         id: u64,
         sequence: u32,
         principal: Principal,
-    ) -> Result<NewSession, Status> {
+    ) -> Result<NewSession, Refused> {
         let client = self.with_sessions(id)?;
         if sequence.wrapping_add(1) == client.sequence
             && let Some(reply) = &client.created
@@ -237,14 +279,17 @@ impl State {
             return Ok(NewSession::Again(reply.clone()));
         }
         if sequence != client.sequence {
-            return Err(Status::SEQ_MISORDERED);
+            return Err(Status::SEQ_MISORDERED.into());
         }
         if client.principal != principal {
-            return Err(Status::CLID_INUSE);
+            return Err(Status::CLID_INUSE.into());
         }
-        let is_full = client.sessions >= SESSIONS_MAX;
-        if is_full || self.sessions.len() >= SESSIONS_TOTAL_MAX {
-            return Err(Status::NOSPC);
+        if client.sessions >= SESSIONS_MAX {
+            return Err(Status::NOSPC.into());
+        }
+        if self.sessions.len() >= SESSIONS_TOTAL_MAX {
+            let with_sessions = self.clients.iter().filter(|(_, client)| client.sessions > 0);
+            return Err(self.full(now, with_sessions.map(|(id, _)| *id)));
         }
         Ok(NewSession::Make(self.confirm(now, id)))
     }
@@ -262,6 +307,17 @@ impl State {
             }
         }
         lease
+    }
+
+    /// The limits of a session, for whose replies there is room beside those of the others.
+    pub(in super::super) fn with_room_for_replies(&self, limits: ChannelLimits) -> ChannelLimits {
+        let kept = |limits: &ChannelLimits| u64::from(limits.requests) * u64::from(limits.cached);
+        let others: u64 = self.sessions.values().map(|session| kept(&session.limits)).sum();
+        if others + kept(&limits) <= KEPT_MAX {
+            limits
+        } else {
+            ChannelLimits { requests: limits.requests.min(2), ..limits }
+        }
     }
 
     /// The session is there, and this is the reply that says so.
@@ -394,43 +450,46 @@ impl State {
         true
     }
 
-    /// Forgets something that is open or locked, and what goes with it.
+    /// Forgets something that is open, locked or delegated, and what goes with it.
     pub(super) fn remove_held(&mut self, number: u64) {
-        let Some(held) = self.held.remove(&number) else { return };
-        let (client, file) = match &held {
-            Held::Open(open) => (open.client, open.file.clone()),
-            Held::Locks(holder) => {
-                if let Some(Held::Open(open)) = self.held.get_mut(&holder.open) {
-                    open.holders.retain(|known| *known != number);
-                }
-                (holder.client, holder.file.clone())
+        self.remove_all(vec![number]);
+    }
+
+    /// Forgets all of these, going through what is known of each file once.
+    fn remove_all(&mut self, mut numbers: Vec<u64>) {
+        let mut of_files: HashMap<FileKey, Removed> = HashMap::new();
+        while let Some(number) = numbers.pop() {
+            let Some(held) = self.held.remove(&number) else { continue };
+            if let Some(client) = self.clients.get_mut(&held.client()) {
+                client.held.remove(&number);
             }
-            Held::Delegation(delegation) => (delegation.client, delegation.file.clone()),
-        };
-        if let Some(client) = self.clients.get_mut(&client) {
-            client.held.remove(&number);
+            of_files.entry(held.file().clone()).or_default().note(number, &held);
+            match held {
+                Held::Open(open) => {
+                    numbers.extend(open.holders);
+                    self.dropped.push(open.guard);
+                }
+                Held::Locks(holder) => {
+                    if let Some(Held::Open(open)) = self.held.get_mut(&holder.open) {
+                        open.holders.remove(&number);
+                    }
+                }
+                Held::Delegation(delegation) => self.end_delegation(delegation),
+            }
         }
-        self.forget_in_file(number, &file);
-        match held {
-            Held::Open(open) => {
-                for holder in open.holders {
-                    self.remove_held(holder);
-                }
-                self.dropped.push(open.guard);
-            }
-            Held::Locks(_) => {}
-            Held::Delegation(delegation) => self.end_delegation(delegation),
+        for (file, removed) in of_files {
+            self.forget_in_file(&removed, file);
         }
     }
 
-    /// Something is no longer in the way of others in this file.
-    pub(super) fn forget_in_file(&mut self, number: u64, file: &FileKey) {
-        if let Some(state) = self.files.get_mut(file) {
-            state.forget(number);
-        }
-        self.wake(file);
-        if self.files.get(file).is_some_and(FileState::is_unused) {
-            self.files.remove(file);
+    /// These are no longer in the way of others in a file.
+    pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileKey) {
+        let Some(state) = self.files.get_mut(&file) else { return };
+        state.forget(removed);
+        if !state.waiting.is_empty() {
+            self.to_wake.insert(file);
+        } else if state.is_unused() {
+            self.files.remove(&file);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Files that are delegated to clients (RFC 8881, section 10.4): others who would see or do what is excluded wait until they have been
 //! given back, or are revoked.
 
-use super::files::{Held, READ, WRITE};
+use super::files::{Held, READ, Removed, WRITE};
 use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, HELD_TOTAL_MAX, MayHave, RECENT_MAX, RECENT_MS, Refused,
     State, Stateid,
@@ -204,12 +204,16 @@ impl State {
             return None;
         }
         let (client, file) = (delegation.client, delegation.file.clone());
+        let mut removed = Removed::default();
         let lease = std::mem::replace(&mut delegation.lease, Arc::new(()));
         self.dropped.push(lease);
         if let Some(client) = self.clients.get(&client) {
             client.lease.revoked(1);
         }
-        self.forget_in_file(number, &file);
+        if let Some(held) = self.held.get(&number) {
+            removed.note(number, held);
+        }
+        self.forget_in_file(&removed, file);
         Some(client)
     }
 

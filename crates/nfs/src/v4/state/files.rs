@@ -7,6 +7,7 @@ use super::waiting::Waiting;
 use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
+use std::collections::{HashMap, HashSet};
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
 pub(in super::super) const READ: u32 = 1;
@@ -40,7 +41,7 @@ pub(super) struct Open {
     pub is_unconfirmed: bool,
     pub guard: OpenGuard,
     /// Owners of locks who came by this.
-    pub holders: Vec<u64>,
+    pub holders: HashSet<u64>,
 }
 
 /// An owner of locks in a file.
@@ -58,6 +59,14 @@ impl Held {
             Held::Open(open) => open.client,
             Held::Locks(holder) => holder.client,
             Held::Delegation(delegation) => delegation.client,
+        }
+    }
+
+    pub(super) fn file(&self) -> &FileKey {
+        match self {
+            Held::Open(open) => &open.file,
+            Held::Locks(holder) => &holder.file,
+            Held::Delegation(delegation) => &delegation.file,
         }
     }
 
@@ -86,7 +95,8 @@ pub(in super::super) struct OpenAs<'a> {
 #[derive(Default)]
 pub(super) struct FileState {
     opens: Vec<u64>,
-    holders: Vec<u64>,
+    /// Owners of locks, by client and name.
+    holders: HashMap<(u64, Owner), u64>,
     pub locks: Locks,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
@@ -95,12 +105,33 @@ pub(super) struct FileState {
     pub changes: usize,
 }
 
+/// What is no longer there of a file.
+#[derive(Default)]
+pub(super) struct Removed {
+    numbers: HashSet<u64>,
+    holders: Vec<(u64, Owner)>,
+}
+
+impl Removed {
+    pub(super) fn note(&mut self, number: u64, held: &Held) {
+        self.numbers.insert(number);
+        if let Held::Locks(holder) = held {
+            self.holders.push((holder.client, holder.owner.clone()));
+        }
+    }
+}
+
 impl FileState {
-    pub(super) fn forget(&mut self, number: u64) {
-        self.opens.retain(|open| *open != number);
-        self.holders.retain(|holder| *holder != number);
-        self.delegations.retain(|delegation| *delegation != number);
-        self.locks.release(number);
+    pub(super) fn forget(&mut self, removed: &Removed) {
+        let stays = |number: &u64| !removed.numbers.contains(number);
+        self.opens.retain(stays);
+        self.delegations.retain(stays);
+        for holder in &removed.holders {
+            self.holders.remove(holder);
+        }
+        if !removed.holders.is_empty() {
+            self.locks.release(|holder| removed.numbers.contains(&holder));
+        }
     }
 
     pub(super) fn opens(&self) -> &[u64] {
@@ -217,12 +248,17 @@ impl State {
         let opens = self.files.get(file).map_or(0, |state| state.opens.len());
         let Some(number) = own else {
             let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
-            let is_full = self.held.len() >= HELD_TOTAL_MAX || opens >= FILE_HELD_MAX;
-            if known.held.len() >= HELD_MAX || is_full {
+            if known.held.len() >= HELD_MAX {
                 return Err(Status::NOSPC.into());
             }
+            if self.held.len() >= HELD_TOTAL_MAX {
+                return Err(self.full_of_all(now));
+            }
+            if opens >= FILE_HELD_MAX {
+                return Err(self.full_of(now, file));
+            }
             let number = self.number();
-            let (owner, holders) = (owner.into(), Vec::new());
+            let (owner, holders) = (owner.into(), HashSet::new());
             let open = Open {
                 client,
                 owner,
@@ -379,10 +415,7 @@ impl State {
     }
 
     pub(super) fn holder_of(&self, client: u64, owner: &[u8], file: &FileKey) -> Option<u64> {
-        let holders = &self.files.get(file)?.holders;
-        holders.iter().copied().find(
-            |number| matches!(self.held.get(number), Some(Held::Locks(h)) if h.client == client && *h.owner == *owner),
-        )
+        self.files.get(file)?.holders.get(&(client, owner.into())).copied()
     }
 
     /// LOCK
@@ -414,32 +447,40 @@ impl State {
         }
         let number = match (holder, new) {
             (Some(number), _) => number,
-            (None, Some(owner)) => self.add_holder(client, owner, file, open)?,
+            (None, Some(owner)) => self.add_holder(now, client, owner, file, open)?,
             (None, None) => unreachable!("an owner who has locks"),
         };
-        let state = self.files.get_mut(file).expect("an open file");
-        if state.locks.len() >= LOCKS_MAX {
-            return Err(Status::NOSPC.into());
+        if self.files.get(file).is_some_and(|state| state.locks.len() >= LOCKS_MAX) {
+            return Err(self.full_of(now, file));
         }
+        let state = self.files.get_mut(file).expect("an open file");
         state.locks.lock(number, is_write, range);
         Ok(self.next_stateid(number))
     }
 
-    fn add_holder(&mut self, client: u64, owner: Owner, file: &FileKey, open: u64) -> Result<u64, Status> {
+    /// There is no room because of those who have something of a file.
+    fn full_of(&self, now: u64, file: &FileKey) -> Refused {
+        let of_file =
+            self.files.get(file).into_iter().flat_map(|state| state.opens.iter().chain(state.holders.values()));
+        self.full(now, of_file.filter_map(|number| self.held.get(number)).map(Held::client))
+    }
+
+    fn add_holder(&mut self, now: u64, client: u64, owner: Owner, file: &FileKey, open: u64) -> Result<u64, Refused> {
         let number = self.number();
-        let others = self.files.get(file).map_or(0, |state| state.holders.len());
-        let is_full = self.held.len() >= HELD_TOTAL_MAX || others >= FILE_HELD_MAX;
-        if !self.clients.contains_key(&client) {
-            return Err(self.gone(client));
+        if self.held.len() >= HELD_TOTAL_MAX {
+            return Err(self.full_of_all(now));
         }
-        let known = self.clients.get_mut(&client).expect("it has just been there");
-        if known.held.len() >= HELD_MAX || is_full {
-            return Err(Status::NOSPC);
+        if self.files.get(file).is_some_and(|state| state.holders.len() >= FILE_HELD_MAX) {
+            return Err(self.full_of(now, file));
+        }
+        let Some(known) = self.clients.get_mut(&client) else { return Err(self.gone(client).into()) };
+        if known.held.len() >= HELD_MAX {
+            return Err(Status::NOSPC.into());
         }
         known.held.insert(number);
+        self.files.get_mut(file).expect("an open file").holders.insert((client, owner.clone()), number);
         self.held.insert(number, Held::Locks(LockHolder { client, owner, file: file.clone(), seqid: 0, open }));
-        self.open_mut(open).holders.push(number);
-        self.files.get_mut(file).expect("an open file").holders.push(number);
+        self.open_mut(open).holders.insert(number);
         Ok(number)
     }
 
@@ -485,7 +526,9 @@ impl State {
             return Err(Status::NOSPC);
         }
         state.locks.unlock(number, range);
-        self.wake(file);
+        if !state.waiting.is_empty() {
+            self.to_wake.insert(file.clone());
+        }
         Ok(self.next_stateid(number))
     }
 

@@ -24,7 +24,7 @@ use super::callback::Notice;
 use super::session::{Lease, Session};
 use super::status::Status;
 use crate::file_system::OpenGuard;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
@@ -113,6 +113,8 @@ pub(super) const CLIENTS_MAX: usize = 4096;
 pub(super) const SESSIONS_MAX: usize = 16;
 /// Sessions of all clients.
 pub(super) const SESSIONS_TOTAL_MAX: usize = 8192;
+/// Bytes of replies that sessions may keep: beyond that, a new one has two slots.
+pub(super) const KEPT_MAX: u64 = 256 << 20;
 /// Files that a client may have open, and owners of locks.
 pub(super) const HELD_MAX: usize = 16 << 10;
 /// The same, of all clients.
@@ -120,7 +122,7 @@ pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(super) const FILE_HELD_MAX: usize = 4096;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
-pub(super) const WAITING_MAX: usize = 256;
+pub(super) const WAITING_MAX: usize = 64;
 /// Locks in one file.
 pub(super) const LOCKS_MAX: usize = 8192;
 /// Files delegated to a client.
@@ -162,6 +164,8 @@ pub(super) struct State {
     expired: VecDeque<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
+    /// Files of which locks have gone that clients wait for.
+    to_wake: HashSet<FileKey>,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
     /// Delegations, and those that have just been recalled.
@@ -189,6 +193,7 @@ impl State {
             closed: HashMap::new(),
             expired: VecDeque::new(),
             dropped: Vec::new(),
+            to_wake: HashSet::new(),
             notices: Vec::new(),
             delegations: 0,
             recalls: Vec::new(),

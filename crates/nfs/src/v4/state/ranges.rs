@@ -92,9 +92,9 @@ impl Locks {
         self.0.iter().filter(|lock| lock.holder == holder).count()
     }
 
-    /// Takes everything from a holder.
-    pub(super) fn release(&mut self, holder: u64) {
-        self.0.retain(|lock| lock.holder != holder);
+    /// Takes everything from these holders.
+    pub(super) fn release(&mut self, are_gone: impl Fn(u64) -> bool) {
+        self.0.retain(|lock| !are_gone(lock.holder));
     }
 
     /// All of them.

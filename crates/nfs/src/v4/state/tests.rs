@@ -16,6 +16,10 @@ fn guard() -> OpenGuard {
     Arc::new(())
 }
 
+fn user(user: Option<u32>) -> Principal {
+    Principal::new(user, &[])
+}
+
 fn limits() -> ChannelLimits {
     ChannelLimits { request: 4096, response: 4096, cached: 100, operations: 8, requests: 2 }
 }
@@ -29,14 +33,14 @@ fn client(state: &mut State, now: u64, name: &str) -> u64 {
 
 /// A client with a session.
 fn begin(state: &mut State, now: u64, name: &str, verifier: [u8; 8]) -> u64 {
-    let root = Principal(Some(0));
+    let root = user(Some(0));
     let exchange = state.exchange_id(now, name.as_bytes(), verifier, root, false).unwrap();
     add_session(state, now, exchange.client, exchange.sequence);
     exchange.client
 }
 
 fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 16] {
-    let NewSession::Make(lease) = state.create_session(now, client, sequence, Principal(Some(0))).unwrap() else {
+    let NewSession::Make(lease) = state.create_session(now, client, sequence, user(Some(0))).unwrap() else {
         panic!("a new session")
     };
     let id: [u8; 16] = thruway_engine::random::random();
@@ -69,7 +73,7 @@ fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of
 #[test]
 fn clients_are_told_apart_as_in_section_18_35_4() {
     let mut state = State::new(7, LEASE, []);
-    let (root, other) = (Principal(Some(0)), Principal(Some(1)));
+    let (root, other) = (user(Some(0)), user(Some(1)));
     let exchange = |state: &mut State, verifier, who, update| state.exchange_id(0, b"c", [verifier; 8], who, update);
     assert_eq!(exchange(&mut state, 1, root, true), Err(Refused::Status(Status::NOENT)));
     let first = exchange(&mut state, 1, root, false).unwrap();
@@ -77,9 +81,9 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
     // Not confirmed: replaced.
     let second = exchange(&mut state, 1, root, false).unwrap();
     assert_ne!(first.client, second.client);
-    assert!(matches!(state.create_session(0, first.client, 1, root), Err(Status::STALE_CLIENTID)));
-    assert!(matches!(state.create_session(0, second.client, 1, other), Err(Status::CLID_INUSE)));
-    assert!(matches!(state.create_session(0, second.client, 2, root), Err(Status::SEQ_MISORDERED)));
+    assert!(matches!(state.create_session(0, first.client, 1, root), Err(Refused::Status(Status::STALE_CLIENTID))));
+    assert!(matches!(state.create_session(0, second.client, 1, other), Err(Refused::Status(Status::CLID_INUSE))));
+    assert!(matches!(state.create_session(0, second.client, 2, root), Err(Refused::Status(Status::SEQ_MISORDERED))));
     add_session(&mut state, 0, second.client, 1);
     assert!(
         matches!(state.create_session(0, second.client, 1, root), Ok(NewSession::Again(reply)) if *reply == *b"reply")
@@ -122,7 +126,7 @@ fn what_is_in_use_is_not_removed() {
         add_session(&mut state, 0, id, sequence);
     }
     let next = SESSIONS_MAX as u32 + 1;
-    assert!(matches!(state.create_session(0, id, next, Principal(Some(0))), Err(Status::NOSPC)));
+    assert!(matches!(state.create_session(0, id, next, user(Some(0))), Err(Refused::Status(Status::NOSPC))));
 }
 
 #[test]
@@ -183,7 +187,7 @@ fn what_has_failed_leaves_what_was_open_before() {
 #[test]
 fn there_is_always_room_for_clients_that_come() {
     let mut state = State::new(7, LEASE, []);
-    let root = Principal(Some(0));
+    let root = user(Some(0));
     let come = |state: &mut State, now, n: usize| state.exchange_id(now, &n.to_be_bytes(), [1; 8], root, false);
     // Those who never confirm give way at once.
     for n in 0..2 * CLIENTS_MAX {
@@ -290,7 +294,7 @@ fn after_a_restart_what_was_open_comes_first() {
 #[test]
 fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
     let mut state = State::new(7, LEASE, []);
-    let (root, other) = (Principal(Some(0)), Principal(Some(1)));
+    let (root, other) = (user(Some(0)), user(Some(1)));
     let set = |state: &mut State, verifier, who| state.set_client(0, b"c", [verifier; 8], who);
     let (first, wrong) = set(&mut state, 1, root).unwrap();
     assert_eq!(state.heard_of(0, first), Err(Status::STALE_CLIENTID), "not confirmed");
@@ -310,7 +314,7 @@ fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
     // One with sessions has the same name and nothing to do with it.
     let with_sessions = begin(&mut state, 0, "c", [1; 8]);
     assert_eq!(state.heard_of(0, with_sessions), Err(Status::STALE_CLIENTID));
-    assert!(matches!(state.create_session(0, id, 1, root), Err(Status::STALE_CLIENTID)));
+    assert!(matches!(state.create_session(0, id, 1, root), Err(Refused::Status(Status::STALE_CLIENTID))));
     assert_eq!(state.destroy_client(id), Err(Status::STALE_CLIENTID));
     // It has something: another user cannot have its name; a restart of it counts when it is confirmed.
     assert!(state.may_begin(0, id).is_ok());
@@ -334,8 +338,8 @@ fn clients_without_sessions_reclaim_what_they_had() {
     let before = ["a", "b"].map(|name| ClientName::without_sessions(name.as_bytes()));
     let mut state = State::new(8, LEASE, before.clone());
     let join = |state: &mut State, now, name: &str| {
-        let (id, confirmation) = state.set_client(now, name.as_bytes(), [1; 8], Principal(Some(0))).unwrap();
-        state.confirm_client(now, id, confirmation, Principal(Some(0))).unwrap();
+        let (id, confirmation) = state.set_client(now, name.as_bytes(), [1; 8], user(Some(0))).unwrap();
+        state.confirm_client(now, id, confirmation, user(Some(0))).unwrap();
         id
     };
     let (a, c) = (join(&mut state, 0, "a"), join(&mut state, 0, "c"));
@@ -371,9 +375,9 @@ fn clients_without_sessions_reclaim_what_they_had() {
 #[test]
 fn owners_whose_operations_are_numbered() {
     let mut state = State::new(7, LEASE, []);
-    let (id, confirmation) = state.set_client(0, b"c", [1; 8], Principal(None)).unwrap();
+    let (id, confirmation) = state.set_client(0, b"c", [1; 8], user(None)).unwrap();
     assert!(state.numbered(0, id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
-    state.confirm_client(0, id, confirmation, Principal(None)).unwrap();
+    state.confirm_client(0, id, confirmation, user(None)).unwrap();
     let owner = state.numbered(0, id, Role::Opens, b"o").unwrap();
     let mut numbers = owner.try_lock().unwrap();
     assert_eq!(numbers.turn(5, 1), Ok(Turn::New), "any begins");
@@ -422,8 +426,8 @@ fn owners_whose_operations_are_numbered() {
     }
     // One whose owners are all idle does not keep others out.
     for n in 0..OWNERS_TOTAL_MAX / OWNERS_MAX + 2 {
-        let (other, confirmation) = state.set_client(0, &n.to_be_bytes(), [1; 8], Principal(None)).unwrap();
-        state.confirm_client(0, other, confirmation, Principal(None)).unwrap();
+        let (other, confirmation) = state.set_client(0, &n.to_be_bytes(), [1; 8], user(None)).unwrap();
+        state.confirm_client(0, other, confirmation, user(None)).unwrap();
         for owner in 0..OWNERS_MAX {
             let now = SWEEP_MS * (n * OWNERS_MAX + owner) as u64;
             state.numbered(now, other, Role::Opens, &owner.to_be_bytes()).unwrap();
@@ -499,6 +503,68 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
     state.take_dropped();
     [a, b].into_iter().for_each(|id| state.remove_client(id));
     assert_eq!((state.delegations, state.held.len(), state.files.len()), (0, 0, 0));
+}
+
+#[test]
+fn limits_are_not_held_by_those_who_are_gone() {
+    let mut state = State::new(7, LEASE, []);
+    let (gone, here) = (client(&mut state, 0, "gone"), client(&mut state, 0, "here"));
+    for n in 0..FILE_HELD_MAX {
+        open(&mut state, 0, gone, &n.to_string(), 1, (READ, 0)).unwrap();
+    }
+    let one_more = |state: &mut State, now| open(state, now, here, "o", 1, (READ, 0)).map(drop);
+    assert_eq!(one_more(&mut state, 0), Err(Refused::Status(Status::NOSPC)));
+    state.clients[&here].lease.renew(3 * LEASE);
+    assert_eq!(one_more(&mut state, 3 * LEASE), Err(Refused::Expired(gone)));
+    assert_eq!(state.longest_expired_of_all(3 * LEASE), Some(gone));
+    assert!(state.expire(3 * LEASE, gone));
+    assert_eq!(one_more(&mut state, 3 * LEASE), Ok(()));
+    // Locks, and sessions.
+    let gone = client(&mut state, 3 * LEASE, "gone");
+    let opened = open(&mut state, 3 * LEASE, gone, "o", 1, (READ | WRITE, 0)).unwrap();
+    for n in 0..LOCKS_MAX as u64 {
+        lock(&mut state, 3 * LEASE, gone, opened, "l", range(2 * n, 1)).unwrap();
+    }
+    state.clients[&here].lease.renew(6 * LEASE);
+    let of_here = open(&mut state, 6 * LEASE, here, "o", 1, (WRITE, 0)).unwrap();
+    assert_eq!(lock(&mut state, 6 * LEASE, here, of_here, "l", range(1 << 40, 1)), Err(Refused::Expired(gone)));
+    assert!(state.expire(6 * LEASE, gone));
+    for n in 0.. {
+        let id = begin(&mut state, 6 * LEASE, &n.to_string(), [1; 8]);
+        for sequence in 2..=SESSIONS_MAX as u32 {
+            if state.sessions.len() < SESSIONS_TOTAL_MAX {
+                add_session(&mut state, 6 * LEASE, id, sequence);
+            }
+        }
+        if state.sessions.len() >= SESSIONS_TOTAL_MAX {
+            break;
+        }
+    }
+    state.clients[&here].lease.renew(9 * LEASE);
+    let session = state.create_session(9 * LEASE, here, 2, user(Some(0)));
+    assert!(matches!(session, Err(Refused::Expired(_))));
+}
+
+#[test]
+fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let open_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    open(&mut state, 0, b, "o", 1, (READ | WRITE, 0)).unwrap();
+    for n in 0..4000 {
+        lock(&mut state, 0, a, open_a, &n.to_string(), range(n, 1)).unwrap();
+    }
+    for n in 0..2 * WAITING_MAX as u64 {
+        let owner = n.to_string().into_bytes().into();
+        let waiting = Waiting { client: b, owner, handle: [].into(), is_write: true, range: range(0, 4000), since: 0 };
+        state.wait_for_lock(waiting, &file(1));
+    }
+    assert_eq!(state.files[&file(1)].waiting.len(), WAITING_MAX);
+    state.close(a, open_a, &file(1)).unwrap();
+    assert_eq!(state.to_wake.len(), 1, "all locks together");
+    state.take_notices();
+    assert!(state.to_wake.is_empty() && state.files[&file(1)].waiting.is_empty() && state.held.len() == 1);
+    assert!(state.files[&file(1)].locks.is_empty());
 }
 
 #[test]
@@ -635,14 +701,14 @@ impl World {
     fn connect(&mut self, client: usize, complete: bool) {
         let verifier = [self.clients[client].verifier; 8];
         if client == WITHOUT_SESSIONS {
-            let root = Principal(Some(0));
+            let root = user(Some(0));
             let (id, confirmation) = self.state.set_client(self.now, NAMES[client].as_bytes(), verifier, root).unwrap();
             self.state.confirm_client(self.now, id, confirmation, root).unwrap();
             self.store();
             self.clients[client].id = id;
             return;
         }
-        let known = self.state.exchange_id(self.now, NAMES[client].as_bytes(), verifier, Principal(Some(0)), false);
+        let known = self.state.exchange_id(self.now, NAMES[client].as_bytes(), verifier, user(Some(0)), false);
         let known = known.unwrap();
         if !known.is_confirmed {
             add_session(&mut self.state, self.now, known.client, known.sequence);

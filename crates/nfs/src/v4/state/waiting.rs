@@ -41,11 +41,8 @@ impl State {
     }
 
     /// Notes the callbacks that are due after a lock in a file is gone.
-    pub(super) fn wake(&mut self, file: &FileKey) {
+    fn wake(&mut self, file: &FileKey) {
         let Some(state) = self.files.get_mut(file) else { return };
-        if state.waiting.is_empty() {
-            return;
-        }
         let waiting = std::mem::take(&mut state.waiting);
         let (ready, rest): (Vec<Waiting>, Vec<Waiting>) = waiting.into_iter().partition(|waiting| {
             let holder = self.holder_of(waiting.client, &waiting.owner, file);
@@ -54,6 +51,9 @@ impl State {
         });
         if let Some(state) = self.files.get_mut(file) {
             state.waiting = rest;
+            if state.is_unused() {
+                self.files.remove(file);
+            }
         }
         for waiting in ready {
             let of_client = |session: &&Arc<Session>| session.client == waiting.client && session.can_call();
@@ -63,8 +63,11 @@ impl State {
         }
     }
 
-    /// Callbacks that are due.
+    /// Callbacks that are due: each file in which locks have gone is looked at once.
     pub(in super::super) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
+        for file in std::mem::take(&mut self.to_wake) {
+            self.wake(&file);
+        }
         std::mem::take(&mut self.notices)
     }
 }
