@@ -20,6 +20,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
+  posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
   replay POINTS the guest test in which the power fails at points of what a disk was told, at so many of them
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
   mutants PART/PARTS  changes the code that keeps data in small ways and tells which no test of its crate notices (hours; one
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
         ["vm", "test"] => setup().and_then(|()| vm::test("")),
         ["vm", "test", filter] => setup().and_then(|()| vm::test(filter)),
         ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
+        ["posix"] => setup().and_then(|()| posix()),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["soak", minutes] => soak(minutes),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
@@ -141,6 +143,21 @@ fn setup() -> Result<(), String> {
         run("cargo-deny", "cargo", &["install", "--locked", "cargo-deny"])?;
     }
     Ok(())
+}
+
+/// Both programs are crates; they are built once.
+fn posix() -> Result<(), String> {
+    let tools = top().join("target/tools/posix");
+    let to = tools.to_str().ok_or("the checkout's path is not UTF-8")?;
+    for (program, version) in [("fsx", "0.3.2"), ("pjdfstest", "0.2.2")] {
+        if !tools.join("bin").join(program).exists() {
+            run(program, "cargo", &["install", "--locked", "--quiet", "--root", to, "--version", version, program])?;
+        }
+    }
+    run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
+    let script = top().join("testbed/posix.sh");
+    let script = script.to_str().ok_or("the checkout's path is not UTF-8")?;
+    vm::guest(&["--limit", "900", "--", script, to])
 }
 
 fn installed(package: &str) -> bool {

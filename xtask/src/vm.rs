@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub(crate) const PACKAGES: [&str; 29] = [
+pub(crate) const PACKAGES: [&str; 31] = [
     "bc",
     "bindfs",
     "bison",
@@ -21,6 +21,7 @@ pub(crate) const PACKAGES: [&str; 29] = [
     "dmsetup",
     "dosfstools",
     "flex",
+    "git",
     "ibverbs-providers",
     "ibverbs-utils",
     "iproute2",
@@ -38,6 +39,7 @@ pub(crate) const PACKAGES: [&str; 29] = [
     "rdmacm-utils",
     "seabios",
     "sg3-utils",
+    "sqlite3",
     "xfsprogs",
     "xz-utils",
 ];
