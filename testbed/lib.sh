@@ -201,7 +201,24 @@ told_apart() {
 # mount_as HOST VERSION SHARE DIR: mounts by TCP from a host.
 mount_as() { nsenter --net="/run/netns/$1" mount -t nfs -o "vers=$2,proto=tcp" "10.0.0.1:$3" "$4"; }
 
-# every_version_over_rdma ADDRESS: mounts /data by RDMA, once by each version of NFS, and uses it.
+# opens MOUNTED: how often its client has asked the server to open a file.
+opens() { awk -v at="$1" '$5 == at { on = 1 } on && $1 == "OPEN:" { print $2; exit }' /proc/self/mountstats; }
+
+# is_delegated MOUNTED SERVED LOG: a file that the client reads is not asked for again, until a program of the server's host has
+# changed it, which the client hears of in time.
+is_delegated() {
+    local before
+    echo one >"$2/kept"
+    [[ $(cat "$1/kept") == one ]]
+    before=$(opens "$1")
+    [[ $(cat "$1/kept" "$1/kept" "$1/kept" | sort -u) == one && $(opens "$1") == "$before" ]]
+    echo two >"$2/kept"
+    [[ $(cat "$1/kept") == two ]]
+    fails grep 'not given back in time' "$3"
+    rm "$1/kept"
+}
+
+# every_version_over_rdma ADDRESS: mounts /data by RDMA, once by each version of NFS, and uses it; the daemon logs to /tmp/serve.log.
 every_version_over_rdma() {
     local version options
     for version in 3 4.0 4.1 4.2; do
@@ -209,6 +226,7 @@ every_version_over_rdma() {
         [[ $version != 3 ]] || options+=,mountproto=tcp,mountport=2049,nolock
         mount -t nfs -o "$options" "$1:/data" /mnt/n
         use_share /mnt/n /tmp/served/data
+        case $version in 4.[12]) is_delegated /mnt/n /tmp/served/data /tmp/serve.log ;; esac
         umount /mnt/n
     done
 }

@@ -3,7 +3,7 @@
 hosts ours a b
 share_directory
 export THRUWAY_LOG=info,thruway_nfs::v4=debug
-SHARES=(--share data=/tmp/served/data,squash=none --share still=/tmp/served/data,ro --nfs-lease 30)
+SHARES=(--share data=/tmp/served/data,squash=none --share still=/tmp/served/data,ro --share memory=mem:64M,squash=none --nfs-lease 30)
 serve_shares
 told_apart a b
 
@@ -16,7 +16,7 @@ use_share /mnt/a /tmp/served/data
 
 echo '--- the shares, and what can be read only'
 mount_as b 4.2 / /mnt/n
-[[ $(ls /mnt/n) == $'data\nstill' ]]
+[[ $(ls /mnt/n) == $'data\nmemory\nstill' ]]
 echo here >/mnt/a/file
 [[ $(cat /mnt/n/still/file) == here ]]
 fails touch /mnt/n/still/file 2>/dev/null
@@ -35,13 +35,12 @@ chmod 640 /mnt/b/moved
 [[ $(stat -c %a /mnt/a/moved) == 640 ]]
 
 echo '--- a file that only one reads is not asked for again, until somebody changes it'
-opens() { awk '$5 == "/mnt/a" { on = 1 } on && $1 == "OPEN:" { print $2; exit }' /proc/self/mountstats; }
 recalls() { grep -c 'recall answered' /tmp/said || true; }
 echo one >/tmp/served/data/kept
 [[ $(cat /mnt/a/kept) == one ]]
-before=$(opens)
+before=$(opens /mnt/a)
 for n in {1..20}; do [[ $(cat /mnt/a/kept) == one ]]; done
-[[ $(opens) == "$before" ]]
+[[ $(opens /mnt/a) == "$before" ]]
 # A program of the server's host waits until the client has heard of it.
 echo two >/tmp/served/data/kept
 [[ $(cat /mnt/a/kept) == two ]]
@@ -58,6 +57,47 @@ chmod 600 /tmp/served/data/third
 changed() { [[ $(stat -c %a /mnt/a/third) == 600 ]]; }
 wait_until 100 changed
 (($(recalls) == 3))
+
+# Removed and replaced by programs of the host: what is open stays open, and the client can give it back.
+echo one | tee /tmp/served/data/gone >/tmp/served/data/replaced
+[[ $(cat /mnt/a/gone) == one && $(cat /mnt/a/replaced) == one ]]
+exec 7</mnt/a/gone
+rm /tmp/served/data/gone
+echo two >/tmp/served/data/new
+mv /tmp/served/data/new /tmp/served/data/replaced
+[[ $(cat <&7) == one ]]
+exec 7<&-
+replaced() { [[ $(cat /mnt/a/replaced) == two ]]; }
+wait_until 100 replaced
+
+echo '--- memory, where clients keep what they write until others look'
+mkdir /mnt/am /mnt/bm
+mount_as a 4.2 /memory /mnt/am
+mount_as b 4.2 /memory /mnt/bm
+head -c 3000000 /dev/urandom >/tmp/random
+/usr/bin/python3 - <<'P'
+import os, stat
+data = open("/tmp/random", "rb").read()
+# With permissions that would not let it be opened again.
+fd = os.open("/mnt/am/kept", os.O_RDWR | os.O_CREAT, 0o600)
+os.write(fd, data)
+os.fchmod(fd, 0)
+# Listed, looked at and read by the other, while it is open.
+assert [e.stat().st_size for e in os.scandir("/mnt/bm")] == [len(data)]
+assert open("/mnt/bm/kept", "rb").read() == data
+os.pwrite(fd, b"more", 0)
+os.fsync(fd)
+os.close(fd)
+assert open("/mnt/bm/kept", "rb").read() == b"more" + data[4:]
+P
+for n in {1..10}; do
+    echo "a $n" >>/mnt/am/lines
+    [[ $(tail -n 1 /mnt/bm/lines) == "a $n" ]]
+    echo "b $n" >>/mnt/bm/lines
+    [[ $(tail -n 1 /mnt/am/lines) == "b $n" ]]
+done
+umount /mnt/am /mnt/bm
+fails grep 'not given back in time' /tmp/said
 
 echo '--- a file that the other removes stays open'
 exec 7</mnt/a/moved

@@ -13,7 +13,9 @@ use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc};
+use std::time::Duration;
 
 /// What is called when a file is about to be changed, or its attributes have been; perhaps more than once, from a thread of its own.
 pub type OnChange = Box<dyn Fn() + Send + Sync>;
@@ -29,6 +31,8 @@ struct Watcher {
     thread: i32,
     inotify: OwnedFd,
     table: Mutex<Table>,
+    /// The thread has ended.
+    is_deaf: AtomicBool,
 }
 
 #[derive(Default)]
@@ -67,11 +71,18 @@ impl Lease {
     /// `EINVAL` where the file system has no leases; `ENOSPC` at the limit of `fs.inotify.max_user_watches`.
     pub fn take(file: OwnedFd, on_change: OnChange) -> io::Result<Lease> {
         let watcher = Watcher::get()?;
+        if watcher.is_deaf.load(Ordering::SeqCst) {
+            return Err(Errno::OPNOTSUPP.into());
+        }
         let fd = file.as_raw_fd();
         let lease = {
             let mut table = watcher.table();
             let path = format!("/proc/self/fd/{fd}");
-            let flags = inotify::WatchFlags::ATTRIB | inotify::WatchFlags::DELETE_SELF | inotify::WatchFlags::MOVE_SELF;
+            // Data is not written behind a lease, but cut (`O_RDONLY | O_TRUNC`), and given another time.
+            let flags = inotify::WatchFlags::ATTRIB
+                | inotify::WatchFlags::MODIFY
+                | inotify::WatchFlags::DELETE_SELF
+                | inotify::WatchFlags::MOVE_SELF;
             let watch = inotify::add_watch(&watcher.inotify, path, flags)?;
             table.watches.entry(watch).or_default().push(fd);
             table.leases.insert(fd, Arc::new(on_change));
@@ -105,6 +116,14 @@ impl Drop for Lease {
     }
 }
 
+/// How long the kernel lets a program wait for a lease (`/proc/sys/fs/lease-break-time`); `None` for as long as it takes.
+pub fn break_time() -> Option<Duration> {
+    const DEFAULT: u64 = 45;
+    let said = std::fs::read_to_string("/proc/sys/fs/lease-break-time").ok();
+    let seconds = said.and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT);
+    (seconds > 0).then(|| Duration::from_secs(seconds))
+}
+
 /// Whether a program waits for a lease to be given back.
 fn is_broken(fd: RawFd) -> bool {
     // SAFETY: the call takes a number; a descriptor that has been closed meanwhile is an error.
@@ -113,10 +132,17 @@ fn is_broken(fd: RawFd) -> bool {
 
 impl Watcher {
     fn get() -> io::Result<&'static Watcher> {
-        static WATCHER: OnceLock<Result<Watcher, Errno>> = OnceLock::new();
-        let started =
-            WATCHER.get_or_init(|| Watcher::start().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO)));
-        started.as_ref().map_err(|errno| (*errno).into())
+        static WATCHER: OnceLock<Watcher> = OnceLock::new();
+        static STARTING: Mutex<()> = Mutex::new(());
+        if let Some(watcher) = WATCHER.get() {
+            return Ok(watcher);
+        }
+        let _starting = STARTING.lock().expect("no panics under the lock");
+        if WATCHER.get().is_none() {
+            let started = Watcher::start()?;
+            let _ = WATCHER.set(started);
+        }
+        Ok(WATCHER.get().expect("it has just been put there"))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -137,14 +163,22 @@ impl Watcher {
             };
             if ready.send(Ok(thread)).is_ok() {
                 // The other end is kept for good, and this begins when it is there.
+                let Ok(watcher) = Watcher::get() else { return };
                 while let Ok(()) = wait(&signals, &events) {
-                    let Ok(watcher) = Watcher::get() else { return };
                     watcher.hear(&signals, &events);
                 }
+                watcher.end();
             }
         })?;
         let thread = started.recv().map_err(io::Error::other)??;
-        Ok(Watcher { thread, inotify, table: Mutex::default() })
+        Ok(Watcher { thread, inotify, table: Mutex::default(), is_deaf: AtomicBool::new(false) })
+    }
+
+    /// Nothing will be heard any more: all are to give their leases back, and none is given.
+    fn end(&self) {
+        self.is_deaf.store(true, Ordering::SeqCst);
+        let all: Vec<_> = self.table().leases.values().cloned().collect();
+        all.into_iter().for_each(|on_change| on_change());
     }
 
     /// Calls those whose files are about to be changed, or have been.
@@ -260,6 +294,12 @@ mod tests {
         while heard.try_recv().is_ok() {}
         rustix::fs::chmod(&path, Mode::RUSR).unwrap();
         assert_eq!(heard.recv().unwrap(), 3);
+        while heard.try_recv().is_ok() {}
+        let (omit, time) = (rustix::fs::UTIME_OMIT, rustix::fs::Timespec { tv_sec: 7, tv_nsec: 0 });
+        let last_access = rustix::fs::Timespec { tv_sec: 0, tv_nsec: omit };
+        let times = rustix::fs::Timestamps { last_access, last_modification: time };
+        rustix::fs::utimensat(rustix::fs::CWD, &path, &times, rustix::fs::AtFlags::empty()).unwrap();
+        assert_eq!(heard.recv().unwrap(), 3, "a time alone");
         std::fs::remove_file(&path).unwrap();
         assert_eq!(heard.recv().unwrap(), 3);
         drop(lease);

@@ -41,6 +41,9 @@ pub(crate) trait Holder: Send + Sync {
     /// Ends it.
     fn end_change(&self, file: &FileKey);
 
+    /// Whether a client keeps what it has written to a file, which another is to see; it has been recalled then.
+    fn is_kept(&self, file: &FileKey, client: Option<u64>) -> bool;
+
     /// As [`Holder::begin_change`], for one who reads, whom only what is delegated for writing concerns.
     fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
 }
@@ -114,6 +117,14 @@ impl Target<'_> {
         match self.share.delegations.holder() {
             Some(holder) if holder.is_used_for_writing() => holder.look(self.key(), client).await,
             _ => Ok(()),
+        }
+    }
+
+    /// Whether what there is to know of another file of the share may be old, because a client keeps what it has written to it.
+    pub(crate) fn is_kept(&self, file: &FileId, client: Option<u64>) -> bool {
+        match self.share.delegations.holder() {
+            Some(holder) if holder.is_used_for_writing() => holder.is_kept(&self.key_of(file), client),
+            _ => false,
         }
     }
 

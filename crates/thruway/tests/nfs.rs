@@ -201,6 +201,41 @@ else:
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), text(&pki)]);
 }
 
+#[test]
+fn a_client_that_does_not_read_its_replies_takes_little_memory() {
+    let (daemon, at, _lab) = share();
+    let pid = daemon.child.id().to_string();
+    // A listing of half a megabyte, asked for 256 times, by two connections that read nothing.
+    let script = r#"
+import os
+resident = lambda: int(open(f"/proc/{pki}/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+c = Connection()
+root = c.call(*MOUNT)[20:]
+handle = root[:4 + (struct.unpack(">I", root[:4])[0] + 3) // 4 * 4]
+for n in range(2500):
+    made = c.call(100003, 3, 8, handle + opaque(b"%04d" % n + b"x" * 100) + words(0, 0, 0, 0, 0, 0, 0))
+    assert made[16:20] == words(0)
+listing = handle + words(0, 0, 0, 0, 1 << 20, 1 << 20)
+assert len(c.call(100003, 3, 17, listing)) > 500_000
+before = resident()
+deaf = [Connection() for _ in range(2)]
+for d in deaf:
+    for n in range(256):
+        call = words(n, 0, 2, 100003, 3, 17, 1) + opaque(words(0, 0, 0, 0, 0)) + words(0, 0) + listing
+        d.stream.sendall(words(0x80000000 | len(call)) + call)
+# Others are served, and these when they read.
+for _ in range(500):
+    assert c.call(100003, 3, 1, handle)[16:20] == words(0)
+more = resident() - before
+assert more < 64 << 20, more
+for d in deaf:
+    seen = {d.receive_message()[:4] for _ in range(256)}
+    assert len(seen) == 256
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &at, &pid]);
+    daemon.stop();
+}
+
 /// As [`CLIENT`], with a session of version 4.1: `run(count, operations)` returns the results behind SEQUENCE.
 const SESSION: &str = r#"
 class Session(Connection):

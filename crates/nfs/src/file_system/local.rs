@@ -719,6 +719,10 @@ impl FileSystem for LocalFileSystem {
         Box::pin(async move {
             let node = self.node(file).await?;
             Inner::check_regular(&node)?;
+            // Of changes by other hosts nothing is heard.
+            if !self.inner.is_local {
+                return Err(Errno::OPNOTSUPP);
+            }
             if node.data().write.is_some() {
                 return Err(Errno::AGAIN);
             }

@@ -430,10 +430,12 @@ impl Nfs3 {
 
     async fn look_up(&self, dir: &Target<'_>, name: Result<&[u8], Status>) -> Result<Encoder, Status> {
         let (file, attributes) = dir.share.files.look_up(&dir.who, &dir.file, name?).await?;
+        // Without attributes the client asks for them.
+        let attributes = (!dir.is_kept(&file, None)).then_some(attributes);
         let above = dir.attributes().await;
         Ok(encoded(|out| {
             out.opaque(&self.shares.handle(dir.share, &file));
-            put_after(out, Some(&attributes));
+            put_after(out, attributes.as_ref());
             put_after(out, above.as_ref());
         }))
     }
@@ -451,6 +453,7 @@ impl Nfs3 {
             write: wanted & changes != 0 && !target.read_only,
             execute: wanted & (LOOKUP | EXECUTE) != 0,
         };
+        target.look(None).await?;
         let (rights, attributes) = target.share.files.rights(&target.who, &target.file, asked).await?;
         // What can be deleted is an entry, which is the directory's affair.
         let (may_execute, may_change) = match attributes.kind {
@@ -641,7 +644,8 @@ impl Nfs3 {
             out.opaque(&entry.name);
             out.u64(entry.cookie);
             if with_files {
-                put_after(&mut out, entry.file.as_ref().map(|(_, attributes)| attributes));
+                let file = entry.file.as_ref().filter(|(file, _)| !dir.is_kept(file, None));
+                put_after(&mut out, file.map(|(_, attributes)| attributes));
                 let handle = entry.file.as_ref().map(|(file, _)| self.shares.handle(dir.share, file));
                 out.option(handle, |out, handle| out.opaque(&handle));
             }

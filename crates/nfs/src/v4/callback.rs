@@ -127,7 +127,8 @@ impl Back {
         sent.map(Some)
     }
 
-    async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
+    /// As [`Back::send`], whatever is on its way.
+    pub(super) async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
         let mut slot = self.slot.lock().await;
         // If the client has not got the last ones, the number of one of them is still the next.
         let ahead = slot.tried.wrapping_sub(slot.taken).min(TRIED_MAX);

@@ -189,6 +189,9 @@ impl<'a> Compound<'a> {
         if which.contains(attributes::number::RDATTR_ERROR) {
             return Err(Status::INVAL.into());
         }
+        if let Object::File(target) = self.object()? {
+            target.look(self.known_client()).await?;
+        }
         let mut ours = Encoder::new();
         self.put_attributes(&mut ours, self.object()?, &which).await?;
         let ours = ours.to_bytes();
@@ -226,6 +229,12 @@ impl<'a> Compound<'a> {
             let listing = dir.share.files.list(&dir.who, &dir.file, cookie, room, true).await?;
             let Some(last) = listing.entries.last() else { break true };
             cookie = last.cookie;
+            // All that clients keep is recalled at once.
+            let client = self.known_client();
+            let files = listing.entries.iter().filter_map(|entry| entry.file.as_ref());
+            if files.filter(|(file, _)| dir.is_kept(file, client)).count() > 0 {
+                return Err(Status::DELAY.into());
+            }
             let mut is_full = false;
             for entry in &listing.entries {
                 let mark = out.mark();

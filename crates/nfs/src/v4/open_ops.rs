@@ -151,17 +151,20 @@ impl<'a> Compound<'a> {
         }
         // Who has made it may do with it what it was opened for, whatever its permissions; and who had it open, if it is its
         // owner, whatever they are now.
-        let is_granted = is_new || is_reclaim && target.attributes().await.is_some_and(|a| a.uid == target.who.uid);
+        let file = target.key();
+        if let Some(stateid) = delegated {
+            self.server.state(|state, _| state.check_delegated(client, stateid, &file, access))?;
+        }
+        // So may a client to whom it is delegated, which has looked at the rights of its users itself.
+        let is_granted = is_new
+            || delegated.is_some()
+            || is_reclaim && target.attributes().await.is_some_and(|a| a.uid == target.who.uid);
         let wanted = Rights {
             read: !is_granted && access & READ != 0,
             write: !is_granted && access & WRITE != 0,
             execute: false,
         };
         let guard = self.open_file(&target, wanted).await?;
-        let file = target.key();
-        if let Some(stateid) = delegated {
-            self.server.state(|state, _| state.check_delegated(client, stateid, &file, access))?;
-        }
         let is_confirmed = self.opener_is_confirmed;
         let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
         let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
@@ -181,7 +184,7 @@ impl<'a> Compound<'a> {
         let delegated = match delegated {
             _ if is_reclaim => Err(NotDelegated::Contended),
             Some(_) => Err(NotDelegated::NotWanted),
-            None => self.delegate(&target, may_have, access, share & WANT_DELEGATION).await,
+            None => self.delegate(&target, &guard, may_have, access, share & WANT_DELEGATION).await,
         };
         put_delegation(out, delegated, share & WANT_DELEGATION != 0);
         self.set_current(Object::File(target))?;
@@ -207,6 +210,7 @@ impl<'a> Compound<'a> {
     async fn delegate(
         &self,
         target: &Target<'_>,
+        guard: &OpenGuard,
         may_have: MayHave,
         access: u32,
         wanted: u32,
@@ -237,7 +241,9 @@ impl<'a> Compound<'a> {
             (lease.map_err(|_| NotDelegated::Unavailable)?, is_changed)
         };
         let handle = self.server.shares.handle(share, &target.file);
-        let delegated = Delegated { is_write, uid: target.who.uid, handle: handle[..].into(), lease };
+        // The client opens it by itself, so that it is open for as long.
+        let lease = Arc::new((lease, Arc::clone(guard)));
+        let delegated = Delegated { is_write, handle: handle[..].into(), lease };
         self.server.state(|state, now| {
             let stateid = state.delegate(now, may_have, &file, delegated).ok_or(NotDelegated::Contended)?;
             // What has come before it was there has found nothing to recall.

@@ -6,6 +6,7 @@ use super::{Server, Status};
 use crate::delegations::{FileKey, Holder};
 use crate::file_system::{OnChange, Op};
 use rustix::io::Errno;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -15,9 +16,14 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 /// So long a call waits for a client that gives something back, before its own client is asked to come again: most take no longer.
 pub(super) const PATIENCE: Duration = Duration::from_millis(50);
 
-/// What has not been given back after this long, or a lease, is revoked: before the kernel lets those go on who wait for a lease of
-/// the file (45 s, unless `/proc/sys/fs/lease-break-time` says something else).
-const REVOKE_AFTER_MAX: Duration = Duration::from_secs(40);
+/// What programs of the host wait for is revoked so long before the kernel lets them go on.
+const BEFORE_BREAK: Duration = Duration::from_secs(5);
+
+/// A client that has been called and says for this long that it has no such delegation has none.
+const UNKNOWN_AFTER: Duration = Duration::from_secs(5);
+
+/// Of a client: it knows of no such file, or no such delegation.
+const UNKNOWN: [u32; 2] = [Status::BADHANDLE.0, Status::BAD_STATEID.0];
 
 /// A client that does not know yet what it is to give back, or cannot be called, is called again after this long, and then after
 /// twice as long each time.
@@ -28,8 +34,15 @@ const AGAIN_AFTER_MAX: Duration = Duration::from_secs(2);
 pub(super) fn start(server: &Arc<Server>, number: u64) {
     let server = Arc::clone(server);
     reactor::start(async move {
-        let deadline = Instant::now() + server.lease.min(REVOKE_AFTER_MAX);
-        if timeout_at(deadline, recall(&server, number)).await.is_ok() {
+        let limit = limit(&server, number);
+        let until = Cell::new(Instant::now() + limit);
+        let mut given_back = std::pin::pin!(recall(&server, number, || until.set(Instant::now() + limit)));
+        while let Err(_elapsed) = timeout_at(until.get(), given_back.as_mut()).await {
+            if Instant::now() >= until.get() {
+                break;
+            }
+        }
+        if server.state(|state, _| state.recalled(number)).is_none() {
             return;
         }
         if let Some(client) = server.state(|state, _| state.revoke(number)) {
@@ -39,28 +52,48 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// Returns when it has been given back.
-async fn recall(server: &Arc<Server>, number: u64) {
+/// How long a client may take to give something back: a lease, or as long as the kernel keeps others waiting.
+fn limit(server: &Arc<Server>, number: u64) -> Duration {
+    let is_write = server.state(|state, _| state.recalled(number)).is_some_and(|recalled| recalled.is_write);
+    match thruway_fs::lease::break_time() {
+        Some(time) if !is_write => server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)),
+        _ => server.lease,
+    }
+}
+
+/// Returns when it has been given back; says when the client knows that it is to do that.
+async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
     let mut again_after = AGAIN_AFTER;
     let mut is_told = false;
+    let mut unknown_since = None;
     loop {
         let given_back = server.given_back.notified();
         tokio::pin!(given_back);
         given_back.as_mut().enable();
-        let Some(Recalled { session, stateid, handle }) = server.state(|state, _| state.recalled(number)) else {
+        let Some(Recalled { session, stateid, handle, .. }) = server.state(|state, _| state.recalled(number)) else {
             return;
         };
         if !is_told
             && let Some(session) = session
             && let Some(back) = &session.back
         {
-            match back.send(&session, &Notice::Recall { handle, stateid }).await {
-                Ok(Some(0)) => {
+            match back.send_in_turn(&session, &Notice::Recall { handle, stateid }).await {
+                Ok(0) => {
                     is_told = true;
+                    told();
                     tracing::debug!(client = session.client, "recall answered");
                 }
                 // It may not have got the reply that says that it has it.
-                Ok(status) => tracing::debug!(client = session.client, status, "recall refused"),
+                Ok(status) => {
+                    tracing::debug!(client = session.client, status, "recall refused");
+                    let since = *unknown_since.get_or_insert_with(Instant::now);
+                    if !UNKNOWN.contains(&status) {
+                        unknown_since = None;
+                    } else if since.elapsed() >= UNKNOWN_AFTER {
+                        server.state(|state, _| state.forget_delegation(number));
+                        return server.given_back.notify_waiters();
+                    }
+                }
                 Err(error) => tracing::debug!(client = session.client, %error, "recall failed"),
             }
         }
@@ -139,6 +172,11 @@ impl Holder for Clients {
         if let Some(server) = self.0.upgrade() {
             server.state(|state, _| state.end_change(file));
         }
+    }
+
+    fn is_kept(&self, file: &FileKey, client: Option<u64>) -> bool {
+        let Some(server) = self.0.upgrade() else { return false };
+        server.state(|state, now| state.recall_others(now, file, client, false)).is_err()
     }
 
     fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {

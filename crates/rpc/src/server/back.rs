@@ -2,17 +2,18 @@
 
 use crate::client::{CallError, Procedure, results_of};
 use crate::message::{CallHeader, Incoming, OpaqueAuth};
-use crate::record::messages;
 use crate::xdr::{Decoder, Encoder};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
 use std::time::Duration;
-use thruway_server::SendQueue;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 
 /// Calls of a connection that wait for their replies.
 const WAITING_MAX: usize = 64;
+
+/// After this long, those who do not wait any more are looked for.
+const LOOK_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// The way to a client, from any thread.
 #[derive(Clone)]
@@ -67,22 +68,42 @@ impl BackChannel {
     }
 }
 
+/// Whether a message is a reply, by the word behind its number.
+pub(super) fn is_reply(message: &[u8]) -> bool {
+    const REPLY: [u8; 4] = 1_u32.to_be_bytes();
+    message.get(4..8) == Some(&REPLY)
+}
+
 /// The calls of one connection.
-#[derive(Default)]
 pub(super) struct BackCalls {
     waiting: RefCell<HashMap<u32, oneshot::Sender<Vec<u8>>>>,
     next: Cell<u32>,
+    /// So many may be waiting.
+    allowed: Cell<usize>,
+    replied: Notify,
+}
+
+impl Default for BackCalls {
+    fn default() -> BackCalls {
+        BackCalls {
+            waiting: RefCell::default(),
+            next: Cell::default(),
+            allowed: Cell::new(WAITING_MAX),
+            replied: Notify::new(),
+        }
+    }
 }
 
 impl BackCalls {
-    /// Sends what is to be called, until the channel ends, which it does not as long as the connection is there.
-    pub(super) async fn run(&self, mut calls: mpsc::UnboundedReceiver<BackCall>, queue: &SendQueue) {
+    /// Sends what is to be called, until the channel ends, which it does not as long as the connection is there. At most as many
+    /// calls as [`BackCalls::allow`] has said wait for their replies.
+    pub(super) async fn run(&self, mut calls: mpsc::UnboundedReceiver<BackCall>, send: impl Fn(u32, Encoder)) {
         while let Some(call) = calls.recv().await {
-            let mut waiting = self.waiting.borrow_mut();
-            waiting.retain(|_, reply| !reply.is_closed());
-            if waiting.len() >= WAITING_MAX {
+            self.room().await;
+            if call.reply.is_closed() {
                 continue;
             }
+            let mut waiting = self.waiting.borrow_mut();
             let xid = self.next.get();
             self.next.set(xid.wrapping_add(1));
             let Procedure { program, version, procedure } = call.procedure;
@@ -92,26 +113,44 @@ impl BackCalls {
             header.encode(&mut message);
             message.append(Encoder::behind(call.arguments));
             waiting.insert(xid, call.reply);
-            messages(message).into_iter().for_each(|message| queue.push(message));
+            send(xid, message);
         }
         std::future::pending::<()>().await;
     }
 
+    /// Waits until another call may be made. What is not waited for any more gives way, after a while.
+    async fn room(&self) {
+        loop {
+            let replied = self.replied.notified();
+            self.waiting.borrow_mut().retain(|_, reply| !reply.is_closed());
+            if self.waiting.borrow().len() < self.allowed.get() {
+                return;
+            }
+            let _ = tokio::time::timeout(LOOK_AGAIN_AFTER, replied).await;
+        }
+    }
+
+    /// The client takes so many calls at a time.
+    pub(super) fn allow(&self, calls: usize) {
+        self.allowed.set(calls.clamp(1, WAITING_MAX));
+        self.replied.notify_one();
+    }
+
     /// Takes a message, if it is a reply; one that is not waited for is dropped.
     pub(super) fn take_reply(&self, message: Vec<u8>) -> Option<Vec<u8>> {
-        const REPLY: [u8; 4] = 1_u32.to_be_bytes();
-        let (xid, rest) =
-            message.split_first_chunk::<4>().map_or((0, &[][..]), |(x, rest)| (u32::from_be_bytes(*x), rest));
-        if !rest.starts_with(&REPLY) {
+        if !is_reply(&message) {
             return Some(message);
         }
+        let xid = message.first_chunk().map_or(0, |xid| u32::from_be_bytes(*xid));
         // What cannot be decoded does not reach who waits.
         let is_reply = matches!(Incoming::decode(&mut Decoder::new(&message)), Ok(Incoming::Reply(_)));
-        if let Some(waiting) = self.waiting.borrow_mut().remove(&xid)
+        let waiting = self.waiting.borrow_mut().remove(&xid);
+        if let Some(waiting) = waiting
             && is_reply
         {
             let _ = waiting.send(message);
         }
+        self.replied.notify_one();
         None
     }
 }

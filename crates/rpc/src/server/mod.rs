@@ -146,7 +146,7 @@ pub struct Connection {
     pub names: Vec<String>,
     /// Memory for results.
     pub buffers: Buffers,
-    /// The way back to the client; none over RDMA.
+    /// The way back to the client; none over RDMA if it takes only short messages.
     pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,

@@ -3,6 +3,7 @@
 //!
 //! A client's credits are the receives posted for it: calls are taken only as fast as earlier ones end.
 
+use super::back::{BackCalls, BackChannel, is_reply};
 use super::{BULK_MAX, CALL_MAX, Connection, FIRST_CALL_TIMEOUT, Programs, Received, Server, Transport, refused};
 use crate::message::{AuthError, Refusal};
 use crate::rdma::header::{Chunks, Header, HeaderError, PrivateData, Procedure, RdmaSegment, total};
@@ -23,8 +24,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Calls of a client in progress at a time, which is what it is granted: as many as Linux's client asks for.
 const CREDITS: usize = 128;
-/// Receives posted: one for each credit, and some for what needs none.
-const RECEIVES: usize = CREDITS + 8;
+/// Calls to a client in progress at a time, which is what is asked for: one, until it grants more (RFC 8167, section 4.1).
+const BACK_CREDITS: usize = 8;
+/// Receives posted: one for each credit, for each reply to a call to the client, and some for what needs none.
+const RECEIVES: usize = CREDITS + BACK_CREDITS + 8;
+/// A client that takes messages of so many bytes can be called.
+const BACK_MESSAGE_MIN: usize = 3 << 10;
 /// Longest message without chunks, each way, in bytes: what Linux's client and server have by default.
 const MESSAGE_MAX: usize = 4096;
 /// Messages that may be in the send queue.
@@ -103,18 +108,27 @@ impl Service {
         };
         let (channel, mut messages, driver) =
             Channel::accept(&self.provider, request, options).map_err(io::Error::other)?;
+        let message_max = MESSAGE_MAX.min(client.receive_size as usize);
+        let (back, back_calls) = BackChannel::new();
+        let mut connection = Connection::new(Some(peer), Transport::Rdma, false, Vec::new());
+        connection.back = (message_max >= BACK_MESSAGE_MIN).then_some(back);
         let served = Rc::new(Served {
             programs: self.programs.clone(),
-            connection: Rc::new(Connection::new(Some(peer), Transport::Rdma, false, Vec::new())),
+            connection: Rc::new(connection),
             channel,
-            message_max: MESSAGE_MAX.min(client.receive_size as usize),
+            message_max,
+            back_calls: BackCalls::default(),
             revocable: client.remote_invalidation,
             bulk: Buffers::new(BULK_MAX),
             replies: Buffers::new(PIECE),
             calls: Arc::new(Semaphore::new(CREDITS)),
             long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
         });
-        let result = served.serve(&mut messages, permit, self.acceptor.closing()).await;
+        served.back_calls.allow(1);
+        let result = tokio::select! {
+            result = served.serve(&mut messages, permit, self.acceptor.closing()) => result,
+            () = served.back_calls.run(back_calls, |xid, call| served.call_back(xid, call)) => Ok(()),
+        };
         // What has been called is still done and answered.
         let _ = served.calls.acquire_many(CREDITS as u32).await;
         driver.close(CLOSE_TIMEOUT).await;
@@ -130,6 +144,7 @@ struct Served {
     message_max: usize,
     /// The client lets its keys be revoked.
     revocable: bool,
+    back_calls: BackCalls,
     /// For what is pulled of calls.
     bulk: Buffers,
     /// For what is pushed of replies and is in no segment.
@@ -209,7 +224,14 @@ impl Served {
         };
         let Header { xid, credits, procedure } = header;
         let (inline, chunks) = match procedure {
-            Procedure::Message(chunks) => (Some(decoder.rest()), chunks),
+            Procedure::Message(chunks) => {
+                if is_reply(decoder.rest()) {
+                    self.back_calls.allow((credits as usize).min(BACK_CREDITS));
+                    self.back_calls.take_reply(decoder.rest().to_vec());
+                    return Ok(());
+                }
+                (Some(decoder.rest()), chunks)
+            }
             Procedure::NoMessage(chunks) => (None, chunks),
             // Nobody waits for an answer.
             Procedure::Done | Procedure::ErrorVersion { .. } | Procedure::ErrorChunk => return Ok(()),
@@ -245,6 +267,18 @@ impl Served {
             }
         }
         Ok(())
+    }
+
+    /// Sends a call to the client, which has no chunks (RFC 8167, section 4.2).
+    fn call_back(&self, xid: u32, call: Encoder) {
+        let mut out = Encoder::new();
+        let procedure = Procedure::Message(Chunks::default());
+        Header { xid, credits: BACK_CREDITS as u32, procedure }.encode(&mut out);
+        out.append(call);
+        // One that is too long is not answered.
+        if out.len() <= self.message_max {
+            self.channel.send(out.to_bytes(), None);
+        }
     }
 
     fn error(&self, xid: u32, procedure: Procedure) {

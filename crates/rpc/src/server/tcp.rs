@@ -237,7 +237,7 @@ impl Served {
         let result = tokio::select! {
             result = panics::catch(self.receive(&mut reader, first, closing)) => result,
             () = self.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
-            () = self.back_calls.run(back_calls, &self.replies) => Err(io::ErrorKind::NotConnected.into()),
+            () = self.back_calls.run(back_calls, |_, call| self.push(call)) => Err(io::ErrorKind::NotConnected.into()),
         };
         // What has been called is still done and answered.
         let _ = self.calls.acquire_many(CALLS_MAX as u32).await;

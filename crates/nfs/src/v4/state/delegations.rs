@@ -16,8 +16,6 @@ pub(super) struct Delegation {
     pub client: u64,
     pub file: FileKey,
     is_write: bool,
-    /// The user who opened it, and had the rights to.
-    pub uid: u32,
     /// As the client calls it.
     handle: Box<[u8]>,
     /// It is to be given back.
@@ -31,7 +29,6 @@ pub(super) struct Delegation {
 /// What is to be delegated.
 pub(in super::super) struct Delegated {
     pub is_write: bool,
-    pub uid: u32,
     pub handle: Box<[u8]>,
     pub lease: OpenGuard,
 }
@@ -42,6 +39,8 @@ pub(in super::super) struct Recalled {
     pub session: Option<Arc<Session>>,
     pub stateid: Stateid,
     pub handle: Box<[u8]>,
+    /// Nobody but clients waits for it.
+    pub is_write: bool,
 }
 
 impl State {
@@ -55,6 +54,9 @@ impl State {
     /// Whether a file that a client has just opened may be delegated to it. For writing it must be the only one to have it open.
     pub(in super::super) fn may_delegate(&mut self, now: u64, client: u64, file: &FileKey, is_write: bool) -> bool {
         let is_grace = self.is_grace(now);
+        if self.recent.len() >= RECENT_MAX {
+            self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
+        }
         let Some(known) = self.clients.get(&client) else { return false };
         let is_full = self.delegations >= DELEGATIONS_MAX
             || known.delegations >= DELEGATIONS_OF_CLIENT_MAX
@@ -81,7 +83,7 @@ impl State {
         now: u64,
         MayHave { client, .. }: MayHave,
         file: &FileKey,
-        Delegated { is_write, uid, handle, lease }: Delegated,
+        Delegated { is_write, handle, lease }: Delegated,
     ) -> Option<Stateid> {
         if !self.may_delegate(now, client, file, is_write) {
             self.dropped.push(lease);
@@ -94,8 +96,7 @@ impl State {
         self.delegations += 1;
         self.files.get_mut(file).expect("an open file").delegations.push(number);
         let file = file.clone();
-        let delegation =
-            Delegation { client, file, is_write, uid, handle, is_recalled: false, is_revoked: false, lease };
+        let delegation = Delegation { client, file, is_write, handle, is_recalled: false, is_revoked: false, lease };
         self.held.insert(number, Held::Delegation(delegation));
         Some(self.stateid_of(number, 1))
     }
@@ -193,6 +194,7 @@ impl State {
             session: self.sessions.values().find(of_client).cloned(),
             stateid: self.stateid_of(number, 1),
             handle: delegation.handle.clone(),
+            is_write: delegation.is_write,
         })
     }
 
@@ -207,8 +209,11 @@ impl State {
         let mut removed = Removed::default();
         let lease = std::mem::replace(&mut delegation.lease, Arc::new(()));
         self.dropped.push(lease);
-        if let Some(client) = self.clients.get(&client) {
+        // It is in nobody's way any more, that of others who could have one included.
+        self.delegations -= 1;
+        if let Some(client) = self.clients.get_mut(&client) {
             client.lease.revoked(1);
+            client.delegations -= 1;
         }
         if let Some(held) = self.held.get(&number) {
             removed.note(number, held);
@@ -217,14 +222,20 @@ impl State {
         Some(client)
     }
 
+    /// A client does not know of a delegation that has been recalled.
+    pub(in super::super) fn forget_delegation(&mut self, number: u64) {
+        if matches!(self.held.get(&number), Some(Held::Delegation(delegation)) if !delegation.is_revoked) {
+            self.remove_held(number);
+        }
+    }
+
     /// A delegation is no longer there.
     pub(super) fn end_delegation(&mut self, delegation: Delegation) {
-        self.delegations -= 1;
-        if let Some(client) = self.clients.get_mut(&delegation.client) {
-            client.delegations -= 1;
-            if delegation.is_revoked {
-                client.lease.revoked(-1);
-            }
+        let Delegation { is_revoked, client, .. } = delegation;
+        self.delegations -= usize::from(!is_revoked);
+        if let Some(client) = self.clients.get_mut(&client) {
+            client.delegations -= usize::from(!is_revoked);
+            client.lease.revoked(-isize::from(is_revoked));
         }
         self.dropped.push(delegation.lease);
     }
@@ -256,8 +267,8 @@ impl State {
         }
     }
 
-    /// As [`State::access`], under a delegation.
-    pub(super) fn access_delegated(delegation: &Delegation, uid: u32, is_write: bool) -> Result<bool, Status> {
-        if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(delegation.uid == uid) }
+    /// As [`State::access`], under a delegation: its client has looked at the rights of its users when they opened the file.
+    pub(super) fn access_delegated(delegation: &Delegation, is_write: bool) -> Result<bool, Status> {
+        if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(true) }
     }
 }

@@ -390,7 +390,7 @@ impl State {
             Held::Open(open) => open,
             Held::Locks(holder) => self.open_ref(holder.open),
             Held::Delegation(delegation) if delegation.file == *file => {
-                return Ok(State::access_delegated(delegation, uid, is_write)?);
+                return Ok(State::access_delegated(delegation, is_write)?);
             }
             Held::Delegation(_) => return Err(Status::BAD_STATEID.into()),
         };
