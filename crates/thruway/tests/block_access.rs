@@ -8,6 +8,7 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use support::disks::{Disks, certificates, libnbd, ok, run, text};
 use support::{Lab, THRUWAY};
 
@@ -153,13 +154,16 @@ fn connections_in_set_up_leave_descriptors_to_the_others() {
                 unfinished.push_back(stream);
                 if unfinished.len() > 2000 {
                     unfinished.pop_front();
+                    // This is about descriptors, and not about who gets the processor.
+                    std::thread::sleep(Duration::from_millis(1));
                 }
             }
         });
-        let listed =
-            (0..20).map(|_| run("timeout", &["60", "nbdinfo", &disks.nbd("m")])).all(|out| out.status.success());
+        let failed = (0..20)
+            .map(|_| run("timeout", &["60", "nbdinfo", &disks.nbd("m")]))
+            .find(|listed| !listed.status.success());
         over.store(true, Ordering::Relaxed);
-        assert!(listed);
+        assert!(failed.is_none(), "{failed:?}");
     });
 }
 
