@@ -76,7 +76,7 @@ mount_as a 4.2 /memory /mnt/am
 mount_as b 4.2 /memory /mnt/bm
 head -c 3000000 /dev/urandom >/tmp/random
 /usr/bin/python3 - <<'P'
-import os, stat
+import os
 data = open("/tmp/random", "rb").read()
 # With permissions that would not let it be opened again.
 fd = os.open("/mnt/am/kept", os.O_RDWR | os.O_CREAT, 0o600)

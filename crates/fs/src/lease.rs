@@ -278,7 +278,7 @@ mod tests {
         drop(writing);
         let leases = [1, 2].map(|n| Lease::take(open(&path, OFlags::RDONLY).unwrap(), on_change(&told, n)).unwrap());
         assert!(open(&path, OFlags::RDONLY).is_ok(), "reading is no change");
-        // One who does not wait is refused, and both are told all the same.
+        // One who does not wait is refused, and both hear of it all the same.
         assert_eq!(open(&path, OFlags::WRONLY | OFlags::NONBLOCK).err(), Some(Errno::AGAIN));
         let mut both = [heard.recv().unwrap(), heard.recv().unwrap()];
         both.sort_unstable();

@@ -2,6 +2,7 @@
 
 use crate::file_system::{FileId, FileSystem, Op, Result};
 use crate::share::Target;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// A file, whatever its names and whatever share it is reached by: its file system and its name there.
@@ -28,12 +29,6 @@ impl Delegate {
 
 /// Who knows to whom files are delegated.
 pub(crate) trait Holder: Send + Sync {
-    /// Whether any can be.
-    fn is_used(&self) -> bool;
-
-    /// Whether any can be for writing.
-    fn is_used_for_writing(&self) -> bool;
-
     /// Begins a change by a client, if it is known which; nothing is delegated until [`Holder::end_change`]. `EINPROGRESS` if the
     /// file has not been given back yet: the caller is to try again.
     fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
@@ -50,16 +45,33 @@ pub(crate) trait Holder: Send + Sync {
 
 /// The holder of a share's files, when there is one.
 #[derive(Default)]
-pub struct Delegations(OnceLock<Arc<dyn Holder>>);
+pub struct Delegations(OnceLock<Held>);
+
+/// What every call looks at.
+struct Held {
+    holder: Arc<dyn Holder>,
+    /// Something can be delegated: there are clients that can be called.
+    is_used: Arc<AtomicBool>,
+    /// On some share, for writing.
+    for_writing: bool,
+}
 
 impl Delegations {
-    pub(crate) fn are_of(&self, holder: Arc<dyn Holder>) {
+    pub(crate) fn are_of(&self, holder: Arc<dyn Holder>, is_used: Arc<AtomicBool>, for_writing: bool) {
         // There is one version 4.
-        let _ = self.0.set(holder);
+        let _ = self.0.set(Held { holder, is_used, for_writing });
+    }
+
+    fn held(&self) -> Option<&Held> {
+        self.0.get().filter(|held| held.is_used.load(Ordering::SeqCst))
     }
 
     fn holder(&self) -> Option<&Arc<dyn Holder>> {
-        self.0.get().filter(|holder| holder.is_used())
+        self.held().map(|held| &held.holder)
+    }
+
+    fn holder_for_writing(&self) -> Option<&Arc<dyn Holder>> {
+        self.held().filter(|held| held.for_writing).map(|held| &held.holder)
     }
 }
 
@@ -99,7 +111,8 @@ impl Target<'_> {
 
     /// As [`Target::change`], of the data of a file that is not open: a file system with leases sees to it when it opens the file.
     pub(crate) async fn change_data(&self, client: Option<u64>) -> Result<Option<Change>> {
-        if self.is_kept_by_leases() { Ok(None) } else { self.change(client).await }
+        let is_kept_by_leases = !self.share.files.is_private() && self.share.delegations.holder_for_writing().is_none();
+        if is_kept_by_leases { Ok(None) } else { self.change(client).await }
     }
 
     /// As [`Target::change`], of what an entry of this directory leads to, if there is one.
@@ -114,21 +127,15 @@ impl Target<'_> {
 
     /// To be called before the file is read, or its attributes are, by one who does not have it open.
     pub(crate) async fn look(&self, client: Option<u64>) -> Result<()> {
-        match self.share.delegations.holder() {
-            Some(holder) if holder.is_used_for_writing() => holder.look(self.key(), client).await,
-            _ => Ok(()),
+        match self.share.delegations.holder_for_writing() {
+            Some(holder) => holder.look(self.key(), client).await,
+            None => Ok(()),
         }
     }
 
     /// Whether what there is to know of another file of the share may be old, because a client keeps what it has written to it.
     pub(crate) fn is_kept(&self, file: &FileId, client: Option<u64>) -> bool {
-        match self.share.delegations.holder() {
-            Some(holder) if holder.is_used_for_writing() => holder.is_kept(&self.key_of(file), client),
-            _ => false,
-        }
-    }
-
-    fn is_kept_by_leases(&self) -> bool {
-        self.share.delegations.holder().is_none_or(|holder| !holder.is_used_for_writing())
+        let holder = self.share.delegations.holder_for_writing();
+        holder.is_some_and(|holder| holder.is_kept(&self.key_of(file), client))
     }
 }

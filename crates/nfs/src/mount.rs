@@ -28,11 +28,10 @@ impl Mount {
 
     /// The handle of a path: a share's name, and behind it perhaps directories.
     async fn mount(&self, call: &Call, path: &[u8]) -> Result<Vec<u8>, Errno> {
-        let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty());
+        let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty()).peekable();
         let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
         let mut target = share.enter(share.files.root(), call).ok_or(Errno::ACCESS)?;
-        let mut names = names.peekable();
-        // Who has not shown who it is learns of no names in the share.
+        // A client that has not shown who it is learns of no names in the share.
         if names.peek().is_some() && call.connection.lacks_tls() {
             return Err(Errno::ACCESS);
         }

@@ -440,6 +440,28 @@ assert one.events == words(0)
 }
 
 #[test]
+fn what_is_read_in_memory_is_not_written_by_version_3_before_it_is_given_back() {
+    let lab = Lab::new();
+    let (state, share) = (lab.path("state"), "m=mem:1M,squash=none,delegations=read");
+    let daemon = Disks::serve(&["--quiet", "--share", share, "--nfs", "127.0.0.1:0", "--state", text(&state)]);
+    let script = r#"
+made(two, b"g")
+assert delegated(two, b"g", 3)[0] == 0, "only for reading"
+made(one, b"f")
+kind, stateid = delegated(one, b"f", 1)
+assert kind == READING
+handle = first_opaque(old.call(*MOUNT)[20:])
+file_handle = first_opaque(old.call(100003, 3, 3, handle + opaque(b"f"))[20:])
+write = lambda: old.call(100003, 3, 7, file_handle + words(0, 0, 4, 2) + opaque(b"data"))[16:20]
+assert write() == words(DELAY)
+assert recalled(one) == stateid and give_back(one, b"f", stateid) == 0
+assert write() == words(0)
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{DELEGATIONS}{script}"), &daemon.at("nfs"), ""]);
+    daemon.stop();
+}
+
+#[test]
 fn a_callback_that_a_client_has_no_time_for_comes_again_with_its_number() {
     let (daemon, at, _lab) = share();
     let script = r#"
@@ -470,10 +492,29 @@ for _ in range(3):
 call = two.called()
 assert sequence(call) == 1
 take(call)
-# Nor may one be lost: the client is asked whether it has had it.
+# One may be lost with its connection, or its answer: the client is asked whether it has had it.
+wait_and_free()
+assert sequence(two.called()) == 2
+other = Connection()
+two.stream, other.stream = other.stream, two.stream
+other.stream.close()
+import time
+while two.events != words(0x200):
+    two.run(0, b"")
+    time.sleep(0.01)
+two.compound(1, words(41) + two.id + words(3, 0))
+assert two.status == 0
 wait_and_free()
 call = two.called()
-assert sequence(call) == 2
+assert sequence(call) == 3
+refuse(two, call, 10063)
+call = two.called()
+assert sequence(call) == 2, "it has not had that"
+take(call)
+# Nothing fits.
+wait_and_free()
+call = two.called()
+assert sequence(call) == 3
 refuse(two, call, 10063)
 two.run(0, b"")
 assert two.events == words(0x400), "what it expects cannot be found out"

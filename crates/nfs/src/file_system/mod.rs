@@ -14,6 +14,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use thruway_engine::Segment;
 pub use thruway_fs::Credentials;
+pub use thruway_fs::lease::OnChange;
 
 /// Result of an operation; the error is the system's.
 pub type Result<T> = std::result::Result<T, Errno>;
@@ -209,8 +210,6 @@ pub struct ReadData {
 /// Keeps a file open: until all copies are dropped it can be read and written, also when its last name is gone.
 pub type OpenGuard = Arc<dyn Any + Send + Sync>;
 
-pub use thruway_fs::lease::OnChange;
-
 /// As whom data is read or written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct As<'a> {
@@ -385,9 +384,9 @@ pub trait FileSystem: Send + Sync {
         false
     }
 
-    /// From now on no other program changes the data of a regular file, and no file system's user does so here (`EINPROGRESS`): the
-    /// function is called when one would, who waits for a while until what is returned has been dropped. It is also called when its
-    /// attributes or names have been changed. `EAGAIN` if it is open for writing.
+    /// Keeps the data of a regular file as it is until what is returned is dropped. Another program that opens the file for writing
+    /// waits, for as long as the kernel lets it, and what is to be written here fails (`EINPROGRESS`); the function is called each
+    /// time. It is also called when attributes or names have been changed. `EAGAIN` if the file is open for writing.
     fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
         let _ = (file, on_change);
         unsupported()

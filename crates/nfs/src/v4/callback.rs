@@ -33,6 +33,9 @@ const SEQ_FALSE_RETRY: u32 = 10_076;
 /// So many calls may be lost, one behind the other, before the numbers begin again at the first of them.
 const TRIED_MAX: u32 = 8;
 
+/// Calls to find out which number the client expects: each that may have been lost, and one that it says it has had.
+const ATTEMPTS_MAX: u32 = TRIED_MAX + 3;
+
 /// How a client wants to be called (`callback_sec_parms4`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Credential {
@@ -118,13 +121,11 @@ impl Back {
 
     /// Sends a notice to the client, once; the status of its operation. `None` if there are too many on their way.
     pub(super) async fn send(&self, session: &Session, notice: &Notice) -> Result<Option<u32>, CallError> {
-        let on_its_way = OnItsWay(&self.notices);
+        let _on_its_way = OnItsWay(&self.notices);
         if self.notices.fetch_add(1, Ordering::Relaxed) >= NOTICES_MAX {
             return Ok(None);
         }
-        let sent = self.send_in_turn(session, notice).await;
-        drop(on_its_way);
-        sent.map(Some)
+        self.send_in_turn(session, notice).await.map(Some)
     }
 
     /// As [`Back::send`], whatever is on its way.
@@ -133,7 +134,7 @@ impl Back {
         // If the client has not got the last ones, the number of one of them is still the next.
         let ahead = slot.tried.wrapping_sub(slot.taken).min(TRIED_MAX);
         let mut sequence = slot.taken.wrapping_add(ahead).wrapping_add(1);
-        loop {
+        for _ in 0..ATTEMPTS_MAX {
             let Some(channel) = self.channels().iter().find(|channel| channel.is_open()).cloned() else {
                 return Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
             };
@@ -153,11 +154,8 @@ impl Back {
                     *slot = Slot { taken: sequence, tried: sequence };
                     return Ok(of_notice.unwrap_or_default());
                 }
-                SEQ_MISORDERED if sequence == slot.taken.wrapping_add(1) => {
-                    // Nothing that it could be is right.
-                    self.is_out_of_step.store(true, Ordering::Relaxed);
-                    return Ok(of_sequence);
-                }
+                // Nothing that it could be is right.
+                SEQ_MISORDERED if sequence == slot.taken.wrapping_add(1) => break,
                 SEQ_MISORDERED => sequence = sequence.wrapping_sub(1),
                 // The client has had a call of this number.
                 RETRY_UNCACHED_REP | SEQ_FALSE_RETRY => {
@@ -171,6 +169,8 @@ impl Back {
                 }
             }
         }
+        self.is_out_of_step.store(true, Ordering::Relaxed);
+        Ok(SEQ_MISORDERED)
     }
 }
 

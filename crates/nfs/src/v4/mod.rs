@@ -127,9 +127,8 @@ struct Server {
     recovery: Recovery,
     lease: Duration,
     started: Instant,
-    /// Clients can be called, so that files can be delegated to them; and some of them for writing.
-    can_delegate: AtomicBool,
-    can_delegate_writing: bool,
+    /// Clients can be called, so that files can be delegated to them.
+    can_delegate: Arc<AtomicBool>,
     /// Something that was delegated has been given back.
     given_back: tokio::sync::Notify,
     /// Files that other programs of this host change, from any thread.
@@ -151,8 +150,7 @@ impl Nfs4 {
         let state = State::new(epoch, config.lease.as_millis() as u64, before).with_grace_of(grace.as_millis() as u64);
         let (changed, to_recall) = mpsc::unbounded_channel();
         let server = Arc::new(Server {
-            can_delegate: AtomicBool::new(false),
-            can_delegate_writing: shares.iter().any(|share| share.delegate == Delegate::Writing),
+            can_delegate: Arc::default(),
             shares: Arc::clone(&shares),
             state: Mutex::new(state),
             recovery,
@@ -162,8 +160,10 @@ impl Nfs4 {
             changed,
             to_recall: Mutex::new(Some(to_recall)),
         });
+        let for_writing = shares.iter().any(|share| share.delegate == Delegate::Writing);
         for share in shares.iter() {
-            share.delegations.are_of(Arc::new(Clients(Arc::downgrade(&server))));
+            let holder = Arc::new(Clients(Arc::downgrade(&server)));
+            share.delegations.are_of(holder, Arc::clone(&server.can_delegate), for_writing);
         }
         Ok(Nfs4(server))
     }
@@ -193,7 +193,7 @@ impl Server {
         self: &Arc<Self>,
         mut action: impl FnMut(&mut State, u64) -> Result<T, Refused>,
     ) -> Result<T, Refused> {
-        let until = tokio::time::Instant::now() + recall::PATIENCE;
+        let mut until = None;
         loop {
             match self.state(&mut action) {
                 Err(Refused::Expired(client)) => self.expire(client).await?,
@@ -206,6 +206,7 @@ impl Server {
                         Err(Refused::Delegated) => {}
                         other => return other,
                     }
+                    let until = *until.get_or_insert_with(|| tokio::time::Instant::now() + recall::PATIENCE);
                     if tokio::time::timeout_at(until, given_back).await.is_err() {
                         return Err(Refused::Delegated);
                     }

@@ -473,7 +473,7 @@ fn put_delegation(out: &mut Encoder, delegated: Result<(bool, Stateid), NotDeleg
                 out.u32(1);
                 out.u64(u64::MAX);
             }
-            // Whom the client may let open it without asking: nobody.
+            // The client asks for the rights of each user.
             [0, 0, 0].into_iter().for_each(|word| out.u32(word));
             out.opaque(b"");
         }

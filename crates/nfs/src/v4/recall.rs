@@ -1,8 +1,9 @@
 //! Having back what is delegated to clients: they are called until they have given it back, or it is taken from them.
 
+use super::Server;
 use super::callback::Notice;
 use super::state::{Recalled, Refused, State};
-use super::{Server, Status};
+use super::status::Status;
 use crate::delegations::{FileKey, Holder};
 use crate::file_system::{OnChange, Op};
 use rustix::io::Errno;
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 /// So long a call waits for a client that gives something back, before its own client is asked to come again: most take no longer.
 pub(super) const PATIENCE: Duration = Duration::from_millis(50);
@@ -25,8 +26,8 @@ const UNKNOWN_AFTER: Duration = Duration::from_secs(5);
 /// Of a client: it knows of no such file, or no such delegation.
 const UNKNOWN: [u32; 2] = [Status::BADHANDLE.0, Status::BAD_STATEID.0];
 
-/// A client that does not know yet what it is to give back, or cannot be called, is called again after this long, and then after
-/// twice as long each time.
+/// After this long, and then after twice as long each time, a client that does not know yet what it is to give back, or could not be
+/// called, is called again; of one that knows it is looked whether it has.
 const AGAIN_AFTER: Duration = Duration::from_millis(50);
 const AGAIN_AFTER_MAX: Duration = Duration::from_secs(2);
 
@@ -55,10 +56,8 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
 /// How long a client may take to give something back: a lease, or as long as the kernel keeps others waiting.
 fn limit(server: &Arc<Server>, number: u64) -> Duration {
     let is_write = server.state(|state, _| state.recalled(number)).is_some_and(|recalled| recalled.is_write);
-    match thruway_fs::lease::break_time() {
-        Some(time) if !is_write => server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)),
-        _ => server.lease,
-    }
+    let break_time = if is_write { None } else { thruway_fs::lease::break_time() };
+    break_time.map_or(server.lease, |time| server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)))
 }
 
 /// Returns when it has been given back; says when the client knows that it is to do that.
@@ -67,9 +66,6 @@ async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
     let mut is_told = false;
     let mut unknown_since = None;
     loop {
-        let given_back = server.given_back.notified();
-        tokio::pin!(given_back);
-        given_back.as_mut().enable();
         let Some(Recalled { session, stateid, handle, .. }) = server.state(|state, _| state.recalled(number)) else {
             return;
         };
@@ -97,15 +93,8 @@ async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
                 Err(error) => tracing::debug!(client = session.client, %error, "recall failed"),
             }
         }
-        if is_told {
-            given_back.await;
-        } else {
-            let again = Instant::now() + again_after;
-            let _ = timeout_at(again, given_back).await;
-            // What another has given back is no reason to call at once.
-            sleep_until(again).await;
-            again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
-        }
+        sleep(again_after).await;
+        again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
     }
 }
 
@@ -136,14 +125,6 @@ impl Server {
     }
 }
 
-/// For whom `EINPROGRESS` is an error.
-fn errno(refused: Refused) -> Errno {
-    match refused {
-        Refused::Status(status) if status != Status::DELAY => Errno::IO,
-        _ => Errno::INPROGRESS,
-    }
-}
-
 /// The server, as those know it who serve the same files: it ends with version 4.
 pub(super) struct Clients(pub(super) Weak<Server>);
 
@@ -151,19 +132,11 @@ impl Clients {
     /// Does what may have to wait for others.
     async fn contend(&self, action: impl FnMut(&mut State, u64) -> Result<(), Refused>) -> Result<(), Errno> {
         let Some(server) = self.0.upgrade() else { return Ok(()) };
-        server.contend(action).await.map_err(errno)
+        server.contend(action).await.map_err(|_| Errno::INPROGRESS)
     }
 }
 
 impl Holder for Clients {
-    fn is_used(&self) -> bool {
-        self.0.upgrade().is_some_and(|server| server.can_delegate.load(Ordering::SeqCst))
-    }
-
-    fn is_used_for_writing(&self) -> bool {
-        self.0.upgrade().is_some_and(|server| server.can_delegate_writing && server.can_delegate.load(Ordering::SeqCst))
-    }
-
     fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {
         Box::pin(self.contend(move |state, now| state.begin_change(now, &file, client)))
     }

@@ -58,6 +58,7 @@ impl Compound<'_> {
     pub(super) async fn list_xattrs(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (cookie, bytes) = (d.u64()?, d.u32()? as usize);
         let target = self.target()?;
+        self.call.begin_long_reply().await;
         let names = match target.share.files.xattrs(&target.who, &target.file).await {
             // Names of which none can be told.
             Err(Errno::ACCESS) => return Err(Status::ACCESS.into()),

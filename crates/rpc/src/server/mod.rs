@@ -230,8 +230,9 @@ impl Call {
         }
     }
 
-    pub(crate) fn has_long_reply(&self) -> bool {
-        self.long_reply.get().is_some()
+    /// What is to be held until its reply has been taken, if that is long; all else that the call held is free.
+    pub(crate) fn into_long_reply(self) -> Option<OwnedSemaphorePermit> {
+        self.long_reply.into_inner()
     }
 
     /// The arguments without bulk items.

@@ -250,11 +250,12 @@ impl Served {
             Ok(Some(received)) if received.xid() != xid => self.error(xid, Procedure::ErrorChunk),
             Ok(Some(Received::Call(call, program))) => {
                 let reply = self.programs.answer(&call, &*program).await;
-                // What it held is free for others before its reply is sent.
-                drop(call);
+                // What it held is free for others before its reply is sent, but for the place of a long one.
+                let long_reply = call.into_long_reply();
                 if let Some(reply) = reply {
                     self.push(request, reply).await;
                 }
+                drop(long_reply);
             }
             Ok(Some(Received::StartTls { xid })) => {
                 self.push(request, refused(xid, Refusal::Auth(AuthError::RejectedCredential))).await;

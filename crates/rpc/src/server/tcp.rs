@@ -352,11 +352,12 @@ impl Served {
             if let Some(reply) = this.programs.answer(&call, &*program).await {
                 this.push(reply);
             }
-            if call.has_long_reply() {
+            if let Some(long_reply) = call.into_long_reply() {
                 // No other is made before the client has taken this one.
                 this.replies.room().await;
+                drop(long_reply);
             }
-            drop((call, long, turn));
+            drop((long, turn));
         });
         Ok(())
     }

@@ -41,7 +41,7 @@ pub(super) struct NfsArgs {
     /// allow=RULE|RULE... says who may use it: an address, a network like 192.0.2.0/24, or cert:NAME of a certificate, with
     /// +ro, +rw or +squash=WHO behind it where that differs from the share; the first that fits counts; delegations=none, read
     /// or write says what clients of 4.1 and 4.2 keep of the files that they open (read, and write of memory); may be repeated
-    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,allow=CLIENTS]", value_parser = Spec::parse)]
+    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,delegations=WHAT][,allow=CLIENTS]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]

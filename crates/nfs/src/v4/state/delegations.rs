@@ -39,7 +39,7 @@ pub(in super::super) struct Recalled {
     pub session: Option<Arc<Session>>,
     pub stateid: Stateid,
     pub handle: Box<[u8]>,
-    /// Nobody but clients waits for it.
+    /// Only clients wait for it.
     pub is_write: bool,
 }
 
@@ -144,7 +144,7 @@ impl State {
 
     /// Recalls all that is delegated of a file: another program changes it.
     pub(in super::super) fn recall_all(&mut self, now: u64, file: &FileKey) {
-        // The clients are called; nobody waits for it here.
+        // The clients are called, and not waited for.
         let _ = self.recall(now, file, |_| true);
     }
 
@@ -209,7 +209,7 @@ impl State {
         let mut removed = Removed::default();
         let lease = std::mem::replace(&mut delegation.lease, Arc::new(()));
         self.dropped.push(lease);
-        // It is in nobody's way any more, that of others who could have one included.
+        // It is not in the way of others any more, and does not count.
         self.delegations -= 1;
         if let Some(client) = self.clients.get_mut(&client) {
             client.lease.revoked(1);
