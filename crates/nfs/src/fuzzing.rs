@@ -3,11 +3,14 @@
 use crate::delegations::{Delegate, Delegations};
 use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
+use crate::nlm::Nlm;
+use crate::nsm::Nsm;
 use crate::share::{Share, Shares, Squash};
 use crate::v3::Nfs3;
 use crate::v4::{self, Nfs4};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
+use thruway_rpc::rpcbind::Rpcbind;
 use thruway_rpc::server::{Program, Programs};
 use thruway_rpc::xdr::Encoder;
 
@@ -17,6 +20,9 @@ fn programs(shares: Vec<Share>) -> Programs {
     let v4 = Nfs4::new(Arc::clone(&shares), config).expect("there is no file to be read");
     Programs::new([
         Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
+        Arc::new(Nlm::new(&v4)),
+        Arc::new(Nsm::new(&v4)),
+        Arc::new(Rpcbind::new(Vec::new())),
         Arc::new(v4),
         Arc::new(Mount::new(shares)),
     ])

@@ -3,7 +3,7 @@
 //! - [`file_system`]: what a file system is, and directories of this host.
 //! - [`share`]: file systems with names, file handles, and whom the users of clients count as; [`rules`] for clients.
 //! - [`delegations`]: files that clients keep, and others wait for.
-//! - [`v3`] and [`mount`], [`v4`]: the protocols.
+//! - [`v3`], [`mount`], [`nlm`] and [`nsm`] (its locks), [`v4`]: the protocols.
 //! - [`client`]: asking a server, to list and to measure.
 
 #![forbid(unsafe_code)]
@@ -15,6 +15,8 @@ pub mod file_system;
 pub mod fuzzing;
 mod groups;
 pub mod mount;
+pub mod nlm;
+pub mod nsm;
 pub mod rules;
 pub mod share;
 pub mod v3;

@@ -7,11 +7,11 @@ use crate::xdr::{DecodeError, Decoder, Encoder};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::time::Duration;
 use thruway_server::{Plain, Reader, SendQueue, Stream};
-use tokio::net::TcpStream;
+use tokio::net::TcpSocket;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -107,7 +107,19 @@ impl Client {
     /// # Errors
     /// The system's.
     pub async fn connect(server: SocketAddr, timeout: Duration) -> io::Result<Client> {
-        let connecting = tokio::time::timeout(timeout, TcpStream::connect(server)).await;
+        Client::connect_from(None, server, timeout).await
+    }
+
+    /// As [`Client::connect`], from this address, if it is given.
+    ///
+    /// # Errors
+    /// The system's.
+    pub async fn connect_from(local: Option<IpAddr>, server: SocketAddr, timeout: Duration) -> io::Result<Client> {
+        let socket = if server.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        if let Some(local) = local {
+            socket.bind(SocketAddr::new(local, 0))?;
+        }
+        let connecting = tokio::time::timeout(timeout, socket.connect(server)).await;
         let stream = connecting.map_err(|_| io::ErrorKind::TimedOut)??;
         stream.set_nodelay(true)?;
         Client::over(Plain::Tcp(stream), timeout)
@@ -257,7 +269,7 @@ impl Shared {
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     const TIMEOUT: Duration = Duration::from_secs(30);
     const PROCEDURE: Procedure = Procedure { program: 1, version: 2, procedure: 3 };

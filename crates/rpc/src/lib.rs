@@ -3,8 +3,8 @@
 //! - [`xdr`]: the encoding, in which a long item may stay where it is.
 //! - [`message`]: calls and replies. [`record`]: messages on a byte stream.
 //! - [`rdma`]: the headers of RPC over RDMA (RFC 8166), and which way each part of a reply goes.
-//! - [`server`]: connections over TCP and RDMA, and the programs that are called.
-//! - [`client`]: calling programs.
+//! - [`server`]: connections over TCP and RDMA, datagrams, and the programs that are called.
+//! - [`client`]: calling programs; [`rpcbind`]: finding them, and being found.
 
 #![forbid(unsafe_code)]
 
@@ -14,5 +14,6 @@ pub mod fuzzing;
 pub mod message;
 pub mod rdma;
 pub mod record;
+pub mod rpcbind;
 pub mod server;
 pub mod xdr;

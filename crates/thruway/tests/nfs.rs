@@ -325,6 +325,118 @@ assert two.events == words(0)
     daemon.stop();
 }
 
+/// As [`SESSION`], with locks of version 3: `Host(address)` is a client at an address of this host, whose calls return statuses.
+const LOCKS: &str = r#"
+TO_END = 0
+class Host(Connection):
+    def __init__(self, address, name=b"host", start=1):
+        self.stream = socket.create_connection((host, int(port)), source_address=(address, 0))
+        self.xid, self.calls, self.name, self.start = 0, [], name, start
+        mounted = super().call(*MOUNT)[20:]
+        root = opaque(mounted[4:4 + struct.unpack(">I", mounted[:4])[0]])
+        found = super().call(100003, 3, 3, root + opaque(b"f"))[16:]
+        assert found[:4] == words(0), found
+        self.file = opaque(found[8:8 + struct.unpack(">I", found[4:8])[0]])
+    def nlm(self, procedure, before, process, offset, length, behind=b""):
+        lock = opaque(self.name) + self.file + opaque(b"owner") + words(process) + struct.pack(">QQ", offset, length)
+        reply = self.call(100021, 4, procedure, opaque(b"cookie") + before + lock + behind)
+        assert reply[:16] == words(0, 0, 0, 0) and reply[16:28] == opaque(b"cookie"), reply
+        self.rest = reply[32:]
+        return struct.unpack(">I", reply[28:32])[0]
+    def test(self, process, write, offset, length):
+        return self.nlm(1, words(write), process, offset, length)
+    def lock(self, process, write, offset, length, wait=0, reclaim=0, procedure=2):
+        return self.nlm(procedure, words(wait, write), process, offset, length, words(reclaim, self.start))
+    def cancel(self, process, write, offset, length):
+        return self.nlm(3, words(1, write), process, offset, length)
+    def unlock(self, process, offset, length):
+        return self.nlm(4, b"", process, offset, length)
+    def share(self, owner, deny, access, procedure=20):
+        reply = self.call(100021, 4, procedure, opaque(b"c") + opaque(self.name) + self.file + opaque(owner) + words(deny, access, 0))
+        return struct.unpack(">I", reply[24:28])[0]
+    def notify(self, start):
+        return self.call(100024, 1, 6, opaque(b"a name that proves nothing") + words(start))
+
+GRANTED, DENIED, NO_ROOM, BLOCKED, GRACE, STALE, TOO_BIG, FAILED = 0, 1, 2, 3, 4, 7, 8, 9
+"#;
+
+#[test]
+fn locks_of_version_3_exclude_those_of_all_versions() {
+    let (daemon, at, _lab) = share();
+    let script = r#"
+v4 = Session(b"v4")
+stateid, _ = opened(v4, b"o")
+one, two = Host("127.0.0.1"), Host("127.0.0.2")
+for call in [(100021, 4, 0), (100024, 1, 0)]:
+    assert one.call(*call) == words(0, 0, 0, 0)
+assert one.call(100021, 3, 0) == words(0, 0, 0, 2, 4, 4), "versions for NFS version 2"
+
+assert one.lock(7, 1, 100, 50) == GRANTED and one.lock(7, 1, 120, 10) == GRANTED, "its own is in no owner's way"
+assert one.test(8, 0, 149, 1) == DENIED, "another process of the same host"
+assert one.rest == words(1, 7) + opaque(b"owner") + struct.pack(">QQ", 100, 50)
+assert two.lock(7, 0, 149, 1) == DENIED and two.lock(7, 0, 150, TO_END) == GRANTED
+assert one.lock(7, 1, 2**63 - 1, 1) == DENIED and two.unlock(7, 0, TO_END) == GRANTED
+assert one.lock(7, 1, 2**64 - 1, 1) == TOO_BIG and one.lock(7, 1, 2**63, TO_END) == TOO_BIG
+assert one.lock(7, 1, 2**62, 2**64 - 1) == GRANTED and two.test(7, 0, 2**63 - 1, 1) == DENIED, "beyond the end is to the end"
+assert two.rest[-8:] == struct.pack(">Q", 0)
+one.unlock(7, 2**62, TO_END)
+
+# Version 4.
+def lock4(offset, length):
+    v4.run(4, IN_FILE + words(12, 2, 0) + struct.pack(">QQ", offset, length) + words(1, 0) + stateid + words(0) + v4.client + opaque(b"o"))
+    return v4.status
+assert lock4(0, 101) == 10010 and lock4(0, 100) == 0
+assert two.test(7, 1, 99, 1) == DENIED and two.rest == words(1, 0) + opaque(b"o") + struct.pack(">QQ", 0, 100)
+
+# A wait is cancelled; nothing is locked then.
+assert two.lock(7, 1, 100, 50, wait=1) == BLOCKED and two.lock(7, 1, 100, 50, wait=1) == BLOCKED
+assert two.cancel(7, 1, 100, 50) == GRANTED
+assert one.unlock(7, 100, 50) == GRANTED and one.lock(7, 1, 100, 50) == GRANTED
+assert one.lock(7, 1, 300, 1, reclaim=1) == GRACE, "there has been no restart"
+assert one.unlock(99, 0, TO_END) == GRANTED, "who has nothing"
+for wait in range(64):
+    assert two.lock(wait, 1, 100, 50, wait=1) == BLOCKED
+assert two.lock(64, 1, 100, 50, wait=1) == NO_ROOM
+for wait in range(64):
+    assert two.cancel(wait, 1, 100, 50) == GRANTED
+
+# Share modes: version 4 has the file open for reading and writing.
+assert one.share(b"a", 1, 0) == DENIED and one.share(b"a", 0, 3) == GRANTED
+v4.run(4, LOOK_UP + words(18, 0, 0x401, 2) + v4.client + opaque(b"z") + words(0, 0) + opaque(b"f") + words(10))
+assert v4.status == 10015, "denied"
+assert one.share(b"a", 0, 0, procedure=21) == GRANTED
+
+# A host that has restarted: by its notice, by the number of its start, by FREE_ALL; another host's notice changes nothing.
+two.notify(9)
+one.notify(1)
+assert two.test(7, 1, 100, 1) == DENIED
+one.notify(3)
+assert two.lock(7, 1, 100, 50) == GRANTED
+assert one.test(7, 1, 100, 1) == DENIED and two.test(7, 1, 100, 1) == GRANTED
+again = Host("127.0.0.2", start=3)
+assert again.lock(9, 1, 400, 1) == GRANTED and one.lock(7, 1, 100, 50) == GRANTED
+assert one.call(100021, 4, 23, opaque(b"host") + words(0)) == words(0, 0, 0, 0)
+assert again.lock(9, 1, 100, 50) == GRANTED
+# A call that is repeated is not done again.
+call = words(77, 0, 2, 100021, 4, 4, 1) + opaque(words(0, 0, 0, 0, 0)) + words(0, 0) + opaque(b"cookie") + opaque(b"host") + again.file + opaque(b"owner") + words(9) + struct.pack(">QQ", 100, 50)
+def send():
+    again.stream.sendall(words(0x80000000 | len(call)) + call)
+    return again.receive_message()
+assert send()[24:] == opaque(b"cookie") + words(GRANTED)
+assert again.lock(9, 1, 100, 50) == GRANTED
+assert send()[24:] == opaque(b"cookie") + words(GRANTED) and one.test(7, 0, 100, 1) == DENIED
+
+# What makes no sense.
+one.file = opaque(b"x" * 30)
+assert one.lock(7, 1, 0, 1) == STALE and one.unlock(7, 0, 1) == STALE
+assert one.call(100021, 4, 2, opaque(b"cookie") + words(0, 2)) == words(0, 0, 0, 4), "garbage"
+assert one.call(100021, 4, 99) == words(0, 0, 0, 3) and one.call(100024, 1, 3) == words(0, 0, 0, 3)
+assert one.call(100024, 1, 2)[16:20] == words(1), "it monitors nobody for others"
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{LOCKS}{script}"), &at, ""]);
+    daemon.stop();
+}
+
 /// As [`SESSION`]: `delegated(session, name, access)` opens a file and returns the kind of the delegation and its stateid.
 const DELEGATIONS: &str = r#"
 import time

@@ -107,7 +107,7 @@ impl From<Refused> for Failure {
             Refused::Status(status) => status.into(),
             // Not passed on by those who can do something about it.
             Refused::Expired(_) | Refused::Delegated => Status::DELAY.into(),
-            Refused::Denied(Denied { range, is_write, client, owner }) => {
+            Refused::Denied(Denied { range, is_write, client, owner, .. }) => {
                 let mut body = Encoder::new();
                 body.u64(range.start);
                 body.u64(range.len());

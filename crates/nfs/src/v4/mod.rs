@@ -15,8 +15,8 @@ mod open_ops;
 mod recall;
 mod recovery;
 pub(crate) mod session;
-mod state;
-mod status;
+pub(crate) mod state;
+pub(crate) mod status;
 mod xattr_ops;
 
 use self::callback::Notice;
@@ -24,7 +24,7 @@ use self::compound::Compound;
 use self::recall::Clients;
 use self::recovery::Recovery;
 use self::session::Session;
-use self::state::{MayHave, Refused, State};
+use self::state::{Freed, MayHave, Refused, State};
 use self::status::Status;
 use crate::delegations::{Delegate, FileKey};
 use crate::share::Shares;
@@ -32,7 +32,7 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
@@ -118,19 +118,21 @@ pub struct Config {
 }
 
 /// The program.
-pub struct Nfs4(Arc<Server>);
+pub struct Nfs4(pub(crate) Arc<Server>);
 
 /// What it works with.
-struct Server {
-    shares: Arc<Shares>,
-    state: Mutex<State>,
-    recovery: Recovery,
+pub(crate) struct Server {
+    pub shares: Arc<Shares>,
+    pub state: Mutex<State>,
+    pub recovery: Recovery,
     lease: Duration,
     started: Instant,
     /// Clients can be called, so that files can be delegated to them.
     can_delegate: Arc<AtomicBool>,
     /// Something that was delegated has been given back.
     given_back: tokio::sync::Notify,
+    /// Who gives clients of version 3 the locks that they wait for.
+    pub lock_waits: OnceLock<Box<dyn Fn(Freed) + Send + Sync>>,
     /// Files that other programs of this host change, from any thread.
     changed: mpsc::UnboundedSender<FileKey>,
     /// Taken by the task that recalls what is delegated of these.
@@ -157,6 +159,7 @@ impl Nfs4 {
             lease: config.lease,
             started: Instant::now(),
             given_back: tokio::sync::Notify::new(),
+            lock_waits: OnceLock::new(),
             changed,
             to_recall: Mutex::new(Some(to_recall)),
         });
@@ -170,17 +173,20 @@ impl Nfs4 {
 }
 
 impl Server {
-    fn now(&self) -> u64 {
+    pub(crate) fn now(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
 
     /// Does something with the state of clients. What was kept open is let go when others can go on.
-    fn state<T>(self: &Arc<Self>, action: impl FnOnce(&mut State, u64) -> T) -> T {
-        let (result, dropped, notices, recalls) = {
+    pub(crate) fn state<T>(self: &Arc<Self>, action: impl FnOnce(&mut State, u64) -> T) -> T {
+        let (result, dropped, notices, freed, recalls) = {
             let mut state = self.state.lock().expect("no panics under the lock");
             let result = action(&mut state, self.now());
-            (result, state.take_dropped(), state.take_notices(), state.take_recalls())
+            (result, state.take_dropped(), state.take_notices(), state.take_freed(), state.take_recalls())
         };
+        if let Some(give) = self.lock_waits.get() {
+            freed.into_iter().for_each(give);
+        }
         drop(dropped);
         notices.into_iter().for_each(|(session, notice)| send(session, notice));
         recalls.into_iter().for_each(|number| recall::start(self, number));
@@ -189,7 +195,7 @@ impl Server {
 
     /// As [`Server::state`]; what clients have that are not heard of any more is taken from them if it is in the way, and what is
     /// delegated to them is waited for, but not for long.
-    async fn contend<T>(
+    pub(crate) async fn contend<T>(
         self: &Arc<Self>,
         mut action: impl FnMut(&mut State, u64) -> Result<T, Refused>,
     ) -> Result<T, Refused> {
@@ -234,7 +240,7 @@ impl Server {
     }
 
     /// Whether a client may have something new, or have back what it had.
-    async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
+    pub(crate) async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
         let records =
             self.state(
                 |state, now| {
@@ -249,15 +255,15 @@ impl Server {
 
     /// Brings to stable storage which clients have something.
     async fn store(self: &Arc<Self>) -> Result<(), Status> {
-        let now = self.state(|state, _| state.records().0);
+        let now = self.state(|state, now| state.records(now).0);
         self.store_until(now).await
     }
 
     /// As [`Server::store`], if this state of affairs or a later one is not stored yet.
     async fn store_until(self: &Arc<Self>, number: u64) -> Result<(), Status> {
         let records = || {
-            self.state(|state, _| {
-                let (number, clients) = state.records();
+            self.state(|state, now| {
+                let (number, clients) = state.records(now);
                 (number, clients, state.has_earlier())
             })
         };

@@ -411,7 +411,8 @@ impl<'a> Compound<'a> {
                 };
                 if let Some(owner) = owner {
                     let handle = handle.clone();
-                    state.wait_for_lock(Waiting { client, owner, handle, is_write, range, since: now }, &file);
+                    let waiting = Waiting { client, owner, is_monitored: false, handle, is_write, range, since: now };
+                    state.wait_for_lock(waiting, &file);
                 }
             }
             result

@@ -6,12 +6,12 @@ use thruway_rpc::xdr::DecodeError;
 
 /// A status that is not success (`nfsstat4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Status(pub(super) u32);
+pub(crate) struct Status(pub(crate) u32);
 
 macro_rules! statuses {
     ($($name:ident = $number:expr,)*) => {
         impl Status {
-            $(pub(super) const $name: Status = Status($number);)*
+            $(pub(crate) const $name: Status = Status($number);)*
         }
     };
 }

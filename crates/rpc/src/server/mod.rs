@@ -4,10 +4,12 @@ mod back;
 mod rdma;
 mod reply_cache;
 mod tcp;
+mod udp;
 
 pub use back::BackChannel;
 pub use rdma::RdmaConfig;
 pub use tcp::Config;
+pub use udp::UdpServer;
 
 use self::reply_cache::{Lookup, ReplyCache};
 use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
@@ -130,6 +132,8 @@ pub enum Transport {
     Tls,
     /// An RDMA connection.
     Rdma,
+    /// A datagram: its sender may be made up.
+    Udp,
 }
 
 /// A connection that calls come by.
@@ -138,6 +142,8 @@ pub struct Connection {
     pub id: u64,
     /// Its other end; none if that is a Unix socket.
     pub peer: Option<SocketAddr>,
+    /// Its own end, which the client knows this server by; none if that is a Unix socket or not known.
+    pub local: Option<SocketAddr>,
     /// What it runs over.
     pub transport: Transport,
     /// Whether results may be files that are lent.
@@ -165,6 +171,7 @@ impl Connection {
         Connection {
             id,
             peer,
+            local: None,
             transport,
             can_lend,
             names,

@@ -94,9 +94,9 @@ async fn send(stream: &mut Stream, reply: Encoder) -> io::Result<()> {
 
 impl Service {
     async fn serve(&self, socket: Socket, permit: &Permit) -> io::Result<()> {
-        let peer = match &socket {
-            Socket::Tcp(_, peer) => Some(*peer),
-            Socket::Unix(_) => None,
+        let (peer, local) = match &socket {
+            Socket::Tcp(stream, peer) => (Some(*peer), stream.local_addr().ok()),
+            Socket::Unix(_) => (None, None),
         };
         let stream = socket.open()?;
         let mut closing = self.acceptor.closing();
@@ -112,9 +112,8 @@ impl Service {
         let (reader, writer) = stream.split()?;
         let lacks_tls = self.tls_required && transport == Transport::Tcp;
         let (back, back_calls) = BackChannel::new();
-        let connection =
-            Connection { lacks_tls, back: Some(back), ..Connection::new(peer, transport, writer.can_lend(), names) };
-        let connection = Rc::new(connection);
+        let connection = Connection::new(peer, transport, writer.can_lend(), names);
+        let connection = Rc::new(Connection { local, lacks_tls, back: Some(back), ..connection });
         let served = Served {
             programs: self.programs.clone(),
             connection,

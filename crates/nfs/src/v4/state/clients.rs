@@ -30,29 +30,39 @@ impl Principal {
     }
 }
 
-/// What a client calls itself. Those of version 4.0 are others than those of the later ones, also where the name is the same.
+/// By which version a client has what it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    /// Version 4.1 or 4.2.
+    WithSessions,
+    /// Version 4.0.
+    WithoutSessions,
+    /// Version 3, whose locks have no leases: that it has restarted is to be learnt (`monitored.rs`).
+    Monitored,
+}
+
+/// What a client calls itself. Those of one kind are others than those of another, also where the name is the same.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(in super::super) struct ClientName {
-    /// It knows sessions, as clients do from version 4.1 on.
-    pub has_sessions: bool,
+pub(crate) struct ClientName {
+    pub kind: Kind,
     pub name: Box<[u8]>,
 }
 
 impl ClientName {
     /// Of version 4.1 or 4.2.
     pub(in super::super) fn with_sessions(name: &[u8]) -> ClientName {
-        ClientName { has_sessions: true, name: name.into() }
+        ClientName { kind: Kind::WithSessions, name: name.into() }
     }
 
     /// Of version 4.0.
     pub(in super::super) fn without_sessions(name: &[u8]) -> ClientName {
-        ClientName { has_sessions: false, name: name.into() }
+        ClientName { kind: Kind::WithoutSessions, name: name.into() }
     }
 }
 
 /// A client.
 pub(super) struct Client {
-    name: ClientName,
+    pub name: ClientName,
     /// Another one after each restart of the client.
     pub verifier: [u8; 8],
     pub principal: Principal,
@@ -63,7 +73,7 @@ pub(super) struct Client {
     pub lease: Arc<Lease>,
     sessions: usize,
     /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
-    has_reclaimed: bool,
+    pub has_reclaimed: bool,
     /// What it has is being given up.
     is_given_up: bool,
     /// What it has open and locked, and what is delegated to it; of the latter how much.
@@ -71,6 +81,8 @@ pub(super) struct Client {
     pub delegations: usize,
     /// If it is one of version 4.0.
     pub numbering: Option<Numbering>,
+    /// If it is one of version 3: the number of its start, if that is known.
+    pub start: u32,
 }
 
 /// The answer to EXCHANGE_ID.
@@ -113,7 +125,7 @@ impl State {
 
     /// A client of version 4.1 or 4.2.
     fn with_sessions(&mut self, id: u64) -> Result<&mut Client, Status> {
-        let client = self.clients.get_mut(&id).filter(|client| client.name.has_sessions);
+        let client = self.clients.get_mut(&id).filter(|client| client.name.kind == Kind::WithSessions);
         client.ok_or(Status::STALE_CLIENTID)
     }
 
@@ -134,7 +146,7 @@ impl State {
                 break id;
             }
         };
-        let numbering = (!name.has_sessions).then(Numbering::default);
+        let numbering = (name.kind == Kind::WithoutSessions).then(Numbering::default);
         let client = Client {
             name: name.clone(),
             verifier,
@@ -149,6 +161,7 @@ impl State {
             held: HashSet::new(),
             delegations: 0,
             numbering,
+            start: 0,
         };
         self.clients.insert(id, client);
         self.by_owner.entry(name).or_default().1 = Some(id);
@@ -158,7 +171,7 @@ impl State {
     /// Makes room for a client: those whose leases have expired and that have nothing go; else the one that has not been confirmed
     /// for longest; else what the one has that has not been heard of for longest.
     fn make_room(&mut self, now: u64) -> Result<(), Refused> {
-        let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, &client.lease);
+        let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, client);
         let gone: Vec<u64> = self.clients.iter().filter(gone).map(|(id, _)| *id).collect();
         gone.into_iter().for_each(|id| self.remove_client(id));
         if self.clients.len() < CLIENTS_MAX {
@@ -171,7 +184,7 @@ impl State {
                 self.remove_client(id);
                 Ok(())
             }
-            Some((id, client)) if self.is_expired(now, &client.lease) => Err(Refused::Expired(*id)),
+            Some((id, client)) if self.is_expired(now, client) => Err(Refused::Expired(*id)),
             _ => Err(Status::DELAY.into()),
         }
     }
@@ -179,7 +192,7 @@ impl State {
     /// The one of these clients that has not been heard of for longest, if its lease has expired.
     pub(in super::super) fn longest_expired(&self, now: u64, among: impl Iterator<Item = u64>) -> Option<u64> {
         let known = among.filter_map(|id| Some((id, self.clients.get(&id)?)));
-        let expired = known.filter(|(_, client)| self.is_expired(now, &client.lease));
+        let expired = known.filter(|(_, client)| self.is_expired(now, client));
         expired.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
     }
 
@@ -211,6 +224,9 @@ impl State {
         }
         if let Some(numbering) = &client.numbering {
             self.forget_numbering(numbering);
+        }
+        if client.name.kind == Kind::Monitored {
+            self.forget_waits(id);
         }
         if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {
@@ -349,11 +365,11 @@ impl State {
     }
 
     /// Whether clients that had something before the restart still get it back.
-    pub(in super::super) fn is_grace(&mut self, now: u64) -> bool {
+    pub(crate) fn is_grace(&mut self, now: u64) -> bool {
         let is_over = self.grace.waiting.is_empty() || now >= self.grace.until;
         if is_over && !self.grace.before.is_empty() {
-            // Clients of version 4.0 do not say that this was all.
-            let reclaimed = |client: &&mut Client| client.numbering.is_some() && !client.held.is_empty();
+            // Clients without sessions do not say that this was all.
+            let reclaimed = |client: &&mut Client| client.name.kind != Kind::WithSessions && !client.held.is_empty();
             self.clients.values_mut().filter(reclaimed).for_each(|client| client.has_reclaimed = true);
             self.grace.before.clear();
             self.grace.waiting.clear();
@@ -370,7 +386,7 @@ impl State {
         if client.is_given_up {
             return Err(Status::DELAY);
         }
-        if !is_grace && client.numbering.is_some() && !client.has_reclaimed {
+        if !is_grace && client.name.kind != Kind::WithSessions && !client.has_reclaimed {
             client.has_reclaimed = true;
             self.records += 1;
         }
@@ -402,9 +418,15 @@ impl State {
     }
 
     /// Which clients are to stand in stable storage, and the number of this state of affairs.
-    pub(in super::super) fn records(&self) -> (u64, BTreeSet<ClientName>) {
+    pub(in super::super) fn records(&mut self, now: u64) -> (u64, BTreeSet<ClientName>) {
+        self.retire_monitored(now);
         let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.name);
         (self.records, now.chain(&self.grace.before).cloned().collect())
+    }
+
+    /// Clients of before the start that may still come back.
+    pub(super) fn earlier(&self) -> impl Iterator<Item = &ClientName> {
+        self.grace.before.iter()
     }
 
     /// Whether clients from before the start may still come back.
@@ -414,10 +436,10 @@ impl State {
 
     /// Takes a client whose lease has expired out of what is to stand in stable storage: it will not get back what it has.
     pub(in super::super) fn give_up(&mut self, now: u64, id: u64) -> bool {
-        let Some(client) = self.clients.get_mut(&id) else { return false };
-        if now.saturating_sub(client.lease.renewed()) <= self.lease_ms {
+        if self.clients.get(&id).is_none_or(|client| !self.is_expired(now, client)) {
             return false;
         }
+        let Some(client) = self.clients.get_mut(&id) else { return false };
         client.has_reclaimed = false;
         client.is_given_up = true;
         self.grace.before.remove(&client.name);
@@ -439,7 +461,7 @@ impl State {
     /// what it has, and is to be stored again.
     pub(in super::super) fn expire(&mut self, now: u64, id: u64) -> bool {
         let Some(client) = self.clients.get(&id) else { return true };
-        if !self.is_expired(now, &client.lease) {
+        if !self.is_expired(now, client) {
             self.keep(id);
             return false;
         }
@@ -470,7 +492,7 @@ impl State {
                     self.dropped.push(open.guard);
                 }
                 Held::Locks(holder) => {
-                    if let Some(Held::Open(open)) = self.held.get_mut(&holder.open) {
+                    if let Some(Held::Open(open)) = holder.open.and_then(|open| self.held.get_mut(&open)) {
                         open.holders.remove(&number);
                     }
                 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(super) struct Delegation {
     pub client: u64,
     pub file: FileKey,
-    is_write: bool,
+    pub is_write: bool,
     /// As the client calls it.
     handle: Box<[u8]>,
     /// It is to be given back.
@@ -74,7 +74,8 @@ impl State {
             let open = self.open_ref(*number);
             if is_write { open.client != client } else { open.access & WRITE != 0 }
         };
-        state.changes == 0 && !state.delegations.iter().any(is_excluded) && !state.opens().iter().any(is_contended)
+        let has_others = state.changes > 0 || self.is_locked_by_monitored(file);
+        !has_others && !state.delegations.iter().any(is_excluded) && !state.opens().iter().any(is_contended)
     }
 
     /// Delegates a file to a client that has it open, if that may be.
@@ -122,7 +123,7 @@ impl State {
             if !std::mem::replace(&mut delegation.is_recalled, true) {
                 self.recalls.push(number);
             }
-            if self.clients.get(&client).is_some_and(|client| self.is_expired(now, &client.lease)) {
+            if self.clients.get(&client).is_some_and(|client| self.is_expired(now, client)) {
                 refused = Refused::Expired(client);
             }
         }

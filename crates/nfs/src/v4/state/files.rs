@@ -1,5 +1,6 @@
 //! Files that are open, and their locks (RFC 8881, section 9).
 
+use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
 use super::ranges::{Lock, Locks, Range};
@@ -50,7 +51,14 @@ pub(super) struct LockHolder {
     pub owner: Owner,
     pub file: FileKey,
     seqid: u32,
-    pub open: u64,
+    /// Version 3 locks files without having them open.
+    pub open: Option<u64>,
+}
+
+impl Open {
+    pub(super) fn is_of(&self, owner: &[u8]) -> bool {
+        *self.owner == *owner
+    }
 }
 
 impl Held {
@@ -96,7 +104,7 @@ pub(in super::super) struct OpenAs<'a> {
 pub(super) struct FileState {
     opens: Vec<u64>,
     /// Owners of locks, by client and name.
-    holders: HashMap<(u64, Owner), u64>,
+    pub holders: HashMap<(u64, Owner), u64>,
     pub locks: Locks,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
@@ -142,6 +150,13 @@ impl FileState {
         let has_state = !self.opens.is_empty() || !self.holders.is_empty() || !self.locks.is_empty();
         !has_state && self.delegations.is_empty() && self.changes == 0
     }
+}
+
+/// An owner who gets a lock.
+pub(super) enum Holder {
+    Known(u64),
+    /// One who comes by something that is open, or by version 3.
+    New(Owner, Option<u64>),
 }
 
 /// Who wants a lock.
@@ -307,7 +322,7 @@ impl State {
     }
 
     /// The time to have back what one had may have ended since that was found out.
-    fn check_reclaim(&mut self, now: u64, is_reclaim: bool) -> Result<(), Status> {
+    pub(super) fn check_reclaim(&mut self, now: u64, is_reclaim: bool) -> Result<(), Status> {
         if is_reclaim && !self.is_grace(now) { Err(Status::NO_GRACE) } else { Ok(()) }
     }
 
@@ -388,7 +403,7 @@ impl State {
         let (_, held) = self.find(client, stateid)?;
         let open = match held {
             Held::Open(open) => open,
-            Held::Locks(holder) => self.open_ref(holder.open),
+            Held::Locks(holder) => self.open_ref(holder.open.ok_or(Status::BAD_STATEID)?),
             Held::Delegation(delegation) if delegation.file == *file => {
                 return Ok(State::access_delegated(delegation, is_write)?);
             }
@@ -409,8 +424,9 @@ impl State {
     fn denied(&self, now: u64, to: u64, lock: Lock) -> Refused {
         let Some(Held::Locks(holder)) = self.held.get(&lock.holder) else { unreachable!("locks have holders") };
         let Lock { range, is_write, .. } = lock;
-        let denied =
-            Denied { range, is_write, client: if holder.client == to { to } else { 0 }, owner: holder.owner.clone() };
+        let is_monitored = self.clients.get(&holder.client).is_some_and(|c| c.name.kind == Kind::Monitored);
+        let client = if holder.client == to { to } else { 0 };
+        let denied = Denied { range, is_write, client, owner: holder.owner.clone(), is_monitored };
         self.in_the_way(now, holder.client, Refused::Denied(denied))
     }
 
@@ -432,7 +448,7 @@ impl State {
         let (holder, open, new) = match request {
             LockRequest::Existing(stateid) => {
                 let (number, holder) = self.find_holder(client, stateid, file)?;
-                (Some(number), holder.open, None)
+                (Some(number), holder.open.ok_or(Status::BAD_STATEID)?, None)
             }
             LockRequest::New { open, owner } => {
                 let (open, _) = self.find_open(client, open, file)?;
@@ -442,30 +458,56 @@ impl State {
         if self.open_ref(open).access & if is_write { WRITE } else { READ } == 0 {
             return Err(Status::OPENMODE.into());
         }
-        if let Some(lock) = self.files.get(file).and_then(|state| state.locks.conflict(holder, is_write, range)) {
+        let holder = match (holder, new) {
+            (Some(number), _) => Holder::Known(number),
+            (None, Some(owner)) => Holder::New(owner, Some(open)),
+            (None, None) => unreachable!("an owner who has locks"),
+        };
+        let number = self.take_lock(now, client, holder, file, is_write, range)?;
+        Ok(self.next_stateid(number))
+    }
+
+    /// Gives a lock to an owner of this client, if it is not in the way of another; the number of the owner.
+    pub(super) fn take_lock(
+        &mut self,
+        now: u64,
+        client: u64,
+        holder: Holder,
+        file: &FileKey,
+        is_write: bool,
+        range: Range,
+    ) -> Result<u64, Refused> {
+        let known = if let Holder::Known(number) = holder { Some(number) } else { None };
+        if let Some(lock) = self.files.get(file).and_then(|state| state.locks.conflict(known, is_write, range)) {
             return Err(self.denied(now, client, lock));
         }
-        let number = match (holder, new) {
-            (Some(number), _) => number,
-            (None, Some(owner)) => self.add_holder(now, client, owner, file, open)?,
-            (None, None) => unreachable!("an owner who has locks"),
+        let number = match holder {
+            Holder::Known(number) => number,
+            Holder::New(owner, open) => self.add_holder(now, client, owner, file, open)?,
         };
         if self.files.get(file).is_some_and(|state| state.locks.len() >= LOCKS_MAX) {
             return Err(self.full_of(now, file));
         }
-        let state = self.files.get_mut(file).expect("an open file");
+        let state = self.files.get_mut(file).expect("a file with owners of locks");
         state.locks.lock(number, is_write, range);
-        Ok(self.next_stateid(number))
+        Ok(number)
     }
 
     /// There is no room because of those who have something of a file.
-    fn full_of(&self, now: u64, file: &FileKey) -> Refused {
+    pub(super) fn full_of(&self, now: u64, file: &FileKey) -> Refused {
         let of_file =
             self.files.get(file).into_iter().flat_map(|state| state.opens.iter().chain(state.holders.values()));
         self.full(now, of_file.filter_map(|number| self.held.get(number)).map(Held::client))
     }
 
-    fn add_holder(&mut self, now: u64, client: u64, owner: Owner, file: &FileKey, open: u64) -> Result<u64, Refused> {
+    fn add_holder(
+        &mut self,
+        now: u64,
+        client: u64,
+        owner: Owner,
+        file: &FileKey,
+        open: Option<u64>,
+    ) -> Result<u64, Refused> {
         let number = self.number();
         if self.held.len() >= HELD_TOTAL_MAX {
             return Err(self.full_of_all(now));
@@ -478,9 +520,11 @@ impl State {
             return Err(Status::NOSPC.into());
         }
         known.held.insert(number);
-        self.files.get_mut(file).expect("an open file").holders.insert((client, owner.clone()), number);
+        self.files.entry(file.clone()).or_default().holders.insert((client, owner.clone()), number);
         self.held.insert(number, Held::Locks(LockHolder { client, owner, file: file.clone(), seqid: 0, open }));
-        self.open_mut(open).holders.insert(number);
+        if let Some(open) = open {
+            self.open_mut(open).holders.insert(number);
+        }
         Ok(number)
     }
 
@@ -521,6 +565,12 @@ impl State {
         range: Range,
     ) -> Result<Stateid, Status> {
         let (number, _) = self.find_holder(client, stateid, file)?;
+        self.unlock_range(number, file, range)?;
+        Ok(self.next_stateid(number))
+    }
+
+    /// Takes a lock from an owner.
+    pub(super) fn unlock_range(&mut self, number: u64, file: &FileKey, range: Range) -> Result<(), Status> {
         let state = self.files.get_mut(file).expect("a file with owners of locks");
         if state.locks.len() >= LOCKS_MAX && state.locks.is_inside(number, range) {
             return Err(Status::NOSPC);
@@ -529,7 +579,7 @@ impl State {
         if !state.waiting.is_empty() {
             self.to_wake.insert(file.clone());
         }
-        Ok(self.next_stateid(number))
+        Ok(())
     }
 
     /// TEST_STATEID, for one of them.

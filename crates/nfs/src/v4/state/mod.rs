@@ -7,21 +7,24 @@
 mod clients;
 mod delegations;
 mod files;
+mod monitored;
 mod numbered;
 mod ranges;
 mod waiting;
 
-pub(super) use clients::{ClientName, NewSession, Principal};
+pub(crate) use clients::{ClientName, Kind};
+pub(super) use clients::{NewSession, Principal};
 pub(super) use delegations::{Delegated, Recalled};
 pub(super) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
+pub(crate) use monitored::{Freed, Host};
 pub(super) use numbered::{Reply, Role, Turn};
-pub(super) use ranges::Range;
+pub(crate) use ranges::Range;
 pub(super) use waiting::Waiting;
 
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
 use super::callback::Notice;
-use super::session::{Lease, Session};
+use super::session::Session;
 use super::status::Status;
 use crate::file_system::OpenGuard;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -64,7 +67,7 @@ impl Stateid {
 
 /// Why something is not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Refused {
+pub(crate) enum Refused {
     Status(Status),
     /// What a client has whose lease has expired is in the way.
     Expired(u64),
@@ -82,17 +85,19 @@ impl From<Status> for Refused {
 
 /// A lock that is in the way (`LOCK4denied`).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Denied {
+pub(crate) struct Denied {
     pub range: Range,
     pub is_write: bool,
     pub client: u64,
     pub owner: Box<[u8]>,
+    /// It is one of a client of version 3.
+    pub is_monitored: bool,
 }
 
 /// Says that a client may have something new, or have back what it had, and that the clients that may reclaim are stored as they
 /// were when that was found out ([`State::may_begin`]).
 #[derive(Debug, Clone, Copy)]
-pub(super) struct MayHave {
+pub(crate) struct MayHave {
     client: u64,
     /// It has back what it had, which ends with the time for that.
     is_reclaim: bool,
@@ -100,7 +105,7 @@ pub(super) struct MayHave {
 
 impl MayHave {
     /// To be called when they are stored.
-    pub(super) fn stored(client: u64, is_reclaim: bool) -> MayHave {
+    pub(crate) fn stored(client: u64, is_reclaim: bool) -> MayHave {
         MayHave { client, is_reclaim }
     }
 }
@@ -121,6 +126,8 @@ pub(super) const HELD_MAX: usize = 16 << 10;
 pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(super) const FILE_HELD_MAX: usize = 4096;
+/// Clients of version 3 at one address.
+pub(super) const OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(super) const WAITING_MAX: usize = 64;
 /// Locks in one file.
@@ -142,13 +149,13 @@ pub(super) const OWNERS_TOTAL_MAX: usize = 64 << 10;
 type ClientIds = (Option<u64>, Option<u64>);
 
 /// The state of all clients.
-pub(super) struct State {
+pub(crate) struct State {
     /// Tells stateids and client ids of this run from those of earlier ones.
     epoch: u32,
     lease_ms: u64,
     clients: HashMap<u64, Client>,
     by_owner: HashMap<ClientName, ClientIds>,
-    pub sessions: HashMap<[u8; 16], Arc<Session>>,
+    pub(super) sessions: HashMap<[u8; 16], Arc<Session>>,
     held: HashMap<u64, Held>,
     files: HashMap<FileKey, FileState>,
     grace: Grace,
@@ -166,6 +173,8 @@ pub(super) struct State {
     dropped: Vec<OpenGuard>,
     /// Files of which locks have gone that clients wait for.
     to_wake: HashSet<FileKey>,
+    /// Locks that are free and that clients of version 3 wait for.
+    freed: Vec<Freed>,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
     /// Delegations, and those that have just been recalled.
@@ -194,6 +203,7 @@ impl State {
             expired: VecDeque::new(),
             dropped: Vec::new(),
             to_wake: HashSet::new(),
+            freed: Vec::new(),
             notices: Vec::new(),
             delegations: 0,
             recalls: Vec::new(),
@@ -239,14 +249,16 @@ impl State {
         (*epoch == self.epoch.to_be_bytes()).then(|| u64::from_be_bytes(*number.first_chunk().expect("eight bytes")))
     }
 
-    fn is_expired(&self, now: u64, lease: &Lease) -> bool {
-        now.saturating_sub(lease.renewed()) > self.lease_ms
+    /// Locks of version 3 are kept until their client has restarted.
+    fn is_expired(&self, now: u64, client: &Client) -> bool {
+        let has_no_lease = client.name.kind == Kind::Monitored && !client.held.is_empty();
+        !has_no_lease && now.saturating_sub(client.lease.renewed()) > self.lease_ms
     }
 
     /// Something in the way of a client is another's: whose it is decides what happens.
     fn in_the_way(&self, now: u64, of: u64, otherwise: Refused) -> Refused {
         match self.clients.get(&of) {
-            Some(client) if self.is_expired(now, &client.lease) => Refused::Expired(of),
+            Some(client) if self.is_expired(now, client) => Refused::Expired(of),
             _ => otherwise,
         }
     }

@@ -2,7 +2,7 @@
 
 /// A range that is locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Range {
+pub(crate) struct Range {
     /// First byte.
     pub start: u64,
     /// Behind the last byte; `u64::MAX` for a lock to the end of the file, whatever that is.
@@ -11,16 +11,18 @@ pub(in super::super) struct Range {
 
 impl Range {
     /// From offset and length, as the protocol has them; none if they make no range.
-    pub(in super::super) fn new(offset: u64, len: u64) -> Option<Range> {
+    pub(crate) fn new(offset: u64, len: u64) -> Option<Range> {
         match len {
             0 => None,
+            // What begins behind all that can be locked.
+            _ if offset == u64::MAX => None,
             u64::MAX => Some(Range { start: offset, end: u64::MAX }),
             _ => Some(Range { start: offset, end: offset.checked_add(len)? }),
         }
     }
 
     /// Its length, as the protocol has it.
-    pub(in super::super) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         if self.end == u64::MAX { u64::MAX } else { self.end - self.start }
     }
 
@@ -87,6 +89,12 @@ impl Locks {
         theirs.map(|lock| lock.range).any(|lock| lock.start < range.start && range.end < lock.end)
     }
 
+    /// Whether a range is inside what one lock of a holder covers.
+    pub(super) fn covers(&self, holder: u64, range: Range) -> bool {
+        let theirs = self.0.iter().filter(|lock| lock.holder == holder);
+        theirs.map(|lock| lock.range).any(|lock| lock.start <= range.start && range.end <= lock.end)
+    }
+
     /// Locks of a holder.
     pub(super) fn count(&self, holder: u64) -> usize {
         self.0.iter().filter(|lock| lock.holder == holder).count()
@@ -117,6 +125,7 @@ mod tests {
         assert_eq!(Range::new(5, 0), None);
         assert_eq!(Range::new(5, u64::MAX - 4), None, "beyond the last byte");
         assert_eq!(Range::new(5, 3), Some(Range { start: 5, end: 8 }));
+        assert_eq!(Range::new(u64::MAX, u64::MAX), None);
         let to_the_end = Range::new(5, u64::MAX).unwrap();
         assert_eq!((to_the_end.end, to_the_end.len()), (u64::MAX, u64::MAX));
     }

@@ -217,7 +217,8 @@ fn locks_keep_others_out_and_go_with_the_file() {
     let writing = lock(&mut state, 0, b, open_b, "p", range(0, 5));
     assert_eq!(writing, Err(Refused::Status(Status::OPENMODE)), "open for reading");
     let request = |open| LockRequest::New { open, owner: Box::from(&b"p"[..]) };
-    let denied = Denied { range: range(10, 10), is_write: true, client: 0, owner: Box::from(&b"p"[..]) };
+    let denied =
+        Denied { range: range(10, 10), is_write: true, client: 0, owner: Box::from(&b"p"[..]), is_monitored: false };
     let reading = state.lock(0, MayHave::stored(b, false), request(open_b), &file(1), false, range(0, u64::MAX));
     assert_eq!(reading, Err(Refused::Denied(denied.clone())));
     assert_eq!(state.test_lock(0, b, b"p", &file(1), false, range(19, 1)), Err(Refused::Denied(denied)));
@@ -250,9 +251,9 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
     assert!(!state.give_up(later, a));
     assert_eq!(open(&mut state, later, b, "o", 1, (READ, 0)), Err(Refused::Status(Status::SHARE_DENIED)));
     let later = 20 * LEASE;
-    let (before, stored) = state.records();
+    let (before, stored) = state.records(0);
     assert!(stored.contains(&ClientName::with_sessions(b"a")) && state.give_up(later, a));
-    let (after, stored) = state.records();
+    let (after, stored) = state.records(0);
     assert!(
         after != before && !stored.contains(&ClientName::with_sessions(b"a")),
         "first it cannot reclaim it any more"
@@ -276,8 +277,8 @@ fn after_a_restart_what_was_open_comes_first() {
     assert_eq!(state.may_reclaim(0, a), Err(Status::NO_GRACE), "it has said that this was all");
     assert_eq!(state.may_begin(0, a), Err(Status::GRACE), "b may still come");
     // A second crash: all of them are still known.
-    let names = |state: &State| state.records().1.iter().map(|n| n.name.to_vec()).collect::<Vec<_>>();
-    assert_eq!(names(&state), [b"a", b"b", b"c"]);
+    let names = |state: &mut State| state.records(0).1.iter().map(|n| n.name.to_vec()).collect::<Vec<_>>();
+    assert_eq!(names(&mut state), [b"a", b"b", b"c"]);
     let b = begin(&mut state, 10, "b", [1; 8]);
     assert_eq!(state.may_begin(10, b), Err(Status::GRACE));
     state.reclaim_complete(10, b).unwrap();
@@ -288,7 +289,7 @@ fn after_a_restart_what_was_open_comes_first() {
     let c = client(&mut state, 0, "c");
     assert_eq!(state.may_begin(LEASE - 1, c), Err(Status::GRACE));
     assert!(state.may_begin(LEASE, c).is_ok());
-    assert_eq!(names(&state), [b"c"]);
+    assert_eq!(names(&mut state), [b"c"]);
 }
 
 #[test]
@@ -347,12 +348,13 @@ fn clients_without_sessions_reclaim_what_they_had() {
     assert!(state.may_reclaim(0, a).is_ok());
     open(&mut state, 0, a, "o", 1, (READ | WRITE, WRITE)).unwrap();
     assert_eq!(state.may_reclaim(0, c), Err(Status::RECLAIM_BAD));
-    assert!(state.records().1.iter().eq(&before), "in another crash both may still come");
+    assert!(state.records(0).1.iter().eq(&before), "in another crash both may still come");
     assert_eq!(state.may_begin(LEASE - 1, a), Err(Status::GRACE), "it may have more to reclaim");
     // What has reclaimed is known, and what has not is not.
     assert!(state.may_begin(LEASE, c).is_ok());
-    let names = |state: &State| state.records().1.into_iter().map(|client| client.name.to_vec()).collect::<Vec<_>>();
-    assert_eq!(names(&state), [b"a", b"c"]);
+    let names =
+        |state: &mut State| state.records(0).1.into_iter().map(|client| client.name.to_vec()).collect::<Vec<_>>();
+    assert_eq!(names(&mut state), [b"a", b"c"]);
     assert_eq!(state.may_reclaim(LEASE, a), Err(Status::NO_GRACE));
     assert_eq!(open(&mut state, 2 * LEASE, c, "o", 1, (READ, 0)).map(drop), Ok(()));
     let late = 2 * LEASE + 1;
@@ -556,7 +558,15 @@ fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
     }
     for n in 0..2 * WAITING_MAX as u64 {
         let owner = n.to_string().into_bytes().into();
-        let waiting = Waiting { client: b, owner, handle: [].into(), is_write: true, range: range(0, 4000), since: 0 };
+        let waiting = Waiting {
+            client: b,
+            owner,
+            is_monitored: false,
+            handle: [].into(),
+            is_write: true,
+            range: range(0, 4000),
+            since: 0,
+        };
         state.wait_for_lock(waiting, &file(1));
     }
     assert_eq!(state.files[&file(1)].waiting.len(), WAITING_MAX);
@@ -608,4 +618,172 @@ fn what_is_not_given_back_is_revoked_and_its_client_hears_of_it() {
 fn lock_as(state: &mut State, client: u64, open: Stateid, owner: &str) -> Stateid {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
     state.lock(0, MayHave::stored(client, false), request, &file(1), false, range(0, 10)).unwrap()
+}
+
+fn host(address: &str) -> Host {
+    Host {
+        address: address.parse().unwrap(),
+        local: "192.0.2.200".parse().unwrap(),
+        name: b"host name".as_slice().into(),
+    }
+}
+
+/// NLM_LOCK by a client that may have something.
+fn lock3(state: &mut State, now: u64, client: u64, owner: &str, is_write: bool, of: Range) -> Result<(), Refused> {
+    state.may_begin(now, client).unwrap();
+    state.lock_monitored(now, MayHave::stored(client, false), owner.as_bytes(), &file(1), is_write, of)
+}
+
+fn wait3(state: &mut State, client: u64, at: &str, owner: &str, of: Range, since: u64) -> bool {
+    let (host, owner, handle) = (host(at), owner.as_bytes().into(), [].into());
+    state.wait_monitored(Freed { client, host, owner, file: file(1), handle, is_write: true, range: of, since })
+}
+
+#[test]
+fn names_of_hosts_come_back() {
+    for name in [&b"host"[..], b"", b"with spaces", b"\xff\0"] {
+        for address in ["192.0.2.1", "2001:db8::1"] {
+            let host = Host { name: name.into(), ..host(address) };
+            assert_eq!(Host::of(&host.client_name()), Some(host));
+        }
+    }
+    assert_eq!(Host::of(&ClientName::with_sessions(b"192.0.2.1 192.0.2.2 x")), None);
+    for wrong in ["", "192.0.2.1", "192.0.2.1 192.0.2.2", "x 192.0.2.2 y"] {
+        assert_eq!(Host::of(&ClientName { kind: Kind::Monitored, name: wrong.as_bytes().into() }), None, "{wrong}");
+    }
+}
+
+#[test]
+fn locks_of_version_3_stay_until_their_client_has_restarted() {
+    let mut state = State::new(7, LEASE, []);
+    let a = state.monitored(0, &host("192.0.2.1"), 5).unwrap();
+    let other = client(&mut state, 0, "v4");
+    lock3(&mut state, 0, a, "p", true, range(10, 10)).unwrap();
+    let late = 100 * LEASE;
+    assert_eq!(state.longest_expired_of_all(late), None);
+    let of_other = open(&mut state, late, other, "o", 1, (READ | WRITE, 0)).unwrap();
+    let denied = |is_monitored, owner: &str| {
+        Err(Refused::Denied(Denied {
+            range: range(10, 10),
+            is_write: true,
+            client: 0,
+            owner: owner.as_bytes().into(),
+            is_monitored,
+        }))
+    };
+    assert_eq!(
+        lock(&mut state, late, other, of_other, "q", range(0, 100)).map(drop),
+        denied(true, "p"),
+        "it has no lease"
+    );
+    state.clients[&other].lease.renew(late);
+    // It is known by its number; one that says none is as before.
+    assert_eq!(state.monitored(late, &host("192.0.2.1"), 0), Ok(a));
+    assert_eq!(state.host_restarted("192.0.2.1".parse().unwrap(), 5), 0, "an old notice");
+    assert_eq!(state.host_restarted("192.0.2.9".parse().unwrap(), 7), 0, "another host");
+    let again = state.monitored(late, &host("192.0.2.1"), 7).unwrap();
+    assert_ne!(again, a);
+    lock(&mut state, late, other, of_other, "q", range(10, 10)).unwrap();
+    assert_eq!(lock3(&mut state, late, again, "p", false, range(0, 100)), denied(false, "q"));
+    // A lock is given back in parts; when none is left, nothing is.
+    lock3(&mut state, late, again, "p", true, range(100, 10)).unwrap();
+    state.unlock_monitored(again, b"p", &file(1), range(100, 5)).unwrap();
+    assert!(
+        state.has_locked(again, b"p", &file(1), range(105, 5))
+            && !state.has_locked(again, b"p", &file(1), range(104, 6))
+    );
+    let held = state.held.len();
+    state.unlock_monitored(again, b"p", &file(1), range(0, 1000)).unwrap();
+    assert_eq!(state.held.len(), held - 1);
+    // A notice takes all that it has and waits for.
+    assert!(wait3(&mut state, again, "192.0.2.1", "p", range(10, 1), 0));
+    lock3(&mut state, late, again, "p", true, range(100, 10)).unwrap();
+    assert_eq!(state.host_restarted("192.0.2.1".parse().unwrap(), 9), 1);
+    assert!(state.known_host(&host("192.0.2.1")).is_none() && state.files[&file(1)].waiting.is_empty());
+}
+
+#[test]
+fn who_waits_for_a_lock_of_version_3_is_woken_in_order_and_keeps_its_place() {
+    let mut state = State::new(7, LEASE, []);
+    let addresses = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
+    let [a, b, c] = addresses.map(|at| state.monitored(0, &host(at), 1).unwrap());
+    lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
+    for (n, (client, at)) in [(b, addresses[1]), (c, addresses[2]), (b, addresses[1])].into_iter().enumerate() {
+        assert!(wait3(&mut state, client, at, "p", range(0, 5), n as u64));
+    }
+    assert!(wait3(&mut state, c, addresses[2], "q", range(9, 1), 5));
+    // Long waits do not end by themselves.
+    lock3(&mut state, 9 * LEASE, b, "r", true, range(20, 1)).unwrap();
+    state.unlock_monitored(a, b"p", &file(1), range(0, 5)).unwrap();
+    let notices = state.take_notices();
+    let freed: Vec<(u64, Range)> = state.take_freed().iter().map(|freed| (freed.client, freed.range)).collect();
+    assert!(notices.is_empty());
+    assert_eq!(freed, [(b, range(0, 5)), (c, range(0, 5))], "the first of them will have it");
+    assert!(state.cancel_wait(c, b"q", &file(1), range(9, 1)) && !state.cancel_wait(c, b"q", &file(1), range(9, 1)));
+    state.unlock_monitored(a, b"p", &file(1), range(5, 5)).unwrap();
+    drop(state.take_notices());
+    assert!(state.take_freed().is_empty());
+    // There is room for so many.
+    for n in 0..WAITING_MAX {
+        assert!(wait3(&mut state, c, addresses[2], &format!("w{n}"), range(20, 1), 0));
+    }
+    assert!(!wait3(&mut state, a, addresses[0], "p", range(20, 1), 0));
+    assert!(wait3(&mut state, c, addresses[2], "w7", range(20, 1), 0), "one that waits may ask again");
+}
+
+#[test]
+fn clients_of_version_3_reclaim_what_they_had() {
+    let before = host("192.0.2.1").client_name();
+    let mut state = State::new(8, LEASE, [before.clone()]);
+    assert_eq!(state.hosts_before(), [host("192.0.2.1")]);
+    let (a, b) =
+        (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), state.monitored(0, &host("192.0.2.2"), 1).unwrap());
+    assert_eq!(state.may_begin(0, a), Err(Status::GRACE));
+    assert_eq!((state.may_reclaim(0, a).is_ok(), state.may_reclaim(0, b)), (true, Err(Status::RECLAIM_BAD)));
+    let reclaim = |state: &mut State, now| {
+        state.lock_monitored(now, MayHave::stored(a, true), b"p", &file(1), true, range(0, 10))
+    };
+    reclaim(&mut state, 0).unwrap();
+    assert_eq!(reclaim(&mut state, LEASE), Err(Refused::Status(Status::NO_GRACE)));
+    assert!(state.may_begin(LEASE, b).is_ok());
+    assert!(matches!(lock3(&mut state, LEASE, b, "p", true, range(0, 1)), Err(Refused::Denied(_))));
+    let names = |state: &mut State, now| state.records(now).1.into_iter().collect::<Vec<_>>();
+    assert_eq!(names(&mut state, LEASE), [before.clone(), host("192.0.2.2").client_name()]);
+    // One that has nothing for a while need not be stored; to get something, it must be again.
+    assert_eq!(names(&mut state, 3 * LEASE), [before]);
+    let retired = state.lock_monitored(3 * LEASE, MayHave::stored(b, false), b"p", &file(1), true, range(50, 1));
+    assert_eq!(retired, Err(Refused::Status(Status::DELAY)));
+    let was = state.records(3 * LEASE).0;
+    assert!(state.may_begin(3 * LEASE, b).unwrap() > was);
+}
+
+#[test]
+fn a_file_with_locks_of_version_3_is_not_delegated() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, v4) = (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), client(&mut state, 0, "v4"));
+    open(&mut state, 0, v4, "o", 1, (READ, 0)).unwrap();
+    assert!(state.may_delegate(0, v4, &file(1), false));
+    lock3(&mut state, 0, a, "p", false, range(0, 1)).unwrap();
+    assert!(!state.may_delegate(0, v4, &file(1), false));
+    state.unlock_monitored(a, b"p", &file(1), range(0, 1)).unwrap();
+    assert!(delegate(&mut state, 0, v4, 1, false).is_some());
+    assert_eq!(lock3(&mut state, 0, a, "p", false, range(0, 1)), Ok(()), "who reads may lock for reading");
+    assert_eq!(lock3(&mut state, 0, a, "p", true, range(0, 1)), Err(Refused::Delegated));
+    let test = state.test_monitored(0, Some(a), b"p", &file(1), true, range(0, 1));
+    assert_eq!(test, Err(Refused::Delegated));
+}
+
+#[test]
+fn one_host_cannot_be_too_many_clients() {
+    let mut state = State::new(7, LEASE, []);
+    let named = |n: usize| Host { name: n.to_string().into_bytes().into(), ..host("192.0.2.1") };
+    for n in 0..OF_HOST_MAX {
+        let id = state.monitored(0, &named(n), 1).unwrap();
+        lock3(&mut state, 0, id, "p", false, range(0, 1)).unwrap();
+    }
+    assert_eq!(state.monitored(0, &named(OF_HOST_MAX), 1), Err(Refused::Status(Status::NOSPC)));
+    assert!(state.monitored(0, &host("192.0.2.2"), 1).is_ok());
+    let idle = state.known_host(&named(7)).unwrap();
+    state.unlock_monitored(idle, b"p", &file(1), range(0, 1)).unwrap();
+    assert!(state.monitored(0, &named(OF_HOST_MAX), 1).is_ok() && state.known_host(&named(7)).is_none());
 }

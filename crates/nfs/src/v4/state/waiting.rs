@@ -10,6 +10,8 @@ use std::sync::Arc;
 pub(in super::super) struct Waiting {
     pub client: u64,
     pub owner: Owner,
+    /// It comes by version 3, and does not ask again.
+    pub is_monitored: bool,
     /// As the client calls the file.
     pub handle: Box<[u8]>,
     pub is_write: bool,
@@ -33,11 +35,14 @@ impl State {
         let is_other = |known: &Waiting| {
             (known.client, &known.owner, known.range) != (waiting.client, &waiting.owner, waiting.range)
         };
-        state.waiting.retain(|known| is_other(known) && waiting.since.saturating_sub(known.since) < lease_ms);
+        let still_asks = |known: &Waiting| waiting.since.saturating_sub(known.since) < lease_ms;
+        state.waiting.retain(|known| is_other(known) && (known.is_monitored || still_asks(known)));
         if state.waiting.len() >= WAITING_MAX {
             state.waiting.remove(0);
         }
-        state.waiting.push(waiting);
+        // One that comes again keeps its place.
+        let place = state.waiting.partition_point(|known| known.since <= waiting.since);
+        state.waiting.insert(place, waiting);
     }
 
     /// Notes the callbacks that are due after a lock in a file is gone.
@@ -56,6 +61,10 @@ impl State {
             }
         }
         for waiting in ready {
+            if waiting.is_monitored {
+                self.freed.extend(self.freed(waiting, file));
+                continue;
+            }
             let of_client = |session: &&Arc<Session>| session.client == waiting.client && session.can_call();
             if let Some(session) = self.sessions.values().find(of_client).cloned() {
                 self.notices.push((session, Notice::Lock { handle: waiting.handle, owner: waiting.owner }));

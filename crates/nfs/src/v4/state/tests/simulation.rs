@@ -54,14 +54,14 @@ enum Event {
 fn event() -> impl Strategy<Value = Event> {
     let modes = (1..4_u32, 0..4_u32);
     prop_oneof![
-        6 => (0..3_usize, 0..2_u8, modes).prop_map(|(client, file, modes)| Event::Open { client, file, modes }),
-        2 => (0..3_usize, 0..2_u8).prop_map(|(client, file)| Event::Close { client, file }),
-        2 => (0..2 * LEASE, 0..8_u8).prop_map(|(ms, heard)| Event::Wait { ms, heard }),
-        1 => (0..3_usize).prop_map(|client| Event::RestartClient { client }),
-        2 => (0..3_usize).prop_map(|client| Event::GiveBack { client }),
+        6 => (0..4_usize, 0..2_u8, modes).prop_map(|(client, file, modes)| Event::Open { client, file, modes }),
+        2 => (0..4_usize, 0..2_u8).prop_map(|(client, file)| Event::Close { client, file }),
+        2 => (0..2 * LEASE, 0..16_u8).prop_map(|(ms, heard)| Event::Wait { ms, heard }),
+        1 => (0..4_usize).prop_map(|client| Event::RestartClient { client }),
+        2 => (0..4_usize).prop_map(|client| Event::GiveBack { client }),
         1 => Just(Event::Revoke),
         1 => (0..2_u8).prop_map(|file| Event::Change { file }),
-        1 => (0..8_u8).prop_map(|back| Event::RestartServer { back }),
+        1 => (0..16_u8).prop_map(|back| Event::RestartServer { back }),
     ]
 }
 
@@ -70,15 +70,23 @@ struct World {
     stored: BTreeSet<ClientName>,
     now: u64,
     epoch: u32,
-    clients: [Believed; 3],
+    clients: [Believed; 4],
     /// Delegations that have been recalled.
     recalled: Vec<u64>,
 }
 
-const NAMES: [&str; 3] = ["a", "b", "c"];
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
 /// The client that is one of version 4.0.
 const WITHOUT_SESSIONS: usize = 2;
+
+/// The one of version 3, for which having a file open is NLM_SHARE.
+const MONITORED: usize = 3;
+
+fn host() -> Host {
+    let [address, local] = ["192.0.2.1", "192.0.2.2"].map(|ip| ip.parse().unwrap());
+    Host { address, local, name: NAMES[MONITORED].as_bytes().into() }
+}
 
 impl World {
     fn new() -> World {
@@ -90,12 +98,12 @@ impl World {
             clients: Default::default(),
             recalled: Vec::new(),
         };
-        (0..3).for_each(|client| world.connect(client, true));
+        (0..4).for_each(|client| world.connect(client, true));
         world
     }
 
     fn store(&mut self) {
-        self.stored = self.state.records().1;
+        self.stored = self.state.records(self.now).1;
     }
 
     /// A client gets a new session; with `complete` it says that it has reclaimed everything.
@@ -107,6 +115,10 @@ impl World {
             self.state.confirm_client(self.now, id, confirmation, root).unwrap();
             self.store();
             self.clients[client].id = id;
+            return;
+        }
+        if client == MONITORED {
+            self.clients[client].id = self.state.monitored(self.now, &host(), verifier[0].into()).unwrap();
             return;
         }
         let known = self.state.exchange_id(self.now, NAMES[client].as_bytes(), verifier, user(Some(0)), false);
@@ -121,7 +133,7 @@ impl World {
     }
 
     fn complete(&mut self, client: usize) {
-        if client == WITHOUT_SESSIONS {
+        if matches!(client, WITHOUT_SESSIONS | MONITORED) {
             return;
         }
         let _ = self.state.reclaim_complete(self.now, self.clients[client].id);
@@ -156,12 +168,12 @@ impl World {
         }
         self.store();
         loop {
-            match open(&mut self.state, self.now, id, "o", of, modes) {
+            match self.open_as(client, false, of, modes) {
                 Ok(stateid) => {
                     let entry = self.clients[client].open.entry(of).or_insert(((0, 0), stateid));
                     *entry = ((entry.0.0 | modes.0, entry.0.1 | modes.1), stateid);
                     let is_write = entry.0.0 & WRITE != 0;
-                    if client != WITHOUT_SESSIONS
+                    if !matches!(client, WITHOUT_SESSIONS | MONITORED)
                         && let Some(stateid) = delegate(&mut self.state, self.now, id, of, is_write)
                     {
                         self.clients[client].delegated.insert(of, (is_write, stateid));
@@ -185,6 +197,25 @@ impl World {
         }
     }
 
+    fn open_as(&mut self, client: usize, is_reclaim: bool, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
+        let id = self.clients[client].id;
+        if client == MONITORED {
+            let may_have = MayHave::stored(id, is_reclaim);
+            return self.state.share_monitored(self.now, may_have, b"o", &file(of), modes).map(|()| Stateid::ANONYMOUS);
+        }
+        open(&mut self.state, self.now, id, "o", of, modes)
+    }
+
+    /// Whether the server knows that a client has a file open, as the client believes.
+    fn has_open(&self, client: usize, of: u8, stateid: Stateid) -> bool {
+        let id = self.clients[client].id;
+        if client != MONITORED {
+            return self.state.test_stateid(id, stateid).is_ok();
+        }
+        let opens = self.state.files.get(&file(of)).map_or(&[][..], |state| state.opens());
+        opens.iter().any(|number| self.state.open_ref(*number).client == id)
+    }
+
     /// What a client has been called to give back, if it is heard of.
     fn give_back(&mut self, client: usize) {
         self.heard(client);
@@ -205,7 +236,7 @@ impl World {
         for number in std::mem::take(&mut self.recalled) {
             self.state.revoke(number);
         }
-        for client in 0..3 {
+        for client in 0..4 {
             let Believed { id, delegated, .. } = &mut self.clients[client];
             let Some(known) = self.state.clients.get(id) else { continue };
             if !known.lease.has_revoked() {
@@ -222,14 +253,14 @@ impl World {
     }
 
     fn restart_server(&mut self, back: u8) {
-        let were_known = [0, 1, 2].map(|client| self.is_known(client));
+        let were_known = [0, 1, 2, 3].map(|client| self.is_known(client));
         self.epoch += 1;
         self.now = 0;
         // None is reclaimed.
         self.recalled.clear();
         self.clients.iter_mut().for_each(|client| client.delegated.clear());
         self.state = State::new(self.epoch, LEASE, self.stored.iter().cloned());
-        for client in (0..3).filter(|client| back >> client & 1 == 1) {
+        for client in (0..4).filter(|client| back >> client & 1 == 1) {
             self.connect(client, false);
             let id = self.clients[client].id;
             let mut kept = BTreeMap::new();
@@ -237,7 +268,7 @@ impl World {
                 let may_reclaim = self.state.may_reclaim(self.now, id).is_ok();
                 assert!(may_reclaim || !were_known[client], "what it had until the crash");
                 if may_reclaim {
-                    let stateid = open(&mut self.state, self.now, id, "o", of, modes);
+                    let stateid = self.open_as(client, true, of, modes);
                     kept.insert(of, (modes, stateid.expect("nobody else could have had it")));
                 }
             }
@@ -246,7 +277,7 @@ impl World {
         }
         // The others learn of it when they come back, and too late.
         self.now = LEASE + 1;
-        for client in 0..3 {
+        for client in 0..4 {
             if back >> client & 1 == 1 && self.is_known(client) {
                 self.state.clients[&self.clients[client].id].lease.renew(self.now);
             }
@@ -259,17 +290,24 @@ impl World {
             Event::Close { client, file: of } => {
                 self.heard(client);
                 if let Some((_, stateid)) = self.clients[client].open.remove(&of) {
-                    self.state.close(self.clients[client].id, stateid, &file(of)).expect("what it has");
+                    let id = self.clients[client].id;
+                    match client {
+                        MONITORED => self.state.unshare_monitored(id, b"o", &file(of)),
+                        _ => self.state.close(id, stateid, &file(of)).expect("what it has"),
+                    }
                 }
             }
             Event::Wait { ms, heard } => {
                 self.now += ms;
-                (0..3).filter(|client| heard >> client & 1 == 1).for_each(|client| self.heard(client));
+                (0..4).filter(|client| heard >> client & 1 == 1).for_each(|client| self.heard(client));
             }
             Event::RestartClient { client } => {
                 self.clients[client].verifier += 1;
                 self.clients[client].open.clear();
                 self.clients[client].delegated.clear();
+                if client == MONITORED {
+                    self.state.host_restarted(host().address, self.clients[client].verifier.into());
+                }
                 self.connect(client, true);
             }
             Event::GiveBack { client } => self.give_back(client),
@@ -286,10 +324,10 @@ impl World {
     /// No two clients of whom the server has heard have what excludes the other.
     fn check(&self) {
         let live = |client: &usize| self.is_known(*client);
-        for one in (0..3).filter(live) {
+        for one in (0..4).filter(live) {
             for (of, (is_write, stateid)) in &self.clients[one].delegated {
                 assert!(self.state.test_stateid(self.clients[one].id, *stateid).is_ok(), "what it believes is so");
-                for other in (0..3).filter(|other| *other != one).filter(live) {
+                for other in (0..4).filter(|other| *other != one).filter(live) {
                     let open = self.clients[other].open.get(of).map_or((0, 0), |(modes, _)| *modes);
                     assert!(open.0 & WRITE == 0 && open.1 & READ == 0, "{one} keeps {of}, {other} has it open");
                     let theirs = self.clients[other].delegated.get(of);
@@ -297,8 +335,8 @@ impl World {
                 }
             }
             for (of, (modes, stateid)) in &self.clients[one].open {
-                assert!(self.state.test_stateid(self.clients[one].id, *stateid).is_ok(), "what it believes is so");
-                for other in (0..3).filter(|other| *other != one).filter(live) {
+                assert!(self.has_open(one, *of, *stateid), "what it believes is so");
+                for other in (0..4).filter(|other| *other != one).filter(live) {
                     if let Some((theirs, _)) = self.clients[other].open.get(of) {
                         assert!(modes.0 & theirs.1 == 0 && modes.1 & theirs.0 == 0, "{one} and {other} at {of}");
                     }

@@ -1,5 +1,8 @@
 //! The file service of the daemon: arguments, start, announcement.
 
+mod rpcbind;
+
+use self::rpcbind::{Found, RpcbindMode};
 use clap::Args;
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -19,6 +22,8 @@ use thruway_fs::durable;
 use thruway_nfs::delegations::{Delegate, Delegations};
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
+use thruway_nfs::nlm::Nlm;
+use thruway_nfs::nsm::Nsm;
 use thruway_nfs::rules::{Clients, Rule, RuleError};
 use thruway_nfs::share::{Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
@@ -54,6 +59,10 @@ pub(super) struct NfsArgs {
     /// after a restart, clients get back what they had, and nobody anything else
     #[arg(long, value_name = "SECONDS", default_value_t = 90, value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub nfs_lease: u16,
+    /// How clients of NFS version 3 find the programs for mounting and for locks: auto registers them with the rpcbind of this
+    /// host if one runs, own answers in its place on port 111, with none clients need port=, mountport= and nolock
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    nfs_rpcbind: RpcbindMode,
     /// Certificate chain (PEM): clients of NFS over TCP that ask for TLS (RFC 9289; xprtsec=tls) get it
     #[arg(long, value_name = "FILE", requires = "nfs_tls_key")]
     nfs_tls_cert: Option<PathBuf>,
@@ -262,6 +271,7 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 pub(super) struct NfsService {
     tcp: Option<Server>,
     rdma: Option<Server>,
+    found: Found,
     lines: Vec<String>,
     /// Behind all that uses them, so that the server's tasks end before.
     _reactors: Reactors,
@@ -301,9 +311,12 @@ impl NfsService {
         };
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
+        let (nlm, nsm) = (Arc::new(Nlm::new(&v4)), Arc::new(Nsm::new(&v4)));
         let programs = Programs::new([
             Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
             Arc::new(v4),
+            Arc::clone(&nlm) as Arc<dyn Program>,
+            Arc::clone(&nsm) as Arc<dyn Program>,
             Arc::new(Mount::new(shares)),
         ]);
         let (tls, tls_required) = (args.tls()?, args.nfs_tls_ca.is_some());
@@ -337,6 +350,9 @@ impl NfsService {
             Server::start_rdma(config, &reactors).map_err(|e| format!("NFS/RDMA: {e}"))
         });
         let rdma = rdma.transpose()?;
+        let addresses = tcp.as_ref().map_or(&[][..], Server::addresses);
+        let found = Found::start(args.nfs_rpcbind, addresses, nsm, &reactors, own_user_only)?;
+        nlm.notify_clients(&reactors);
         let line = |spec: &Spec| {
             let mode = if spec.read_only { "read-only" } else { "read-write" };
             format!("share /{} = {} ({mode})", spec.name, spec.source)
@@ -344,6 +360,7 @@ impl NfsService {
         Ok(Some(NfsService {
             tcp,
             rdma,
+            found,
             lines: args.share.iter().map(line).collect(),
             _held: held,
             _reactors: reactors,
@@ -361,7 +378,11 @@ impl Service for NfsService {
     fn announcement(&self) -> Announcement {
         let tcp = self.tcp.iter().map(|s| ("nfs", "NFS at", s.addresses().to_vec()));
         let rdma = self.rdma.iter().map(|s| ("nfs_rdma", "NFS/RDMA at", s.addresses().to_vec()));
-        Announcement { addresses: tcp.chain(rdma).collect(), facts: Vec::new(), lines: self.lines.clone() }
+        Announcement {
+            addresses: tcp.chain(rdma).collect(),
+            facts: vec![("rpcbind", self.found.how.into())],
+            lines: self.lines.clone(),
+        }
     }
 
     fn statistics(&self) -> Vec<String> {
@@ -376,6 +397,7 @@ impl Service for NfsService {
 
     fn shut_down(&mut self) -> Result<(), Box<dyn Error>> {
         // Both at once first, so that together they take no longer than one.
+        self.found.end();
         self.servers().for_each(Server::close);
         self.servers().for_each(|server| server.shut_down(LEAVE_TIMEOUT));
         Ok(())

@@ -1,0 +1,204 @@
+//! Calls to clients of version 3: that a lock which they wait for is theirs, and that the server has restarted.
+
+use super::wire::{self, Lock, Status, Test};
+use super::{AGAIN_AFTER, PROGRAM, TRIES, VERSION, procedure};
+use crate::delegations::FileKey;
+use crate::nsm;
+use crate::v4;
+use crate::v4::state::{Freed, Host, Range, Refused, State};
+use crate::v4::status::Status as V4;
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use thruway_engine::{Reactors, reactor};
+use thruway_rpc::client::{CallError, Client, Procedure, Reply};
+use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
+use thruway_rpc::rpcbind;
+use thruway_rpc::xdr::{Decoder, Encoder};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep};
+
+/// How long a client may take to answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// A call that has failed is made again after this long, and then after twice as long each time.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
+/// So long a client is called that had locks before a restart, as long as Linux does.
+const NOTIFY_FOR: Duration = Duration::from_secs(15 * 60);
+/// Clients called at a time after a restart, and answers being called back.
+const CALLS_MAX: usize = 64;
+
+/// A lock that a client has been given and may not know of.
+type Given = (u64, Box<[u8]>, FileKey, (u64, u64));
+
+/// Calls clients.
+pub(super) struct Caller {
+    pub server: Arc<v4::Server>,
+    given: Mutex<HashSet<Given>>,
+    calls: Arc<Semaphore>,
+}
+
+fn key(client: u64, owner: &[u8], file: &FileKey, range: Range) -> Given {
+    (client, owner.into(), file.clone(), (range.start, range.end))
+}
+
+/// Calls a procedure of a program that a client's rpcbind knows.
+async fn call(host: &Host, of: Procedure, arguments: Encoder) -> Result<Option<Reply>, CallError> {
+    let Procedure { program, version, .. } = of;
+    let Some(address) = rpcbind::find(host.address, Some(host.local), (program, version), TIMEOUT).await? else {
+        return Ok(None);
+    };
+    let client = Client::connect_from(Some(host.local), SocketAddr::new(host.address, address.port()), TIMEOUT).await?;
+    let credential = AuthSys { machine: nsm::own_name(), uid: 0, gid: 0, gids: Vec::new() }.encode();
+    client.call(of, OpaqueAuth { flavor: flavor::AUTH_SYS, body: &credential }, arguments).await.map(Some)
+}
+
+const fn of(procedure: u32) -> Procedure {
+    Procedure { program: PROGRAM, version: VERSION, procedure }
+}
+
+impl Caller {
+    pub(super) fn new(server: Arc<v4::Server>) -> Caller {
+        Caller { server, given: Mutex::default(), calls: Arc::new(Semaphore::new(CALLS_MAX)) }
+    }
+
+    /// A client knows what has become of this lock: it need not be called. Whether it was to be.
+    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
+        let mut given = self.given.lock().expect("no panics under the lock");
+        !given.is_empty() && given.remove(&key(client, owner, file, range))
+    }
+
+    fn is_to_be_called(&self, given: &Given) -> bool {
+        self.given.lock().expect("no panics under the lock").contains(given)
+    }
+
+    /// Calls a client with the answer to one of its calls. A client that gets none calls again.
+    pub(super) fn send_result(&self, host: Host, procedure: u32, results: &Encoder) {
+        let Ok(turn) = Arc::clone(&self.calls).try_acquire_owned() else { return };
+        let results = Encoder::behind(results.to_bytes());
+        reactor::start(async move {
+            if let Err(error) = call(&host, of(procedure), results).await {
+                tracing::debug!(host = %host.address, %error, "an answer to an NLM call has not been delivered");
+            }
+            drop(turn);
+        });
+    }
+
+    /// Tells clients of before this start to reclaim.
+    pub(super) fn notify_clients(self: &Arc<Self>, reactors: &Reactors) {
+        let hosts = self.server.state.lock().expect("no panics under the lock").hosts_before();
+        let Some(reactor) = reactors.handles().first().filter(|_| !hosts.is_empty()) else { return };
+        let this = Arc::clone(self);
+        reactor.spawn(move || async move {
+            for host in hosts {
+                let turn = Arc::clone(&this.calls).acquire_owned().await.expect("the semaphore is never closed");
+                let start = this.server.recovery.start;
+                reactor::start(async move {
+                    notify(&host, start).await;
+                    drop(turn);
+                });
+            }
+        });
+    }
+}
+
+/// Tells a client that the server has restarted, until it has heard it.
+async fn notify(host: &Host, start: u32) {
+    let until = Instant::now() + NOTIFY_FOR;
+    let mut again_after = RETRY_AFTER;
+    loop {
+        let mut arguments = Encoder::new();
+        arguments.opaque(&nsm::own_name());
+        arguments.u32(start);
+        match call(host, nsm::NOTIFY, arguments).await {
+            Ok(Some(_)) => return tracing::debug!(host = %host.address, "told to reclaim its locks"),
+            Ok(None) => tracing::debug!(host = %host.address, "no status monitor"),
+            Err(error) => tracing::debug!(host = %host.address, %error, "not told yet to reclaim its locks"),
+        }
+        if Instant::now() + again_after > until {
+            return tracing::warn!(host = %host.address, "a client of NFS version 3 could not be told to reclaim its locks");
+        }
+        sleep(again_after).await;
+        again_after = (again_after * 2).min(RETRY_AFTER_MAX);
+    }
+}
+
+/// Gives a client a lock that it waits for, if it is free.
+pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
+    reactor::start(async move {
+        let server = &caller.server;
+        for _ in 0..TRIES {
+            let Ok(may_have) = server.may_have(freed.client, false).await else { return };
+            let Freed { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
+            let action = |state: &mut State, now| {
+                let result = state.lock_monitored(now, may_have, owner, file, is_write, range);
+                match result {
+                    // Another was faster.
+                    Err(Refused::Denied(_)) => {
+                        let (host, owner, file, handle) = (host.clone(), owner.clone(), file.clone(), handle.clone());
+                        state.wait_monitored(Freed { client, host, owner, file, handle, is_write, range, since });
+                        Ok(false)
+                    }
+                    other => other.map(|()| true),
+                }
+            };
+            match server.contend(action).await {
+                Ok(true) => {
+                    let given = key(client, owner, file, range);
+                    caller.given.lock().expect("no panics under the lock").insert(given.clone());
+                    return tell(&caller, &freed, &given).await;
+                }
+                Ok(false) => return,
+                Err(Refused::Delegated | Refused::Status(V4::DELAY)) => sleep(AGAIN_AFTER).await,
+                Err(_) => return,
+            }
+        }
+    });
+}
+
+/// Tells a client that it has a lock, until it has heard it or has given the lock back.
+async fn tell(caller: &Caller, freed: &Freed, given: &Given) {
+    let Freed { client, host, owner, file, handle, is_write, range, .. } = freed;
+    let (process, own) = wire::owner_of(owner);
+    let (offset, len) = (range.start, wire::len_of(*range));
+    let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };
+    let cookie = thruway_engine::random::random::<8>();
+    let mut again_after = RETRY_AFTER;
+    while caller.is_to_be_called(given) {
+        if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *range)) {
+            break;
+        }
+        let mut arguments = Encoder::new();
+        Test { cookie: &cookie, is_write: *is_write, lock }.encode(&mut arguments);
+        let status = match call(host, of(procedure::GRANTED), arguments).await {
+            Ok(Some(reply)) => result_of(&mut reply.results()),
+            Ok(None) => None,
+            Err(error) => {
+                tracing::debug!(host = %host.address, %error, "not told yet that it has a lock");
+                None
+            }
+        };
+        match status {
+            Some(Status::GRANTED) => {
+                tracing::debug!(host = %host.address, "told that it has a lock");
+                break;
+            }
+            // It does not wait for it any more.
+            Some(Status::DENIED) => {
+                if caller.answered(*client, owner, file, *range) {
+                    let _ = caller.server.state(|state, _| state.unlock_monitored(*client, owner, file, *range));
+                }
+                return;
+            }
+            _ => sleep(again_after).await,
+        }
+        again_after = (again_after * 2).min(RETRY_AFTER_MAX);
+    }
+    caller.answered(*client, owner, file, *range);
+}
+
+fn result_of(d: &mut Decoder<'_>) -> Option<Status> {
+    let _cookie = wire::get_cookie(d).ok()?;
+    Some(Status(d.u32().ok()?))
+}

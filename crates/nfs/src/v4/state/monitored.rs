@@ -1,0 +1,264 @@
+//! Clients of version 3, whose locks have no leases: a client has them until it gives them back or has restarted, which it says
+//! itself (NSM) or which shows by the number of its start. After a restart of the server, it is told to reclaim.
+
+use super::clients::{ClientName, Kind, Principal};
+use super::files::{Holder, OpenAs, Owner};
+use super::waiting::Waiting;
+use super::{FileKey, Held, MayHave, OF_HOST_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use crate::v4::status::Status;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+/// A client of version 3: one name at one address, which knows the server by one address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// Its address.
+    pub address: IpAddr,
+    /// That of the server.
+    pub local: IpAddr,
+    /// As it calls itself (`caller_name`).
+    pub name: Box<[u8]>,
+}
+
+impl Host {
+    /// Its name among those of all clients.
+    pub(crate) fn client_name(&self) -> ClientName {
+        let addresses = format!("{} {} ", self.address, self.local);
+        ClientName { kind: Kind::Monitored, name: [addresses.as_bytes(), &self.name].concat().into() }
+    }
+
+    /// The host that has this name.
+    pub(crate) fn of(client: &ClientName) -> Option<Host> {
+        if client.kind != Kind::Monitored {
+            return None;
+        }
+        let mut parts = client.name.splitn(3, |byte| *byte == b' ');
+        let mut address = || std::str::from_utf8(parts.next()?).ok()?.parse().ok();
+        Some(Host { address: address()?, local: address()?, name: parts.next()?.into() })
+    }
+}
+
+/// A lock that a client of version 3 waits for, and that may be free.
+#[derive(Debug)]
+pub(crate) struct Freed {
+    pub client: u64,
+    pub host: Host,
+    pub owner: Owner,
+    pub file: FileKey,
+    pub handle: Box<[u8]>,
+    pub is_write: bool,
+    pub range: Range,
+    pub since: u64,
+}
+
+impl State {
+    /// The client that a host is; what it had before it has been started again is gone. `start` is the number of its start, or 0.
+    pub(crate) fn monitored(&mut self, now: u64, host: &Host, start: u32) -> Result<u64, Refused> {
+        let name = host.client_name();
+        if let Some(id) = self.ids_of(&name).0 {
+            let client = self.clients.get_mut(&id).expect("a client that is confirmed");
+            if start == 0 || client.start == 0 || client.start == start {
+                client.start = client.start.max(start);
+                client.lease.renew(now);
+                return Ok(id);
+            }
+            self.remove_client(id);
+        }
+        let of_host = self.at_address(host.address);
+        if of_host.len() >= OF_HOST_MAX {
+            let idle = of_host.into_iter().find(|id| self.clients[id].held.is_empty());
+            self.remove_client(idle.ok_or(Status::NOSPC)?);
+        }
+        let id = self.add_client(now, name, [0; 8], Principal { user: None, certificate: None })?;
+        self.clients.get_mut(&id).expect("it has just been added").start = start;
+        self.confirm(now, id);
+        Ok(id)
+    }
+
+    /// The client that a host is, if it has or waits for anything.
+    pub(crate) fn known_host(&self, host: &Host) -> Option<u64> {
+        self.ids_of(&host.client_name()).0
+    }
+
+    /// What a host has is gone.
+    pub(crate) fn forget_host(&mut self, host: &Host) {
+        if let Some(id) = self.known_host(host) {
+            self.remove_client(id);
+        }
+    }
+
+    /// Those that had locks before the start.
+    pub(crate) fn hosts_before(&self) -> Vec<Host> {
+        self.earlier().filter_map(Host::of).collect()
+    }
+
+    fn at_address(&self, address: IpAddr) -> Vec<u64> {
+        let monitored = self.clients.iter().filter(|(_, client)| client.name.kind == Kind::Monitored);
+        let here = monitored.filter(|(_, client)| Host::of(&client.name).is_some_and(|host| host.address == address));
+        here.map(|(id, _)| *id).collect()
+    }
+
+    /// A host has been started again, for the time that has this number: what it had before is gone.
+    pub(crate) fn host_restarted(&mut self, address: IpAddr, start: u32) -> usize {
+        let before = |id: &u64| start == 0 || self.clients[id].start != start;
+        let gone: Vec<u64> = self.at_address(address).into_iter().filter(before).collect();
+        gone.iter().for_each(|id| self.remove_client(*id));
+        gone.len()
+    }
+
+    /// Clients of version 3 that have nothing for as long as a lease need not stand in stable storage.
+    pub(super) fn retire_monitored(&mut self, now: u64) {
+        let lease_ms = self.lease_ms;
+        let idle = self.clients.values_mut().filter(|client| {
+            let is_idle = now.saturating_sub(client.lease.renewed()) > lease_ms;
+            client.name.kind == Kind::Monitored && client.held.is_empty() && is_idle
+        });
+        idle.for_each(|client| client.has_reclaimed = false);
+    }
+
+    /// Whether a client may get something now: it has not been retired since it was found that it may.
+    fn check_monitored(&mut self, now: u64, MayHave { client, is_reclaim }: MayHave) -> Result<(), Refused> {
+        self.check_reclaim(now, is_reclaim)?;
+        let known = self.clients.get(&client).ok_or(Status::DELAY)?;
+        if is_reclaim || known.has_reclaimed { Ok(()) } else { Err(Status::DELAY.into()) }
+    }
+
+    /// NLM_LOCK. `DELAY`: it is to be asked again whether the client may.
+    pub(crate) fn lock_monitored(
+        &mut self,
+        now: u64,
+        may_have: MayHave,
+        owner: &[u8],
+        file: &FileKey,
+        is_write: bool,
+        range: Range,
+    ) -> Result<(), Refused> {
+        self.check_monitored(now, may_have)?;
+        let client = may_have.client;
+        self.recall_for_open(now, file, client, (if is_write { WRITE } else { READ }, 0))?;
+        let holder = match self.holder_of(client, owner, file) {
+            Some(number) => Holder::Known(number),
+            None => Holder::New(owner.into(), None),
+        };
+        let number = match self.take_lock(now, client, holder, file, is_write, range) {
+            Ok(number) => number,
+            Err(refused) => {
+                self.forget_idle_holder(client, owner, file);
+                return Err(refused);
+            }
+        };
+        debug_assert!(self.has_locks(number, file), "the owner of a lock has it");
+        Ok(())
+    }
+
+    /// NLM_TEST; it takes no lock.
+    pub(crate) fn test_monitored(
+        &mut self,
+        now: u64,
+        client: Option<u64>,
+        owner: &[u8],
+        file: &FileKey,
+        is_write: bool,
+        range: Range,
+    ) -> Result<(), Refused> {
+        // Of what is delegated for writing, the client may have locked parts by itself; for reading, only what readers may.
+        self.recall(now, file, |delegation| is_write || delegation.is_write)?;
+        self.test_lock(now, client.unwrap_or_default(), owner, file, is_write, range)
+    }
+
+    /// NLM_UNLOCK
+    pub(crate) fn unlock_monitored(
+        &mut self,
+        client: u64,
+        owner: &[u8],
+        file: &FileKey,
+        range: Range,
+    ) -> Result<(), Status> {
+        let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
+        self.unlock_range(number, file, range)?;
+        self.forget_idle_holder(client, owner, file);
+        Ok(())
+    }
+
+    /// Owners of version 3 are known only by their locks.
+    fn forget_idle_holder(&mut self, client: u64, owner: &[u8], file: &FileKey) {
+        if let Some(number) = self.holder_of(client, owner, file)
+            && !self.has_locks(number, file)
+        {
+            self.remove_held(number);
+        }
+    }
+
+    /// Whether a client of version 3 has locked any of a file: then it is not delegated.
+    pub(super) fn is_locked_by_monitored(&self, file: &FileKey) -> bool {
+        let holders = self.files.get(file).into_iter().flat_map(|state| state.holders.keys());
+        holders.map(|(client, _)| client).any(|id| self.clients.get(id).is_some_and(|c| c.name.kind == Kind::Monitored))
+    }
+
+    /// Whether an owner has exactly this locked.
+    pub(crate) fn has_locked(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
+        let holder = self.holder_of(client, owner, file);
+        holder.is_some_and(|number| self.files.get(file).is_some_and(|state| state.locks.covers(number, range)))
+    }
+
+    /// A client waits for a lock that has just been refused; false if too many wait.
+    pub(crate) fn wait_monitored(&mut self, freed: Freed) -> bool {
+        let Freed { client, owner, file, handle, is_write, range, since, .. } = freed;
+        let Some(state) = self.files.get_mut(&file) else { return false };
+        let is_there = |known: &Waiting| (known.client, &known.owner, known.range) == (client, &owner, range);
+        if state.waiting.len() >= WAITING_MAX && !state.waiting.iter().any(is_there) {
+            return false;
+        }
+        let since = state.waiting.iter().find(|known| is_there(known)).map_or(since, |known| known.since);
+        self.wait_for_lock(Waiting { client, owner, is_monitored: true, handle, is_write, range, since }, &file);
+        true
+    }
+
+    /// NLM_CANCEL; whether it waited.
+    pub(crate) fn cancel_wait(&mut self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
+        let Some(state) = self.files.get_mut(file) else { return false };
+        let before = state.waiting.len();
+        state.waiting.retain(|known| (known.client, &*known.owner, known.range) != (client, owner, range));
+        before != state.waiting.len()
+    }
+
+    /// What a client waits for it does not wait for any more.
+    pub(super) fn forget_waits(&mut self, client: u64) {
+        self.files.values_mut().for_each(|state| state.waiting.retain(|known| known.client != client));
+        self.freed.retain(|freed| freed.client != client);
+    }
+
+    pub(super) fn freed(&self, waiting: Waiting, file: &FileKey) -> Option<Freed> {
+        let Waiting { client, owner, handle, is_write, range, since, .. } = waiting;
+        let host = Host::of(&self.clients.get(&client)?.name)?;
+        Some(Freed { client, host, owner, file: file.clone(), handle, is_write, range, since })
+    }
+
+    /// Locks that clients of version 3 wait for and that have become free.
+    pub(crate) fn take_freed(&mut self) -> Vec<Freed> {
+        std::mem::take(&mut self.freed)
+    }
+
+    /// NLM_SHARE: the file is open so, until NLM_UNSHARE.
+    pub(crate) fn share_monitored(
+        &mut self,
+        now: u64,
+        may_have: MayHave,
+        owner: &[u8],
+        file: &FileKey,
+        modes: (u32, u32),
+    ) -> Result<(), Refused> {
+        self.check_monitored(now, may_have)?;
+        let how = OpenAs { owner, uid: u32::MAX, modes, is_confirmed: true };
+        self.open(now, may_have, how, file, Arc::new(())).map(drop)
+    }
+
+    /// NLM_UNSHARE
+    pub(crate) fn unshare_monitored(&mut self, client: u64, owner: &[u8], file: &FileKey) {
+        let opens = self.files.get(file).map_or(&[][..], |state| state.opens());
+        let is_it = |number: &&u64| matches!(self.held.get(number), Some(Held::Open(open)) if open.client == client && open.is_of(owner));
+        if let Some(number) = opens.iter().find(is_it).copied() {
+            self.remove_held(number);
+        }
+    }
+}
