@@ -35,7 +35,7 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 13] = [
+const PACKAGES: [&str; 14] = [
     "attr",
     "fio",
     "fuse3",
@@ -46,6 +46,7 @@ const PACKAGES: [&str; 13] = [
     "procps",
     "python3-pip",
     "python3-libnbd",
+    "qemu-block-extra",
     "qemu-utils",
     "strace",
     "util-linux",
