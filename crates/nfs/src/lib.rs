@@ -19,5 +19,6 @@ pub mod nlm;
 pub mod nsm;
 pub mod rules;
 pub mod share;
+mod state;
 pub mod v3;
 pub mod v4;

@@ -10,8 +10,8 @@ use self::calls::Caller;
 use self::wire::{Cancel, Share, Status, Take, Test, Unlock};
 use crate::file_system::{Kind, Rights};
 use crate::share::{HandleError, Target};
+use crate::state::{Denied, Freed, Host, Refused, State};
 use crate::v4;
-use crate::v4::state::{Denied, Freed, Host, Refused};
 use rustix::io::Errno;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -131,7 +131,7 @@ impl Nlm {
             let client =
                 server.contend(|state, now| state.monitored(now, &host, args.start)).await.map_err(status_of)?;
             let may_have = server.may_have(client, args.is_reclaim).await.map_err(|s| status_of(s.into()))?;
-            let action = |state: &mut v4::state::State, now| {
+            let action = |state: &mut State, now| {
                 let result = state.lock_monitored(now, may_have, &owner, &file, args.is_write, range);
                 if !args.is_waiting || !matches!(result, Err(Refused::Denied(_))) {
                     return result.map(|()| Status::GRANTED);
@@ -168,8 +168,7 @@ impl Nlm {
             return Err(Err(Status::DENIED_GRACE_PERIOD));
         }
         let client = server.state(|state, _| state.known_host(&host));
-        let action =
-            |state: &mut v4::state::State, now| state.test_monitored(now, client, &owner, &file, args.is_write, range);
+        let action = |state: &mut State, now| state.test_monitored(now, client, &owner, &file, args.is_write, range);
         let mut tries = 0;
         loop {
             tries += 1;
@@ -220,7 +219,7 @@ impl Nlm {
             tries += 1;
             let client = server.contend(|state, now| state.monitored(now, &host, 0)).await.map_err(status_of)?;
             let may_have = server.may_have(client, args.is_reclaim).await.map_err(|s| status_of(s.into()))?;
-            let action = |state: &mut v4::state::State, now| {
+            let action = |state: &mut State, now| {
                 state.share_monitored(now, may_have, args.owner, &file, (args.access, args.deny))
             };
             match server.contend(action).await {

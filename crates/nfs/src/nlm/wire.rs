@@ -1,7 +1,7 @@
 //! What the Network Lock Manager says, as bytes (version 4: RFC 1813, appendix II; X/Open XNFS).
 
 use crate::share::HANDLE_MAX;
-use crate::v4::state::{Denied, Range};
+use crate::state::{Denied, Range};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Most bytes of a name or of an owner (`MAXNAMELEN`, `MAXNETOBJ_SZ`).

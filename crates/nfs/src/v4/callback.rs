@@ -1,7 +1,7 @@
 //! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
 
 use super::session::Session;
-use super::state::Stateid;
+use crate::state::Stateid;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 const CHANNELS_MAX: usize = 4;
 
 /// Most bytes of a call: two operations, with a credential, a handle and an owner of the longest.
-pub(super) const CALL_MAX: u32 = 2048;
+pub(crate) const CALL_MAX: u32 = 2048;
 
 /// Notices of a session that are on their way: of more, clients find out when they ask again.
 const NOTICES_MAX: usize = 64;
@@ -38,14 +38,14 @@ const ATTEMPTS_MAX: u32 = TRIED_MAX + 3;
 
 /// How a client wants to be called (`callback_sec_parms4`).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Credential {
+pub(crate) struct Credential {
     pub flavor: u32,
     pub body: Vec<u8>,
 }
 
 /// A callback that needs no answer but that it has come.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Notice {
+pub(crate) enum Notice {
     /// A lock that was in the way of this owner is gone.
     Lock { handle: Box<[u8]>, owner: Box<[u8]> },
     /// What is delegated is to be given back.
@@ -53,7 +53,7 @@ pub(super) enum Notice {
 }
 
 /// The way back to the client of a session.
-pub(super) struct Back {
+pub(crate) struct Back {
     program: u32,
     credential: Credential,
     channels: Mutex<Vec<BackChannel>>,
@@ -84,7 +84,7 @@ impl Drop for OnItsWay<'_> {
 }
 
 impl Back {
-    pub(super) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
+    pub(crate) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
         Back {
             program,
             credential,
@@ -100,7 +100,7 @@ impl Back {
     }
 
     /// One more connection.
-    pub(super) fn add(&self, channel: BackChannel) {
+    pub(crate) fn add(&self, channel: BackChannel) {
         let mut channels = self.channels();
         channels.retain(|known| known.is_open() && !known.is_same(&channel));
         if channels.len() >= CHANNELS_MAX {
@@ -110,17 +110,17 @@ impl Back {
     }
 
     /// Whether there is a connection.
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         !self.is_out_of_step() && self.channels().iter().any(BackChannel::is_open)
     }
 
     /// Whether another session is needed to call the client.
-    pub(super) fn is_out_of_step(&self) -> bool {
+    pub(crate) fn is_out_of_step(&self) -> bool {
         self.is_out_of_step.load(Ordering::Relaxed)
     }
 
     /// Sends a notice to the client, once; the status of its operation. `None` if there are too many on their way.
-    pub(super) async fn send(&self, session: &Session, notice: &Notice) -> Result<Option<u32>, CallError> {
+    pub(crate) async fn send(&self, session: &Session, notice: &Notice) -> Result<Option<u32>, CallError> {
         let _on_its_way = OnItsWay(&self.notices);
         if self.notices.fetch_add(1, Ordering::Relaxed) >= NOTICES_MAX {
             return Ok(None);
@@ -129,7 +129,7 @@ impl Back {
     }
 
     /// As [`Back::send`], whatever is on its way.
-    pub(super) async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
+    pub(crate) async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
         let mut slot = self.slot.lock().await;
         // If the client has not got the last ones, the number of one of them is still the next.
         let ahead = slot.tried.wrapping_sub(slot.taken).min(TRIED_MAX);

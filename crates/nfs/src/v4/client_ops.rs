@@ -3,8 +3,8 @@
 use super::callback::{self, Back};
 use super::compound::{Compound, Done, get_name};
 use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
-use super::state::{NewSession, Principal, State};
 use super::status::Status;
+use crate::state::{NewSession, Principal, State};
 use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
 use thruway_rpc::server::{CALL_MAX, Credential};
@@ -217,7 +217,7 @@ impl Compound<'_> {
 
     pub(super) fn test_stateids(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const STATEIDS_MAX: u32 = 1024;
-        let stateids = d.array(STATEIDS_MAX, super::state::Stateid::decode)?;
+        let stateids = d.array(STATEIDS_MAX, crate::state::Stateid::decode)?;
         let client = self.client()?;
         self.server.state(|state, _| {
             out.array(&stateids, |out, stateid| {

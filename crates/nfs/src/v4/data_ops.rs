@@ -2,10 +2,10 @@
 
 use super::compound::{Compound, Done, user};
 use super::name_ops::Access;
-use super::state::Stateid;
 use super::status::Status;
 use crate::file_system::{Allocate, Seek, Stability};
 use crate::share::Target;
+use crate::state::Stateid;
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 use thruway_engine::{Segment, Segments};

@@ -5,7 +5,7 @@
 
 pub(crate) mod attributes;
 pub(crate) mod bitmap;
-mod callback;
+pub(crate) mod callback;
 mod client_ops;
 mod compound;
 mod data_ops;
@@ -15,7 +15,6 @@ mod open_ops;
 mod recall;
 mod recovery;
 pub(crate) mod session;
-pub(crate) mod state;
 pub(crate) mod status;
 mod xattr_ops;
 
@@ -24,10 +23,10 @@ use self::compound::Compound;
 use self::recall::Clients;
 use self::recovery::Recovery;
 use self::session::Session;
-use self::state::{Freed, MayHave, Refused, State};
 use self::status::Status;
 use crate::delegations::{Delegate, FileKey};
 use crate::share::Shares;
+use crate::state::{Freed, MayHave, Refused, State};
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -327,7 +326,7 @@ impl Program for Nfs4 {
                 op::SEQUENCE => drop((d.fixed::<16>()?, d.u32()?, d.u32()?, d.u32()?, d.u32()?)),
                 op::PUTFH => drop(d.opaque(compound::HANDLE_MAX)?),
                 op::WRITE => {
-                    let _ = (state::Stateid::decode(d)?, d.u64()?, d.u32()?);
+                    let _ = (crate::state::Stateid::decode(d)?, d.u64()?, d.u32()?);
                     return Ok(true);
                 }
                 _ => return Ok(false),

@@ -3,11 +3,11 @@
 use super::attributes;
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
-use super::state::Stateid;
 use super::status::Status;
 use crate::delegations::Change;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
 use crate::share::Target;
+use crate::state::Stateid;
 use rustix::io::Errno;
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};

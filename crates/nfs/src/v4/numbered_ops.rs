@@ -5,8 +5,8 @@ use super::client_ops::OPAQUE_MAX;
 use super::compound::{Compound, Done, Failure, HANDLE_MAX, TAG_MAX};
 use super::op;
 use super::open_ops::{get_claim, get_owner};
-use super::state::{Reply, Role, Stateid, Turn};
 use super::status::Status;
+use crate::state::{Reply, Role, Stateid, Turn};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Longest name of a network, and address there, of a client's callbacks.

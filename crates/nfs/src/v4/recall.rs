@@ -2,10 +2,10 @@
 
 use super::Server;
 use super::callback::Notice;
-use super::state::{Recalled, Refused, State};
 use super::status::Status;
 use crate::delegations::{FileKey, Holder};
 use crate::file_system::{OnChange, Op};
+use crate::state::{Recalled, Refused, State};
 use rustix::io::Errno;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,7 +1,7 @@
 //! Which clients have something open, in stable storage: after a restart these may reclaim it, and no others (RFC 8881, section
 //! 8.4.2.1).
 
-use super::state::{ClientName, Kind};
+use crate::state::{ClientName, Kind};
 use rustix::fs::Mode;
 use std::collections::BTreeSet;
 use std::io;

@@ -6,46 +6,46 @@ use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 /// Slots of a session: as many requests at a time, far below the receives of a connection.
-pub(super) const SLOTS_MAX: u32 = 64;
+pub(crate) const SLOTS_MAX: u32 = 64;
 /// Most operations of a compound.
 pub(crate) const OPERATIONS_MAX: u32 = 64;
 /// Longest reply that is kept, in bytes, behind the header of RPC.
-pub(super) const CACHED_MAX: u32 = 4 << 10;
+pub(crate) const CACHED_MAX: u32 = 4 << 10;
 
 /// When a client was last heard of, and what it is to be told by the next reply.
 #[derive(Debug, Default)]
-pub(super) struct Lease {
+pub(crate) struct Lease {
     renewed: AtomicU64,
     /// Delegations that have been taken from it, of which it has not said that it knows.
     revoked: AtomicIsize,
 }
 
 impl Lease {
-    pub(super) fn new(now: u64) -> Lease {
+    pub(crate) fn new(now: u64) -> Lease {
         Lease { renewed: AtomicU64::new(now), revoked: AtomicIsize::new(0) }
     }
 
-    pub(super) fn renew(&self, now: u64) {
+    pub(crate) fn renew(&self, now: u64) {
         self.renewed.fetch_max(now, Ordering::Relaxed);
     }
 
-    pub(super) fn renewed(&self) -> u64 {
+    pub(crate) fn renewed(&self) -> u64 {
         self.renewed.load(Ordering::Relaxed)
     }
 
     /// So many more delegations have been taken from it.
-    pub(super) fn revoked(&self, more: isize) {
+    pub(crate) fn revoked(&self, more: isize) {
         self.revoked.fetch_add(more, Ordering::Relaxed);
     }
 
-    pub(super) fn has_revoked(&self) -> bool {
+    pub(crate) fn has_revoked(&self) -> bool {
         self.revoked.load(Ordering::Relaxed) > 0
     }
 }
 
 /// The limits of a channel (`channel_attrs4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ChannelLimits {
+pub(crate) struct ChannelLimits {
     /// Bytes of a request.
     pub request: u32,
     /// Bytes of a reply.
@@ -59,7 +59,7 @@ pub(super) struct ChannelLimits {
 }
 
 /// A session.
-pub(super) struct Session {
+pub(crate) struct Session {
     pub id: [u8; 16],
     pub client: u64,
     pub lease: std::sync::Arc<Lease>,
@@ -83,7 +83,7 @@ struct Slot {
 
 /// What is to be done with a request.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(crate) enum Turn {
     /// It is done, and [`Session::end`] is to be called with its reply.
     New,
     /// This is its reply.
@@ -91,18 +91,18 @@ pub(super) enum Turn {
 }
 
 impl Session {
-    pub(super) fn new(id: [u8; 16], client: u64, lease: std::sync::Arc<Lease>, limits: ChannelLimits) -> Session {
+    pub(crate) fn new(id: [u8; 16], client: u64, lease: std::sync::Arc<Lease>, limits: ChannelLimits) -> Session {
         let slots = (0..limits.requests).map(|_| Mutex::default()).collect();
         Session { id, client, lease, limits, minor: 1, back: None, slots }
     }
 
     /// With a way back to the client.
-    pub(super) fn with_back(self, minor: u32, back: Option<Back>) -> Session {
+    pub(crate) fn with_back(self, minor: u32, back: Option<Back>) -> Session {
         Session { minor, back, ..self }
     }
 
     /// Whether the client can be called.
-    pub(super) fn can_call(&self) -> bool {
+    pub(crate) fn can_call(&self) -> bool {
         self.back.as_ref().is_some_and(Back::is_open)
     }
 
@@ -111,7 +111,7 @@ impl Session {
     }
 
     /// Begins a request. Requests with the same number are the same if their digests are.
-    pub(super) fn begin(&self, slot: u32, sequence: u32, digest: u64) -> Result<Turn, Status> {
+    pub(crate) fn begin(&self, slot: u32, sequence: u32, digest: u64) -> Result<Turn, Status> {
         let mut slot = self.slot(slot).ok_or(Status::BADSLOT)?;
         if sequence == slot.sequence.wrapping_add(1) {
             if slot.is_busy {
@@ -134,14 +134,14 @@ impl Session {
     }
 
     /// Ends a request; its reply is kept if there is one.
-    pub(super) fn end(&self, slot: u32, digest: u64, reply: Option<Box<[u8]>>) {
+    pub(crate) fn end(&self, slot: u32, digest: u64, reply: Option<Box<[u8]>>) {
         let Some(mut slot) = self.slot(slot) else { return };
         slot.is_busy = false;
         slot.reply = reply.map(|reply| (digest, reply));
     }
 
     /// The highest slot.
-    pub(super) fn highest_slot(&self) -> u32 {
+    pub(crate) fn highest_slot(&self) -> u32 {
         self.limits.requests - 1
     }
 }

@@ -33,7 +33,7 @@ impl Range {
 
 /// A lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Lock {
+pub(crate) struct Lock {
     /// Whose it is.
     pub holder: u64,
     /// Nobody else may have any lock there.

@@ -7,7 +7,7 @@ use crate::v4::session::Session;
 use std::sync::Arc;
 
 /// A wait for a lock.
-pub(in super::super) struct Waiting {
+pub(crate) struct Waiting {
     pub client: u64,
     pub owner: Owner,
     /// It comes by version 3, and does not ask again.
@@ -21,7 +21,7 @@ pub(in super::super) struct Waiting {
 
 impl State {
     /// The owner of locks that a stateid stands for.
-    pub(in super::super) fn owner_of_locks(&self, stateid: Stateid) -> Option<Owner> {
+    pub(crate) fn owner_of_locks(&self, stateid: Stateid) -> Option<Owner> {
         match self.held.get(&self.number_of(stateid)?)? {
             Held::Locks(holder) => Some(holder.owner.clone()),
             Held::Open(_) | Held::Delegation(_) => None,
@@ -29,7 +29,7 @@ impl State {
     }
 
     /// A client waits for a lock that has just been refused. It may give up without a word; there is one callback.
-    pub(in super::super) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileKey) {
+    pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileKey) {
         let lease_ms = self.lease_ms;
         let Some(state) = self.files.get_mut(file) else { return };
         let is_other = |known: &Waiting| {
@@ -73,7 +73,7 @@ impl State {
     }
 
     /// Callbacks that are due: each file in which locks have gone is looked at once.
-    pub(in super::super) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
+    pub(crate) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
         for file in std::mem::take(&mut self.to_wake) {
             self.wake(&file);
         }

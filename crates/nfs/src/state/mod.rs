@@ -1,4 +1,4 @@
-//! What clients have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the server began.
+//! What clients of all versions have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the server began.
 //!
 //! A client whose lease has expired keeps its state until another is in its way (RFC 8881, section 8.4.2.4 allows that): what would
 //! conflict is [`Refused::Expired`], and its state is removed by [`State::expire`] when it no longer stands in stable storage, so
@@ -13,29 +13,29 @@ mod ranges;
 mod waiting;
 
 pub(crate) use clients::{ClientName, Kind};
-pub(super) use clients::{NewSession, Principal};
-pub(super) use delegations::{Delegated, Recalled};
-pub(super) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
+pub(crate) use clients::{NewSession, Principal};
+pub(crate) use delegations::{Delegated, Recalled};
+pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Freed, Host};
-pub(super) use numbered::{Reply, Role, Turn};
+pub(crate) use numbered::{Reply, Role, Turn};
 pub(crate) use ranges::Range;
-pub(super) use waiting::Waiting;
+pub(crate) use waiting::Waiting;
 
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
-use super::callback::Notice;
-use super::session::Session;
-use super::status::Status;
 use crate::file_system::OpenGuard;
+use crate::v4::callback::Notice;
+use crate::v4::session::Session;
+use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
-pub(super) use crate::delegations::FileKey;
+pub(crate) use crate::delegations::FileKey;
 
 /// What a client calls something that it has (`stateid4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Stateid {
+pub(crate) struct Stateid {
     /// Which change of it is meant; 0 for the latest.
     pub seqid: u32,
     pub other: [u8; 12],
@@ -43,24 +43,24 @@ pub(super) struct Stateid {
 
 impl Stateid {
     /// Nothing is open.
-    pub(super) const ANONYMOUS: Stateid = Stateid { seqid: 0, other: [0; 12] };
+    pub(crate) const ANONYMOUS: Stateid = Stateid { seqid: 0, other: [0; 12] };
     /// Nothing is open, and modes that deny reading do not count.
-    pub(super) const BYPASS: Stateid = Stateid { seqid: u32::MAX, other: [0xff; 12] };
+    pub(crate) const BYPASS: Stateid = Stateid { seqid: u32::MAX, other: [0xff; 12] };
     /// The one that an earlier operation of the compound has made.
-    pub(super) const CURRENT: Stateid = Stateid { seqid: 1, other: [0; 12] };
+    pub(crate) const CURRENT: Stateid = Stateid { seqid: 1, other: [0; 12] };
     /// None; what CLOSE returns.
-    pub(super) const INVALID: Stateid = Stateid { seqid: u32::MAX, other: [0; 12] };
+    pub(crate) const INVALID: Stateid = Stateid { seqid: u32::MAX, other: [0; 12] };
 
-    pub(super) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Stateid> {
+    pub(crate) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Stateid> {
         Ok(Stateid { seqid: d.u32()?, other: *d.fixed()? })
     }
 
-    pub(super) fn encode(self, out: &mut Encoder) {
+    pub(crate) fn encode(self, out: &mut Encoder) {
         out.u32(self.seqid);
         out.fixed(&self.other);
     }
 
-    pub(super) fn is_special(self) -> bool {
+    pub(crate) fn is_special(self) -> bool {
         self.other == [0; 12] || self.other == [0xff; 12]
     }
 }
@@ -111,39 +111,39 @@ impl MayHave {
 }
 
 /// Clients whose leases have expired that are remembered.
-pub(super) const EXPIRED_MAX: usize = 4096;
+pub(crate) const EXPIRED_MAX: usize = 4096;
 /// Most clients, confirmed or not.
-pub(super) const CLIENTS_MAX: usize = 4096;
+pub(crate) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.
-pub(super) const SESSIONS_MAX: usize = 16;
+pub(crate) const SESSIONS_MAX: usize = 16;
 /// Sessions of all clients.
-pub(super) const SESSIONS_TOTAL_MAX: usize = 8192;
+pub(crate) const SESSIONS_TOTAL_MAX: usize = 8192;
 /// Bytes of replies that sessions may keep: beyond that, a new one has two slots.
-pub(super) const KEPT_MAX: u64 = 256 << 20;
+pub(crate) const KEPT_MAX: u64 = 256 << 20;
 /// Files that a client may have open, and owners of locks.
-pub(super) const HELD_MAX: usize = 16 << 10;
+pub(crate) const HELD_MAX: usize = 16 << 10;
 /// The same, of all clients.
-pub(super) const HELD_TOTAL_MAX: usize = 1 << 20;
+pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
-pub(super) const FILE_HELD_MAX: usize = 4096;
+pub(crate) const FILE_HELD_MAX: usize = 4096;
 /// Clients of version 3 at one address.
-pub(super) const OF_HOST_MAX: usize = 64;
+pub(crate) const OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
-pub(super) const WAITING_MAX: usize = 64;
+pub(crate) const WAITING_MAX: usize = 64;
 /// Locks in one file.
-pub(super) const LOCKS_MAX: usize = 8192;
+pub(crate) const LOCKS_MAX: usize = 8192;
 /// Files delegated to a client.
-pub(super) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
+pub(crate) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
 /// The same, to all clients.
-pub(super) const DELEGATIONS_MAX: usize = 16 << 10;
+pub(crate) const DELEGATIONS_MAX: usize = 16 << 10;
 /// So many milliseconds after one has been recalled, a file is not delegated again.
-pub(super) const RECENT_MS: u64 = 30_000;
+pub(crate) const RECENT_MS: u64 = 30_000;
 /// Files that this is known of; when there are more, none is delegated.
-pub(super) const RECENT_MAX: usize = 4096;
+pub(crate) const RECENT_MAX: usize = 4096;
 /// Owners of a client of version 4.0 whose operations are counted.
-pub(super) const OWNERS_MAX: usize = 4096;
+pub(crate) const OWNERS_MAX: usize = 4096;
 /// The same, of all clients.
-pub(super) const OWNERS_TOTAL_MAX: usize = 64 << 10;
+pub(crate) const OWNERS_TOTAL_MAX: usize = 64 << 10;
 
 /// The ids of clients of one name: confirmed, and not.
 type ClientIds = (Option<u64>, Option<u64>);
@@ -155,7 +155,7 @@ pub(crate) struct State {
     lease_ms: u64,
     clients: HashMap<u64, Client>,
     by_owner: HashMap<ClientName, ClientIds>,
-    pub(super) sessions: HashMap<[u8; 16], Arc<Session>>,
+    pub(crate) sessions: HashMap<[u8; 16], Arc<Session>>,
     held: HashMap<u64, Held>,
     files: HashMap<FileKey, FileState>,
     grace: Grace,
@@ -186,7 +186,7 @@ pub(crate) struct State {
 
 impl State {
     /// Nothing yet; `before` are the clients that had state when the last run ended, who may reclaim it.
-    pub(super) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> State {
+    pub(crate) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> State {
         State {
             epoch,
             lease_ms,
@@ -212,18 +212,18 @@ impl State {
     }
 
     /// Clients have so long to come back, in milliseconds, instead of a lease.
-    pub(super) fn with_grace_of(mut self, ms: u64) -> State {
+    pub(crate) fn with_grace_of(mut self, ms: u64) -> State {
         self.grace.until = ms;
         self
     }
 
     /// What was kept open for what is no longer open.
-    pub(super) fn take_dropped(&mut self) -> Vec<OpenGuard> {
+    pub(crate) fn take_dropped(&mut self) -> Vec<OpenGuard> {
         std::mem::take(&mut self.dropped)
     }
 
     /// Delegations that have been recalled since this was last asked for.
-    pub(super) fn take_recalls(&mut self) -> Vec<u64> {
+    pub(crate) fn take_recalls(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.recalls)
     }
 

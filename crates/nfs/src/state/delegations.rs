@@ -27,14 +27,14 @@ pub(super) struct Delegation {
 }
 
 /// What is to be delegated.
-pub(in super::super) struct Delegated {
+pub(crate) struct Delegated {
     pub is_write: bool,
     pub handle: Box<[u8]>,
     pub lease: OpenGuard,
 }
 
 /// A delegation that has been recalled.
-pub(in super::super) struct Recalled {
+pub(crate) struct Recalled {
     /// By which the client can be called, if there is one.
     pub session: Option<Arc<Session>>,
     pub stateid: Stateid,
@@ -52,7 +52,7 @@ impl State {
     }
 
     /// Whether a file that a client has just opened may be delegated to it. For writing it must be the only one to have it open.
-    pub(in super::super) fn may_delegate(&mut self, now: u64, client: u64, file: &FileKey, is_write: bool) -> bool {
+    pub(crate) fn may_delegate(&mut self, now: u64, client: u64, file: &FileKey, is_write: bool) -> bool {
         let is_grace = self.is_grace(now);
         if self.recent.len() >= RECENT_MAX {
             self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
@@ -79,7 +79,7 @@ impl State {
     }
 
     /// Delegates a file to a client that has it open, if that may be.
-    pub(in super::super) fn delegate(
+    pub(crate) fn delegate(
         &mut self,
         now: u64,
         MayHave { client, .. }: MayHave,
@@ -133,7 +133,7 @@ impl State {
     }
 
     /// Recalls what others than this client have of a file that is to be changed, or read.
-    pub(in super::super) fn recall_others(
+    pub(crate) fn recall_others(
         &mut self,
         now: u64,
         file: &FileKey,
@@ -144,7 +144,7 @@ impl State {
     }
 
     /// Recalls all that is delegated of a file: another program changes it.
-    pub(in super::super) fn recall_all(&mut self, now: u64, file: &FileKey) {
+    pub(crate) fn recall_all(&mut self, now: u64, file: &FileKey) {
         // The clients are called, and not waited for.
         let _ = self.recall(now, file, |_| true);
     }
@@ -165,18 +165,13 @@ impl State {
     }
 
     /// Begins a change of a file that is not open for it; to be ended by [`State::end_change`], if it is not refused.
-    pub(in super::super) fn begin_change(
-        &mut self,
-        now: u64,
-        file: &FileKey,
-        client: Option<u64>,
-    ) -> Result<(), Refused> {
+    pub(crate) fn begin_change(&mut self, now: u64, file: &FileKey, client: Option<u64>) -> Result<(), Refused> {
         self.recall_others(now, file, client, true)?;
         self.files.entry(file.clone()).or_default().changes += 1;
         Ok(())
     }
 
-    pub(in super::super) fn end_change(&mut self, file: &FileKey) {
+    pub(crate) fn end_change(&mut self, file: &FileKey) {
         let Some(state) = self.files.get_mut(file) else { return };
         state.changes -= 1;
         if state.is_unused() {
@@ -185,7 +180,7 @@ impl State {
     }
 
     /// A delegation that is to be given back; `None` if it has been.
-    pub(in super::super) fn recalled(&self, number: u64) -> Option<Recalled> {
+    pub(crate) fn recalled(&self, number: u64) -> Option<Recalled> {
         let Some(Held::Delegation(delegation)) = self.held.get(&number) else { return None };
         if delegation.is_revoked {
             return None;
@@ -201,7 +196,7 @@ impl State {
 
     /// Takes a delegation from a client that has not given it back; whose it was. The client hears of it by its next call, and of
     /// which by TEST_STATEID.
-    pub(in super::super) fn revoke(&mut self, number: u64) -> Option<u64> {
+    pub(crate) fn revoke(&mut self, number: u64) -> Option<u64> {
         let Some(Held::Delegation(delegation)) = self.held.get_mut(&number) else { return None };
         if std::mem::replace(&mut delegation.is_revoked, true) {
             return None;
@@ -224,7 +219,7 @@ impl State {
     }
 
     /// A client does not know of a delegation that has been recalled.
-    pub(in super::super) fn forget_delegation(&mut self, number: u64) {
+    pub(crate) fn forget_delegation(&mut self, number: u64) {
         if matches!(self.held.get(&number), Some(Held::Delegation(delegation)) if !delegation.is_revoked) {
             self.remove_held(number);
         }
@@ -242,7 +237,7 @@ impl State {
     }
 
     /// DELEGRETURN
-    pub(in super::super) fn give_back(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+    pub(crate) fn give_back(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
         match self.find(client, stateid)? {
             (number, Held::Delegation(delegation)) if delegation.file == *file => {
                 self.remove_held(number);
@@ -253,7 +248,7 @@ impl State {
     }
 
     /// Whether a client may open a file so because it is delegated to it (`CLAIM_DELEGATE_CUR`).
-    pub(in super::super) fn check_delegated(
+    pub(crate) fn check_delegated(
         &self,
         client: u64,
         stateid: Stateid,

@@ -10,14 +10,14 @@ use std::sync::Arc;
 
 /// Who has made a client: the user of its credential, if that has one, and whose certificate its connection had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Principal {
+pub(crate) struct Principal {
     pub user: Option<u32>,
     /// A hash of the certificate's names; none without a certificate.
     pub certificate: Option<[u8; 16]>,
 }
 
 impl Principal {
-    pub(in super::super) fn new(user: Option<u32>, names: &[String]) -> Principal {
+    pub(crate) fn new(user: Option<u32>, names: &[String]) -> Principal {
         let hash = |hasher: &mut blake3::Hasher, name: &String| {
             hasher.update(&(name.len() as u64).to_be_bytes()).update(name.to_ascii_lowercase().as_bytes());
         };
@@ -50,12 +50,12 @@ pub(crate) struct ClientName {
 
 impl ClientName {
     /// Of version 4.1 or 4.2.
-    pub(in super::super) fn with_sessions(name: &[u8]) -> ClientName {
+    pub(crate) fn with_sessions(name: &[u8]) -> ClientName {
         ClientName { kind: Kind::WithSessions, name: name.into() }
     }
 
     /// Of version 4.0.
-    pub(in super::super) fn without_sessions(name: &[u8]) -> ClientName {
+    pub(crate) fn without_sessions(name: &[u8]) -> ClientName {
         ClientName { kind: Kind::WithoutSessions, name: name.into() }
     }
 }
@@ -87,14 +87,14 @@ pub(super) struct Client {
 
 /// The answer to EXCHANGE_ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Exchange {
+pub(crate) struct Exchange {
     pub client: u64,
     pub sequence: u32,
     pub is_confirmed: bool,
 }
 
 /// What is due to a CREATE_SESSION.
-pub(in super::super) enum NewSession {
+pub(crate) enum NewSession {
     /// The reply that it had.
     Again(Box<[u8]>),
     /// One is to be made; its client's lease.
@@ -190,14 +190,14 @@ impl State {
     }
 
     /// The one of these clients that has not been heard of for longest, if its lease has expired.
-    pub(in super::super) fn longest_expired(&self, now: u64, among: impl Iterator<Item = u64>) -> Option<u64> {
+    pub(crate) fn longest_expired(&self, now: u64, among: impl Iterator<Item = u64>) -> Option<u64> {
         let known = among.filter_map(|id| Some((id, self.clients.get(&id)?)));
         let expired = known.filter(|(_, client)| self.is_expired(now, client));
         expired.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
     }
 
     /// The one of all clients that have something that has not been heard of for longest, if its lease has expired.
-    pub(in super::super) fn longest_expired_of_all(&self, now: u64) -> Option<u64> {
+    pub(crate) fn longest_expired_of_all(&self, now: u64) -> Option<u64> {
         self.longest_expired(now, self.with_something())
     }
 
@@ -242,7 +242,7 @@ impl State {
     }
 
     /// EXCHANGE_ID, the cases of its section 18.35.4.
-    pub(in super::super) fn exchange_id(
+    pub(crate) fn exchange_id(
         &mut self,
         now: u64,
         owner: &[u8],
@@ -281,7 +281,7 @@ impl State {
     }
 
     /// CREATE_SESSION, up to the session itself.
-    pub(in super::super) fn create_session(
+    pub(crate) fn create_session(
         &mut self,
         now: u64,
         id: u64,
@@ -326,7 +326,7 @@ impl State {
     }
 
     /// The limits of a session, for whose replies there is room beside those of the others.
-    pub(in super::super) fn with_room_for_replies(&self, limits: ChannelLimits) -> ChannelLimits {
+    pub(crate) fn with_room_for_replies(&self, limits: ChannelLimits) -> ChannelLimits {
         let kept = |limits: &ChannelLimits| u64::from(limits.requests) * u64::from(limits.cached);
         let others: u64 = self.sessions.values().map(|session| kept(&session.limits)).sum();
         if others + kept(&limits) <= KEPT_MAX {
@@ -337,7 +337,7 @@ impl State {
     }
 
     /// The session is there, and this is the reply that says so.
-    pub(in super::super) fn session_created(&mut self, session: Arc<Session>, reply: Box<[u8]>) {
+    pub(crate) fn session_created(&mut self, session: Arc<Session>, reply: Box<[u8]>) {
         let Some(client) = self.clients.get_mut(&session.client) else { return };
         client.sequence = client.sequence.wrapping_add(1);
         client.created = Some(reply);
@@ -346,7 +346,7 @@ impl State {
     }
 
     /// DESTROY_SESSION
-    pub(in super::super) fn destroy_session(&mut self, id: &[u8; 16]) -> Result<(), Status> {
+    pub(crate) fn destroy_session(&mut self, id: &[u8; 16]) -> Result<(), Status> {
         let session = self.sessions.remove(id).ok_or(Status::BADSESSION)?;
         if let Some(client) = self.clients.get_mut(&session.client) {
             client.sessions -= 1;
@@ -355,7 +355,7 @@ impl State {
     }
 
     /// DESTROY_CLIENTID
-    pub(in super::super) fn destroy_client(&mut self, id: u64) -> Result<(), Status> {
+    pub(crate) fn destroy_client(&mut self, id: u64) -> Result<(), Status> {
         let client = self.with_sessions(id)?;
         if client.sessions > 0 || !client.held.is_empty() {
             return Err(Status::CLIENTID_BUSY);
@@ -380,7 +380,7 @@ impl State {
 
     /// Whether a client may have something new; not before [`State::records`] of this number are stored: those who have not come
     /// back in time must not reclaim, after another restart, what it gets.
-    pub(in super::super) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
+    pub(crate) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records) };
         if client.is_given_up {
@@ -394,7 +394,7 @@ impl State {
     }
 
     /// Whether a client may have back what it had.
-    pub(in super::super) fn may_reclaim(&mut self, now: u64, client: u64) -> Result<u64, Status> {
+    pub(crate) fn may_reclaim(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get(&client) else { return Err(Status::NO_GRACE) };
         match () {
@@ -405,7 +405,7 @@ impl State {
     }
 
     /// RECLAIM_COMPLETE for all file systems. The client must stand in stable storage before it is answered.
-    pub(in super::super) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
+    pub(crate) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
         let client = self.with_sessions(id)?;
         if std::mem::replace(&mut client.has_reclaimed, true) {
             return Err(Status::COMPLETE_ALREADY);
@@ -418,7 +418,7 @@ impl State {
     }
 
     /// Which clients are to stand in stable storage, and the number of this state of affairs.
-    pub(in super::super) fn records(&mut self, now: u64) -> (u64, BTreeSet<ClientName>) {
+    pub(crate) fn records(&mut self, now: u64) -> (u64, BTreeSet<ClientName>) {
         self.retire_monitored(now);
         let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.name);
         (self.records, now.chain(&self.grace.before).cloned().collect())
@@ -430,12 +430,12 @@ impl State {
     }
 
     /// Whether clients from before the start may still come back.
-    pub(in super::super) fn has_earlier(&self) -> bool {
+    pub(crate) fn has_earlier(&self) -> bool {
         !self.grace.before.is_empty()
     }
 
     /// Takes a client whose lease has expired out of what is to stand in stable storage: it will not get back what it has.
-    pub(in super::super) fn give_up(&mut self, now: u64, id: u64) -> bool {
+    pub(crate) fn give_up(&mut self, now: u64, id: u64) -> bool {
         if self.clients.get(&id).is_none_or(|client| !self.is_expired(now, client)) {
             return false;
         }
@@ -449,7 +449,7 @@ impl State {
     }
 
     /// Such a client stays after all: it could not be taken out of stable storage.
-    pub(in super::super) fn keep(&mut self, id: u64) {
+    pub(crate) fn keep(&mut self, id: u64) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.has_reclaimed = true;
             client.is_given_up = false;
@@ -459,7 +459,7 @@ impl State {
 
     /// Removes what such a client has; not before it is out of stable storage. False if it has been heard of meanwhile: then it keeps
     /// what it has, and is to be stored again.
-    pub(in super::super) fn expire(&mut self, now: u64, id: u64) -> bool {
+    pub(crate) fn expire(&mut self, now: u64, id: u64) -> bool {
         let Some(client) = self.clients.get(&id) else { return true };
         if !self.is_expired(now, client) {
             self.keep(id);

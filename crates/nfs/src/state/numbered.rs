@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// What an owner does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(in super::super) enum Role {
+pub(crate) enum Role {
     /// Open files.
     Opens,
     /// Lock parts of them.
@@ -48,11 +48,11 @@ impl Numbering {
 pub(super) const SWEEP_MS: u64 = 1000;
 
 /// An owner, one of whose operations is done at a time.
-pub(in super::super) type NumberedOwner = tokio::sync::Mutex<Numbers>;
+pub(crate) type NumberedOwner = tokio::sync::Mutex<Numbers>;
 
 /// The numbers of an owner.
 #[derive(Debug, Default)]
-pub(in super::super) struct Numbers {
+pub(crate) struct Numbers {
     /// That of the last operation, and its reply if it is known.
     last: Option<(u32, Option<Reply>)>,
     /// It has confirmed that it is not an old message from which it was made.
@@ -63,7 +63,7 @@ pub(in super::super) struct Numbers {
 
 /// The reply to an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) struct Reply {
+pub(crate) struct Reply {
     /// What it is the reply to.
     pub operation: u32,
     /// 0 or an error.
@@ -75,7 +75,7 @@ pub(in super::super) struct Reply {
 
 /// What is to be done with an operation.
 #[derive(Debug, PartialEq, Eq)]
-pub(in super::super) enum Turn {
+pub(crate) enum Turn {
     /// It is the next one.
     New,
     /// It is the last one again, and this is its reply.
@@ -84,7 +84,7 @@ pub(in super::super) enum Turn {
 
 impl Numbers {
     /// What is to be done with an operation of this number.
-    pub(in super::super) fn turn(&self, number: u32, operation: u32) -> Result<Turn, Status> {
+    pub(crate) fn turn(&self, number: u32, operation: u32) -> Result<Turn, Status> {
         match &self.last {
             None => Ok(Turn::New),
             Some((last, _)) if number == last.wrapping_add(1) => Ok(Turn::New),
@@ -96,7 +96,7 @@ impl Numbers {
     }
 
     /// The operation of this number has been done.
-    pub(in super::super) fn done(&mut self, number: u32, reply: Reply) {
+    pub(crate) fn done(&mut self, number: u32, reply: Reply) {
         if self.count(number, reply.status)
             && let Some((_, kept)) = &mut self.last
         {
@@ -106,7 +106,7 @@ impl Numbers {
 
     /// The operation of this number has ended so, if it counts: errors that come before anything is looked at do not (RFC 7530,
     /// section 9.1.7).
-    pub(in super::super) fn count(&mut self, number: u32, status: u32) -> bool {
+    pub(crate) fn count(&mut self, number: u32, status: u32) -> bool {
         const UNCOUNTED: [Status; 7] = [
             Status::STALE_CLIENTID,
             Status::STALE_STATEID,
@@ -124,14 +124,14 @@ impl Numbers {
     }
 
     /// Forgets the numbers of an owner that was never confirmed.
-    pub(in super::super) fn restart(&mut self) {
+    pub(crate) fn restart(&mut self) {
         *self = Numbers::default();
     }
 }
 
 impl State {
     /// SETCLIENTID, the cases of RFC 7530, section 16.33.5: the client's id and what it confirms it by.
-    pub(in super::super) fn set_client(
+    pub(crate) fn set_client(
         &mut self,
         now: u64,
         name: &[u8],
@@ -168,7 +168,7 @@ impl State {
     }
 
     /// SETCLIENTID_CONFIRM, also once more.
-    pub(in super::super) fn confirm_client(
+    pub(crate) fn confirm_client(
         &mut self,
         now: u64,
         id: u64,
@@ -225,13 +225,13 @@ impl State {
     }
 
     /// RENEW, and all that says the client's id: that is this one if it is a client of version 4.0.
-    pub(in super::super) fn heard_of(&mut self, now: u64, id: u64) -> Result<u64, Status> {
+    pub(crate) fn heard_of(&mut self, now: u64, id: u64) -> Result<u64, Status> {
         self.numbering(id)?.0.lease.renew(now);
         Ok(id)
     }
 
     /// The client of version 4.0 that has this; 0, which is none, if the stateid says that nothing is open.
-    pub(in super::super) fn heard_of_by(&mut self, now: u64, stateid: Stateid) -> Result<u64, Status> {
+    pub(crate) fn heard_of_by(&mut self, now: u64, stateid: Stateid) -> Result<u64, Status> {
         if stateid.is_special() {
             return Ok(0);
         }
@@ -242,7 +242,7 @@ impl State {
     }
 
     /// An owner of a client, who may be new.
-    pub(in super::super) fn numbered(
+    pub(crate) fn numbered(
         &mut self,
         now: u64,
         client: u64,
@@ -277,12 +277,7 @@ impl State {
     }
 
     /// The owner of what is open or locked.
-    pub(in super::super) fn numbered_by(
-        &mut self,
-        now: u64,
-        stateid: Stateid,
-        role: Role,
-    ) -> Result<Arc<NumberedOwner>, Status> {
+    pub(crate) fn numbered_by(&mut self, now: u64, stateid: Stateid, role: Role) -> Result<Arc<NumberedOwner>, Status> {
         let client = self.heard_of_by(now, stateid)?;
         let number = self.number_of(stateid).ok_or(Status::BAD_STATEID)?;
         let closed = self.closed.get(&number).map(|(_, owner)| (Role::Opens, owner));
@@ -314,7 +309,7 @@ impl State {
     }
 
     /// Closes what an owner has opened who has not confirmed that it is there.
-    pub(in super::super) fn close_unconfirmed(&mut self, client: u64, stateid: Stateid) {
+    pub(crate) fn close_unconfirmed(&mut self, client: u64, stateid: Stateid) {
         let Some(number) = self.number_of(stateid) else { return };
         if matches!(self.held.get(&number), Some(Held::Open(open)) if open.is_unconfirmed && open.client == client) {
             self.remove_held(number);
@@ -322,7 +317,7 @@ impl State {
     }
 
     /// RELEASE_LOCKOWNER
-    pub(in super::super) fn release_locks_of(&mut self, client: u64, owner: &[u8]) -> Result<(), Status> {
+    pub(crate) fn release_locks_of(&mut self, client: u64, owner: &[u8]) -> Result<(), Status> {
         let known = &self.clients[&client];
         let mut holders = Vec::new();
         for number in &known.held {

@@ -11,15 +11,15 @@ use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
-pub(in super::super) const READ: u32 = 1;
+pub(crate) const READ: u32 = 1;
 /// Writes.
-pub(in super::super) const WRITE: u32 = 2;
+pub(crate) const WRITE: u32 = 2;
 
 /// What a client calls a process that opens or locks files.
-pub(in super::super) type Owner = Box<[u8]>;
+pub(crate) type Owner = Box<[u8]>;
 
 /// What is open, and what is denied to others.
-pub(in super::super) type Modes = (u32, u32);
+pub(crate) type Modes = (u32, u32);
 
 /// Something that has a stateid.
 pub(super) enum Held {
@@ -90,7 +90,7 @@ impl Held {
 
 /// How a file is to be opened.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct OpenAs<'a> {
+pub(crate) struct OpenAs<'a> {
     pub owner: &'a [u8],
     /// The user, whose rights have been checked.
     pub uid: u32,
@@ -160,7 +160,7 @@ pub(super) enum Holder {
 }
 
 /// Who wants a lock.
-pub(in super::super) enum LockRequest {
+pub(crate) enum LockRequest {
     /// An owner who may have had none in this file, which is open.
     New { open: Stateid, owner: Owner },
     /// An owner who has.
@@ -243,7 +243,7 @@ impl State {
     }
 
     /// OPEN: what an owner already has open it has open in both ways then; how it was, if it was.
-    pub(in super::super) fn open(
+    pub(crate) fn open(
         &mut self,
         now: u64,
         MayHave { client, is_reclaim }: MayHave,
@@ -303,12 +303,7 @@ impl State {
     }
 
     /// OPEN_CONFIRM
-    pub(in super::super) fn confirm_open(
-        &mut self,
-        client: u64,
-        stateid: Stateid,
-        file: &FileKey,
-    ) -> Result<Stateid, Status> {
+    pub(crate) fn confirm_open(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<Stateid, Status> {
         let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
         match self.held.get_mut(&number) {
             Some(Held::Open(open)) if open.client == client && open.file == *file && open.seqid == stateid.seqid => {
@@ -332,7 +327,7 @@ impl State {
     }
 
     /// Takes back an OPEN of which the client is told that it has failed.
-    pub(in super::super) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
+    pub(crate) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
         let Some(was) = was else {
             // Also one that has not been confirmed.
             self.number_of(stateid).inspect(|number| self.remove_held(*number));
@@ -347,7 +342,7 @@ impl State {
     }
 
     /// OPEN_DOWNGRADE
-    pub(in super::super) fn downgrade(
+    pub(crate) fn downgrade(
         &mut self,
         client: u64,
         stateid: Stateid,
@@ -366,7 +361,7 @@ impl State {
     }
 
     /// CLOSE; locks go with it.
-    pub(in super::super) fn close(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+    pub(crate) fn close(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
         let (number, open) = self.find_open(client, stateid, file)?;
         let owner = open.owner.clone();
         self.remove_held(number);
@@ -376,7 +371,7 @@ impl State {
 
     /// Whether a file may be read or written under this stateid, and whether the rights of this user to do so were checked when it
     /// was opened.
-    pub(in super::super) fn access(
+    pub(crate) fn access(
         &mut self,
         now: u64,
         client: u64,
@@ -435,7 +430,7 @@ impl State {
     }
 
     /// LOCK
-    pub(in super::super) fn lock(
+    pub(crate) fn lock(
         &mut self,
         now: u64,
         MayHave { client, is_reclaim }: MayHave,
@@ -540,7 +535,7 @@ impl State {
     }
 
     /// LOCKT
-    pub(in super::super) fn test_lock(
+    pub(crate) fn test_lock(
         &self,
         now: u64,
         client: u64,
@@ -557,7 +552,7 @@ impl State {
     }
 
     /// LOCKU
-    pub(in super::super) fn unlock(
+    pub(crate) fn unlock(
         &mut self,
         client: u64,
         stateid: Stateid,
@@ -583,12 +578,12 @@ impl State {
     }
 
     /// TEST_STATEID, for one of them.
-    pub(in super::super) fn test_stateid(&self, client: u64, stateid: Stateid) -> Result<(), Status> {
+    pub(crate) fn test_stateid(&self, client: u64, stateid: Stateid) -> Result<(), Status> {
         self.find(client, stateid).map(drop)
     }
 
     /// FREE_STATEID
-    pub(in super::super) fn free_stateid(&mut self, client: u64, stateid: Stateid) -> Result<(), Status> {
+    pub(crate) fn free_stateid(&mut self, client: u64, stateid: Stateid) -> Result<(), Status> {
         // One that has been revoked is given up by this.
         if let Some(number) = self.number_of(stateid)
             && matches!(self.held.get(&number), Some(Held::Delegation(d)) if d.client == client && d.is_revoked)
