@@ -139,6 +139,9 @@ printf x | dd of=/mnt/a/holes bs=1 seek=50M conv=notrunc status=none
 seek() { python3 -c "import os,sys; f = os.open(sys.argv[1], 0); print(os.lseek(f, int(sys.argv[2]), os.$3))" "$1" "$2"; }
 [[ $(seek /mnt/b/holes 0 SEEK_DATA) == $((50 << 20)) ]]
 (($(seek /mnt/b/holes $((50 << 20)) SEEK_HOLE) <= (50 << 20) + 65536))
+fails fallocate -l 800M /mnt/a/storage 2>/dev/null
+[[ $(stat -c %s /mnt/a/storage) == 0 && $(stat -c %s /tmp/served/data/storage) == 0 ]]
+rm /mnt/a/storage
 fallocate -l 8M /mnt/a/storage
 (($(stat -c %b /tmp/served/data/storage) * 512 >= 8 << 20))
 fallocate -p -o 1M -l 4M /mnt/a/storage

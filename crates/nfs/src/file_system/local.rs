@@ -871,11 +871,13 @@ impl FileSystem for LocalFileSystem {
             let _turn = self.inner.copies.acquire().await.expect("never closed");
             let done = self.work(move |_| {
                 Inner::drop_privileges(&who, &node, &stat)?;
-                let flags = match what {
-                    Allocate::Reserve => FallocateFlags::empty(),
-                    Allocate::Punch => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+                let keep = FallocateFlags::KEEP_SIZE;
+                let allocate = |flags| rustix::fs::fallocate(&*file, flags, at, len);
+                let done = match what {
+                    // Some file systems make a file longer for which there is no room. Its end is moved when there is.
+                    Allocate::Reserve => allocate(keep).and_then(|()| allocate(FallocateFlags::empty())),
+                    Allocate::Punch => allocate(FallocateFlags::PUNCH_HOLE | keep),
                 };
-                let done = rustix::fs::fallocate(&*file, flags, at, len);
                 node.note_change();
                 node.data().is_dirty = true;
                 done
