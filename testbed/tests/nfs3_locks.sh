@@ -29,7 +29,8 @@ as_of a rpcinfo -p 10.0.0.1 >/tmp/known
 for program in '100003 *3 *tcp' '100003 *4 *tcp' '100005 *3 *tcp' '100021 *4 *tcp' '100024 *1 *tcp' '100024 *1 *udp'; do
     grep -q "$program" /tmp/known || { cat /tmp/known; exit 1; }
 done
-as_of a showmount -e 10.0.0.1 | grep -q '^/data'
+as_of a showmount -e 10.0.0.1 >/tmp/shown
+grep -q '^/data' /tmp/shown
 as_of a mount -t nfs -o vers=3,proto=tcp 10.0.0.1:/data /mnt/n
 as_of b mount -t nfs -o vers=3,proto=tcp 10.0.0.1:/data /mnt/n
 as_of b mount -t nfs -o vers=4.2,proto=tcp 10.0.0.1:/data /mnt/n4
@@ -149,14 +150,17 @@ ip netns exec ours rpcbind
 SHARES=(--share data=/tmp/served/data,squash=none --nfs-lease 5)
 serve_shares
 grep -q '"rpcbind":"registered"' /tmp/serve.json
-as_of b rpcinfo -p 10.0.0.1 | grep -q '100021 *4 *tcp *2049'
+as_of b rpcinfo -p 10.0.0.1 >/tmp/known
+grep -q '100021 *4 *tcp *2049' /tmp/known
 restart_shares
-as_of b rpcinfo -p 10.0.0.1 | grep -q '100021 *4 *tcp *2049'
+as_of b rpcinfo -p 10.0.0.1 >/tmp/known
+grep -q '100021 *4 *tcp *2049' /tmp/known
 as_of b mount -t nfs -o vers=3,proto=tcp 10.0.0.1:/data /mnt/n
 is_free b /mnt/n/file 0 0
 as_of b umount /mnt/n
 kill $daemon
 wait $daemon
-if as_of b rpcinfo -p 10.0.0.1 | grep -E '10000[35]|10002[14]'; then exit 1; fi
+as_of b rpcinfo -p 10.0.0.1 >/tmp/known
+fails grep -E '10000[35]|10002[14]' /tmp/known
 fails grep -E 'WARN|ERROR' /tmp/said
 umount /tmp/served

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use thruway_rpc::message::{Refusal, flavor};
-use thruway_rpc::server::{Answer, Call, Program};
+use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
 
 /// The program's number.
@@ -107,12 +107,8 @@ impl Program for Mount {
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
         Box::pin(async move {
-            match self.answer(call, &mut results).await {
-                Ok(Ok(())) => Ok(results),
-                Ok(Err(refusal)) => Err(refusal),
-                Err(_) => Err(Refusal::GarbageArguments),
-            }
-            .into()
+            let done = self.answer(call, &mut results).await;
+            Outcome::of(done, results)
         })
     }
 }

@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use thruway_rpc::client::Procedure;
 use thruway_rpc::message::Refusal;
-use thruway_rpc::server::{Answer, Call, Program};
+use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
 
 /// The program's number.
@@ -78,12 +78,8 @@ impl Program for Nsm {
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
         Box::pin(async move {
-            match self.answer(call, &mut results) {
-                Ok(Ok(())) => Ok(results),
-                Ok(Err(refusal)) => Err(refusal),
-                Err(_) => Err(Refusal::GarbageArguments),
-            }
-            .into()
+            let done = self.answer(call, &mut results);
+            Outcome::of(done, results)
         })
     }
 }

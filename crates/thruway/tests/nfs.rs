@@ -431,7 +431,7 @@ one.file = opaque(b"x" * 30)
 assert one.lock(7, 1, 0, 1) == STALE and one.unlock(7, 0, 1) == STALE
 assert one.call(100021, 4, 2, opaque(b"cookie") + words(0, 2)) == words(0, 0, 0, 4), "garbage"
 assert one.call(100021, 4, 99) == words(0, 0, 0, 3) and one.call(100024, 1, 3) == words(0, 0, 0, 3)
-assert one.call(100024, 1, 2)[16:20] == words(1), "it monitors nobody for others"
+assert one.call(100024, 1, 2)[16:20] == words(1), "it monitors no hosts for others"
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{LOCKS}{script}"), &at, ""]);
     daemon.stop();

@@ -1,7 +1,7 @@
 //! Calls to clients of version 3: that a lock which they wait for is theirs, and that the server has restarted.
 
 use super::wire::{self, Lock, Status, Test};
-use super::{AGAIN_AFTER, PROGRAM, TRIES, VERSION, procedure};
+use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
 use crate::delegations::FileKey;
 use crate::nsm;
 use crate::state::{Freed, Host, Range, Refused, State};
@@ -9,7 +9,8 @@ use crate::v4;
 use crate::v4::status::Status as V4;
 use std::collections::HashSet;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
 use thruway_rpc::client::{CallError, Client, Procedure, Reply};
@@ -26,8 +27,10 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
 /// So long a client is called that had locks before a restart, as long as Linux does.
 const NOTIFY_FOR: Duration = Duration::from_secs(15 * 60);
-/// Clients called at a time after a restart, and answers being called back.
+/// Answers being called back at a time.
 const CALLS_MAX: usize = 64;
+/// Clients called at a time after a restart.
+const NOTICES_MAX: usize = 256;
 
 /// A lock that a client has been given and may not know of.
 type Given = (u64, Box<[u8]>, FileKey, (u64, u64));
@@ -65,12 +68,16 @@ impl Caller {
 
     /// A client knows what has become of this lock: it need not be called. Whether it was to be.
     pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
-        let mut given = self.given.lock().expect("no panics under the lock");
+        let mut given = self.given();
         !given.is_empty() && given.remove(&key(client, owner, file, range))
     }
 
     fn is_to_be_called(&self, given: &Given) -> bool {
-        self.given.lock().expect("no panics under the lock").contains(given)
+        self.given().contains(given)
+    }
+
+    fn given(&self) -> MutexGuard<'_, HashSet<Given>> {
+        self.given.lock().expect("no panics under the lock")
     }
 
     /// Calls a client with the answer to one of its calls. A client that gets none calls again.
@@ -85,33 +92,34 @@ impl Caller {
         });
     }
 
-    /// Tells clients of before this start to reclaim.
-    pub(super) fn notify_clients(self: &Arc<Self>, reactors: &Reactors) {
+    /// Calls the clients of before this start, so that they reclaim.
+    pub(super) fn notify_clients(&self, reactors: &Reactors) {
         let hosts = self.server.state.lock().expect("no panics under the lock").hosts_before();
         let Some(reactor) = reactors.handles().first().filter(|_| !hosts.is_empty()) else { return };
-        let this = Arc::clone(self);
+        let start = self.server.recovery.start;
         reactor.spawn(move || async move {
+            let calls = Rc::new(Semaphore::new(NOTICES_MAX));
             for host in hosts {
-                let turn = Arc::clone(&this.calls).acquire_owned().await.expect("the semaphore is never closed");
-                let start = this.server.recovery.start;
-                reactor::start(async move {
-                    notify(&host, start).await;
-                    drop(turn);
-                });
+                let calls = Rc::clone(&calls);
+                reactor::start(async move { notify(&host, start, &calls).await });
             }
         });
     }
 }
 
-/// Tells a client that the server has restarted, until it has heard it.
-async fn notify(host: &Host, start: u32) {
+/// Calls a client because the server has restarted (SM_NOTIFY), until it has answered. Those that do not answer hold up the others
+/// only for as long as a call of theirs takes.
+async fn notify(host: &Host, start: u32, calls: &Semaphore) {
     let until = Instant::now() + NOTIFY_FOR;
     let mut again_after = RETRY_AFTER;
     loop {
         let mut arguments = Encoder::new();
         arguments.opaque(&nsm::own_name());
         arguments.u32(start);
-        match call(host, nsm::NOTIFY, arguments).await {
+        let turn = calls.acquire().await.expect("the semaphore is never closed");
+        let answer = call(host, nsm::NOTIFY, arguments).await;
+        drop(turn);
+        match answer {
             Ok(Some(_)) => return tracing::debug!(host = %host.address, "told to reclaim its locks"),
             Ok(None) => tracing::debug!(host = %host.address, "no status monitor"),
             Err(error) => tracing::debug!(host = %host.address, %error, "not told yet to reclaim its locks"),
@@ -128,37 +136,49 @@ async fn notify(host: &Host, start: u32) {
 pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
     reactor::start(async move {
         let server = &caller.server;
-        for _ in 0..TRIES {
-            let Ok(may_have) = server.may_have(freed.client, false).await else { return };
-            let Freed { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
-            let action = |state: &mut State, now| {
-                let result = state.lock_monitored(now, may_have, owner, file, is_write, range);
-                match result {
+        let Freed { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
+        let given = key(client, owner, file, range);
+        let mut again_after = AGAIN_AFTER;
+        // Until it has restarted, or has got the lock by a call of its own.
+        while server.state(|state, _| state.known_host(host) == Some(client)) {
+            let action = |state: &mut State, now, may_have| {
+                if state.has_locked(client, owner, file, is_write, range) {
+                    return Ok(false);
+                }
+                match state.lock_monitored(now, may_have, owner, file, is_write, range) {
                     // Another was faster.
                     Err(Refused::Denied(_)) => {
                         let (host, owner, file, handle) = (host.clone(), owner.clone(), file.clone(), handle.clone());
                         state.wait_monitored(Freed { client, host, owner, file, handle, is_write, range, since });
                         Ok(false)
                     }
-                    other => other.map(|()| true),
+                    Err(refused) => Err(refused),
+                    Ok(()) => {
+                        // Before any call of the client finds that it has it.
+                        caller.given().insert(given.clone());
+                        Ok(true)
+                    }
                 }
             };
-            match server.contend(action).await {
-                Ok(true) => {
-                    let given = key(client, owner, file, range);
-                    caller.given.lock().expect("no panics under the lock").insert(given.clone());
-                    return tell(&caller, &freed, &given).await;
-                }
+            let result = match server.may_have(client, false).await {
+                Ok(may_have) => server.contend(|state, now| action(state, now, may_have)).await,
+                Err(status) => Err(status.into()),
+            };
+            match result {
+                Ok(true) => return call_with_lock(&caller, &freed, &given).await,
                 Ok(false) => return,
-                Err(Refused::Delegated | Refused::Status(V4::DELAY)) => sleep(AGAIN_AFTER).await,
-                Err(_) => return,
+                Err(Refused::Delegated | Refused::Status(V4::DELAY)) => sleep(again_after).await,
+                Err(refused) => {
+                    return tracing::debug!(host = %host.address, ?refused, "a lock that was waited for is not given");
+                }
             }
+            again_after = (again_after * 2).min(RETRY_AFTER);
         }
     });
 }
 
-/// Tells a client that it has a lock, until it has heard it or has given the lock back.
-async fn tell(caller: &Caller, freed: &Freed, given: &Given) {
+/// Calls a client that has a lock (NLM_GRANTED), until it has answered or has given the lock back.
+async fn call_with_lock(caller: &Caller, freed: &Freed, given: &Given) {
     let Freed { client, host, owner, file, handle, is_write, range, .. } = freed;
     let (process, own) = wire::owner_of(owner);
     let (offset, len) = (range.start, wire::len_of(*range));
@@ -166,7 +186,7 @@ async fn tell(caller: &Caller, freed: &Freed, given: &Given) {
     let cookie = thruway_engine::random::random::<8>();
     let mut again_after = RETRY_AFTER;
     while caller.is_to_be_called(given) {
-        if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *range)) {
+        if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *is_write, *range)) {
             break;
         }
         let mut arguments = Encoder::new();

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_rpc::message::{AuthError, Refusal};
-use thruway_rpc::server::{Answer, Call, Program};
+use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
 
 /// The program's number.
@@ -46,7 +46,7 @@ mod procedure {
     pub(super) const FREE_ALL: u32 = 23;
 }
 
-/// So often a call is tried while what is delegated of the file is given back, or another reason passes.
+/// So often, and after this long each time, a call is tried ([`patiently`]).
 const TRIES: u32 = 20;
 const AGAIN_AFTER: Duration = Duration::from_millis(10);
 
@@ -73,6 +73,19 @@ fn host_of(call: &Call, caller: &[u8]) -> Option<Host> {
     Some(Host { address: ip(call.connection.peer)?, local: ip(call.connection.local)?, name: caller.into() })
 }
 
+/// Does something that may have to wait, for a moment, until what is delegated has been given back or another reason has passed.
+async fn patiently<T>(mut attempt: impl AsyncFnMut() -> Result<T, Refused>) -> Result<T, Refused> {
+    for _ in 1..TRIES {
+        match attempt().await {
+            Err(Refused::Delegated | Refused::Status(v4::status::Status::DELAY)) => {
+                tokio::time::sleep(AGAIN_AFTER).await
+            }
+            other => return other,
+        }
+    }
+    attempt().await
+}
+
 impl Nlm {
     /// The locks of the shares that version 4 has.
     pub fn new(v4: &v4::Nfs4) -> Nlm {
@@ -88,7 +101,7 @@ impl Nlm {
         Nlm { caller }
     }
 
-    /// Tells the clients that had locks before this start to reclaim them. To be called when the server listens.
+    /// Calls the clients that had locks before this start, so that they reclaim them. To be called when the server listens.
     pub fn notify_clients(&self, reactors: &Reactors) {
         self.caller.notify_clients(reactors);
     }
@@ -125,12 +138,9 @@ impl Nlm {
         let host = host_of(call, args.lock.caller).ok_or(Status::FAILED)?;
         let (file, owner, range) = (target.key(), args.lock.key(), args.lock.range()?);
         let server = self.server();
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            let client =
-                server.contend(|state, now| state.monitored(now, &host, args.start)).await.map_err(status_of)?;
-            let may_have = server.may_have(client, args.is_reclaim).await.map_err(|s| status_of(s.into()))?;
+        let attempt = async || {
+            let client = server.contend(|state, now| state.monitored(now, &host, args.start)).await?;
+            let may_have = server.may_have(client, args.is_reclaim).await?;
             let action = |state: &mut State, now| {
                 let result = state.lock_monitored(now, may_have, &owner, &file, args.is_write, range);
                 if !args.is_waiting || !matches!(result, Err(Refused::Denied(_))) {
@@ -141,21 +151,15 @@ impl Nlm {
                 let wait = Freed { client, host, owner, file, handle, is_write, range, since };
                 Ok(if state.wait_monitored(wait) { Status::BLOCKED } else { Status::DENIED_NOLOCKS })
             };
-            match server.contend(action).await {
-                Ok(status) => {
-                    if status == Status::BLOCKED {
-                        tracing::debug!(host = %host.address, ?range, "a lock is waited for");
-                    }
-                    // The client knows now that it has it, if it has.
-                    self.caller.answered(client, &owner, &file, range);
-                    return Ok(status);
-                }
-                Err(Refused::Delegated | Refused::Status(v4::status::Status::DELAY)) if tries < TRIES => {
-                    tokio::time::sleep(AGAIN_AFTER).await;
-                }
-                Err(refused) => return Err(status_of(refused)),
-            }
+            Ok((client, server.contend(action).await?))
+        };
+        let (client, status) = patiently(attempt).await.map_err(status_of)?;
+        if status == Status::BLOCKED {
+            tracing::debug!(host = %host.address, ?range, "a lock is waited for");
         }
+        // The client knows now that it has it, if it has.
+        self.caller.answered(client, &owner, &file, range);
+        Ok(status)
     }
 
     async fn test(&self, call: &Call, args: &Test<'_>) -> Result<(), Result<Denied, Status>> {
@@ -169,16 +173,10 @@ impl Nlm {
         }
         let client = server.state(|state, _| state.known_host(&host));
         let action = |state: &mut State, now| state.test_monitored(now, client, &owner, &file, args.is_write, range);
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            match server.contend(action).await {
-                Ok(()) => return Ok(()),
-                Err(Refused::Denied(denied)) => return Err(Ok(denied)),
-                Err(Refused::Delegated) if tries < TRIES => tokio::time::sleep(AGAIN_AFTER).await,
-                Err(refused) => return Err(Err(status_of(refused))),
-            }
-        }
+        patiently(async || server.contend(action).await).await.map_err(|refused| match refused {
+            Refused::Denied(denied) => Ok(denied),
+            refused => Err(status_of(refused)),
+        })
     }
 
     fn cancel(&self, call: &Call, args: &Cancel<'_>) -> Result<Status, Status> {
@@ -214,22 +212,14 @@ impl Nlm {
         let host = host_of(call, args.caller).ok_or(Status::FAILED)?;
         let file = target.key();
         let server = self.server();
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            let client = server.contend(|state, now| state.monitored(now, &host, 0)).await.map_err(status_of)?;
-            let may_have = server.may_have(client, args.is_reclaim).await.map_err(|s| status_of(s.into()))?;
-            let action = |state: &mut State, now| {
-                state.share_monitored(now, may_have, args.owner, &file, (args.access, args.deny))
-            };
-            match server.contend(action).await {
-                Ok(()) => return Ok(Status::GRANTED),
-                Err(Refused::Delegated | Refused::Status(v4::status::Status::DELAY)) if tries < TRIES => {
-                    tokio::time::sleep(AGAIN_AFTER).await;
-                }
-                Err(refused) => return Err(status_of(refused)),
-            }
-        }
+        let attempt = async || {
+            let client = server.contend(|state, now| state.monitored(now, &host, 0)).await?;
+            let may_have = server.may_have(client, args.is_reclaim).await?;
+            let modes = (args.access, args.deny);
+            server.contend(|state, now| state.share_monitored(now, may_have, args.owner, &file, modes)).await
+        };
+        patiently(attempt).await.map_err(status_of)?;
+        Ok(Status::GRANTED)
     }
 
     fn unshare(&self, call: &Call, args: &Share<'_>) -> Result<Status, Status> {
@@ -338,15 +328,8 @@ impl Program for Nlm {
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
         Box::pin(async move {
-            match self.answer(call, &mut results).await {
-                Ok(Ok(())) => Ok(results),
-                Ok(Err(refusal)) => Err(refusal),
-                Err(error) => {
-                    tracing::debug!(%error, procedure = call.procedure, "arguments of an NLM call that cannot be decoded");
-                    Err(Refusal::GarbageArguments)
-                }
-            }
-            .into()
+            let done = self.answer(call, &mut results).await;
+            Outcome::of(done, results)
         })
     }
 }

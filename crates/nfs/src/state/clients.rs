@@ -83,6 +83,8 @@ pub(super) struct Client {
     pub numbering: Option<Numbering>,
     /// If it is one of version 3: the number of its start, if that is known.
     pub start: u32,
+    /// And the files in which it waits for locks.
+    pub waits: HashSet<FileKey>,
 }
 
 /// The answer to EXCHANGE_ID.
@@ -162,6 +164,7 @@ impl State {
             delegations: 0,
             numbering,
             start: 0,
+            waits: HashSet::new(),
         };
         self.clients.insert(id, client);
         self.by_owner.entry(name).or_default().1 = Some(id);
@@ -225,9 +228,7 @@ impl State {
         if let Some(numbering) = &client.numbering {
             self.forget_numbering(numbering);
         }
-        if client.name.kind == Kind::Monitored {
-            self.forget_waits(id);
-        }
+        self.forget_waits(id, client.waits);
         if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {
                 *known = known.filter(|known| *known != id);

@@ -1,4 +1,5 @@
-//! What clients of all versions have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the server began.
+//! What clients of all versions have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the
+//! server began.
 //!
 //! A client whose lease has expired keeps its state until another is in its way (RFC 8881, section 8.4.2.4 allows that): what would
 //! conflict is [`Refused::Expired`], and its state is removed by [`State::expire`] when it no longer stands in stable storage, so
@@ -12,8 +13,7 @@ mod numbered;
 mod ranges;
 mod waiting;
 
-pub(crate) use clients::{ClientName, Kind};
-pub(crate) use clients::{NewSession, Principal};
+pub(crate) use clients::{ClientName, Kind, NewSession, Principal};
 pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Freed, Host};
@@ -126,7 +126,9 @@ pub(crate) const HELD_MAX: usize = 16 << 10;
 pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(crate) const FILE_HELD_MAX: usize = 4096;
-/// Clients of version 3 at one address.
+/// Clients of version 3: they have no leases, and must not take all places for ever.
+pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
+/// The same, at one address.
 pub(crate) const OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(crate) const WAITING_MAX: usize = 64;

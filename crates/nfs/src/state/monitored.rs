@@ -1,11 +1,12 @@
 //! Clients of version 3, whose locks have no leases: a client has them until it gives them back or has restarted, which it says
-//! itself (NSM) or which shows by the number of its start. After a restart of the server, it is told to reclaim.
+//! itself (NSM) or which shows by the number of its start. After a restart, the server calls it so that it reclaims.
 
-use super::clients::{ClientName, Kind, Principal};
+use super::clients::{Client, ClientName, Kind, Principal};
 use super::files::{Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileKey, Held, MayHave, OF_HOST_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileKey, Held, MONITORED_MAX, MayHave, OF_HOST_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
 use crate::v4::status::Status;
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -66,13 +67,23 @@ impl State {
         }
         let of_host = self.at_address(host.address);
         if of_host.len() >= OF_HOST_MAX {
-            let idle = of_host.into_iter().find(|id| self.clients[id].held.is_empty());
-            self.remove_client(idle.ok_or(Status::NOSPC)?);
+            self.remove_idle(of_host)?;
+        }
+        let all: Vec<u64> = self.all_monitored().map(|(id, _)| id).collect();
+        if all.len() >= MONITORED_MAX {
+            self.remove_idle(all)?;
         }
         let id = self.add_client(now, name, [0; 8], Principal { user: None, certificate: None })?;
         self.clients.get_mut(&id).expect("it has just been added").start = start;
         self.confirm(now, id);
         Ok(id)
+    }
+
+    /// Makes room for a client of version 3: what others have stays.
+    fn remove_idle(&mut self, among: Vec<u64>) -> Result<(), Status> {
+        let idle = among.into_iter().find(|id| self.clients[id].held.is_empty());
+        self.remove_client(idle.ok_or(Status::NOSPC)?);
+        Ok(())
     }
 
     /// The client that a host is, if it has or waits for anything.
@@ -93,9 +104,14 @@ impl State {
     }
 
     fn at_address(&self, address: IpAddr) -> Vec<u64> {
-        let monitored = self.clients.iter().filter(|(_, client)| client.name.kind == Kind::Monitored);
-        let here = monitored.filter(|(_, client)| Host::of(&client.name).is_some_and(|host| host.address == address));
-        here.map(|(id, _)| *id).collect()
+        let beginning = format!("{address} ");
+        let is_here = |client: &Client| client.name.name.starts_with(beginning.as_bytes());
+        self.all_monitored().filter(|(_, client)| is_here(client)).map(|(id, _)| id).collect()
+    }
+
+    fn all_monitored(&self) -> impl Iterator<Item = (u64, &Client)> {
+        let clients = self.clients.iter().map(|(id, client)| (*id, client));
+        clients.filter(|(_, client)| client.name.kind == Kind::Monitored)
     }
 
     /// A host has been started again, for the time that has this number: what it had before is gone.
@@ -140,15 +156,11 @@ impl State {
             Some(number) => Holder::Known(number),
             None => Holder::New(owner.into(), None),
         };
-        let number = match self.take_lock(now, client, holder, file, is_write, range) {
-            Ok(number) => number,
-            Err(refused) => {
-                self.forget_idle_holder(client, owner, file);
-                return Err(refused);
-            }
-        };
-        debug_assert!(self.has_locks(number, file), "the owner of a lock has it");
-        Ok(())
+        let taken = self.take_lock(now, client, holder, file, is_write, range);
+        if taken.is_err() {
+            self.forget_idle_holder(client, owner, file);
+        }
+        taken.map(drop)
     }
 
     /// NLM_TEST; it takes no lock.
@@ -195,10 +207,10 @@ impl State {
         holders.map(|(client, _)| client).any(|id| self.clients.get(id).is_some_and(|c| c.name.kind == Kind::Monitored))
     }
 
-    /// Whether an owner has exactly this locked.
-    pub(crate) fn has_locked(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
-        let holder = self.holder_of(client, owner, file);
-        holder.is_some_and(|number| self.files.get(file).is_some_and(|state| state.locks.covers(number, range)))
+    /// Whether an owner has this locked, for writing if that is asked.
+    pub(crate) fn has_locked(&self, client: u64, owner: &[u8], file: &FileKey, is_write: bool, range: Range) -> bool {
+        let (holder, state) = (self.holder_of(client, owner, file), self.files.get(file));
+        holder.zip(state).is_some_and(|(number, state)| state.locks.covers(number, is_write, range))
     }
 
     /// A client waits for a lock that has just been refused; false if too many wait.
@@ -211,6 +223,7 @@ impl State {
         }
         let since = state.waiting.iter().find(|known| is_there(known)).map_or(since, |known| known.since);
         self.wait_for_lock(Waiting { client, owner, is_monitored: true, handle, is_write, range, since }, &file);
+        self.note_wait(client, &file);
         true
     }
 
@@ -219,16 +232,36 @@ impl State {
         let Some(state) = self.files.get_mut(file) else { return false };
         let before = state.waiting.len();
         state.waiting.retain(|known| (known.client, &*known.owner, known.range) != (client, owner, range));
-        before != state.waiting.len()
+        let has_waited = before != state.waiting.len();
+        self.note_wait(client, file);
+        has_waited
     }
 
-    /// What a client waits for it does not wait for any more.
-    pub(super) fn forget_waits(&mut self, client: u64) {
-        self.files.values_mut().for_each(|state| state.waiting.retain(|known| known.client != client));
+    /// A client that is gone does not wait any more.
+    pub(super) fn forget_waits(&mut self, client: u64, files: HashSet<FileKey>) {
+        for file in files {
+            if let Some(state) = self.files.get_mut(&file) {
+                state.waiting.retain(|known| known.client != client);
+            }
+        }
         self.freed.retain(|freed| freed.client != client);
     }
 
-    pub(super) fn freed(&self, waiting: Waiting, file: &FileKey) -> Option<Freed> {
+    /// Notes whether a client waits in a file, after that may have changed.
+    fn note_wait(&mut self, client: u64, file: &FileKey) {
+        let waiting = self.files.get(file).into_iter().flat_map(|state| &state.waiting);
+        let is_there = waiting.into_iter().any(|known| known.client == client);
+        let Some(client) = self.clients.get_mut(&client) else { return };
+        if is_there {
+            client.waits.insert(file.clone());
+        } else {
+            client.waits.remove(file);
+        }
+    }
+
+    /// What is to be done for a client that has waited.
+    pub(super) fn freed(&mut self, waiting: Waiting, file: &FileKey) -> Option<Freed> {
+        self.note_wait(waiting.client, file);
         let Waiting { client, owner, handle, is_write, range, since, .. } = waiting;
         let host = Host::of(&self.clients.get(&client)?.name)?;
         Some(Freed { client, host, owner, file: file.clone(), handle, is_write, range, since })

@@ -89,9 +89,9 @@ impl Locks {
         theirs.map(|lock| lock.range).any(|lock| lock.start < range.start && range.end < lock.end)
     }
 
-    /// Whether a range is inside what one lock of a holder covers.
-    pub(super) fn covers(&self, holder: u64, range: Range) -> bool {
-        let theirs = self.0.iter().filter(|lock| lock.holder == holder);
+    /// Whether a range is inside one lock of a holder, which is for writing if that is asked.
+    pub(super) fn covers(&self, holder: u64, is_write: bool, range: Range) -> bool {
+        let theirs = self.0.iter().filter(|lock| lock.holder == holder && (lock.is_write || !is_write));
         theirs.map(|lock| lock.range).any(|lock| lock.start <= range.start && range.end <= lock.end)
     }
 

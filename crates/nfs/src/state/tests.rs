@@ -689,8 +689,8 @@ fn locks_of_version_3_stay_until_their_client_has_restarted() {
     lock3(&mut state, late, again, "p", true, range(100, 10)).unwrap();
     state.unlock_monitored(again, b"p", &file(1), range(100, 5)).unwrap();
     assert!(
-        state.has_locked(again, b"p", &file(1), range(105, 5))
-            && !state.has_locked(again, b"p", &file(1), range(104, 6))
+        state.has_locked(again, b"p", &file(1), true, range(105, 5))
+            && !state.has_locked(again, b"p", &file(1), true, range(104, 6))
     );
     let held = state.held.len();
     state.unlock_monitored(again, b"p", &file(1), range(0, 1000)).unwrap();
@@ -786,4 +786,43 @@ fn one_host_cannot_be_too_many_clients() {
     let idle = state.known_host(&named(7)).unwrap();
     state.unlock_monitored(idle, b"p", &file(1), range(0, 1)).unwrap();
     assert!(state.monitored(0, &named(OF_HOST_MAX), 1).is_ok() && state.known_host(&named(7)).is_none());
+}
+
+#[test]
+fn clients_of_version_3_leave_room_for_others() {
+    let mut state = State::new(7, LEASE, []);
+    let at = |n: usize| host(&format!("192.0.{}.{}", n / 250, n % 250));
+    for n in 0..MONITORED_MAX {
+        let id = state.monitored(0, &at(n), 1).unwrap();
+        lock3(&mut state, 0, id, "p", false, range(0, 1)).unwrap();
+    }
+    assert_eq!(state.monitored(0, &host("198.51.100.1"), 1), Err(Refused::Status(Status::NOSPC)));
+    client(&mut state, 0, "v4");
+    state.host_restarted(at(7).address, 2);
+    assert!(state.monitored(0, &host("198.51.100.1"), 1).is_ok());
+}
+
+#[test]
+fn who_polls_does_not_take_the_place_of_who_may_not() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), client(&mut state, 0, "v4"));
+    lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
+    let poll = |state: &mut State, owner: &str| {
+        let (owner, handle) = (owner.as_bytes().into(), [].into());
+        let wait =
+            Waiting { client: b, owner, is_monitored: false, handle, is_write: true, range: range(0, 1), since: 9 };
+        state.wait_for_lock(wait, &file(1));
+    };
+    poll(&mut state, "first");
+    for n in 1..WAITING_MAX {
+        assert!(wait3(&mut state, a, "192.0.2.1", &n.to_string(), range(0, 1), 0));
+    }
+    poll(&mut state, "second");
+    let owners = |state: &State| state.files[&file(1)].waiting.iter().map(|w| w.owner.clone()).collect::<Vec<_>>();
+    let are_there = [&b"first"[..], b"second", b"1"].map(|owner| owners(&state).iter().any(|o| **o == *owner));
+    assert_eq!(are_there, [false, true, true]);
+    // One that is gone waits in no file.
+    assert_eq!(state.clients[&a].waits.len(), 1);
+    state.host_restarted("192.0.2.1".parse().unwrap(), 2);
+    assert_eq!(owners(&state), [b"second".as_slice().into()]);
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub(crate) struct Waiting {
     pub client: u64,
     pub owner: Owner,
-    /// It comes by version 3, and does not ask again.
+    /// It comes by version 3, and need not ask again.
     pub is_monitored: bool,
     /// As the client calls the file.
     pub handle: Box<[u8]>,
@@ -38,7 +38,9 @@ impl State {
         let still_asks = |known: &Waiting| waiting.since.saturating_sub(known.since) < lease_ms;
         state.waiting.retain(|known| is_other(known) && (known.is_monitored || still_asks(known)));
         if state.waiting.len() >= WAITING_MAX {
-            state.waiting.remove(0);
+            // Those of version 3 may not ask again.
+            let Some(longest) = state.waiting.iter().position(|known| !known.is_monitored) else { return };
+            state.waiting.remove(longest);
         }
         // One that comes again keeps its place.
         let place = state.waiting.partition_point(|known| known.since <= waiting.since);
@@ -62,7 +64,8 @@ impl State {
         }
         for waiting in ready {
             if waiting.is_monitored {
-                self.freed.extend(self.freed(waiting, file));
+                let freed = self.freed(waiting, file);
+                self.freed.extend(freed);
                 continue;
             }
             let of_client = |session: &&Arc<Session>| session.client == waiting.client && session.can_call();

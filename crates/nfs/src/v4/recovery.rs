@@ -72,11 +72,11 @@ fn decode(text: &str) -> Option<(Duration, u32, Clients)> {
         let name = data_encoding::HEXLOWER.decode(name.as_bytes()).ok()?.into();
         Some(ClientName { kind, name })
     };
-    let start = match lines.peek().and_then(|line| line.strip_prefix(START)) {
-        Some(start) => start.parse().ok()?,
+    let start = match lines.next_if(|line| line.starts_with(START)) {
+        Some(line) => line[START.len()..].parse().ok()?,
         None => 0,
     };
-    let clients = lines.filter(|line| !line.starts_with(START)).map(client).collect::<Option<Clients>>()?;
+    let clients = lines.map(client).collect::<Option<Clients>>()?;
     Some((Duration::from_secs(lease), start, clients))
 }
 
@@ -93,7 +93,7 @@ impl Recovery {
             read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not a list of NFS clients"))?;
         let longest = lease.max(before);
         let start = (last_start | 1).wrapping_add(2);
-        // Clients are told of the number: no later start may have it again.
+        // Clients remember the number: no later start may have it again.
         if let Some(path) = path.as_ref().filter(|_| clients.iter().any(|client| client.kind == Kind::Monitored)) {
             durable::replace(path, encode(longest, start, &clients).as_bytes(), MODE)?;
         }
@@ -155,7 +155,7 @@ mod tests {
             runtime.block_on(shorter.store(number, || (number, Clients::new(), has_earlier))).unwrap();
             assert_eq!(load(&path).unwrap().1, Duration::from_secs(expected));
         }
-        // Each start that clients of version 3 are told of has a number of its own, also if nothing else is stored.
+        // Each start that clients of version 3 hear of has a number of its own, also if nothing else is stored.
         let with = |clients: &str| std::fs::write(&path, format!("{HEADER}\nlease 90\n{clients}")).unwrap();
         with("start 5\n3 78\n4.0 78\n");
         let starts =

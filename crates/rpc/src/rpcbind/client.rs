@@ -109,7 +109,7 @@ async fn address_of(client: &Client, listening: &Listening) -> Result<Option<Soc
     Ok(parse_universal(&text(&mut reply.results())?))
 }
 
-/// Whether something listens there; of datagrams that cannot be told.
+/// Whether something listens there.
 async fn is_alive(network: Network, address: SocketAddr) -> bool {
     let host = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
@@ -138,8 +138,7 @@ pub async fn register(listening: &[Listening]) -> Result<Option<Registration>, C
     for one in listening {
         let entry = entry_of(one);
         if let Some(known) = address_of(&client, one).await? {
-            let is_ours = known.port() == one.address.port();
-            if !is_ours && is_alive(one.network, known).await {
+            if known != one.address && is_alive(one.network, known).await {
                 taken.push(Listening { address: known, ..*one });
                 continue;
             }
@@ -148,7 +147,12 @@ pub async fn register(listening: &[Listening]) -> Result<Option<Registration>, C
         if call(&client, version(4, procedure::SET), &entry).await?.results().bool()? {
             registered.entries.push(entry);
         } else {
-            return Err(CallError::Refused(Refusal::SystemError));
+            // Half of them would be found, and the rest not.
+            registered.withdraw().await;
+            return Err(CallError::Connection(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "it accepts no entry of this user",
+            )));
         }
     }
     Ok(Some(Registration { registered, taken }))

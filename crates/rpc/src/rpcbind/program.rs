@@ -2,7 +2,7 @@
 
 use super::{Entry, Listening, PROGRAM, procedure, universal};
 use crate::message::Refusal;
-use crate::server::{Answer, Call, Program, Transport};
+use crate::server::{Answer, Call, Outcome, Program, Transport};
 use crate::xdr::{self, Encoder};
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -99,12 +99,8 @@ impl Program for Rpcbind {
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
         Box::pin(async move {
-            match self.answer(call, &mut results) {
-                Ok(Ok(())) => Ok(results),
-                Ok(Err(refusal)) => Err(refusal),
-                Err(_) => Err(Refusal::GarbageArguments),
-            }
-            .into()
+            let done = self.answer(call, &mut results);
+            Outcome::of(done, results)
         })
     }
 }

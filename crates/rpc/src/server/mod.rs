@@ -114,6 +114,20 @@ pub enum Outcome {
     NoReply,
 }
 
+impl Outcome {
+    /// That of a call whose results have been appended to `results`, unless it is refused or cannot be decoded.
+    pub fn of(done: xdr::Result<Result<(), Refusal>>, results: Encoder) -> Outcome {
+        match done {
+            Ok(Ok(())) => Outcome::Results(results),
+            Ok(Err(refusal)) => Outcome::Refused(refusal),
+            Err(error) => {
+                tracing::debug!(%error, "arguments that cannot be decoded");
+                Outcome::Refused(Refusal::GarbageArguments)
+            }
+        }
+    }
+}
+
 impl From<Result<Encoder, Refusal>> for Outcome {
     fn from(result: Result<Encoder, Refusal>) -> Outcome {
         match result {

@@ -18,7 +18,7 @@ pub(super) enum RpcbindMode {
     Auto,
     /// By this daemon, which is the rpcbind of this host (port 111).
     Own,
-    /// Not at all: they are told the ports, and take no locks.
+    /// Not at all: they are given the ports, and keep their locks for themselves.
     None,
 }
 
@@ -78,13 +78,14 @@ impl Found {
         reactors: &Reactors,
         own_user_only: bool,
     ) -> Result<Found, String> {
-        let nothing = |how| Found { how, _datagrams: Vec::new(), own: None, withdraw: None };
-        let tcp: Vec<SocketAddr> = tcp
-            .iter()
-            .filter_map(|address| if let Address::Tcp(address) = address { Some(*address) } else { None })
-            .collect();
+        let nothing = Found { how: "none", _datagrams: Vec::new(), own: None, withdraw: None };
+        let tcp =
+            tcp.iter().filter_map(|address| if let Address::Tcp(address) = address { Some(*address) } else { None });
+        // What only this host reaches concerns no rpcbind that others ask.
+        let is_wanted = |address: &SocketAddr| mode == RpcbindMode::Own || !address.ip().to_canonical().is_loopback();
+        let tcp: Vec<SocketAddr> = tcp.filter(is_wanted).collect();
         if mode == RpcbindMode::None || tcp.is_empty() || mode == RpcbindMode::Auto && !rpcbind::is_running() {
-            return Ok(nothing("none"));
+            return Ok(nothing);
         }
         let datagrams =
             UdpServer::start(datagrams(&tcp)?, &Programs::new([nsm]), reactors).map_err(|e| e.to_string())?;
@@ -103,8 +104,16 @@ impl Found {
         if mode == RpcbindMode::Own {
             return Found::be_rpcbind(&tcp, listening, datagrams, reactors, own_user_only);
         }
-        let withdraw = register(listening, reactors)?;
-        Ok(Found { how: "registered", _datagrams: vec![datagrams], own: None, withdraw: Some(withdraw) })
+        // Clients of version 4 need none of it.
+        match register(listening, reactors) {
+            Ok(withdraw) => {
+                Ok(Found { how: "registered", _datagrams: vec![datagrams], own: None, withdraw: Some(withdraw) })
+            }
+            Err(error) => {
+                tracing::warn!("rpcbind: {error}: clients of NFS version 3 need port=, mountport= and nolock");
+                Ok(nothing)
+            }
+        }
     }
 
     fn be_rpcbind(
@@ -165,16 +174,16 @@ fn register(listening: Vec<Listening>, reactors: &Reactors) -> Result<(oneshot::
     reactor.spawn(move || async move {
         let registration = match rpcbind::register(&listening).await {
             Ok(registration) => registration,
-            Err(error) => return drop(registered.send(Err(format!("rpcbind: {error}")))),
+            Err(error) => return drop(registered.send(Err(error.to_string()))),
         };
-        let Some(registration) = registration else { return drop(registered.send(Ok(Vec::new()))) };
+        let Some(registration) = registration else { return drop(registered.send(Err("it has ended".into()))) };
         let _ = registered.send(Ok(registration.taken));
         // Also if the service is gone without having said so.
         let _ = is_withdrawn.await;
         registration.registered.withdraw().await;
         let _ = done.send(());
     });
-    let taken = outcome.recv_timeout(TIMEOUT).map_err(|_| "rpcbind does not answer")??;
+    let taken = outcome.recv_timeout(TIMEOUT).map_err(|_| "it does not answer")??;
     for other in taken {
         tracing::warn!(
             "rpcbind knows another program for {}, which listens at {}: clients of NFS version 3 find that one",
