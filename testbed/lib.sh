@@ -263,3 +263,52 @@ new_image() {
     truncate -s 400M /tmp/image
     done_until=0
 }
+
+# realm_start: a realm TEST of Kerberos, whose key distribution centre is on the host `ours`; users alice (1000) and bob (1001), and
+# carol (1002), who has no key. /tmp/realm/NAME.keytab has the keys of each, and of the service, whose host is server.test.
+realm_start() {
+    mkdir -p /tmp/realm
+    printf '%s\n' '10.0.0.1 server.test' '10.0.0.254 client.test' >>/etc/hosts
+    hostname client.test
+    printf '%s\n' alice:x:1000:1000::/: bob:x:1001:1001::/: carol:x:1002:1002::/: >>/etc/passwd
+    cat >/etc/krb5.conf <<'EOF'
+[libdefaults]
+    default_realm = TEST
+    dns_lookup_kdc = false
+    dns_canonicalize_hostname = false
+    rdns = false
+[realms]
+    TEST = {
+        kdc = 10.0.0.1:88
+    }
+[domain_realm]
+    .test = TEST
+EOF
+    cat >/tmp/realm/kdc.conf <<'EOF'
+[kdcdefaults]
+    kdc_listen = 10.0.0.1:88
+    kdc_tcp_listen = 10.0.0.1:88
+[realms]
+    TEST = {
+        database_name = /tmp/realm/principal
+        key_stash_file = /tmp/realm/stash
+        acl_file = /tmp/realm/acl
+    }
+EOF
+    export KRB5_KDC_PROFILE=/tmp/realm/kdc.conf
+    kdb5_util create -s -r TEST -P master >/dev/null 2>&1
+    local name
+    for name in nfs/server.test nfs/client.test alice bob; do
+        kadmin.local -q "addprinc -randkey $name" >/dev/null
+    done
+    kadmin.local -q 'ktadd -k /tmp/realm/nfs.keytab nfs/server.test' >/dev/null
+    kadmin.local -q 'ktadd -k /etc/krb5.keytab nfs/client.test' >/dev/null
+    for name in alice bob; do
+        kadmin.local -q "ktadd -k /tmp/realm/$name.keytab $name" >/dev/null
+        chmod 644 "/tmp/realm/$name.keytab"
+    done
+    chmod 755 /tmp/realm
+    nsenter --net=/run/netns/ours krb5kdc -n >/tmp/realm/kdc.log 2>&1 &
+    is_bound() { ip netns exec ours ss -Hlun 'sport = :88' | grep -q .; }
+    wait_until 60 is_bound
+}

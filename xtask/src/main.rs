@@ -315,7 +315,7 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
 }
 
 /// The libraries that are published.
-const LIBRARIES: [&str; 12] = [
+const LIBRARIES: [&str; 13] = [
     "thruway-memory",
     "thruway-rdma-types",
     "thruway-tcp",
@@ -324,6 +324,7 @@ const LIBRARIES: [&str; 12] = [
     "thruway-engine",
     "thruway-fs",
     "thruway-server",
+    "thruway-gss",
     "thruway-rpc",
     "thruway-transfer",
     "thruway-block",

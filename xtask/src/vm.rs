@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub(crate) const PACKAGES: [&str; 31] = [
+pub(crate) const PACKAGES: [&str; 34] = [
     "bc",
     "bindfs",
     "bison",
@@ -26,6 +26,9 @@ pub(crate) const PACKAGES: [&str; 31] = [
     "ibverbs-utils",
     "iproute2",
     "kmod",
+    "krb5-admin-server",
+    "krb5-kdc",
+    "krb5-user",
     "libelf-dev",
     "libibverbs-dev",
     "librdmacm-dev",

@@ -9,7 +9,8 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use thruway_cli::{Common, units};
-use thruway_nfs::client::{Handle, Nfs3Client, Nfs4Client, Result as NfsResult, UserCredential};
+use thruway_nfs::client::{Caller, Handle, Nfs3Client, Nfs4Client, Result as NfsResult};
+use thruway_nfs::security::Security;
 use thruway_rpc::client::Client;
 use thruway_server::Body;
 
@@ -89,6 +90,9 @@ pub(super) struct NfsArgs {
     /// Version of NFS
     #[arg(long = "vers", id = "vers", value_enum, default_value_t = Version::V3)]
     version: Version,
+    /// How to show who asks: sys, or krb5, krb5i or krb5p with the tickets of Kerberos that there are
+    #[arg(long, value_name = "FLAVOR", default_value = "sys")]
+    sec: Security,
     /// Operations to measure
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Operation::Read, Operation::Write, Operation::Getattr, Operation::Lookup, Operation::Create])]
     op: Vec<Operation>,
@@ -227,22 +231,22 @@ fn is_content(at: u64, data: &[u8]) -> bool {
 
 impl Driver {
     async fn new(args: &NfsArgs, server: SocketAddr, mount: SocketAddr, number: u32) -> Result<Driver, String> {
-        let user = || UserCredential::new(rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let rpc = Client::connect(server, TIMEOUT).await.map_err(|e| format!("{server}: {e}"))?;
+        let host = args.connect.rsplit_once(':').map_or(args.connect.as_str(), |(host, _)| host);
+        let user = Caller::own(args.sec, host).credential(&rpc).await.map_err(|e| format!("{server}: {e}"))?;
         let path: Vec<Vec<u8>> =
             args.share.split('/').filter(|name| !name.is_empty()).map(|name| name.as_bytes().to_vec()).collect();
         let name = format!("thruway-bench-{}-{number}", std::process::id()).into_bytes();
         let (connection, dir) = match args.version {
             Version::V3 => {
+                // A share's place is not asked for by Kerberos.
+                let by_host = Caller::own(Security::Sys, host).credential(&rpc).await.map_err(|e| e.to_string())?;
                 let by = Client::connect(mount, TIMEOUT).await.map_err(|e| format!("{mount}: {e}"))?;
-                let dir = Nfs3Client::mount(&by, &user(), args.share.as_bytes()).await;
-                (
-                    Connection::V3(Nfs3Client::new(rpc, user())),
-                    dir.map_err(|e| format!("{mount}: {}: {e}", args.share))?,
-                )
+                let dir = Nfs3Client::mount(&by, &by_host, args.share.as_bytes()).await;
+                (Connection::V3(Nfs3Client::new(rpc, user)), dir.map_err(|e| format!("{mount}: {}: {e}", args.share))?)
             }
             Version::V4 => {
-                let client = Nfs4Client::new(rpc, user(), &name, args.depth).await;
+                let client = Nfs4Client::new(rpc, user, &name, args.depth).await;
                 let client = client.map_err(|e| format!("{server}: {e}"))?;
                 let dir = client.find(&path).await.map_err(|e| format!("{server}: {}: {e}", args.share))?;
                 (Connection::V4(client), dir)

@@ -5,6 +5,7 @@ use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
 use crate::nlm::Nlm;
 use crate::nsm::Nsm;
+use crate::security::SecuritySet;
 use crate::share::{Share, Shares, Squash};
 use crate::v3::Nfs3;
 use crate::v4::{self, Nfs4};
@@ -66,6 +67,7 @@ impl Client {
             files,
             read_only: false,
             squash: Squash::None,
+            security: SecuritySet::default(),
             rules: Vec::new(),
             delegate: Delegate::Writing,
             delegations: Delegations::default(),

@@ -13,12 +13,13 @@ pub mod delegations;
 pub mod file_system;
 #[doc(hidden)]
 pub mod fuzzing;
-mod groups;
 pub mod mount;
 pub mod nlm;
 pub mod nsm;
 pub mod rules;
+pub mod security;
 pub mod share;
 mod state;
+mod users;
 pub mod v3;
 pub mod v4;

@@ -1,11 +1,12 @@
 //! The MOUNT protocol of NFS version 3 (RFC 1813, appendix I): names of shares to handles. It keeps no list of who has mounted
 //! what, which no server gets right.
 
+use crate::security::{Security, SecuritySet};
 use crate::share::Shares;
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use thruway_rpc::message::{Refusal, flavor};
+use thruway_rpc::message::Refusal;
 use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
 
@@ -26,19 +27,22 @@ impl Mount {
         Mount { shares }
     }
 
-    /// The handle of a path: a share's name, and behind it perhaps directories.
-    async fn mount(&self, call: &Call, path: &[u8]) -> Result<Vec<u8>, Errno> {
+    /// The handle of a path: a share's name, and behind it perhaps directories; and how callers show there who they are.
+    async fn mount(&self, call: &Call, path: &[u8]) -> Result<(Vec<u8>, SecuritySet), Errno> {
         let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty()).peekable();
         let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
-        let mut target = share.enter(share.files.root(), call).ok_or(Errno::ACCESS)?;
+        let security = share.security(&call.connection).ok_or(Errno::ACCESS)?;
+        let root = share.files.root();
         // A client that has not shown who it is learns of no names in the share.
-        if names.peek().is_some() && call.connection.lacks_tls() {
-            return Err(Errno::ACCESS);
+        if names.peek().is_none() {
+            return Ok((self.shares.handle(share, &root).to_vec(), security));
         }
+        let target = share.enter(root, call).ok().filter(|_| !call.connection.lacks_tls());
+        let mut target = target.ok_or(Errno::ACCESS)?;
         for name in names {
             target.file = share.files.look_up(&target.who, &target.file, name).await?.0;
         }
-        Ok(self.shares.handle(share, &target.file).to_vec())
+        Ok((self.shares.handle(share, &target.file).to_vec(), security))
     }
 
     async fn answer(&self, call: &Call, out: &mut Encoder) -> xdr::Result<Result<(), Refusal>> {
@@ -50,13 +54,14 @@ impl Mount {
             1 => {
                 let path = d.opaque(PATH_MAX)?;
                 if self.shares.admit(&call.connection) {
-                    self.shares.learn_groups(call).await;
+                    self.shares.learn_user(call).await;
                 }
                 match self.mount(call, path).await {
-                    Ok(handle) => {
+                    Ok((handle, security)) => {
                         out.u32(0);
                         out.opaque(&handle);
-                        out.array(&[flavor::AUTH_SYS], |out, flavor| out.u32(*flavor));
+                        let flavors: Vec<u32> = security.iter().map(Security::pseudo_flavor).collect();
+                        out.array(&flavors, |out, flavor| out.u32(*flavor));
                         let path = String::from_utf8_lossy(path);
                         tracing::info!(peer = call.connection.peer.map(tracing::field::display), %path, "mounted");
                     }
@@ -73,7 +78,7 @@ impl Mount {
             3 => drop(d.opaque(PATH_MAX)?),
             5 => {
                 // Those of which the client may know.
-                for share in self.shares.iter().filter(|share| share.enter(share.files.root(), call).is_some()) {
+                for share in self.shares.iter().filter(|share| share.security(&call.connection).is_some()) {
                     out.bool(true);
                     out.opaque(format!("/{}", share.name).as_bytes());
                     for rule in &share.rules {

@@ -1,5 +1,6 @@
 //! Who may use a share, and how: rules for networks and for names in certificates.
 
+use crate::security::{SecurityError, SecuritySet};
 use crate::share::Squash;
 use std::fmt;
 use std::net::IpAddr;
@@ -28,6 +29,8 @@ pub struct Rule {
     pub read_only: Option<bool>,
     /// Which of their users count as nobody, if not as the share says.
     pub squash: Option<Squash>,
+    /// How they show who calls, if not as the share says.
+    pub security: Option<SecuritySet>,
 }
 
 /// Why a rule cannot be read.
@@ -50,8 +53,11 @@ pub enum RuleError {
         prefix: u8,
     },
     /// An unknown option.
-    #[error("'{0}' is no option of a rule; there are +ro, +rw and +squash=root|all|none")]
+    #[error("'{0}' is no option of a rule; there are +ro, +rw, +squash=root|all|none and +sec=FLAVOR:FLAVOR...")]
     Option(String),
+    /// An unknown security flavor.
+    #[error(transparent)]
+    Security(#[from] SecurityError),
 }
 
 fn bits(address: IpAddr) -> (u128, u8) {
@@ -123,11 +129,11 @@ impl FromStr for Clients {
 impl FromStr for Rule {
     type Err = RuleError;
 
-    /// `CLIENTS[+ro|+rw][+squash=root|all|none]`
+    /// `CLIENTS[+ro|+rw][+squash=root|all|none][+sec=FLAVOR:FLAVOR...]`
     fn from_str(text: &str) -> Result<Rule, RuleError> {
         let mut parts = text.split('+');
         let clients = parts.next().unwrap_or_default().parse()?;
-        let mut rule = Rule { clients, read_only: None, squash: None };
+        let mut rule = Rule { clients, read_only: None, squash: None, security: None };
         for option in parts {
             match option {
                 "ro" => rule.read_only = Some(true),
@@ -135,7 +141,10 @@ impl FromStr for Rule {
                 "squash=root" => rule.squash = Some(Squash::Root),
                 "squash=all" => rule.squash = Some(Squash::All),
                 "squash=none" => rule.squash = Some(Squash::None),
-                other => return Err(RuleError::Option(other.into())),
+                other => match other.strip_prefix("sec=") {
+                    Some(security) => rule.security = Some(security.parse()?),
+                    None => return Err(RuleError::Option(other.into())),
+                },
             }
         }
         Ok(rule)
@@ -160,6 +169,7 @@ mod tests {
         let both = of("2001:db8::/32+rw+squash=none");
         assert_eq!((both.clients.to_string().as_str(), both.read_only), ("2001:db8::/32", Some(false)));
         assert_eq!(both.squash, Some(Squash::None));
+        assert_eq!(of("192.0.2.7+sec=krb5i:krb5p").security, Some("krb5i:krb5p".parse().unwrap()));
         assert_eq!(of("cert:a.example+squash=all").clients, Clients::Certificate("a.example".into()));
         for wrong in [
             "",
@@ -171,6 +181,7 @@ mod tests {
             "192.0.2/24",
             "192.0.2.1+no",
             "192.0.2.1+",
+            "192.0.2.1+sec=krb6",
             "::ffff:0:0/95",
         ] {
             assert!(rule(wrong).is_err(), "{wrong}");

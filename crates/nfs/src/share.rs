@@ -2,10 +2,11 @@
 
 use crate::delegations::{Delegate, Delegations};
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
-use crate::groups::Groups;
 use crate::rules::Rule;
+use crate::security::{Security, SecuritySet};
+use crate::users::Users;
 use smallvec::SmallVec;
-use thruway_rpc::server::{Call, Connection, Credential};
+use thruway_rpc::server::{Call, Connection, Credential, User};
 
 /// The user and group of those who are nobody.
 pub const NOBODY: u32 = 65_534;
@@ -32,6 +33,8 @@ pub struct Share {
     pub read_only: bool,
     /// Which users count as nobody.
     pub squash: Squash,
+    /// How callers show who they are.
+    pub security: SecuritySet,
     /// Who may use it; everybody, if there are none.
     pub rules: Vec<Rule>,
     /// What of its files is delegated to clients.
@@ -42,18 +45,23 @@ pub struct Share {
 
 impl Squash {
     /// What a caller may do is what this user may.
-    fn credentials(self, credential: &Credential, more_groups: &[u32]) -> Credentials {
+    fn credentials(self, credential: &Credential, user: Option<&User>) -> Credentials {
         let nobody = || Credentials { uid: NOBODY, gid: NOBODY, groups: Vec::new() };
-        let Credential::Sys(sys) = credential else { return nobody() };
+        let known_groups = user.map_or(&[][..], |user| &user.groups);
+        let (uid, gid, said_groups) = match (credential, user) {
+            (Credential::Sys(sys), _) => (sys.uid, sys.gid, &sys.gids[..]),
+            (Credential::Gss(_), Some(user)) => (user.uid, user.gid, &[][..]),
+            _ => return nobody(),
+        };
         let squashed = |id| if id == 0 && self == Squash::Root { NOBODY } else { id };
         match self {
             Squash::All => nobody(),
             Squash::Root | Squash::None => Credentials {
-                uid: squashed(sys.uid),
-                gid: squashed(sys.gid),
+                uid: squashed(uid),
+                gid: squashed(gid),
                 groups: {
-                    let more = more_groups.iter().filter(|group| !sys.gids.contains(group));
-                    sys.gids.iter().chain(more).copied().map(squashed).collect()
+                    let more = known_groups.iter().filter(|group| !said_groups.contains(group));
+                    said_groups.iter().chain(more).copied().map(squashed).collect()
                 },
             },
         }
@@ -61,21 +69,37 @@ impl Squash {
 }
 
 impl Share {
-    /// What is to be done with a file of it by a call, if its client may use the share.
-    pub fn enter(&self, file: FileId, call: &Call) -> Option<Target<'_>> {
-        let (read_only, squash) = self.access(&call.connection)?;
-        let more_groups = call.more_groups.get().map_or(&[][..], |groups| groups);
-        Some(Target { share: self, file, who: squash.credentials(&call.credential, more_groups), read_only })
+    /// What is to be done with a file of it by a call.
+    ///
+    /// # Errors
+    /// If its client may not use the share, or not in this way.
+    pub fn enter(&self, file: FileId, call: &Call) -> Result<Target<'_>, HandleError> {
+        let access = self.access(&call.connection).ok_or(HandleError::NotAllowed)?;
+        if !access.security.contains(Security::of(&call.credential)) {
+            return Err(HandleError::WrongSecurity);
+        }
+        let who = access.squash.credentials(&call.credential, call.user.get().map(|user| &**user));
+        Ok(Target { share: self, file, who, read_only: access.read_only })
     }
 
-    /// Whether the client can change nothing, and which of its users count as nobody; `None` if it may not use the share.
-    fn access(&self, client: &Connection) -> Option<(bool, Squash)> {
+    /// How a client's callers show who they are; `None` if it may not use the share.
+    pub fn security(&self, client: &Connection) -> Option<SecuritySet> {
+        self.access(client).map(|access| access.security)
+    }
+
+    /// What a client may; `None` if it may not use the share.
+    fn access(&self, client: &Connection) -> Option<Access> {
+        let own = Access { read_only: self.read_only, squash: self.squash, security: self.security };
         if self.rules.is_empty() {
-            return Some((self.read_only, self.squash));
+            return Some(own);
         }
         let address = client.peer.map(|peer| peer.ip());
         let rule = self.rules.iter().find(|rule| rule.clients.contain(address, &client.names))?;
-        Some((rule.read_only.unwrap_or(self.read_only), rule.squash.unwrap_or(self.squash)))
+        Some(Access {
+            read_only: rule.read_only.unwrap_or(own.read_only),
+            squash: rule.squash.unwrap_or(own.squash),
+            security: rule.security.unwrap_or(own.security),
+        })
     }
 
     /// Tells it from the other shares, also after a restart.
@@ -83,6 +107,17 @@ impl Share {
         let hash = blake3::hash(self.name.as_bytes());
         *hash.as_bytes().first_chunk().expect("a hash is longer")
     }
+}
+
+/// What a client may do with a share.
+#[derive(Debug, Clone, Copy)]
+struct Access {
+    /// It can change nothing.
+    read_only: bool,
+    /// Which of its users count as nobody.
+    squash: Squash,
+    /// How its callers show who they are.
+    security: SecuritySet,
 }
 
 /// A file handle, as clients get it: at most [`HANDLE_MAX`] bytes.
@@ -106,6 +141,8 @@ pub enum HandleError {
     Stale,
     /// It is of a share that the client may not use.
     NotAllowed,
+    /// It is of a share whose callers have to show otherwise who they are.
+    WrongSecurity,
 }
 
 /// What a call is about, and as whom it is done.
@@ -137,7 +174,7 @@ impl Target<'_> {
 pub struct Shares {
     shares: Vec<Share>,
     key: [u8; 32],
-    groups: Groups,
+    users: Users,
 }
 
 impl Shares {
@@ -151,17 +188,38 @@ impl Shares {
                 return Err((other.name.clone(), share.name.clone()));
             }
         }
-        Ok(Shares { shares, key, groups: Groups::default() })
+        Ok(Shares { shares, key, users: Users::default() })
     }
 
-    /// Learns the groups of the user who calls, if there may be more than the credential has room for.
-    pub async fn learn_groups(&self, call: &Call) {
-        if let Credential::Sys(sys) = &call.credential
-            && let Some(groups) = self.groups.of(sys.uid, &sys.gids).await
-        {
-            // They are not known yet.
-            let _ = call.more_groups.set(groups);
+    /// Learns who calls, if that is more than the credential says: the groups of a user who has more of them than it has room
+    /// for, and the user that a principal of Kerberos is here.
+    pub async fn learn_user(&self, call: &Call) {
+        let user = match &call.credential {
+            Credential::Sys(sys) => self.users.with_many_groups(sys.uid, &sys.gids).await,
+            Credential::Gss(caller) => match caller.local_user() {
+                Some(name) => self.users.named(name).await,
+                None => None,
+            },
+            _ => None,
+        };
+        if let Some(user) = user {
+            // It is not known yet.
+            let _ = call.user.set(user);
         }
+    }
+
+    /// The number of a user, or of a group, by its name on this host.
+    pub(crate) async fn number_of(&self, name: &str, is_group: bool) -> Option<u32> {
+        if is_group {
+            return self.users.group_named(name).await;
+        }
+        self.users.named(name).await.map(|user| user.uid)
+    }
+
+    /// How callers of a client may show who they are to the server: in any way that any share takes.
+    pub(crate) fn security(&self, client: &Connection) -> SecuritySet {
+        let sets = self.shares.iter().filter_map(|share| share.security(client));
+        sets.reduce(SecuritySet::union).unwrap_or_default()
     }
 
     /// Whether a client may use any of them. One that may not is refused by the server as a whole, and has nothing there.
@@ -208,7 +266,7 @@ impl Shares {
     /// As [`Shares::resolve`], or if the client may not use the share.
     pub fn target(&self, handle: &[u8], call: &Call) -> Result<Target<'_>, HandleError> {
         let (share, file) = self.resolve(handle)?;
-        share.enter(file, call).ok_or(HandleError::NotAllowed)
+        share.enter(file, call)
     }
 
     /// The file of a handle.
@@ -246,6 +304,7 @@ mod tests {
             files,
             read_only: false,
             squash,
+            security: SecuritySet::default(),
             rules: Vec::new(),
             delegate: Delegate::Reading,
             delegations,
@@ -279,12 +338,13 @@ mod tests {
         let sys =
             |uid, gid, gids: &[u32]| Credential::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: gids.into() });
         let who = |uid, gid, groups: &[u32]| Credentials { uid, gid, groups: groups.into() };
-        assert_eq!(Squash::Root.credentials(&sys(0, 0, &[0, 5]), &[]), who(NOBODY, NOBODY, &[NOBODY, 5]));
-        assert_eq!(Squash::Root.credentials(&sys(1000, 0, &[]), &[]), who(1000, NOBODY, &[]));
-        assert_eq!(Squash::Root.credentials(&Credential::None, &[]), who(NOBODY, NOBODY, &[]));
-        assert_eq!(Squash::All.credentials(&sys(1000, 1000, &[5]), &[]), who(NOBODY, NOBODY, &[]));
-        assert_eq!(Squash::None.credentials(&sys(0, 0, &[5]), &[]), who(0, 0, &[5]));
+        assert_eq!(Squash::Root.credentials(&sys(0, 0, &[0, 5]), None), who(NOBODY, NOBODY, &[NOBODY, 5]));
+        assert_eq!(Squash::Root.credentials(&sys(1000, 0, &[]), None), who(1000, NOBODY, &[]));
+        assert_eq!(Squash::Root.credentials(&Credential::None, None), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::All.credentials(&sys(1000, 1000, &[5]), None), who(NOBODY, NOBODY, &[]));
+        assert_eq!(Squash::None.credentials(&sys(0, 0, &[5]), None), who(0, 0, &[5]));
         // Those that have been looked up count as the others, once.
-        assert_eq!(Squash::Root.credentials(&sys(1, 2, &[5, 6]), &[6, 0, 7]), who(1, 2, &[5, 6, NOBODY, 7]));
+        let user = User { uid: 1, gid: 3, groups: vec![6, 0, 7] };
+        assert_eq!(Squash::Root.credentials(&sys(1, 2, &[5, 6]), Some(&user)), who(1, 2, &[5, 6, NOBODY, 7]));
     }
 }

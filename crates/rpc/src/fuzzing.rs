@@ -1,5 +1,6 @@
 //! Entry points for the fuzzer.
 
+use crate::gss::{GssCredential, InitResult};
 use crate::rdma::header::{Header, PrivateData, Procedure};
 use crate::rdma::reply::plan;
 use crate::server::{Connection, Programs, Received, Transport};
@@ -11,12 +12,13 @@ use thruway_server::Body;
 
 /// A message to these programs from a hostile client.
 pub fn message(programs: &Programs, data: &[u8]) {
+    let _ = (GssCredential::decode(data), InitResult::decode(&mut Decoder::new(data), 64 << 10));
     if let Some((position, len)) = programs.find_bulk(data) {
         assert!(position <= data.len(), "a bulk item of {len} bytes begins where the message has been decoded");
     }
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
-    if let Ok(Some(Received::Call(call, program))) = programs.receive(data.to_vec(), SmallVec::new(), &connection) {
-        let _ = programs.answer(&call, &*program).now_or_never();
+    if let Ok(Some(Received::Call(mut call, program))) = programs.receive(data.to_vec(), SmallVec::new(), &connection) {
+        let _ = programs.answer(&mut call, &*program).now_or_never();
     }
 }
 
@@ -24,8 +26,8 @@ pub fn message(programs: &Programs, data: &[u8]) {
 pub fn call(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     match programs.receive(message.to_vec(), SmallVec::new(), &connection) {
-        Ok(Some(Received::Call(call, program))) => {
-            programs.answer(&call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
+        Ok(Some(Received::Call(mut call, program))) => {
+            programs.answer(&mut call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
         }
         _ => None,
     }

@@ -385,6 +385,21 @@ impl Encoder {
         all
     }
 
+    /// What [`Encoder::into_parts`] has taken apart.
+    pub(crate) fn from_parts(bytes: Vec<u8>, bulk: SmallVec<[(usize, Body); 1]>) -> Encoder {
+        Encoder { bytes, bulk }
+    }
+
+    /// The stream without its first bytes, which have no bulk items among them.
+    ///
+    /// # Panics
+    /// If it is shorter.
+    pub(crate) fn behind_first(mut self, len: usize) -> Encoder {
+        self.bytes.drain(..len);
+        self.bulk.iter_mut().for_each(|(at, _)| *at -= len);
+        self
+    }
+
     /// The bytes, and the bulk items with the number of bytes before each.
     pub fn into_parts(self) -> (Vec<u8>, SmallVec<[(usize, Body); 1]>) {
         (self.bytes, self.bulk)

@@ -9,7 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 use thruway_cli::{Common, Failed};
-use thruway_nfs::client::UserCredential;
+use thruway_nfs::client::Caller;
+use thruway_nfs::security::Security;
 use thruway_transfer::client;
 
 /// Arguments of `thruway ls`.
@@ -24,6 +25,9 @@ pub(crate) struct LsArgs {
     /// What carries it
     #[arg(long, value_enum, default_value_t = Provider::Auto)]
     provider: Provider,
+    /// How to show an NFS server who asks: sys, or krb5, krb5i or krb5p with the tickets of Kerberos that there are [default: sys]
+    #[arg(long, value_name = "FLAVOR")]
+    sec: Option<Security>,
     /// What to list: a place on a daemon or a path on an NFS server (version 4).
     #[arg(
         value_name = "URL",
@@ -52,7 +56,10 @@ pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         Some(_) if args.key.is_some() || args.provider != Provider::Auto => {
             return Err(Failed::usage("ls", "--key and --provider are for daemons (tw://), not for NFS servers"));
         }
-        Some(rest) => of_nfs_server(&args.url.to_string_lossy(), rest)?,
+        Some(rest) => of_nfs_server(&args.url.to_string_lossy(), rest, args.sec.unwrap_or(Security::Sys))?,
+        None if args.sec.is_some() => {
+            return Err(Failed::usage("ls", "--sec is for NFS servers (nfs://), not for daemons"));
+        }
         None => of_daemon(args)?,
     };
     if common.json {
@@ -74,7 +81,7 @@ pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
 }
 
 /// What is at `host[:port][/share[/path]]` of an NFS server.
-fn of_nfs_server(url: &str, rest: &[u8]) -> Result<Vec<Row>, Failed> {
+fn of_nfs_server(url: &str, rest: &[u8], security: Security) -> Result<Vec<Row>, Failed> {
     let usage = |why: String| Failed::usage("ls", format!("{url}: {why}"));
     let (host, port, path) = endpoint::parse_authority(rest, NFS_PORT).map_err(usage)?;
     if host.is_empty() {
@@ -82,11 +89,11 @@ fn of_nfs_server(url: &str, rest: &[u8]) -> Result<Vec<Row>, Failed> {
     }
     let path = endpoint::tidy(path);
     let names: Vec<Vec<u8>> = path.split(|b| *b == b'/').filter(|n| !n.is_empty()).map(<[u8]>::to_vec).collect();
-    let user = UserCredential::new(rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let caller = Caller::own(security, &host);
     let list = || {
         let server = (host.as_str(), port).to_socket_addrs().map_err(|e| e.to_string())?.next();
         let server = server.ok_or("no address")?;
-        thruway_nfs::client::list(server, NFS_TIMEOUT, &user, &names).map_err(|e| e.to_string())
+        thruway_nfs::client::list(server, NFS_TIMEOUT, &caller, &names).map_err(|e| e.to_string())
     };
     let listed = list().map_err(|why: String| Failed::operation("ls", format!("{url}: {why}")))?;
     Ok(listed.into_iter().map(|e| Row { name: e.name, mode: e.mode, size: e.size, mtime: e.modified.0 }).collect())

@@ -3,7 +3,7 @@
 
 use super::abi::*;
 use libc::{c_char, c_int, c_uint, c_void};
-use std::ffi::{CStr, CString};
+use libloading::os::unix::{Library as File, RTLD_GLOBAL, RTLD_NOW};
 use std::sync::OnceLock;
 
 macro_rules! library {
@@ -95,25 +95,14 @@ pub enum LibraryError {
 }
 
 fn symbol(library: &'static str, name: &'static str) -> Result<*mut c_void, LibraryError> {
-    let reason = || {
-        // SAFETY: dlerror returns a string that lives until the next call of this thread, or null.
-        let said = unsafe { libc::dlerror() };
-        if said.is_null() {
-            return "no reason given".to_string();
-        }
-        // SAFETY: as above.
-        unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned()
-    };
-    let file = CString::new(library).expect("no NUL in a constant");
-    // SAFETY: loads a system library; its constructors are rdma-core's. Never unloaded.
-    let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-    if handle.is_null() {
-        return Err(LibraryError::Missing { library, reason: reason() });
-    }
-    let symbol = CString::new(name).expect("no NUL in a constant");
-    // SAFETY: the handle is of a loaded library.
-    let found = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
-    if found.is_null() { Err(LibraryError::TooOld { library, function: name }) } else { Ok(found) }
+    // SAFETY: loads a system library; its constructors are rdma-core's.
+    let file = unsafe { File::open(Some(library), RTLD_NOW | RTLD_GLOBAL) };
+    let file = file.map_err(|error| LibraryError::Missing { library, reason: error.to_string() })?;
+    // SAFETY: that the symbol is a function is known to the caller, who gives it its type; here it is an address.
+    let found = unsafe { file.get::<*mut c_void>(name.as_bytes()) }.map(|symbol| symbol.into_raw());
+    // Never unloaded.
+    let _ = file.into_raw();
+    found.map_err(|_| LibraryError::TooOld { library, function: name })
 }
 
 /// The libraries, loaded at the first call.

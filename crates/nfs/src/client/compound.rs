@@ -40,7 +40,7 @@ impl Compound {
         call.u32(minor);
         call.u32(self.count);
         call.append(self.operations);
-        Ok(rpc.call(COMPOUND, user.as_auth(), call).await?)
+        Ok(user.call(rpc, COMPOUND, call).await?)
     }
 }
 

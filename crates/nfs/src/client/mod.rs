@@ -7,11 +7,14 @@ mod v4;
 pub use v3::Nfs3Client;
 pub use v4::{Listed, Nfs4Client};
 
+use crate::security::Security;
 use std::net::SocketAddr;
+use std::rc::Rc;
 use std::time::Duration;
-use thruway_rpc::client::{CallError, Client};
+use thruway_rpc::client::{CallError, Client, GssSession, Procedure, Reply};
+use thruway_rpc::gss::Service;
 use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
-use thruway_rpc::xdr::DecodeError;
+use thruway_rpc::xdr::{DecodeError, Encoder};
 
 /// Why something was not done.
 #[derive(Debug, thiserror::Error)]
@@ -60,25 +63,88 @@ fn describe(status: u32) -> String {
 ///
 /// # Errors
 /// [`ClientError`]
-pub fn list(server: SocketAddr, timeout: Duration, user: &UserCredential, path: &[Vec<u8>]) -> Result<Vec<Listed>> {
+pub fn list(server: SocketAddr, timeout: Duration, caller: &Caller, path: &[Vec<u8>]) -> Result<Vec<Listed>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CallError::from)?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
         let rpc = Client::connect(server, timeout).await.map_err(CallError::from)?;
-        v4::list(&rpc, user, path).await
+        let user = caller.credential(&rpc).await?;
+        v4::list(&rpc, &user, path).await
     })
 }
 
-/// The credential of a user, without a name of this host or more groups than one.
-pub struct UserCredential(Vec<u8>);
+/// As whom calls are to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Caller {
+    /// As a user, as this process says (`AUTH_SYS`).
+    User {
+        /// The user.
+        uid: u32,
+        /// The group.
+        gid: u32,
+    },
+    /// As the user whose tickets of Kerberos this process has.
+    Kerberos {
+        /// The server's name: its service is `nfs@HOST`.
+        host: String,
+        /// What protects the calls.
+        service: Service,
+    },
+}
 
-impl UserCredential {
-    /// Of this user and group.
-    pub fn new(uid: u32, gid: u32) -> UserCredential {
-        UserCredential(AuthSys { machine: Vec::new(), uid, gid, gids: Vec::new() }.encode())
+impl Caller {
+    /// As the user that this process runs as, who shows in this way who it is, to a server with this name.
+    pub fn own(security: Security, host: &str) -> Caller {
+        match security {
+            Security::Kerberos(service) => Caller::Kerberos { host: host.into(), service },
+            Security::Sys => {
+                Caller::User { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() }
+            }
+        }
     }
 
-    fn as_auth(&self) -> OpaqueAuth<'_> {
-        OpaqueAuth { flavor: flavor::AUTH_SYS, body: &self.0 }
+    /// What shows that to a server; it may be asked for that first.
+    ///
+    /// # Errors
+    /// If there are no tickets, or the server does not take them.
+    pub async fn credential(&self, rpc: &Client) -> std::result::Result<UserCredential, CallError> {
+        match self {
+            Caller::User { uid, gid } => Ok(UserCredential::new(*uid, *gid)),
+            Caller::Kerberos { host, service } => {
+                let null = Procedure { program: crate::v4::PROGRAM, version: 4, procedure: 0 };
+                let session = GssSession::begin(rpc, null, &format!("nfs@{host}"), *service).await?;
+                Ok(UserCredential(Kind::Gss(Rc::new(session))))
+            }
+        }
+    }
+}
+
+/// What shows who calls.
+#[derive(Clone)]
+pub struct UserCredential(Kind);
+
+#[derive(Clone)]
+enum Kind {
+    /// The body of a credential of `AUTH_SYS`.
+    Sys(Vec<u8>),
+    Gss(Rc<GssSession>),
+}
+
+impl UserCredential {
+    /// As this user and group, without a name of this host or more groups.
+    pub fn new(uid: u32, gid: u32) -> UserCredential {
+        UserCredential(Kind::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: Vec::new() }.encode()))
+    }
+
+    async fn call(
+        &self,
+        rpc: &Client,
+        procedure: Procedure,
+        arguments: Encoder,
+    ) -> std::result::Result<Reply, CallError> {
+        match &self.0 {
+            Kind::Sys(body) => rpc.call(procedure, OpaqueAuth { flavor: flavor::AUTH_SYS, body }, arguments).await,
+            Kind::Gss(session) => session.call(rpc, procedure, arguments).await,
+        }
     }
 }
 

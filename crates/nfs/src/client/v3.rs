@@ -53,7 +53,7 @@ impl Nfs3Client {
         let mut call = Encoder::new();
         arguments(&mut call);
         let procedure = Procedure { program: PROGRAM, version: 3, procedure };
-        Ok(self.rpc.call(procedure, self.user.as_auth(), call).await?)
+        Ok(self.user.call(&self.rpc, procedure, call).await?)
     }
 
     /// The handle of a share's directory, from the mount program (which is asked by a connection of its own).
@@ -65,7 +65,7 @@ impl Nfs3Client {
         let mut path = Encoder::new();
         path.opaque(share);
         let procedure = Procedure { program: crate::mount::PROGRAM, version: 3, procedure: MNT };
-        let reply = mount.call(procedure, user.as_auth(), path).await?;
+        let reply = user.call(mount, procedure, path).await?;
         let mut d = reply.results();
         status(&mut d, "MNT")?;
         Ok(d.opaque(HANDLE_MAX as u32)?.into())

@@ -113,7 +113,8 @@ impl Nlm {
     fn target(&self, call: &Call, handle: &[u8]) -> Result<Target<'_>, Status> {
         self.server().shares.target(handle, call).map_err(|error| match error {
             HandleError::Stale | HandleError::Malformed => Status::STALE_FH,
-            HandleError::NotAllowed => Status::FAILED,
+            // Linux's clients lock without Kerberos, whatever they have mounted with.
+            HandleError::NotAllowed | HandleError::WrongSecurity => Status::FAILED,
         })
     }
 
@@ -272,11 +273,11 @@ impl Nlm {
             0 => {}
             _ if !self.server().shares.admit(&call.connection) => return Ok(Err(Refusal::Auth(AuthError::TooWeak))),
             procedure @ (procedure::TEST..=procedure::UNLOCK | procedure::NM_LOCK) => {
-                self.server().shares.learn_groups(call).await;
+                self.server().shares.learn_user(call).await;
                 self.answer_to(call, procedure, out).await?;
             }
             procedure @ procedure::TEST_MSG..=procedure::UNLOCK_MSG => {
-                self.server().shares.learn_groups(call).await;
+                self.server().shares.learn_user(call).await;
                 let mut results = Encoder::new();
                 let caller = self.answer_to(call, procedure - procedure::TO_MSG, &mut results).await?;
                 if let Some(host) = host_of(call, &caller) {
@@ -284,7 +285,7 @@ impl Nlm {
                 }
             }
             procedure @ (procedure::SHARE | procedure::UNSHARE) => {
-                self.server().shares.learn_groups(call).await;
+                self.server().shares.learn_user(call).await;
                 let mut d = call.arguments();
                 let args = Share::decode(&mut d)?;
                 d.finish()?;

@@ -8,16 +8,19 @@ use crate::v4::status::Status;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-/// Who has made a client: the user of its credential, if that has one, and whose certificate its connection had.
+/// Who has made a client: the user of its credential, or the principal of Kerberos, if that has one, and whose certificate its
+/// connection had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Principal {
     pub user: Option<u32>,
+    /// A hash of the principal.
+    pub kerberos: Option<[u8; 16]>,
     /// A hash of the certificate's names; none without a certificate.
     pub certificate: Option<[u8; 16]>,
 }
 
 impl Principal {
-    pub(crate) fn new(user: Option<u32>, names: &[String]) -> Principal {
+    pub(crate) fn new(user: Option<u32>, kerberos: Option<&str>, names: &[String]) -> Principal {
         let hash = |hasher: &mut blake3::Hasher, name: &String| {
             hasher.update(&(name.len() as u64).to_be_bytes()).update(name.to_ascii_lowercase().as_bytes());
         };
@@ -26,7 +29,11 @@ impl Principal {
             names.iter().for_each(|name| hash(&mut hasher, name));
             *hasher.finalize().as_bytes().first_chunk().expect("a hash is longer")
         });
-        Principal { user, certificate }
+        let kerberos = kerberos.map(|principal| {
+            let hash = blake3::hash(principal.as_bytes());
+            *hash.as_bytes().first_chunk().expect("a hash is longer")
+        });
+        Principal { user, kerberos, certificate }
     }
 }
 

@@ -73,7 +73,7 @@ impl State {
         if all.len() >= MONITORED_MAX {
             self.remove_idle(all)?;
         }
-        let id = self.add_client(now, name, [0; 8], Principal { user: None, certificate: None })?;
+        let id = self.add_client(now, name, [0; 8], Principal { user: None, kerberos: None, certificate: None })?;
         self.clients.get_mut(&id).expect("it has just been added").start = start;
         self.confirm(now, id);
         Ok(id)

@@ -17,7 +17,7 @@ fn guard() -> OpenGuard {
 }
 
 fn user(user: Option<u32>) -> Principal {
-    Principal::new(user, &[])
+    Principal::new(user, None, &[])
 }
 
 fn limits() -> ChannelLimits {

@@ -194,7 +194,7 @@ impl Nfs3 {
             0 => Ok(()),
             1..=21 if !self.shares.admit(&call.connection) => return Err(Refusal::Auth(AuthError::TooWeak)),
             1..=21 => {
-                self.shares.learn_groups(call).await;
+                self.shares.learn_user(call).await;
                 self.dispatch(call, &mut out).await
             }
             _ => return Err(Refusal::ProcedureUnavailable),

@@ -63,7 +63,7 @@ impl From<HandleError> for Status {
         match error {
             HandleError::Malformed => Status::BADHANDLE,
             HandleError::Stale => Status::STALE,
-            HandleError::NotAllowed => Status::ACCESS,
+            HandleError::NotAllowed | HandleError::WrongSecurity => Status::ACCESS,
         }
     }
 }

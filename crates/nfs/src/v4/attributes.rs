@@ -250,18 +250,26 @@ pub(super) struct Wanted {
     pub set: SetAttributes,
     /// Which they are.
     pub which: Bitmap,
+    /// The owner, if it is said by a name.
+    pub owner: Option<Box<str>>,
+    /// The group, if it is said by a name.
+    pub group: Option<Box<str>>,
 }
 
 /// Longest name of an owner.
 const OWNER_MAX: u32 = 1024;
 
-/// A user or a group, by its number: `1000`, or `1000@anywhere`.
-fn get_owner(d: &mut Decoder<'_>) -> Result<u32, Status> {
+/// A user or a group: its number, `1000` or `1000@anywhere`, or its name on this host, whatever domain the client is in.
+fn get_owner(d: &mut Decoder<'_>) -> Result<Result<u32, Box<str>>, Status> {
     let name = d.opaque(OWNER_MAX)?;
     let name = std::str::from_utf8(name).map_err(|_| Status::BADOWNER)?;
     let name = name.split('@').next().expect("there is a first part");
-    // All ones mean no owner to the kernel.
-    name.parse().ok().filter(|number| *number != u32::MAX).ok_or(Status::BADOWNER)
+    match name.parse() {
+        // All ones mean no owner to the kernel.
+        Ok(u32::MAX) => Err(Status::BADOWNER),
+        Ok(number) => Ok(Ok(number)),
+        Err(_) => Ok(Err(name.into())),
+    }
 }
 
 fn get_set_time(d: &mut Decoder<'_>) -> Result<SetTime, Status> {
@@ -272,11 +280,11 @@ fn get_set_time(d: &mut Decoder<'_>) -> Result<SetTime, Status> {
     }
 }
 
-/// Decodes `fattr4` of a SETATTR, OPEN or CREATE.
+/// Decodes `fattr4` of a SETATTR, OPEN or CREATE, of which names of users and groups are still to be looked up.
 pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> {
     let which = Bitmap::decode(d)?;
     let values = d.opaque(64 << 10)?;
-    let (mut values, mut set) = (Decoder::new(values), SetAttributes::default());
+    let (mut values, mut set, mut owner, mut group) = (Decoder::new(values), SetAttributes::default(), None, None);
     let supported = supported(minor);
     for number in which.iter() {
         if !supported.contains(number) {
@@ -288,8 +296,14 @@ pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> 
         match number {
             SIZE => set.size = Some(values.u64()?),
             MODE => set.mode = Some(get_mode(&mut values)?),
-            OWNER => set.uid = Some(get_owner(&mut values)?),
-            OWNER_GROUP => set.gid = Some(get_owner(&mut values)?),
+            OWNER => match get_owner(&mut values)? {
+                Ok(uid) => set.uid = Some(uid),
+                Err(name) => owner = Some(name),
+            },
+            OWNER_GROUP => match get_owner(&mut values)? {
+                Ok(gid) => set.gid = Some(gid),
+                Err(name) => group = Some(name),
+            },
             TIME_ACCESS_SET => set.accessed = Some(get_set_time(&mut values)?),
             TIME_MODIFY_SET => set.modified = Some(get_set_time(&mut values)?),
             _ => unreachable!("an attribute that can be set"),
@@ -299,7 +313,7 @@ pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> 
         return Err(Status::FBIG);
     }
     values.finish()?;
-    Ok(Wanted { set, which })
+    Ok(Wanted { set, which, owner, group })
 }
 
 fn get_mode(d: &mut Decoder<'_>) -> Result<u32, Status> {

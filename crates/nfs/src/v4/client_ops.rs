@@ -1,9 +1,10 @@
 //! Operations on clients and sessions (RFC 8881, section 18.34 and on).
 
 use super::callback::{self, Back};
-use super::compound::{Compound, Done, get_name};
+use super::compound::{Compound, Done, Object, get_name};
 use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
 use super::status::Status;
+use crate::security::SecuritySet;
 use crate::state::{NewSession, Principal, State};
 use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
@@ -64,18 +65,19 @@ fn get_callback_security(d: &mut Decoder<'_>) -> xdr::Result<Option<callback::Cr
 
 impl Compound<'_> {
     pub(super) fn principal(&self) -> Principal {
-        let user = match &self.call.credential {
-            Credential::Sys(sys) => Some(sys.uid),
-            _ => None,
+        let (user, kerberos) = match &self.call.credential {
+            Credential::Sys(sys) => (Some(sys.uid), None),
+            Credential::Gss(caller) => (None, Some(caller.principal())),
+            _ => (None, None),
         };
-        Principal::new(user, &self.call.connection.names)
+        Principal::new(user, kerberos, &self.call.connection.names)
     }
 
     pub(super) async fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (verifier, owner, flags) = (*d.fixed::<8>()?, d.opaque(OPAQUE_MAX)?, d.u32()?);
         match d.u32()? {
             0 => {}
-            // Protection by RPCSEC_GSS, which is not served.
+            // Operations that only the machine's own principal may do (SP4_MACH_CRED) are not kept from others: clients go on without.
             1 => return Err(Status::INVAL.into()),
             2 => return Err(Status::ENCR_ALG_UNSUPP.into()),
             _ => return Err(Status::BADXDR.into()),
@@ -232,30 +234,55 @@ impl Compound<'_> {
         Ok(self.server.state(|state, _| state.free_stateid(client, stateid))?)
     }
 
-    /// What is to be used for an entry, which is the same for all of them.
+    /// How callers are to show who they are where an entry is.
     pub(super) async fn secinfo(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let name = get_name(d)?;
-        self.find(name).await?;
-        self.put_security(out);
+        let client = &self.call.connection;
+        let security = match (self.wrong_security.take(), self.current.as_ref()) {
+            // Whether the entry is there is not for this caller to know.
+            (Some(security), _) => security,
+            (None, Some(Object::Root)) => {
+                let share = self.server.shares.find(name);
+                share.and_then(|share| share.security(client)).ok_or(Status::NOENT)?
+            }
+            _ => {
+                let found = self.find(name).await?;
+                self.security_of(&found)
+            }
+        };
+        self.put_security(security, out);
         Ok(())
     }
 
-    pub(super) async fn secinfo_no_name(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
-        match d.u32()? {
-            0 => drop(self.object()?),
-            1 => drop(self.parent().await?),
-            _ => return Err(Status::BADXDR.into()),
+    fn security_of(&self, object: &Object<'_>) -> SecuritySet {
+        let client = &self.call.connection;
+        match object {
+            Object::Root => self.server.shares.security(client),
+            Object::File(target) => target.share.security(client).unwrap_or_default(),
         }
-        self.put_security(out);
+    }
+
+    pub(super) async fn secinfo_no_name(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+        let style = d.u32()?;
+        let security = match (style, self.wrong_security.take()) {
+            (0 | 1, Some(security)) => security,
+            (0, None) => self.security_of(self.object()?),
+            (1, None) => {
+                let parent = self.parent().await?;
+                self.security_of(&parent)
+            }
+            _ => return Err(Status::BADXDR.into()),
+        };
+        self.put_security(security, out);
         Ok(())
     }
 
     /// The current file is used up, but for version 4.0 (RFC 8881, section 2.6.3.1.1.8).
-    fn put_security(&mut self, out: &mut Encoder) {
+    fn put_security(&mut self, security: SecuritySet, out: &mut Encoder) {
         if self.minor > 0 {
             self.current = None;
             self.stateid = None;
         }
-        out.array(&[flavor::AUTH_SYS], |out, flavor| out.u32(*flavor));
+        security.encode(out);
     }
 }

@@ -7,6 +7,7 @@ use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
+use crate::security::SecuritySet;
 use crate::share::{FileHandle, HandleError, Target};
 use crate::state::{Denied, Refused, Stateid};
 use rustix::io::Errno;
@@ -161,6 +162,8 @@ pub(super) struct Compound<'a> {
     saved: Option<Object<'a>>,
     pub stateid: Option<Stateid>,
     saved_stateid: Option<Stateid>,
+    /// What the share of the current file takes, of which this caller's way to show who it is is none: only that may be asked for.
+    pub wrong_security: Option<SecuritySet>,
     /// Reads so far.
     pub reads: u32,
     /// The owner that a file is opened for need not confirm that it is there.
@@ -178,7 +181,7 @@ impl<'a> Compound<'a> {
     pub(super) async fn run(server: &'a Arc<Server>, call: &'a Call, results: Encoder) -> xdr::Result<Encoder> {
         let mut d = call.arguments();
         let (tag, minor, count) = (d.opaque(TAG_MAX)?, d.u32()?, d.u32()?);
-        server.shares.learn_groups(call).await;
+        server.shares.learn_user(call).await;
         let mut compound = Compound {
             server,
             call,
@@ -190,6 +193,7 @@ impl<'a> Compound<'a> {
             saved: None,
             stateid: None,
             saved_stateid: None,
+            wrong_security: None,
             reads: 0,
             opener_is_confirmed: true,
         };
@@ -325,8 +329,10 @@ impl<'a> Compound<'a> {
     fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.call.argument_bytes().hash(&mut hasher);
-        if let Credential::Sys(sys) = &self.call.credential {
-            (sys.uid, sys.gid).hash(&mut hasher);
+        match &self.call.credential {
+            Credential::Sys(sys) => (sys.uid, sys.gid).hash(&mut hasher),
+            Credential::Gss(caller) => caller.principal().hash(&mut hasher),
+            _ => {}
         }
         hasher.finish()
     }
@@ -484,7 +490,21 @@ impl<'a> Compound<'a> {
     }
 
     fn put_handle(&mut self, d: &mut Decoder<'_>) -> Done {
-        self.set_handle(d.opaque(HANDLE_MAX)?)
+        let handle = d.opaque(HANDLE_MAX)?;
+        // What an operation that asks how to show who calls, or none, does not fail for (RFC 8881, section 2.6.3.1.1).
+        let is_asked = match d.rest().first_chunk() {
+            Some(next) => [op::SECINFO, op::SECINFO_NO_NAME].contains(&u32::from_be_bytes(*next)),
+            None => true,
+        };
+        match self.set_handle(handle) {
+            Err(Failure { status: Status::WRONGSEC, .. }) if is_asked => {
+                let (share, _) = self.server.shares.resolve(handle)?;
+                self.current = None;
+                self.wrong_security = share.security(&self.call.connection);
+                Ok(())
+            }
+            done => done,
+        }
     }
 
     /// Makes the file of a handle the current one.

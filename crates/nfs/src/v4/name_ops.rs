@@ -1,12 +1,12 @@
 //! Operations on directories, names and attributes.
 
-use super::attributes;
+use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
 use super::status::Status;
 use crate::delegations::Change;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
-use crate::share::Target;
+use crate::share::{HandleError, Target};
 use crate::state::Stateid;
 use rustix::io::Errno;
 use thruway_rpc::server::BULK_MAX;
@@ -46,8 +46,12 @@ impl<'a> Compound<'a> {
         match self.object()? {
             Object::Root => {
                 let share = self.server.shares.find(name);
-                let target = share.and_then(|share| share.enter(share.files.root(), self.call));
-                Ok(Object::File(target.ok_or(Status::NOENT)?))
+                let share = share.ok_or(Status::NOENT)?;
+                match share.enter(share.files.root(), self.call) {
+                    // There are no shares for those who may not use them.
+                    Err(HandleError::NotAllowed) => Err(Status::NOENT.into()),
+                    entered => Ok(Object::File(entered?)),
+                }
             }
             Object::File(dir) => {
                 let found = dir.share.files.look_up(&dir.who, &dir.file, name).await;
@@ -150,9 +154,22 @@ impl<'a> Compound<'a> {
         }
     }
 
+    /// The attributes that are to be set, with the numbers of users and groups that have names there.
+    pub(super) async fn get_wanted(&self, d: &mut Decoder<'_>) -> Done<Wanted> {
+        let mut wanted = attributes::decode(d, self.minor)?;
+        let shares = &self.server.shares;
+        if let Some(name) = wanted.owner.take() {
+            wanted.set.uid = Some(shares.number_of(&name, false).await.ok_or(Status::BADOWNER)?);
+        }
+        if let Some(name) = wanted.group.take() {
+            wanted.set.gid = Some(shares.number_of(&name, true).await.ok_or(Status::BADOWNER)?);
+        }
+        Ok(wanted)
+    }
+
     async fn try_set_attributes(&mut self, d: &mut Decoder<'_>) -> Done<Bitmap> {
         let stateid = self.get_stateid(d)?;
-        let wanted = attributes::decode(d, self.minor)?;
+        let wanted = self.get_wanted(d).await?;
         let target = self.writable()?;
         let is_open = match wanted.set.size {
             Some(_) => self.is_open(target, stateid, true).await?.is_open,
@@ -301,14 +318,20 @@ impl<'a> Compound<'a> {
         let begin = (cookie as usize).saturating_sub(FIRST - 1);
         let (mut used, mut is_end, mut is_first) = (16, true, true);
         for (at, share) in self.server.shares.iter().enumerate().skip(begin) {
-            let Some(target) = share.enter(share.files.root(), self.call) else { continue };
-            let object = Object::File(target);
+            let entered = share.enter(share.files.root(), self.call);
+            if matches!(entered, Err(HandleError::NotAllowed)) {
+                continue;
+            }
             let (mark, before) = (out.mark(), out.len());
             out.bool(true);
             out.u64((at + FIRST) as u64);
             out.opaque(share.name.as_bytes());
             // A share whose directory cannot be looked at does not hide the others.
-            if let Err(failure) = self.put_attributes(out, &object, wanted).await {
+            let described = match entered {
+                Ok(target) => self.put_attributes(out, &Object::File(target), wanted).await,
+                Err(error) => Err(error.into()),
+            };
+            if let Err(failure) = described {
                 attributes::encode_error(out, failure.status);
             }
             used += out.len() - before;
@@ -355,7 +378,7 @@ impl<'a> Compound<'a> {
             return Err(Status::INVAL.into());
         }
         let name = get_name(d)?;
-        let wanted = attributes::decode(d, self.minor)?;
+        let wanted = self.get_wanted(d).await?;
         let dir = self.writable()?.clone();
         // A directory, a device or a link has no size that could be set.
         let set = SetAttributes { size: None, ..wanted.set };

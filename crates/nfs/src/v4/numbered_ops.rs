@@ -114,7 +114,7 @@ impl<'a> Compound<'a> {
         }
         let turn = numbers.turn(number, operation)?;
         if let Turn::Again(reply) = turn {
-            return self.again(operation, reply, d, out);
+            return self.again(operation, reply, d, out).await;
         }
         self.opener_is_confirmed = numbers.is_confirmed;
         let start = out.len();
@@ -137,7 +137,7 @@ impl<'a> Compound<'a> {
     }
 
     /// The reply that an operation had.
-    fn again(&mut self, operation: u32, reply: Reply, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
+    async fn again(&mut self, operation: u32, reply: Reply, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
         if reply.status != 0 {
             let body = Encoder::behind(reply.body.into());
             return Err(Failure { status: Status(reply.status), body: Some(body) });
@@ -147,7 +147,7 @@ impl<'a> Compound<'a> {
             op::OPEN => {
                 let _ = (d.u32()?, d.u32()?, d.u32()?);
                 get_owner(d)?;
-                self.get_creation(d)?;
+                self.get_creation(d).await?;
                 get_claim(d, self.minor)?;
             }
             op::CLOSE | op::OPEN_CONFIRM => drop(d.fixed::<20>()?),

@@ -88,18 +88,18 @@ fn type_error(error: Errno, minor: u32) -> Status {
 }
 
 impl<'a> Compound<'a> {
-    pub(super) fn get_creation(&self, d: &mut Decoder<'_>) -> Done<Option<Creation>> {
+    pub(super) async fn get_creation(&self, d: &mut Decoder<'_>) -> Done<Option<Creation>> {
         match d.u32()? {
             0 => return Ok(None),
             1 => {}
             _ => return Err(Status::BADXDR.into()),
         }
         Ok(Some(match d.u32()? {
-            0 => Creation::Unchecked(attributes::decode(d, self.minor)?),
-            1 => Creation::Guarded(attributes::decode(d, self.minor)?),
+            0 => Creation::Unchecked(self.get_wanted(d).await?),
+            1 => Creation::Guarded(self.get_wanted(d).await?),
             2 => Creation::Exclusive(*d.fixed()?, Wanted::default()),
             3 if self.minor > 0 => {
-                let (number, wanted) = (*d.fixed()?, attributes::decode(d, self.minor)?);
+                let (number, wanted) = (*d.fixed()?, self.get_wanted(d).await?);
                 if wanted.set.accessed.is_some() || wanted.set.modified.is_some() {
                     return Err(Status::INVAL.into());
                 }
@@ -115,7 +115,7 @@ impl<'a> Compound<'a> {
         const WANT_DELEGATION: u32 = 0xff00;
         let (_seqid, share, deny) = (d.u32()?, d.u32()?, d.u32()?);
         let (client, owner) = get_owner(d)?;
-        let creation = self.get_creation(d)?;
+        let creation = self.get_creation(d).await?;
         let claim = get_claim(d, self.minor)?;
         let access = share & (READ | WRITE);
         let known = if self.minor > 0 { WANT } else { 0 };

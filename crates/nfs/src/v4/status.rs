@@ -41,6 +41,7 @@ statuses! {
     LOCKED = 10_012,
     GRACE = 10_013,
     SHARE_DENIED = 10_015,
+    WRONGSEC = 10_016,
     CLID_INUSE = 10_017,
     RESOURCE = 10_018,
     NOFILEHANDLE = 10_020,
@@ -128,6 +129,7 @@ impl From<HandleError> for Status {
             HandleError::Malformed => Status::BADHANDLE,
             HandleError::Stale => Status::STALE,
             HandleError::NotAllowed => Status::ACCESS,
+            HandleError::WrongSecurity => Status::WRONGSEC,
         }
     }
 }

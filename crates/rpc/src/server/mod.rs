@@ -1,28 +1,32 @@
 //! Serving programs: what arrives by any transport is a [`Call`], and its answer does not know the transport either.
 
 mod back;
+mod gss;
 mod rdma;
 mod reply_cache;
 mod tcp;
 mod udp;
 
 pub use back::BackChannel;
+pub use gss::GssCaller;
 pub use rdma::RdmaConfig;
 pub use tcp::Config;
 pub use udp::UdpServer;
 
+use self::gss::{Checked, Gss, Unchecked, has_plain_arguments};
 use self::reply_cache::{Lookup, ReplyCache};
 use crate::message::{AuthError, AuthSys, CallHeader, Incoming, OpaqueAuth, Refusal, encode_success, flavor};
 use crate::xdr::{self, BulkItem, Decoder, Encoder};
 use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell};
 use std::net::SocketAddr;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use thruway_gss::Acceptor as GssAcceptor;
 use thruway_server::{Acceptor, Address, Buffers, panics};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -34,6 +38,9 @@ pub const CALL_MAX: usize = BULK_MAX + (64 << 10);
 
 /// Replies of a connection that are long and in memory of their own.
 pub const LONG_REPLIES_MAX: usize = 4;
+
+/// A reply that has no more bytes counts as none that is long.
+const SHORT_REPLY: usize = 64 << 10;
 
 /// Time for a client's first call, and for TLS.
 const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -203,13 +210,26 @@ impl Connection {
 }
 
 /// Who calls.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Credential {
     /// Nobody.
     None,
     /// A user and groups, as the client says.
     Sys(AuthSys),
+    /// A user who has proved it.
+    Gss(GssCaller),
+}
+
+/// A user of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct User {
+    /// Its number.
+    pub uid: u32,
+    /// Its first group.
+    pub gid: u32,
+    /// All of its groups.
+    pub groups: Vec<u32>,
 }
 
 /// A call of a procedure.
@@ -226,20 +246,22 @@ pub struct Call {
     pub credential: Credential,
     /// The connection that it has come by.
     pub connection: Rc<Connection>,
-    /// Groups of the user beside those that the credential has, for the program to learn.
-    pub more_groups: OnceCell<Arc<[u32]>>,
+    /// What this host knows of the user, for the program to learn.
+    pub user: OnceCell<Arc<User>>,
     /// Held until its reply is on its way, if that is long.
     long_reply: OnceCell<OwnedSemaphorePermit>,
     message: Vec<u8>,
-    /// Where the arguments begin.
-    arguments: usize,
+    /// Where the arguments are.
+    arguments: Range<usize>,
+    /// If it is to be checked before it is done.
+    unchecked: Option<Unchecked>,
     bulk: Cell<SmallVec<[BulkItem; 1]>>,
 }
 
 impl Call {
     /// The arguments. Bulk items are there the first time.
     pub fn arguments(&self) -> Decoder<'_> {
-        Decoder::with_bulk(self.argument_bytes(), self.arguments as u32, self.bulk.take())
+        Decoder::with_bulk(self.argument_bytes(), self.arguments.start as u32, self.bulk.take())
     }
 
     /// To be called before a reply is made that may have many bytes in memory of its own: there are [`LONG_REPLIES_MAX`] of these at a
@@ -258,7 +280,14 @@ impl Call {
 
     /// The arguments without bulk items.
     pub fn argument_bytes(&self) -> &[u8] {
-        &self.message[self.arguments..]
+        &self.message[self.arguments.clone()]
+    }
+
+    fn has_bulk(&self) -> bool {
+        let bulk = self.bulk.take();
+        let has_any = !bulk.is_empty();
+        self.bulk.set(bulk);
+        has_any
     }
 }
 
@@ -269,6 +298,8 @@ pub struct Programs(Arc<Inner>);
 struct Inner {
     programs: Vec<Arc<dyn Program>>,
     replies: ReplyCache,
+    /// For callers who prove who they are.
+    gss: Option<Gss>,
 }
 
 /// What is to be done with a message.
@@ -302,7 +333,20 @@ fn refused(xid: u32, refusal: Refusal) -> Encoder {
 impl Programs {
     /// These programs.
     pub fn new(programs: impl IntoIterator<Item = Arc<dyn Program>>) -> Programs {
-        Programs(Arc::new(Inner { programs: programs.into_iter().collect(), replies: ReplyCache::default() }))
+        Programs(Arc::new(Inner {
+            programs: programs.into_iter().collect(),
+            replies: ReplyCache::default(),
+            gss: None,
+        }))
+    }
+
+    /// These programs, also for callers who prove who they are by Kerberos.
+    pub fn with_gss(programs: impl IntoIterator<Item = Arc<dyn Program>>, acceptor: GssAcceptor) -> Programs {
+        Programs(Arc::new(Inner {
+            programs: programs.into_iter().collect(),
+            replies: ReplyCache::default(),
+            gss: Some(Gss::new(acceptor)),
+        }))
     }
 
     fn find(&self, call: &CallHeader<'_>) -> Result<&Arc<dyn Program>, Refusal> {
@@ -322,6 +366,9 @@ impl Programs {
     pub(crate) fn find_bulk(&self, beginning: &[u8]) -> Option<(usize, usize)> {
         let mut decoder = Decoder::new(beginning);
         let Ok(Incoming::Call(call)) = Incoming::decode(&mut decoder) else { return None };
+        if !has_plain_arguments(call.credential) {
+            return None;
+        }
         let program = self.find(&call).ok()?;
         if !program.find_bulk(&call, &mut decoder).ok()? {
             return None;
@@ -349,7 +396,7 @@ impl Programs {
             // To a call that nobody waits for any more.
             Incoming::Reply(_) => return Ok(None),
         };
-        let (xid, arguments) = (header.xid, decoder.position() as usize);
+        let (xid, arguments) = (header.xid, decoder.position() as usize..message.len());
         let refuse = |refusal| Ok(Some(Received::Reply { xid, reply: refused(xid, refusal) }));
         let program = match self.find(&header) {
             Ok(program) => Arc::clone(program),
@@ -358,6 +405,7 @@ impl Programs {
         if connection.lacks_tls && program.needs_tls() && header.credential.flavor != flavor::AUTH_TLS {
             return refuse(Refusal::Auth(AuthError::TooWeak));
         }
+        let mut unchecked = None;
         let credential = match header.credential.flavor {
             flavor::AUTH_NONE => Credential::None,
             flavor::AUTH_SYS => match AuthSys::decode(header.credential.body) {
@@ -365,6 +413,13 @@ impl Programs {
                 Err(_) => return refuse(Refusal::Auth(AuthError::BadCredential)),
             },
             flavor::AUTH_TLS if header.procedure == 0 => return Ok(Some(Received::StartTls { xid })),
+            flavor::RPCSEC_GSS if self.0.gss.is_some() => match Unchecked::new(header.credential, header.verifier) {
+                Ok(gss) => {
+                    unchecked = Some(gss);
+                    Credential::None
+                }
+                Err(_) => return refuse(Refusal::Auth(AuthError::BadCredential)),
+            },
             // RPCSEC_GSS among them: Linux asks for it first, and goes on with AUTH_SYS.
             _ => return refuse(Refusal::Auth(AuthError::BadCredential)),
         };
@@ -377,10 +432,11 @@ impl Programs {
             procedure,
             credential,
             connection,
-            more_groups: OnceCell::new(),
+            user: OnceCell::new(),
             long_reply: OnceCell::new(),
             message,
             arguments,
+            unchecked,
             bulk: Cell::new(bulk),
         };
         Ok(Some(Received::Call(call, program)))
@@ -389,7 +445,30 @@ impl Programs {
 
 impl Programs {
     /// Answers a call, even if what does it panics; `None` if there is to be no reply.
-    pub(crate) async fn answer(&self, call: &Call, program: &dyn Program) -> Option<Encoder> {
+    pub(crate) async fn answer(&self, call: &mut Call, program: &dyn Program) -> Option<Encoder> {
+        let protection = match (call.unchecked.take(), &self.0.gss) {
+            (Some(unchecked), Some(gss)) => match gss.check(call, unchecked).await {
+                Checked::Call(protection) => Some(protection),
+                Checked::Reply(reply) => return Some(reply),
+                Checked::Nothing => return None,
+            },
+            _ => None,
+        };
+        let reply = self.answer_checked(call, program).await?;
+        let Some(protection) = protection else { return Some(reply) };
+        if protection.copies() && reply.len() > SHORT_REPLY {
+            call.begin_long_reply().await;
+        }
+        match protection.protect(reply).await {
+            Ok(reply) => Some(reply),
+            Err(error) => {
+                tracing::warn!(%error, "a reply that cannot be protected");
+                None
+            }
+        }
+    }
+
+    async fn answer_checked(&self, call: &Call, program: &dyn Program) -> Option<Encoder> {
         let keeper = loop {
             let kept = if program.is_repeatable(call) { None } else { self.0.replies.begin(call) };
             match kept {

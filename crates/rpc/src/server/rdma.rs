@@ -248,8 +248,8 @@ impl Served {
         let received = self.programs.receive(call, bulk, &self.connection);
         match received {
             Ok(Some(received)) if received.xid() != xid => self.error(xid, Procedure::ErrorChunk),
-            Ok(Some(Received::Call(call, program))) => {
-                let reply = self.programs.answer(&call, &*program).await;
+            Ok(Some(Received::Call(mut call, program))) => {
+                let reply = self.programs.answer(&mut call, &*program).await;
                 // What it held is free for others before its reply is sent, but for the place of a long one.
                 let long_reply = call.into_long_reply();
                 if let Some(reply) = reply {

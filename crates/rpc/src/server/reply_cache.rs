@@ -120,8 +120,9 @@ impl ReplyCache {
 
     fn key(&self, call: &Call) -> Key {
         let who = match &call.credential {
-            Credential::None => None,
-            Credential::Sys(sys) => Some((sys.uid, sys.gid, &sys.gids)),
+            Credential::None => (None, None),
+            Credential::Sys(sys) => (Some((sys.uid, sys.gid, &sys.gids)), None),
+            Credential::Gss(caller) => (None, Some(caller.principal())),
         };
         let digest = self.hasher.hash_one((who, call.argument_bytes()));
         Key { xid: call.xid, procedure: (call.program, call.version, call.procedure), digest }

@@ -332,7 +332,7 @@ impl Served {
     async fn start(self: &Rc<Self>, record: Record) -> io::Result<()> {
         let Some(message) = self.back_calls.take_reply(record.message) else { return Ok(()) };
         let received = self.programs.receive(message, record.bulk, &self.connection).map_err(invalid)?;
-        let (call, program) = match received {
+        let (mut call, program) = match received {
             Some(Received::Call(call, program)) => (call, program),
             Some(Received::StartTls { xid }) => {
                 // Only the first call may ask.
@@ -348,7 +348,7 @@ impl Served {
         let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
         let (this, long) = (Rc::clone(self), record.long);
         reactor::start(async move {
-            if let Some(reply) = this.programs.answer(&call, &*program).await {
+            if let Some(reply) = this.programs.answer(&mut call, &*program).await {
                 this.push(reply);
             }
             if let Some(long_reply) = call.into_long_reply() {

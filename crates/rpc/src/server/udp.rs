@@ -74,7 +74,7 @@ async fn serve(socket: UdpSocket, programs: &Programs) -> io::Result<()> {
         let connection = Connection::new(Some(peer), Transport::Udp, false, Vec::new());
         let connection = Rc::new(Connection { local: Some(local), ..connection });
         let reply = match programs.receive(call[..len].to_vec(), SmallVec::new(), &connection) {
-            Ok(Some(Received::Call(call, program))) => programs.answer(&call, &*program).await,
+            Ok(Some(Received::Call(mut call, program))) => programs.answer(&mut call, &*program).await,
             Ok(Some(Received::Reply { reply, .. })) => Some(reply),
             Ok(Some(Received::StartTls { .. }) | None) | Err(_) => None,
         };

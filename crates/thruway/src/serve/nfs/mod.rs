@@ -19,12 +19,14 @@ use thruway_engine::Reactors;
 use thruway_engine::units::parse_size;
 use thruway_fabric::Provider;
 use thruway_fs::durable;
+use thruway_gss::Acceptor;
 use thruway_nfs::delegations::{Delegate, Delegations};
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::nlm::Nlm;
 use thruway_nfs::nsm::Nsm;
 use thruway_nfs::rules::{Clients, Rule, RuleError};
+use thruway_nfs::security::{Security, SecurityError, SecuritySet};
 use thruway_nfs::share::{Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
@@ -44,9 +46,10 @@ pub(super) struct NfsArgs {
     /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
     /// not data that they have flushed; with mem:SIZE instead of a directory, memory that is gone with the daemon;
     /// allow=RULE|RULE... says who may use it: an address, a network like 192.0.2.0/24, or cert:NAME of a certificate, with
-    /// +ro, +rw or +squash=WHO behind it where that differs from the share; the first that fits counts; delegations=none, read
+    /// +ro, +rw, +squash=WHO or +sec=FLAVORS behind it where that differs from the share; the first that fits counts; sec=sys (the
+    /// default), krb5, krb5i or krb5p, several with ':' between them, says how callers show who they are; delegations=none, read
     /// or write says what clients of 4.1 and 4.2 keep of the files that they open (read, and write of memory); may be repeated
-    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,delegations=WHAT][,allow=CLIENTS]", value_parser = Spec::parse)]
+    #[arg(long, value_name = "NAME=DIR[,ro][,async][,squash=WHO][,sec=FLAVORS][,delegations=WHAT][,allow=CLIENTS]", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -63,6 +66,10 @@ pub(super) struct NfsArgs {
     /// host if one runs, own answers in its place on port 111, with none clients need port=, mountport= and nolock
     #[arg(long, value_name = "MODE", default_value = "auto")]
     nfs_rpcbind: RpcbindMode,
+    /// Keytab with the key of nfs/HOST@REALM: users prove who they are by Kerberos to shares with sec=krb5, krb5i (signed) or krb5p
+    /// (encrypted), over TCP and RDMA; a principal is the user of this host that auth_to_local of krb5.conf makes of it
+    #[arg(long, value_name = "FILE")]
+    nfs_keytab: Option<PathBuf>,
     /// Certificate chain (PEM): clients of NFS over TCP that ask for TLS (RFC 9289; xprtsec=tls) get it
     #[arg(long, value_name = "FILE", requires = "nfs_tls_key")]
     nfs_tls_cert: Option<PathBuf>,
@@ -100,6 +107,7 @@ pub(super) struct Spec {
     read_only: bool,
     is_async: bool,
     squash: Squash,
+    security: SecuritySet,
     /// If that is not left to what is shared.
     delegate: Option<Delegate>,
     rules: Vec<Rule>,
@@ -125,6 +133,7 @@ impl Spec {
             read_only: false,
             is_async: false,
             squash: Squash::default(),
+            security: SecuritySet::default(),
             rules: Vec::new(),
             delegate: None,
         };
@@ -140,6 +149,9 @@ impl Spec {
                 "delegations=none" => spec.delegate = Some(Delegate::Nothing),
                 "delegations=read" => spec.delegate = Some(Delegate::Reading),
                 "delegations=write" => spec.delegate = Some(Delegate::Writing),
+                other if other.starts_with("sec=") => {
+                    spec.security = other[4..].parse().map_err(|e: SecurityError| e.to_string())?;
+                }
                 other => match other.strip_prefix("allow=") {
                     Some(rules) => {
                         let rules = rules.split('|').map(|rule| rule.parse().map_err(|e: RuleError| e.to_string()));
@@ -147,7 +159,7 @@ impl Spec {
                     }
                     None => {
                         return Err(format!(
-                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none, delegations=none|read|write and allow=CLIENTS"
+                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none, sec=FLAVORS, delegations=none|read|write and allow=CLIENTS"
                         ));
                     }
                 },
@@ -167,9 +179,18 @@ impl Spec {
             files,
             read_only: self.read_only,
             squash: self.squash,
+            security: self.security,
             rules: self.rules.clone(),
             delegations: Delegations::default(),
         })
+    }
+
+    /// Each way in which its callers may show who they are, by whatever rule.
+    fn securities(&self) -> impl Iterator<Item = SecuritySet> {
+        let by_rules = self.rules.iter().filter_map(|rule| rule.security);
+        // Without a rule that says otherwise, the share's own counts.
+        let own = self.rules.is_empty() || self.rules.iter().any(|rule| rule.security.is_none());
+        own.then_some(self.security).into_iter().chain(by_rules)
     }
 
     fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
@@ -232,13 +253,24 @@ impl NfsArgs {
         if self.nfs_tls_cert.is_some() && !has_tcp {
             return Err("--nfs-tls-cert requires NFS over TCP (--nfs ADDR:PORT)".into());
         }
+        let mut securities = self.share.iter().flat_map(|spec| spec.securities().map(move |set| (spec, set)));
+        match (securities.find(|(_, set)| set.has_kerberos()), &self.nfs_keytab) {
+            (Some((spec, set)), None) => {
+                return Err(format!("share '{}': sec={set} requires --nfs-keytab FILE", spec.name));
+            }
+            (None, Some(_)) => {
+                return Err("--nfs-keytab is without effect: no share has sec=krb5, krb5i or krb5p".into());
+            }
+            _ => {}
+        }
         let is_open = |address: &&SocketAddr| !address.ip().to_canonical().is_loopback();
         let tcp = self.nfs.iter().filter(|_| self.nfs_tls_ca.is_none());
         if let Some(open) = tcp.chain(&self.nfs_rdma).find(is_open)
             && !anonymous
+            && !self.proves_all()
         {
             return Err(format!(
-                "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted, or for TCP --nfs-tls-cert, --nfs-tls-key and --nfs-tls-ca"
+                "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted, Kerberos for all shares (sec=krb5p and --nfs-keytab), or for TCP --nfs-tls-cert, --nfs-tls-key and --nfs-tls-ca"
             ));
         }
         let by_name = |rule: &Rule| matches!(rule.clients, Clients::Certificate(_));
@@ -258,9 +290,25 @@ impl NfsArgs {
         tls::server(cert, key, self.nfs_tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
     }
 
+    /// The service that users prove to who they are.
+    fn acceptor(&self) -> Result<Option<Acceptor>, String> {
+        let Some(keytab) = &self.nfs_keytab else { return Ok(None) };
+        Acceptor::new("nfs", keytab).map(Some).map_err(|e| format!("--nfs-keytab {}: {e}", keytab.display()))
+    }
+
+    /// Whether every user has to prove who it is, so that it does not matter where from.
+    fn proves_all(&self) -> bool {
+        self.share.iter().flat_map(Spec::securities).all(|set| !set.contains(Security::Sys))
+    }
+
     /// What would keep shares from being served, as far as can be told without serving them.
     pub(super) fn mistakes(&self) -> Vec<String> {
-        self.share.iter().filter_map(|spec| spec.open().err()).chain(self.tls().err()).collect()
+        self.share
+            .iter()
+            .filter_map(|spec| spec.open().err())
+            .chain(self.tls().err())
+            .chain(self.acceptor().err())
+            .collect()
     }
 }
 
@@ -312,15 +360,19 @@ impl NfsService {
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
         let (nlm, nsm) = (Arc::new(Nlm::new(&v4)), Arc::new(Nsm::new(&v4)));
-        let programs = Programs::new([
+        let programs = [
             Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
             Arc::new(v4),
             Arc::clone(&nlm) as Arc<dyn Program>,
             Arc::clone(&nsm) as Arc<dyn Program>,
             Arc::new(Mount::new(shares)),
-        ]);
+        ];
+        let programs = match args.acceptor()? {
+            Some(acceptor) => Programs::with_gss(programs, acceptor),
+            None => Programs::new(programs),
+        };
         let (tls, tls_required) = (args.tls()?, args.nfs_tls_ca.is_some());
-        let (own_user_only, connections_max) = (!anonymous, connections_max as usize);
+        let (own_user_only, connections_max) = (!anonymous && !args.proves_all(), connections_max as usize);
         let mut listen = args.nfs.clone();
         if listen.is_empty() && args.nfs_rdma.is_empty() {
             listen.push(SocketAddr::from(([127, 0, 0, 1], 2049)));
@@ -417,6 +469,7 @@ mod tests {
                 read_only,
                 is_async: false,
                 squash,
+                security: SecuritySet::default(),
                 rules: Vec::new(),
                 delegate: None,
             })
@@ -427,6 +480,8 @@ mod tests {
         assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", dir(), false, Squash::None));
         assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
         assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
+        assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().security, "krb5p:krb5".parse().unwrap());
+        assert!(Spec::parse("d=/srv,sec=krb6").is_err_and(|error| error.contains("krb6")));
         for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
             assert!(Spec::parse(wrong).is_err(), "{wrong}");
         }

@@ -1,5 +1,9 @@
 //! Calling programs over TCP: any number of calls at a time on one connection.
 
+mod gss;
+
+pub use gss::GssSession;
+
 use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal, ReplyHeader};
 use crate::record::{MARKER_LEN, Marker, messages};
 use crate::server::BULK_MAX;
@@ -8,8 +12,10 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
+use thruway_gss::GssError;
 use thruway_server::{Plain, Reader, SendQueue, Stream};
 use tokio::net::TcpSocket;
 use tokio::sync::oneshot;
@@ -35,6 +41,9 @@ pub enum CallError {
     /// The server has answered that it does not do it.
     #[error("refused by the server: {0:?}")]
     Refused(Refusal),
+    /// The user cannot prove who it is, or the server cannot.
+    #[error("Kerberos: {0}")]
+    Gss(#[from] GssError),
     /// The reply cannot be decoded.
     #[error("a reply that cannot be decoded: {0}")]
     Malformed(#[from] DecodeError),
@@ -74,14 +83,19 @@ struct Shared {
 /// A reply with results.
 pub struct Reply {
     message: Vec<u8>,
-    results: usize,
+    results: Range<usize>,
     shared: Rc<Shared>,
 }
 
 impl Reply {
     /// The results.
     pub fn results(&self) -> Decoder<'_> {
-        Decoder::new(&self.message[self.results..])
+        Decoder::new(&self.message[self.results.clone()])
+    }
+
+    fn of(message: Vec<u8>, client: &Client) -> Result<Reply, CallError> {
+        let results = results_of(&message)?..message.len();
+        Ok(Reply { message, results, shared: Rc::clone(&client.0.shared) })
     }
 }
 
@@ -162,14 +176,26 @@ impl Client {
         credential: OpaqueAuth<'_>,
         arguments: Encoder,
     ) -> Result<Reply, CallError> {
+        let Procedure { program, version, procedure } = procedure;
+        let reply = self
+            .send(|xid| {
+                let mut call = Encoder::new();
+                let verifier = OpaqueAuth::NONE;
+                CallHeader { xid, program, version, procedure, credential, verifier }.encode(&mut call);
+                call.append(arguments);
+                Ok(call)
+            })
+            .await?;
+        Reply::of(reply, self)
+    }
+
+    /// Sends the call that this makes with its number; the reply.
+    async fn send(&self, make: impl FnOnce(u32) -> Result<Encoder, CallError>) -> Result<Vec<u8>, CallError> {
         let shared = &self.0.shared;
         shared.check()?;
         let xid = shared.next.get();
         shared.next.set(xid.wrapping_add(1));
-        let Procedure { program, version, procedure } = procedure;
-        let mut call = Encoder::new();
-        CallHeader { xid, program, version, procedure, credential, verifier: OpaqueAuth::NONE }.encode(&mut call);
-        call.append(arguments);
+        let call = make(xid)?;
         let (sender, reply) = oneshot::channel();
         shared.waiting.borrow_mut().insert(xid, sender);
         let waiting = Waiting { shared, xid };
@@ -180,8 +206,7 @@ impl Client {
             shared.check()?;
             return Err(io::Error::from(io::ErrorKind::BrokenPipe).into());
         };
-        let results = results_of(&message)?;
-        Ok(Reply { message, results, shared: Rc::clone(shared) })
+        Ok(message)
     }
 }
 
