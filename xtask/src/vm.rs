@@ -1,12 +1,14 @@
 //! Guests with real kernels: `cargo xtask vm run` and `cargo xtask vm test`.
 //!
 //! The shell scripts in `testbed/` build and start a kernel; here they are found, fed, and their
-//! tests run one after the other, each in a guest of its own.
+//! tests run, each in a guest of its own: two at a time, but for those that measure something.
 
 use crate::{run, top};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
@@ -47,6 +49,9 @@ pub(crate) const PACKAGES: [&str; 34] = [
     "xz-utils",
 ];
 
+/// Processors of a guest that has this machine for itself.
+const PROCESSORS: usize = 2;
+
 /// Longest a guest's command may run where nothing else is said, in seconds.
 const LIMIT: u32 = 120;
 
@@ -56,6 +61,8 @@ struct Test {
     path: PathBuf,
     title: String,
     limit: u32,
+    /// Nothing else is to run meanwhile: it depends on how fast something is.
+    is_alone: bool,
     guest: Guest,
 }
 
@@ -75,6 +82,8 @@ struct Guest {
     nodes: u32,
     /// How many, on one Ethernet segment.
     guests: u32,
+    /// Processors (User Mode Linux).
+    processors: usize,
 }
 
 impl Guest {
@@ -96,7 +105,7 @@ impl Guest {
 
 impl Default for Guest {
     fn default() -> Guest {
-        Guest { backend: Backend::Uml, nodes: 1, guests: 1 }
+        Guest { backend: Backend::Uml, nodes: 1, guests: 1, processors: PROCESSORS }
     }
 }
 
@@ -163,9 +172,10 @@ fn quoted(words: &[&str]) -> String {
 fn start(guest: Guest, kernel: &Path, limit: &str, command: &str) -> Command {
     let mut run = Command::new(guest.backend.script("run"));
     run.arg(kernel).args(["-t", limit]);
-    if guest.backend == Backend::Qemu {
-        run.args(["-n", &guest.nodes.to_string(), "-g", &guest.guests.to_string()]);
-    }
+    match guest.backend {
+        Backend::Uml => run.args(["-c", &guest.processors.to_string()]),
+        Backend::Qemu => run.args(["-n", &guest.nodes.to_string(), "-g", &guest.guests.to_string()]),
+    };
     run.arg(command);
     run
 }
@@ -191,31 +201,63 @@ fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String
         return Err(format!("no guest test has '{filter}' in its name"));
     }
     run("fio's engine", "bash", &["crates/fio/build"])?;
-    let mut failed = Vec::new();
-    for test in &tests {
-        let command = format!(
-            "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'; . '{}'",
-            top().join("target/release/thruway").display(),
-            verbs_tests.display(),
-            top().join("target/release/thruway-fio.so").display(),
-            top().join("testbed/lib.sh").display(),
-            test.path.display()
-        );
-        let kernel = kernel(test.guest.backend)?;
-        let begun = Instant::now();
-        let out = start(test.guest, &kernel, &(test.limit * patience).to_string(), &command)
-            .output()
-            .map_err(|e| e.to_string())?;
-        let seconds = begun.elapsed().as_secs_f64();
-        if out.status.success() {
-            eprintln!("    ok     {:<28} {seconds:>5.1} s  {}", test.name, test.title);
-        } else {
-            eprintln!("    FAILED {:<28} {seconds:>5.1} s  {}", test.name, test.title);
-            eprintln!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-            failed.push(test.name.as_str());
+    let environment = format!(
+        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'",
+        top().join("target/release/thruway").display(),
+        verbs_tests.display(),
+        top().join("target/release/thruway-fio.so").display(),
+        top().join("testbed/lib.sh").display(),
+    );
+    // They are built one after the other, before anything runs.
+    for backend in [Backend::Uml, Backend::Qemu] {
+        if tests.iter().any(|test| test.guest.backend == backend) {
+            kernel(backend)?;
         }
     }
+    let (alone, others): (Vec<&Test>, Vec<&Test>) = tests.iter().partition(|test| test.is_alone);
+    let mut failed = run_tests(&others, GUESTS_AT_A_TIME, &environment, patience)?;
+    failed.extend(run_tests(&alone, 1, &environment, patience)?);
     if failed.is_empty() { Ok(()) } else { Err(format!("in the guest: {}", failed.join(", "))) }
+}
+
+/// Guests that run tests at a time: most of them wait most of the time. They share the processors out between them: a guest of which
+/// a processor waits for its turn spins with the others.
+const GUESTS_AT_A_TIME: usize = 2;
+
+/// Runs tests, so many at a time; the names of those that fail.
+fn run_tests(tests: &[&Test], at_a_time: usize, environment: &str, patience: u32) -> Result<Vec<String>, String> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || -> Result<(), String> {
+        while let Some(test) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let guest = Guest { processors: PROCESSORS / at_a_time, ..test.guest };
+            if !run_test(test, guest, environment, patience)? {
+                failed.lock().expect("no panics under the lock").push(test.name.clone());
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..at_a_time).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
+    })?;
+    Ok(failed.into_inner().expect("no panics under the lock"))
+}
+
+/// Runs a test and says how it has ended; whether well.
+fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Result<bool, String> {
+    let command = format!("{environment}; . '{}'", test.path.display());
+    let begun = Instant::now();
+    let out = start(guest, &kernel(guest.backend)?, &(test.limit * patience).to_string(), &command)
+        .output()
+        .map_err(|e| e.to_string())?;
+    let (seconds, Test { name, title, .. }) = (begun.elapsed().as_secs_f64(), test);
+    let word = if out.status.success() { "ok    " } else { "FAILED" };
+    let mut said = format!("    {word} {name:<28} {seconds:>5.1} s  {title}\n");
+    if !out.status.success() {
+        said.extend([&out.stdout, &out.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()));
+    }
+    eprint!("{said}");
+    Ok(out.status.success())
 }
 
 /// Builds an integration test and says where its program is.
@@ -253,13 +295,14 @@ fn tests(filter: &str) -> Result<Vec<Test>, String> {
             None => LIMIT,
             Some(text) => text.parse().map_err(|_| format!("{}: '# limit:' wants seconds", path.display()))?,
         };
+        let is_alone = said("alone").is_some();
         let mut guest = Guest::default();
         for key in ["backend", "nodes", "guests"] {
             if let Some(value) = said(key) {
                 guest.set(key, &value).map_err(|e| format!("{}: {e}", path.display()))?;
             }
         }
-        found.push(Test { name, path, title, limit, guest });
+        found.push(Test { name, path, title, limit, is_alone, guest });
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
