@@ -9,6 +9,7 @@ mod clock;
 mod devices;
 mod link;
 mod nfs;
+mod nfs_server;
 mod region;
 mod report;
 mod rping;
@@ -52,6 +53,8 @@ enum What {
     Suite(suite::SuiteArgs),
     /// Drive an NFS server from user space: Thruway's or another
     Nfs(nfs::NfsArgs),
+    /// Serve memory by NFS, to be measured
+    NfsServer(nfs_server::NfsServerArgs),
     /// Every provider, device and port, what it can do, and why something is unavailable
     Devices,
 }
@@ -105,6 +108,22 @@ impl BenchProvider {
         match self {
             BenchProvider::Iwarp => "iwarp",
             BenchProvider::Verbs => "verbs",
+        }
+    }
+
+    /// To call `peer` by, with defaults.
+    fn towards(self, peer: SocketAddr) -> Result<Provider, String> {
+        match self {
+            BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
+            BenchProvider::Verbs => Ok(verbs::Config::towards(peer).map_err(|e| e.to_string())?.into()),
+        }
+    }
+
+    /// To be called by at `local`, with defaults.
+    fn at(self, local: SocketAddr) -> Result<Provider, String> {
+        match self {
+            BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
+            BenchProvider::Verbs => Ok(verbs::Config::at(local.ip()).map_err(|e| e.to_string())?.into()),
         }
     }
 }
@@ -183,7 +202,7 @@ impl TestArgs {
     fn towards(&self, peer: SocketAddr) -> Result<Provider, String> {
         match self.provider {
             BenchProvider::Iwarp => Ok(self.iwarp()),
-            BenchProvider::Verbs => Ok(verbs::Config::towards(peer).map_err(|e| e.to_string())?.into()),
+            BenchProvider::Verbs => self.provider.towards(peer),
         }
     }
 
@@ -191,7 +210,7 @@ impl TestArgs {
     fn at(&self, local: SocketAddr) -> Result<Provider, String> {
         match self.provider {
             BenchProvider::Iwarp => Ok(self.iwarp()),
-            BenchProvider::Verbs => Ok(verbs::Config::at(local.ip()).map_err(|e| e.to_string())?.into()),
+            BenchProvider::Verbs => self.provider.at(local),
         }
     }
 
@@ -283,6 +302,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         What::Rping(args) => rping::run(args, common),
         What::Suite(args) => suite::run(args, common),
         What::Nfs(args) => nfs::run(args.clone(), common),
+        What::NfsServer(args) => nfs_server::run(args),
         What::Devices => {
             devices::run(common);
             Ok(())

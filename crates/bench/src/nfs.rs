@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use thruway_cli::{Common, units};
 use thruway_nfs::client::{Caller, Handle, Nfs3Client, Nfs4Client, Result as NfsResult};
 use thruway_nfs::security::Security;
-use thruway_rpc::client::Client;
+use thruway_rpc::client::{Client, RdmaOptions};
 use thruway_server::Body;
+use thruway_server::rdma::Registration;
 
 /// Nothing takes this long unless the server is gone.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -75,6 +76,35 @@ impl Version {
     }
 }
 
+/// How memory is registered for the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum RegistrationArg {
+    Dynamic,
+    Windows,
+    Cached,
+    All,
+}
+
+impl RegistrationArg {
+    fn registration(self) -> Registration {
+        match self {
+            RegistrationArg::Dynamic => Registration::Dynamic,
+            RegistrationArg::Windows => Registration::Windows,
+            RegistrationArg::Cached => Registration::Cached,
+            RegistrationArg::All => Registration::All,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            RegistrationArg::Dynamic => "dynamic",
+            RegistrationArg::Windows => "windows",
+            RegistrationArg::Cached => "cached",
+            RegistrationArg::All => "all",
+        }
+    }
+}
+
 /// Arguments of `thruway bench nfs`.
 #[derive(Args, Clone)]
 pub(super) struct NfsArgs {
@@ -87,6 +117,16 @@ pub(super) struct NfsArgs {
     /// Where it answers for mounting, if not there (version 3)
     #[arg(long, value_name = "HOST:PORT")]
     mount: Option<String>,
+    /// Over RDMA
+    #[arg(long)]
+    rdma: bool,
+    /// What carries RDMA
+    #[arg(long, value_enum, default_value_t = super::BenchProvider::Iwarp, requires = "rdma")]
+    provider: super::BenchProvider,
+    /// How memory is registered for the server: for each request, by a window for each request, or for good (each block, or all at
+    /// once), which costs a copy of data that is read
+    #[arg(long, value_enum, default_value_t = RegistrationArg::Windows, requires = "rdma")]
+    registration: RegistrationArg,
     /// Version of NFS
     #[arg(long = "vers", id = "vers", value_enum, default_value_t = Version::V3)]
     version: Version,
@@ -124,6 +164,10 @@ pub(super) struct NfsArgs {
 struct Row {
     op: &'static str,
     version: &'static str,
+    /// `tcp`, or the provider of RDMA.
+    transport: &'static str,
+    /// How memory is registered; over RDMA only.
+    registration: Option<&'static str>,
     size: u64,
     depth: u32,
     clients: u32,
@@ -229,9 +273,21 @@ fn is_content(at: u64, data: &[u8]) -> bool {
     !at.is_multiple_of(BLOCK) || data.len() < 8 || data[..8] == at.to_le_bytes()
 }
 
+/// A connection as the arguments say.
+async fn connect(args: &NfsArgs, server: SocketAddr) -> std::io::Result<Client> {
+    if !args.rdma {
+        return Client::connect(server, TIMEOUT).await;
+    }
+    let provider = args.provider.towards(server).map_err(std::io::Error::other)?;
+    // What the depth asks for, and as many as a server usually grants.
+    let credits = (args.depth as usize).clamp(2, 128);
+    let options = RdmaOptions { provider, registration: args.registration.registration(), credits };
+    Client::connect_rdma(server, TIMEOUT, &options).await
+}
+
 impl Driver {
     async fn new(args: &NfsArgs, server: SocketAddr, mount: SocketAddr, number: u32) -> Result<Driver, String> {
-        let rpc = Client::connect(server, TIMEOUT).await.map_err(|e| format!("{server}: {e}"))?;
+        let rpc = connect(args, server).await.map_err(|e| format!("{server}: {e}"))?;
         let host = args.connect.rsplit_once(':').map_or(args.connect.as_str(), |(host, _)| host);
         let user = Caller::own(args.sec, host).credential(&rpc).await.map_err(|e| format!("{server}: {e}"))?;
         let path: Vec<Vec<u8>> =
@@ -241,7 +297,11 @@ impl Driver {
             Version::V3 => {
                 // A share's place is not asked for by Kerberos.
                 let by_host = Caller::own(Security::Sys, host).credential(&rpc).await.map_err(|e| e.to_string())?;
-                let by = Client::connect(mount, TIMEOUT).await.map_err(|e| format!("{mount}: {e}"))?;
+                let by = match args.mount {
+                    Some(_) => Client::connect(mount, TIMEOUT).await,
+                    None => connect(args, mount).await,
+                };
+                let by = by.map_err(|e| format!("{mount}: {e}"))?;
                 let dir = Nfs3Client::mount(&by, &by_host, args.share.as_bytes()).await;
                 (Connection::V3(Nfs3Client::new(rpc, user)), dir.map_err(|e| format!("{mount}: {}: {e}", args.share))?)
             }
@@ -372,6 +432,8 @@ async fn measure(args: &Rc<NfsArgs>, drivers: &[Rc<Driver>], op: Operation) -> R
     Ok(Row {
         op: op.name(),
         version: args.version.name(),
+        transport: if args.rdma { args.provider.name() } else { "tcp" },
+        registration: args.rdma.then(|| args.registration.name()),
         size,
         depth: args.depth,
         clients: args.clients,

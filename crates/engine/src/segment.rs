@@ -143,7 +143,8 @@ impl Segment {
     }
 }
 
-/// A supply of segments: a pool whose blocks are waited for in turn.
+/// A supply of segments: a pool whose blocks are waited for in turn. Clones are the same supply.
+#[derive(Clone)]
 pub struct Segments {
     pool: Arc<BlockPool>,
     free: Arc<Semaphore>,

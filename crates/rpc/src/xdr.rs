@@ -56,6 +56,9 @@ pub struct BulkItem {
     pub segment: Segment,
 }
 
+/// The position of an item that is the next one, wherever that is. No stream is so long.
+const NEXT: u32 = u32::MAX;
+
 /// The data of a long opaque item.
 #[derive(Debug)]
 pub enum Bulk<'a> {
@@ -66,6 +69,14 @@ pub enum Bulk<'a> {
 }
 
 impl Bulk<'_> {
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        match self {
+            Bulk::Inline(bytes) => bytes,
+            Bulk::Segment(segment) => segment.as_slice(),
+        }
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         match self {
@@ -100,6 +111,12 @@ impl<'a> Decoder<'a> {
     pub fn with_bulk(bytes: &'a [u8], position: u32, mut bulk: SmallVec<[BulkItem; 1]>) -> Decoder<'a> {
         bulk.reverse();
         Decoder { bytes, position, bulk }
+    }
+
+    /// The results of a call, whose bulk items are these in their order: where they are, only the results themselves tell.
+    pub(crate) fn with_items(bytes: &'a [u8], items: SmallVec<[Segment; 1]>) -> Decoder<'a> {
+        let bulk = items.into_iter().map(|segment| BulkItem { position: NEXT, segment }).collect();
+        Decoder::with_bulk(bytes, 0, bulk)
     }
 
     /// Where the next item is, in the stream with all its items in place.
@@ -198,7 +215,7 @@ impl<'a> Decoder<'a> {
     /// If the data ends before, it is longer, or the bulk item here has another length.
     pub fn bulk(&mut self, max: u32) -> Result<Bulk<'a>> {
         let len = self.len(max)?;
-        if self.bulk.last().is_none_or(|item| item.position != self.position) {
+        if self.bulk.last().is_none_or(|item| item.position != self.position && item.position != NEXT) {
             return Ok(Bulk::Inline(&self.take(padded(len))?[..len]));
         }
         let mut segment = self.bulk.pop().expect("it has just been seen").segment;

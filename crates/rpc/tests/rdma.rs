@@ -14,7 +14,7 @@ use thruway_fabric::{
 };
 use thruway_rpc::message::{CallHeader, OpaqueAuth};
 use thruway_rpc::rdma::header::{Chunks, Header, PrivateData, Procedure, RdmaSegment, ReadChunk};
-use thruway_rpc::server::{Answer, Call, Outcome, Program, Programs, RdmaConfig, Server};
+use thruway_rpc::server::{Answer, Call, Design, Outcome, Program, Programs, RdmaConfig, Server};
 use thruway_rpc::xdr::{self, Bulk, Decoder, Encoder};
 use thruway_server::{Address, Body};
 
@@ -58,10 +58,15 @@ impl Program for Echo {
 }
 
 fn start(reactors: &Reactors) -> (Server, SocketAddr) {
+    start_with(reactors, Design::ReadWrite)
+}
+
+fn start_with(reactors: &Reactors, design: Design) -> (Server, SocketAddr) {
     let config = RdmaConfig {
         protocol: "echo",
         listen: vec!["127.0.0.1:0".parse().unwrap()],
         provider: Provider::Iwarp(Config::default()),
+        design,
         programs: Programs::new([Arc::new(Echo) as Arc<dyn Program>]),
         own_user_only: false,
         connections_max: 16,
@@ -327,4 +332,78 @@ fn as_many_calls_as_are_granted_are_in_progress_at_once() {
         client.send(&call(xid, 2));
         assert_eq!(client.reply().0.xid, xid);
     }
+}
+
+/// Calls by the client of this crate, whatever the server's design and however its own memory is registered.
+#[test]
+fn the_client_calls_with_every_registration_and_design() {
+    use thruway_rpc::client::{Arguments, CallError, Client, Procedure, RdmaOptions};
+    use thruway_rpc::message::Refusal;
+    use thruway_server::rdma::Registration;
+
+    let reactors = Reactors::start(Some(1)).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let servers = [Design::ReadWrite, Design::ReadRead].map(|design| (design, start_with(&reactors, design)));
+    for (design, (_server, address)) in &servers {
+        for registration in [Registration::Dynamic, Registration::Windows, Registration::Cached, Registration::All] {
+            let options = RdmaOptions { provider: Provider::Iwarp(Config::default()), registration, credits: 16 };
+            tokio::task::LocalSet::new().block_on(&runtime, async {
+                let client = Client::connect_rdma(*address, HUNG, &options).await.unwrap();
+                let call = |procedure, len: usize, item_max, reply_max| {
+                    let client = client.clone();
+                    async move {
+                        let content: Vec<u8> = (0..len).map(|at| (at * 7 + len) as u8).collect();
+                        let mut bytes = Encoder::new();
+                        bytes.bulk(Body::Bytes(content.clone()));
+                        let arguments = Arguments { bytes, item_max, reply_max };
+                        let procedure = Procedure { program: PROGRAM, version: 1, procedure };
+                        let reply = client.call(procedure, OpaqueAuth::NONE, arguments).await?;
+                        let item = reply.results().bulk(1 << 20).unwrap().as_slice().to_vec();
+                        assert!(item == content, "{registration:?} {design:?} {len}");
+                        Ok::<(), CallError>(())
+                    }
+                };
+                // Data that comes apart, or among a long reply; several calls at a time, more than there are credits.
+                let read_read = *design == Design::ReadRead;
+                for len in [0, 1, 3000, 4097, 100_001, 1 << 20] {
+                    call(1, len, if read_read { 0 } else { 1 << 20 }, 0).await.unwrap();
+                    if !read_read {
+                        call(2, len, 0, (1 << 20) + 4096).await.unwrap();
+                    }
+                }
+                let calls = (0..64).map(|n| call(1, 5000 + n, if read_read { 0 } else { 8192 }, 0));
+                assert!(futures_util::future::join_all(calls).await.into_iter().all(|done| done.is_ok()));
+                // A reply for which there is no room, and a program that does not return.
+                if !read_read {
+                    assert!(matches!(call(2, 100_000, 0, 0).await, Err(CallError::Rdma(_))));
+                }
+                assert!(matches!(call(3, 4, 8, 0).await, Err(CallError::Refused(Refusal::SystemError))));
+                call(1, 10_000, if read_read { 0 } else { 1 << 20 }, 0).await.unwrap();
+            });
+        }
+    }
+}
+
+/// A call that is given up while the server may still write ends the connection: its memory is not the server's any more.
+#[test]
+fn a_call_that_is_given_up_takes_its_memory_back() {
+    use thruway_rpc::client::{Arguments, CallError, Client, Procedure, RdmaOptions};
+    use thruway_server::rdma::Registration;
+
+    let reactors = Reactors::start(Some(1)).unwrap();
+    let (_server, address) = start(&reactors);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let provider = Provider::Iwarp(Config::default());
+        let options = RdmaOptions { provider, registration: Registration::Windows, credits: 4 };
+        let client = Client::connect_rdma(address, Duration::from_millis(50), &options).await.unwrap();
+        let call = |procedure| {
+            let mut bytes = Encoder::new();
+            bytes.opaque(b"item");
+            let procedure = Procedure { program: PROGRAM, version: 1, procedure };
+            client.call(procedure, OpaqueAuth::NONE, Arguments { bytes, item_max: 4096, reply_max: 0 })
+        };
+        assert!(matches!(call(4).await, Err(CallError::TimedOut(_))));
+        assert!(matches!(call(1).await, Err(CallError::Connection(_))));
+    });
 }

@@ -78,6 +78,29 @@ fn every_operation_can_be_measured() {
     }
 }
 
+#[test]
+fn a_server_is_measured_over_rdma_as_well() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let options = ["--nfs-rdma", "127.0.0.1:0", "--state", text(&state)];
+    let daemon = Disks::serve(&[&SHARE[..], &options].concat());
+    let at = daemon.at("nfs_rdma");
+    for (version, registration) in
+        [("3", "windows"), ("4.1", "windows"), ("3", "dynamic"), ("4.1", "all"), ("3", "cached")]
+    {
+        let options = ["--vers", version, "--op", "read,write,lookup,create", "--seconds", "0.2", "--size", "96K"];
+        let at = ["--connect", &at, "--rdma", "--registration", registration, "--share", "m", "--file-size", "4M"];
+        let rows = ok(THRUWAY, &[&["bench", "nfs", "--json"], &at[..], &options].concat());
+        let rows: serde_json::Value = serde_json::from_str(&rows).unwrap();
+        for row in rows.as_array().unwrap() {
+            assert!(row["operations"].as_u64() > Some(0), "{row}");
+            assert_eq!((row["transport"].as_str(), row["registration"].as_str()), (Some("iwarp"), Some(registration)));
+        }
+    }
+    let misused = run(THRUWAY, &["bench", "nfs", "--connect", &at, "--share", "m", "--registration", "all"]);
+    assert!(String::from_utf8_lossy(&misused.stderr).contains("--rdma"), "it would have no effect");
+}
+
 /// libnfs speaks versions 3 and 4.0, and finds version 3's program for mounting by its port.
 #[test]
 fn programs_with_libnfs_read_and_write() {

@@ -131,6 +131,11 @@ impl Peer {
         Peer::start(&["bench", "bw", "--listen", "127.0.0.1:0", "--crc", crc, "--markers", markers])
     }
 
+    /// A server of memory by NFS.
+    pub(super) fn nfs(options: &[&str]) -> Result<Peer, String> {
+        Peer::start(&[&["bench", "nfs-server", "--listen", "127.0.0.1:0", "--size", "256M"], options].concat())
+    }
+
     /// A daemon with no exports but `dev` and, if there is one, `e`.
     pub(super) fn daemon(export: Option<&std::path::Path>) -> Result<Peer, String> {
         let export = export.map(|dir| format!("e={}", dir.display()));

@@ -1,8 +1,10 @@
 //! `thruway bench suite`: the figure families of the published works, measured again on this
 //! machine, as one HTML page with plots and one JSON file.
 
+mod delay;
 mod families;
 mod lab;
+mod nfs;
 mod page;
 mod rounds;
 

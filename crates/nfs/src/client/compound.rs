@@ -2,7 +2,7 @@
 
 use super::{ClientError, Result, UserCredential};
 use crate::v4::PROGRAM;
-use thruway_rpc::client::{Client, Procedure, Reply};
+use thruway_rpc::client::{Arguments, Client, Procedure, Reply};
 use thruway_rpc::xdr::{Decoder, Encoder};
 
 const COMPOUND: Procedure = Procedure { program: PROGRAM, version: 4, procedure: 1 };
@@ -11,11 +11,15 @@ const COMPOUND: Procedure = Procedure { program: PROGRAM, version: 4, procedure:
 pub(super) struct Compound {
     count: u32,
     operations: Encoder,
+    /// Longest data in the results, in bytes.
+    data_max: usize,
+    /// Longest results beside, if they may be long.
+    rest_max: usize,
 }
 
 impl Compound {
     pub(super) fn new() -> Compound {
-        Compound { count: 0, operations: Encoder::new() }
+        Compound { count: 0, operations: Encoder::new(), data_max: 0, rest_max: 0 }
     }
 
     /// Adds an operation, whose arguments are appended by this.
@@ -26,9 +30,23 @@ impl Compound {
         self
     }
 
+    /// Says that there is data among the results, at most so many bytes.
+    pub(super) fn with_data(mut self, max: usize) -> Compound {
+        self.data_max = max;
+        self
+    }
+
+    /// Says that the results may be long: at most so many bytes.
+    pub(super) fn with_long_results(mut self, max: usize) -> Compound {
+        self.rest_max = max;
+        self
+    }
+
     /// Both, one behind the other.
     pub(super) fn and(mut self, other: Compound) -> Compound {
         self.count += other.count;
+        self.data_max += other.data_max;
+        self.rest_max += other.rest_max;
         self.operations.append(other.operations);
         self
     }
@@ -40,6 +58,7 @@ impl Compound {
         call.u32(minor);
         call.u32(self.count);
         call.append(self.operations);
+        let call = Arguments { bytes: call, item_max: self.data_max, reply_max: self.rest_max };
         Ok(user.call(rpc, COMPOUND, call).await?)
     }
 }

@@ -11,10 +11,10 @@ use crate::security::Security;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::Duration;
-use thruway_rpc::client::{CallError, Client, GssSession, Procedure, Reply};
+use thruway_rpc::client::{Arguments, CallError, Client, GssSession, Procedure, Reply};
 use thruway_rpc::gss::Service;
 use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
-use thruway_rpc::xdr::{DecodeError, Encoder};
+use thruway_rpc::xdr::DecodeError;
 
 /// Why something was not done.
 #[derive(Debug, thiserror::Error)]
@@ -139,7 +139,7 @@ impl UserCredential {
         &self,
         rpc: &Client,
         procedure: Procedure,
-        arguments: Encoder,
+        arguments: impl Into<Arguments>,
     ) -> std::result::Result<Reply, CallError> {
         match &self.0 {
             Kind::Sys(body) => rpc.call(procedure, OpaqueAuth { flavor: flavor::AUTH_SYS, body }, arguments).await,

@@ -3,7 +3,7 @@
 use super::{ClientError, Handle, Result, UserCredential};
 use crate::share::HANDLE_MAX;
 use crate::v3::PROGRAM;
-use thruway_rpc::client::{Client, Procedure, Reply};
+use thruway_rpc::client::{Arguments, Client, Procedure, Reply};
 use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_server::Body;
 
@@ -50,8 +50,14 @@ impl Nfs3Client {
     }
 
     async fn call(&self, procedure: u32, arguments: impl FnOnce(&mut Encoder)) -> Result<Reply> {
-        let mut call = Encoder::new();
-        arguments(&mut call);
+        self.call_for_data(procedure, 0, arguments).await
+    }
+
+    /// Calls a procedure whose results have data, at most so many bytes.
+    async fn call_for_data(&self, procedure: u32, max: usize, arguments: impl FnOnce(&mut Encoder)) -> Result<Reply> {
+        let mut bytes = Encoder::new();
+        arguments(&mut bytes);
+        let call = Arguments { bytes, item_max: max, reply_max: 0 };
         let procedure = Procedure { program: PROGRAM, version: 3, procedure };
         Ok(self.user.call(&self.rpc, procedure, call).await?)
     }
@@ -104,7 +110,7 @@ impl Nfs3Client {
     /// # Errors
     /// [`ClientError`]
     pub async fn read<T>(&self, file: &[u8], at: u64, len: u32, each: impl FnOnce(&[u8]) -> T) -> Result<T> {
-        let reply = self.call(READ, |out| {
+        let reply = self.call_for_data(READ, len as usize, |out| {
             out.opaque(file);
             out.u64(at);
             out.u32(len);
@@ -114,7 +120,7 @@ impl Nfs3Client {
         status(&mut d, "READ")?;
         skip_after(&mut d)?;
         let (_count, _is_end) = (d.u32()?, d.bool()?);
-        Ok(each(d.opaque(len)?))
+        Ok(each(d.bulk(len)?.as_slice()))
     }
 
     /// Writes; number of bytes that were written. Unless `is_stable`, they may be lost until COMMIT.

@@ -58,6 +58,7 @@ pub(super) async fn list(rpc: &Client, user: &UserCredential, path: &[Vec<u8>]) 
             out.u32(BYTES);
             wanted.encode(out);
         });
+        let list = list.with_long_results(BYTES as usize + 1024);
         let reply = list.call(rpc, 0, user).await?;
         let mut results = Results::of(&reply)?;
         results.next("PUTFH")?;
@@ -254,12 +255,13 @@ impl Nfs4Client {
             out.u64(from);
             out.u32(len);
         });
+        let read = read.with_data(len as usize);
         let (reply, _slot) = self.call(read).await?;
         let mut results = self.results(&reply)?;
         results.next("PUTFH")?;
         let d = results.next("READ")?;
         let _is_end = d.bool()?;
-        Ok(each(d.opaque(len)?))
+        Ok(each(d.bulk(len)?.as_slice()))
     }
 
     /// Writes without having opened the file; number of bytes that were written. Unless `is_stable`, they may be lost until COMMIT.

@@ -1,6 +1,6 @@
 //! Calls of users who prove who they are (RPCSEC_GSS, RFC 2203).
 
-use super::{CallError, Client, Procedure, Reply};
+use super::{Arguments, CallError, Client, Procedure, Reply};
 use crate::gss::{Action, GssCredential, InitResult, Service};
 use crate::message::{CallHeader, Incoming, OpaqueAuth, flavor};
 use crate::xdr::{Decoder, Encoder};
@@ -29,6 +29,9 @@ fn header(xid: u32, procedure: Procedure, credential: &[u8]) -> Encoder {
     out
 }
 
+/// Bytes of a protected reply beside its data, most of the time far fewer.
+const PROTECTED: usize = 4096;
+
 /// Flavor and length of an empty verifier.
 const NO_VERIFIER: usize = 8;
 
@@ -49,11 +52,14 @@ impl GssSession {
         let (initiator, token) = begun.map_err(io::Error::other)??;
         let init = Procedure { procedure: 0, ..of };
         let reply = client
-            .send(|xid| {
-                let mut call = header(xid, init, &credential(Action::Init, 0, service, &[]));
-                call.opaque(&token);
-                Ok(call)
-            })
+            .send(
+                |xid| {
+                    let mut call = header(xid, init, &credential(Action::Init, 0, service, &[]));
+                    call.opaque(&token);
+                    Ok(call)
+                },
+                &Arguments { bytes: Encoder::new(), item_max: 0, reply_max: 2 * TOKEN_MAX },
+            )
             .await?;
         let reply = Reply::of(reply, client)?;
         let mut d = reply.results();
@@ -142,10 +148,23 @@ impl GssSession {
     ///
     /// # Errors
     /// As [`Client::call`]; and if the reply is not the server's.
-    pub async fn call(&self, client: &Client, procedure: Procedure, arguments: Encoder) -> Result<Reply, CallError> {
+    pub async fn call(
+        &self,
+        client: &Client,
+        procedure: Procedure,
+        arguments: impl Into<Arguments>,
+    ) -> Result<Reply, CallError> {
+        let mut arguments = arguments.into();
+        let bytes = std::mem::take(&mut arguments.bytes);
+        if self.service != Service::None && arguments.item_max > 0 {
+            // What is protected is one message (RFC 8166, section 5.2.2).
+            arguments.reply_max = arguments.item_max + arguments.reply_max.max(PROTECTED);
+            arguments.item_max = 0;
+        }
         let sequence = self.next.get();
         self.next.set(sequence + 1);
-        let reply = client.send(|xid| Ok(self.protect(xid, procedure, sequence, arguments)?)).await?;
+        let protect = |xid| Ok(self.protect(xid, procedure, sequence, bytes)?);
+        let reply = client.send(protect, &arguments).await?;
         self.open(sequence, Reply::of(reply, client)?)
     }
 }

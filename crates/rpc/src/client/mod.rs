@@ -1,13 +1,18 @@
-//! Calling programs over TCP: any number of calls at a time on one connection.
+//! Calling programs over TCP and RDMA: any number of calls at a time on one connection.
 
 mod gss;
+mod rdma;
 
 pub use gss::GssSession;
+pub use rdma::RdmaOptions;
+
+use self::rdma::{Arrived, Rdma};
 
 use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal, ReplyHeader};
 use crate::record::{MARKER_LEN, Marker, messages};
 use crate::server::BULK_MAX;
 use crate::xdr::{DecodeError, Decoder, Encoder};
+use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
@@ -15,6 +20,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
+use thruway_engine::Segment;
 use thruway_gss::GssError;
 use thruway_server::{Plain, Reader, SendQueue, Stream};
 use tokio::net::TcpSocket;
@@ -44,6 +50,9 @@ pub enum CallError {
     /// The user cannot prove who it is, or the server cannot.
     #[error("Kerberos: {0}")]
     Gss(#[from] GssError),
+    /// The server cannot answer over RDMA.
+    #[error("over RDMA: {0}")]
+    Rdma(&'static str),
     /// The reply cannot be decoded.
     #[error("a reply that cannot be decoded: {0}")]
     Malformed(#[from] DecodeError),
@@ -69,9 +78,31 @@ struct Running {
     reader: JoinHandle<()>,
 }
 
+/// What calls go by.
+enum Link {
+    Stream(SendQueue),
+    Rdma(Rdma),
+}
+
+/// Arguments of a call, and how long its results may be, which is to be known beforehand over RDMA.
+pub struct Arguments {
+    /// The arguments.
+    pub bytes: Encoder,
+    /// Longest item of the results that is data, in bytes; 0 if there is none.
+    pub item_max: usize,
+    /// Longest reply, data apart, if that may be longer than a message of one kilobyte; else 0.
+    pub reply_max: usize,
+}
+
+impl From<Encoder> for Arguments {
+    fn from(bytes: Encoder) -> Arguments {
+        Arguments { bytes, item_max: 0, reply_max: 0 }
+    }
+}
+
 struct Shared {
-    calls: SendQueue,
-    waiting: RefCell<HashMap<u32, oneshot::Sender<Vec<u8>>>>,
+    link: Link,
+    waiting: RefCell<HashMap<u32, oneshot::Sender<Result<Arrived, CallError>>>>,
     /// Memory for replies.
     spare: RefCell<Vec<Vec<u8>>>,
     next: Cell<u32>,
@@ -84,18 +115,20 @@ struct Shared {
 pub struct Reply {
     message: Vec<u8>,
     results: Range<usize>,
+    items: Cell<SmallVec<[Segment; 1]>>,
     shared: Rc<Shared>,
 }
 
 impl Reply {
-    /// The results.
+    /// The results. Data that is not among their bytes is there the first time.
     pub fn results(&self) -> Decoder<'_> {
-        Decoder::new(&self.message[self.results.clone()])
+        Decoder::with_items(&self.message[self.results.clone()], self.items.take())
     }
 
-    fn of(message: Vec<u8>, client: &Client) -> Result<Reply, CallError> {
+    fn of(arrived: Arrived, client: &Client) -> Result<Reply, CallError> {
+        let Arrived { message, items } = arrived;
         let results = results_of(&message)?..message.len();
-        Ok(Reply { message, results, shared: Rc::clone(&client.0.shared) })
+        Ok(Reply { message, results, items: Cell::new(items), shared: Rc::clone(&client.0.shared) })
     }
 }
 
@@ -110,7 +143,10 @@ impl Drop for Reply {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.shared.calls.close();
+        match &self.shared.link {
+            Link::Stream(calls) => calls.close(),
+            Link::Rdma(rdma) => rdma.fail(),
+        }
         self.reader.abort();
     }
 }
@@ -145,23 +181,46 @@ impl Client {
     /// The system's.
     pub fn over(stream: Plain, timeout: Duration) -> io::Result<Client> {
         let (mut reader, writer) = Stream::Plain(stream).split()?;
-        let shared = Rc::new(Shared {
-            calls: SendQueue::default(),
-            waiting: RefCell::default(),
-            spare: RefCell::default(),
-            // Another one after each start: a server may remember what an earlier client has called.
-            next: Cell::new(u32::from_be_bytes(thruway_engine::random::random())),
-            timeout,
-            failure: RefCell::new(None),
-        });
+        let shared = Shared::new(Link::Stream(SendQueue::default()), timeout);
         let sender = Rc::clone(&shared);
-        tokio::task::spawn_local(async move { sender.calls.run(writer).await });
+        tokio::task::spawn_local(async move {
+            let Link::Stream(calls) = &sender.link else { return };
+            calls.run(writer).await;
+        });
         let receiver = Rc::clone(&shared);
         let reader = tokio::task::spawn_local(async move {
             let Err(error) = receiver.receive(&mut reader).await;
-            *receiver.failure.borrow_mut() = Some((error.kind(), error.to_string()));
-            receiver.calls.fail();
-            receiver.waiting.borrow_mut().clear();
+            receiver.end(&error);
+        });
+        Ok(Client(Rc::new(Running { shared, reader })))
+    }
+
+    /// As [`Client::connect`], over RDMA.
+    ///
+    /// # Errors
+    /// The device's, or that the server does not answer or refuses.
+    pub async fn connect_rdma(server: SocketAddr, timeout: Duration, options: &RdmaOptions) -> io::Result<Client> {
+        let connecting = tokio::time::timeout(timeout, Rdma::connect(server, options)).await;
+        let (rdma, mut messages) = connecting.map_err(|_| io::ErrorKind::TimedOut)??;
+        let shared = Shared::new(Link::Rdma(rdma), timeout);
+        let receiver = Rc::clone(&shared);
+        let reader = tokio::task::spawn_local(async move {
+            let error = loop {
+                let Some(message) = messages.recv().await else {
+                    break io::Error::new(io::ErrorKind::UnexpectedEof, "closed by the server");
+                };
+                let Link::Rdma(rdma) = &receiver.link else { return };
+                match rdma.take(&message).await {
+                    Ok(Some((xid, arrived))) => {
+                        let waiting = receiver.waiting.borrow_mut().remove(&xid);
+                        waiting.map(|waiting| waiting.send(arrived));
+                    }
+                    // To a call that is not waited for any more, or a call back.
+                    Ok(None) => {}
+                    Err(error) => break error,
+                }
+            };
+            receiver.end(&error);
         });
         Ok(Client(Rc::new(Running { shared, reader })))
     }
@@ -174,23 +233,32 @@ impl Client {
         &self,
         procedure: Procedure,
         credential: OpaqueAuth<'_>,
-        arguments: Encoder,
+        arguments: impl Into<Arguments>,
     ) -> Result<Reply, CallError> {
+        let mut arguments = arguments.into();
+        let bytes = std::mem::take(&mut arguments.bytes);
         let Procedure { program, version, procedure } = procedure;
         let reply = self
-            .send(|xid| {
-                let mut call = Encoder::new();
-                let verifier = OpaqueAuth::NONE;
-                CallHeader { xid, program, version, procedure, credential, verifier }.encode(&mut call);
-                call.append(arguments);
-                Ok(call)
-            })
+            .send(
+                |xid| {
+                    let mut call = Encoder::new();
+                    let verifier = OpaqueAuth::NONE;
+                    CallHeader { xid, program, version, procedure, credential, verifier }.encode(&mut call);
+                    call.append(bytes);
+                    Ok(call)
+                },
+                &arguments,
+            )
             .await?;
         Reply::of(reply, self)
     }
 
-    /// Sends the call that this makes with its number; the reply.
-    async fn send(&self, make: impl FnOnce(u32) -> Result<Encoder, CallError>) -> Result<Vec<u8>, CallError> {
+    /// Sends the call that this makes with its number, with room for results as these say; the reply.
+    async fn send(
+        &self,
+        make: impl FnOnce(u32) -> Result<Encoder, CallError>,
+        room: &Arguments,
+    ) -> Result<Arrived, CallError> {
         let shared = &self.0.shared;
         shared.check()?;
         let xid = shared.next.get();
@@ -199,14 +267,22 @@ impl Client {
         let (sender, reply) = oneshot::channel();
         shared.waiting.borrow_mut().insert(xid, sender);
         let waiting = Waiting { shared, xid };
-        messages(call).into_iter().for_each(|message| shared.calls.push(message));
-        let reply = tokio::time::timeout(shared.timeout, reply).await.map_err(|_| CallError::TimedOut(shared.timeout));
-        drop(waiting);
-        let Ok(message) = reply? else {
-            shared.check()?;
-            return Err(io::Error::from(io::ErrorKind::BrokenPipe).into());
+        let exchange = async {
+            let _in_progress = match &shared.link {
+                Link::Stream(calls) => {
+                    messages(call).into_iter().for_each(|message| calls.push(message));
+                    None
+                }
+                Link::Rdma(rdma) => Some(rdma.send(xid, call, room).await?),
+            };
+            reply.await.unwrap_or_else(|_| {
+                shared.check()?;
+                Err(io::Error::from(io::ErrorKind::BrokenPipe).into())
+            })
         };
-        Ok(message)
+        let reply = tokio::time::timeout(shared.timeout, exchange).await;
+        drop(waiting);
+        reply.map_err(|_| CallError::TimedOut(shared.timeout))?
     }
 }
 
@@ -233,6 +309,28 @@ impl Drop for Waiting<'_> {
 }
 
 impl Shared {
+    fn new(link: Link, timeout: Duration) -> Rc<Shared> {
+        Rc::new(Shared {
+            link,
+            waiting: RefCell::default(),
+            spare: RefCell::default(),
+            // Another one after each start: a server may remember what an earlier client has called.
+            next: Cell::new(u32::from_be_bytes(thruway_engine::random::random())),
+            timeout,
+            failure: RefCell::new(None),
+        })
+    }
+
+    /// Nothing comes any more.
+    fn end(&self, error: &io::Error) {
+        *self.failure.borrow_mut() = Some((error.kind(), error.to_string()));
+        match &self.link {
+            Link::Stream(calls) => calls.fail(),
+            Link::Rdma(rdma) => rdma.fail(),
+        }
+        self.waiting.borrow_mut().clear();
+    }
+
     fn check(&self) -> io::Result<()> {
         match &*self.failure.borrow() {
             None => Ok(()),
@@ -248,7 +346,7 @@ impl Shared {
                 Ok(Incoming::Reply(header)) => {
                     let waiting = self.waiting.borrow_mut().remove(&header.xid);
                     // Its call may have timed out.
-                    waiting.map(|waiting| waiting.send(message));
+                    waiting.map(|waiting| waiting.send(Ok(message.into())));
                 }
                 // Nor has it been asked to call.
                 Ok(Incoming::Call(_) | Incoming::OtherVersion { .. }) | Err(_) => {

@@ -1,7 +1,7 @@
 //! Which way each part of a reply goes (RFC 8166, sections 3.4.6 and 3.5): its long items to the write chunks, in their order,
 //! and the rest with the header, or to the reply chunk.
 
-use super::header::{Chunks, Header, Procedure, RdmaSegment, Segments, total};
+use super::header::{Chunks, Header, Procedure, RdmaSegment, ReadChunk, Segments, total};
 use crate::xdr::{Encoder, padded};
 use smallvec::SmallVec;
 use thruway_fabric::RemoteAddr;
@@ -21,6 +21,12 @@ pub struct Plan {
     pub transfers: SmallVec<[Transfer; 2]>,
     /// The message: a header, and behind it the RPC message, if that is not in the reply chunk.
     pub message: Vec<u8>,
+}
+
+impl From<NoRoom> for std::io::Error {
+    fn from(error: NoRoom) -> std::io::Error {
+        std::io::Error::other(error)
+    }
 }
 
 /// Neither the chunks nor a message has room for the reply: [`Procedure::ErrorChunk`] is the answer.
@@ -50,6 +56,39 @@ fn fill(chunk: &mut [RdmaSegment], len: usize) -> Result<SmallVec<[(RemoteAddr, 
         left -= part as usize;
     }
     Ok(places)
+}
+
+/// The reply of the old design, in which the requester reads long items from this end's memory: the message, which is sent at once,
+/// and the items, to be kept until the requester has said that it has them. `lend` says where the requester finds one.
+///
+/// # Errors
+/// If a message has no room for it, or an item cannot be lent.
+pub fn plan_read_read<T, E: From<NoRoom>>(
+    xid: u32,
+    credits: u32,
+    reply: Encoder,
+    receive_size: usize,
+    mut lend: impl FnMut(Body) -> Result<(Segments, T), E>,
+) -> Result<(Vec<u8>, SmallVec<[T; 1]>), E> {
+    let (bytes, bulk) = reply.into_parts();
+    let (mut chunks, mut lent, mut apart) = (Chunks::default(), SmallVec::new(), 0);
+    for (at, body) in bulk {
+        let position = (at + apart) as u32;
+        apart += padded(body.len());
+        if !body.is_empty() {
+            let (segments, item) = lend(body)?;
+            chunks.read.push(ReadChunk { position, segments });
+            lent.push(item);
+        }
+    }
+    let mut out = Encoder::new();
+    Header { xid, credits, procedure: Procedure::Message(chunks) }.encode(&mut out);
+    out.fixed(&bytes);
+    let message = out.into_parts().0;
+    if message.len() > receive_size {
+        return Err(NoRoom { len: message.len() as u64, room: receive_size as u64 }.into());
+    }
+    Ok((message, lent))
 }
 
 /// Plans the reply to a call that came with these chunks, from a requester that takes messages of `receive_size` bytes.

@@ -9,7 +9,7 @@ mod udp;
 
 pub use back::BackChannel;
 pub use gss::GssCaller;
-pub use rdma::RdmaConfig;
+pub use rdma::{Design, RdmaConfig};
 pub use tcp::Config;
 pub use udp::UdpServer;
 

@@ -11,6 +11,8 @@ use crate::rdma::reply::{self, Transfer};
 use crate::xdr::{BulkItem, Decoder, Encoder};
 use futures_util::future::join_all;
 use smallvec::SmallVec;
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -18,7 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::{Reactors, Segment};
 use thruway_fabric::{ConnectionRequest, Provider};
-use thruway_server::rdma::{Channel, Messages, Options};
+use thruway_server::rdma::{Channel, Exposed, Exposures, Messages, Options, Registration};
 use thruway_server::{Acceptor, Body, Buffers, Permit, panics};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
@@ -47,6 +49,17 @@ const PIECE: usize = 256 << 10;
 /// How long what has been queued may still be sent when the connection ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Which end moves long results, in Noronha's words (chapter 3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Design {
+    /// The server writes them to the client's memory, and its own is never exposed (RFC 8166).
+    #[default]
+    ReadWrite,
+    /// The client reads them from the server's memory and says when it has them: the design before, for comparisons. A client that
+    /// does not say it keeps that memory, and may read all of what its connection has for results: for trusted peers only.
+    ReadRead,
+}
+
 /// Configuration of a server over RDMA.
 pub struct RdmaConfig {
     /// Name of the protocol, for logs and limits.
@@ -55,6 +68,8 @@ pub struct RdmaConfig {
     pub listen: Vec<SocketAddr>,
     /// By what.
     pub provider: Provider,
+    /// Which end moves long results.
+    pub design: Design,
     /// What is served.
     pub programs: Programs,
     /// Of clients over the loopback interface, serve only root and the user that this process runs as; of what an RDMA device
@@ -66,6 +81,7 @@ pub struct RdmaConfig {
 
 struct Service {
     programs: Programs,
+    design: Design,
     provider: Provider,
     acceptor: Arc<Acceptor>,
 }
@@ -80,6 +96,7 @@ impl Server {
         let acceptor = Acceptor::new(config.protocol, config.connections_max, own_user_only);
         let service = Arc::new(Service {
             programs: config.programs,
+            design: config.design,
             provider: config.provider.clone(),
             acceptor: Arc::clone(&acceptor),
         });
@@ -112,7 +129,15 @@ impl Service {
         let (back, back_calls) = BackChannel::new();
         let mut connection = Connection::new(Some(peer), Transport::Rdma, false, Vec::new());
         connection.back = (message_max >= BACK_MESSAGE_MIN).then_some(back);
+        let lent = match self.design {
+            Design::ReadWrite => None,
+            Design::ReadRead => Some(Lent {
+                items: RefCell::default(),
+                exposures: Exposures::new(channel.domain(), Registration::All, 1, BULK_MAX)?,
+            }),
+        };
         let served = Rc::new(Served {
+            lent,
             programs: self.programs.clone(),
             connection: Rc::new(connection),
             channel,
@@ -136,7 +161,19 @@ impl Service {
     }
 }
 
+/// An item in the pieces that its memory has.
+type Pieces = SmallVec<[Exposed; 1]>;
+
+/// What clients are reading from this end's memory.
+struct Lent {
+    /// Of each reply, its items in their pieces.
+    items: RefCell<HashMap<u32, SmallVec<[Pieces; 1]>>>,
+    exposures: Exposures,
+}
+
 struct Served {
+    /// For the design in which clients do that.
+    lent: Option<Lent>,
     programs: Programs,
     connection: Rc<Connection>,
     channel: Rc<Channel>,
@@ -233,8 +270,12 @@ impl Served {
                 (Some(decoder.rest()), chunks)
             }
             Procedure::NoMessage(chunks) => (None, chunks),
+            Procedure::Done => {
+                self.lent.iter().for_each(|lent| drop(lent.items.borrow_mut().remove(&xid)));
+                return Ok(());
+            }
             // Nobody waits for an answer.
-            Procedure::Done | Procedure::ErrorVersion { .. } | Procedure::ErrorChunk => return Ok(()),
+            Procedure::ErrorVersion { .. } | Procedure::ErrorChunk => return Ok(()),
         };
         let (call, bulk, _long) = match self.pull(inline, &chunks).await {
             Ok(parts) => parts,
@@ -356,6 +397,12 @@ impl Served {
     async fn push(&self, request: Request, reply: Encoder) {
         let Request { xid, credits, chunks } = request;
         let granted = credits.clamp(1, CREDITS as u32);
+        if let Some(lent) = &self.lent {
+            match self.in_segments(reply).await {
+                Ok(reply) => return self.lend(lent, xid, granted, reply),
+                Err(_) => return self.channel.fail(),
+            }
+        }
         let invalidate = if self.revocable { chunks.only_handle() } else { None };
         let plan = match reply::plan(xid, granted, reply, chunks, self.message_max) {
             Ok(plan) => plan,
@@ -370,6 +417,48 @@ impl Served {
             }
         }
         self.channel.send(plan.message, invalidate);
+    }
+
+    /// A reply whose long items are all in memory that can be registered.
+    async fn in_segments(&self, reply: Encoder) -> io::Result<Encoder> {
+        let (bytes, mut bulk) = reply.into_parts();
+        for (_, body) in &mut bulk {
+            if let Body::Bytes(own) = body {
+                let mut segment = self.bulk.segment(own.len()).await?;
+                segment.as_mut_slice().copy_from_slice(own);
+                *body = Body::Segments(std::iter::once(segment).collect());
+            }
+        }
+        Ok(Encoder::from_parts(bytes, bulk))
+    }
+
+    /// Sends a reply whose long items the client reads.
+    fn lend(&self, lent: &Lent, xid: u32, granted: u32, reply: Encoder) {
+        let lend = |body: Body| match body {
+            Body::Segments(segments) => {
+                let items: io::Result<Pieces> =
+                    segments.into_iter().map(|segment| lent.exposures.lend(segment)).collect();
+                let items = items?;
+                let piece = |item: &Exposed| {
+                    let remote = item.remote();
+                    RdmaSegment { handle: remote.rkey, length: item.len() as u32, offset: remote.addr }
+                };
+                Ok((items.iter().map(piece).collect(), items))
+            }
+            _ => Err(io::Error::other("only registered memory can be lent")),
+        };
+        match reply::plan_read_read(xid, granted, reply, self.message_max, lend) {
+            Ok((message, items)) => {
+                if !items.is_empty() {
+                    lent.items.borrow_mut().insert(xid, items);
+                }
+                self.channel.send(message, None);
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a reply that cannot be sent");
+                self.error(xid, Procedure::ErrorChunk);
+            }
+        }
     }
 
     /// Queues the RDMA Writes of a part of a reply.

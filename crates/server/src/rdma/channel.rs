@@ -1,4 +1,4 @@
-//! An accepted RDMA connection of a service, driven by a task of the reactor that serves it.
+//! An RDMA connection, driven by a task of the reactor that serves it or uses it.
 //!
 //! It has a device, a completion queue and message slots of its own. The [`Channel`] takes what is to be sent, read and
 //! written; a task posts that, as far as the send queue has room, and takes completions; [`Messages`] are what the peer has sent.
@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +42,7 @@ pub struct Options {
     pub send_depth: usize,
     /// RDMA Reads outstanding, each way; fewer where the device has no more.
     pub read_depth: u16,
-    /// What is sent with the acceptance.
+    /// What is sent with the acceptance, or with the request to connect.
     pub private_data: Vec<u8>,
 }
 
@@ -60,6 +61,7 @@ enum Posted {
 
 /// The sending side of a connection.
 pub struct Channel {
+    domain: ProtectionDomain,
     slots: RefCell<MessageSlots>,
     requests: RefCell<VecDeque<Request>>,
     /// Messages that found no slot.
@@ -102,56 +104,45 @@ impl Channel {
         request: ConnectionRequest,
         options: Options,
     ) -> thruway_fabric::Result<(Rc<Channel>, Messages, Driver)> {
-        let device = provider.open()?;
-        let pd = device.alloc_pd()?;
-        let attributes = device.attributes();
-        let depth = options.send_depth.min(attributes.max_queue as usize);
-        let cq = device.create_cq((depth + options.receives).min(attributes.max_cqe))?;
-        let caps = QueuePairCaps { max_send_wr: depth as u32, max_recv_wr: options.receives as u32, max_sge: 1 };
-        let qp = pd.create_qp(&cq, &cq, caps)?;
-        let slots = MessageSlots::new(&pd, options.receives, options.sends, options.message_max)?;
-        slots.post_receives(&qp)?;
-        let read_depth = options.read_depth.min(attributes.max_read_depth);
-        let (ird, ord) = (read_depth, read_depth);
         let peer = request.peer();
-        request
-            .accept(&qp, &ConnectParams { private_data: options.private_data, ird, ord, ..ConnectParams::default() })?;
-        let channel = Rc::new(Channel {
-            slots: RefCell::new(slots),
-            requests: RefCell::default(),
-            backlog: RefCell::default(),
-            backlog_max: options.backlog_max,
-            consumed: RefCell::default(),
-            work: Notify::new(),
-            sent: Notify::new(),
-            closing: Cell::new(false),
-            broken: Flag::default(),
-        });
-        let (arrived, received) = mpsc::unbounded_channel();
-        let end = End {
-            qp,
-            cq,
-            posted: HashMap::new(),
-            in_flight: 0,
-            depth,
-            next_id: 0,
-            regions: Vec::new(),
-            channel: Rc::clone(&channel),
-            arrived,
-            pd,
-            device,
-        };
-        let driven = Rc::clone(&channel);
-        let task = tokio::task::spawn_local(async move {
-            if let Err(error) = end.drive().await {
-                tracing::info!(%peer, %error, "RDMA connection lost");
-            }
-            driven.fail();
-        });
-        let messages = Messages { channel: Rc::clone(&channel), received };
-        Ok((Rc::clone(&channel), messages, Driver { channel, task }))
+        let new = New::open(provider, &options)?;
+        request.accept(&new.qp, &new.parameters(options.private_data.clone()))?;
+        Ok(new.drive(&options, peer))
     }
 
+    /// Connects to a server, and drives the connection by a task on this thread's reactor; also what the server has sent with its
+    /// acceptance.
+    ///
+    /// # Errors
+    /// The device's, or that the server cannot be reached or refuses.
+    pub async fn connect(
+        provider: &Provider,
+        server: SocketAddr,
+        options: Options,
+    ) -> io::Result<(Rc<Channel>, Messages, Driver, Vec<u8>)> {
+        let new = New::open(provider, &options).map_err(other)?;
+        new.qp.connect(server, &new.parameters(options.private_data.clone())).map_err(other)?;
+        let fd = new.device.wait_fd().try_clone_to_owned()?;
+        // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
+        let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
+        let private_data = loop {
+            match new.device.poll_event() {
+                Some(ConnectionEvent::Established { private_data, .. }) => break private_data,
+                Some(ConnectionEvent::Disconnected { cause, .. }) => return Err(other(cause)),
+                Some(_) => {}
+                None if new.device.arm() => fd.readable().await?.clear_ready(),
+                None => tokio::task::yield_now().await,
+            }
+        };
+        drop(fd);
+        let (channel, messages, driver) = new.drive(&options, server);
+        Ok((channel, messages, driver, private_data))
+    }
+
+    /// The domain in which memory is to be registered for the peer.
+    pub fn domain(&self) -> &ProtectionDomain {
+        &self.domain
+    }
     /// Sends a message, and with `invalidate` revokes a key of the peer's. Once the channel has failed it is dropped.
     pub fn send(&self, message: Vec<u8>, invalidate: Option<u32>) {
         if self.broken.is_set() {
@@ -231,6 +222,77 @@ impl Channel {
     /// Resolves when the channel has failed, or its connection has ended.
     pub async fn broken(&self) {
         self.broken.wait().await;
+    }
+}
+
+/// A queue pair that is not connected yet, and what belongs to it.
+struct New {
+    qp: QueuePair,
+    cq: CompletionQueue,
+    slots: MessageSlots,
+    pd: ProtectionDomain,
+    device: Device,
+    depth: usize,
+    read_depth: u16,
+}
+
+impl New {
+    fn open(provider: &Provider, options: &Options) -> thruway_fabric::Result<New> {
+        let device = provider.open()?;
+        let pd = device.alloc_pd()?;
+        let attributes = device.attributes();
+        let depth = options.send_depth.min(attributes.max_queue as usize);
+        let cq = device.create_cq((depth + options.receives).min(attributes.max_cqe))?;
+        let caps = QueuePairCaps { max_send_wr: depth as u32, max_recv_wr: options.receives as u32, max_sge: 1 };
+        let qp = pd.create_qp(&cq, &cq, caps)?;
+        let slots = MessageSlots::new(&pd, options.receives, options.sends, options.message_max)?;
+        slots.post_receives(&qp)?;
+        let read_depth = options.read_depth.min(attributes.max_read_depth);
+        Ok(New { qp, cq, slots, pd, device, depth, read_depth })
+    }
+
+    fn parameters(&self, private_data: Vec<u8>) -> ConnectParams {
+        ConnectParams { private_data, ird: self.read_depth, ord: self.read_depth, ..ConnectParams::default() }
+    }
+
+    /// Drives the connection by a task.
+    fn drive(self, options: &Options, peer: SocketAddr) -> (Rc<Channel>, Messages, Driver) {
+        let New { qp, cq, slots, pd, device, depth, .. } = self;
+        let channel = Rc::new(Channel {
+            domain: pd.clone(),
+            slots: RefCell::new(slots),
+            requests: RefCell::default(),
+            backlog: RefCell::default(),
+            backlog_max: options.backlog_max,
+            consumed: RefCell::default(),
+            work: Notify::new(),
+            sent: Notify::new(),
+            closing: Cell::new(false),
+            broken: Flag::default(),
+        });
+        let (arrived, received) = mpsc::unbounded_channel();
+        let end = End {
+            qp,
+            cq,
+            posted: HashMap::new(),
+            in_flight: 0,
+            depth,
+            next_id: 0,
+            regions: Vec::new(),
+            channel: Rc::clone(&channel),
+            arrived,
+            pd,
+            device,
+        };
+        let driven = Rc::clone(&channel);
+        let task = tokio::task::spawn_local(async move {
+            if let Err(error) = end.drive().await {
+                tracing::info!(%peer, %error, "RDMA connection lost");
+            }
+            driven.fail();
+        });
+        let messages = Messages { channel: Rc::clone(&channel), received };
+        (Rc::clone(&channel), messages, Driver { channel, task })
     }
 }
 

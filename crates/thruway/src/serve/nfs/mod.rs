@@ -30,7 +30,7 @@ use thruway_nfs::security::{Security, SecurityError, SecuritySet};
 use thruway_nfs::share::{Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
-use thruway_rpc::server::{Config, Program, Programs, RdmaConfig, Server};
+use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_server::tls::{self, ServerConfig};
@@ -395,6 +395,7 @@ impl NfsService {
                 protocol: "NFS/RDMA",
                 listen: args.nfs_rdma.clone(),
                 provider: fabric(&args.nfs_rdma)?,
+                design: Design::ReadWrite,
                 programs,
                 own_user_only,
                 connections_max,
