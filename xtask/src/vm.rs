@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub(crate) const PACKAGES: [&str; 34] = [
+pub(crate) const PACKAGES: [&str; 36] = [
+    "acl",
     "bc",
     "bindfs",
     "bison",
@@ -37,6 +38,7 @@ pub(crate) const PACKAGES: [&str; 34] = [
     "nbd-client",
     "nfs-common",
     "nfs-kernel-server",
+    "nfs4-acl-tools",
     "open-iscsi",
     "perftest",
     "qemu-system-x86",

@@ -3,6 +3,7 @@
 use crate::delegations::{Delegate, Delegations};
 use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
+use crate::nfsacl::NfsAcl;
 use crate::nlm::Nlm;
 use crate::nsm::Nsm;
 use crate::security::SecuritySet;
@@ -25,6 +26,7 @@ fn programs(shares: Vec<Share>) -> Programs {
         Arc::new(Nsm::new(&v4)),
         Arc::new(Rpcbind::new(Vec::new())),
         Arc::new(v4),
+        Arc::new(NfsAcl::new(Arc::clone(&shares))),
         Arc::new(Mount::new(shares)),
     ])
 }

@@ -3,17 +3,20 @@
 //! - [`file_system`]: what a file system is, and directories of this host.
 //! - [`share`]: file systems with names, file handles, and whom the users of clients count as; [`rules`] for clients.
 //! - [`delegations`]: files that clients keep, and others wait for.
-//! - [`v3`], [`mount`], [`nlm`] and [`nsm`] (its locks), [`v4`]: the protocols.
+//! - [`acl`]: access control lists, of both kinds.
+//! - [`v3`], [`nfsacl`], [`mount`], [`nlm`] and [`nsm`] (its locks), [`v4`]: the protocols.
 //! - [`client`]: asking a server, to list and to measure.
 
 #![forbid(unsafe_code)]
 
+pub mod acl;
 pub mod client;
 pub mod delegations;
 pub mod file_system;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod mount;
+pub mod nfsacl;
 pub mod nlm;
 pub mod nsm;
 pub mod rules;

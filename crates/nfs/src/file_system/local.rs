@@ -8,13 +8,16 @@
 
 mod names;
 mod node;
+mod stored_acl;
 
 use self::node::{Data, Node, Opened, change_of, close_later, stat, time_of};
+
 use super::workers::Workers;
 use super::{
     Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, Listing, Make, OnChange, Op, OpenGuard, ReadData,
     Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
+use crate::acl::Acl;
 use quick_cache::sync::Cache;
 use rustix::fs::{
     Access, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, Statx, Timespec, Timestamps,
@@ -928,6 +931,27 @@ impl FileSystem for LocalFileSystem {
                 self.sync(&changed).await?;
             }
             Ok(copied)
+        })
+    }
+
+    fn acl<'a>(&'a self, file: &'a FileId) -> Op<'a, Acl> {
+        Box::pin(async move {
+            let node = self.node(file).await?;
+            let mode = self.stat(&node).await?.stx_mode.into();
+            self.work(move |_| stored_acl::read(&node.proc_path(), node.kind, mode)).await
+        })
+    }
+
+    fn set_acl<'a>(&'a self, who: &'a Credentials, file: &'a FileId, acl: Acl) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (node, who) = (self.node(file).await?, who.clone());
+            self.work(move |inner| {
+                let done = inner.act_as(&who, || stored_acl::write(&node.proc_path(), node.kind, &acl));
+                node.note_change();
+                done?;
+                inner.keep(&node)
+            })
+            .await
         })
     }
 

@@ -7,6 +7,7 @@ pub(crate) mod workers;
 pub use local::LocalFileSystem;
 pub use memory::MemoryFileSystem;
 
+use crate::acl::{Acl, PosixAcl};
 use rustix::io::Errno;
 use smallvec::SmallVec;
 use std::any::Any;
@@ -390,6 +391,23 @@ pub trait FileSystem: Send + Sync {
     fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
         let _ = (file, on_change);
         unsupported()
+    }
+
+    /// The access control lists of a file: what its mode says, if it has none.
+    fn acl<'a>(&'a self, file: &'a FileId) -> Op<'a, Acl> {
+        Box::pin(
+            async move { Ok(Acl { access: PosixAcl::from_mode(self.attributes(file).await?.mode), default: None }) },
+        )
+    }
+
+    /// Sets them; `EOPNOTSUPP` if there are only modes, and none says the same.
+    fn set_acl<'a>(&'a self, who: &'a Credentials, file: &'a FileId, acl: Acl) -> Op<'a, ()> {
+        Box::pin(async move {
+            let (None, Some(mode)) = (&acl.default, acl.access.as_mode()) else { return Err(Errno::OPNOTSUPP) };
+            let special = self.attributes(file).await?.mode & 0o7000;
+            let set = SetAttributes { mode: Some(special | mode), ..SetAttributes::default() };
+            self.set_attributes(As { who, is_open: false }, file, set, None).await.map(drop)
+        })
     }
 
     /// Reads an extended attribute of users (`user.NAME`); `ENODATA` if there is none.

@@ -1,6 +1,6 @@
 //! NFS version 3 (RFC 1813).
 
-mod status;
+pub(crate) mod status;
 
 use self::status::Status;
 use crate::file_system::{Attributes, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time};
@@ -97,7 +97,7 @@ fn put_attributes(out: &mut Encoder, a: &Attributes) {
 }
 
 /// `post_op_attr`
-fn put_after(out: &mut Encoder, attributes: Option<&Attributes>) {
+pub(crate) fn put_after(out: &mut Encoder, attributes: Option<&Attributes>) {
     out.option(attributes, put_attributes);
 }
 

@@ -5,7 +5,7 @@ use rustix::io::Errno;
 
 /// A status that is not success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Status(pub(super) u32);
+pub(crate) struct Status(pub(crate) u32);
 
 impl Status {
     pub(super) const ACCESS: Status = Status(13);

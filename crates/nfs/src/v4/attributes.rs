@@ -2,6 +2,7 @@
 
 use super::bitmap::Bitmap;
 use super::status::Status;
+use crate::acl::{Ace, AceType, Who, flag};
 use crate::file_system::{Attributes, Kind, SetAttributes, SetTime, Time, Usage};
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
@@ -20,6 +21,7 @@ pub(crate) mod number {
     pub(crate) const UNIQUE_HANDLES: u32 = 9;
     pub(crate) const LEASE_TIME: u32 = 10;
     pub(crate) const RDATTR_ERROR: u32 = 11;
+    pub(crate) const ACL: u32 = 12;
     pub(crate) const ACLSUPPORT: u32 = 13;
     pub(crate) const CANSETTIME: u32 = 15;
     pub(crate) const CASE_INSENSITIVE: u32 = 16;
@@ -74,6 +76,7 @@ const SUPPORTED: &[u32] = &[
     UNIQUE_HANDLES,
     LEASE_TIME,
     RDATTR_ERROR,
+    ACL,
     ACLSUPPORT,
     CANSETTIME,
     CASE_INSENSITIVE,
@@ -109,8 +112,8 @@ const SUPPORTED: &[u32] = &[
     MOUNTED_ON_FILEID,
 ];
 
-/// Those that can be set, also when a file is made.
-const WRITABLE: &[u32] = &[SIZE, MODE, OWNER, OWNER_GROUP, TIME_ACCESS_SET, TIME_MODIFY_SET];
+/// Those that can be set; access control lists not when a file is made.
+const WRITABLE: &[u32] = &[SIZE, ACL, MODE, OWNER, OWNER_GROUP, TIME_ACCESS_SET, TIME_MODIFY_SET];
 
 /// Those that tell how full the file system is, which has to be asked for.
 pub(super) const OF_USAGE: &[u32] = &[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL];
@@ -139,6 +142,8 @@ pub(super) struct Described<'a> {
     /// Its number in the directory that it is mounted on.
     pub mounted_on: u64,
     pub usage: Usage,
+    /// Its access control list, if that is told.
+    pub acl: Option<&'a [Ace]>,
 }
 
 fn put_time(out: &mut Encoder, time: Time) {
@@ -181,8 +186,11 @@ fn put(out: &mut Encoder, number: u32, of: &Described<'_>) {
             out.u64(of.fsid.1);
         }
         LEASE_TIME => out.u32(of.lease_seconds),
-        // No error; no access control lists.
-        RDATTR_ERROR | ACLSUPPORT => out.u32(0),
+        // No error.
+        RDATTR_ERROR => out.u32(0),
+        // Entries that allow, and such that deny.
+        ACLSUPPORT => out.u32(3),
+        ACL => out.array(of.acl.unwrap_or_default(), put_ace),
         CLONE_BLKSIZE => out.u32(4096),
         FILEHANDLE => out.opaque(of.handle),
         FILEID => out.u64(a.number),
@@ -211,7 +219,7 @@ fn put(out: &mut Encoder, number: u32, of: &Described<'_>) {
         MOUNTED_ON_FILEID => out.u64(of.mounted_on),
         // Times that are set cannot be told when an exclusive creation keeps its number there.
         SUPPATTR_EXCLCREAT => {
-            let kept = [TIME_ACCESS_SET, TIME_MODIFY_SET];
+            let kept = [ACL, TIME_ACCESS_SET, TIME_MODIFY_SET];
             let all: Vec<u32> = WRITABLE.iter().copied().filter(|number| !kept.contains(number)).collect();
             Bitmap::of(&all).encode(out);
         }
@@ -229,7 +237,8 @@ pub(super) fn readable(wanted: &Bitmap, minor: u32) -> Bitmap {
 
 /// `fattr4`: those of the wanted attributes that there are.
 pub(super) fn encode(out: &mut Encoder, wanted: &Bitmap, of: &Described<'_>) {
-    let told = readable(wanted, of.minor);
+    let told: Vec<u32> = readable(wanted, of.minor).iter().filter(|n| *n != ACL || of.acl.is_some()).collect();
+    let told = Bitmap::of(&told);
     told.encode(out);
     let mut values = Encoder::new();
     told.iter().for_each(|number| put(&mut values, number, of));
@@ -254,6 +263,83 @@ pub(super) struct Wanted {
     pub owner: Option<Box<str>>,
     /// The group, if it is said by a name.
     pub group: Option<Box<str>>,
+    /// The access control list, as it is said.
+    pub acl: Option<Vec<SaidAce>>,
+}
+
+/// An entry of an access control list, as a client says it.
+#[derive(Debug)]
+pub(super) struct SaidAce {
+    kind: AceType,
+    flags: u32,
+    mask: u32,
+    /// Whom it is about, if that is a user or a group by a name.
+    pub name: Option<Box<str>>,
+    who: Who,
+}
+
+/// Most entries of a list.
+const ACES_MAX: u32 = 1024;
+
+impl SaidAce {
+    /// Whether its name is that of a group.
+    pub(super) fn is_of_group(&self) -> bool {
+        self.flags & flag::IDENTIFIER_GROUP != 0
+    }
+
+    /// With the number that its name has, if it has one.
+    pub(super) fn with_number(self, number: Option<u32>) -> Ace {
+        let SaidAce { kind, flags, mask, who, .. } = self;
+        let who = match (number, flags & flag::IDENTIFIER_GROUP != 0) {
+            (None, _) => who,
+            (Some(number), true) => Who::NamedGroup(number),
+            (Some(number), false) => Who::User(number),
+        };
+        Ace { kind, flags: flags & !flag::IDENTIFIER_GROUP, mask, who }
+    }
+}
+
+/// `nfsace4`
+fn put_ace(out: &mut Encoder, ace: &Ace) {
+    let (who, group) = match ace.who {
+        Who::Owner => ("OWNER@".into(), 0),
+        Who::Group => ("GROUP@".into(), flag::IDENTIFIER_GROUP),
+        Who::Everyone => ("EVERYONE@".into(), 0),
+        Who::User(uid) => (uid.to_string(), 0),
+        Who::NamedGroup(gid) => (gid.to_string(), flag::IDENTIFIER_GROUP),
+    };
+    let kind = if ace.kind == AceType::Allow { 0 } else { 1 };
+    [kind, ace.flags | group, ace.mask].into_iter().for_each(|word| out.u32(word));
+    out.opaque(who.as_bytes());
+}
+
+fn get_ace(d: &mut Decoder<'_>) -> Result<SaidAce, Status> {
+    let kind = match d.u32()? {
+        0 => AceType::Allow,
+        1 => AceType::Deny,
+        // To be logged, or to set off an alarm.
+        2 | 3 => return Err(Status::ATTRNOTSUPP),
+        _ => return Err(Status::BADXDR),
+    };
+    let (flags, mask, who) = (d.u32()?, d.u32()?, d.opaque(OWNER_MAX)?);
+    let said = |who, name| Ok(SaidAce { kind, flags, mask, name, who });
+    match who {
+        b"OWNER@" => return said(Who::Owner, None),
+        b"GROUP@" => return said(Who::Group, None),
+        b"EVERYONE@" => return said(Who::Everyone, None),
+        _ => {}
+    }
+    match (named(who)?, flags & flag::IDENTIFIER_GROUP != 0) {
+        (Ok(number), true) => said(Who::NamedGroup(number), None),
+        (Ok(number), false) => said(Who::User(number), None),
+        // Until it has been looked up, which it is before it means anything.
+        (Err(name), _) => said(Who::Everyone, Some(name)),
+    }
+}
+
+/// `fattr4_acl`
+fn get_acl(d: &mut Decoder<'_>) -> Result<Vec<SaidAce>, Status> {
+    (0..d.len(ACES_MAX)?).map(|_| get_ace(d)).collect()
 }
 
 /// Longest name of an owner.
@@ -261,7 +347,10 @@ const OWNER_MAX: u32 = 1024;
 
 /// A user or a group: its number, `1000` or `1000@anywhere`, or its name on this host, whatever domain the client is in.
 fn get_owner(d: &mut Decoder<'_>) -> Result<Result<u32, Box<str>>, Status> {
-    let name = d.opaque(OWNER_MAX)?;
+    named(d.opaque(OWNER_MAX)?)
+}
+
+fn named(name: &[u8]) -> Result<Result<u32, Box<str>>, Status> {
     let name = std::str::from_utf8(name).map_err(|_| Status::BADOWNER)?;
     let name = name.split('@').next().expect("there is a first part");
     match name.parse() {
@@ -285,6 +374,7 @@ pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> 
     let which = Bitmap::decode(d)?;
     let values = d.opaque(64 << 10)?;
     let (mut values, mut set, mut owner, mut group) = (Decoder::new(values), SetAttributes::default(), None, None);
+    let mut acl = None;
     let supported = supported(minor);
     for number in which.iter() {
         if !supported.contains(number) {
@@ -295,6 +385,7 @@ pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> 
         }
         match number {
             SIZE => set.size = Some(values.u64()?),
+            ACL => acl = Some(get_acl(&mut values)?),
             MODE => set.mode = Some(get_mode(&mut values)?),
             OWNER => match get_owner(&mut values)? {
                 Ok(uid) => set.uid = Some(uid),
@@ -313,7 +404,7 @@ pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> 
         return Err(Status::FBIG);
     }
     values.finish()?;
-    Ok(Wanted { set, which, owner, group })
+    Ok(Wanted { set, which, owner, group, acl })
 }
 
 fn get_mode(d: &mut Decoder<'_>) -> Result<u32, Status> {

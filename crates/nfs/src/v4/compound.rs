@@ -6,6 +6,7 @@ use super::numbered_ops::is_numbered;
 use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
+use crate::acl::{Acl, PosixAcl, to_aces};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
 use crate::security::SecuritySet;
 use crate::share::{FileHandle, HandleError, Target};
@@ -550,8 +551,17 @@ impl<'a> Compound<'a> {
             }
             Object::File(_) => Vec::new(),
         };
+        let aces = if wanted.contains(attributes::number::ACL) {
+            let acl = match object {
+                Object::Root => Acl { access: PosixAcl::from_mode(attributes.mode), default: None },
+                Object::File(target) => target.share.files.acl(&target.file).await?,
+            };
+            Some(to_aces(&acl, attributes.kind == Kind::Directory))
+        } else {
+            None
+        };
         let described = self.describe(&attributes, fsid, mounted_on, &handle, usage);
-        attributes::encode(out, wanted, &described);
+        attributes::encode(out, wanted, &Described { acl: aces.as_deref(), ..described });
         Ok(())
     }
 
@@ -564,7 +574,7 @@ impl<'a> Compound<'a> {
         usage: Usage,
     ) -> Described<'b> {
         let lease_seconds = self.server.lease.as_secs().max(1) as u32;
-        Described { minor: self.minor, lease_seconds, attributes, fsid, handle, mounted_on, usage }
+        Described { minor: self.minor, lease_seconds, attributes, fsid, handle, mounted_on, usage, acl: None }
     }
 
     /// The directory that has the shares changes only when the server is started.

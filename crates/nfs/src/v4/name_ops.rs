@@ -1,9 +1,10 @@
 //! Operations on directories, names and attributes.
 
-use super::attributes::{self, Wanted};
+use super::attributes::{self, SaidAce, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
 use super::status::Status;
+use crate::acl::{Ace, from_aces};
 use crate::delegations::Change;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
 use crate::share::{HandleError, Target};
@@ -154,8 +155,31 @@ impl<'a> Compound<'a> {
         }
     }
 
-    /// The attributes that are to be set, with the numbers of users and groups that have names there.
+    /// The attributes that something is to be made with.
     pub(super) async fn get_wanted(&self, d: &mut Decoder<'_>) -> Done<Wanted> {
+        let wanted = self.get_changes(d).await?;
+        // What is made has the list that its directory gives it.
+        if wanted.acl.is_some() { Err(Status::ATTRNOTSUPP.into()) } else { Ok(wanted) }
+    }
+
+    /// The entries of an access control list, with the numbers of users and groups that have names there.
+    async fn look_up_all(&self, said: Vec<SaidAce>) -> Done<Vec<Ace>> {
+        let mut aces = Vec::with_capacity(said.len());
+        for ace in said {
+            let number = match &ace.name {
+                None => None,
+                Some(name) => {
+                    let number = self.server.shares.number_of(name, ace.is_of_group()).await;
+                    Some(number.ok_or(Status::BADOWNER)?)
+                }
+            };
+            aces.push(ace.with_number(number));
+        }
+        Ok(aces)
+    }
+
+    /// The attributes that are to be set, with the numbers of users and groups that have names there.
+    async fn get_changes(&self, d: &mut Decoder<'_>) -> Done<Wanted> {
         let mut wanted = attributes::decode(d, self.minor)?;
         let shares = &self.server.shares;
         if let Some(name) = wanted.owner.take() {
@@ -169,14 +193,32 @@ impl<'a> Compound<'a> {
 
     async fn try_set_attributes(&mut self, d: &mut Decoder<'_>) -> Done<Bitmap> {
         let stateid = self.get_stateid(d)?;
-        let wanted = self.get_wanted(d).await?;
+        let mut wanted = self.get_changes(d).await?;
+        let aces = match wanted.acl.take() {
+            Some(said) => Some(self.look_up_all(said).await?),
+            None => None,
+        };
         let target = self.writable()?;
         let is_open = match wanted.set.size {
             Some(_) => self.is_open(target, stateid, true).await?.is_open,
             None => false,
         };
         let _change = target.change(self.known_client()).await?;
-        target.share.files.set_attributes(user(target, is_open), &target.file, wanted.set, None).await?;
+        let files = &target.share.files;
+        if let Some(aces) = aces {
+            let is_directory = files.attributes(&target.file).await?.kind == Kind::Directory;
+            let acl = from_aces(&aces, is_directory).map_err(|why| {
+                tracing::info!(%why, "an access control list that POSIX cannot have");
+                Status::ATTRNOTSUPP
+            })?;
+            files.set_acl(&target.who, &target.file, acl).await.map_err(|error| match error {
+                Errno::OPNOTSUPP => Status::ATTRNOTSUPP,
+                error => error.into(),
+            })?;
+        }
+        if wanted.which.iter().any(|number| number != attributes::number::ACL) {
+            files.set_attributes(user(target, is_open), &target.file, wanted.set, None).await?;
+        }
         Ok(wanted.which)
     }
 

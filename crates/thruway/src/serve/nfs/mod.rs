@@ -23,6 +23,7 @@ use thruway_gss::Acceptor;
 use thruway_nfs::delegations::{Delegate, Delegations};
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
+use thruway_nfs::nfsacl::NfsAcl;
 use thruway_nfs::nlm::Nlm;
 use thruway_nfs::nsm::Nsm;
 use thruway_nfs::rules::{Clients, Rule, RuleError};
@@ -365,6 +366,7 @@ impl NfsService {
             Arc::new(v4),
             Arc::clone(&nlm) as Arc<dyn Program>,
             Arc::clone(&nsm) as Arc<dyn Program>,
+            Arc::new(NfsAcl::new(Arc::clone(&shares))),
             Arc::new(Mount::new(shares)),
         ];
         let programs = match args.acceptor()? {
