@@ -9,6 +9,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import time
 
 from servers import THRUWAY, TOP, keep
 
@@ -42,9 +43,11 @@ class Server:
 
     def __enter__(self):
         if self.name == "nfsd":
-            shell("exportfs -o rw,no_root_squash,insecure,fsid=1,async,no_subtree_check '*:/srv/data'; rpc.mountd -N 4 -p 20048 || true; rpc.mountd -p 20048 || true;"
-                  "rpc.nfsd -U --rdma=20049 8; echo 1 >/proc/fs/nfsd/v4_end_grace 2>/dev/null || true")
-            self.share, self.mount = {"3": "/srv/data", "4.1": "srv/data"}, f"{ADDRESS}:20048"
+            shell("exportfs -o rw,no_root_squash,insecure,fsid=0,async,no_subtree_check '*:/srv/data'; rpc.mountd -p 20048;"
+                  "echo 1048576 >/proc/fs/nfsd/max_block_size; echo 10 >/proc/fs/nfsd/nfsv4leasetime; echo 10 >/proc/fs/nfsd/nfsv4gracetime; rpc.nfsd -U --rdma=20049 8;")
+            # Nothing is opened by version 4 before its grace period is over.
+            time.sleep(11)
+            self.share, self.mount = {"3": "/srv/data", "4.1": "/"}, f"{ADDRESS}:20048"
         else:
             command = [THRUWAY, "serve", "--json", "--anonymous", "--provider", "verbs", "--share", "data=/srv/data,squash=none,async", "--nfs", f"{ADDRESS}:2049",
                        "--nfs-rdma", f"{ADDRESS}:20049", "--nfs-rpcbind", "none", "--state", "/tmp/state"]

@@ -98,6 +98,18 @@ fn main() -> ExitCode {
     }
 }
 
+/// A program without what cargo has said about this one: some crates are built anew when that changes.
+fn command(program: &str) -> Command {
+    let mut command = Command::new(program);
+    let of_this = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    for (name, _) in env::vars_os() {
+        if name.to_str().is_some_and(of_this) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
 /// Runs a command at the top of the workspace, saying what and how long.
 fn run(what: &str, program: &str, args: &[&str]) -> Result<(), String> {
     run_with(what, program, args, &[])
@@ -106,7 +118,7 @@ fn run(what: &str, program: &str, args: &[&str]) -> Result<(), String> {
 fn run_with(what: &str, program: &str, args: &[&str], vars: &[(&str, &str)]) -> Result<(), String> {
     eprintln!("==> {what}: {program} {}", args.join(" "));
     let start = Instant::now();
-    let status = Command::new(program)
+    let status = command(program)
         .args(args)
         .envs(vars.iter().copied())
         .current_dir(top())

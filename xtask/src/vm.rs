@@ -3,7 +3,7 @@
 //! The shell scripts in `testbed/` build and start a kernel; here they are found, fed, and their
 //! tests run, each in a guest of its own: two at a time, but for those that measure something.
 
-use crate::{run, top};
+use crate::{command, run, top};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -264,7 +264,7 @@ fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Resu
 
 /// Builds an integration test and says where its program is.
 fn built_test(package: &str, name: &str) -> Result<PathBuf, String> {
-    let out = Command::new("cargo")
+    let out = command("cargo")
         .args(["test", "--quiet", "--no-run", "--package", package, "--test", name, "--message-format=json"])
         .current_dir(top())
         .stderr(Stdio::inherit())

@@ -19,8 +19,10 @@ use thruway_server::rdma::Registration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Measurements are kept up to this many.
 const SAMPLES_MAX: usize = 4 << 20;
-/// Bytes of one request while a file is filled, and at most.
+/// Bytes of one request at most.
 const LARGEST: u32 = 1 << 20;
+/// Bytes of one request while a file is filled: what every server takes.
+const FILL: u32 = 64 << 10;
 /// Every so many bytes of a file begin with their position.
 const BLOCK: u64 = 4096;
 
@@ -320,7 +322,7 @@ impl Driver {
         let said = |e| format!("filling a file: {e}");
         let mut at = 0;
         while at < size {
-            let len = (size - at).min(LARGEST.into());
+            let len = (size - at).min(FILL.into());
             let written = self.connection.write(&self.file, at, content(at, len), false).await.map_err(said)?;
             if written == 0 || u64::from(written) > len {
                 return Err(format!("filling a file: {written} bytes of {len} written"));
