@@ -66,18 +66,19 @@ class Server:
     def drive(self, transport, version, operation, size, depth, more):
         """Operations a second, and seconds of all processors for each thousand."""
         port, options = ("2049", []) if transport == "tcp" else ("20049", ["--rdma", "--provider", "verbs"])
+        # Another host by TCP; by rxe the same, whose device is both ends'.
+        where = ["ip", "netns", "exec", "other"] if transport == "tcp" else []
         mount = ["--mount", self.mount] if version == "3" else []
         before = busy()
-        row = json.loads(subprocess.run(["ip", "netns", "exec", "other", THRUWAY, "bench", "nfs", "--json", "--connect", f"{ADDRESS}:{port}", *options, *mount, "--share",
+        row = json.loads(subprocess.run([*where, THRUWAY, "bench", "nfs", "--json", "--connect", f"{ADDRESS}:{port}", *options, *mount, "--share",
                                          self.share[version], "--vers", version, "--op", operation, "--size", size, "--depth", str(depth), "--seconds", str(SECONDS), *more],
                                         check=True, stdout=subprocess.PIPE, text=True).stdout)[0]
         return row["ops_per_second"], (busy() - before) / row["operations"] * 1000
 
 
 def inside(transport):
-    shell("mount -t tmpfs none /tmp; hosts other; kernel_end rxe; rdma link add rxe1 type rxe netdev lo 2>/dev/null || true; mkdir -p /srv /mnt/n")
-    # The client is another host, with a device of its own.
-    shell("ip netns exec other rdma link add rxe2 type rxe netdev eth0 2>/dev/null || rdma link show >&2; mount -t tmpfs none /srv; mkdir -p /srv/data;"
+    shell("mount -t tmpfs none /tmp; hosts other; kernel_end rxe; mkdir -p /srv /mnt/n")
+    shell("mount -t tmpfs none /srv; mkdir -p /srv/data;"
           "truncate -s 2G /srv/disk; mkfs.ext4 -qF /srv/disk; mount -o loop /srv/disk /srv/data; chmod 777 /srv/data;"
           "mkdir -p /run/rpcbind /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /proc/fs/nfsd; mount -t nfsd nfsd /proc/fs/nfsd 2>/dev/null || true; rpcbind -w 2>/dev/null || true")
     for run in range(RUNS):

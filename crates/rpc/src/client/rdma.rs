@@ -115,7 +115,8 @@ fn invalid(what: impl ToString) -> io::Error {
 impl Rdma {
     pub(super) async fn connect(server: SocketAddr, options: &RdmaOptions) -> io::Result<(Rdma, Messages)> {
         let ours = PrivateData {
-            remote_invalidation: options.registration.is_for_one_request(),
+            // What a device registers is not for peers to revoke; user space lets them.
+            remote_invalidation: options.registration.is_for_one_request() && options.provider.runs_over_tcp(),
             send_size: MESSAGE_MAX as u32,
             receive_size: MESSAGE_MAX as u32,
         };
