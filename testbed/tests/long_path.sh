@@ -1,4 +1,5 @@
 # title: on a long path data channels are many from the start, and more where the system keeps their buffers small; both directions, both transports
+# alone: it measures its path
 # limit: 120
 hosts a b
 for host in a b; do

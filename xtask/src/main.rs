@@ -98,7 +98,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A program without what cargo has said about this one: some crates are built anew when that changes.
+/// A program without what cargo has said about this one: some crates are built again when that changes.
 fn command(program: &str) -> Command {
     let mut command = Command::new(program);
     let of_this = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");

@@ -40,7 +40,7 @@ pub(super) struct NfsServerArgs {
     /// What carries RDMA
     #[arg(long, value_enum, default_value_t = super::BenchProvider::Iwarp, requires = "rdma")]
     provider: super::BenchProvider,
-    /// Which end moves long results; with read-read, who can connect can read what others have read
+    /// Which end moves long results; with read-read, a client can read all memory that its connection has for results
     #[arg(long, value_enum, default_value_t = DesignArg::ReadWrite, requires = "rdma")]
     design: DesignArg,
     /// Memory that is shared, as `m`

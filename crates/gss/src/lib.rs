@@ -23,8 +23,6 @@ pub const TOKEN_MAX: usize = 64 << 10;
 pub const COMPLETE: u32 = 0;
 /// `GSS_S_CONTINUE_NEEDED`
 const CONTINUE_NEEDED: u32 = 1;
-/// `GSS_S_CONTEXT_EXPIRED`
-pub const CONTEXT_EXPIRED: u32 = 12 << 16;
 /// `GSS_S_FAILURE`
 pub const FAILURE: u32 = 13 << 16;
 /// The bits of a status that say that the call has failed.
@@ -310,7 +308,7 @@ impl Context {
         self.end.is_some_and(|end| end <= Instant::now())
     }
 
-    /// A code for a message, which nobody else can make.
+    /// A code for a message, which only the two ends can make.
     ///
     /// # Errors
     /// The library's.
@@ -337,7 +335,7 @@ impl Context {
         Ok(())
     }
 
-    /// A message that nobody else can read or make.
+    /// A message that only the two ends can read or make.
     ///
     /// # Errors
     /// The library's, or if the context cannot encrypt.

@@ -1,6 +1,6 @@
 //! Access control lists: those of POSIX, which file systems of this host have and the kernel heeds, and those of NFS version 4.
 //!
-//! The two say different things. What a POSIX list says is told in version 4's words by [`Ace`]s that grant the same
+//! The two say different things. What a POSIX list says is expressed in version 4's words by [`Ace`]s that grant the same
 //! (after draft-ietf-nfsv4-acl-mapping-05). What clients say in version 4's words is set where a POSIX list can say the same for everybody,
 //! and else refused: [`Inexact`] says why. Only reading, writing and executing are mapped; of the finer rights of version 4, POSIX knows
 //! none, and they are neither kept nor told.

@@ -339,7 +339,7 @@ async fn open_arguments(call: &mut Call, established: &Arc<Established>, sequenc
 }
 
 impl Protection {
-    /// Whether the reply is made anew, in memory of its own.
+    /// Whether the reply is made again, in memory of its own.
     pub(super) fn copies(&self) -> bool {
         self.service != Service::None
     }
