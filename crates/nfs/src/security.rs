@@ -35,7 +35,7 @@ impl Security {
         }
     }
 
-    /// Its number in the MOUNT protocol: a pseudo-flavor of RFC 2623, section 2.2.3, for those of Kerberos.
+    /// Its number in the MOUNT protocol: a pseudo-flavor of RFC 2623, for those of Kerberos.
     pub fn pseudo_flavor(self) -> u32 {
         match self {
             Security::Sys => flavor::AUTH_SYS,

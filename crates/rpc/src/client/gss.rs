@@ -1,12 +1,13 @@
 //! Calls of users who prove who they are (RPCSEC_GSS, RFC 2203).
 
 use super::{Arguments, CallError, Client, Procedure, Reply};
-use crate::gss::{Action, GssCredential, InitResult, Service};
+use crate::gss::{Action, GssCredential, InitResult, Service, Window};
 use crate::message::{CallHeader, Incoming, OpaqueAuth, flavor};
 use crate::xdr::{Decoder, Encoder};
 use std::cell::Cell;
 use std::io;
 use thruway_gss::{COMPLETE, Context, FAILURE, GssError, TOKEN_MAX};
+use tokio::sync::Semaphore;
 
 /// A context with a server, by which calls are made and protected.
 pub struct GssSession {
@@ -14,6 +15,8 @@ pub struct GssSession {
     handle: Vec<u8>,
     service: Service,
     next: Cell<u32>,
+    /// As many calls at a time as the server keeps numbers for: it would not answer older ones.
+    turns: Semaphore,
 }
 
 fn credential(action: Action, sequence: u32, service: Service, handle: &[u8]) -> Vec<u8> {
@@ -77,7 +80,8 @@ impl GssSession {
         }
         let context = initiator.finish(&result.token)?;
         context.verify(&result.window.to_be_bytes(), reply.verifier()?)?;
-        Ok(GssSession { context, handle: result.handle, service, next: Cell::new(1) })
+        let turns = Semaphore::new(result.window.clamp(1, Window::SIZE) as usize);
+        Ok(GssSession { context, handle: result.handle, service, next: Cell::new(1), turns })
     }
 
     /// The call of a procedure with a number, protected.
@@ -157,10 +161,11 @@ impl GssSession {
         let mut arguments = arguments.into();
         let bytes = std::mem::take(&mut arguments.bytes);
         if self.service != Service::None && arguments.item_max > 0 {
-            // What is protected is one message (RFC 8166, section 5.2.2).
+            // What is protected is one message (RFC 8166).
             arguments.reply_max = arguments.item_max + arguments.reply_max.max(PROTECTED);
             arguments.item_max = 0;
         }
+        let _turn = self.turns.acquire().await.expect("never closed");
         let sequence = self.next.get();
         self.next.set(sequence + 1);
         let protect = |xid| Ok(self.protect(xid, procedure, sequence, bytes)?);

@@ -301,7 +301,7 @@ async fn open_arguments(call: &mut Call, established: &Arc<Established>, sequenc
     if service == Service::None {
         return true;
     }
-    // Nothing of what is protected may come by itself (RFC 8166, section 5.2.2).
+    // Nothing of what is protected may come by itself (RFC 8166).
     if call.has_bulk() {
         return false;
     }
