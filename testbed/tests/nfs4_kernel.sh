@@ -149,6 +149,12 @@ fallocate -p -o 1M -l 4M /mnt/a/storage
 head -c 20M /dev/urandom >/mnt/a/source
 cp /mnt/a/source /mnt/a/copy
 cmp /tmp/served/data/source /tmp/served/data/copy
+# Beyond 64 MiB the client is called when it is done; a copy that is interrupted is cancelled.
+copy_all() { python3 -c "import os,sys; f, t = os.open(sys.argv[1], 0), os.open(sys.argv[2], 0o1102); print(os.copy_file_range(f, t, 1 << 30))" "$1" "$2"; }
+[[ $(copy_all /mnt/a/holes /mnt/a/long) == $((100 << 20)) ]]
+cmp /mnt/b/holes /mnt/b/long
+grep -q 'end of a copy answered' /tmp/said
+rm /mnt/a/long
 
 echo '--- extended attributes'
 setfattr -n user.colour -v blue /mnt/a/source

@@ -262,6 +262,7 @@ for d in deaf:
 /// As [`CLIENT`], with a session of version 4.1: `run(count, operations)` returns the results behind SEQUENCE.
 const SESSION: &str = r#"
 class Session(Connection):
+    minor = 1
     def __init__(self, name, back=True):
         super().__init__()
         self.sequence = 0
@@ -274,7 +275,7 @@ class Session(Connection):
         assert flags == words(2 if back else 0), "is it called back?"
         self.run(1, words(58, 0))
     def compound(self, count, operations):
-        reply = self.call(100003, 4, 1, opaque(b"") + words(1, count) + operations)
+        reply = self.call(100003, 4, 1, opaque(b"") + words(self.minor, count) + operations)
         assert reply[:16] == words(0, 0, 0, 0), reply
         self.status = struct.unpack(">I", reply[16:20])[0]
         return reply[28:]
@@ -593,6 +594,111 @@ assert recalled(one) == stateid and give_back(one, b"f", stateid) == 0
 assert write() == words(0)
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{DELEGATIONS}{script}"), &daemon.at("nfs"), ""]);
+    daemon.stop();
+}
+
+#[test]
+fn a_long_copy_is_answered_before_it_is_done() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let share = ["--share", "m=mem:512M,squash=none,delegations=none", "--state", text(&state)];
+    let daemon = Disks::serve(&[&["--quiet", "--nfs", "127.0.0.1:0"], &share[..]].concat());
+    let script = r#"
+import time
+LONG, UNKNOWN, COMPLETE = 80 << 20, 10025, 10054
+Session.minor = 2
+one, two, deaf = Session(b"one"), Session(b"two"), Session(b"deaf", back=False)
+file = lambda name: LOOK_UP + words(15) + opaque(name)
+quad = lambda *q: struct.pack(f">{len(q)}Q", *q)
+def opened(session, name):
+    open = words(18, 0, 0x403, 0) + session.client + opaque(b"owner") + words(1, 0, 0, 0, 0) + opaque(name)
+    results = session.run(4, LOOK_UP + open + words(10))
+    assert session.status == 0
+    return results[16 + 8:][:16]
+def write(session, stateid, name, at, data):
+    session.run(4, file(name) + words(38) + stateid + quad(at) + words(0) + opaque(data))
+    assert session.status == 0
+def read(session, stateid, name, at, count):
+    results = session.run(4, file(name) + words(25) + stateid + quad(at) + words(count))
+    return results[24 + 16:][:count]
+def copy(session, source, target, name, is_synchronous=0):
+    ranges = quad(0, 0, 0) + words(1, is_synchronous, 0)
+    results = session.run(8, file(b"f") + words(32) + file(name) + words(60) + source + target + ranges)[56:]
+    if session.status != 0:
+        return None
+    assert results[:8] == words(60, 0)
+    if results[8:12] == words(0):
+        assert results[-8:] == words(1, 1), "in one piece, and done"
+        return struct.unpack(">Q", results[12:20])[0]
+    assert results[8:12] == words(1) and results[28:40] == words(0, 0, 0) and results[-8:] == words(1, 0)
+    return results[12:28]
+def offload(session, stateid, cancel=False):
+    results = session.run(4, file(b"g") + words(66 if cancel else 67) + stateid)
+    return results[32:] if session.status == 0 else session.status
+def ended(session):
+    call = session.called()
+    operations = call[56:]
+    assert operations[:20] == words(11) + session.id and operations[40:44] == words(15), operations
+    handle = operations[44:][:4 + (struct.unpack(">I", operations[44:48])[0] + 3) // 4 * 4]
+    rest = operations[44 + len(handle):]
+    return call, rest[:16], rest[16:]
+def take(session, call, status=0):
+    session.answer(call, words(status, 0, 2, 11, 0) + session.id + call[76:80] + words(0, 0, 0) + words(15, status))
+
+f, g = opened(one, b"f"), opened(one, b"g")
+write(one, f, b"f", 0, b"head")
+write(one, f, b"f", LONG - 4, b"tail")
+copied = copy(one, f, g, b"g")
+call, which, how = ended(one)
+assert which == copied and how[:4] == words(0) and how[4:16] == words(0) + quad(LONG) and how[16:20] == words(0), how
+assert read(one, g, b"g", 0, 4) == b"head" and read(one, g, b"g", LONG - 4, 4) == b"tail"
+# Until it has answered, it can ask.
+assert offload(one, copied) == quad(LONG) + words(1, 0)
+assert offload(one, copied, cancel=True) == COMPLETE
+assert offload(two, copied) == UNKNOWN and offload(two, copied, cancel=True) == UNKNOWN
+assert offload(one, f) == UNKNOWN and offload(one, words(0, 0, 0, 0)) == UNKNOWN
+take(one, call, 10008)
+call, which, how = ended(one)
+assert which == copied, "a client that has no time for it is called again"
+take(one, call)
+while offload(one, copied) != UNKNOWN:
+    time.sleep(0.01)
+
+# Before it is answered it is done if the client wants that, cannot be called, or has many that it has not heard of.
+assert copy(one, f, g, b"g", 1) == LONG
+source, target = opened(deaf, b"f"), opened(deaf, b"g")
+assert copy(deaf, source, target, b"g") == LONG
+many = [copy(one, f, g, b"g") for _ in range(17)]
+assert all(len(stateid) == 16 for stateid in many[:16]) and many[16] == LONG
+seen = set()
+for _ in range(16):
+    call, which, how = ended(one)
+    seen.add(which)
+    take(one, call)
+assert seen == set(many[:16])
+
+# Files that are closed meanwhile are not copied any more; what was copied is said.
+copied = copy(one, f, g, b"g")
+one.run(4, file(b"f") + words(4, 0) + f)
+assert one.status == 0
+call, which, how = ended(one)
+assert which == copied and (how[4:16] if how[:4] == words(0) else how[:4]) in [words(0) + quad(n << 20) for n in range(16, 81, 16)] + [words(UNKNOWN)], how
+take(one, call)
+# One that is cancelled is not heard of again.
+f = opened(one, b"f")
+copied = copy(one, f, g, b"g")
+cancelled = offload(one, copied, cancel=True)
+if cancelled == COMPLETE:
+    take(one, ended(one)[0])
+else:
+    assert cancelled == b"" and offload(one, copied) == UNKNOWN
+# Nor is one of a client that has gone.
+f, g = opened(two, b"f"), opened(two, b"g")
+copy(two, f, g, b"g")
+two.stream.close()
+assert copy(one, opened(one, b"f"), opened(one, b"g"), b"g", 1) == LONG
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{script}"), &daemon.at("nfs"), ""]);
     daemon.stop();
 }
 

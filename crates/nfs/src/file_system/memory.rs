@@ -301,6 +301,28 @@ impl FileSystem for MemoryFileSystem {
         }))
     }
 
+    fn copy<'a>(
+        &'a self,
+        user: As<'a>,
+        (from, from_at): (&'a FileId, u64),
+        (to, to_at): (&'a FileId, u64),
+        len: u64,
+        shared: bool,
+    ) -> Op<'a, u64> {
+        ready(self.with(from, |tree, from| {
+            let to = self.id(to)?;
+            let (source, target) = (tree.node(from)?, tree.node(to)?);
+            check_read(source, user)?;
+            check_write(target, user)?;
+            if shared {
+                return Err(Errno::OPNOTSUPP);
+            }
+            let copied = tree.copy((from, from_at), (to, to_at), len)?;
+            tree.drop_privileges(user.who, to);
+            Ok(copied)
+        }))
+    }
+
     fn xattr<'a>(&'a self, who: &'a Credentials, file: &'a FileId, name: &'a [u8]) -> Op<'a, Vec<u8>> {
         ready(self.with(file, |tree, id| {
             let node = tree.node(id)?;

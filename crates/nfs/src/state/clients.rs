@@ -236,6 +236,7 @@ impl State {
             self.forget_numbering(numbering);
         }
         self.forget_waits(id, client.waits);
+        self.end_offloads_of(id);
         if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {
                 *known = known.filter(|known| *known != id);

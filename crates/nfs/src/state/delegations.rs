@@ -179,15 +179,19 @@ impl State {
         }
     }
 
+    /// A session by which a client can be called.
+    pub(super) fn callable_session(&self, client: u64) -> Option<Arc<Session>> {
+        self.sessions.values().find(|session| session.client == client && session.can_call()).cloned()
+    }
+
     /// A delegation that is to be given back; `None` if it has been.
     pub(crate) fn recalled(&self, number: u64) -> Option<Recalled> {
         let Some(Held::Delegation(delegation)) = self.held.get(&number) else { return None };
         if delegation.is_revoked {
             return None;
         }
-        let of_client = |session: &&Arc<Session>| session.client == delegation.client && session.can_call();
         Some(Recalled {
-            session: self.sessions.values().find(of_client).cloned(),
+            session: self.callable_session(delegation.client),
             stateid: self.stateid_of(number, 1),
             handle: delegation.handle.clone(),
             is_write: delegation.is_write,

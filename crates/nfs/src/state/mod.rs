@@ -10,6 +10,7 @@ mod delegations;
 mod files;
 mod monitored;
 mod numbered;
+mod offloads;
 mod ranges;
 mod waiting;
 
@@ -23,6 +24,7 @@ pub(crate) use waiting::Waiting;
 
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
+use self::offloads::Offload;
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
@@ -58,6 +60,11 @@ impl Stateid {
     pub(crate) fn encode(self, out: &mut Encoder) {
         out.u32(self.seqid);
         out.fixed(&self.other);
+    }
+
+    /// The same, whatever has become of it.
+    pub(crate) fn latest(self) -> Stateid {
+        Stateid { seqid: 0, ..self }
     }
 
     pub(crate) fn is_special(self) -> bool {
@@ -138,6 +145,11 @@ pub(crate) const LOCKS_MAX: usize = 8192;
 pub(crate) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
 /// The same, to all clients.
 pub(crate) const DELEGATIONS_MAX: usize = 16 << 10;
+/// Copies of a client that go on after they have been answered, or of whose end it has not heard; beyond that, copies are done
+/// before they are answered.
+pub(crate) const OFFLOADS_OF_CLIENT_MAX: usize = 16;
+/// The same, of all clients.
+pub(crate) const OFFLOADS_MAX: usize = 256;
 /// So many milliseconds after one has been recalled, a file is not delegated again.
 pub(crate) const RECENT_MS: u64 = 30_000;
 /// Files that this is known of; when there are more, none is delegated.
@@ -184,6 +196,8 @@ pub(crate) struct State {
     recalls: Vec<u64>,
     /// When something was recalled of which file.
     recent: HashMap<FileKey, u64>,
+    /// Copies, by number.
+    offloads: HashMap<u64, Offload>,
 }
 
 impl State {
@@ -210,6 +224,7 @@ impl State {
             delegations: 0,
             recalls: Vec::new(),
             recent: HashMap::new(),
+            offloads: HashMap::new(),
         }
     }
 
@@ -233,7 +248,7 @@ impl State {
     fn number(&self) -> u64 {
         loop {
             let number = u64::from_be_bytes(thruway_engine::random::random());
-            if !self.held.contains_key(&number) {
+            if !self.held.contains_key(&number) && !self.offloads.contains_key(&number) {
                 return number;
             }
         }

@@ -826,3 +826,29 @@ fn who_polls_does_not_take_the_place_of_who_may_not() {
     state.host_restarted("192.0.2.1".parse().unwrap(), 2);
     assert_eq!(owners(&state), [b"second".as_slice().into()]);
 }
+
+#[test]
+fn copies_are_cancelled_and_end_with_their_clients() {
+    let mut state = State::new(7, LEASE, []);
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let (number, stateid, _) = state.begin_offload(a).unwrap();
+    assert!(state.offload_copied(number, 5));
+    assert_eq!(state.offload_progress(a, stateid).map(|progress| (progress.copied, progress.ended)), Ok((5, None)));
+    assert_eq!(state.offload_progress(b, stateid).err(), Some(Status::BAD_STATEID));
+    assert_eq!(state.cancel_offload(b, stateid).err(), Some(Status::BAD_STATEID));
+    assert!(state.cancel_offload(a, stateid).is_ok());
+    assert!(!state.offload_copied(number, 6), "it is not to go on");
+    assert!(state.offload_session(number).is_err());
+
+    let (ended, stateid, _) = state.begin_offload(a).unwrap();
+    state.end_offload(ended, Err(Status::NOSPC));
+    assert_eq!(state.cancel_offload(a, stateid).err(), Some(Status::COMPLETE_ALREADY));
+    assert_eq!(state.offload_progress(a, stateid).unwrap().ended, Some(Err(Status::NOSPC)));
+    for _ in 1..OFFLOADS_OF_CLIENT_MAX {
+        assert!(state.begin_offload(a).is_some());
+    }
+    assert!(state.begin_offload(a).is_none());
+    let (of_b, _, _) = state.begin_offload(b).unwrap();
+    assert!(state.give_up(LEASE + 1, a) && state.expire(LEASE + 1, a));
+    assert!(!state.offload_copied(ended, 0) && state.offload_copied(of_b, 0));
+}

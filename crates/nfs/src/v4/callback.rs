@@ -1,6 +1,8 @@
 //! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
 
+use super::offload::put_written;
 use super::session::Session;
+use super::status::Status;
 use crate::state::Stateid;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -25,6 +27,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// Numbers of operations and statuses, by the names of the RFC.
 const CB_SEQUENCE: u32 = 11;
 const CB_RECALL: u32 = 4;
+const CB_OFFLOAD: u32 = 15;
 const CB_NOTIFY_LOCK: u32 = 13;
 const SEQ_MISORDERED: u32 = 10_063;
 const RETRY_UNCACHED_REP: u32 = 10_068;
@@ -50,6 +53,8 @@ pub(crate) enum Notice {
     Lock { handle: Box<[u8]>, owner: Box<[u8]> },
     /// What is delegated is to be given back.
     Recall { handle: Box<[u8]>, stateid: Stateid },
+    /// A copy has ended.
+    Copied { handle: Box<[u8]>, stateid: Stateid, result: Result<(), Status>, copied: u64, verifier: u64 },
 }
 
 /// The way back to the client of a session.
@@ -197,6 +202,21 @@ fn compound(session: &Session, sequence: u32, notice: &Notice) -> Encoder {
             // Not because the file is to be cut to nothing.
             out.bool(false);
             out.opaque(handle);
+        }
+        Notice::Copied { handle, stateid, result, copied, verifier } => {
+            out.u32(CB_OFFLOAD);
+            out.opaque(handle);
+            stateid.encode(&mut out);
+            match result {
+                Ok(()) => {
+                    out.u32(0);
+                    put_written(&mut out, None, *copied, *verifier);
+                }
+                Err(status) => {
+                    out.u32(status.0);
+                    out.u64(*copied);
+                }
+            }
         }
     }
     out

@@ -398,6 +398,8 @@ impl<'a> Compound<'a> {
             op::SEEK => self.seek(d, out).await,
             op::ALLOCATE | op::DEALLOCATE => self.allocate(d, number == op::ALLOCATE).await,
             op::COPY => self.copy(d, out).await,
+            op::OFFLOAD_STATUS => self.offload_status(d, out),
+            op::OFFLOAD_CANCEL => self.offload_cancel(d).await,
             op::CLONE => self.clone_range(d).await,
             op::IO_ADVISE => self.advise(d, out).await,
 

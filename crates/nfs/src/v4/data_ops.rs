@@ -7,7 +7,6 @@ use crate::file_system::{Allocate, Seek, Stability};
 use crate::share::Target;
 use crate::state::Stateid;
 use rustix::io::Errno;
-use std::time::{Duration, Instant};
 use thruway_engine::{Segment, Segments};
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
@@ -16,11 +15,8 @@ use thruway_server::Body;
 /// Most bytes of a READ that is not the first of its compound.
 const FURTHER_READ_MAX: usize = 64 << 10;
 
-/// After this long a copy ends early, and the client asks for the rest: a call is to be answered.
-const COPY_TIME_MAX: Duration = Duration::from_secs(5);
-
 /// A range that ends where positions in files can end.
-fn check_range(at: u64, len: u64) -> Done {
+pub(super) fn check_range(at: u64, len: u64) -> Done {
     if at.checked_add(len).is_none_or(|end| end > i64::MAX as u64) { Err(Status::FBIG.into()) } else { Ok(()) }
 }
 
@@ -134,55 +130,16 @@ impl Compound<'_> {
     }
 
     /// The saved file, which is open for reading, and the current one, which is for writing; and how.
-    async fn source_and_target(&self, from: Stateid, to: Stateid) -> Done<(&Target<'_>, &Target<'_>, [Access; 2])> {
+    pub(super) async fn source_and_target(
+        &self,
+        from: Stateid,
+        to: Stateid,
+    ) -> Done<(&Target<'_>, &Target<'_>, [Access; 2])> {
         let (source, target) = self.saved_and_current()?;
         self.writable()?;
         let can_read = self.is_open(source, from, false).await?;
         let can_write = self.is_open(target, to, true).await?;
         Ok((source, target, [can_read, can_write]))
-    }
-
-    /// COPY on this server, done before it is answered; perhaps in part.
-    pub(super) async fn copy(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
-        let (from, to) = (self.get_stateid(d)?, self.get_stateid(d)?);
-        let (from_at, to_at, len) = (d.u64()?, d.u64()?, d.u64()?);
-        let (_consecutive, _synchronous) = (d.bool()?, d.bool()?);
-        if d.u32()? != 0 {
-            // From another server.
-            return Err(Status::NOTSUPP.into());
-        }
-        let (source, target, access) = self.source_and_target(from, to).await?;
-        let user = user(target, access.iter().all(|access| access.is_open));
-        let files = &target.share.files;
-        let size = files.attributes(&source.file).await?.size;
-        // A length of 0 is all that there is.
-        let end = if len == 0 { size } else { from_at.saturating_add(len).min(size) };
-        check_range(to_at, end.saturating_sub(from_at))?;
-        if from_at > size {
-            return Err(Status::INVAL.into());
-        }
-        let verifier = files.write_verifier();
-        let (begun, mut copied) = (Instant::now(), 0);
-        while from_at + copied < end && begun.elapsed() < COPY_TIME_MAX {
-            let left = end - from_at - copied;
-            let (from, to) = ((&source.file, from_at + copied), (&target.file, to_at + copied));
-            match files.copy(user, from, to, left, false).await {
-                // The source has become shorter.
-                Ok(0) => break,
-                Ok(more) => copied += more,
-                Err(_) if copied > 0 => break,
-                Err(error) => return Err(error.into()),
-            }
-        }
-        // Not asynchronous; not flushed.
-        out.u32(0);
-        out.u64(copied);
-        out.u32(0);
-        out.u64(verifier);
-        // In one piece, and done.
-        out.bool(true);
-        out.bool(true);
-        Ok(())
     }
 
     pub(super) async fn clone_range(&mut self, d: &mut Decoder<'_>) -> Done {

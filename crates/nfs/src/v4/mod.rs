@@ -11,6 +11,7 @@ mod compound;
 mod data_ops;
 mod name_ops;
 mod numbered_ops;
+mod offload;
 mod open_ops;
 mod recall;
 mod recovery;
@@ -95,6 +96,8 @@ pub(crate) mod op {
     pub(crate) const COPY: u32 = 60;
     pub(crate) const DEALLOCATE: u32 = 62;
     pub(crate) const IO_ADVISE: u32 = 63;
+    pub(crate) const OFFLOAD_CANCEL: u32 = 66;
+    pub(crate) const OFFLOAD_STATUS: u32 = 67;
     pub(crate) const SEEK: u32 = 69;
     pub(crate) const CLONE: u32 = 71;
     pub(crate) const GETXATTR: u32 = 72;

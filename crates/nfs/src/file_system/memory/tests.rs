@@ -82,6 +82,39 @@ fn data_comes_back_with_its_holes() {
 }
 
 #[test]
+fn data_is_copied_with_its_holes() {
+    let f = Fixture::new();
+    let [file, copy] = ["file", "copy"].map(|name| f.make(1, &f.root, name, Make::NewFile).unwrap());
+    f.write(1, &file, 200_000, b"later").unwrap();
+    f.write(1, &copy, 0, &[7; 100_000]).unwrap();
+    let user = who(1);
+    let user = As { who: &user, is_open: false };
+    let copy_all = |from: (&FileId, u64), to: (&FileId, u64), len: u64| -> Result<u64> {
+        let mut copied = 0;
+        while copied < len {
+            match now(f.files.copy(user, (from.0, from.1 + copied), (to.0, to.1 + copied), len - copied, false))? {
+                0 => break,
+                more => copied += more,
+            }
+        }
+        Ok(copied)
+    };
+    assert_eq!(copy_all((&file, 0), (&copy, 0), u64::MAX), Ok(200_005));
+    assert_eq!(f.read(1, &copy, 0, 300_000), f.read(1, &file, 0, 300_000));
+    assert_eq!(now(f.files.attributes(&copy)).unwrap().used, 64 << 10);
+    assert_eq!(copy_all((&file, 199_999), (&copy, 5), 4), Ok(4));
+    assert_eq!(f.read(1, &copy, 4, 6).unwrap().0, b"\0\0lat\0");
+    assert_eq!(copy_all((&file, 200_005), (&copy, 0), 9), Ok(0));
+    assert_eq!(copy_all((&file, 199_000), (&file, 199_500), 501), Err(Errno::INVAL), "what it reads it has written");
+    assert_eq!(copy_all((&file, 199_500), (&file, 210_000), 505), Ok(505));
+    assert_eq!(copy_all((&file, 0), (&copy, i64::MAX as u64 - 5), 6), Err(Errno::FBIG));
+    assert_eq!(now(f.files.copy(user, (&file, 0), (&copy, 0), 9, true)), Err(Errno::OPNOTSUPP));
+    let other = f.make(2, &f.root, "other", Make::NewFile).unwrap();
+    assert_eq!(copy_all((&file, 0), (&other, 0), 9), Err(Errno::ACCESS));
+    assert_eq!(copy_all((&file, 0), (&f.root, 0), 9).err(), Some(Errno::ISDIR));
+}
+
+#[test]
 fn it_is_as_large_as_it_was_said_to_be() {
     let f = Fixture::new();
     let file = f.make(1, &f.root, "file", Make::NewFile).unwrap();

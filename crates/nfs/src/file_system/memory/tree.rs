@@ -20,6 +20,8 @@ const ENTRY: u64 = 64;
 const XATTRS_MAX: usize = 64 << 10;
 /// What an extended attribute takes beside its name and value.
 const XATTR: usize = 128;
+/// Most bytes that are copied at a time: others wait for it.
+const COPY_MAX: u64 = 1 << 20;
 /// Names of a file.
 const LINKS_MAX: u32 = 32_000;
 
@@ -632,6 +634,32 @@ impl Tree {
         self.check_room(node.data()?.missing(at, end) * PAGE)?;
         let size = if bytes.is_empty() { node.attributes.size } else { node.attributes.size.max(end) };
         self.change_data(id, Some(size), |data| data.write(at, bytes))
+    }
+
+    /// Copies the first bytes of a range, up to the next hole or the end of the hole that it begins with; how many, which are 0 only at
+    /// the end of the source.
+    pub(super) fn copy(&mut self, (from, from_at): (Id, u64), (to, to_at): (Id, u64), len: u64) -> Result<u64> {
+        let source = self.node(from)?;
+        let (data, size) = (source.data()?, source.attributes.size);
+        let len = len.min(size.saturating_sub(from_at));
+        let end = to_at.checked_add(len).filter(|end| *end <= i64::MAX as u64).ok_or(Errno::FBIG)?;
+        if from == to && from_at < end && to_at < from_at + len {
+            return Err(Errno::INVAL);
+        }
+        let hole = data.next_data(from_at).unwrap_or(u64::MAX) - from_at;
+        if hole >= len || hole > 0 {
+            let len = len.min(hole);
+            self.node(to)?.data()?;
+            let size = self.node(to)?.attributes.size;
+            let size = if len == 0 { size } else { size.max(to_at + len) };
+            self.change_data(to, Some(size), |data| data.clear(to_at, to_at + len))?;
+            return Ok(len);
+        }
+        let len = len.min(data.next_hole(from_at) - from_at).min(COPY_MAX);
+        let mut bytes = vec![0; len as usize];
+        data.read(from_at, &mut bytes);
+        self.write(to, to_at, &bytes)?;
+        Ok(len)
     }
 
     pub(super) fn reserve(&mut self, id: Id, at: u64, len: u64) -> Result<()> {
