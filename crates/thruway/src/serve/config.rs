@@ -6,6 +6,7 @@
 //! the command line. The file is checked whole: every mistake is told, with its line.
 
 use super::ServeArgs;
+use super::nfs::Spec as Share;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Args};
 use std::ffi::OsString;
@@ -28,6 +29,8 @@ pub(super) struct File {
     pub exports: Vec<Export>,
     /// Disks.
     pub disks: Vec<Spec>,
+    /// Shares.
+    pub shares: Vec<Share>,
 }
 
 /// Something wrong, and where.
@@ -74,23 +77,85 @@ static DISK: LazyLock<Vec<Key>> = LazyLock::new(|| {
     keys
 });
 
+/// The keys of `[[nfs.share]]`.
+const SHARE: &[Key] = &[
+    Key::required("name", "What clients call it: they mount `/NAME`"),
+    Key::required("dir", "The directory to share, or `mem:SIZE`"),
+    Key::new("read-only", Kind::Flag, "false", "Read-only"),
+    Key::new("async", Kind::Flag, "false", "A loss of power may take back names that clients have been told of"),
+    Key::new("squash", Kind::Text, "root", "Which users of clients count as nobody: `root`, `all` or `none`"),
+    Key::new(
+        "sec",
+        Kind::List,
+        "[\"sys\"]",
+        "How callers show who they are: `sys`, `krb5`, `krb5i`, `krb5p`, in the order in which clients are to try them",
+    ),
+    Key::new(
+        "delegations",
+        Kind::Text,
+        "",
+        "What clients keep of the files that they open: `none`, `read` or `write`. Default: read, and write of memory",
+    ),
+    Key::new(
+        "allow",
+        Kind::List,
+        "",
+        "Who may use it: rules as on the command line, or the tables below. Default: everybody",
+    ),
+];
+
+/// The keys of `[[nfs.share.allow]]`.
+const RULE: &[Key] = &[
+    Key::required("clients", "An address, a network like `192.0.2.0/24`, or `cert:NAME` of a certificate"),
+    Key::new("read-only", Kind::Flag, "", "Whether they can change nothing. Default: as the share says"),
+    Key::new("squash", Kind::Text, "", "Which of their users count as nobody. Default: as the share says"),
+    Key::new("sec", Kind::List, "", "How they show who calls. Default: as the share says"),
+];
+
 /// A table of the file.
 struct Table {
     /// Empty: the top.
     name: &'static str,
     about: &'static str,
-    export: Option<fn() -> &'static [Key]>,
+    /// Tables in it of which there may be several.
+    entries: &'static [Entries],
+}
+
+/// Tables of which there may be several.
+struct Entries {
+    /// Behind the name of the table that they are in.
+    name: &'static str,
+    /// What one is called in messages.
+    what: &'static str,
+    about: &'static str,
+    keys: fn() -> &'static [Key],
 }
 
 const TABLES: &[Table] = &[
-    Table { name: "", about: "Before the first table, for all services.", export: None },
+    Table { name: "", about: "Before the first table, for all services.", entries: &[] },
     Table {
         name: "transfer",
         about: "Directories for `thruway cp`. Served if there is a `listen` or an export, or no disk.",
-        export: Some(|| DIRECTORY),
+        entries: &[Entries { name: "export", what: "export", about: "", keys: || DIRECTORY }],
     },
-    Table { name: "block", about: "Disks. Served if there is an export.", export: Some(|| &DISK) },
-    Table { name: "nfs", about: "Directories shared by NFS. Served if there is a share.", export: None },
+    Table {
+        name: "block",
+        about: "Disks. Served if there is an export.",
+        entries: &[Entries { name: "export", what: "export", about: "", keys: || &DISK }],
+    },
+    Table {
+        name: "nfs",
+        about: "Directories shared by NFS. Served if there is a share.",
+        entries: &[
+            Entries { name: "share", what: "share", about: "A share, instead of a line of `share`.", keys: || SHARE },
+            Entries {
+                name: "share.allow",
+                what: "rule",
+                about: "A rule of the share before it. The first whose clients fit counts; without any rule, the share is for everybody.",
+                keys: || RULE,
+            },
+        ],
+    },
 ];
 
 /// The table that an option is set in.
@@ -169,14 +234,20 @@ impl Reader<'_> {
                 }
                 continue;
             }
-            if let Some(keys) = table.export.map(|keys| keys())
-                && name == "export"
-            {
+            if let Some(entries) = table.entries.iter().find(|entries| entries.name == name) {
                 match value.get_ref() {
-                    DeValue::Array(exports) => exports.iter().for_each(|export| self.export(table, keys, export)),
-                    _ => self.mistake(value.span(), format!("write [[{}.export]], with two brackets", table.name)),
+                    // As on the command line.
+                    DeValue::Array(values) if has_texts_only(values) && self.is_option(table, name) => {}
+                    DeValue::Array(values) => {
+                        values.iter().for_each(|value| self.entry(table, entries, value));
+                        continue;
+                    }
+                    DeValue::String(_) if self.is_option(table, name) => {}
+                    _ => {
+                        self.mistake(value.span(), format!("write [[{}.{name}]], with two brackets", table.name));
+                        continue;
+                    }
                 }
-                continue;
             }
             // It is the daemon's, and was the transfers' once.
             let moved = |arg: &Arg| table.name == "transfer" && arg.get_id() == "user";
@@ -235,11 +306,23 @@ impl Reader<'_> {
         self.file.options.push(option.into());
     }
 
-    fn export(&mut self, table: &Table, keys: &'static [Key], entry: &Spanned<DeValue<'_>>) {
+    /// Whether there is an option of this name, too.
+    fn is_option(&self, table: &Table, name: &str) -> bool {
+        self.command.get_arguments().any(|arg| arg.get_long() == Some(name) && table_of(arg) == Some(table.name))
+    }
+
+    /// The keys of a table of which there may be several, if they are what they should be.
+    fn checked<'d>(
+        &mut self,
+        path: &str,
+        entries: &Entries,
+        entry: &'d Spanned<DeValue<'d>>,
+    ) -> Option<&'d DeTable<'d>> {
         let DeValue::Table(content) = entry.get_ref() else {
-            return self.mistake(entry.span(), format!("write [[{}.export]], with two brackets", table.name));
+            self.mistake(entry.span(), format!("write [[{path}]], with two brackets"));
+            return None;
         };
-        let before = self.mistakes.len();
+        let (before, keys, what) = (self.mistakes.len(), (entries.keys)(), entries.what);
         for (key, value) in content {
             let name = key.get_ref().as_ref();
             let wanted = match keys.iter().find(|k| k.name == name).map(|k| k.kind) {
@@ -251,7 +334,8 @@ impl Reader<'_> {
                 Some(Kind::List) => "is a list",
                 None => {
                     let known: Vec<&str> = keys.iter().map(|k| k.name).collect();
-                    let what = format!("unknown key '{name}' of an export (expected {})", known.join(", "));
+                    let article = if what.starts_with('e') { "an" } else { "a" };
+                    let what = format!("unknown key '{name}' of {article} {what} (expected {})", known.join(", "));
                     self.mistake(key.span(), what);
                     continue;
                 }
@@ -259,23 +343,72 @@ impl Reader<'_> {
             self.mistake(value.span(), format!("{name} {wanted}"));
         }
         for key in keys.iter().filter(|k| k.required && !content.contains_key(k.name)) {
-            self.mistake(entry.span(), format!("the export's {} is missing", key.name));
+            self.mistake(entry.span(), format!("the {what}'s {} is missing", key.name));
         }
-        if self.mistakes.len() > before {
-            return;
+        (self.mistakes.len() == before).then_some(content)
+    }
+
+    fn entry(&mut self, table: &Table, entries: &Entries, entry: &Spanned<DeValue<'_>>) {
+        let Some(content) = self.checked(&full(table.name, entries.name), entries, entry) else { return };
+        match table.name {
+            "transfer" => self.directory(entry, content),
+            "block" => self.disk(entry, content),
+            _ => self.share(table, entry, content),
         }
-        let get = |name: &str| content.get(name);
-        let text = |name: &str| get(name).and_then(|value| scalar(value.get_ref()));
-        let flag = |name: &str| get(name).is_some_and(|value| value.get_ref().as_bool() == Some(true));
-        let name = text("name").unwrap_or_default();
-        if table.name == "transfer" {
-            let dir = text("dir").unwrap_or_default();
-            if dir.is_empty() {
-                return self.mistake(entry.span(), "the export's dir is empty");
+    }
+
+    fn directory(&mut self, entry: &Spanned<DeValue<'_>>, content: &DeTable<'_>) {
+        let dir = text(content, "dir").unwrap_or_default();
+        if dir.is_empty() {
+            return self.mistake(entry.span(), "the export's dir is empty");
+        }
+        let (name, read_only) = (text(content, "name").unwrap_or_default(), flag(content, "read-only") == Some(true));
+        self.file.exports.push(Export { name, dir: dir.into(), read_only, unconfined: false });
+    }
+
+    fn share(&mut self, table: &Table, entry: &Spanned<DeValue<'_>>, content: &DeTable<'_>) {
+        let (name, dir) = (text(content, "name").unwrap_or_default(), text(content, "dir").unwrap_or_default());
+        if dir.is_empty() {
+            return self.mistake(entry.span(), "the share's dir is empty");
+        }
+        let mut share = match Share::new(&name, &dir) {
+            Ok(share) => share,
+            Err(what) => return self.mistake(entry.span(), what),
+        };
+        for (key, value) in content {
+            let option = match key.get_ref().as_ref() {
+                "name" | "dir" | "allow" => continue,
+                "read-only" => if value.get_ref().as_bool() == Some(true) { "ro" } else { "rw" }.into(),
+                "async" => if value.get_ref().as_bool() == Some(true) { "async" } else { "sync" }.into(),
+                "sec" => format!("sec={}", texts(value).join(":")),
+                other => format!("{other}={}", scalar(value.get_ref()).unwrap_or_default()),
+            };
+            if let Err(what) = share.option(&option) {
+                self.mistake(value.span(), what);
             }
-            let read_only = flag("read-only");
-            return self.file.exports.push(Export { name, dir: dir.into(), read_only, unconfined: false });
         }
+        let none = DeArray::new();
+        let rules = content.get("allow").and_then(|value| value.get_ref().as_array());
+        if rules.is_some_and(|rules| rules.is_empty()) {
+            self.mistake(entry.span(), "allow is empty: name its clients, or leave it out for a share for everybody");
+        }
+        for rule in rules.unwrap_or(&none).iter() {
+            let written = match rule.get_ref() {
+                DeValue::String(written) => Some(written.to_string()),
+                _ => self.checked(&full(table.name, "share.allow"), &table.entries[1], rule).map(rule_of),
+            };
+            if let Some(Err(what)) = written.map(|written| share.allow(&written)) {
+                self.mistake(rule.span(), what);
+            }
+        }
+        self.file.shares.push(share);
+    }
+
+    fn disk(&mut self, entry: &Spanned<DeValue<'_>>, content: &DeTable<'_>) {
+        let get = |name: &str| content.get(name);
+        let text = |name: &str| text(content, name);
+        let flag = |name: &str| flag(content, name) == Some(true);
+        let name = text("name").unwrap_or_default();
         let mut spec = match Spec::new(&name, &text("path").unwrap_or_default()) {
             Ok(spec) => spec,
             Err(what) => return self.mistake(entry.span(), what.to_string()),
@@ -313,6 +446,41 @@ impl Reader<'_> {
     }
 }
 
+/// The value of a key.
+fn text(content: &DeTable<'_>, name: &str) -> Option<String> {
+    content.get(name).and_then(|value| scalar(value.get_ref()))
+}
+
+fn flag(content: &DeTable<'_>, name: &str) -> Option<bool> {
+    content.get(name)?.get_ref().as_bool()
+}
+
+/// The texts of a list; what is no text is an empty one, which no option takes.
+fn texts<'d>(value: &'d Spanned<DeValue<'_>>) -> Vec<&'d str> {
+    value.get_ref().as_array().into_iter().flatten().map(|v| v.get_ref().as_str().unwrap_or_default()).collect()
+}
+
+fn has_texts_only(values: &DeArray<'_>) -> bool {
+    values.iter().all(|value| value.get_ref().is_str())
+}
+
+/// A rule, as on the command line.
+fn rule_of(content: &DeTable<'_>) -> String {
+    let mut rule = text(content, "clients").unwrap_or_default();
+    match flag(content, "read-only") {
+        Some(true) => rule.push_str("+ro"),
+        Some(false) => rule.push_str("+rw"),
+        None => {}
+    }
+    if let Some(squash) = text(content, "squash") {
+        let _ = write!(rule, "+squash={squash}");
+    }
+    if let Some(flavors) = content.get("sec") {
+        let _ = write!(rule, "+sec={}", texts(flavors).join(":"));
+    }
+    rule
+}
+
 /// A table, for messages.
 fn shown(table: &Table) -> String {
     if table.name.is_empty() { "the top".into() } else { format!("[{}]", table.name) }
@@ -330,9 +498,7 @@ fn keys_of(command: &clap::Command, table: &Table) -> String {
     let options = command.get_arguments().filter(|arg| table_of(arg) == Some(table.name));
     let mut names: Vec<String> = options.filter_map(Arg::get_long).map(String::from).collect();
     names.sort();
-    if table.export.is_some() {
-        names.push(format!("[[{}.export]]", table.name));
-    }
+    names.extend(table.entries.iter().map(|entries| format!("[[{}.{}]]", table.name, entries.name)));
     if table.name.is_empty() {
         names.extend(TABLES[1..].iter().map(|t| format!("[{}]", t.name)));
     }
@@ -386,19 +552,23 @@ pub(super) fn reference() -> String {
             let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
             row(&mut page, name, &value, &defaults.join(" "), &help);
         }
-        let Some(keys) = table.export else { continue };
-        let keys = keys();
-        let _ = write!(page, "\n### `[[{}.export]]`\n\n{HEAD}", table.name);
-        for key in keys {
-            let value = match key.kind {
-                Kind::Text if key.required => "text, required",
-                Kind::Text => "text",
-                Kind::Flag => "`true` or `false`",
-                Kind::List => "list of texts",
-            };
-            let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
-            let layers = if key.name == "layers" { String::from("see [layers](#layers)") } else { String::new() };
-            row(&mut page, key.name, value, &default, &format!("{}{layers}", key.help));
+        for entries in table.entries {
+            let _ = write!(page, "\n### `[[{}.{}]]`\n\n", table.name, entries.name);
+            if !entries.about.is_empty() {
+                let _ = write!(page, "{}\n\n", entries.about);
+            }
+            page.push_str(HEAD);
+            for key in (entries.keys)() {
+                let value = match key.kind {
+                    Kind::Text if key.required => "text, required",
+                    Kind::Text => "text",
+                    Kind::Flag => "`true` or `false`",
+                    Kind::List => "list of texts",
+                };
+                let default = if key.default.is_empty() { String::new() } else { format!("`{}`", key.default) };
+                let layers = if key.name == "layers" { String::from("see [layers](#layers)") } else { String::new() };
+                row(&mut page, key.name, value, &default, &format!("{}{layers}", key.help));
+            }
         }
     }
     page.push_str("\n### Layers\n\nEach stands on what is before it (on the command line: to its left).\n\n| layer | |\n|---|---|\n");
@@ -446,6 +616,23 @@ name = "disk"
 path = "/srv/disk.img"
 mode = "direct"
 layers = ["cache=1G:writeback", "rate=500M"]
+
+[nfs]
+nfs = ["0.0.0.0:2049"]
+nfs-keytab = "/etc/thruway/nfs.keytab"
+
+[[nfs.share]]
+name = "home"
+dir = "/srv/home"
+sec = ["krb5p", "krb5i"]
+
+[[nfs.share.allow]]
+clients = "192.0.2.0/24"
+
+[[nfs.share.allow]]
+clients = "198.51.100.7"
+read-only = true
+squash = "all"
 ```
 
 This page is made of the program's own definitions (`thruway serve --config-reference`).
@@ -468,6 +655,39 @@ mod tests {
         assert!(file.exports[0].read_only);
         assert!(file.options.contains(&"--nbd=unix:/run/thruway/nbd.sock".into()), "{:?}", file.options);
         assert!(file.options.contains(&"--provider=iwarp".into()));
+        let rules = "192.0.2.0/24|198.51.100.7+ro+squash=all";
+        let wanted = format!("--share=home=/srv/home,sec=krb5p:krb5i,allow={rules}");
+        let options = command().try_get_matches_from([wanted]).unwrap();
+        assert_eq!(file.shares, [options.get_one::<Share>("share").unwrap().clone()]);
+    }
+
+    #[test]
+    fn shares_are_tables_or_lines() {
+        let both = "[nfs]\nshare = ['a=/srv/a', 'b=mem:1M,ro']\n";
+        let Ok(file) = parse(both) else { panic!("lines") };
+        assert_eq!((file.options.len(), file.shares.len()), (2, 0));
+        let text = "[[nfs.share]]\nname = 'a'\ndir = '/srv/with,commas=and:all'\nasync = true\nsquash = 'none'\ndelegations = 'read'\nallow = ['::1+ro', { clients = 'cert:a.example', read-only = false }]\n";
+        let Ok(file) = parse(text) else { panic!("a table") };
+        assert_eq!(file.shares[0].to_string(), "share /a = /srv/with,commas=and:all (read-write)");
+        for (wrong, says) in [
+            ("dir = '/srv'\nsec = ['krb6']", "krb6"),
+            ("dir = '/srv'\nsec = [7]", "''"),
+            ("dir = '/srv'\nsec = 'krb5'", "is a list"),
+            ("dir = '/srv'\nsquash = 'some'", "squash=some"),
+            ("dir = '/srv'\nro = true", "'ro' of a share (expected name, dir, read-only"),
+            ("dir = '/srv'\nallow = []", "allow is empty"),
+            ("dir = '/srv'\nallow = ['10.0.0.1/8']", "10.0.0.0/8"),
+            ("dir = '/srv'\nallow = [{ clients = '10.0.0.0/8+ro', squash = 'x' }]", "squash=x"),
+            ("dir = '/srv'\nallow = [{ read-only = true }]", "the rule's clients is missing"),
+            ("dir = '/srv'\nallow = [7]", "[[nfs.share.allow]]"),
+            ("dir = ''", "dir is empty"),
+            ("dir = 'mem:1Q'", "1Q"),
+            ("", "the share's dir is missing"),
+        ] {
+            let mistakes = parse(&format!("[[nfs.share]]\nname = 'a'\n{wrong}\n")).err().unwrap();
+            let said: Vec<&str> = mistakes.iter().map(|mistake| mistake.what.as_str()).collect();
+            assert!(said.len() == 1 && said[0].contains(says), "{wrong}: {said:?}");
+        }
     }
 
     #[test]

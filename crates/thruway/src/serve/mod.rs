@@ -198,6 +198,7 @@ fn with_config(path: &Path) -> Result<ServeArgs, Failed> {
     };
     merged.export.splice(0..0, file.exports);
     merged.block.block.splice(0..0, file.disks);
+    merged.nfs.share.splice(0..0, file.shares);
     Ok(*merged)
 }
 

@@ -1,34 +1,30 @@
 //! The file service of the daemon: arguments, start, announcement.
 
 mod rpcbind;
+mod share;
 
 use self::rpcbind::{Found, RpcbindMode};
+pub(super) use self::share::Spec;
 use clap::Args;
 use rustix::fs::Mode;
-use rustix::io::Errno;
 use std::collections::HashSet;
 use std::error::Error;
-use std::fmt;
 use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use thruway_cli::units;
 use thruway_engine::Reactors;
-use thruway_engine::units::parse_size;
 use thruway_fabric::Provider;
 use thruway_fs::durable;
 use thruway_gss::Acceptor;
-use thruway_nfs::delegations::{Delegate, Delegations};
-use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::nfsacl::NfsAcl;
 use thruway_nfs::nlm::Nlm;
 use thruway_nfs::nsm::Nsm;
-use thruway_nfs::rules::{Clients, Rule, RuleError};
-use thruway_nfs::security::{Security, SecurityError, SecuritySet};
-use thruway_nfs::share::{Share, Shares, Squash};
+use thruway_nfs::rules::{Clients, Rule};
+use thruway_nfs::security::Security;
+use thruway_nfs::share::Shares;
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
@@ -83,131 +79,6 @@ pub(super) struct NfsArgs {
     nfs_tls_ca: Option<PathBuf>,
 }
 
-/// What is shared.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Source {
-    Directory(PathBuf),
-    /// Memory of so many bytes.
-    Memory(u64),
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Source::Directory(path) => path.display().fmt(f),
-            Source::Memory(bytes) => write!(f, "{} of memory", units::size(*bytes)),
-        }
-    }
-}
-
-/// A share, as it is written.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Spec {
-    name: String,
-    source: Source,
-    read_only: bool,
-    is_async: bool,
-    squash: Squash,
-    security: SecuritySet,
-    /// If that is not left to what is shared.
-    delegate: Option<Delegate>,
-    rules: Vec<Rule>,
-}
-
-impl Spec {
-    fn parse(text: &str) -> Result<Spec, String> {
-        let (name, rest) = text.split_once('=').ok_or("expected NAME=DIR[,OPTION]... or NAME=mem:SIZE[,OPTION]...")?;
-        let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(legal) {
-            return Err(format!("'{name}' is no name of a share: letters, digits, '.', '_' and '-', at most 64"));
-        }
-        let mut parts = rest.split(',');
-        let source = parts.next().unwrap_or_default();
-        let source = match source.strip_prefix("mem:") {
-            _ if source.is_empty() => return Err("the directory is missing; write NAME=DIR".into()),
-            Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
-            None => Source::Directory(source.into()),
-        };
-        let mut spec = Spec {
-            name: name.into(),
-            source,
-            read_only: false,
-            is_async: false,
-            squash: Squash::default(),
-            security: SecuritySet::default(),
-            rules: Vec::new(),
-            delegate: None,
-        };
-        for option in parts {
-            match option {
-                "ro" => spec.read_only = true,
-                "rw" => spec.read_only = false,
-                "async" => spec.is_async = true,
-                "sync" => spec.is_async = false,
-                "squash=root" => spec.squash = Squash::Root,
-                "squash=all" => spec.squash = Squash::All,
-                "squash=none" => spec.squash = Squash::None,
-                "delegations=none" => spec.delegate = Some(Delegate::Nothing),
-                "delegations=read" => spec.delegate = Some(Delegate::Reading),
-                "delegations=write" => spec.delegate = Some(Delegate::Writing),
-                other if other.starts_with("sec=") => {
-                    spec.security = other[4..].parse().map_err(|e: SecurityError| e.to_string())?;
-                }
-                other => match other.strip_prefix("allow=") {
-                    Some(rules) => {
-                        let rules = rules.split('|').map(|rule| rule.parse().map_err(|e: RuleError| e.to_string()));
-                        spec.rules.extend(rules.collect::<Result<Vec<Rule>, _>>()?);
-                    }
-                    None => {
-                        return Err(format!(
-                            "'{other}' is no option of a share; there are ro, async, squash=root|all|none, sec=FLAVORS, delegations=none|read|write and allow=CLIENTS"
-                        ));
-                    }
-                },
-            }
-        }
-        Ok(spec)
-    }
-
-    fn open(&self) -> Result<Share, String> {
-        let files: Box<dyn FileSystem> = match &self.source {
-            Source::Directory(path) => Box::new(self.open_directory(path)?),
-            Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
-        };
-        Ok(Share {
-            name: self.name.clone(),
-            delegate: self.delegate.unwrap_or_else(|| Delegate::of(&*files)),
-            files,
-            read_only: self.read_only,
-            squash: self.squash,
-            security: self.security,
-            rules: self.rules.clone(),
-            delegations: Delegations::default(),
-        })
-    }
-
-    /// Each way in which its callers may show who they are, by whatever rule.
-    fn securities(&self) -> impl Iterator<Item = SecuritySet> {
-        let by_rules = self.rules.iter().filter_map(|rule| rule.security);
-        // Without a rule that says otherwise, the share's own counts.
-        let own = self.rules.is_empty() || self.rules.iter().any(|rule| rule.security.is_none());
-        own.then_some(self.security).into_iter().chain(by_rules)
-    }
-
-    fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
-        LocalFileSystem::open(path, !self.is_async).map_err(|error| {
-            let path = path.display();
-            match Errno::from_io_error(&error) {
-                Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
-                Some(Errno::OPNOTSUPP) => {
-                    format!("share '{}': {path}: its file system has no file handles", self.name)
-                }
-                _ => format!("share '{}': {path}: {error}", self.name),
-            }
-        })
-    }
-}
-
 /// The file with the key of handles, in the directory for what is to outlive the daemon.
 const KEY_FILE: &str = "nfs-handles";
 
@@ -244,8 +115,8 @@ impl NfsArgs {
             };
         }
         let mut names = HashSet::new();
-        if let Some(spec) = self.share.iter().find(|spec| !names.insert(&spec.name)) {
-            return Err(format!("two shares are named '{}'", spec.name));
+        if let Some(spec) = self.share.iter().find(|spec| !names.insert(spec.name())) {
+            return Err(format!("two shares are named '{}'", spec.name()));
         }
         if user {
             return Err("--user cannot be used with --share: only root can act as the users of clients".into());
@@ -257,7 +128,7 @@ impl NfsArgs {
         let mut securities = self.share.iter().flat_map(|spec| spec.securities().map(move |set| (spec, set)));
         match (securities.find(|(_, set)| set.has_kerberos()), &self.nfs_keytab) {
             (Some((spec, set)), None) => {
-                return Err(format!("share '{}': sec={set} requires --nfs-keytab FILE", spec.name));
+                return Err(format!("share '{}': sec={set} requires --nfs-keytab FILE", spec.name()));
             }
             (None, Some(_)) => {
                 return Err("--nfs-keytab is without effect: no share has sec=krb5, krb5i or krb5p".into());
@@ -275,12 +146,12 @@ impl NfsArgs {
             ));
         }
         let by_name = |rule: &Rule| matches!(rule.clients, Clients::Certificate(_));
-        if let Some(spec) = self.share.iter().find(|spec| spec.rules.iter().any(by_name))
+        if let Some(spec) = self.share.iter().find(|spec| spec.rules().iter().any(by_name))
             && self.nfs_tls_ca.is_none()
         {
             return Err(format!(
                 "share '{}': allow=cert:NAME requires --nfs-tls-ca, without which clients have no names",
-                spec.name
+                spec.name()
             ));
         }
         Ok(())
@@ -408,15 +279,11 @@ impl NfsService {
         let addresses = tcp.as_ref().map_or(&[][..], Server::addresses);
         let found = Found::start(args.nfs_rpcbind, addresses, nsm, &reactors, own_user_only)?;
         nlm.notify_clients(&reactors);
-        let line = |spec: &Spec| {
-            let mode = if spec.read_only { "read-only" } else { "read-write" };
-            format!("share /{} = {} ({mode})", spec.name, spec.source)
-        };
         Ok(Some(NfsService {
             tcp,
             rdma,
             found,
-            lines: args.share.iter().map(line).collect(),
+            lines: args.share.iter().map(Spec::to_string).collect(),
             _held: held,
             _reactors: reactors,
         }))
@@ -456,37 +323,5 @@ impl Service for NfsService {
         self.servers().for_each(Server::close);
         self.servers().for_each(|server| server.shut_down(LEAVE_TIMEOUT));
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shares_are_read_with_their_options() {
-        let spec = |name: &str, source, read_only, squash| {
-            Ok(Spec {
-                name: name.into(),
-                source,
-                read_only,
-                is_async: false,
-                squash,
-                security: SecuritySet::default(),
-                rules: Vec::new(),
-                delegate: None,
-            })
-        };
-        let dir = || Source::Directory("/srv".into());
-        assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
-        assert_eq!(Spec::parse("d=/srv,ro,squash=all"), spec("d", dir(), true, Squash::All));
-        assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", dir(), false, Squash::None));
-        assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
-        assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
-        assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().security, "krb5p:krb5".parse().unwrap());
-        assert!(Spec::parse("d=/srv,sec=krb6").is_err_and(|error| error.contains("krb6")));
-        for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
-            assert!(Spec::parse(wrong).is_err(), "{wrong}");
-        }
     }
 }

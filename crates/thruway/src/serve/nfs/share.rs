@@ -1,0 +1,202 @@
+//! A share, as it is written on the command line and in the configuration file.
+
+use rustix::io::Errno;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use thruway_cli::units;
+use thruway_engine::units::parse_size;
+use thruway_nfs::delegations::{Delegate, Delegations};
+use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
+use thruway_nfs::rules::{Rule, RuleError};
+use thruway_nfs::security::{SecurityError, SecuritySet};
+use thruway_nfs::share::{Share, Squash};
+
+/// What is shared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Source {
+    Directory(PathBuf),
+    /// Memory of so many bytes.
+    Memory(u64),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Directory(path) => path.display().fmt(f),
+            Source::Memory(bytes) => write!(f, "{} of memory", units::size(*bytes)),
+        }
+    }
+}
+
+/// A share, as it is written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::serve) struct Spec {
+    name: String,
+    source: Source,
+    read_only: bool,
+    is_async: bool,
+    squash: Squash,
+    security: SecuritySet,
+    /// If that is not left to what is shared.
+    delegate: Option<Delegate>,
+    rules: Vec<Rule>,
+}
+
+impl Spec {
+    /// What an option of the command line means.
+    pub(super) fn parse(text: &str) -> Result<Spec, String> {
+        let (name, rest) = text.split_once('=').ok_or("expected NAME=DIR[,OPTION]... or NAME=mem:SIZE[,OPTION]...")?;
+        let mut parts = rest.split(',');
+        let source = parts.next().unwrap_or_default();
+        if source.is_empty() {
+            return Err("the directory is missing; write NAME=DIR".into());
+        }
+        let mut spec = Spec::new(name, source)?;
+        for option in parts {
+            spec.option(option)?;
+        }
+        Ok(spec)
+    }
+
+    /// A directory, or memory, with this name.
+    pub(in crate::serve) fn new(name: &str, source: &str) -> Result<Spec, String> {
+        let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(legal) {
+            return Err(format!("'{name}' is no name of a share: letters, digits, '.', '_' and '-', at most 64"));
+        }
+        let source = match source.strip_prefix("mem:") {
+            Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
+            None => Source::Directory(source.into()),
+        };
+        Ok(Spec {
+            name: name.into(),
+            source,
+            read_only: false,
+            is_async: false,
+            squash: Squash::default(),
+            security: SecuritySet::default(),
+            rules: Vec::new(),
+            delegate: None,
+        })
+    }
+
+    /// Sets an option.
+    pub(in crate::serve) fn option(&mut self, option: &str) -> Result<(), String> {
+        match option {
+            "ro" => self.read_only = true,
+            "rw" => self.read_only = false,
+            "async" => self.is_async = true,
+            "sync" => self.is_async = false,
+            "squash=root" => self.squash = Squash::Root,
+            "squash=all" => self.squash = Squash::All,
+            "squash=none" => self.squash = Squash::None,
+            "delegations=none" => self.delegate = Some(Delegate::Nothing),
+            "delegations=read" => self.delegate = Some(Delegate::Reading),
+            "delegations=write" => self.delegate = Some(Delegate::Writing),
+            other => match (other.strip_prefix("sec="), other.strip_prefix("allow=")) {
+                (Some(flavors), _) => self.security = flavors.parse().map_err(|e: SecurityError| e.to_string())?,
+                (_, Some(rules)) => rules.split('|').try_for_each(|rule| self.allow(rule))?,
+                _ => {
+                    return Err(format!(
+                        "'{other}' is no option of a share; there are ro, async, squash=root|all|none, sec=FLAVORS, delegations=none|read|write and allow=CLIENTS"
+                    ));
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// Adds a rule for clients.
+    pub(in crate::serve) fn allow(&mut self, rule: &str) -> Result<(), String> {
+        self.rules.push(rule.parse().map_err(|e: RuleError| e.to_string())?);
+        Ok(())
+    }
+
+    /// Its name.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whom it is for, if it is not for everybody.
+    pub(super) fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// Opens what is shared.
+    pub(super) fn open(&self) -> Result<Share, String> {
+        let files: Box<dyn FileSystem> = match &self.source {
+            Source::Directory(path) => Box::new(self.open_directory(path)?),
+            Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
+        };
+        Ok(Share {
+            name: self.name.clone(),
+            delegate: self.delegate.unwrap_or_else(|| Delegate::of(&*files)),
+            files,
+            read_only: self.read_only,
+            squash: self.squash,
+            security: self.security,
+            rules: self.rules.clone(),
+            delegations: Delegations::default(),
+        })
+    }
+
+    /// Each way in which its callers may show who they are, by whatever rule.
+    pub(super) fn securities(&self) -> impl Iterator<Item = SecuritySet> {
+        let by_rules = self.rules.iter().filter_map(|rule| rule.security);
+        // Without a rule that says otherwise, the share's own counts.
+        let own = self.rules.is_empty() || self.rules.iter().any(|rule| rule.security.is_none());
+        own.then_some(self.security).into_iter().chain(by_rules)
+    }
+
+    fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
+        LocalFileSystem::open(path, !self.is_async).map_err(|error| {
+            let path = path.display();
+            match Errno::from_io_error(&error) {
+                Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
+                Some(Errno::OPNOTSUPP) => {
+                    format!("share '{}': {path}: its file system has no file handles", self.name)
+                }
+                _ => format!("share '{}': {path}: {error}", self.name),
+            }
+        })
+    }
+}
+
+impl fmt::Display for Spec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mode = if self.read_only { "read-only" } else { "read-write" };
+        write!(f, "share /{} = {} ({mode})", self.name, self.source)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_read_with_their_options() {
+        let spec = |name: &str, source, read_only, squash| {
+            Ok(Spec {
+                name: name.into(),
+                source,
+                read_only,
+                is_async: false,
+                squash,
+                security: SecuritySet::default(),
+                rules: Vec::new(),
+                delegate: None,
+            })
+        };
+        let dir = || Source::Directory("/srv".into());
+        assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
+        assert_eq!(Spec::parse("d=/srv,ro,squash=all"), spec("d", dir(), true, Squash::All));
+        assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", dir(), false, Squash::None));
+        assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
+        assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
+        assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().security, "krb5p:krb5".parse().unwrap());
+        assert!(Spec::parse("d=/srv,sec=krb6").is_err_and(|error| error.contains("krb6")));
+        for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
+            assert!(Spec::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}
