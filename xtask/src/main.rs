@@ -20,6 +20,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
+  soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
   replay POINTS the guest test in which the power fails at points of what a disk was told, at so many of them
   fuzz SECONDS  every fuzz target for that long (needs a nightly toolchain)
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         ["posix"] => setup().and_then(|()| posix()),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["soak", minutes] => soak(minutes),
+        ["soak-nfs", minutes] => setup().and_then(|()| soak_nfs(minutes)),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
         ["fuzz", seconds] => fuzz(seconds),
         ["semver", rev] => semver(rev),
@@ -167,10 +169,24 @@ fn posix() -> Result<(), String> {
             run(program, "cargo", &["install", "--locked", "--quiet", "--root", to, "--version", version, program])?;
         }
     }
+    in_guest("posix.sh", &[to], 900)
+}
+
+/// Runs a script of the testbed that is no test of CI's, with the release program.
+fn in_guest(script: &str, args: &[&str], limit_seconds: u64) -> Result<(), String> {
     run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
-    let script = top().join("testbed/posix.sh");
+    let script = top().join("testbed").join(script);
     let script = script.to_str().ok_or("the checkout's path is not UTF-8")?;
-    vm::guest(&["--limit", "900", "--", script, to])
+    vm::guest(&[&["--limit", &limit_seconds.to_string(), "--", script], args].concat())
+}
+
+fn soak_nfs(minutes: &str) -> Result<(), String> {
+    let minutes: u64 = minutes.parse().map_err(|e| format!("soak-nfs {minutes}: {e}"))?;
+    let seed =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs() % 32768);
+    println!("seed {seed}");
+    // Clients may need minutes to write what they have.
+    in_guest("nfs_soak.sh", &[&(minutes * 60).to_string(), &seed.to_string()], minutes * 60 + 300)
 }
 
 fn installed(package: &str) -> bool {
