@@ -225,6 +225,51 @@ else:
 }
 
 #[test]
+fn thousands_of_connections_are_served_and_more_are_refused() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let daemon = Disks::serve(&[&SHARE[..], &["--max-connections", "4000", "--state", text(&state)]].concat());
+    let pid = daemon.child.id().to_string();
+    let script = r#"
+import os, resource, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (8192, 8192))
+resident = lambda: int(open(f"/proc/{pki}/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+open_files = lambda: len(os.listdir(f"/proc/{pki}/fd"))
+first = Connection()
+root = first.call(*MOUNT)[20:]
+handle = root[:4 + (struct.unpack(">I", root[:4])[0] + 3) // 4 * 4]
+before, files = resident(), open_files()
+many = [first] + [Connection() for _ in range(3999)]
+# All of them call, and then all of them read what they are answered: three times.
+for round in range(3):
+    for n, c in enumerate(many):
+        call = words(n, 0, 2, 100003, 3, 1, 1) + opaque(words(0, 0, 0, 0, 0)) + words(0, 0) + handle
+        c.stream.sendall(words(0x80000000 | len(call)) + call)
+    for n, c in enumerate(many):
+        reply = c.receive_message()
+        assert reply[:8] == words(n, 1) and reply[24:28] == words(0), n
+more = (resident() - before) // 4000
+assert more < 32 << 10, f"{more} bytes for a connection"
+# One more is closed, and the others are served.
+refused = Connection()
+try:
+    refused.call(100003, 3, 0)
+except (AssertionError, ConnectionError):
+    pass
+else:
+    raise AssertionError("one more")
+assert many[7].call(100003, 3, 0) == words(0, 0, 0, 0)
+for c in many[1:]:
+    c.stream.close()
+while open_files() > files:
+    time.sleep(0.01)
+assert Connection().call(100003, 3, 0) == words(0, 0, 0, 0)
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), &pid]);
+    daemon.stop();
+}
+
+#[test]
 fn a_client_that_does_not_read_its_replies_takes_little_memory() {
     let (daemon, at, _lab) = share();
     let pid = daemon.child.id().to_string();
