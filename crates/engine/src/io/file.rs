@@ -95,7 +95,15 @@ impl OpenFile {
     pub fn try_read(&self, offset: u64, segment: &mut Segment) -> bool {
         let len = segment.len();
         let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice())];
-        self.at_once(&self.reads_at_once, len, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags))
+        self.at_once(&self.reads_at_once, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags)) == Some(len)
+    }
+
+    /// As [`OpenFile::try_read`], if the file does not end behind it, either.
+    pub fn try_read_before_end(&self, offset: u64, segment: &mut Segment) -> bool {
+        let (len, mut next) = (segment.len(), [0]);
+        let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice()), io::IoSliceMut::new(&mut next)];
+        let read = self.at_once(&self.reads_at_once, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags));
+        read == Some(len + 1)
     }
 
     /// Writes all of the segment to cached pages, if that need not wait. True if it is done; if not, any part of it may have been.
@@ -107,36 +115,37 @@ impl OpenFile {
             let written = rustix::io::pwritev2(&self.file, buffers, offset, ReadWriteFlags::empty());
             return written == Ok(segment.len());
         }
-        self.at_once(&self.writes_at_once, segment.len(), |flags| {
-            rustix::io::pwritev2(&self.file, buffers, offset, flags)
-        })
+        let written =
+            self.at_once(&self.writes_at_once, |flags| rustix::io::pwritev2(&self.file, buffers, offset, flags));
+        written == Some(segment.len())
     }
 
     /// Whether the page of a byte is not only in the page cache but has been read.
     pub fn is_cached(&self, offset: u64) -> bool {
         let mut byte = [0];
-        self.at_once(&self.reads_at_once, 1, |flags| {
+        let read = self.at_once(&self.reads_at_once, |flags| {
             rustix::io::preadv2(&self.file, &mut [io::IoSliceMut::new(&mut byte)], offset, flags)
-        })
+        });
+        read == Some(1)
     }
 
+    /// How much was done, if that need not wait.
     fn at_once(
         &self,
         offered: &AtomicBool,
-        len: usize,
         mut call: impl FnMut(ReadWriteFlags) -> rustix::io::Result<usize>,
-    ) -> bool {
+    ) -> Option<usize> {
         if !offered.load(Ordering::Relaxed) {
-            return false;
+            return None;
         }
         match call(if self.is_in_memory { ReadWriteFlags::empty() } else { ReadWriteFlags::NOWAIT }) {
-            Ok(done) => done == len,
+            Ok(done) => Some(done),
             Err(Errno::OPNOTSUPP) => {
                 offered.store(false, Ordering::Relaxed);
-                false
+                None
             }
             // It would block, or fails: the slow path reports the error.
-            Err(_) => false,
+            Err(_) => None,
         }
     }
 
@@ -178,5 +187,33 @@ impl Deref for OpenFile {
 impl AsFd for OpenFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Segments;
+    use std::io::Write;
+
+    #[test]
+    fn the_end_of_a_file_is_not_passed_over() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 5000]).unwrap();
+        let file = OpenFile::new(file);
+        let supply = Segments::new(1, 8192).unwrap();
+        let reader = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        for (at, len, is_read) in
+            [(0, 4096, true), (4, 4995, true), (0, 4999, true), (1, 4999, false), (0, 5000, false)]
+        {
+            let mut segment = reader.block_on(supply.reserve(1)).segment(len);
+            segment.as_mut_slice().fill(0);
+            assert_eq!(file.try_read_before_end(at, &mut segment), is_read, "{len} bytes from {at} on");
+            assert!(!is_read || segment.as_slice().iter().all(|byte| *byte == 7));
+        }
+        for (at, len) in [(4999, 2), (5000, 1), (i64::MAX as u64, 1), (u64::MAX, 1)] {
+            let mut segment = reader.block_on(supply.reserve(1)).segment(len);
+            assert!(!file.try_read_before_end(at, &mut segment), "{len} bytes from {at} on");
+        }
     }
 }

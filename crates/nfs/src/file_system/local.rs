@@ -6,11 +6,12 @@
 //! data is read and written through descriptors of our own, because NFS knows no open files: its owner may read and write a file
 //! whatever its permissions (RFC 1813, section 4.4), and who may execute it may read it.
 
+mod data;
 mod names;
 mod node;
 mod stored_acl;
 
-use self::node::{Data, Node, Opened, change_of, close_later, stat, time_of};
+use self::node::{Node, Opened, change_of, stat, time_of};
 
 use super::workers::Workers;
 use super::{
@@ -19,10 +20,7 @@ use super::{
 };
 use crate::acl::Acl;
 use quick_cache::sync::Cache;
-use rustix::fs::{
-    Access, AtFlags, FallocateFlags, FileType, Mode, OFlags, ResolveFlags, SeekFrom, Statx, Timespec, Timestamps,
-    XattrFlags,
-};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, ResolveFlags, Statx, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -33,7 +31,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
-use thruway_engine::io::{OpenFile, Request, ring};
+use thruway_engine::io::OpenFile;
 use thruway_engine::{Segment, file_system, limits};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
@@ -108,9 +106,6 @@ fn timespec(set: Option<SetTime>) -> Timespec {
         Some(SetTime::To(time)) => Timespec { tv_sec: time.seconds, tv_nsec: time.nanoseconds.into() },
     }
 }
-
-/// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
-const COPY_MAX: usize = 16 << 20;
 
 /// Copies and changes of storage at a time: they must not take all threads from what is short.
 const COPIES_MAX: usize = 4;
@@ -428,70 +423,6 @@ impl LocalFileSystem {
         }
         stat
     }
-
-    async fn open_for_reading(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
-        if let Some(file) = &node.data().read {
-            return Ok(Arc::clone(file));
-        }
-        let node = Arc::clone(node);
-        self.work(move |inner| {
-            let file = inner.open_data(&node, OFlags::RDONLY)?;
-            Ok(Arc::clone(node.data().read.get_or_insert(file)))
-        })
-        .await
-    }
-
-    async fn open_for_writing(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
-        let begin = |data: &mut Data| {
-            data.is_dirty |= data.write.is_some();
-            data.write.clone()
-        };
-        if let Some(file) = begin(&mut node.data()) {
-            return Ok(file);
-        }
-        let node = Arc::clone(node);
-        self.work(move |inner| {
-            let file = inner.open_data(&node, OFlags::WRONLY)?;
-            let mut data = node.data();
-            data.write.get_or_insert(file);
-            Ok(begin(&mut data).expect("it has just been put there"))
-        })
-        .await
-    }
-
-    /// Syncs what has been written to a file.
-    async fn sync(&self, node: &Arc<Node>) -> Result<()> {
-        let (begun, failures) = (node.syncs.load(Ordering::SeqCst), node.failures.load(Ordering::SeqCst));
-        let _syncing = node.syncing.lock().await;
-        if node.failures.load(Ordering::SeqCst) != failures {
-            return Err(Errno::IO);
-        }
-        if node.synced.load(Ordering::SeqCst) > begun {
-            // It began after this was asked for, with what this is about.
-            return Ok(());
-        }
-        let number = node.syncs.fetch_add(1, Ordering::SeqCst) + 1;
-        let open = {
-            let mut data = node.data();
-            data.is_dirty = false;
-            data.write.clone()
-        };
-        let Some(file) = open else {
-            // What was written has been flushed, or is being by the end of the node that it was written through.
-            let node = Arc::clone(node);
-            let synced = self.work(move |inner| {
-                let file = inner.open_data(&node, OFlags::RDONLY)?;
-                inner.sync(&node, &file)
-            });
-            synced.await?;
-            return Ok(());
-        };
-        let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
-        self.work(move |inner| inner.sync(&syncing, &synced)).await?;
-        node.synced.store(number, Ordering::SeqCst);
-        close_later(node);
-        Ok(())
-    }
 }
 
 /// A number for the file system that outlives restarts, where it has one.
@@ -643,34 +574,8 @@ impl FileSystem for LocalFileSystem {
         })
     }
 
-    fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, mut segment: Segment) -> Op<'a, ReadData> {
-        Box::pin(async move {
-            let node = self.node(file).await?;
-            Inner::check_regular(&node)?;
-            // Before the data: a client that takes them for later than the data would keep data that is old.
-            let stat = self.stat(&node).await?;
-            if !user.is_open {
-                self.inner.check_read(user.who, &node, &stat)?;
-            }
-            let attributes = self.inner.attributes(&node, &stat)?;
-            let left = stat.stx_size.saturating_sub(at);
-            let wanted = segment.len();
-            let len = (wanted as u64).min(left) as usize;
-            drop(segment.split_off(len));
-            let mut is_end = at.saturating_add(len as u64) >= stat.stx_size;
-            if len > 0 {
-                let file = self.open_for_reading(&node).await?;
-                if !file.try_read(at, &mut segment) {
-                    let mut done = ring().perform(Request::read(file, at, segment)).await;
-                    let read = done.result.map_err(|e| errno(&e))?;
-                    segment = done.buffers.pop().expect("a request with a buffer");
-                    // It has become shorter meanwhile.
-                    is_end |= read < len;
-                    drop(segment.split_off(read));
-                }
-            }
-            Ok(ReadData { segment, is_end, attributes })
-        })
+    fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData> {
+        Box::pin(self.read_data(user, file, at, segment))
     }
 
     fn write<'a>(
@@ -681,41 +586,7 @@ impl FileSystem for LocalFileSystem {
         segment: Segment,
         stability: Stability,
     ) -> Op<'a, Attributes> {
-        Box::pin(async move {
-            let node = self.node(file).await?;
-            Inner::check_regular(&node)?;
-            let stat = self.stat(&node).await?;
-            if !user.is_open {
-                self.inner.check_write(user.who, &node, &stat)?;
-            }
-            if stat.stx_mode & 0o6000 != 0 {
-                let (node, who) = (Arc::clone(&node), user.who.clone());
-                self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
-            }
-            let file = self.open_for_writing(&node).await?;
-            let failures = node.failures.load(Ordering::SeqCst);
-            let mut written = Ok(());
-            if !file.try_write(at, &segment) {
-                written = ring().write(&file, at, segment, false).await.0;
-            }
-            // Also if it has been done in part; and no flush that has begun before covers it.
-            let changed = node.note_change();
-            node.data().is_dirty = true;
-            drop(file);
-            written.map_err(|e| errno(&e))?;
-            if stability > Stability::Unstable {
-                self.sync(&node).await?;
-                // Another's sync may have been told what was this one's error.
-                if node.failures.load(Ordering::SeqCst) != failures {
-                    return Err(Errno::IO);
-                }
-            }
-            let stat = match changed {
-                Some(stat) => stat,
-                None => self.stat(&node).await?,
-            };
-            self.inner.attributes(&node, &stat)
-        })
+        Box::pin(self.write_data(user, file, at, segment, stability))
     }
 
     fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
@@ -841,97 +712,22 @@ impl FileSystem for LocalFileSystem {
     }
 
     fn seek<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, what: Seek) -> Op<'a, u64> {
-        Box::pin(async move {
-            let node = self.node(file).await?;
-            Inner::check_regular(&node)?;
-            let stat = self.stat(&node).await?;
-            if !user.is_open {
-                self.inner.check_read(user.who, &node, &stat)?;
-            }
-            // A description of its own: positions are shared.
-            self.work(move |inner| {
-                let file = inner.open_data(&node, OFlags::RDONLY)?;
-                let from = match what {
-                    Seek::Data => SeekFrom::Data(at),
-                    Seek::Hole => SeekFrom::Hole(at),
-                };
-                rustix::fs::seek(&*file, from)
-            })
-            .await
-        })
+        Box::pin(self.seek_data(user, file, at, what))
     }
 
     fn allocate<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, len: u64, what: Allocate) -> Op<'a, ()> {
-        Box::pin(async move {
-            let node = self.node(file).await?;
-            Inner::check_regular(&node)?;
-            let stat = self.stat(&node).await?;
-            if !user.is_open {
-                self.inner.check_write(user.who, &node, &stat)?;
-            }
-            let file = self.open_for_writing(&node).await?;
-            let (who, changed) = (user.who.clone(), Arc::clone(&node));
-            let _turn = self.inner.copies.acquire().await.expect("never closed");
-            let done = self.work(move |_| {
-                Inner::drop_privileges(&who, &node, &stat)?;
-                let keep = FallocateFlags::KEEP_SIZE;
-                let allocate = |flags| rustix::fs::fallocate(&*file, flags, at, len);
-                let done = match what {
-                    // Some file systems make a file longer for which there is no room. Its end is moved when there is.
-                    Allocate::Reserve => allocate(keep).and_then(|()| allocate(FallocateFlags::empty())),
-                    Allocate::Punch => allocate(FallocateFlags::PUNCH_HOLE | keep),
-                };
-                node.note_change();
-                node.data().is_dirty = true;
-                done
-            });
-            done.await?;
-            // No client asks for that.
-            self.sync(&changed).await
-        })
+        Box::pin(self.allocate_data(user, file, at, len, what))
     }
 
     fn copy<'a>(
         &'a self,
         user: As<'a>,
-        (from, from_at): (&'a FileId, u64),
-        (to, to_at): (&'a FileId, u64),
+        from: (&'a FileId, u64),
+        to: (&'a FileId, u64),
         len: u64,
         shared: bool,
     ) -> Op<'a, u64> {
-        Box::pin(async move {
-            let (source, target) = (self.node(from).await?, self.node(to).await?);
-            Inner::check_regular(&source)?;
-            Inner::check_regular(&target)?;
-            let stat = self.stat(&target).await?;
-            if !user.is_open {
-                self.inner.check_read(user.who, &source, &self.stat(&source).await?)?;
-                self.inner.check_write(user.who, &target, &stat)?;
-            }
-            let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
-            let (who, changed) = (user.who.clone(), Arc::clone(&target));
-            let _turn = self.inner.copies.acquire().await.expect("never closed");
-            let copied = self.work(move |_| {
-                Inner::drop_privileges(&who, &target, &stat)?;
-                let copied = if shared {
-                    thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)
-                } else {
-                    let (mut from_at, mut to_at) = (from_at, to_at);
-                    let len = usize::try_from(len).unwrap_or(COPY_MAX).min(COPY_MAX);
-                    rustix::fs::copy_file_range(&*source, Some(&mut from_at), &*file, Some(&mut to_at), len)
-                        .map(|copied| copied as u64)
-                };
-                target.note_change();
-                target.data().is_dirty = true;
-                copied
-            });
-            let copied = copied.await?;
-            if shared {
-                // No client asks for that, as it does for what has been copied.
-                self.sync(&changed).await?;
-            }
-            Ok(copied)
-        })
+        Box::pin(self.copy_data(user, from, to, len, shared))
     }
 
     fn acl<'a>(&'a self, file: &'a FileId) -> Op<'a, Acl> {

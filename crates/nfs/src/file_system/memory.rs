@@ -173,7 +173,7 @@ impl FileSystem for MemoryFileSystem {
             let len = size.saturating_sub(at).min(segment.len() as u64) as usize;
             drop(segment.split_off(len));
             node.data()?.read(at, segment.as_mut_slice());
-            Ok(ReadData { segment, is_end: at.saturating_add(len as u64) >= size, attributes })
+            Ok(ReadData { segment, is_end: at.saturating_add(len as u64) >= size, attributes: Some(attributes) })
         }))
     }
 

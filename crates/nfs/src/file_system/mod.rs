@@ -204,8 +204,8 @@ pub struct ReadData {
     pub segment: Segment,
     /// Whether the file ends behind it.
     pub is_end: bool,
-    /// What the file was like before it was read.
-    pub attributes: Attributes,
+    /// What the file was like before it was read; always there if the user's rights were not checked when it was opened.
+    pub attributes: Option<Attributes>,
 }
 
 /// Keeps a file open: until all copies are dropped it can be read and written, also when its last name is gone.

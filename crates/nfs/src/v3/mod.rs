@@ -485,7 +485,7 @@ impl Nfs3 {
         target.look(None).await?;
         let read = target.share.files.read(target.user(), &target.file, at, segment).await?;
         Ok(encoded(|out| {
-            put_after(out, Some(&read.attributes));
+            put_after(out, read.attributes.as_ref());
             out.u32(read.segment.len() as u32);
             out.bool(read.is_end);
             out.bulk(Body::Segments([read.segment].into_iter().collect()));

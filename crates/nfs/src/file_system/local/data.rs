@@ -1,0 +1,258 @@
+//! The data of files: reading, writing, flushing, holes and copies.
+
+use super::node::{Data, Node, close_later};
+use super::{Inner, LocalFileSystem, errno};
+use crate::file_system::{Allocate, As, Attributes, FileId, ReadData, Result, Seek, Stability};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
+use rustix::io::Errno;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use thruway_engine::Segment;
+use thruway_engine::io::{OpenFile, Request, ring};
+
+/// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
+const COPY_MAX: usize = 16 << 20;
+
+impl LocalFileSystem {
+    async fn open_for_reading(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
+        if let Some(file) = &node.data().read {
+            return Ok(Arc::clone(file));
+        }
+        let node = Arc::clone(node);
+        self.work(move |inner| {
+            let file = inner.open_data(&node, OFlags::RDONLY)?;
+            Ok(Arc::clone(node.data().read.get_or_insert(file)))
+        })
+        .await
+    }
+
+    async fn open_for_writing(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
+        let begin = |data: &mut Data| {
+            data.is_dirty |= data.write.is_some();
+            data.write.clone()
+        };
+        if let Some(file) = begin(&mut node.data()) {
+            return Ok(file);
+        }
+        let node = Arc::clone(node);
+        self.work(move |inner| {
+            let file = inner.open_data(&node, OFlags::WRONLY)?;
+            let mut data = node.data();
+            data.write.get_or_insert(file);
+            Ok(begin(&mut data).expect("it has just been put there"))
+        })
+        .await
+    }
+
+    /// Syncs what has been written to a file.
+    pub(super) async fn sync(&self, node: &Arc<Node>) -> Result<()> {
+        let (begun, failures) = (node.syncs.load(Ordering::SeqCst), node.failures.load(Ordering::SeqCst));
+        let _syncing = node.syncing.lock().await;
+        if node.failures.load(Ordering::SeqCst) != failures {
+            return Err(Errno::IO);
+        }
+        if node.synced.load(Ordering::SeqCst) > begun {
+            // It began after this was asked for, with what this is about.
+            return Ok(());
+        }
+        let number = node.syncs.fetch_add(1, Ordering::SeqCst) + 1;
+        let open = {
+            let mut data = node.data();
+            data.is_dirty = false;
+            data.write.clone()
+        };
+        let Some(file) = open else {
+            // What was written has been flushed, or is being by the end of the node that it was written through.
+            let node = Arc::clone(node);
+            let synced = self.work(move |inner| {
+                let file = inner.open_data(&node, OFlags::RDONLY)?;
+                inner.sync(&node, &file)
+            });
+            synced.await?;
+            return Ok(());
+        };
+        let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
+        self.work(move |inner| inner.sync(&syncing, &synced)).await?;
+        node.synced.store(number, Ordering::SeqCst);
+        close_later(node);
+        Ok(())
+    }
+
+    pub(super) async fn read_data(
+        &self,
+        user: As<'_>,
+        file: &FileId,
+        at: u64,
+        mut segment: Segment,
+    ) -> Result<ReadData> {
+        let node = self.node(file).await?;
+        Inner::check_regular(&node)?;
+        if user.is_open && !segment.is_empty() {
+            let data = self.open_for_reading(&node).await?;
+            if data.try_read_before_end(at, &mut segment) {
+                return Ok(ReadData { segment, is_end: false, attributes: None });
+            }
+        }
+        // Before the data: a client that takes them for later than the data would keep data that is old.
+        let stat = self.stat(&node).await?;
+        if !user.is_open {
+            self.inner.check_read(user.who, &node, &stat)?;
+        }
+        let attributes = self.inner.attributes(&node, &stat)?;
+        let left = stat.stx_size.saturating_sub(at);
+        let wanted = segment.len();
+        let len = (wanted as u64).min(left) as usize;
+        drop(segment.split_off(len));
+        let mut is_end = at.saturating_add(len as u64) >= stat.stx_size;
+        if len > 0 {
+            let file = self.open_for_reading(&node).await?;
+            if !file.try_read(at, &mut segment) {
+                let mut done = ring().perform(Request::read(file, at, segment)).await;
+                let read = done.result.map_err(|e| errno(&e))?;
+                segment = done.buffers.pop().expect("a request with a buffer");
+                // It has become shorter meanwhile.
+                is_end |= read < len;
+                drop(segment.split_off(read));
+            }
+        }
+        Ok(ReadData { segment, is_end, attributes: Some(attributes) })
+    }
+
+    pub(super) async fn write_data(
+        &self,
+        user: As<'_>,
+        file: &FileId,
+        at: u64,
+        segment: Segment,
+        stability: Stability,
+    ) -> Result<Attributes> {
+        let node = self.node(file).await?;
+        Inner::check_regular(&node)?;
+        let stat = self.stat(&node).await?;
+        if !user.is_open {
+            self.inner.check_write(user.who, &node, &stat)?;
+        }
+        if stat.stx_mode & 0o6000 != 0 {
+            let (node, who) = (Arc::clone(&node), user.who.clone());
+            self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
+        }
+        let file = self.open_for_writing(&node).await?;
+        let failures = node.failures.load(Ordering::SeqCst);
+        let mut written = Ok(());
+        if !file.try_write(at, &segment) {
+            written = ring().write(&file, at, segment, false).await.0;
+        }
+        // Also if it has been done in part; and no flush that has begun before covers it.
+        let changed = node.note_change();
+        node.data().is_dirty = true;
+        drop(file);
+        written.map_err(|e| errno(&e))?;
+        if stability > Stability::Unstable {
+            self.sync(&node).await?;
+            // Another's sync may have been told what was this one's error.
+            if node.failures.load(Ordering::SeqCst) != failures {
+                return Err(Errno::IO);
+            }
+        }
+        let stat = match changed {
+            Some(stat) => stat,
+            None => self.stat(&node).await?,
+        };
+        self.inner.attributes(&node, &stat)
+    }
+
+    pub(super) async fn seek_data(&self, user: As<'_>, file: &FileId, at: u64, what: Seek) -> Result<u64> {
+        let node = self.node(file).await?;
+        Inner::check_regular(&node)?;
+        let stat = self.stat(&node).await?;
+        if !user.is_open {
+            self.inner.check_read(user.who, &node, &stat)?;
+        }
+        // A description of its own: positions are shared.
+        self.work(move |inner| {
+            let file = inner.open_data(&node, OFlags::RDONLY)?;
+            let from = match what {
+                Seek::Data => SeekFrom::Data(at),
+                Seek::Hole => SeekFrom::Hole(at),
+            };
+            rustix::fs::seek(&*file, from)
+        })
+        .await
+    }
+
+    pub(super) async fn allocate_data(
+        &self,
+        user: As<'_>,
+        file: &FileId,
+        at: u64,
+        len: u64,
+        what: Allocate,
+    ) -> Result<()> {
+        let node = self.node(file).await?;
+        Inner::check_regular(&node)?;
+        let stat = self.stat(&node).await?;
+        if !user.is_open {
+            self.inner.check_write(user.who, &node, &stat)?;
+        }
+        let file = self.open_for_writing(&node).await?;
+        let (who, changed) = (user.who.clone(), Arc::clone(&node));
+        let _turn = self.inner.copies.acquire().await.expect("never closed");
+        let done = self.work(move |_| {
+            Inner::drop_privileges(&who, &node, &stat)?;
+            let keep = FallocateFlags::KEEP_SIZE;
+            let allocate = |flags| rustix::fs::fallocate(&*file, flags, at, len);
+            let done = match what {
+                // Some file systems make a file longer for which there is no room. Its end is moved when there is.
+                Allocate::Reserve => allocate(keep).and_then(|()| allocate(FallocateFlags::empty())),
+                Allocate::Punch => allocate(FallocateFlags::PUNCH_HOLE | keep),
+            };
+            node.note_change();
+            node.data().is_dirty = true;
+            done
+        });
+        done.await?;
+        // No client asks for that.
+        self.sync(&changed).await
+    }
+
+    pub(super) async fn copy_data(
+        &self,
+        user: As<'_>,
+        (from, from_at): (&FileId, u64),
+        (to, to_at): (&FileId, u64),
+        len: u64,
+        shared: bool,
+    ) -> Result<u64> {
+        let (source, target) = (self.node(from).await?, self.node(to).await?);
+        Inner::check_regular(&source)?;
+        Inner::check_regular(&target)?;
+        let stat = self.stat(&target).await?;
+        if !user.is_open {
+            self.inner.check_read(user.who, &source, &self.stat(&source).await?)?;
+            self.inner.check_write(user.who, &target, &stat)?;
+        }
+        let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
+        let (who, changed) = (user.who.clone(), Arc::clone(&target));
+        let _turn = self.inner.copies.acquire().await.expect("never closed");
+        let copied = self.work(move |_| {
+            Inner::drop_privileges(&who, &target, &stat)?;
+            let copied = if shared {
+                thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)
+            } else {
+                let (mut from_at, mut to_at) = (from_at, to_at);
+                let len = usize::try_from(len).unwrap_or(COPY_MAX).min(COPY_MAX);
+                rustix::fs::copy_file_range(&*source, Some(&mut from_at), &*file, Some(&mut to_at), len)
+                    .map(|copied| copied as u64)
+            };
+            target.note_change();
+            target.data().is_dirty = true;
+            copied
+        });
+        let copied = copied.await?;
+        if shared {
+            // No client asks for that, as it does for what has been copied.
+            self.sync(&changed).await?;
+        }
+        Ok(copied)
+    }
+}
