@@ -4,6 +4,7 @@
 //! - [`tls`]: certificates from files, and the names in those of clients.
 //! - [`acceptor`]: accepts the connections of a protocol, and shuts them down in an orderly way.
 //! - [`admission`]: the origins of connections take turns where each handshake costs a thread.
+//! - [`turns`]: they take turns for whatever of which little may be in progress at a time.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
@@ -19,6 +20,7 @@ pub mod acceptor;
 pub mod admission;
 pub mod buffers;
 pub mod connection_limit;
+mod fair_queue;
 mod flag;
 pub mod listener;
 pub mod message;
@@ -29,6 +31,7 @@ pub mod send_queue;
 pub mod service;
 pub mod stream;
 pub mod tls;
+pub mod turns;
 pub mod writer;
 
 pub use acceptor::Acceptor;

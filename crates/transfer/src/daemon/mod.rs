@@ -683,12 +683,16 @@ fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
     move || device.wake()
 }
 
+/// A connection that has waited this long for its turn is refused: its client would have given up by now, or soon will.
+const PATIENCE: Duration = Duration::from_secs(8);
+
 fn greeting_limits() -> Limits {
     let all = limits::share_of_open_files(8).clamp(4, GREETINGS_MAX);
     Limits {
         all,
         per_origin: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: limits::share_of_open_files(8).clamp(8, GREETINGS_WAITING_MAX),
+        patience: PATIENCE,
     }
 }
 
@@ -699,6 +703,7 @@ fn handshake_limits() -> Limits {
         all,
         per_origin: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
         waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),
+        patience: PATIENCE,
     }
 }
 
