@@ -50,13 +50,16 @@ impl Nsm {
                 return Ok(Ok(()));
             }
             procedure if procedure == NOTIFY.procedure => {
-                let (_name, start) = wire::get_notice(&mut d)?;
+                let (name, start) = wire::get_notice(&mut d)?;
                 // Only what is of that host: a name could be any other's.
                 if let Some(peer) = call.connection.peer {
                     let address = peer.ip().to_canonical();
-                    let gone = self.server.state(|state, _| state.host_restarted(address, start));
-                    if gone > 0 {
-                        tracing::info!(host = %address, "a client of NFS version 3 has restarted: its locks are gone");
+                    // One after the other: each may have much.
+                    let clients = self.server.state(|state, _| state.of_restarted(address, name));
+                    let restarted = |id| self.server.state(|state, _| state.restarted(id, start));
+                    if clients.into_iter().filter(|id| restarted(*id)).count() > 0 {
+                        let name = String::from_utf8_lossy(name);
+                        tracing::info!(host = %address, %name, "a client of NFS version 3 has restarted: its locks are gone");
                     }
                 }
             }

@@ -4,9 +4,10 @@ use crate::delegations::{Delegate, Delegations};
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
 use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
-use crate::users::Users;
+use crate::users::{Unavailable, Users};
 use smallvec::SmallVec;
 use thruway_rpc::server::{Call, Connection, Credential, User};
+use thruway_tcp::Origin;
 
 /// The user and group of those who are nobody.
 pub const NOBODY: u32 = 65_534;
@@ -78,6 +79,9 @@ impl Share {
         if !access.security.contains(Security::of(&call.credential)) {
             return Err(HandleError::WrongSecurity);
         }
+        if call.user_is_unavailable.get() {
+            return Err(HandleError::UnknownCaller);
+        }
         let who = access.squash.credentials(&call.credential, call.user.get().map(|user| &**user));
         Ok(Target { share: self, file, who, read_only: access.read_only })
     }
@@ -143,6 +147,8 @@ pub enum HandleError {
     NotAllowed,
     /// It is of a share whose callers have to show otherwise who they are.
     WrongSecurity,
+    /// Who calls cannot be found out now.
+    UnknownCaller,
 }
 
 /// What a call is about, and as whom it is done.
@@ -194,26 +200,38 @@ impl Shares {
     /// Learns who calls, if that is more than the credential says: the groups of a user who has more of them than it has room
     /// for, and the user that a principal of Kerberos is here.
     pub async fn learn_user(&self, call: &Call) {
+        // Whoever is refused anyway need not be known.
+        if !self.security(&call.connection).contains(Security::of(&call.credential)) {
+            return;
+        }
+        let origin = call.connection.origin();
         let user = match &call.credential {
-            Credential::Sys(sys) => self.users.with_many_groups(sys.uid, &sys.gids).await,
+            Credential::Sys(sys) => self.users.with_many_groups(origin, sys.uid, &sys.gids).await,
             Credential::Gss(caller) => match caller.local_user() {
-                Some(name) => self.users.named(name).await,
-                None => None,
+                Some(name) => self.users.named(origin, name).await,
+                None => Ok(None),
             },
-            _ => None,
+            _ => Ok(None),
         };
-        if let Some(user) = user {
+        match user {
             // It is not known yet.
-            let _ = call.user.set(user);
+            Ok(Some(user)) => drop(call.user.set(user)),
+            Ok(None) => {}
+            Err(Unavailable) => call.user_is_unavailable.set(true),
         }
     }
 
     /// The number of a user, or of a group, by its name on this host.
-    pub(crate) async fn number_of(&self, name: &str, is_group: bool) -> Option<u32> {
+    pub(crate) async fn number_of(
+        &self,
+        origin: Origin,
+        name: &str,
+        is_group: bool,
+    ) -> Result<Option<u32>, Unavailable> {
         if is_group {
-            return self.users.group_named(name).await;
+            return self.users.group_named(origin, name).await;
         }
-        self.users.named(name).await.map(|user| user.uid)
+        Ok(self.users.named(origin, name).await?.map(|user| user.uid))
     }
 
     /// How callers of a client may show who they are to the server: in any way that any share takes.

@@ -1,10 +1,12 @@
 //! Turns for work of which little may be in progress at a time: the origins that want it take turns (`fair_queue.rs`).
 
-use crate::fair_queue::{FairQueue, Limits, Verdict};
+use crate::fair_queue::{FairQueue, Verdict};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 use thruway_tcp::Origin;
 use tokio::sync::oneshot;
+
+pub use crate::fair_queue::Limits;
 
 /// Turns, of which so many are out at a time.
 #[derive(Debug)]

@@ -7,9 +7,8 @@ use crate::nsm;
 use crate::state::{Freed, Host, Range, Refused, State};
 use crate::v4;
 use crate::v4::status::Status as V4;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
@@ -17,7 +16,8 @@ use thruway_rpc::client::{CallError, Client, Procedure, Reply};
 use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
 use thruway_rpc::rpcbind;
 use thruway_rpc::xdr::{Decoder, Encoder};
-use tokio::sync::Semaphore;
+use thruway_server::turns::{Limits, Turns};
+use thruway_tcp::Origin;
 use tokio::time::{Instant, sleep};
 
 /// How long a client may take to answer.
@@ -27,32 +27,38 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
 /// So long a client is called that had locks before a restart, as long as Linux does.
 const NOTIFY_FOR: Duration = Duration::from_secs(15 * 60);
-/// Answers being called back at a time.
-const CALLS_MAX: usize = 64;
-/// Clients called at a time after a restart.
-const NOTICES_MAX: usize = 256;
+/// Calls at a time. One that has waited for its turn for as long as it may take is given up, and made again as if it had failed.
+const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patience: TIMEOUT };
+/// Longest reply, in bytes.
+const REPLY_MAX: usize = 4 << 10;
 
 /// A lock that a client has been given and may not know of.
 type Given = (u64, Box<[u8]>, FileKey, (u64, u64));
 
+/// What its owner had locked in the range before.
+type Before = Vec<(bool, Range)>;
+
 /// Calls clients.
 pub(super) struct Caller {
     pub server: Arc<v4::Server>,
-    given: Mutex<HashSet<Given>>,
-    calls: Arc<Semaphore>,
+    given: Mutex<HashMap<Given, Before>>,
+    calls: Turns,
 }
 
 fn key(client: u64, owner: &[u8], file: &FileKey, range: Range) -> Given {
     (client, owner.into(), file.clone(), (range.start, range.end))
 }
 
-/// Calls a procedure of a program that a client's rpcbind knows.
-async fn call(host: &Host, of: Procedure, arguments: Encoder) -> Result<Option<Reply>, CallError> {
+/// Calls a procedure of a program that a client's rpcbind knows, when it is its host's turn.
+async fn call(calls: &Turns, host: &Host, of: Procedure, arguments: Encoder) -> Result<Option<Reply>, CallError> {
+    let turn = calls.take(Origin::of_host(host.address)).await;
+    let _turn = turn.ok_or(CallError::TimedOut(TIMEOUT))?;
     let Procedure { program, version, .. } = of;
     let Some(address) = rpcbind::find(host.address, Some(host.local), (program, version), TIMEOUT).await? else {
         return Ok(None);
     };
-    let client = Client::connect_from(Some(host.local), SocketAddr::new(host.address, address.port()), TIMEOUT).await?;
+    let address = SocketAddr::new(host.address, address.port());
+    let client = Client::connect_from(Some(host.local), address, TIMEOUT).await?.with_replies_of(REPLY_MAX);
     let credential = AuthSys { machine: nsm::own_name(), uid: 0, gid: 0, gids: Vec::new() }.encode();
     client.call(of, OpaqueAuth { flavor: flavor::AUTH_SYS, body: &credential }, arguments).await.map(Some)
 }
@@ -63,45 +69,57 @@ const fn of(procedure: u32) -> Procedure {
 
 impl Caller {
     pub(super) fn new(server: Arc<v4::Server>) -> Caller {
-        Caller { server, given: Mutex::default(), calls: Arc::new(Semaphore::new(CALLS_MAX)) }
+        Caller { server, given: Mutex::default(), calls: Turns::new(CALLS) }
     }
 
-    /// A client knows what has become of this lock: it need not be called. Whether it was to be.
-    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
+    /// A client knows what has become of this lock: it need not be called. If it was to be, what it had before.
+    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Option<Before> {
         let mut given = self.given();
-        !given.is_empty() && given.remove(&key(client, owner, file, range))
+        if given.is_empty() { None } else { given.remove(&key(client, owner, file, range)) }
+    }
+
+    /// A client does not want a lock that it may have been given: it has what it had before.
+    pub(super) fn take_back(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Result<(), V4> {
+        match self.answered(client, owner, file, range) {
+            Some(before) => self.server.state(|state, _| state.take_back(client, owner, file, range, &before)),
+            None => Ok(()),
+        }
+    }
+
+    /// An owner has given back what it had: it is not to have it again.
+    pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileKey) {
+        let mut given = self.given();
+        let theirs = given.iter_mut().filter(|((c, o, f, _), _)| (*c, &**o, f) == (client, owner, file));
+        theirs.for_each(|(_, before)| before.clear());
     }
 
     fn is_to_be_called(&self, given: &Given) -> bool {
-        self.given().contains(given)
+        self.given().contains_key(given)
     }
 
-    fn given(&self) -> MutexGuard<'_, HashSet<Given>> {
+    fn given(&self) -> MutexGuard<'_, HashMap<Given, Before>> {
         self.given.lock().expect("no panics under the lock")
     }
 
     /// Calls a client with the answer to one of its calls. A client that gets none calls again.
-    pub(super) fn send_result(&self, host: Host, procedure: u32, results: &Encoder) {
-        let Ok(turn) = Arc::clone(&self.calls).try_acquire_owned() else { return };
-        let results = Encoder::behind(results.to_bytes());
+    pub(super) fn send_result(self: &Arc<Self>, host: Host, procedure: u32, results: &Encoder) {
+        let (caller, results) = (Arc::clone(self), Encoder::behind(results.to_bytes()));
         reactor::start(async move {
-            if let Err(error) = call(&host, of(procedure), results).await {
+            if let Err(error) = call(&caller.calls, &host, of(procedure), results).await {
                 tracing::debug!(host = %host.address, %error, "an answer to an NLM call has not been delivered");
             }
-            drop(turn);
         });
     }
 
     /// Calls the clients of before this start, so that they reclaim.
-    pub(super) fn notify_clients(&self, reactors: &Reactors) {
+    pub(super) fn notify_clients(self: &Arc<Self>, reactors: &Reactors) {
         let hosts = self.server.state.lock().expect("no panics under the lock").hosts_before();
         let Some(reactor) = reactors.handles().first().filter(|_| !hosts.is_empty()) else { return };
-        let start = self.server.recovery.start;
+        let (caller, start) = (Arc::clone(self), self.server.recovery.start);
         reactor.spawn(move || async move {
-            let calls = Rc::new(Semaphore::new(NOTICES_MAX));
             for host in hosts {
-                let calls = Rc::clone(&calls);
-                reactor::start(async move { notify(&host, start, &calls).await });
+                let caller = Arc::clone(&caller);
+                reactor::start(async move { notify(&host, start, &caller.calls).await });
             }
         });
     }
@@ -109,17 +127,14 @@ impl Caller {
 
 /// Calls a client because the server has restarted (SM_NOTIFY), until it has answered. Those that do not answer hold up the others
 /// only for as long as a call of theirs takes.
-async fn notify(host: &Host, start: u32, calls: &Semaphore) {
+async fn notify(host: &Host, start: u32, calls: &Turns) {
     let until = Instant::now() + NOTIFY_FOR;
     let mut again_after = RETRY_AFTER;
     loop {
         let mut arguments = Encoder::new();
         arguments.opaque(&nsm::own_name());
         arguments.u32(start);
-        let turn = calls.acquire().await.expect("the semaphore is never closed");
-        let answer = call(host, nsm::NOTIFY, arguments).await;
-        drop(turn);
-        match answer {
+        match call(calls, host, nsm::NOTIFY, arguments).await {
             Ok(Some(_)) => return tracing::debug!(host = %host.address, "told to reclaim its locks"),
             Ok(None) => tracing::debug!(host = %host.address, "no status monitor"),
             Err(error) => tracing::debug!(host = %host.address, %error, "not told yet to reclaim its locks"),
@@ -145,6 +160,7 @@ pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
                 if state.has_locked(client, owner, file, is_write, range) {
                     return Ok(false);
                 }
+                let before = state.locked_in(client, owner, file, range);
                 match state.lock_monitored(now, may_have, owner, file, is_write, range) {
                     // Another was faster.
                     Err(Refused::Denied(_)) => {
@@ -155,7 +171,7 @@ pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
                     Err(refused) => Err(refused),
                     Ok(()) => {
                         // Before any call of the client finds that it has it.
-                        caller.given().insert(given.clone());
+                        caller.given().insert(given.clone(), before);
                         Ok(true)
                     }
                 }
@@ -191,7 +207,7 @@ async fn call_with_lock(caller: &Caller, freed: &Freed, given: &Given) {
         }
         let mut arguments = Encoder::new();
         Test { cookie: &cookie, is_write: *is_write, lock }.encode(&mut arguments);
-        let status = match call(host, of(procedure::GRANTED), arguments).await {
+        let status = match call(&caller.calls, host, of(procedure::GRANTED), arguments).await {
             Ok(Some(reply)) => result_of(&mut reply.results()),
             Ok(None) => None,
             Err(error) => {
@@ -206,9 +222,7 @@ async fn call_with_lock(caller: &Caller, freed: &Freed, given: &Given) {
             }
             // It does not wait for it any more.
             Some(Status::DENIED) => {
-                if caller.answered(*client, owner, file, *range) {
-                    let _ = caller.server.state(|state, _| state.unlock_monitored(*client, owner, file, *range));
-                }
+                let _ = caller.take_back(*client, owner, file, *range);
                 return;
             }
             _ => sleep(again_after).await,

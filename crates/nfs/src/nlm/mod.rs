@@ -73,6 +73,11 @@ fn host_of(call: &Call, caller: &[u8]) -> Option<Host> {
     Some(Host { address: ip(call.connection.peer)?, local: ip(call.connection.local)?, name: caller.into() })
 }
 
+/// Who can change nothing keeps nobody out.
+fn check_excludes(target: &Target<'_>, keeps_out: bool) -> Result<(), Status> {
+    if keeps_out && target.read_only { Err(Status::ROFS) } else { Ok(()) }
+}
+
 /// Does something that may have to wait, for a moment, until what is delegated has been given back or another reason has passed.
 async fn patiently<T>(mut attempt: impl AsyncFnMut() -> Result<T, Refused>) -> Result<T, Refused> {
     for _ in 1..TRIES {
@@ -113,6 +118,8 @@ impl Nlm {
     fn target(&self, call: &Call, handle: &[u8]) -> Result<Target<'_>, Status> {
         self.server().shares.target(handle, call).map_err(|error| match error {
             HandleError::Stale | HandleError::Malformed => Status::STALE_FH,
+            // The client comes again.
+            HandleError::UnknownCaller => Status::DENIED_GRACE_PERIOD,
             // Linux's clients lock without Kerberos, whatever they have mounted with.
             HandleError::NotAllowed | HandleError::WrongSecurity => Status::FAILED,
         })
@@ -136,6 +143,7 @@ impl Nlm {
 
     async fn take(&self, call: &Call, args: &Take<'_>) -> Result<Status, Status> {
         let target = self.lockable(call, args.lock.handle, args.is_write).await?;
+        check_excludes(&target, args.is_write)?;
         let host = host_of(call, args.lock.caller).ok_or(Status::FAILED)?;
         let (file, owner, range) = (target.key(), args.lock.key(), args.lock.range()?);
         let server = self.server();
@@ -188,10 +196,7 @@ impl Nlm {
         let Some(client) = server.state(|state, _| state.known_host(&host)) else { return Ok(Status::GRANTED) };
         server.state(|state, _| state.cancel_wait(client, &owner, &file, range));
         // It may have been given the lock just now, and not know.
-        if self.caller.answered(client, &owner, &file, range) {
-            let unlocked = server.state(|state, _| state.unlock_monitored(client, &owner, &file, range));
-            unlocked.map_err(|status| status_of(status.into()))?;
-        }
+        self.caller.take_back(client, &owner, &file, range).map_err(|status| status_of(status.into()))?;
         Ok(Status::GRANTED)
     }
 
@@ -204,12 +209,14 @@ impl Nlm {
             let unlocked = server.state(|state, _| state.unlock_monitored(client, &owner, &file, range));
             unlocked.map_err(|status| status_of(status.into()))?;
             self.caller.answered(client, &owner, &file, range);
+            self.caller.unlocked(client, &owner, &file);
         }
         Ok(Status::GRANTED)
     }
 
     async fn share(&self, call: &Call, args: &Share<'_>) -> Result<Status, Status> {
         let target = self.lockable(call, args.handle, args.access & 2 != 0).await?;
+        check_excludes(&target, args.access & 2 != 0 || args.deny != 0)?;
         let host = host_of(call, args.caller).ok_or(Status::FAILED)?;
         let file = target.key();
         let server = self.server();

@@ -22,6 +22,7 @@ impl Status {
     pub(crate) const BLOCKED: Status = Status(3);
     /// Clients get back what they had before a restart; to be tried again.
     pub(crate) const DENIED_GRACE_PERIOD: Status = Status(4);
+    pub(crate) const ROFS: Status = Status(6);
     pub(crate) const STALE_FH: Status = Status(7);
     pub(crate) const FBIG: Status = Status(8);
     pub(crate) const FAILED: Status = Status(9);

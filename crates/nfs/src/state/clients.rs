@@ -7,6 +7,7 @@ use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// Who has made a client: the user of its credential, or the principal of Kerberos, if that has one, and whose certificate its
 /// connection had.
@@ -35,6 +36,13 @@ impl Principal {
         });
         Principal { user, kerberos, certificate }
     }
+}
+
+/// Who makes a client, and from where.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Maker {
+    pub principal: Principal,
+    pub origin: Origin,
 }
 
 /// By which version a client has what it has.
@@ -73,6 +81,8 @@ pub(super) struct Client {
     /// Another one after each restart of the client.
     pub verifier: [u8; 8],
     pub principal: Principal,
+    /// Where it was made from. It may go on from elsewhere.
+    pub origin: Origin,
     pub is_confirmed: bool,
     /// Of the next CREATE_SESSION, and the reply to the last.
     sequence: u32,
@@ -85,6 +95,7 @@ pub(super) struct Client {
     is_given_up: bool,
     /// What it has open and locked, and what is delegated to it; of the latter how much.
     pub held: HashSet<u64>,
+    pub weight: usize,
     pub delegations: usize,
     /// If it is one of version 4.0.
     pub numbering: Option<Numbering>,
@@ -143,10 +154,10 @@ impl State {
         now: u64,
         name: ClientName,
         verifier: [u8; 8],
-        principal: Principal,
+        Maker { principal, origin }: Maker,
     ) -> Result<u64, Refused> {
         if self.clients.len() >= CLIENTS_MAX {
-            self.make_room(now)?;
+            self.make_room(now, origin)?;
         }
         // Not to be guessed: clients of version 4.0 are known by it alone.
         let id = loop {
@@ -160,6 +171,7 @@ impl State {
             name: name.clone(),
             verifier,
             principal,
+            origin,
             is_confirmed: false,
             sequence: 1,
             created: None,
@@ -168,23 +180,30 @@ impl State {
             has_reclaimed: false,
             is_given_up: false,
             held: HashSet::new(),
+            weight: 0,
             delegations: 0,
             numbering,
             start: 0,
             waits: HashSet::new(),
         };
         self.clients.insert(id, client);
+        self.origin_has_client(origin);
         self.by_owner.entry(name).or_default().1 = Some(id);
         Ok(id)
     }
 
-    /// Makes room for a client: those whose leases have expired and that have nothing go; else the one that has not been confirmed
-    /// for longest; else what the one has that has not been heard of for longest.
-    fn make_room(&mut self, now: u64) -> Result<(), Refused> {
+    /// Makes room for a client: those whose leases have expired and that have nothing go; else one that has nothing, of the host that
+    /// has most clients, if that are more than those of the new one; else the one that has not been confirmed for longest; else what
+    /// the one has that has not been heard of for longest.
+    fn make_room(&mut self, now: u64, origin: Origin) -> Result<(), Refused> {
         let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, client);
         let gone: Vec<u64> = self.clients.iter().filter(gone).map(|(id, _)| *id).collect();
         gone.into_iter().for_each(|id| self.remove_client(id));
         if self.clients.len() < CLIENTS_MAX {
+            return Ok(());
+        }
+        if let Some(id) = self.gives_way_to(origin) {
+            self.remove_client(id);
             return Ok(());
         }
         let oldest = self.clients.iter().min_by_key(|(_, client)| (client.is_confirmed, client.lease.renewed()));
@@ -228,6 +247,7 @@ impl State {
     /// Removes a client, its sessions, and what it has.
     pub(super) fn remove_client(&mut self, id: u64) {
         let Some(client) = self.clients.remove(&id) else { return };
+        self.origin_has_lost(&client);
         self.remove_all(client.held.into_iter().collect());
         if client.sessions > 0 {
             self.sessions.retain(|_, session| session.client != id);
@@ -256,14 +276,15 @@ impl State {
         now: u64,
         owner: &[u8],
         verifier: [u8; 8],
-        principal: Principal,
+        maker: impl Into<Maker>,
         is_update: bool,
     ) -> Result<Exchange, Refused> {
+        let maker = maker.into();
         let name = ClientName::with_sessions(owner);
         let (confirmed, unconfirmed) = self.ids_of(&name);
         if let Some(id) = confirmed {
             let client = &self.clients[&id];
-            let (same_verifier, same_principal) = (client.verifier == verifier, client.principal == principal);
+            let (same_verifier, same_principal) = (client.verifier == verifier, client.principal == maker.principal);
             let known = Exchange { client: id, sequence: client.sequence, is_confirmed: true };
             let has_nothing = client.held.is_empty() && client.sessions == 0;
             match (is_update, same_principal, same_verifier) {
@@ -285,7 +306,7 @@ impl State {
         if let Some(id) = unconfirmed {
             self.remove_client(id);
         }
-        let client = self.add_client(now, name, verifier, principal)?;
+        let client = self.add_client(now, name, verifier, maker)?;
         Ok(Exchange { client, sequence: 1, is_confirmed: false })
     }
 
@@ -494,6 +515,7 @@ impl State {
             if let Some(client) = self.clients.get_mut(&held.client()) {
                 client.held.remove(&number);
             }
+            self.remove_weight(held.client(), held.weight());
             of_files.entry(held.file().clone()).or_default().note(number, &held);
             match held {
                 Held::Open(open) => {

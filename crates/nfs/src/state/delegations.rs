@@ -2,6 +2,7 @@
 //! given back, or are revoked.
 
 use super::files::{Held, READ, Removed, WRITE};
+use super::places::weight_of;
 use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, HELD_TOTAL_MAX, MayHave, RECENT_MAX, RECENT_MS, Refused,
     State, Stateid,
@@ -60,7 +61,7 @@ impl State {
         let Some(known) = self.clients.get(&client) else { return false };
         let is_full = self.delegations >= DELEGATIONS_MAX
             || known.delegations >= DELEGATIONS_OF_CLIENT_MAX
-            || self.held.len() >= HELD_TOTAL_MAX
+            || self.weight >= HELD_TOTAL_MAX
             || self.recent.len() >= RECENT_MAX;
         if is_grace || is_full || self.recent.get(file).is_some_and(|recalled| now < recalled + RECENT_MS) {
             return false;
@@ -94,6 +95,7 @@ impl State {
         let known = self.clients.get_mut(&client).expect("it has just been there");
         known.held.insert(number);
         known.delegations += 1;
+        self.add_weight(client, weight_of(0));
         self.delegations += 1;
         self.files.get_mut(file).expect("an open file").delegations.push(number);
         let file = file.clone();

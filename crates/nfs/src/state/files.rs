@@ -3,9 +3,10 @@
 use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
+use super::places::weight_of;
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
-use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, HELD_TOTAL_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
+use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
@@ -76,6 +77,11 @@ impl Held {
             Held::Locks(holder) => &holder.file,
             Held::Delegation(delegation) => &delegation.file,
         }
+    }
+
+    /// What it takes of what there is for all.
+    pub(super) fn weight(&self) -> usize {
+        weight_of(self.owner().map_or(0, |(_, owner)| owner.len()))
     }
 
     /// Delegations are their client's.
@@ -266,9 +272,8 @@ impl State {
             if known.held.len() >= HELD_MAX {
                 return Err(Status::NOSPC.into());
             }
-            if self.held.len() >= HELD_TOTAL_MAX {
-                return Err(self.full_of_all(now));
-            }
+            let weight = weight_of(owner.len());
+            self.check_room(now, known, weight)?;
             if opens >= FILE_HELD_MAX {
                 return Err(self.full_of(now, file));
             }
@@ -289,6 +294,7 @@ impl State {
             self.held.insert(number, Held::Open(open));
             self.files.entry(file.clone()).or_default().opens.push(number);
             self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
+            self.add_weight(client, weight);
             return Ok((self.stateid_of(number, 1), None));
         };
         // It was open before.
@@ -504,9 +510,8 @@ impl State {
         open: Option<u64>,
     ) -> Result<u64, Refused> {
         let number = self.number();
-        if self.held.len() >= HELD_TOTAL_MAX {
-            return Err(self.full_of_all(now));
-        }
+        let weight = weight_of(owner.len());
+        self.check_room(now, self.clients.get(&client).ok_or_else(|| self.gone(client))?, weight)?;
         if self.files.get(file).is_some_and(|state| state.holders.len() >= FILE_HELD_MAX) {
             return Err(self.full_of(now, file));
         }
@@ -515,6 +520,7 @@ impl State {
             return Err(Status::NOSPC.into());
         }
         known.held.insert(number);
+        self.add_weight(client, weight);
         self.files.entry(file.clone()).or_default().holders.insert((client, owner.clone()), number);
         self.held.insert(number, Held::Locks(LockHolder { client, owner, file: file.clone(), seqid: 0, open }));
         if let Some(open) = open {

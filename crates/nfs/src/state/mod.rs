@@ -11,10 +11,11 @@ mod files;
 mod monitored;
 mod numbered;
 mod offloads;
+mod places;
 mod ranges;
 mod waiting;
 
-pub(crate) use clients::{ClientName, Kind, NewSession, Principal};
+pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal};
 pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Freed, Host};
@@ -25,6 +26,7 @@ pub(crate) use waiting::Waiting;
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
 use self::offloads::Offload;
+use self::places::OfOrigin;
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
@@ -32,6 +34,7 @@ use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use thruway_tcp::Origin;
 
 pub(crate) use crate::delegations::FileKey;
 
@@ -129,13 +132,14 @@ pub(crate) const SESSIONS_TOTAL_MAX: usize = 8192;
 pub(crate) const KEPT_MAX: u64 = 256 << 20;
 /// Files that a client may have open, and owners of locks.
 pub(crate) const HELD_MAX: usize = 16 << 10;
-/// The same, of all clients.
+/// The same, of all clients; of the clients of one host, as much as eight times what is left. A long name of an owner counts more
+/// than once.
 pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// How often one file may be open, and owners of locks in it: they are gone through one by one.
 pub(crate) const FILE_HELD_MAX: usize = 4096;
 /// Clients of version 3: they have no leases, and must not take all places for ever.
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
-/// The same, at one address.
+/// The same, of one host (of IPv6: of one network of 64 bits).
 pub(crate) const OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(crate) const WAITING_MAX: usize = 64;
@@ -198,6 +202,9 @@ pub(crate) struct State {
     recent: HashMap<FileKey, u64>,
     /// Copies, by number.
     offloads: HashMap<u64, Offload>,
+    /// What clients hold, in all and by where they come from.
+    weight: usize,
+    origins: HashMap<Origin, OfOrigin>,
 }
 
 impl State {
@@ -225,6 +232,8 @@ impl State {
             recalls: Vec::new(),
             recent: HashMap::new(),
             offloads: HashMap::new(),
+            weight: 0,
+            origins: HashMap::new(),
         }
     }
 

@@ -1,14 +1,15 @@
 //! Clients of version 3, whose locks have no leases: a client has them until it gives them back or has restarted, which it says
 //! itself (NSM) or which shows by the number of its start. After a restart, the server calls it so that it reclaims.
 
-use super::clients::{Client, ClientName, Kind, Principal};
+use super::clients::{Client, ClientName, Kind, Maker, Principal};
 use super::files::{Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileKey, Held, MONITORED_MAX, MayHave, OF_HOST_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileKey, Held, MONITORED_MAX, MayHave, READ, Range, Refused, State, WAITING_MAX, WRITE};
 use crate::v4::status::Status;
 use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// A client of version 3: one name at one address, which knows the server by one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,15 +66,16 @@ impl State {
             }
             self.remove_client(id);
         }
-        let of_host = self.at_address(host.address);
-        if of_host.len() >= OF_HOST_MAX {
+        let origin = Origin::of_host(host.address);
+        if let Some(of_host) = self.too_many_monitored(origin) {
             self.remove_idle(of_host)?;
         }
         let all: Vec<u64> = self.all_monitored().map(|(id, _)| id).collect();
         if all.len() >= MONITORED_MAX {
             self.remove_idle(all)?;
         }
-        let id = self.add_client(now, name, [0; 8], Principal { user: None, kerberos: None, certificate: None })?;
+        let principal = Principal { user: None, kerberos: None, certificate: None };
+        let id = self.add_client(now, name, [0; 8], Maker { principal, origin })?;
         self.clients.get_mut(&id).expect("it has just been added").start = start;
         self.confirm(now, id);
         Ok(id)
@@ -114,12 +116,25 @@ impl State {
         clients.filter(|(_, client)| client.name.kind == Kind::Monitored)
     }
 
-    /// A host has been started again, for the time that has this number: what it had before is gone.
-    pub(crate) fn host_restarted(&mut self, address: IpAddr, start: u32) -> usize {
-        let before = |id: &u64| start == 0 || self.clients[id].start != start;
-        let gone: Vec<u64> = self.at_address(address).into_iter().filter(before).collect();
-        gone.iter().for_each(|id| self.remove_client(*id));
-        gone.len()
+    /// The clients that a host is which says that it has restarted: that of its name, at its address. Of another name only if there
+    /// is no more than one at that address, because several hosts may have one; some say their names with a domain here and without
+    /// one there.
+    pub(crate) fn of_restarted(&self, address: IpAddr, name: &[u8]) -> Vec<u64> {
+        let first = |name: &[u8]| name.split(|byte| *byte == b'.').next().unwrap_or_default().to_ascii_lowercase();
+        let here = self.at_address(address);
+        let is_named = |id: &u64| Host::of(&self.clients[id].name).is_some_and(|host| first(&host.name) == first(name));
+        let named: Vec<u64> = here.iter().copied().filter(is_named).collect();
+        if named.is_empty() && here.len() == 1 { here } else { named }
+    }
+
+    /// A client was started again, for the time that has this number, or 0 if that is not known: what it had before is gone. Whether it had
+    /// anything.
+    pub(crate) fn restarted(&mut self, id: u64, start: u32) -> bool {
+        let is_before = self.clients.get(&id).is_some_and(|client| start == 0 || client.start != start);
+        if is_before {
+            self.remove_client(id);
+        }
+        is_before
     }
 
     /// Clients of version 3 that have nothing for as long as a lease need not stand in stable storage.
@@ -211,6 +226,31 @@ impl State {
     pub(crate) fn has_locked(&self, client: u64, owner: &[u8], file: &FileKey, is_write: bool, range: Range) -> bool {
         let (holder, state) = (self.holder_of(client, owner, file), self.files.get(file));
         holder.zip(state).is_some_and(|(number, state)| state.locks.covers(number, is_write, range))
+    }
+
+    /// What an owner has locked of a range: whether for writing, and from where to where.
+    pub(crate) fn locked_in(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Vec<(bool, Range)> {
+        let (holder, state) = (self.holder_of(client, owner, file), self.files.get(file));
+        holder.zip(state).map(|(number, state)| state.locks.within(number, range)).unwrap_or_default()
+    }
+
+    /// Takes back a lock that an owner was given and does not want: it has what it had before.
+    pub(crate) fn take_back(
+        &mut self,
+        client: u64,
+        owner: &[u8],
+        file: &FileKey,
+        range: Range,
+        before: &[(bool, Range)],
+    ) -> Result<(), Status> {
+        let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
+        self.unlock_range(number, file, range)?;
+        if let Some(state) = self.files.get_mut(file) {
+            // Nobody else has had any of it since.
+            before.iter().for_each(|(is_write, range)| state.locks.lock(number, *is_write, *range));
+        }
+        self.forget_idle_holder(client, owner, file);
+        Ok(())
     }
 
     /// A client waits for a lock that has just been refused; false if too many wait.

@@ -1,7 +1,7 @@
 //! Clients of version 4.0, which have no sessions (RFC 7530, section 9.1): what an owner opens and locks is done in the order of
 //! its numbers, and the last of it is not done twice.
 
-use super::clients::{Client, ClientName, Principal};
+use super::clients::{Client, ClientName, Maker, Principal};
 use super::files::{Held, Owner};
 use super::{EXPIRED_MAX, OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
 use crate::v4::status::Status;
@@ -136,13 +136,14 @@ impl State {
         now: u64,
         name: &[u8],
         verifier: [u8; 8],
-        principal: Principal,
+        maker: impl Into<Maker>,
     ) -> Result<(u64, [u8; 8]), Refused> {
+        let maker = maker.into();
         let name = ClientName::without_sessions(name);
         let (confirmed, unconfirmed) = self.ids_of(&name);
         if let Some(id) = confirmed {
             let client = self.clients.get_mut(&id).expect("a client that is confirmed");
-            match (client.principal == principal, client.verifier == verifier) {
+            match (client.principal == maker.principal, client.verifier == verifier) {
                 // It says where it is to be called; nothing else has changed.
                 (true, true) => {
                     let next = thruway_engine::random::random();
@@ -162,7 +163,7 @@ impl State {
         if let Some(id) = unconfirmed {
             self.remove_client(id);
         }
-        let id = self.add_client(now, name, verifier, principal)?;
+        let id = self.add_client(now, name, verifier, maker)?;
         let confirmation = self.clients[&id].numbering.as_ref().map_or([0; 8], |numbering| numbering.confirmation);
         Ok((id, confirmation))
     }

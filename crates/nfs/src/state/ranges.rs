@@ -95,6 +95,16 @@ impl Locks {
         theirs.map(|lock| lock.range).any(|lock| lock.start <= range.start && range.end <= lock.end)
     }
 
+    /// What a holder has of a range.
+    pub(super) fn within(&self, holder: u64, range: Range) -> Vec<(bool, Range)> {
+        let theirs = self.0.iter().filter(|lock| lock.holder == holder && lock.range.overlaps(&range));
+        let cut = |lock: &Lock| {
+            let Range { start, end } = lock.range;
+            (lock.is_write, Range { start: start.max(range.start), end: end.min(range.end) })
+        };
+        theirs.map(cut).collect()
+    }
+
     /// Locks of a holder.
     pub(super) fn count(&self, holder: u64) -> usize {
         self.0.iter().filter(|lock| lock.holder == holder).count()

@@ -16,6 +16,12 @@ fn guard() -> OpenGuard {
     Arc::new(())
 }
 
+impl From<Principal> for Maker {
+    fn from(principal: Principal) -> Maker {
+        Maker { principal, origin: Origin::User(0) }
+    }
+}
+
 fn user(user: Option<u32>) -> Principal {
     Principal::new(user, None, &[])
 }
@@ -46,6 +52,11 @@ fn add_session(state: &mut State, now: u64, client: u64, sequence: u32) -> [u8; 
     let id: [u8; 16] = thruway_engine::random::random();
     state.session_created(Arc::new(Session::new(id, client, lease, limits())), Box::from(&b"reply"[..]));
     id
+}
+
+/// A host says that it has restarted, by the name of all of these tests; how many clients that was.
+fn host_restarted(state: &mut State, address: std::net::IpAddr, start: u32) -> usize {
+    state.of_restarted(address, b"host name.example").into_iter().filter(|id| state.restarted(*id, start)).count()
 }
 
 /// The user who opens files.
@@ -679,8 +690,8 @@ fn locks_of_version_3_stay_until_their_client_has_restarted() {
     state.clients[&other].lease.renew(late);
     // It is known by its number; one that says none is as before.
     assert_eq!(state.monitored(late, &host("192.0.2.1"), 0), Ok(a));
-    assert_eq!(state.host_restarted("192.0.2.1".parse().unwrap(), 5), 0, "an old notice");
-    assert_eq!(state.host_restarted("192.0.2.9".parse().unwrap(), 7), 0, "another host");
+    assert_eq!(host_restarted(&mut state, "192.0.2.1".parse().unwrap(), 5), 0, "an old notice");
+    assert_eq!(host_restarted(&mut state, "192.0.2.9".parse().unwrap(), 7), 0, "another host");
     let again = state.monitored(late, &host("192.0.2.1"), 7).unwrap();
     assert_ne!(again, a);
     lock(&mut state, late, other, of_other, "q", range(10, 10)).unwrap();
@@ -698,7 +709,7 @@ fn locks_of_version_3_stay_until_their_client_has_restarted() {
     // A notice takes all that it has and waits for.
     assert!(wait3(&mut state, again, "192.0.2.1", "p", range(10, 1), 0));
     lock3(&mut state, late, again, "p", true, range(100, 10)).unwrap();
-    assert_eq!(state.host_restarted("192.0.2.1".parse().unwrap(), 9), 1);
+    assert_eq!(host_restarted(&mut state, "192.0.2.1".parse().unwrap(), 9), 1);
     assert!(state.known_host(&host("192.0.2.1")).is_none() && state.files[&file(1)].waiting.is_empty());
 }
 
@@ -798,7 +809,7 @@ fn clients_of_version_3_leave_room_for_others() {
     }
     assert_eq!(state.monitored(0, &host("198.51.100.1"), 1), Err(Refused::Status(Status::NOSPC)));
     client(&mut state, 0, "v4");
-    state.host_restarted(at(7).address, 2);
+    host_restarted(&mut state, at(7).address, 2);
     assert!(state.monitored(0, &host("198.51.100.1"), 1).is_ok());
 }
 
@@ -823,7 +834,7 @@ fn who_polls_does_not_take_the_place_of_who_may_not() {
     assert_eq!(are_there, [false, true, true]);
     // One that is gone waits in no file.
     assert_eq!(state.clients[&a].waits.len(), 1);
-    state.host_restarted("192.0.2.1".parse().unwrap(), 2);
+    host_restarted(&mut state, "192.0.2.1".parse().unwrap(), 2);
     assert_eq!(owners(&state), [b"second".as_slice().into()]);
 }
 
@@ -851,4 +862,98 @@ fn copies_are_cancelled_and_end_with_their_clients() {
     let (of_b, _, _) = state.begin_offload(b).unwrap();
     assert!(state.give_up(LEASE + 1, a) && state.expire(LEASE + 1, a));
     assert!(!state.offload_copied(ended, 0) && state.offload_copied(of_b, 0));
+}
+
+fn from(address: &str) -> Maker {
+    Maker { principal: user(Some(0)), origin: Origin::of_host(address.parse().unwrap()) }
+}
+
+#[test]
+fn a_host_with_many_clients_keeps_no_other_out() {
+    let mut state = State::new(7, LEASE, []);
+    let mut add = |state: &mut State, name: usize, from: Maker| {
+        let exchange = state.exchange_id(0, &name.to_be_bytes(), [1; 8], from, false)?;
+        add_session(state, 0, exchange.client, exchange.sequence);
+        Ok::<_, Refused>(exchange.client)
+    };
+    let many: Vec<u64> = (0..CLIENTS_MAX).map(|n| add(&mut state, n, from("192.0.2.1")).unwrap()).collect();
+    state.reclaim_complete(0, many[0]).unwrap();
+    open(&mut state, 0, many[0], "o", 1, (READ, 0)).unwrap();
+    // They have sessions, and their leases last; but they have nothing.
+    for n in 0..10 {
+        let other = add(&mut state, CLIENTS_MAX + n, from("198.51.100.7")).unwrap();
+        assert!(state.clients.contains_key(&other) && state.clients.contains_key(&many[0]));
+    }
+    assert_eq!(state.clients.len(), CLIENTS_MAX);
+    assert_eq!(add(&mut state, 2 * CLIENTS_MAX, from("192.0.2.1")), Err(Refused::Status(Status::DELAY)));
+    let of = |address: &str| state.origins[&Origin::of_host(address.parse().unwrap())].clients;
+    assert_eq!((of("192.0.2.1"), of("198.51.100.7")), (CLIENTS_MAX - 10, 10));
+}
+
+#[test]
+fn what_a_host_holds_leaves_room_for_others() {
+    let mut state = State::new(7, LEASE, []);
+    let [a, b] = ["192.0.2.1", "192.0.2.2"].map(|address| {
+        let exchange = state.exchange_id(0, address.as_bytes(), [1; 8], from(address), false).unwrap();
+        add_session(&mut state, 0, exchange.client, exchange.sequence);
+        state.reclaim_complete(0, exchange.client).unwrap();
+        exchange.client
+    });
+    let longest = "x".repeat(1024);
+    let stateid = open(&mut state, 0, a, &longest, 1, (READ | WRITE, 0)).unwrap();
+    assert_eq!((state.weight, state.clients[&a].weight), (5, 5));
+    lock(&mut state, 0, a, stateid, "short", range(0, 1)).unwrap();
+    assert_eq!(state.weight, 6);
+    state.close(a, stateid.latest(), &file(1)).unwrap();
+    assert_eq!((state.weight, state.clients[&a].weight), (0, 0));
+    // As if it had very many.
+    open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
+    state.add_weight(a, HELD_TOTAL_MAX / 9 * 8 + 100);
+    assert_eq!(open(&mut state, 0, a, "p", 1, (READ, 0)), Err(Refused::Status(Status::NOSPC)));
+    assert!(open(&mut state, 0, b, "p", 1, (READ, 0)).is_ok());
+    assert_eq!(open(&mut state, LEASE + 1, a, "p", 1, (READ, 0)), Err(Refused::Expired(a)));
+    assert!(state.give_up(LEASE + 1, a) && state.expire(LEASE + 1, a));
+    assert_eq!((state.weight, state.origins.len()), (1, 1));
+}
+
+#[test]
+fn one_of_several_hosts_with_an_address_restarts() {
+    let mut state = State::new(7, LEASE, []);
+    let named = |name: &str| Host { name: name.as_bytes().into(), ..host("192.0.2.1") };
+    let [one, two] = ["vm1", "vm2.example"].map(|name| {
+        let id = state.monitored(0, &named(name), 5).unwrap();
+        lock3(&mut state, 0, id, name, false, range(0, 1)).unwrap();
+        id
+    });
+    let address = "192.0.2.1".parse().unwrap();
+    assert_eq!(state.of_restarted(address, b"vm3"), [0_u64; 0], "another one, which has no locks");
+    assert_eq!(state.of_restarted(address, b"VM2"), [two]);
+    assert_eq!(state.of_restarted(address, b"vm1.example"), [one]);
+    assert!(!state.restarted(two, 5), "an old notice");
+    assert!(state.restarted(two, 6));
+    assert_eq!(state.of_restarted(address, b"whatever it is called now"), [one], "it is the only one");
+    // A network of 64 bits is one host's.
+    for n in 0..OF_HOST_MAX {
+        let id = state.monitored(0, &host(&format!("2001:db8::{n:x}")), 1).unwrap();
+        lock3(&mut state, 0, id, "p", false, range(0, 1)).unwrap();
+    }
+    assert_eq!(state.monitored(0, &host("2001:db8::ffff"), 1), Err(Refused::Status(Status::NOSPC)));
+    assert!(state.monitored(0, &host("2001:db8:0:1::1"), 1).is_ok());
+}
+
+#[test]
+fn a_lock_that_is_not_wanted_leaves_what_was_there_before() {
+    let mut state = State::new(7, LEASE, []);
+    let a = state.monitored(0, &host("192.0.2.1"), 1).unwrap();
+    lock3(&mut state, 0, a, "p", false, range(2, 4)).unwrap();
+    lock3(&mut state, 0, a, "p", false, range(8, 10)).unwrap();
+    let before = state.locked_in(a, b"p", &file(1), range(0, 10));
+    lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
+    state.take_back(a, b"p", &file(1), range(0, 10), &before).unwrap();
+    let has = |state: &State, is_write, of| state.has_locked(a, b"p", &file(1), is_write, of);
+    assert!(has(&state, false, range(2, 4)) && has(&state, false, range(8, 2)) && has(&state, false, range(10, 8)));
+    assert!(!has(&state, false, range(0, 1)) && !has(&state, false, range(6, 1)) && !has(&state, true, range(2, 1)));
+    let before = state.locked_in(a, b"q", &file(1), range(0, 10));
+    assert_eq!(before, []);
+    state.take_back(a, b"q", &file(1), range(0, 10), &before).unwrap();
 }

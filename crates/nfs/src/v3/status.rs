@@ -63,6 +63,7 @@ impl From<HandleError> for Status {
         match error {
             HandleError::Malformed => Status::BADHANDLE,
             HandleError::Stale => Status::STALE,
+            HandleError::UnknownCaller => Status::JUKEBOX,
             HandleError::NotAllowed | HandleError::WrongSecurity => Status::ACCESS,
         }
     }

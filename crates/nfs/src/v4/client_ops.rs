@@ -5,7 +5,7 @@ use super::compound::{Compound, Done, Object, get_name};
 use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
 use super::status::Status;
 use crate::security::SecuritySet;
-use crate::state::{NewSession, Principal, State};
+use crate::state::{Maker, NewSession, Principal, State};
 use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
 use thruway_rpc::server::{CALL_MAX, Credential};
@@ -73,6 +73,10 @@ impl Compound<'_> {
         Principal::new(user, kerberos, &self.call.connection.names)
     }
 
+    pub(super) fn maker(&self) -> Maker {
+        Maker { principal: self.principal(), origin: self.call.connection.origin() }
+    }
+
     pub(super) async fn exchange_id(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (verifier, owner, flags) = (*d.fixed::<8>()?, d.opaque(OPAQUE_MAX)?, d.u32()?);
         match d.u32()? {
@@ -86,10 +90,10 @@ impl Compound<'_> {
         if flags & !EXCHANGE_FLAGS != 0 {
             return Err(Status::INVAL.into());
         }
-        let principal = self.principal();
+        let maker = self.maker();
         let is_update = flags & UPDATE != 0;
         let exchange =
-            self.server.contend(|state, now| state.exchange_id(now, owner, verifier, principal, is_update)).await?;
+            self.server.contend(|state, now| state.exchange_id(now, owner, verifier, maker, is_update)).await?;
         let name = self.server.shares.server_name();
         out.u64(exchange.client);
         out.u32(exchange.sequence);

@@ -9,6 +9,7 @@ use crate::delegations::Change;
 use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
 use crate::share::{HandleError, Target};
 use crate::state::Stateid;
+use crate::users::Unavailable;
 use rustix::io::Errno;
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
@@ -168,25 +169,27 @@ impl<'a> Compound<'a> {
         for ace in said {
             let number = match &ace.name {
                 None => None,
-                Some(name) => {
-                    let number = self.server.shares.number_of(name, ace.is_of_group()).await;
-                    Some(number.ok_or(Status::BADOWNER)?)
-                }
+                Some(name) => Some(self.number_of(name, ace.is_of_group()).await?),
             };
             aces.push(ace.with_number(number));
         }
         Ok(aces)
     }
 
+    /// The number of a user, or of a group, with a name.
+    async fn number_of(&self, name: &str, is_group: bool) -> Done<u32> {
+        let found = self.server.shares.number_of(self.call.connection.origin(), name, is_group).await;
+        Ok(found.map_err(|Unavailable| Status::DELAY)?.ok_or(Status::BADOWNER)?)
+    }
+
     /// The attributes that are to be set, with the numbers of users and groups that have names there.
     async fn get_changes(&self, d: &mut Decoder<'_>) -> Done<Wanted> {
         let mut wanted = attributes::decode(d, self.minor)?;
-        let shares = &self.server.shares;
         if let Some(name) = wanted.owner.take() {
-            wanted.set.uid = Some(shares.number_of(&name, false).await.ok_or(Status::BADOWNER)?);
+            wanted.set.uid = Some(self.number_of(&name, false).await?);
         }
         if let Some(name) = wanted.group.take() {
-            wanted.set.gid = Some(shares.number_of(&name, true).await.ok_or(Status::BADOWNER)?);
+            wanted.set.gid = Some(self.number_of(&name, true).await?);
         }
         Ok(wanted)
     }

@@ -128,6 +128,7 @@ impl From<HandleError> for Status {
         match error {
             HandleError::Malformed => Status::BADHANDLE,
             HandleError::Stale => Status::STALE,
+            HandleError::UnknownCaller => Status::DELAY,
             HandleError::NotAllowed => Status::ACCESS,
             HandleError::WrongSecurity => Status::WRONGSEC,
         }

@@ -107,6 +107,7 @@ struct Shared {
     spare: RefCell<Vec<Vec<u8>>>,
     next: Cell<u32>,
     timeout: Duration,
+    reply_max: Cell<usize>,
     /// Why no more replies come.
     failure: RefCell<Option<(io::ErrorKind, String)>>,
 }
@@ -173,6 +174,13 @@ impl Client {
         let stream = connecting.map_err(|_| io::ErrorKind::TimedOut)??;
         stream.set_nodelay(true)?;
         Client::over(Plain::Tcp(stream), timeout)
+    }
+
+    /// Takes replies of at most so many bytes, over TCP: a longer one ends the connection.
+    #[must_use]
+    pub fn with_replies_of(self, most: usize) -> Client {
+        self.0.shared.reply_max.set(most);
+        self
     }
 
     /// As [`Client::connect`], by a connection that is there.
@@ -317,6 +325,7 @@ impl Shared {
             // Another one after each start: a server may remember what an earlier client has called.
             next: Cell::new(u32::from_be_bytes(thruway_engine::random::random())),
             timeout,
+            reply_max: Cell::new(REPLY_MAX),
             failure: RefCell::new(None),
         })
     }
@@ -366,11 +375,9 @@ impl Shared {
             reader.consume(MARKER_LEN);
             let marker = Marker::decode(marker);
             let end = filled + marker.len as usize;
-            if end > REPLY_MAX {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("a reply of more than {REPLY_MAX} bytes"),
-                ));
+            let most = self.reply_max.get();
+            if end > most {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, format!("a reply of more than {most} bytes")));
             }
             while filled < end {
                 let step = end.min(filled + STEP);

@@ -13,6 +13,9 @@ use tokio::net::UnixStream;
 /// Where the rpcbind of this host is asked: there it knows which user asks.
 const SOCKETS: [&str; 2] = ["/run/rpcbind.sock", "/var/run/rpcbind.sock"];
 
+/// Longest answer to where a program is, in bytes.
+const REPLY_MAX: usize = 4 << 10;
+
 /// How long the rpcbind of this host may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -37,7 +40,7 @@ pub async fn find(
     (program, program_version): (u32, u32),
     timeout: Duration,
 ) -> Result<Option<SocketAddr>, CallError> {
-    let client = Client::connect_from(local, SocketAddr::new(host, PORT), timeout).await?;
+    let client = Client::connect_from(local, SocketAddr::new(host, PORT), timeout).await?.with_replies_of(REPLY_MAX);
     let at = |port: u32| u16::try_from(port).ok().filter(|port| *port != 0).map(|port| SocketAddr::new(host, port));
     let entry = Entry {
         program,

@@ -8,16 +8,16 @@ use crate::xdr::{self, Decoder, Encoder};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use thruway_gss::{Accepted, Acceptor, COMPLETE, Context, GssError, Peer, TOKEN_MAX};
-use tokio::sync::Semaphore;
+use thruway_server::turns::{Limits, Turns};
 
 /// Contexts at a time. Beyond that, the one that was used longest ago gives way: its client makes another.
 const CONTEXTS_MAX: usize = 4096;
 /// Contexts of one principal at a time.
 const OF_PRINCIPAL_MAX: usize = 1024;
 /// Contexts that are being accepted at a time: each reads files, on a thread of its own.
-const ACCEPTING_MAX: usize = 4;
+const ACCEPTING: Limits = Limits { all: 4, per_origin: 3, waiting: 4096, patience: Duration::from_secs(20) };
 /// What is longer is encrypted, decrypted and checked on another thread than the reactor's.
 const LONG: usize = 32 << 10;
 
@@ -100,7 +100,7 @@ impl Contexts {
 pub(super) struct Gss {
     acceptor: Arc<Acceptor>,
     contexts: Mutex<Contexts>,
-    accepting: Semaphore,
+    accepting: Turns,
 }
 
 /// What is to be checked of a call before it is done.
@@ -181,7 +181,7 @@ async fn on_thread<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) 
 
 impl Gss {
     pub(super) fn new(acceptor: Acceptor) -> Gss {
-        Gss { acceptor: Arc::new(acceptor), contexts: Mutex::default(), accepting: Semaphore::new(ACCEPTING_MAX) }
+        Gss { acceptor: Arc::new(acceptor), contexts: Mutex::default(), accepting: Turns::new(ACCEPTING) }
     }
 
     fn contexts(&self) -> MutexGuard<'_, Contexts> {
@@ -247,9 +247,14 @@ impl Gss {
         let mut d = call.arguments();
         let token = d.opaque(TOKEN_MAX as u32)?.to_vec();
         d.finish()?;
-        let _turn = self.accepting.acquire().await.expect("the semaphore is never closed");
+        // Those who send nonsense wait for themselves.
+        let turn = self.accepting.take(call.connection.origin()).await;
         let acceptor = Arc::clone(&self.acceptor);
-        let accepted = on_thread(move || acceptor.accept(&token)).await;
+        let accepted = match &turn {
+            Some(_) => on_thread(move || acceptor.accept(&token)).await,
+            None => Err(GssError::Library("too many contexts are asked for at a time".into())),
+        };
+        drop(turn);
         let code = |accepted: &Accepted| accepted.context.sign(&Window::SIZE.to_be_bytes());
         let accepted = accepted.and_then(|accepted| Ok((code(&accepted)?, accepted)));
         let mut reply = Encoder::new();

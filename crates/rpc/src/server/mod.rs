@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_gss::Acceptor as GssAcceptor;
 use thruway_server::{Acceptor, Address, Buffers, panics};
+use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Most bytes of a bulk item, and so of one NFS READ or WRITE.
@@ -203,6 +204,11 @@ impl Connection {
         }
     }
 
+    /// Where it comes from. A connection over loopback counts as one of its address: who asks has been looked at when it was made.
+    pub fn origin(&self) -> Origin {
+        self.peer.map_or(Origin::UnknownUser, |peer| Origin::of_host(peer.ip()))
+    }
+
     /// Whether there should be TLS and is not.
     pub fn lacks_tls(&self) -> bool {
         self.lacks_tls
@@ -248,6 +254,8 @@ pub struct Call {
     pub connection: Rc<Connection>,
     /// What this host knows of the user, for the program to learn.
     pub user: OnceCell<Arc<User>>,
+    /// It could not be learnt now.
+    pub user_is_unavailable: Cell<bool>,
     /// Held until its reply is on its way, if that is long.
     long_reply: OnceCell<OwnedSemaphorePermit>,
     message: Vec<u8>,
@@ -433,6 +441,7 @@ impl Programs {
             credential,
             connection,
             user: OnceCell::new(),
+            user_is_unavailable: Cell::new(false),
             long_reply: OnceCell::new(),
             message,
             arguments,

@@ -306,7 +306,7 @@ impl World {
                 self.clients[client].open.clear();
                 self.clients[client].delegated.clear();
                 if client == MONITORED {
-                    self.state.host_restarted(host().address, self.clients[client].verifier.into());
+                    super::host_restarted(&mut self.state, host().address, self.clients[client].verifier.into());
                 }
                 self.connect(client, true);
             }
@@ -323,6 +323,13 @@ impl World {
 
     /// No two clients of whom the server has heard have what excludes the other.
     fn check(&self) {
+        let held: usize = self.state.held.values().map(super::super::files::Held::weight).sum();
+        let of_clients: usize = self.state.clients.values().map(|client| client.weight).sum();
+        let of_origins: usize = self.state.origins.values().map(|origin| origin.weight).sum();
+        let counted = (self.state.weight, of_clients, of_origins);
+        assert_eq!(counted, (held, held, held), "what is held is counted");
+        let clients: usize = self.state.origins.values().map(|origin| origin.clients).sum();
+        assert_eq!(clients, self.state.clients.len());
         let live = |client: &usize| self.is_known(*client);
         for one in (0..4).filter(live) {
             for (of, (is_write, stateid)) in &self.clients[one].delegated {

@@ -87,8 +87,9 @@ impl Found {
         if mode == RpcbindMode::None || tcp.is_empty() || mode == RpcbindMode::Auto && !rpcbind::is_running() {
             return Ok(nothing);
         }
-        let datagrams =
-            UdpServer::start(datagrams(&tcp)?, &Programs::new([nsm]), reactors).map_err(|e| e.to_string())?;
+        // Which user of this host sends a datagram is not looked at: where that counts, hosts say by TCP that they have restarted.
+        let sockets = if own_user_only { Vec::new() } else { datagrams(&tcp)? };
+        let datagrams = UdpServer::start(sockets, &Programs::new([nsm]), reactors).map_err(|e| e.to_string())?;
         let mut listening = Vec::new();
         for address in tcp.iter().flat_map(|address| reached(*address)) {
             let over_tcp =
