@@ -6,11 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_cli::units;
 use thruway_engine::Reactors;
-use thruway_nfs::delegations::{Delegate, Delegations};
+use thruway_nfs::delegations::Delegate;
 use thruway_nfs::file_system::MemoryFileSystem;
 use thruway_nfs::mount::Mount;
-use thruway_nfs::security::SecuritySet;
-use thruway_nfs::share::{Share, Shares, Squash};
+use thruway_nfs::share::{Policy, Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
@@ -50,16 +49,8 @@ pub(super) struct NfsServerArgs {
 
 /// Runs the command.
 pub(super) fn run(args: &NfsServerArgs) -> Result<(), String> {
-    let share = Share {
-        name: SHARE.into(),
-        files: Box::new(MemoryFileSystem::new(args.size)),
-        read_only: false,
-        squash: Squash::None,
-        security: SecuritySet::default(),
-        rules: Vec::new(),
-        delegate: Delegate::Nothing,
-        delegations: Delegations::default(),
-    };
+    let policy = Policy { squash: Squash::None, ..Policy::default() };
+    let share = Share::new(SHARE, Box::new(MemoryFileSystem::new(args.size)), policy, Delegate::Nothing);
     let shares = Shares::new(vec![share], thruway_engine::random::random());
     let shares = Arc::new(shares.map_err(|_| "one share cannot be told from itself")?);
     let reactors = Reactors::start(None).map_err(|e| e.to_string())?;

@@ -1,13 +1,12 @@
 //! Entry points for the fuzzer.
 
-use crate::delegations::{Delegate, Delegations};
+use crate::delegations::Delegate;
 use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
 use crate::nfsacl::NfsAcl;
 use crate::nlm::Nlm;
 use crate::nsm::Nsm;
-use crate::security::SecuritySet;
-use crate::share::{Share, Shares, Squash};
+use crate::share::{Policy, Share, Shares, Squash};
 use crate::v3::Nfs3;
 use crate::v4::{self, Nfs4};
 use std::sync::{Arc, LazyLock};
@@ -64,16 +63,8 @@ impl Client {
     /// As [`Client::new`], with replies of at most so many bytes.
     pub(crate) fn with_replies_of(bytes: u32) -> Client {
         let files = Box::new(MemoryFileSystem::new(1 << 20));
-        let share = Share {
-            name: "m".into(),
-            files,
-            read_only: false,
-            squash: Squash::None,
-            security: SecuritySet::default(),
-            rules: Vec::new(),
-            delegate: Delegate::Writing,
-            delegations: Delegations::default(),
-        };
+        let policy = Policy { squash: Squash::None, ..Policy::default() };
+        let share = Share::new("m", files, policy, Delegate::Writing);
         let mut client =
             Client { programs: programs(vec![share]), session: Vec::new(), sequence: 1, user: None, minor: 2 };
         let mut exchange = Encoder::new();

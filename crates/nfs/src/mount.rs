@@ -31,7 +31,10 @@ impl Mount {
     async fn mount(&self, call: &Call, path: &[u8]) -> Result<(Vec<u8>, SecuritySet), Errno> {
         let mut names = path.split(|b| *b == b'/').filter(|name| !name.is_empty()).peekable();
         let share = names.next().and_then(|name| self.shares.find(name)).ok_or(Errno::NOENT)?;
-        let security = share.security(&call.connection).ok_or(Errno::ACCESS)?;
+        let Some(security) = share.security(&call.connection) else {
+            self.shares.note_refusal(&call.connection, share);
+            return Err(Errno::ACCESS);
+        };
         let root = share.files.root();
         // A client that has not shown who it is learns of no names in the share.
         if names.peek().is_none() {
@@ -81,7 +84,7 @@ impl Mount {
                 for share in self.shares.iter().filter(|share| share.security(&call.connection).is_some()) {
                     out.bool(true);
                     out.opaque(format!("/{}", share.name).as_bytes());
-                    for rule in &share.rules {
+                    for rule in &share.policy().rules {
                         out.bool(true);
                         out.opaque(rule.clients.to_string().as_bytes());
                     }

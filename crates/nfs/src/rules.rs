@@ -99,6 +99,24 @@ impl fmt::Display for Clients {
     }
 }
 
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.clients.fmt(f)?;
+        match self.read_only {
+            Some(true) => f.write_str("+ro")?,
+            Some(false) => f.write_str("+rw")?,
+            None => {}
+        }
+        if let Some(squash) = self.squash {
+            write!(f, "+squash={squash}")?;
+        }
+        if let Some(security) = self.security {
+            write!(f, "+sec={security}")?;
+        }
+        Ok(())
+    }
+}
+
 impl FromStr for Clients {
     type Err = RuleError;
 

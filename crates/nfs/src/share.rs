@@ -6,6 +6,8 @@ use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
 use crate::users::{Unavailable, Users};
 use smallvec::SmallVec;
+use std::fmt;
+use std::sync::{Arc, RwLock};
 use thruway_rpc::server::{Call, Connection, Credential, User};
 use thruway_tcp::Origin;
 
@@ -30,6 +32,17 @@ pub struct Share {
     pub name: String,
     /// The file system.
     pub files: Box<dyn FileSystem>,
+    /// Who may do what.
+    policy: RwLock<Arc<Policy>>,
+    /// What of its files is delegated to clients.
+    pub delegate: Delegate,
+    /// To whom, which version 4 knows.
+    pub(crate) delegations: Delegations,
+}
+
+/// Who may do what with a share, which may change while it is served.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Policy {
     /// Nothing can be changed.
     pub read_only: bool,
     /// Which users count as nobody.
@@ -38,10 +51,16 @@ pub struct Share {
     pub security: SecuritySet,
     /// Who may use it; everybody, if there are none.
     pub rules: Vec<Rule>,
-    /// What of its files is delegated to clients.
-    pub delegate: Delegate,
-    /// To whom, which version 4 knows.
-    pub delegations: Delegations,
+}
+
+impl fmt::Display for Squash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Squash::Root => "root",
+            Squash::All => "all",
+            Squash::None => "none",
+        })
+    }
 }
 
 impl Squash {
@@ -70,6 +89,22 @@ impl Squash {
 }
 
 impl Share {
+    /// A file system with a name.
+    pub fn new(name: impl Into<String>, files: Box<dyn FileSystem>, policy: Policy, delegate: Delegate) -> Share {
+        let policy = RwLock::new(Arc::new(policy));
+        Share { name: name.into(), files, policy, delegate, delegations: Delegations::default() }
+    }
+
+    /// Who may do what.
+    pub fn policy(&self) -> Arc<Policy> {
+        Arc::clone(&self.policy.read().expect("no panics under the lock"))
+    }
+
+    /// From the next call on, this counts.
+    pub fn set_policy(&self, policy: Policy) {
+        *self.policy.write().expect("no panics under the lock") = Arc::new(policy);
+    }
+
     /// What is to be done with a file of it by a call.
     ///
     /// # Errors
@@ -93,12 +128,13 @@ impl Share {
 
     /// What a client may; `None` if it may not use the share.
     fn access(&self, client: &Connection) -> Option<Access> {
-        let own = Access { read_only: self.read_only, squash: self.squash, security: self.security };
-        if self.rules.is_empty() {
+        let policy = self.policy();
+        let own = Access { read_only: policy.read_only, squash: policy.squash, security: policy.security };
+        if policy.rules.is_empty() {
             return Some(own);
         }
         let address = client.peer.map(|peer| peer.ip());
-        let rule = self.rules.iter().find(|rule| rule.clients.contain(address, &client.names))?;
+        let rule = policy.rules.iter().find(|rule| rule.clients.contain(address, &client.names))?;
         Some(Access {
             read_only: rule.read_only.unwrap_or(own.read_only),
             squash: rule.squash.unwrap_or(own.squash),
@@ -242,7 +278,20 @@ impl Shares {
 
     /// Whether a client may use any of them. One that may not is refused by the server as a whole, and has nothing there.
     pub fn admit(&self, client: &Connection) -> bool {
-        self.shares.is_empty() || self.shares.iter().any(|share| share.access(client).is_some())
+        let may = self.shares.is_empty() || self.shares.iter().any(|share| share.access(client).is_some());
+        if !may && client.is_first_refusal() {
+            let peer = client.peer.map(tracing::field::display);
+            tracing::warn!(peer, "refused: no share has a rule for this client");
+        }
+        may
+    }
+
+    /// A client has asked for a share by its name that it may not use.
+    pub(crate) fn note_refusal(&self, client: &Connection, share: &Share) {
+        if client.is_first_refusal() {
+            let peer = client.peer.map(tracing::field::display);
+            tracing::warn!(peer, share = share.name, "refused: the share has no rule for this client");
+        }
     }
 
     /// All of them.
@@ -316,17 +365,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
         let files = Box::new(LocalFileSystem::open(dir.path(), true).ok()?);
-        let delegations = Delegations::default();
-        Some(Share {
-            name: name.into(),
-            files,
-            read_only: false,
-            squash,
-            security: SecuritySet::default(),
-            rules: Vec::new(),
-            delegate: Delegate::Reading,
-            delegations,
-        })
+        Some(Share::new(name, files, Policy { squash, ..Policy::default() }, Delegate::Reading))
     }
 
     #[test]

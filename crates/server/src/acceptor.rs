@@ -149,7 +149,13 @@ impl Acceptor {
         }
         let origin = Origin::of(peer, local);
         if self.own_user_only && !origin.is_own_user() {
-            tracing::warn!(%peer, "refused: the peer is another user of this host (--anonymous serves everybody)");
+            let why = match origin {
+                Origin::UnknownUser => {
+                    "it cannot be found out which user of this host the peer is: it has gone, or this process may open no more files"
+                }
+                _ => "the peer is another user of this host (--anonymous serves everybody)",
+            };
+            tracing::warn!(%peer, "refused: {why}");
             return None;
         }
         self.limit.acquire(peer, origin)

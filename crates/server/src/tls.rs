@@ -1,8 +1,9 @@
 //! TLS servers, from certificates in files.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-pub use tokio_rustls::rustls::ServerConfig;
+use std::sync::{Arc, RwLock};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
@@ -19,12 +20,50 @@ pub struct TlsError {
     pub reason: String,
 }
 
-/// Configures a TLS server from PEM files: its certificate chain and private key and, with `ca`, the authorities of which
-/// one must have signed a client's certificate.
-///
-/// # Errors
-/// [`TlsError`].
-pub fn server(cert: &Path, key: &Path, ca: Option<&Path>) -> Result<Arc<ServerConfig>, TlsError> {
+/// A TLS server, whose certificates can be read again while it serves.
+#[derive(Debug)]
+pub struct TlsServer {
+    files: Files,
+    current: RwLock<Arc<ServerConfig>>,
+}
+
+/// PEM files: a certificate chain and its private key and, with `ca`, the authorities of which one must have signed a client's
+/// certificate.
+#[derive(Debug)]
+struct Files {
+    cert: PathBuf,
+    key: PathBuf,
+    ca: Option<PathBuf>,
+}
+
+impl TlsServer {
+    /// Reads the certificates.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn new(cert: &Path, key: &Path, ca: Option<&Path>) -> Result<Arc<TlsServer>, TlsError> {
+        let files = Files { cert: cert.into(), key: key.into(), ca: ca.map(Path::to_path_buf) };
+        let current = RwLock::new(server(&files)?);
+        Ok(Arc::new(TlsServer { files, current }))
+    }
+
+    /// Accepts connections.
+    pub fn acceptor(&self) -> TlsAcceptor {
+        Arc::clone(&self.current.read().expect("no panics under the lock")).into()
+    }
+
+    /// Reads the certificates again, for connections from now on.
+    ///
+    /// # Errors
+    /// [`TlsError`]; then everything stays as it was.
+    pub fn reload(&self) -> Result<(), TlsError> {
+        let read = server(&self.files)?;
+        *self.current.write().expect("no panics under the lock") = read;
+        Ok(())
+    }
+}
+
+fn server(Files { cert, key, ca }: &Files) -> Result<Arc<ServerConfig>, TlsError> {
     let provider = Arc::new(crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()

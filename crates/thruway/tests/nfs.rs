@@ -3,6 +3,7 @@
 mod support;
 
 use std::fs;
+use std::process::Command;
 use support::disks::{Disks, certificates, ok, run, text};
 use support::{Lab, THRUWAY};
 
@@ -503,6 +504,94 @@ assert one.call(100021, 4, 99) == words(0, 0, 0, 3) and one.call(100024, 1, 3) =
 assert one.call(100024, 1, 2)[16:20] == words(1), "it monitors no hosts for others"
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{LOCKS}{script}"), &at, ""]);
+    daemon.stop();
+}
+
+#[test]
+fn rules_and_certificates_are_read_again_while_shares_are_served() {
+    let lab = Lab::new();
+    let other_lab = Lab::new();
+    let (old, other) = (certificates(&lab, &[]), certificates(&other_lab, &[]));
+    let (state, config) = (lab.path("state"), lab.path("thruway.toml"));
+    let file = |rule: &str| {
+        let pki = old.display();
+        format!(
+            "[nfs]\nnfs = ['127.0.0.1:0']\nnfs-tls-cert = '{pki}/server-cert.pem'\nnfs-tls-key = '{pki}/server-key.pem'\n\
+             [[nfs.share]]\nname = 'm'\ndir = 'mem:1M'\nallow = ['{rule}']\n"
+        )
+    };
+    fs::write(&config, file("127.0.0.0/8")).unwrap();
+    let said = lab.path("said");
+    let args = ["-v", "--config", text(&config), "--state", text(&state)];
+    let daemon = Disks::serve_by(Command::new(THRUWAY).stderr(fs::File::create(&said).unwrap()), &args);
+    let script = r#"
+import os, signal, subprocess, time
+pid, config, said = int(sys.argv[3]), sys.argv[4], sys.argv[5]
+def until(condition):
+    for _ in range(1000):
+        if condition(open(said).read()):
+            return
+        time.sleep(0.01)
+    raise AssertionError(open(said).read())
+def certificate():
+    c = Connection()
+    assert c.call(100003, 4, 0, flavor=7) == words(0, 0) + opaque(b"STARTTLS") + words(0)
+    context = ssl._create_unverified_context()
+    return context.wrap_socket(c.stream).getpeercert(True)
+def reload(rule, count):
+    text = open(config).read()
+    open(config, "w").write(text.replace(text[text.index("allow"):], f"allow = ['{rule}']\n"))
+    os.kill(pid, signal.SIGHUP)
+    until(lambda log: log.count("share /m =") >= count)
+held = Session(b"held")
+stateid, _ = opened(held, b"o")
+before = certificate()
+for name in ["server-cert.pem", "server-key.pem"]:
+    os.replace(f"{pki}/{name}", f"{pki}/old-{name}")
+    os.replace(f"{pki}/other-{name}", f"{pki}/{name}")
+os.kill(pid, signal.SIGUSR1)
+until(lambda log: "client of version 4.1 or 4.2 'held' from 127.0.0.1: 1 opens, 0 locks" in log)
+reload("127.0.0.9", 1)
+assert certificate() != before, "the new one"
+# Also a client that has something open is refused from now on, and it is said so.
+refused = held.call(100003, 4, 1, opaque(b"") + words(1, 0))
+assert refused == words(1, 1, 5), refused
+until(lambda log: "refused: no share has a rule for this client" in log)
+reload("127.0.0.1", 2)
+held.run(4, IN_FILE + words(9, 1, 1 << 4))
+assert held.status == 0
+# What is wrong changes nothing.
+open(config, "a").write("nonsense = 7\n")
+os.kill(pid, signal.SIGHUP)
+until(lambda log: "'nonsense'" in log)
+held.run(4, IN_FILE + words(9, 1, 1 << 4))
+assert held.status == 0
+"#;
+    for name in ["server-cert.pem", "server-key.pem"] {
+        fs::rename(other.join(name), old.join(format!("other-{name}"))).unwrap();
+    }
+    let arguments = [&daemon.at("nfs"), text(&old), &daemon.child.id().to_string(), text(&config), text(&said)];
+    ok("/usr/bin/python3", &[&["-c", &format!("{CLIENT}{SESSION}{script}")], &arguments[..]].concat());
+    daemon.stop();
+}
+
+#[test]
+fn who_can_change_nothing_keeps_nobody_out() {
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let share = "m=mem:1M,squash=none,allow=127.0.0.9+ro|127.0.0.0/8";
+    let daemon = Disks::serve(&["--quiet", "--share", share, "--nfs", "127.0.0.1:0", "--state", text(&state)]);
+    let script = r#"
+ROFS = 6
+writer = Session(b"writer")
+opened(writer, b"a")
+reader, owner = Host("127.0.0.9"), Host("127.0.0.1")
+assert reader.lock(1, 1, 0, TO_END) == ROFS and reader.lock(1, 1, 0, TO_END, wait=1) == ROFS
+assert reader.share(b"r", 3, 1) == ROFS and reader.share(b"r", 0, 2) == ROFS
+assert reader.lock(1, 0, 0, TO_END) == GRANTED and reader.share(b"r", 0, 1) == GRANTED
+assert owner.lock(2, 0, 0, TO_END) == GRANTED and owner.share(b"o", 0, 3) == GRANTED
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{LOCKS}{script}"), &daemon.at("nfs"), ""]);
     daemon.stop();
 }
 

@@ -7,9 +7,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_server::tls::TlsServer;
 use thruway_server::{Acceptor, Address, ListenError, Permit, Plain, Socket, Stream};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
 
 /// Time for a client's handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -21,7 +20,7 @@ pub struct Config {
     /// The disks.
     pub exports: Arc<[Arc<Export>]>,
     /// TLS; if given, it is required.
-    pub tls: Option<Arc<ServerConfig>>,
+    pub tls: Option<Arc<TlsServer>>,
     /// Of clients over the loopback interface, serve only root and the user that this process runs as.
     pub own_user_only: bool,
     /// Connections at a time.
@@ -36,7 +35,7 @@ pub struct Server {
 
 struct Service {
     exports: Arc<[Arc<Export>]>,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Arc<TlsServer>>,
     acceptor: Arc<Acceptor>,
 }
 
@@ -47,11 +46,7 @@ impl Server {
     /// [`ListenError`] for the first address that cannot be listened on.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
         let acceptor = Acceptor::new("NBD", config.connections_max, config.own_user_only);
-        let service = Arc::new(Service {
-            exports: config.exports,
-            tls: config.tls.map(TlsAcceptor::from),
-            acceptor: Arc::clone(&acceptor),
-        });
+        let service = Arc::new(Service { exports: config.exports, tls: config.tls, acceptor: Arc::clone(&acceptor) });
         let serve = move |socket, permit: Arc<Permit>| {
             let service = Arc::clone(&service);
             async move { service.serve(socket, &permit).await }
@@ -133,10 +128,10 @@ impl Service {
                 }
                 Next::StartTls(reply) => {
                     stream.write_all(&reply).await?;
-                    let (Some(acceptor), Stream::Plain(plain)) = (&self.tls, stream) else {
+                    let (Some(tls), Stream::Plain(plain)) = (&self.tls, stream) else {
                         return Err(invalid("TLS within TLS"));
                     };
-                    let encrypted = acceptor.accept(plain).await?;
+                    let encrypted = tls.acceptor().accept(plain).await?;
                     handshake.encrypted(thruway_server::tls::names(&encrypted));
                     stream = Stream::Tls(Box::new(encrypted));
                 }

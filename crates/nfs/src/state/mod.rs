@@ -7,6 +7,7 @@
 
 mod clients;
 mod delegations;
+mod described;
 mod files;
 mod monitored;
 mod numbered;

@@ -871,7 +871,7 @@ fn from(address: &str) -> Maker {
 #[test]
 fn a_host_with_many_clients_keeps_no_other_out() {
     let mut state = State::new(7, LEASE, []);
-    let mut add = |state: &mut State, name: usize, from: Maker| {
+    let add = |state: &mut State, name: usize, from: Maker| {
         let exchange = state.exchange_id(0, &name.to_be_bytes(), [1; 8], from, false)?;
         add_session(state, 0, exchange.client, exchange.sequence);
         Ok::<_, Refused>(exchange.client)

@@ -160,6 +160,9 @@ impl Compound<'_> {
             Ok(reply)
         };
         let reply = self.server.contend(action).await?;
+        let name = self.server.state(|state, _| state.name_of(client));
+        let peer = self.call.connection.peer.map(tracing::field::display);
+        tracing::info!(peer, client = name, "a client of version 4.{minor} has a session");
         out.fixed(&reply);
         Ok(())
     }

@@ -172,6 +172,11 @@ impl Nfs4 {
         }
         Ok(Nfs4(server))
     }
+
+    /// A line for each client of version 4, and of version 3 that has locks: who it is, and what it has.
+    pub fn clients(&self) -> Vec<String> {
+        self.0.state(|state, now| state.describe_clients(now))
+    }
 }
 
 impl Server {
@@ -233,8 +238,9 @@ impl Server {
             self.state(|state, _| state.keep(client));
             return Err(status);
         }
+        let name = self.state(|state, _| state.name_of(client));
         if self.state(|state, now| state.expire(now, client)) {
-            tracing::info!(client, "lease expired: what the client had open and locked goes to another");
+            tracing::info!(client = name, "lease expired: what the client had open and locked goes to another");
             return Ok(());
         }
         // It was heard of at the last moment.

@@ -51,7 +51,10 @@ impl<'a> Compound<'a> {
                 let share = share.ok_or(Status::NOENT)?;
                 match share.enter(share.files.root(), self.call) {
                     // There are no shares for those who may not use them.
-                    Err(HandleError::NotAllowed) => Err(Status::NOENT.into()),
+                    Err(HandleError::NotAllowed) => {
+                        self.server.shares.note_refusal(&self.call.connection, share);
+                        Err(Status::NOENT.into())
+                    }
                     entered => Ok(Object::File(entered?)),
                 }
             }

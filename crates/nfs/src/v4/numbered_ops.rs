@@ -197,7 +197,11 @@ impl<'a> Compound<'a> {
     pub(super) async fn confirm_client(&mut self, d: &mut Decoder<'_>) -> Done {
         let (client, confirmation) = (d.u64()?, *d.fixed::<8>()?);
         let principal = self.principal();
-        self.server.state(|state, now| state.confirm_client(now, client, confirmation, principal))?;
+        let name = self.server.state(|state, now| {
+            state.confirm_client(now, client, confirmation, principal).map(|()| state.name_of(client))
+        })?;
+        let peer = self.call.connection.peer.map(tracing::field::display);
+        tracing::info!(peer, client = name, "a client of version 4.0 is here");
         // One of its name that has gone is not to be waited for after a restart.
         Ok(self.server.store().await?)
     }

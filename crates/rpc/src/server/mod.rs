@@ -178,6 +178,8 @@ pub struct Connection {
     pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,
+    /// Something has been refused because of who the client is.
+    is_refused: Cell<bool>,
     long_replies: Arc<Semaphore>,
 }
 
@@ -200,8 +202,14 @@ impl Connection {
             buffers: Buffers::new(BULK_MAX),
             back: None,
             lacks_tls: false,
+            is_refused: Cell::new(false),
             long_replies: Arc::new(Semaphore::new(LONG_REPLIES_MAX)),
         }
+    }
+
+    /// To be asked when something is refused because of who the client is: whether it is the first time, which is worth a line.
+    pub fn is_first_refusal(&self) -> bool {
+        !self.is_refused.replace(true)
     }
 
     /// Where it comes from. A connection over loopback counts as one of its address: who asks has been looked at when it was made.

@@ -13,12 +13,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
+use thruway_server::tls::TlsServer;
 use thruway_server::{
     Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
 
 /// A connection whose client stops in the middle of a call for this long is closed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(120);
@@ -42,7 +41,7 @@ pub struct Config {
     /// What is served.
     pub programs: Programs,
     /// TLS, for clients that ask for it (RFC 9289).
-    pub tls: Option<Arc<ServerConfig>>,
+    pub tls: Option<Arc<TlsServer>>,
     /// Refuse calls without TLS, of programs that need it.
     pub tls_required: bool,
     /// Of clients over the loopback interface, serve only root and the user that this process runs as.
@@ -53,7 +52,7 @@ pub struct Config {
 
 struct Service {
     programs: Programs,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Arc<TlsServer>>,
     tls_required: bool,
     acceptor: Arc<Acceptor>,
 }
@@ -67,7 +66,7 @@ impl Server {
         let acceptor = Acceptor::new(config.protocol, config.connections_max, config.own_user_only);
         let service = Arc::new(Service {
             programs: config.programs,
-            tls: config.tls.map(TlsAcceptor::from),
+            tls: config.tls,
             tls_required: config.tls_required,
             acceptor: Arc::clone(&acceptor),
         });
@@ -145,7 +144,7 @@ impl Service {
         if !is_start_tls(&first) {
             return Ok(Some((stream, first)));
         }
-        let Some(acceptor) = &self.tls else {
+        let Some(tls) = &self.tls else {
             // The client goes on without, or not, as it has been told to.
             send(&mut stream, refused_with(Refusal::Auth(AuthError::RejectedCredential))).await?;
             return Ok(first_call(&mut stream).await?.map(|call| (stream, call)));
@@ -154,7 +153,7 @@ impl Service {
         encode_success(xid_of(&first), STARTTLS, &mut reply);
         send(&mut stream, reply).await?;
         let Stream::Plain(plain) = stream else { unreachable!("it has just been one") };
-        let mut stream = Stream::Tls(Box::new(acceptor.accept(plain).await?));
+        let mut stream = Stream::Tls(Box::new(tls.acceptor().accept(plain).await?));
         Ok(first_call(&mut stream).await?.map(|call| (stream, call)))
     }
 }

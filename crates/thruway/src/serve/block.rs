@@ -18,7 +18,7 @@ use thruway_engine::topology::usable_nodes;
 use thruway_fabric::Provider;
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
-use thruway_server::tls::{self, ServerConfig};
+use thruway_server::tls::TlsServer;
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "Block service";
@@ -154,9 +154,9 @@ impl BlockArgs {
         Ok(())
     }
 
-    fn tls(&self) -> Result<Option<Arc<ServerConfig>>, String> {
+    fn tls(&self) -> Result<Option<Arc<TlsServer>>, String> {
         let (Some(cert), Some(key)) = (&self.tls_cert, &self.tls_key) else { return Ok(None) };
-        tls::server(cert, key, self.tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
+        TlsServer::new(cert, key, self.tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
     }
 
     fn secrets(&self) -> Result<Option<Secrets>, String> {
@@ -197,6 +197,7 @@ impl BlockArgs {
     fn nbd(
         &self,
         exports: &[Arc<Export>],
+        tls: Option<Arc<TlsServer>>,
         anonymous: bool,
         reactors: &Reactors,
     ) -> Result<Option<nbd::Server>, String> {
@@ -207,7 +208,6 @@ impl BlockArgs {
             }
             listen.push(Address::Tcp(SocketAddr::from(([127, 0, 0, 1], 10809))));
         }
-        let tls = self.tls()?;
         if self.tls_ca.is_none() {
             for export in exports.iter().filter(|export| !export.allow.is_empty()) {
                 tracing::warn!(
@@ -299,6 +299,7 @@ pub(super) struct BlockService {
     iscsi: Option<iscsi::Server>,
     iser: Option<iser::Server>,
     exports: Vec<Arc<Export>>,
+    tls: Option<Arc<TlsServer>>,
     /// Last, so that the servers' tasks end with it.
     reactors: Reactors,
 }
@@ -331,10 +332,11 @@ impl BlockService {
         }
         // Reservations that outlive daemons are in force before anybody is served.
         let targets = args.targets(&exports)?;
-        let nbd = args.nbd(&exports, anonymous, &reactors)?;
+        let tls = args.tls()?;
+        let nbd = args.nbd(&exports, tls.clone(), anonymous, &reactors)?;
         let iscsi = args.iscsi(&targets, anonymous, &reactors)?;
         let iser = args.iser(&targets, anonymous, fabric, &reactors)?;
-        Ok(Some(BlockService { nbd, iscsi, iser, exports, reactors }))
+        Ok(Some(BlockService { nbd, iscsi, iser, exports, tls, reactors }))
     }
 }
 
@@ -353,6 +355,11 @@ impl Service for BlockService {
             facts: Vec::new(),
             lines: self.exports.iter().map(disk).collect(),
         }
+    }
+
+    fn reload(&self) -> Result<(), Box<dyn Error>> {
+        self.tls.iter().try_for_each(|tls| tls.reload())?;
+        Ok(())
     }
 
     fn statistics(&self) -> Vec<String> {

@@ -171,7 +171,7 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     let merged;
     let args = match &args.config {
         Some(path) => {
-            merged = with_config(path)?;
+            merged = with_config(path).map_err(|mistakes| mistakes.tell())?;
             &merged
         }
         None => args,
@@ -183,17 +183,40 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     done.map_err(|message| Failed::operation("serve", message))
 }
 
-/// The arguments with what the configuration file says.
-fn with_config(path: &Path) -> Result<ServeArgs, Failed> {
-    let file = config::load(path).map_err(|mistakes| {
-        thruway_cli::say_error!("{mistakes}");
+/// What is wrong with a configuration file, or with the options that it makes with those of the command line.
+enum Mistakes {
+    File(String),
+    Options(clap::Error),
+}
+
+impl Mistakes {
+    /// Tells them, and ends the program if the options are wrong.
+    fn tell(self) -> Failed {
+        match self {
+            Mistakes::File(mistakes) => thruway_cli::say_error!("{mistakes}"),
+            Mistakes::Options(error) => error.exit(),
+        }
         Failed::Usage
-    })?;
+    }
+}
+
+impl std::fmt::Display for Mistakes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Mistakes::File(mistakes) => f.write_str(mistakes),
+            Mistakes::Options(error) => error.render().fmt(f),
+        }
+    }
+}
+
+/// The arguments with what the configuration file says.
+fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
+    let file = config::load(path).map_err(Mistakes::File)?;
     // What the file says stands before what the command line says, which so has the last word.
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = args.iter().position(|arg| arg == "serve").expect("the command that is running");
     args.splice(verb + 1..verb + 1, file.options);
-    let Ok(Command::Serve(mut merged)) = Cli::try_parse_from(args).map(|cli| cli.command).map_err(|e| e.exit()) else {
+    let Command::Serve(mut merged) = Cli::try_parse_from(args).map_err(Mistakes::Options)?.command else {
         unreachable!("the command that is running")
     };
     merged.export.splice(0..0, file.exports);
@@ -220,7 +243,13 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     let state = args.block.state();
     let connections_max = args.block.max_connections;
     let over = |listen: &[SocketAddr]| fabric(args.provider, listen);
-    if let Some(files) = NfsService::start(&args.nfs, args.anonymous, connections_max, state.as_deref(), over)? {
+    let config = args.config.clone();
+    let read_again = Box::new(move || match &config {
+        None => Ok(None),
+        Some(path) => with_config(path).map(|args| Some((args.nfs, args.anonymous))).map_err(|e| e.to_string()),
+    });
+    let nfs = NfsService::start(&args.nfs, args.anonymous, connections_max, state.as_deref(), read_again, over)?;
+    if let Some(files) = nfs {
         services.push(Box::new(files));
     }
     if let Some(credentials) = credentials {

@@ -30,13 +30,13 @@ use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
-use thruway_server::tls::{self, ServerConfig};
+use thruway_server::tls::TlsServer;
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "File service";
 
 /// Arguments of the file service.
-#[derive(Args)]
+#[derive(Args, Clone)]
 #[command(next_help_heading = HEADING)]
 pub(super) struct NfsArgs {
     /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
@@ -146,7 +146,7 @@ impl NfsArgs {
             ));
         }
         let by_name = |rule: &Rule| matches!(rule.clients, Clients::Certificate(_));
-        if let Some(spec) = self.share.iter().find(|spec| spec.rules().iter().any(by_name))
+        if let Some(spec) = self.share.iter().find(|spec| spec.policy().rules.iter().any(by_name))
             && self.nfs_tls_ca.is_none()
         {
             return Err(format!(
@@ -157,9 +157,9 @@ impl NfsArgs {
         Ok(())
     }
 
-    fn tls(&self) -> Result<Option<Arc<ServerConfig>>, String> {
+    fn tls(&self) -> Result<Option<Arc<TlsServer>>, String> {
         let (Some(cert), Some(key)) = (&self.nfs_tls_cert, &self.nfs_tls_key) else { return Ok(None) };
-        tls::server(cert, key, self.nfs_tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
+        TlsServer::new(cert, key, self.nfs_tls_ca.as_deref()).map(Some).map_err(|e| e.to_string())
     }
 
     /// The service that users prove to who they are.
@@ -187,12 +187,21 @@ impl NfsArgs {
 /// How long calls in progress may take when the daemon ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 
+/// Reads again what the configuration file says of this service, and whether everybody is served; `None` if there is no file.
+pub(super) type ReadAgain = Box<dyn Fn() -> Result<Option<(NfsArgs, bool)>, String>>;
+
 /// The running file service.
 pub(super) struct NfsService {
     tcp: Option<Server>,
     rdma: Option<Server>,
     found: Found,
-    lines: Vec<String>,
+    shares: Arc<Shares>,
+    v4: Arc<Nfs4>,
+    tls: Option<Arc<TlsServer>>,
+    /// As it was started.
+    args: NfsArgs,
+    own_user_only: bool,
+    read_again: ReadAgain,
     /// Behind all that uses them, so that the server's tasks end before.
     _reactors: Reactors,
     /// Keeps other daemons from the state on the medium, as long as any task may write there.
@@ -206,6 +215,7 @@ impl NfsService {
         anonymous: bool,
         connections_max: u32,
         state: Option<&Path>,
+        read_again: ReadAgain,
         fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
     ) -> Result<Option<NfsService>, String> {
         if args.share.is_empty() {
@@ -232,13 +242,14 @@ impl NfsService {
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
         let (nlm, nsm) = (Arc::new(Nlm::new(&v4)), Arc::new(Nsm::new(&v4)));
+        let v4 = Arc::new(v4);
         let programs = [
             Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
-            Arc::new(v4),
+            Arc::clone(&v4) as Arc<dyn Program>,
             Arc::clone(&nlm) as Arc<dyn Program>,
             Arc::clone(&nsm) as Arc<dyn Program>,
             Arc::new(NfsAcl::new(Arc::clone(&shares))),
-            Arc::new(Mount::new(shares)),
+            Arc::new(Mount::new(Arc::clone(&shares))),
         ];
         let programs = match args.acceptor()? {
             Some(acceptor) => Programs::with_gss(programs, acceptor),
@@ -255,7 +266,7 @@ impl NfsService {
                 protocol: "NFS",
                 listen: listen.into_iter().map(Address::Tcp).collect(),
                 programs: programs.clone(),
-                tls,
+                tls: tls.clone(),
                 tls_required,
                 own_user_only: own_user_only && !tls_required,
                 connections_max,
@@ -283,7 +294,12 @@ impl NfsService {
             tcp,
             rdma,
             found,
-            lines: args.share.iter().map(Spec::to_string).collect(),
+            shares,
+            v4,
+            tls,
+            args: args.clone(),
+            own_user_only,
+            read_again,
             _held: held,
             _reactors: reactors,
         }))
@@ -303,14 +319,43 @@ impl Service for NfsService {
         Announcement {
             addresses: tcp.chain(rdma).collect(),
             facts: vec![("rpcbind", self.found.how.into())],
-            lines: self.lines.clone(),
+            lines: self.args.share.iter().map(Spec::to_string).collect(),
         }
+    }
+
+    fn reload(&self) -> Result<(), Box<dyn Error>> {
+        self.tls.iter().try_for_each(|tls| tls.reload())?;
+        let Some((args, anonymous)) = (self.read_again)()? else { return Ok(()) };
+        args.check(anonymous, false)?;
+        if self.own_user_only != (!anonymous && !args.proves_all()) {
+            return Err(
+                "NFS: whether only users of this host are served changes by a restart: the shares stay as they were"
+                    .into(),
+            );
+        }
+        let old = |spec: &Spec| self.args.share.iter().find(|old| old.name() == spec.name());
+        for spec in &args.share {
+            match old(spec) {
+                Some(old) if spec.is_of_the_same(old) => {}
+                Some(_) => tracing::warn!("share '{}': only who may do what changes without a restart", spec.name()),
+                None => tracing::warn!("share '{}' is new: it is served after a restart", spec.name()),
+            }
+            if let Some(share) = self.shares.find(spec.name().as_bytes()) {
+                share.set_policy(spec.policy().clone());
+                tracing::info!("{spec}");
+            }
+        }
+        for share in self.shares.iter().filter(|share| !args.share.iter().any(|spec| spec.name() == share.name)) {
+            tracing::warn!("share '{}' is served until a restart, with the rules that it had", share.name);
+        }
+        Ok(())
     }
 
     fn statistics(&self) -> Vec<String> {
         let tcp = self.tcp.iter().map(|s| ("NFS", s));
         let all = tcp.chain(self.rdma.iter().map(|s| ("NFS/RDMA", s)));
-        all.map(|(name, server)| format!("{name}: {} connections", server.connections())).collect()
+        let connections = all.map(|(name, server)| format!("{name}: {} connections", server.connections()));
+        connections.chain(self.v4.clients()).collect()
     }
 
     fn close(&self) {

@@ -5,11 +5,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use thruway_cli::units;
 use thruway_engine::units::parse_size;
-use thruway_nfs::delegations::{Delegate, Delegations};
+use thruway_nfs::delegations::Delegate;
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
 use thruway_nfs::rules::{Rule, RuleError};
 use thruway_nfs::security::{SecurityError, SecuritySet};
-use thruway_nfs::share::{Share, Squash};
+use thruway_nfs::share::{Policy, Share, Squash};
 
 /// What is shared.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,13 +33,10 @@ impl fmt::Display for Source {
 pub(in crate::serve) struct Spec {
     name: String,
     source: Source,
-    read_only: bool,
     is_async: bool,
-    squash: Squash,
-    security: SecuritySet,
     /// If that is not left to what is shared.
     delegate: Option<Delegate>,
-    rules: Vec<Rule>,
+    policy: Policy,
 }
 
 impl Spec {
@@ -68,33 +65,26 @@ impl Spec {
             Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
             None => Source::Directory(source.into()),
         };
-        Ok(Spec {
-            name: name.into(),
-            source,
-            read_only: false,
-            is_async: false,
-            squash: Squash::default(),
-            security: SecuritySet::default(),
-            rules: Vec::new(),
-            delegate: None,
-        })
+        Ok(Spec { name: name.into(), source, is_async: false, delegate: None, policy: Policy::default() })
     }
 
     /// Sets an option.
     pub(in crate::serve) fn option(&mut self, option: &str) -> Result<(), String> {
         match option {
-            "ro" => self.read_only = true,
-            "rw" => self.read_only = false,
+            "ro" => self.policy.read_only = true,
+            "rw" => self.policy.read_only = false,
             "async" => self.is_async = true,
             "sync" => self.is_async = false,
-            "squash=root" => self.squash = Squash::Root,
-            "squash=all" => self.squash = Squash::All,
-            "squash=none" => self.squash = Squash::None,
+            "squash=root" => self.policy.squash = Squash::Root,
+            "squash=all" => self.policy.squash = Squash::All,
+            "squash=none" => self.policy.squash = Squash::None,
             "delegations=none" => self.delegate = Some(Delegate::Nothing),
             "delegations=read" => self.delegate = Some(Delegate::Reading),
             "delegations=write" => self.delegate = Some(Delegate::Writing),
             other => match (other.strip_prefix("sec="), other.strip_prefix("allow=")) {
-                (Some(flavors), _) => self.security = flavors.parse().map_err(|e: SecurityError| e.to_string())?,
+                (Some(flavors), _) => {
+                    self.policy.security = flavors.parse().map_err(|e: SecurityError| e.to_string())?
+                }
                 (_, Some(rules)) => rules.split('|').try_for_each(|rule| self.allow(rule))?,
                 _ => {
                     return Err(format!(
@@ -108,7 +98,7 @@ impl Spec {
 
     /// Adds a rule for clients.
     pub(in crate::serve) fn allow(&mut self, rule: &str) -> Result<(), String> {
-        self.rules.push(rule.parse().map_err(|e: RuleError| e.to_string())?);
+        self.policy.rules.push(rule.parse().map_err(|e: RuleError| e.to_string())?);
         Ok(())
     }
 
@@ -117,35 +107,34 @@ impl Spec {
         &self.name
     }
 
-    /// Whom it is for, if it is not for everybody.
-    pub(super) fn rules(&self) -> &[Rule] {
-        &self.rules
-    }
-
     /// Opens what is shared.
     pub(super) fn open(&self) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
             Source::Directory(path) => Box::new(self.open_directory(path)?),
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
         };
-        Ok(Share {
-            name: self.name.clone(),
-            delegate: self.delegate.unwrap_or_else(|| Delegate::of(&*files)),
-            files,
-            read_only: self.read_only,
-            squash: self.squash,
-            security: self.security,
-            rules: self.rules.clone(),
-            delegations: Delegations::default(),
-        })
+        let delegate = self.delegate.unwrap_or_else(|| Delegate::of(&*files));
+        Ok(Share::new(&self.name, files, self.policy.clone(), delegate))
+    }
+
+    /// Who may do what.
+    pub(super) fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// Whether it differs from another only in who may do what.
+    pub(super) fn is_of_the_same(&self, other: &Spec) -> bool {
+        let of = |spec: &Spec| Spec { policy: Policy::default(), ..spec.clone() };
+        of(self) == of(other)
     }
 
     /// Each way in which its callers may show who they are, by whatever rule.
     pub(super) fn securities(&self) -> impl Iterator<Item = SecuritySet> {
-        let by_rules = self.rules.iter().filter_map(|rule| rule.security);
+        let rules = &self.policy.rules;
+        let by_rules = rules.iter().filter_map(|rule| rule.security);
         // Without a rule that says otherwise, the share's own counts.
-        let own = self.rules.is_empty() || self.rules.iter().any(|rule| rule.security.is_none());
-        own.then_some(self.security).into_iter().chain(by_rules)
+        let own = rules.is_empty() || rules.iter().any(|rule| rule.security.is_none());
+        own.then_some(self.policy.security).into_iter().chain(by_rules)
     }
 
     fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
@@ -164,8 +153,17 @@ impl Spec {
 
 impl fmt::Display for Spec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mode = if self.read_only { "read-only" } else { "read-write" };
-        write!(f, "share /{} = {} ({mode})", self.name, self.source)
+        let Policy { read_only, squash, security, rules } = &self.policy;
+        let mode = if *read_only { "read-only" } else { "read-write" };
+        write!(f, "share /{} = {} ({mode}, squash={squash}, sec={security}", self.name, self.source)?;
+        if self.is_async {
+            f.write_str(", async")?;
+        }
+        let rules: Vec<String> = rules.iter().map(Rule::to_string).collect();
+        match rules.is_empty() {
+            true => f.write_str(")"),
+            false => write!(f, ") for {}", rules.join("|")),
+        }
     }
 }
 
@@ -176,16 +174,8 @@ mod tests {
     #[test]
     fn shares_are_read_with_their_options() {
         let spec = |name: &str, source, read_only, squash| {
-            Ok(Spec {
-                name: name.into(),
-                source,
-                read_only,
-                is_async: false,
-                squash,
-                security: SecuritySet::default(),
-                rules: Vec::new(),
-                delegate: None,
-            })
+            let policy = Policy { read_only, squash, ..Policy::default() };
+            Ok(Spec { name: name.into(), source, is_async: false, delegate: None, policy })
         };
         let dir = || Source::Directory("/srv".into());
         assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
@@ -193,7 +183,11 @@ mod tests {
         assert_eq!(Spec::parse("d=/srv,squash=none"), spec("d", dir(), false, Squash::None));
         assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
         assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
-        assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().security, "krb5p:krb5".parse().unwrap());
+        assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().policy.security, "krb5p:krb5".parse().unwrap());
+        let shown =
+            Spec::parse("d=/srv,ro,async,allow=192.0.2.0/24+rw+squash=all|cert:a.example+sec=krb5:sys").unwrap();
+        let rules = "192.0.2.0/24+rw+squash=all|cert:a.example+sec=krb5:sys";
+        assert_eq!(shown.to_string(), format!("share /d = /srv (read-only, squash=root, sec=sys, async) for {rules}"));
         assert!(Spec::parse("d=/srv,sec=krb6").is_err_and(|error| error.contains("krb6")));
         for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
             assert!(Spec::parse(wrong).is_err(), "{wrong}");
