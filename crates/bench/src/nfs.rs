@@ -408,6 +408,9 @@ struct Run {
 
 async fn measure(args: &Rc<NfsArgs>, drivers: &[Rc<Driver>], op: Operation) -> Result<Row, String> {
     let duration = Duration::try_from_secs_f64(args.seconds).map_err(|e| format!("--seconds {}: {e}", args.seconds))?;
+    if duration.is_zero() {
+        return Err("--seconds 0: nothing would be measured".into());
+    }
     let (samples, operations) = (RefCell::default(), std::cell::Cell::new(0));
     let seed = std::process::id().into();
     let cpu = cpu_seconds();

@@ -38,7 +38,7 @@ pub struct Rule {
 #[non_exhaustive]
 pub enum RuleError {
     /// No network, address or certificate.
-    #[error("'{0}' is no client: write an address, a network like 192.0.2.0/24, or cert:NAME")]
+    #[error("'{0}': expected an address, a network like 192.0.2.0/24, or cert:NAME with a DNS name of certificates")]
     Clients(String),
     /// More than a network.
     #[error(
@@ -53,7 +53,7 @@ pub enum RuleError {
         prefix: u8,
     },
     /// An unknown option.
-    #[error("'{0}' is no option of a rule; there are +ro, +rw, +squash=root|all|none and +sec=FLAVOR:FLAVOR...")]
+    #[error("'{0}': unknown option of a rule; expected +ro, +rw, +squash=root|all|none or +sec=FLAVOR:FLAVOR...")]
     Option(String),
     /// An unknown security flavor.
     #[error(transparent)]
@@ -123,7 +123,10 @@ impl FromStr for Clients {
     fn from_str(text: &str) -> Result<Clients, RuleError> {
         let wrong = || RuleError::Clients(text.into());
         if let Some(name) = text.strip_prefix("cert:") {
-            return if name.is_empty() { Err(wrong()) } else { Ok(Clients::Certificate(name.into())) };
+            // Names are compared whole.
+            let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+            let is_name = !name.is_empty() && name.chars().all(legal);
+            return if is_name { Ok(Clients::Certificate(name.into())) } else { Err(wrong()) };
         }
         let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
         let address: IpAddr = address.parse().map_err(|_| wrong())?;
@@ -196,6 +199,8 @@ mod tests {
             "192.0.2.0/",
             "::/129",
             "cert:",
+            "cert:*.example",
+            "cert:Backup Host",
             "192.0.2/24",
             "192.0.2.1+no",
             "192.0.2.1+",

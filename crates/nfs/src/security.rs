@@ -128,7 +128,7 @@ impl FromStr for Security {
 
 /// A word that is no way to show who calls.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no security flavor; there are sys, krb5, krb5i and krb5p")]
+#[error("'{0}': unknown security flavor; expected sys, krb5, krb5i or krb5p")]
 pub struct SecurityError(String);
 
 impl FromStr for SecuritySet {

@@ -1,6 +1,7 @@
 //! Calls and replies (RFC 5531), without their arguments and results.
 
 use crate::xdr::{DecodeError, Decoder, Encoder, Result};
+use std::fmt;
 
 /// The version of RPC.
 const RPC_VERSION: u32 = 2;
@@ -190,6 +191,23 @@ pub enum Refusal {
     GarbageArguments,
     /// The server cannot.
     SystemError,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::RpcMismatch { low, high } => write!(f, "it speaks RPC versions {low} to {high}"),
+            Refusal::Auth(AuthError::TooWeak) => {
+                f.write_str("it does not serve this client, or wants TLS or Kerberos of it (AUTH_TOOWEAK)")
+            }
+            Refusal::Auth(error) => write!(f, "the credential is not accepted ({error:?})"),
+            Refusal::ProgramUnavailable => f.write_str("it has no such program"),
+            Refusal::ProgramMismatch { low, high } => write!(f, "it has versions {low} to {high} of the program"),
+            Refusal::ProcedureUnavailable => f.write_str("it has no such procedure"),
+            Refusal::GarbageArguments => f.write_str("it cannot decode the call"),
+            Refusal::SystemError => f.write_str("it cannot do that now (SYSTEM_ERR)"),
+        }
+    }
 }
 
 impl Refusal {

@@ -20,7 +20,7 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use thruway_cli::Common;
 
-/// Copies directory trees and serves disks over RDMA, iWARP and TCP.
+/// Copies directory trees, serves disks, and shares directories by NFS, over RDMA, iWARP and TCP.
 #[derive(Parser)]
 #[command(name = "thruway", version, about, max_term_width = 100, propagate_version = true)]
 struct Cli {
@@ -42,7 +42,7 @@ enum Command {
     Keygen(keys::KeygenArgs),
     /// Run a self-contained demonstration on this machine
     Demo(demo::DemoArgs),
-    /// Measure the fabric: latency, bandwidth, rping
+    /// Measure the fabric (latency, bandwidth, rping), disks and file servers
     #[cfg(feature = "bench")]
     Bench(thruway_bench::BenchArgs),
 }

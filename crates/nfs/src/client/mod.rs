@@ -46,6 +46,7 @@ pub type Result<T> = std::result::Result<T, ClientError>;
 fn describe(status: u32) -> String {
     let known = match status {
         10_001 => "not a handle (NFS4ERR_BADHANDLE)",
+        10_041 => "not a name of an entry (NFS4ERR_BADNAME)",
         10_004 => "not supported (NFS4ERR_NOTSUPP)",
         10_006 => "the server has failed (NFS4ERR_SERVERFAULT)",
         10_008 => "busy, to be asked for later (NFS4ERR_DELAY)",

@@ -28,7 +28,7 @@ use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use thruway_engine::io::OpenFile;
@@ -48,6 +48,9 @@ pub struct LocalFileSystem {
 struct Inner {
     root: OwnedFd,
     root_id: FileId,
+    /// Where it was when it was opened.
+    path: PathBuf,
+    root_is_gone: AtomicBool,
     fsid: u64,
     /// Operations run as their user; else as this process.
     acts_as_others: bool,
@@ -393,6 +396,8 @@ impl LocalFileSystem {
             workers: workers.clone(),
             root,
             root_id,
+            path: path.into(),
+            root_is_gone: AtomicBool::new(false),
         };
         Ok(LocalFileSystem { inner: Arc::new(inner), workers })
     }
@@ -420,6 +425,12 @@ impl LocalFileSystem {
         };
         if stat.is_err_and(|error| error == Errno::STALE) {
             self.inner.nodes.remove(&node.id);
+            if node.id == self.inner.root_id && !self.inner.root_is_gone.swap(true, Ordering::Relaxed) {
+                let path = self.inner.path.display();
+                tracing::error!(
+                    "{path} has been removed, or replaced by another directory: what is there now is shared after a restart"
+                );
+            }
         }
         stat
     }

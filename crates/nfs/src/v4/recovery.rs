@@ -87,10 +87,11 @@ impl Recovery {
         let read = match path.as_ref().map(std::fs::read_to_string).transpose() {
             Ok(text) => text.map_or_else(nothing, |text| decode(&text)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => nothing(),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => None,
             Err(error) => return Err(error),
         };
-        let (before, last_start, clients) =
-            read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not a list of NFS clients"))?;
+        let damaged = "not a list of NFS clients: restore it, or remove it when no client has anything open or locked, because none gets that back then";
+        let (before, last_start, clients) = read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, damaged))?;
         let longest = lease.max(before);
         let start = (last_start | 1).wrapping_add(2);
         // Clients remember the number: no later start may have it again.

@@ -45,7 +45,7 @@ pub enum CallError {
     #[error("no reply within {} s", .0.as_secs())]
     TimedOut(Duration),
     /// The server has answered that it does not do it.
-    #[error("refused by the server: {0:?}")]
+    #[error("refused by the server: {0}")]
     Refused(Refusal),
     /// The user cannot prove who it is, or the server cannot.
     #[error("Kerberos: {0}")]

@@ -59,12 +59,12 @@ pub(super) struct BlockArgs {
     /// Serve only iSCSI initiators of this name; may be repeated
     #[arg(long, value_name = "IQN")]
     initiator: Vec<String>,
-    /// Directory for persistent reservations [default: /var/lib/thruway for root,
-    /// ~/.local/state/thruway for others]
-    #[arg(long, value_name = "DIR")]
+    /// Directory for what outlives the daemon: persistent reservations; the key of NFS handles, without which clients mount again,
+    /// and which NFS clients had files open [default: /var/lib/thruway for root, ~/.local/state/thruway for others]
+    #[arg(long, value_name = "DIR", help_heading = None)]
     state: Option<PathBuf>,
-    /// Maximum concurrent connections of each protocol
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Maximum concurrent connections of each protocol of disks and shares
+    #[arg(long, value_name = "N", help_heading = None, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_connections: u32,
     /// Number of threads of the block service [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]

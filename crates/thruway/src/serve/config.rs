@@ -135,7 +135,7 @@ const TABLES: &[Table] = &[
     Table { name: "", about: "Before the first table, for all services.", entries: &[] },
     Table {
         name: "transfer",
-        about: "Directories for `thruway cp`. Served if there is a `listen` or an export, or no disk.",
+        about: "Directories for `thruway cp`. Served if there is a `listen` or an export, or neither a disk nor a share.",
         entries: &[Entries { name: "export", what: "export", about: "", keys: || DIRECTORY }],
     },
     Table {
@@ -162,7 +162,7 @@ const TABLES: &[Table] = &[
 fn table_of(arg: &Arg) -> Option<&'static str> {
     match arg.get_id().as_str() {
         "config" | "check" | "once" | "block" | "export" => None,
-        "provider" | "anonymous" | "no_landlock" | "user" => Some(""),
+        "provider" | "anonymous" | "no_landlock" | "user" | "state" | "max_connections" => Some(""),
         _ if arg.is_hide_set() || arg.get_long().is_none() => None,
         _ if arg.get_help_heading() == Some(super::block::HEADING) => Some("block"),
         _ if arg.get_help_heading() == Some(super::nfs::HEADING) => Some("nfs"),
@@ -249,8 +249,12 @@ impl Reader<'_> {
                     }
                 }
             }
-            // It is the daemon's, and was the transfers' once.
-            let moved = |arg: &Arg| table.name == "transfer" && arg.get_id() == "user";
+            // They are the daemon's, and were a service's once.
+            let moved = |arg: &Arg| match arg.get_id().as_str() {
+                "user" => table.name == "transfer",
+                "state" | "max_connections" => ["block", "nfs"].contains(&table.name),
+                _ => false,
+            };
             match self.command.get_arguments().find(|arg| arg.get_long() == Some(name)) {
                 Some(arg) if table_of(arg) == Some(table.name) || moved(arg) => self.option(table, arg, value),
                 Some(arg) if table_of(arg).is_some() => {

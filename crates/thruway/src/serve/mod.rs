@@ -41,11 +41,13 @@ const HELP: &str = "Examples:
   thruway serve --block disk=/srv/disk.img --nbd 127.0.0.1:10809
   thruway serve --block disk=/srv/disk.img --iscsi 192.0.2.1:3260 --chap /etc/thruway/chap
   thruway serve --block scratch=mem:1G --nbd unix:/run/scratch.sock
+  thruway serve --share data=/srv/data,allow=192.0.2.0/24 --nfs 192.0.2.1:2049 --anonymous
   thruway serve --config /etc/thruway/thruway.toml
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
 loopback only, the user it runs as and root. --anonymous disables authentication.
-SIGHUP reloads the keys, SIGUSR1 prints statistics. Owners, set-id bits, devices
+SIGHUP reloads the keys, certificates, and who may use which share; SIGUSR1 prints
+statistics. Owners, set-id bits, devices
 and privileged attributes are taken only from that user and from keys marked
 'privileged'. The export 'dev' always exists: tw://host/dev/null discards
 what is sent, tw://host/dev/zero is endless.
@@ -53,7 +55,7 @@ what is sent, tw://host/dev/zero is endless.
 Options of a disk, after its path: OPTIONS.
 Layers, each on what stands to its left: LAYERS.
 The book's page on the configuration file says what each does.
-A daemon that is given disks but neither --listen nor --export serves only disks.";
+A daemon that is given disks or shares but neither --listen nor --export serves only those.";
 
 /// Arguments of `thruway serve`.
 #[derive(Args)]

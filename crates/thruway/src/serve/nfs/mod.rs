@@ -55,8 +55,8 @@ pub(super) struct NfsArgs {
     /// --provider verbs
     #[arg(long, value_name = "ADDR:PORT")]
     pub nfs_rdma: Vec<SocketAddr>,
-    /// After this long without a word from a client of NFS version 4, others may have what it has open and locked; as long
-    /// after a restart, clients get back what they had, and nobody anything else
+    /// Lease time of NFS version 4: after this long without a word from a client, others may have what it has open and locked. Also
+    /// the grace period: as long after a restart, clients reclaim what they had, and get nothing else
     #[arg(long, value_name = "SECONDS", default_value_t = 90, value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub nfs_lease: u16,
     /// How clients of NFS version 3 find the programs for mounting and for locks: auto registers them with the rpcbind of this

@@ -59,7 +59,9 @@ impl Spec {
     pub(in crate::serve) fn new(name: &str, source: &str) -> Result<Spec, String> {
         let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
         if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(legal) {
-            return Err(format!("'{name}' is no name of a share: letters, digits, '.', '_' and '-', at most 64"));
+            return Err(format!(
+                "'{name}': a share's name has 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'"
+            ));
         }
         let source = match source.strip_prefix("mem:") {
             Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
@@ -87,9 +89,16 @@ impl Spec {
                 }
                 (_, Some(rules)) => rules.split('|').try_for_each(|rule| self.allow(rule))?,
                 _ => {
-                    return Err(format!(
-                        "'{other}' is no option of a share; there are ro, async, squash=root|all|none, sec=FLAVORS, delegations=none|read|write and allow=CLIENTS"
-                    ));
+                    // By the names that exports(5) has.
+                    let hint = match other {
+                        "root_squash" => "write squash=root",
+                        "no_root_squash" => "write squash=none",
+                        "all_squash" => "write squash=all",
+                        _ => {
+                            "expected ro, rw, async, sync, squash=root|all|none, sec=FLAVORS, delegations=none|read|write or allow=CLIENTS"
+                        }
+                    };
+                    return Err(format!("'{other}': unknown option of a share; {hint}"));
                 }
             },
         }
@@ -189,6 +198,7 @@ mod tests {
         let rules = "192.0.2.0/24+rw+squash=all|cert:a.example+sec=krb5:sys";
         assert_eq!(shown.to_string(), format!("share /d = /srv (read-only, squash=root, sec=sys, async) for {rules}"));
         assert!(Spec::parse("d=/srv,sec=krb6").is_err_and(|error| error.contains("krb6")));
+        assert!(Spec::parse("d=/srv,no_root_squash").is_err_and(|error| error.contains("squash=none")));
         for wrong in ["/srv", "d=", "d=,ro", "=/srv", "a/b=/srv", "d=/srv,squash=some", "d=/srv,no"] {
             assert!(Spec::parse(wrong).is_err(), "{wrong}");
         }
