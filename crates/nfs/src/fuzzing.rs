@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 use thruway_rpc::rpcbind::Rpcbind;
 use thruway_rpc::server::{Program, Programs};
-use thruway_rpc::xdr::Encoder;
+use thruway_rpc::xdr::{Decoder, Encoder};
 
 fn programs(shares: Vec<Share>) -> Programs {
     let shares = Arc::new(Shares::new(shares, [7; 32]).expect("one share at most"));
@@ -34,6 +34,54 @@ fn programs(shares: Vec<Share>) -> Programs {
 pub fn call(data: &[u8]) {
     static PROGRAMS: LazyLock<Programs> = LazyLock::new(|| programs(Vec::new()));
     thruway_rpc::fuzzing::message(&PROGRAMS, data);
+}
+
+/// Calls of the programs of version 3, about a share in memory with a directory and a file. Of each, the data says which program and
+/// procedure, whose handle, and where in the arguments that stands.
+pub fn operations_of_version_3(data: &[u8]) {
+    const CREATE: u32 = 8;
+    const MKDIR: u32 = 9;
+    const PROGRAMS: [(u32, u32); 5] = [
+        (crate::v3::PROGRAM, 3),
+        (crate::mount::PROGRAM, 3),
+        (crate::nlm::PROGRAM, crate::nlm::VERSION),
+        (crate::nsm::PROGRAM, crate::nsm::VERSION),
+        (crate::nfsacl::PROGRAM, 3),
+    ];
+    let policy = Policy { squash: Squash::None, ..Policy::default() };
+    let share = Share::new("m", Box::new(MemoryFileSystem::new(1 << 20)), policy, Delegate::Writing);
+    let programs = programs(vec![share]);
+    let call = |(program, version), procedure, arguments: &[u8]| {
+        let mut call = Encoder::new();
+        [9, 0, 2, program, version, procedure, 1, 20, 0, 0, 0, 0, 0, 0, 0].into_iter().for_each(|word| call.u32(word));
+        let call = [&call.to_bytes(), arguments].concat();
+        let reply = thruway_rpc::fuzzing::call(&programs, &call);
+        reply.map_or_else(Vec::new, |reply| reply.get(24..).unwrap_or_default().to_vec())
+    };
+    let opaque = |bytes: &[u8]| {
+        let mut out = Encoder::new();
+        out.opaque(bytes);
+        out.to_bytes()
+    };
+    let handle_at = |results: &[u8], at: usize| {
+        let mut d = Decoder::new(results.get(at..).unwrap_or_default());
+        d.opaque(64).expect("a handle").to_vec()
+    };
+    let root = handle_at(&call(PROGRAMS[1], 1, &opaque(b"m")), 4);
+    let made = |procedure, name: &[u8], words: &[u8]| {
+        handle_at(&call(PROGRAMS[0], procedure, &[opaque(&root), opaque(name), words.to_vec()].concat()), 8)
+    };
+    let handles = [made(CREATE, b"f", &[0; 28]), made(MKDIR, b"d", &[0; 24]), root.clone()];
+    for data in data.chunks(512) {
+        let Some((&[program, procedure, handle, at], rest)) = data.split_first_chunk() else { return };
+        let (before, behind) = rest.split_at((usize::from(at) * 4).min(rest.len()));
+        let handle = opaque(&handles[usize::from(handle) % handles.len()]);
+        let program = PROGRAMS[usize::from(program) % PROGRAMS.len()];
+        call(program, procedure.into(), &[before, &handle, behind].concat());
+    }
+    // Whatever they were: a handle still leads somewhere, or the file is gone.
+    let found = call(PROGRAMS[0], 1, &opaque(&root));
+    assert_eq!(found.get(..4), Some(&[0; 4][..]), "the root is there");
 }
 
 /// A client of version 4 with a session, whose calls this builds from their operations.
@@ -209,6 +257,16 @@ mod tests {
         CallHeader { xid: 1, program, version: 3, procedure: 1, credential, verifier: OpaqueAuth::NONE }
             .encode(&mut message);
         call(&message.to_bytes());
+    }
+
+    #[test]
+    fn calls_of_version_3_have_handles() {
+        operations_of_version_3(&[]);
+        // A name is looked up in the directory, and all of the file is read.
+        operations_of_version_3(&[0, 3, 2, 0, 0, 0, 0, 1, b'f', 0, 0, 0]);
+        let read = [&[0, 6, 0, 0][..], &[0; 8], &[0, 0, 1, 0]].concat();
+        operations_of_version_3(&[&read[..], &[0; 512 - 16], &[4, 1, 0, 0, 0, 0, 0, 15]].concat());
+        operations_of_version_3(&(0..=255).collect::<Vec<u8>>());
     }
 
     #[test]

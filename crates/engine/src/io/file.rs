@@ -93,6 +93,9 @@ impl OpenFile {
 
     /// Fills all of the segment from cached pages, if that need not wait. True if it is done; if not, any part of it may have been.
     pub fn try_read(&self, offset: u64, segment: &mut Segment) -> bool {
+        if offset > i64::MAX as u64 {
+            return false;
+        }
         let len = segment.len();
         let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice())];
         self.at_once(&self.reads_at_once, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags)) == Some(len)
@@ -102,12 +105,20 @@ impl OpenFile {
     pub fn try_read_before_end(&self, offset: u64, segment: &mut Segment) -> bool {
         let (len, mut next) = (segment.len(), [0]);
         let buffers = &mut [io::IoSliceMut::new(segment.as_mut_slice()), io::IoSliceMut::new(&mut next)];
+        // To the kernel, the last of all offsets is where it has read last.
+        if offset > i64::MAX as u64 {
+            return false;
+        }
         let read = self.at_once(&self.reads_at_once, |flags| rustix::io::preadv2(&self.file, buffers, offset, flags));
         read == Some(len + 1)
     }
 
     /// Writes all of the segment to cached pages, if that need not wait. True if it is done; if not, any part of it may have been.
     pub fn try_write(&self, offset: u64, segment: &Segment) -> bool {
+        // To the kernel, the last of all offsets is where it has written last.
+        if offset > i64::MAX as u64 {
+            return false;
+        }
         let buffers = &[io::IoSlice::new(segment.as_slice())];
         // Whole pages, so that nothing has to be read first.
         let whole = (offset | segment.len() as u64).is_multiple_of(4096);
@@ -194,12 +205,13 @@ impl AsFd for OpenFile {
 mod tests {
     use super::*;
     use crate::Segments;
-    use std::io::Write;
+    use std::io::{Seek, Write};
 
     #[test]
     fn the_end_of_a_file_is_not_passed_over() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&[7; 5000]).unwrap();
+        file.rewind().unwrap();
         let file = OpenFile::new(file);
         let supply = Segments::new(1, 8192).unwrap();
         let reader = tokio::runtime::Builder::new_current_thread().build().unwrap();

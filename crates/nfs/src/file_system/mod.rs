@@ -1,5 +1,7 @@
 //! File systems: the interface that the protocols work with, and its ends.
 
+#[cfg(test)]
+mod conformance;
 mod local;
 mod memory;
 pub(crate) mod workers;
@@ -8,7 +10,8 @@ pub use local::LocalFileSystem;
 pub use memory::MemoryFileSystem;
 
 use crate::acl::{Acl, PosixAcl};
-use rustix::io::Errno;
+/// Error numbers of the system.
+pub use rustix::io::Errno;
 use smallvec::SmallVec;
 use std::any::Any;
 use std::pin::Pin;
@@ -159,7 +162,7 @@ pub struct Entry {
     pub name: Vec<u8>,
     /// The number of its file.
     pub number: u64,
-    /// Where to go on behind it.
+    /// Where to go on behind it ([`FileSystem`], cookies).
     pub cookie: u64,
     /// What it leads to, if that was asked for and can be told.
     pub file: Option<(FileId, Attributes)>,
@@ -262,8 +265,38 @@ pub enum Stability {
 
 /// A file system.
 ///
-/// Every operation is done as the user who asks (`who`), whose rights are checked. Operations run on any reactor, any number
-/// at a time, in any order. A file whose last name is gone is `ESTALE`.
+/// # Contract
+///
+/// The protocols check what belongs to them (handles, shares, read-only rules, locks, limits on lengths) and rely on the rest:
+///
+/// - **Users.** Every operation is done as the user who asks (`who`), whose rights are checked as a kernel would. There are two
+///   exceptions, because clients of version 3 do not open files: unless [`As::is_open`], the owner of a file may read and write its
+///   data whatever its mode, and who may execute it may read it.
+/// - **Names** of entries come as they were sent, at most 255 bytes by version 4 and 4,096 by version 3. An empty one, and one with
+///   `/` or a zero byte, must be refused (`EINVAL`), one that is too long is `ENAMETOOLONG`, and no name may lead out of the file
+///   system. [`FileSystem::look_up`] takes `.` and `..`, everything else refuses them (`EINVAL`, or `EEXIST` where something is made).
+/// - **Files** keep their [`FileId`] for as long as they are there, also after a restart if clients are to go on then. A file that
+///   is gone is `ESTALE`; one that was opened is there until the last [`OpenGuard`] is dropped, also without a name. What is not in
+///   the form of a `FileId` of this file system is `ESTALE`, too: clients keep handles for years.
+/// - **Kinds.** A directory is needed and there is none: `ENOTDIR`. Data of a directory: `EISDIR`; of a symbolic link: `ELOOP` by
+///   [`FileSystem::open`] and `EINVAL` elsewhere; of other kinds: `ENXIO` by `open` and `EINVAL` elsewhere.
+/// - **Changes.** [`Attributes::change`] is another number after every change, and `changed` and `modified` do not go back.
+/// - **Durability.** When an operation that changes names or attributes has succeeded, a loss of power does not take it back, unless
+///   that was agreed on with the user. Data is durable as its [`Stability`] says, or after [`FileSystem::flush`]. If data that was
+///   written without stability may have been lost while this process lives (a write-back error), [`FileSystem::write_verifier`]
+///   changes, and the flush fails.
+/// - **Waiting.** Operations are polled on reactors, each of which serves many clients: what may take long goes to another thread.
+///   Any number run at a time, in any order. One may be dropped before it has ended; what it has begun then has either happened or
+///   not, and holds nothing.
+/// - **Cookies** of [`FileSystem::list`] are 0 at the beginning, at least 3 behind an entry other than `.` and `..` (version 4 reserves 1 and 2), and at
+///   most 2^63-1, which is what Linux's clients take. They stay good while other entries come and go: an entry that is there all the
+///   time is listed once.
+/// - **Limits.** When too many files are open or no memory is left: `ENOSPC` by `open`, so that clients which are not heard of any
+///   more give way; `EAGAIN` elsewhere, so that clients ask again.
+/// - **What it lacks** is `EOPNOTSUPP`, which clients understand of the operations with a body here. Extended attributes are said to
+///   be there, and fail so.
+///
+/// `examples/custom_file_system.rs` is a small one; `conformance.rs` tries all of them.
 pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
@@ -274,8 +307,8 @@ pub trait FileSystem: Send + Sync {
     /// What there is to know of a file.
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
 
-    /// Changes a file; with `guard`, only if it has not been changed since then (else `EAGAIN`). Of what is changed, that the file is
-    /// open for writing counts for its size. Owner and group of all ones are `EINVAL`: to the kernel they mean none.
+    /// Changes a file; with `guard`, only if it has not been changed since then (else `EAGAIN`). [`As::is_open`] permits changing the
+    /// size, and nothing else. Owner and group of all ones are `EINVAL`: to the kernel they mean none.
     fn set_attributes<'a>(
         &'a self,
         user: As<'a>,
@@ -290,7 +323,7 @@ pub trait FileSystem: Send + Sync {
     /// Which of these rights the user has.
     fn rights<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (Rights, Attributes)>;
 
-    /// Where a symbolic link leads.
+    /// Where a symbolic link leads; `EINVAL` if it is none.
     fn read_link<'a>(&'a self, file: &'a FileId) -> Op<'a, Vec<u8>>;
 
     /// Opens a regular file for its data, if the user has these rights to it; without any, for its creator.
@@ -315,7 +348,8 @@ pub trait FileSystem: Send + Sync {
     /// Changes when written data that has not been flushed may have been lost.
     fn write_verifier(&self) -> u64;
 
-    /// Makes a file.
+    /// Makes a file, with the owner and the primary group of the user (or the group of a directory with the set-group-ID bit), and what
+    /// is set. `EEXIST` if there is one, but for what [`Make`] says.
     fn make<'a>(
         &'a self,
         who: &'a Credentials,
@@ -325,7 +359,8 @@ pub trait FileSystem: Send + Sync {
         set: SetAttributes,
     ) -> Op<'a, (FileId, Attributes)>;
 
-    /// Removes an entry of a directory that is a directory, or one that is not.
+    /// Removes an entry of a directory that is a directory (`ENOTDIR` if it is none, `ENOTEMPTY` if it has entries), or one that is not
+    /// (`EISDIR` if it is).
     fn remove<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8], is_directory: bool) -> Op<'a, ()>;
 
     /// Gives an entry another name, or another directory, replacing what is there.

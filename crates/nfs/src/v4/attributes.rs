@@ -119,7 +119,7 @@ const WRITABLE: &[u32] = &[SIZE, ACL, MODE, OWNER, OWNER_GROUP, TIME_ACCESS_SET,
 pub(super) const OF_USAGE: &[u32] = &[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL];
 
 /// The attributes that a minor version has.
-pub(super) fn supported(minor: u32) -> Bitmap {
+pub(crate) fn supported(minor: u32) -> Bitmap {
     let mut all = Bitmap::of(SUPPORTED);
     if minor >= 1 {
         all.insert(SUPPATTR_EXCLCREAT);

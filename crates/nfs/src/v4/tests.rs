@@ -281,3 +281,19 @@ fn a_file_that_is_open_is_cut_whatever_its_permissions_are_now() {
     let no_owner = [words(&[0, 0, 0, 0, 2, 0, 1 << 4]), opaque(&opaque(b"4294967295"))].concat();
     assert_eq!(status(&client.in_session(4, &[in_file, no_owner].concat())).0, Status::BADOWNER.0);
 }
+
+#[test]
+fn every_attribute_that_is_said_to_be_there_is() {
+    for minor in 0..=2 {
+        let mut client = Client::new();
+        let supported = crate::v4::attributes::supported(minor);
+        for number in supported.iter() {
+            let mut wanted = Encoder::new();
+            crate::v4::bitmap::Bitmap::of(&[number]).encode(&mut wanted);
+            client.minor = minor;
+            let get = [in_share(), words(&[op::GETATTR]), wanted.to_bytes()].concat();
+            let results = if minor == 0 { client.compound(3, &get) } else { client.in_session(3, &get) };
+            assert_eq!(status(&results).0, OK, "attribute {number} of version 4.{minor}");
+        }
+    }
+}
