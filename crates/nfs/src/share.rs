@@ -36,7 +36,7 @@ pub struct Share {
     policy: RwLock<Arc<Policy>>,
     /// What of its files is delegated to clients.
     pub delegate: Delegate,
-    /// To whom, which version 4 knows.
+    /// To whom: asked of version 4, when that is there.
     pub(crate) delegations: Delegations,
 }
 

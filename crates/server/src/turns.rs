@@ -29,7 +29,7 @@ fn lock<T>(queue: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Turns {
-    /// So many.
+    /// As many as these limits say.
     pub fn new(limits: Limits) -> Turns {
         Turns { queue: Arc::new(Mutex::new(FairQueue::new(limits))) }
     }
@@ -44,7 +44,7 @@ impl Turns {
     }
 }
 
-/// Gives turns to those who are to begin; what one does not want any more is the next one's.
+/// Gives turns to those who are to begin. If one does not wait any more, its turn is the next one's.
 fn give_out(queue: &Queue, mut verdict: Verdict<oneshot::Sender<Turn>>) {
     while let Some((origin, give)) = verdict.begin.pop() {
         if let Err(mut turn) = give.send(Turn { queue: Some(Arc::clone(queue)), origin }) {

@@ -4,7 +4,7 @@ use super::wire::{self, Lock, Status, Test};
 use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
 use crate::delegations::FileKey;
 use crate::nsm;
-use crate::state::{Freed, Host, Range, Refused, State};
+use crate::state::{Host, PendingGrant, Range, Refused, State};
 use crate::v4;
 use crate::v4::status::Status as V4;
 use std::collections::HashMap;
@@ -33,7 +33,7 @@ const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patie
 const REPLY_MAX: usize = 4 << 10;
 
 /// A lock that a client has been given and may not know of.
-type Given = (u64, Box<[u8]>, FileKey, (u64, u64));
+type UnacknowledgedGrant = (u64, Box<[u8]>, FileKey, (u64, u64));
 
 /// What its owner had locked in the range before.
 type Before = Vec<(bool, Range)>;
@@ -41,11 +41,11 @@ type Before = Vec<(bool, Range)>;
 /// Calls clients.
 pub(super) struct Caller {
     pub server: Arc<v4::Server>,
-    given: Mutex<HashMap<Given, Before>>,
+    given: Mutex<HashMap<UnacknowledgedGrant, Before>>,
     calls: Turns,
 }
 
-fn key(client: u64, owner: &[u8], file: &FileKey, range: Range) -> Given {
+fn key(client: u64, owner: &[u8], file: &FileKey, range: Range) -> UnacknowledgedGrant {
     (client, owner.into(), file.clone(), (range.start, range.end))
 }
 
@@ -93,11 +93,11 @@ impl Caller {
         theirs.for_each(|(_, before)| before.clear());
     }
 
-    fn is_to_be_called(&self, given: &Given) -> bool {
+    fn is_to_be_called(&self, given: &UnacknowledgedGrant) -> bool {
         self.given().contains_key(given)
     }
 
-    fn given(&self) -> MutexGuard<'_, HashMap<Given, Before>> {
+    fn given(&self) -> MutexGuard<'_, HashMap<UnacknowledgedGrant, Before>> {
         self.given.lock().expect("no panics under the lock")
     }
 
@@ -148,10 +148,10 @@ async fn notify(host: &Host, start: u32, calls: &Turns) {
 }
 
 /// Gives a client a lock that it waits for, if it is free.
-pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
+pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
     reactor::start(async move {
         let server = &caller.server;
-        let Freed { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
+        let PendingGrant { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
         let given = key(client, owner, file, range);
         let mut again_after = AGAIN_AFTER;
         // Until it has restarted, or has got the lock by a call of its own.
@@ -165,7 +165,16 @@ pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
                     // Another was faster.
                     Err(Refused::Denied(_)) => {
                         let (host, owner, file, handle) = (host.clone(), owner.clone(), file.clone(), handle.clone());
-                        state.wait_monitored(Freed { client, host, owner, file, handle, is_write, range, since });
+                        state.wait_monitored(PendingGrant {
+                            client,
+                            host,
+                            owner,
+                            file,
+                            handle,
+                            is_write,
+                            range,
+                            since,
+                        });
                         Ok(false)
                     }
                     Err(refused) => Err(refused),
@@ -177,7 +186,7 @@ pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
                 }
             };
             let result = match server.may_have(client, false).await {
-                Ok(may_have) => server.contend(|state, now| action(state, now, may_have)).await,
+                Ok(may_have) => server.retry_on_conflict(|state, now| action(state, now, may_have)).await,
                 Err(status) => Err(status.into()),
             };
             match result {
@@ -194,8 +203,8 @@ pub(super) fn give(caller: Arc<Caller>, freed: Freed) {
 }
 
 /// Calls a client that has a lock (NLM_GRANTED), until it has answered or has given the lock back.
-async fn call_with_lock(caller: &Caller, freed: &Freed, given: &Given) {
-    let Freed { client, host, owner, file, handle, is_write, range, .. } = freed;
+async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &UnacknowledgedGrant) {
+    let PendingGrant { client, host, owner, file, handle, is_write, range, .. } = freed;
     let (process, own) = wire::owner_of(owner);
     let (offset, len) = (range.start, wire::len_of(*range));
     let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };

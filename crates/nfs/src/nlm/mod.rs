@@ -10,7 +10,7 @@ use self::calls::Caller;
 use self::wire::{Cancel, Share, Status, Take, Test, Unlock};
 use crate::file_system::{Kind, Rights};
 use crate::share::{HandleError, Target};
-use crate::state::{Denied, Freed, Host, Refused, State};
+use crate::state::{Denied, Host, PendingGrant, Refused, State};
 use crate::v4;
 use rustix::io::Errno;
 use std::net::IpAddr;
@@ -31,7 +31,7 @@ pub const VERSION: u32 = 4;
 /// Procedures. Those of which there is a `_MSG` have the answer called back, five numbers behind the call.
 mod procedure {
     pub(super) const TEST: u32 = 1;
-    // LOCK is 2.
+    pub(super) const LOCK: u32 = 2;
     pub(super) const CANCEL: u32 = 3;
     pub(super) const UNLOCK: u32 = 4;
     pub(super) const GRANTED: u32 = 5;
@@ -46,8 +46,8 @@ mod procedure {
     pub(super) const FREE_ALL: u32 = 23;
 }
 
-/// So often, and after this long each time, a call is tried ([`patiently`]).
-const TRIES: u32 = 20;
+/// Attempts at a call, and the pause between two ([`retry_briefly`]).
+const ATTEMPTS_MAX: u32 = 20;
 const AGAIN_AFTER: Duration = Duration::from_millis(10);
 
 /// The program.
@@ -79,8 +79,8 @@ fn check_excludes(target: &Target<'_>, keeps_out: bool) -> Result<(), Status> {
 }
 
 /// Does something that may have to wait, for a moment, until what is delegated has been given back or another reason has passed.
-async fn patiently<T>(mut attempt: impl AsyncFnMut() -> Result<T, Refused>) -> Result<T, Refused> {
-    for _ in 1..TRIES {
+async fn retry_briefly<T>(mut attempt: impl AsyncFnMut() -> Result<T, Refused>) -> Result<T, Refused> {
+    for _ in 1..ATTEMPTS_MAX {
         match attempt().await {
             Err(Refused::Delegated | Refused::Status(v4::status::Status::DELAY)) => {
                 tokio::time::sleep(AGAIN_AFTER).await
@@ -96,7 +96,7 @@ impl Nlm {
     pub fn new(v4: &v4::Nfs4) -> Nlm {
         let caller = Arc::new(Caller::new(Arc::clone(&v4.0)));
         let give = Arc::downgrade(&caller);
-        let give = move |freed: Freed| {
+        let give = move |freed: PendingGrant| {
             if let Some(caller) = give.upgrade() {
                 calls::give(caller, freed);
             }
@@ -148,7 +148,7 @@ impl Nlm {
         let (file, owner, range) = (target.key(), args.lock.key(), args.lock.range()?);
         let server = self.server();
         let attempt = async || {
-            let client = server.contend(|state, now| state.monitored(now, &host, args.start)).await?;
+            let client = server.retry_on_conflict(|state, now| state.monitored(now, &host, args.start)).await?;
             let may_have = server.may_have(client, args.is_reclaim).await?;
             let action = |state: &mut State, now| {
                 let result = state.lock_monitored(now, may_have, &owner, &file, args.is_write, range);
@@ -157,12 +157,12 @@ impl Nlm {
                 }
                 let (host, owner, file) = (host.clone(), owner.clone(), file.clone());
                 let (handle, is_write, since) = (args.lock.handle.into(), args.is_write, now);
-                let wait = Freed { client, host, owner, file, handle, is_write, range, since };
+                let wait = PendingGrant { client, host, owner, file, handle, is_write, range, since };
                 Ok(if state.wait_monitored(wait) { Status::BLOCKED } else { Status::DENIED_NOLOCKS })
             };
-            Ok((client, server.contend(action).await?))
+            Ok((client, server.retry_on_conflict(action).await?))
         };
-        let (client, status) = patiently(attempt).await.map_err(status_of)?;
+        let (client, status) = retry_briefly(attempt).await.map_err(status_of)?;
         if status == Status::BLOCKED {
             tracing::debug!(host = %host.address, ?range, "a lock is waited for");
         }
@@ -182,7 +182,7 @@ impl Nlm {
         }
         let client = server.state(|state, _| state.known_host(&host));
         let action = |state: &mut State, now| state.test_monitored(now, client, &owner, &file, args.is_write, range);
-        patiently(async || server.contend(action).await).await.map_err(|refused| match refused {
+        retry_briefly(async || server.retry_on_conflict(action).await).await.map_err(|refused| match refused {
             Refused::Denied(denied) => Ok(denied),
             refused => Err(status_of(refused)),
         })
@@ -221,12 +221,12 @@ impl Nlm {
         let file = target.key();
         let server = self.server();
         let attempt = async || {
-            let client = server.contend(|state, now| state.monitored(now, &host, 0)).await?;
+            let client = server.retry_on_conflict(|state, now| state.monitored(now, &host, 0)).await?;
             let may_have = server.may_have(client, args.is_reclaim).await?;
             let modes = (args.access, args.deny);
-            server.contend(|state, now| state.share_monitored(now, may_have, args.owner, &file, modes)).await
+            server.retry_on_conflict(|state, now| state.share_monitored(now, may_have, args.owner, &file, modes)).await
         };
-        patiently(attempt).await.map_err(status_of)?;
+        retry_briefly(attempt).await.map_err(status_of)?;
         Ok(Status::GRANTED)
     }
 
@@ -279,7 +279,11 @@ impl Nlm {
         match call.procedure {
             0 => {}
             _ if !self.server().shares.admit(&call.connection) => return Ok(Err(Refusal::Auth(AuthError::TooWeak))),
-            procedure @ (procedure::TEST..=procedure::UNLOCK | procedure::NM_LOCK) => {
+            procedure @ (procedure::TEST
+            | procedure::LOCK
+            | procedure::CANCEL
+            | procedure::UNLOCK
+            | procedure::NM_LOCK) => {
                 self.server().shares.learn_user(call).await;
                 self.answer_to(call, procedure, out).await?;
             }

@@ -192,9 +192,8 @@ impl State {
         Ok(id)
     }
 
-    /// Makes room for a client: those whose leases have expired and that have nothing go; else one that has nothing, of the host that
-    /// has most clients, if that are more than those of the new one; else the one that has not been confirmed for longest; else what
-    /// the one has that has not been heard of for longest.
+    /// Makes room for a client. In this order go: expired clients without state; a client without state, of the host that has most
+    /// clients, if the new one's has fewer; the oldest unconfirmed client; the client with the lease that has expired first.
     fn make_room(&mut self, now: u64, origin: Origin) -> Result<(), Refused> {
         let gone = |(_, client): &(&u64, &Client)| client.held.is_empty() && self.is_expired(now, client);
         let gone: Vec<u64> = self.clients.iter().filter(gone).map(|(id, _)| *id).collect();
@@ -225,7 +224,7 @@ impl State {
         expired.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
     }
 
-    /// The one of all clients that have something that has not been heard of for longest, if its lease has expired.
+    /// The client with state whose lease has expired first.
     pub(crate) fn longest_expired_of_all(&self, now: u64) -> Option<u64> {
         self.longest_expired(now, self.with_something())
     }

@@ -4,7 +4,7 @@
 use super::files::{Held, READ, Removed, WRITE};
 use super::places::weight_of;
 use super::{
-    DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, HELD_TOTAL_MAX, MayHave, RECENT_MAX, RECENT_MS, Refused,
+    DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS, Refused,
     State, Stateid,
 };
 use crate::file_system::OpenGuard;
@@ -83,7 +83,7 @@ impl State {
     pub(crate) fn delegate(
         &mut self,
         now: u64,
-        MayHave { client, .. }: MayHave,
+        GrantPermit { client, .. }: GrantPermit,
         file: &FileKey,
         Delegated { is_write, handle, lease }: Delegated,
     ) -> Option<Stateid> {

@@ -6,7 +6,7 @@ use super::numbered::Role;
 use super::places::weight_of;
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
-use super::{Denied, FILE_HELD_MAX, FileKey, HELD_MAX, LOCKS_MAX, MayHave, Refused, State, Stateid};
+use super::{Denied, FILE_HELD_MAX, FileKey, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
@@ -252,7 +252,7 @@ impl State {
     pub(crate) fn open(
         &mut self,
         now: u64,
-        MayHave { client, is_reclaim }: MayHave,
+        GrantPermit { client, is_reclaim }: GrantPermit,
         how: OpenAs<'_>,
         file: &FileKey,
         guard: OpenGuard,
@@ -439,7 +439,7 @@ impl State {
     pub(crate) fn lock(
         &mut self,
         now: u64,
-        MayHave { client, is_reclaim }: MayHave,
+        GrantPermit { client, is_reclaim }: GrantPermit,
         request: LockRequest,
         file: &FileKey,
         is_write: bool,

@@ -19,7 +19,7 @@ mod waiting;
 pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal};
 pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
-pub(crate) use monitored::{Freed, Host};
+pub(crate) use monitored::{Host, PendingGrant};
 pub(crate) use numbered::{Reply, Role, Turn};
 pub(crate) use ranges::Range;
 pub(crate) use waiting::Waiting;
@@ -108,16 +108,16 @@ pub(crate) struct Denied {
 /// Says that a client may have something new, or have back what it had, and that the clients that may reclaim are stored as they
 /// were when that was found out ([`State::may_begin`]).
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct MayHave {
+pub(crate) struct GrantPermit {
     client: u64,
     /// It has back what it had, which ends with the time for that.
     is_reclaim: bool,
 }
 
-impl MayHave {
+impl GrantPermit {
     /// To be called when they are stored.
-    pub(crate) fn stored(client: u64, is_reclaim: bool) -> MayHave {
-        MayHave { client, is_reclaim }
+    pub(crate) fn stored(client: u64, is_reclaim: bool) -> GrantPermit {
+        GrantPermit { client, is_reclaim }
     }
 }
 
@@ -141,7 +141,7 @@ pub(crate) const FILE_HELD_MAX: usize = 4096;
 /// Clients of version 3: they have no leases, and must not take all places for ever.
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
 /// The same, of one host (of IPv6: of one network of 64 bits).
-pub(crate) const OF_HOST_MAX: usize = 64;
+pub(crate) const CLIENTS_OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(crate) const WAITING_MAX: usize = 64;
 /// Locks in one file.
@@ -193,7 +193,7 @@ pub(crate) struct State {
     /// Files of which locks have gone that clients wait for.
     to_wake: HashSet<FileKey>,
     /// Locks that are free and that clients of version 3 wait for.
-    freed: Vec<Freed>,
+    freed: Vec<PendingGrant>,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
     /// Delegations, and those that have just been recalled.

@@ -4,7 +4,7 @@
 use super::clients::{Client, ClientName, Kind, Maker, Principal};
 use super::files::{Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileKey, Held, MONITORED_MAX, MayHave, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileKey, GrantPermit, Held, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
 use crate::v4::status::Status;
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -42,7 +42,7 @@ impl Host {
 
 /// A lock that a client of version 3 waits for, and that may be free.
 #[derive(Debug)]
-pub(crate) struct Freed {
+pub(crate) struct PendingGrant {
     pub client: u64,
     pub host: Host,
     pub owner: Owner,
@@ -148,7 +148,7 @@ impl State {
     }
 
     /// Whether a client may get something now: it has not been retired since it was found that it may.
-    fn check_monitored(&mut self, now: u64, MayHave { client, is_reclaim }: MayHave) -> Result<(), Refused> {
+    fn check_monitored(&mut self, now: u64, GrantPermit { client, is_reclaim }: GrantPermit) -> Result<(), Refused> {
         self.check_reclaim(now, is_reclaim)?;
         let known = self.clients.get(&client).ok_or(Status::DELAY)?;
         if is_reclaim || known.has_reclaimed { Ok(()) } else { Err(Status::DELAY.into()) }
@@ -158,7 +158,7 @@ impl State {
     pub(crate) fn lock_monitored(
         &mut self,
         now: u64,
-        may_have: MayHave,
+        may_have: GrantPermit,
         owner: &[u8],
         file: &FileKey,
         is_write: bool,
@@ -254,8 +254,8 @@ impl State {
     }
 
     /// A client waits for a lock that has just been refused; false if too many wait.
-    pub(crate) fn wait_monitored(&mut self, freed: Freed) -> bool {
-        let Freed { client, owner, file, handle, is_write, range, since, .. } = freed;
+    pub(crate) fn wait_monitored(&mut self, freed: PendingGrant) -> bool {
+        let PendingGrant { client, owner, file, handle, is_write, range, since, .. } = freed;
         let Some(state) = self.files.get_mut(&file) else { return false };
         let is_there = |known: &Waiting| (known.client, &known.owner, known.range) == (client, &owner, range);
         if state.waiting.len() >= WAITING_MAX && !state.waiting.iter().any(is_there) {
@@ -300,15 +300,15 @@ impl State {
     }
 
     /// What is to be done for a client that has waited.
-    pub(super) fn freed(&mut self, waiting: Waiting, file: &FileKey) -> Option<Freed> {
+    pub(super) fn freed(&mut self, waiting: Waiting, file: &FileKey) -> Option<PendingGrant> {
         self.note_wait(waiting.client, file);
         let Waiting { client, owner, handle, is_write, range, since, .. } = waiting;
         let host = Host::of(&self.clients.get(&client)?.name)?;
-        Some(Freed { client, host, owner, file: file.clone(), handle, is_write, range, since })
+        Some(PendingGrant { client, host, owner, file: file.clone(), handle, is_write, range, since })
     }
 
     /// Locks that clients of version 3 wait for and that have become free.
-    pub(crate) fn take_freed(&mut self) -> Vec<Freed> {
+    pub(crate) fn take_freed(&mut self) -> Vec<PendingGrant> {
         std::mem::take(&mut self.freed)
     }
 
@@ -316,7 +316,7 @@ impl State {
     pub(crate) fn share_monitored(
         &mut self,
         now: u64,
-        may_have: MayHave,
+        may_have: GrantPermit,
         owner: &[u8],
         file: &FileKey,
         modes: (u32, u32),

@@ -55,7 +55,7 @@ pub(crate) type NumberedOwner = tokio::sync::Mutex<Numbers>;
 pub(crate) struct Numbers {
     /// That of the last operation, and its reply if it is known.
     last: Option<(u32, Option<Reply>)>,
-    /// It has confirmed that it is not an old message from which it was made.
+    /// OPEN_CONFIRM has been received (RFC 7530, section 9.1.11).
     pub is_confirmed: bool,
     /// What it has open that waits for that.
     pub unconfirmed: Option<Stateid>,

@@ -1,7 +1,7 @@
 //! What clients take of what there is for all: hosts share it, so that one alone keeps no other out.
 
 use super::clients::{Client, Kind};
-use super::{HELD_TOTAL_MAX, OF_HOST_MAX, Refused, State};
+use super::{CLIENTS_OF_HOST_MAX, HELD_TOTAL_MAX, Refused, State};
 use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
@@ -89,6 +89,6 @@ impl State {
             .filter(|(_, client)| client.name.kind == Kind::Monitored && client.origin == origin)
             .map(|(id, _)| *id);
         let theirs: Vec<u64> = theirs.collect();
-        (theirs.len() >= OF_HOST_MAX).then_some(theirs)
+        (theirs.len() >= CLIENTS_OF_HOST_MAX).then_some(theirs)
     }
 }

@@ -68,7 +68,7 @@ fn open_as(owner: &str, modes: (u32, u32)) -> OpenAs<'_> {
 
 fn open(state: &mut State, now: u64, client: u64, owner: &str, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
     state
-        .open(now, MayHave::stored(client, false), open_as(owner, modes), &file(of), guard())
+        .open(now, GrantPermit::stored(client, false), open_as(owner, modes), &file(of), guard())
         .map(|(stateid, _)| stateid)
 }
 
@@ -78,7 +78,7 @@ fn range(start: u64, len: u64) -> Range {
 
 fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of: Range) -> Result<Stateid, Refused> {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
-    state.lock(now, MayHave::stored(client, false), request, &file(1), true, of)
+    state.lock(now, GrantPermit::stored(client, false), request, &file(1), true, of)
 }
 
 #[test]
@@ -186,11 +186,11 @@ fn what_has_failed_leaves_what_was_open_before() {
     let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
     let (again, was) =
-        state.open(0, MayHave::stored(a, false), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
+        state.open(0, GrantPermit::stored(a, false), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
     state.undo_open(a, again, &file(1), was);
     assert!(state.test_stateid(a, first).is_ok() && state.test_stateid(a, held).is_ok());
     assert!(open(&mut state, 0, a, "other", 1, (READ, 0)).is_ok(), "nothing is denied");
-    let (new, was) = state.open(0, MayHave::stored(a, false), open_as("o", (WRITE, 0)), &file(2), guard()).unwrap();
+    let (new, was) = state.open(0, GrantPermit::stored(a, false), open_as("o", (WRITE, 0)), &file(2), guard()).unwrap();
     state.undo_open(a, new, &file(2), was);
     assert_eq!(state.test_stateid(a, new), Err(Status::BAD_STATEID));
 }
@@ -230,7 +230,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
     let request = |open| LockRequest::New { open, owner: Box::from(&b"p"[..]) };
     let denied =
         Denied { range: range(10, 10), is_write: true, client: 0, owner: Box::from(&b"p"[..]), is_monitored: false };
-    let reading = state.lock(0, MayHave::stored(b, false), request(open_b), &file(1), false, range(0, u64::MAX));
+    let reading = state.lock(0, GrantPermit::stored(b, false), request(open_b), &file(1), false, range(0, u64::MAX));
     assert_eq!(reading, Err(Refused::Denied(denied.clone())));
     assert_eq!(state.test_lock(0, b, b"p", &file(1), false, range(19, 1)), Err(Refused::Denied(denied)));
     assert_eq!(state.test_lock(0, a, b"p", &file(1), true, range(19, 1)), Ok(()), "its own");
@@ -238,7 +238,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
     assert_eq!(state.free_stateid(a, held), Err(Status::LOCKS_HELD));
     let rest = state.unlock(a, held, &file(1), range(10, 5)).unwrap();
     assert_eq!((rest.other, rest.seqid), (held.other, 2));
-    assert!(state.lock(0, MayHave::stored(b, false), request(open_b), &file(1), false, range(0, 15)).is_ok());
+    assert!(state.lock(0, GrantPermit::stored(b, false), request(open_b), &file(1), false, range(0, 15)).is_ok());
     let emptied = state.unlock(a, rest, &file(1), range(0, u64::MAX)).unwrap();
     // Once more by the open file: the owner keeps its name.
     let again = lock(&mut state, 0, a, open_a, "p", range(100, 1)).unwrap();
@@ -410,14 +410,15 @@ fn owners_whose_operations_are_numbered() {
     // One that is not confirmed can do nothing but that, and goes when its owner begins again.
     state.may_begin(0, id).unwrap();
     let how = OpenAs { is_confirmed: false, ..open_as("o", (READ, 0)) };
-    let (stateid, _) = state.open(0, MayHave::stored(id, false), how, &file(1), guard()).unwrap();
+    let (stateid, _) = state.open(0, GrantPermit::stored(id, false), how, &file(1), guard()).unwrap();
     assert_eq!(state.access(0, id, USER, stateid, &file(1), false), Err(Refused::Status(Status::BAD_STATEID)));
     assert_eq!(state.confirm_open(id, stateid, &file(2)), Err(Status::BAD_STATEID));
     let confirmed = state.confirm_open(id, stateid, &file(1)).unwrap();
     assert_eq!(state.access(0, id, USER, confirmed, &file(1), false), Ok(true));
     state.close_unconfirmed(id, stateid);
     assert!(state.test_stateid(id, confirmed).is_ok(), "it is confirmed");
-    let other = state.open(0, MayHave::stored(id, false), OpenAs { owner: b"p", ..how }, &file(1), guard()).unwrap();
+    let other =
+        state.open(0, GrantPermit::stored(id, false), OpenAs { owner: b"p", ..how }, &file(1), guard()).unwrap();
     state.close_unconfirmed(id, other.0);
     assert_eq!(state.held.len(), 1);
     // Owners who have nothing give way to those who come.
@@ -454,7 +455,7 @@ fn owners_whose_operations_are_numbered() {
 /// A file is delegated to a client that has it open.
 fn delegate(state: &mut State, now: u64, client: u64, of: u8, is_write: bool) -> Option<Stateid> {
     let delegated = Delegated { is_write, handle: Box::from(&b"handle"[..]), lease: guard() };
-    state.delegate(now, MayHave::stored(client, false), &file(of), delegated)
+    state.delegate(now, GrantPermit::stored(client, false), &file(of), delegated)
 }
 
 #[test]
@@ -628,7 +629,7 @@ fn what_is_not_given_back_is_revoked_and_its_client_hears_of_it() {
 
 fn lock_as(state: &mut State, client: u64, open: Stateid, owner: &str) -> Stateid {
     let request = LockRequest::New { open, owner: owner.as_bytes().into() };
-    state.lock(0, MayHave::stored(client, false), request, &file(1), false, range(0, 10)).unwrap()
+    state.lock(0, GrantPermit::stored(client, false), request, &file(1), false, range(0, 10)).unwrap()
 }
 
 fn host(address: &str) -> Host {
@@ -642,12 +643,12 @@ fn host(address: &str) -> Host {
 /// NLM_LOCK by a client that may have something.
 fn lock3(state: &mut State, now: u64, client: u64, owner: &str, is_write: bool, of: Range) -> Result<(), Refused> {
     state.may_begin(now, client).unwrap();
-    state.lock_monitored(now, MayHave::stored(client, false), owner.as_bytes(), &file(1), is_write, of)
+    state.lock_monitored(now, GrantPermit::stored(client, false), owner.as_bytes(), &file(1), is_write, of)
 }
 
 fn wait3(state: &mut State, client: u64, at: &str, owner: &str, of: Range, since: u64) -> bool {
     let (host, owner, handle) = (host(at), owner.as_bytes().into(), [].into());
-    state.wait_monitored(Freed { client, host, owner, file: file(1), handle, is_write: true, range: of, since })
+    state.wait_monitored(PendingGrant { client, host, owner, file: file(1), handle, is_write: true, range: of, since })
 }
 
 #[test]
@@ -752,7 +753,7 @@ fn clients_of_version_3_reclaim_what_they_had() {
     assert_eq!(state.may_begin(0, a), Err(Status::GRACE));
     assert_eq!((state.may_reclaim(0, a).is_ok(), state.may_reclaim(0, b)), (true, Err(Status::RECLAIM_BAD)));
     let reclaim = |state: &mut State, now| {
-        state.lock_monitored(now, MayHave::stored(a, true), b"p", &file(1), true, range(0, 10))
+        state.lock_monitored(now, GrantPermit::stored(a, true), b"p", &file(1), true, range(0, 10))
     };
     reclaim(&mut state, 0).unwrap();
     assert_eq!(reclaim(&mut state, LEASE), Err(Refused::Status(Status::NO_GRACE)));
@@ -762,7 +763,7 @@ fn clients_of_version_3_reclaim_what_they_had() {
     assert_eq!(names(&mut state, LEASE), [before.clone(), host("192.0.2.2").client_name()]);
     // One that has nothing for a while need not be stored; to get something, it must be again.
     assert_eq!(names(&mut state, 3 * LEASE), [before]);
-    let retired = state.lock_monitored(3 * LEASE, MayHave::stored(b, false), b"p", &file(1), true, range(50, 1));
+    let retired = state.lock_monitored(3 * LEASE, GrantPermit::stored(b, false), b"p", &file(1), true, range(50, 1));
     assert_eq!(retired, Err(Refused::Status(Status::DELAY)));
     let was = state.records(3 * LEASE).0;
     assert!(state.may_begin(3 * LEASE, b).unwrap() > was);
@@ -788,15 +789,15 @@ fn a_file_with_locks_of_version_3_is_not_delegated() {
 fn one_host_cannot_be_too_many_clients() {
     let mut state = State::new(7, LEASE, []);
     let named = |n: usize| Host { name: n.to_string().into_bytes().into(), ..host("192.0.2.1") };
-    for n in 0..OF_HOST_MAX {
+    for n in 0..CLIENTS_OF_HOST_MAX {
         let id = state.monitored(0, &named(n), 1).unwrap();
         lock3(&mut state, 0, id, "p", false, range(0, 1)).unwrap();
     }
-    assert_eq!(state.monitored(0, &named(OF_HOST_MAX), 1), Err(Refused::Status(Status::NOSPC)));
+    assert_eq!(state.monitored(0, &named(CLIENTS_OF_HOST_MAX), 1), Err(Refused::Status(Status::NOSPC)));
     assert!(state.monitored(0, &host("192.0.2.2"), 1).is_ok());
     let idle = state.known_host(&named(7)).unwrap();
     state.unlock_monitored(idle, b"p", &file(1), range(0, 1)).unwrap();
-    assert!(state.monitored(0, &named(OF_HOST_MAX), 1).is_ok() && state.known_host(&named(7)).is_none());
+    assert!(state.monitored(0, &named(CLIENTS_OF_HOST_MAX), 1).is_ok() && state.known_host(&named(7)).is_none());
 }
 
 #[test]
@@ -933,7 +934,7 @@ fn one_of_several_hosts_with_an_address_restarts() {
     assert!(state.restarted(two, 6));
     assert_eq!(state.of_restarted(address, b"whatever it is called now"), [one], "it is the only one");
     // A network of 64 bits is one host's.
-    for n in 0..OF_HOST_MAX {
+    for n in 0..CLIENTS_OF_HOST_MAX {
         let id = state.monitored(0, &host(&format!("2001:db8::{n:x}")), 1).unwrap();
         lock3(&mut state, 0, id, "p", false, range(0, 1)).unwrap();
     }

@@ -619,7 +619,7 @@ impl Nfs3 {
         const AROUND: usize = 4 + 4 + 84 + 8 + 8;
         // Cookies do not depend on when the directory was changed: every verifier is 0.
         if verifier != 0 {
-            return Err(Status(10_003));
+            return Err(Status::BAD_COOKIE);
         }
         let bytes = (bytes as usize).min(BULK_MAX);
         let names = (names as usize).min(bytes);

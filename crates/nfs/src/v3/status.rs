@@ -14,6 +14,7 @@ impl Status {
     pub(super) const NAMETOOLONG: Status = Status(63);
     pub(super) const STALE: Status = Status(70);
     pub(super) const BADHANDLE: Status = Status(10_001);
+    pub(super) const BAD_COOKIE: Status = Status(10_003);
     pub(super) const NOT_SYNC: Status = Status(10_002);
     pub(super) const NOTSUPP: Status = Status(10_004);
     pub(super) const TOOSMALL: Status = Status(10_005);

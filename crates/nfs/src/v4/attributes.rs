@@ -116,7 +116,8 @@ const SUPPORTED: &[u32] = &[
 const WRITABLE: &[u32] = &[SIZE, ACL, MODE, OWNER, OWNER_GROUP, TIME_ACCESS_SET, TIME_MODIFY_SET];
 
 /// Those that tell how full the file system is, which has to be asked for.
-pub(super) const OF_USAGE: &[u32] = &[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL];
+pub(super) const STATFS_ATTRIBUTES: &[u32] =
+    &[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL];
 
 /// The attributes that a minor version has.
 pub(crate) fn supported(minor: u32) -> Bitmap {

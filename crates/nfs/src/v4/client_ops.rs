@@ -92,8 +92,10 @@ impl Compound<'_> {
         }
         let maker = self.maker();
         let is_update = flags & UPDATE != 0;
-        let exchange =
-            self.server.contend(|state, now| state.exchange_id(now, owner, verifier, maker, is_update)).await?;
+        let exchange = self
+            .server
+            .retry_on_conflict(|state, now| state.exchange_id(now, owner, verifier, maker, is_update))
+            .await?;
         let name = self.server.shares.server_name();
         out.u64(exchange.client);
         out.u32(exchange.sequence);
@@ -159,7 +161,7 @@ impl Compound<'_> {
             state.session_created(Arc::new(session), reply.clone());
             Ok(reply)
         };
-        let reply = self.server.contend(action).await?;
+        let reply = self.server.retry_on_conflict(action).await?;
         let name = self.server.state(|state, _| state.name_of(client));
         let peer = self.call.connection.peer.map(tracing::field::display);
         tracing::info!(peer, client = name, "a client of version 4.{minor} has a session");

@@ -123,7 +123,7 @@ impl From<Refused> for Failure {
 }
 
 /// The slot that a compound is done in.
-struct InSlot {
+struct SlotGuard {
     session: Arc<Session>,
     slot: u32,
     digest: u64,
@@ -132,7 +132,7 @@ struct InSlot {
     has_ended: bool,
 }
 
-impl InSlot {
+impl SlotGuard {
     fn end(&mut self, out: &Encoder) {
         self.has_ended = true;
         let is_kept = self.is_kept && out.len() <= CACHED_MAX as usize;
@@ -141,7 +141,7 @@ impl InSlot {
     }
 }
 
-impl Drop for InSlot {
+impl Drop for SlotGuard {
     /// A compound that was not finished: its slot is free, and it is not known what was done.
     fn drop(&mut self) {
         if !self.has_ended {
@@ -158,12 +158,12 @@ pub(super) struct Compound<'a> {
     /// Operations in all, and the place of this one.
     count: u32,
     index: u32,
-    slot: Option<InSlot>,
+    slot: Option<SlotGuard>,
     pub current: Option<Object<'a>>,
     saved: Option<Object<'a>>,
     pub stateid: Option<Stateid>,
     saved_stateid: Option<Stateid>,
-    /// What the share of the current file takes, of which this caller's way to show who it is is none: only that may be asked for.
+    /// The security flavors of the current file's share, where the caller's is none of them. Only SECINFO is then allowed.
     pub wrong_security: Option<SecuritySet>,
     /// Reads so far.
     pub reads: u32,
@@ -171,7 +171,7 @@ pub(super) struct Compound<'a> {
     pub opener_is_confirmed: bool,
 }
 
-/// The reply that a call had when it came first.
+/// How to go on after an operation: with the next one, or with the reply that this call had when it came first.
 enum Next {
     Go,
     Again(Box<[u8]>),
@@ -322,7 +322,7 @@ impl<'a> Compound<'a> {
         for word in [sequence, slot, session.highest_slot(), session.highest_slot(), events] {
             out.u32(word);
         }
-        self.slot = Some(InSlot { session, slot, digest, is_kept, has_ended: false });
+        self.slot = Some(SlotGuard { session, slot, digest, is_kept, has_ended: false });
         Ok(Next::Go)
     }
 
@@ -541,7 +541,7 @@ impl<'a> Compound<'a> {
     pub(super) async fn put_attributes(&self, out: &mut Encoder, object: &Object<'_>, wanted: &Bitmap) -> Done {
         let (attributes, fsid, mounted_on) = self.described(object).await?;
         let usage = match object {
-            Object::File(target) if attributes::OF_USAGE.iter().any(|number| wanted.contains(*number)) => {
+            Object::File(target) if attributes::STATFS_ATTRIBUTES.iter().any(|number| wanted.contains(*number)) => {
                 target.share.files.usage().await?
             }
             _ => Usage::default(),

@@ -27,7 +27,7 @@ use self::session::Session;
 use self::status::Status;
 use crate::delegations::{Delegate, FileKey};
 use crate::share::Shares;
-use crate::state::{Freed, MayHave, Refused, State};
+use crate::state::{GrantPermit, PendingGrant, Refused, State};
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -134,7 +134,7 @@ pub(crate) struct Server {
     /// Something that was delegated has been given back.
     given_back: tokio::sync::Notify,
     /// Who gives clients of version 3 the locks that they wait for.
-    pub lock_waits: OnceLock<Box<dyn Fn(Freed) + Send + Sync>>,
+    pub lock_waits: OnceLock<Box<dyn Fn(PendingGrant) + Send + Sync>>,
     /// Files that other programs of this host change, from any thread.
     changed: mpsc::UnboundedSender<FileKey>,
     /// Taken by the task that recalls what is delegated of these.
@@ -200,9 +200,9 @@ impl Server {
         result
     }
 
-    /// As [`Server::state`]; what clients have that are not heard of any more is taken from them if it is in the way, and what is
-    /// delegated to them is waited for, but not for long.
-    pub(crate) async fn contend<T>(
+    /// As [`Server::state`], again and again while something is in the way that goes: what clients have whose leases have expired is taken
+    /// from them, and delegations that have been recalled are waited for, for [`recall::WAIT`] at most.
+    pub(crate) async fn retry_on_conflict<T>(
         self: &Arc<Self>,
         mut action: impl FnMut(&mut State, u64) -> Result<T, Refused>,
     ) -> Result<T, Refused> {
@@ -219,7 +219,7 @@ impl Server {
                         Err(Refused::Delegated) => {}
                         other => return other,
                     }
-                    let until = *until.get_or_insert_with(|| tokio::time::Instant::now() + recall::PATIENCE);
+                    let until = *until.get_or_insert_with(|| tokio::time::Instant::now() + recall::WAIT);
                     if tokio::time::timeout_at(until, given_back).await.is_err() {
                         return Err(Refused::Delegated);
                     }
@@ -248,7 +248,7 @@ impl Server {
     }
 
     /// Whether a client may have something new, or have back what it had.
-    pub(crate) async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<MayHave, Status> {
+    pub(crate) async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<GrantPermit, Status> {
         let records =
             self.state(
                 |state, now| {
@@ -258,7 +258,7 @@ impl Server {
         if !self.recovery.has(records) {
             self.store_until(records).await?;
         }
-        Ok(MayHave::stored(client, is_reclaim))
+        Ok(GrantPermit::stored(client, is_reclaim))
     }
 
     /// Brings to stable storage which clients have something.

@@ -240,8 +240,10 @@ impl<'a> Compound<'a> {
                 None
             }
         };
-        let is_open =
-            self.server.contend(|state, now| state.access(now, client, uid, stateid, &file, is_write)).await?;
+        let is_open = self
+            .server
+            .retry_on_conflict(|state, now| state.access(now, client, uid, stateid, &file, is_write))
+            .await?;
         Ok(Access { is_open, _change: change })
     }
 

@@ -177,7 +177,7 @@ impl<'a> Compound<'a> {
         // Where it is to be called. Nothing is delegated, so that it never is.
         let _ = (d.u32()?, d.opaque(ADDRESS_MAX)?, d.opaque(ADDRESS_MAX)?, d.u32()?);
         let maker = self.maker();
-        let set = self.server.contend(|state, now| state.set_client(now, name, verifier, maker)).await;
+        let set = self.server.retry_on_conflict(|state, now| state.set_client(now, name, verifier, maker)).await;
         let (client, confirmation) = set.map_err(Failure::from).map_err(|failure| match failure.status {
             Status::CLID_INUSE => {
                 // Where the other client is, which is its own affair.

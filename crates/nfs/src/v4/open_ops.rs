@@ -9,7 +9,8 @@ use crate::delegations::Delegate;
 use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes};
 use crate::share::Target;
 use crate::state::{
-    Delegated, LockRequest, MayHave, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE, Waiting,
+    Delegated, GrantPermit, LockRequest, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
+    Waiting,
 };
 use rustix::io::Errno;
 use std::sync::Arc;
@@ -124,7 +125,7 @@ impl<'a> Compound<'a> {
         }
         let client = self.client_that_says(client)?;
         let is_reclaim = matches!(claim, Claim::Previous);
-        // That it comes late would be known: it is of this run.
+        // A reclaim is about this run of the server: it is no old message, and needs no OPEN_CONFIRM.
         self.opener_is_confirmed |= is_reclaim;
         let may_have = self.server.may_have(client, is_reclaim).await?;
         let mut delegated = None;
@@ -168,7 +169,7 @@ impl<'a> Compound<'a> {
         let is_confirmed = self.opener_is_confirmed;
         let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
         let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
-        let (stateid, was) = self.server.contend(action).await?;
+        let (stateid, was) = self.server.retry_on_conflict(action).await?;
         if let Some(size) = size {
             let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
             if let Err(error) = target.share.files.set_attributes(user(&target, true), &target.file, set, None).await {
@@ -211,7 +212,7 @@ impl<'a> Compound<'a> {
         &self,
         target: &Target<'_>,
         guard: &OpenGuard,
-        may_have: MayHave,
+        may_have: GrantPermit,
         access: u32,
         wanted: u32,
     ) -> Result<(bool, Stateid), NotDelegated> {
@@ -296,7 +297,7 @@ impl<'a> Compound<'a> {
             if may_exist {
                 match self.find(name).await {
                     Ok(Object::File(target)) => {
-                        // Of all that is set when a file is made, only an empty one is for one that is there.
+                        // Of what is set when a file is made, only a size of 0 counts for one that is there.
                         let size = wanted.set.size.filter(|size| *size == 0 && access & WRITE != 0);
                         let which = Bitmap::of(if size.is_some() { &[attributes::number::SIZE] } else { &[] });
                         return Ok(Opening { target, is_new: false, which, size, dir: (before, before) });
@@ -417,7 +418,7 @@ impl<'a> Compound<'a> {
             }
             result
         };
-        let locked = self.server.contend(action).await.map_err(Failure::from);
+        let locked = self.server.retry_on_conflict(action).await.map_err(Failure::from);
         if let Some(numbers) = &mut numbers {
             numbers.count(number, locked.as_ref().map_or_else(|failure| failure.status.0, |_| 0));
         }
@@ -431,7 +432,7 @@ impl<'a> Compound<'a> {
         let (client, file) = (self.client_that_says(client)?, self.target()?.key());
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
-        self.server.contend(action).await?;
+        self.server.retry_on_conflict(action).await?;
         Ok(())
     }
 

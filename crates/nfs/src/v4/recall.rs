@@ -14,8 +14,8 @@ use std::time::Duration;
 use thruway_engine::reactor;
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// So long a call waits for a client that gives something back, before its own client is asked to come again: most take no longer.
-pub(super) const PATIENCE: Duration = Duration::from_millis(50);
+/// So long a call waits for a DELEGRETURN before it is answered NFS4ERR_DELAY: most take no longer.
+pub(super) const WAIT: Duration = Duration::from_millis(50);
 
 /// What programs of the host wait for is revoked so long before the kernel lets them go on.
 const BEFORE_BREAK: Duration = Duration::from_secs(5);
@@ -130,15 +130,15 @@ pub(super) struct Clients(pub(super) Weak<Server>);
 
 impl Clients {
     /// Does what may have to wait for others.
-    async fn contend(&self, action: impl FnMut(&mut State, u64) -> Result<(), Refused>) -> Result<(), Errno> {
+    async fn retry_on_conflict(&self, action: impl FnMut(&mut State, u64) -> Result<(), Refused>) -> Result<(), Errno> {
         let Some(server) = self.0.upgrade() else { return Ok(()) };
-        server.contend(action).await.map_err(|_| Errno::INPROGRESS)
+        server.retry_on_conflict(action).await.map_err(|_| Errno::INPROGRESS)
     }
 }
 
 impl Holder for Clients {
     fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {
-        Box::pin(self.contend(move |state, now| state.begin_change(now, &file, client)))
+        Box::pin(self.retry_on_conflict(move |state, now| state.begin_change(now, &file, client)))
     }
 
     fn end_change(&self, file: &FileKey) {
@@ -153,6 +153,6 @@ impl Holder for Clients {
     }
 
     fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {
-        Box::pin(self.contend(move |state, now| state.recall_others(now, &file, client, false)))
+        Box::pin(self.retry_on_conflict(move |state, now| state.recall_others(now, &file, client, false)))
     }
 }

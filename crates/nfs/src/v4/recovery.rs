@@ -32,7 +32,7 @@ const MONITORED: &str = "3 ";
 /// The file.
 pub(crate) struct Recovery {
     path: Option<PathBuf>,
-    /// That of this run, and the longest of which clients of before may know.
+    /// The lease time now, and the longest that clients of earlier runs may have been told.
     lease: Duration,
     longest: Duration,
     /// The number of this start: odd, and another one each time as long as clients of version 3 may remember the last.
@@ -102,8 +102,8 @@ impl Recovery {
         Ok((Recovery { path, lease, longest, start, stored, storing }, before, clients))
     }
 
-    /// Stores what is the case and whether clients of before the start are still waited for, if what was the case at this number is
-    /// not stored yet: one store is enough for all who have asked before it began. When this returns, the file is on the medium.
+    /// Writes the list of clients, and whether a grace period is in progress, unless the list with this number or a later one is
+    /// written already: one write is enough for all who have asked before it began. When this returns, the file is on the medium.
     pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Clients, bool)) -> io::Result<()> {
         let _storing = self.storing.lock().await;
         if self.has(wanted) {

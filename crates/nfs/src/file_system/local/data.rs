@@ -211,7 +211,7 @@ impl LocalFileSystem {
             done
         });
         done.await?;
-        // No client asks for that.
+        // Clients send no COMMIT after an ALLOCATE.
         self.sync(&changed).await
     }
 
@@ -250,7 +250,7 @@ impl LocalFileSystem {
         });
         let copied = copied.await?;
         if shared {
-            // No client asks for that, as it does for what has been copied.
+            // Clients send no COMMIT after a CLONE, as they do after a COPY.
             self.sync(&changed).await?;
         }
         Ok(copied)

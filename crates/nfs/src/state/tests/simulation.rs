@@ -200,7 +200,7 @@ impl World {
     fn open_as(&mut self, client: usize, is_reclaim: bool, of: u8, modes: (u32, u32)) -> Result<Stateid, Refused> {
         let id = self.clients[client].id;
         if client == MONITORED {
-            let may_have = MayHave::stored(id, is_reclaim);
+            let may_have = GrantPermit::stored(id, is_reclaim);
             return self.state.share_monitored(self.now, may_have, b"o", &file(of), modes).map(|()| Stateid::ANONYMOUS);
         }
         open(&mut self.state, self.now, id, "o", of, modes)
