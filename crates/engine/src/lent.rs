@@ -1,6 +1,7 @@
 //! Data that its owner lends to be sent from where it is.
 
 use crate::io::OpenFile;
+use crate::pipes::Piped;
 use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::Arc;
@@ -18,6 +19,8 @@ pub enum Lent {
         /// Bytes.
         len: usize,
     },
+    /// Pages of a file that have been taken.
+    Piped(Piped),
 }
 
 impl Lent {
@@ -27,13 +30,14 @@ impl Lent {
         match self {
             Lent::Memory(pieces) => pieces.iter().map(Memory::len).sum(),
             Lent::File { len, .. } => *len,
+            Lent::Piped(piped) => piped.len(),
         }
     }
 
     /// Cuts it: what is returned begins at byte `at`.
     ///
     /// # Panics
-    /// If `at` is outside.
+    /// If `at` is outside, or it is [`Lent::Piped`], which cannot be cut.
     pub fn split_off(&mut self, at: usize) -> Lent {
         let rest = self.len().checked_sub(at).expect("what is lent is cut inside");
         match self {
@@ -51,6 +55,7 @@ impl Lent {
                 *pieces = kept;
                 Lent::Memory(later)
             }
+            Lent::Piped(_) => panic!("what is in a pipe is not cut"),
             Lent::File { file, offset, len } => {
                 *len = at;
                 Lent::File { file: Arc::clone(file), offset: *offset + at as u64, len: rest }

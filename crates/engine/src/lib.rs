@@ -10,7 +10,8 @@
 //! - [`reactor`]: event loops, one per core: what the services with many small requests run on; [`lent`]: borrowed data,
 //!   sent without a copy.
 //! - [`digest`], [`aead`]: what the CPU stages do to a block.
-//! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`file_system`]: properties of
+//! - [`rate_limit`]: bytes per second. [`page_cache`]: how much of a file is cached; [`pipes`]: pages on
+//!   their way to a socket; [`file_system`]: properties of
 //!   file systems. [`units`]: parsing of sizes and times; [`text`]: escaping of untrusted text.
 //! - [`topology`], [`limits`]: where memory and threads are, and how much one process may have.
 //!
@@ -23,6 +24,7 @@ pub mod io;
 pub mod lent;
 pub mod limits;
 pub mod page_cache;
+pub mod pipes;
 pub mod pool;
 pub mod random;
 pub mod rate_limit;

@@ -33,13 +33,13 @@ pub enum Body {
     Segments(SmallVec<[Segment; 1]>),
     /// In memory of its own.
     Bytes(Vec<u8>),
-    /// In memory or a file that its owner lends; a file only if [`crate::Writer::can_lend`].
+    /// In memory, a file or a pipe that its owner lends; a file or a pipe only if [`crate::Writer::can_lend`].
     Lent(Lent),
 }
 
 impl Body {
     pub(crate) fn is_file(&self) -> bool {
-        matches!(self, Body::Lent(Lent::File { .. }))
+        matches!(self, Body::Lent(Lent::File { .. } | Lent::Piped(_)))
     }
 
     /// Length in bytes.
@@ -100,7 +100,7 @@ impl Body {
     /// Calls `each` with every piece of memory, lent memory included.
     pub(crate) fn pieces(&self, mut each: impl FnMut(*const u8, usize)) {
         match self {
-            Body::Empty | Body::Lent(Lent::File { .. }) => {}
+            Body::Empty | Body::Lent(Lent::File { .. } | Lent::Piped(_)) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_ptr(), s.len())),
             Body::Bytes(bytes) => each(bytes.as_ptr(), bytes.len()),
             Body::Lent(Lent::Memory(memory)) => memory.iter().for_each(|m| each(m.as_ptr(), m.len())),

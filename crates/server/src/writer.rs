@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Duration;
 use thruway_engine::lent::Lent;
+use thruway_engine::pipes::Piped;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio_rustls::server::TlsStream;
 
@@ -100,8 +101,13 @@ impl Writer {
     }
 
     async fn send_file(&mut self, body: &Body) -> io::Result<()> {
-        let (Body::Lent(Lent::File { file, offset, len }), WriteHalf::Plain(stream)) = (body, &self.0) else {
+        let (Body::Lent(lent), WriteHalf::Plain(stream)) = (body, &self.0) else {
             return Err(io::Error::other("files cannot be sent through TLS"));
+        };
+        let (file, offset, len) = match lent {
+            Lent::File { file, offset, len } => (file, offset, len),
+            Lent::Piped(piped) => return send_pages(stream, piped).await,
+            Lent::Memory(_) => return Err(io::Error::other("memory is sent otherwise")),
         };
         let (mut at, end) = (*offset, *offset + *len as u64);
         while at < end {
@@ -134,6 +140,22 @@ impl Writer {
             }
         }
     }
+}
+
+async fn send_pages(stream: &Plain, piped: &Piped) -> io::Result<()> {
+    while piped.len() > 0 {
+        let sent = either!(stream, s => loop {
+            match s.try_io(Interest::WRITABLE, || Ok(piped.send(s)?)) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => in_time(s.writable()).await?,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        });
+        if sent == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+    }
+    Ok(())
 }
 
 fn send_pieces(socket: impl AsFd, pieces: &[IoSlice<'_>], more: bool) -> io::Result<usize> {

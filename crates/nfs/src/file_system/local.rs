@@ -15,8 +15,8 @@ use self::node::{Node, Opened, change_of, stat, time_of};
 
 use super::workers::Workers;
 use super::{
-    Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, Listing, Make, OnChange, Op, OpenGuard, ReadData,
-    Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
+    Allocate, As, Attributes, Credentials, FileId, FileSystem, Kind, LentData, Listing, Make, OnChange, Op, OpenGuard,
+    ReadData, Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
 use crate::acl::Acl;
 use quick_cache::sync::Cache;
@@ -32,6 +32,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use thruway_engine::io::OpenFile;
+use thruway_engine::pipes::Pipes;
 use thruway_engine::{Segment, file_system, limits};
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
@@ -587,6 +588,17 @@ impl FileSystem for LocalFileSystem {
 
     fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData> {
         Box::pin(self.read_data(user, file, at, segment))
+    }
+
+    fn lend<'a>(
+        &'a self,
+        user: As<'a>,
+        file: &'a FileId,
+        at: u64,
+        len: usize,
+        pipes: &'a Arc<Pipes>,
+    ) -> Op<'a, Option<LentData>> {
+        Box::pin(self.lend_data(user, file, at, len, pipes))
     }
 
     fn write<'a>(

@@ -17,6 +17,7 @@ use std::any::Any;
 use std::pin::Pin;
 use std::sync::Arc;
 use thruway_engine::Segment;
+use thruway_engine::pipes::{Piped, Pipes};
 pub use thruway_fs::Credentials;
 pub use thruway_fs::lease::OnChange;
 
@@ -201,6 +202,16 @@ pub struct Usage {
     pub files_free: u64,
 }
 
+/// Data that is lent to be sent.
+pub struct LentData {
+    /// The data: at least one byte.
+    pub pages: Piped,
+    /// As [`ReadData::is_end`].
+    pub is_end: bool,
+    /// As [`ReadData::attributes`].
+    pub attributes: Option<Attributes>,
+}
+
 /// Data that has been read.
 pub struct ReadData {
     /// The data: the segment that was given, cut to what there was.
@@ -331,6 +342,19 @@ pub trait FileSystem: Send + Sync {
 
     /// Reads into the segment.
     fn read<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, segment: Segment) -> Op<'a, ReadData>;
+
+    /// As [`FileSystem::read`] of so many bytes, without a copy, if that can be done at once; `None` if not, and then it is read.
+    fn lend<'a>(
+        &'a self,
+        user: As<'a>,
+        file: &'a FileId,
+        at: u64,
+        len: usize,
+        pipes: &'a Arc<Pipes>,
+    ) -> Op<'a, Option<LentData>> {
+        let _ = (user, file, at, len, pipes);
+        Box::pin(async { Ok(None) })
+    }
 
     /// Writes the segment, all of it.
     fn write<'a>(

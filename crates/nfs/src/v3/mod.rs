@@ -8,6 +8,7 @@ use crate::share::{HANDLE_MAX, Shares, Target};
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use thruway_engine::lent::Lent;
 use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, BULK_MAX, Call, Program};
 use thruway_rpc::xdr::{self, Bulk, Decoder, Encoder};
@@ -481,8 +482,18 @@ impl Nfs3 {
 
     async fn read(&self, call: &Call, target: &Target<'_>, at: u64, len: u32) -> Result<Encoder, Status> {
         let len = (len as usize).min(BULK_MAX);
-        let segment = call.connection.buffers.segment(len).await.map_err(|_| Status::JUKEBOX)?;
         target.look(None).await?;
+        if let Some(pipes) = call.pipes()
+            && let Some(lent) = target.share.files.lend(target.user(), &target.file, at, len, pipes).await?
+        {
+            return Ok(encoded(|out| {
+                put_after(out, lent.attributes.as_ref());
+                out.u32(lent.pages.len() as u32);
+                out.bool(lent.is_end);
+                out.bulk(Body::Lent(Lent::Piped(lent.pages)));
+            }));
+        }
+        let segment = call.connection.buffers.segment(len).await.map_err(|_| Status::JUKEBOX)?;
         let read = target.share.files.read(target.user(), &target.file, at, segment).await?;
         Ok(encoded(|out| {
             put_after(out, read.attributes.as_ref());

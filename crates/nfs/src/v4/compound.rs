@@ -414,6 +414,11 @@ impl<'a> Compound<'a> {
         }
     }
 
+    /// Whether the reply is to be kept for a repeated call.
+    pub(super) fn is_kept(&self) -> bool {
+        self.slot.as_ref().is_some_and(|slot| slot.is_kept)
+    }
+
     /// The client whose session this is in.
     pub(super) fn client(&self) -> Result<u64, Status> {
         self.slot.as_ref().map(|slot| slot.session.client).ok_or(Status::OP_NOT_IN_SESSION)

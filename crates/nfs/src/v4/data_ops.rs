@@ -7,6 +7,7 @@ use crate::file_system::{Allocate, Seek, Stability};
 use crate::share::Target;
 use crate::state::Stateid;
 use rustix::io::Errno;
+use thruway_engine::lent::Lent;
 use thruway_engine::{Segment, Segments};
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
@@ -35,6 +36,17 @@ impl Compound<'_> {
         let target = self.target()?;
         let access = self.is_open(target, stateid, false).await?;
         let user = user(target, access.is_open);
+        // Pages cannot be kept for a call that is repeated.
+        let pipes = self.call.pipes().filter(|_| self.reads == 0 && !self.is_kept());
+        if let Some(pipes) = pipes
+            && let Some(lent) =
+                target.share.files.lend(user, &target.file, at, (len as usize).min(BULK_MAX), pipes).await?
+        {
+            out.bool(lent.is_end);
+            out.bulk(Body::Lent(Lent::Piped(lent.pages)));
+            self.reads += 1;
+            return Ok(());
+        }
         let most = if self.reads == 0 { BULK_MAX } else { FURTHER_READ_MAX };
         let segment = self.memory((len as usize).min(most)).await?;
         let read = target.share.files.read(user, &target.file, at, segment).await?;

@@ -26,6 +26,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
 use thruway_server::{Acceptor, Address, Buffers, panics};
 use thruway_tcp::Origin;
@@ -169,7 +170,9 @@ pub struct Connection {
     /// What it runs over.
     pub transport: Transport,
     /// Whether results may be files that are lent.
-    pub can_lend: bool,
+    can_lend: bool,
+    /// Pages on their way to the client.
+    pipes: Arc<Pipes>,
     /// The names in the client's certificate.
     pub names: Vec<String>,
     /// Memory for results.
@@ -198,6 +201,7 @@ impl Connection {
             local: None,
             transport,
             can_lend,
+            pipes: Arc::default(),
             names,
             buffers: Buffers::new(BULK_MAX),
             back: None,
@@ -275,6 +279,15 @@ pub struct Call {
 }
 
 impl Call {
+    /// Where pages of files can wait until they are sent, if the reply may have such: they are sent as they are.
+    pub fn pipes(&self) -> Option<&Arc<Pipes>> {
+        let is_protected = match &self.credential {
+            Credential::Gss(caller) => caller.service != crate::gss::Service::None,
+            _ => false,
+        };
+        (self.connection.can_lend && !is_protected).then_some(&self.connection.pipes)
+    }
+
     /// The arguments. Bulk items are there the first time.
     pub fn arguments(&self) -> Decoder<'_> {
         Decoder::with_bulk(self.argument_bytes(), self.arguments.start as u32, self.bulk.take())

@@ -2,13 +2,14 @@
 
 use super::node::{Data, Node, close_later};
 use super::{Inner, LocalFileSystem, errno};
-use crate::file_system::{Allocate, As, Attributes, FileId, ReadData, Result, Seek, Stability};
+use crate::file_system::{Allocate, As, Attributes, FileId, LentData, ReadData, Result, Seek, Stability};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_engine::Segment;
 use thruway_engine::io::{OpenFile, Request, ring};
+use thruway_engine::pipes::{self, Pipes};
 
 /// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
 const COPY_MAX: usize = 16 << 20;
@@ -116,6 +117,33 @@ impl LocalFileSystem {
             }
         }
         Ok(ReadData { segment, is_end, attributes: Some(attributes) })
+    }
+
+    /// Takes pages that are cached.
+    pub(super) async fn lend_data(
+        &self,
+        user: As<'_>,
+        file: &FileId,
+        at: u64,
+        len: usize,
+        pipes: &Arc<Pipes>,
+    ) -> Result<Option<LentData>> {
+        if len < pipes::LEN_MIN || !self.inner.is_local {
+            return Ok(None);
+        }
+        let node = self.node(file).await?;
+        Inner::check_regular(&node)?;
+        // As for what is read.
+        let stat = self.stat(&node).await?;
+        if !user.is_open {
+            self.inner.check_read(user.who, &node, &stat)?;
+        }
+        let len = usize::try_from(stat.stx_size.saturating_sub(at)).map_or(len, |left| left.min(len));
+        let file = self.open_for_reading(&node).await?;
+        let Some(pages) = pipes.take(&file, at, len).filter(|pages| pages.len() > 0) else { return Ok(None) };
+        let read = pages.len();
+        let is_end = read < len || at.saturating_add(read as u64) >= stat.stx_size;
+        Ok(Some(LentData { pages, is_end, attributes: Some(self.inner.attributes(&node, &stat)?) }))
     }
 
     pub(super) async fn write_data(
