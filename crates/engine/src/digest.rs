@@ -40,6 +40,22 @@ impl Algorithm {
     }
 }
 
+/// [`Algorithm::Xxh3`] of what comes in pieces, however it is cut.
+#[derive(Default)]
+pub struct Xxh3Pieces(twox_hash::XxHash3_128);
+
+impl Xxh3Pieces {
+    /// The next piece.
+    pub fn add(&mut self, piece: &[u8]) {
+        self.0.write(piece);
+    }
+
+    /// The digest of all of them.
+    pub fn digest(self) -> [u8; DIGEST_LEN] {
+        self.0.finish_128().to_le_bytes()
+    }
+}
+
 impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -305,6 +305,59 @@ for d in deaf:
     daemon.stop();
 }
 
+#[test]
+fn a_repeated_write_undoes_no_later_one() {
+    let (daemon, at, _lab) = share();
+    let pid = daemon.child.id().to_string();
+    let script = r#"
+import os, signal
+def first_opaque(data):
+    return data[:4 + (struct.unpack(">I", data[:4])[0] + 3) // 4 * 4]
+c = Connection()
+root = first_opaque(c.call(*MOUNT)[20:])
+made = c.call(100003, 3, 8, root + opaque(b"f") + words(0, 0, 0, 0, 0, 0, 0))
+file = first_opaque(made[24:])
+def write(data, at=0):
+    return file + words(0, at, len(data), 2) + opaque(data)
+def message(xid, arguments):
+    call = words(xid, 0, 2, 100003, 3, 7, 1) + opaque(words(0, 0, 0, 0, 0)) + words(0, 0) + arguments
+    return words(0x80000000 | len(call)) + call
+def content():
+    return c.call(100003, 3, 6, file + words(0, 0, 100))[-4:]
+# Short data, and as much as is received apart from the call.
+for xid, behind in [(1077, b""), (2077, b"x" * 200_000)]:
+    c.stream.sendall(message(xid, write(b"AAAA" + behind)))
+    assert c.receive_message()[24:28] == words(0)
+    c.stream.sendall(message(xid + 1, write(b"BBBB")))
+    assert c.receive_message()[24:28] == words(0)
+    # The first one again, by another connection; its reply comes from memory.
+    other = Connection()
+    other.stream.sendall(message(xid, write(b"AAAA" + behind)))
+    assert other.receive_message()[24:28] == words(0)
+    read = c.call(100003, 3, 6, file + words(0, 0, 4))
+    assert read.endswith(b"BBBB"), read
+    # Another one with its number, and other data, is done.
+    other.stream.sendall(message(xid, write(b"CCCC" + behind)))
+    assert other.receive_message()[24:28] == words(0)
+    assert c.call(100003, 3, 6, file + words(0, 0, 4)).endswith(b"CCCC")
+    c.call(100003, 3, 7, write(b"BBBB"))
+    # What is still unread of a connection that its client has given up.
+    given_up = [Connection() for _ in range(4)]
+    os.kill(int(pki), signal.SIGSTOP)
+    for n, g in enumerate(given_up):
+        g.stream.sendall(message(xid + 10 + n, write(b"DDDD")))
+        # At once, as by a firewall or a client that begins anew; or in order.
+        if n % 2:
+            g.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        g.stream.close()
+    os.kill(int(pki), signal.SIGCONT)
+    for _ in range(200):
+        assert c.call(100003, 3, 6, file + words(0, 0, 4)).endswith(b"BBBB")
+"#;
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &at, &pid]);
+    daemon.stop();
+}
+
 /// As [`CLIENT`], with a session of version 4.1: `run(count, operations)` returns the results behind SEQUENCE.
 const SESSION: &str = r#"
 class Session(Connection):

@@ -759,10 +759,15 @@ impl Program for Nfs3 {
         Ok(true)
     }
 
-    /// What changes names or attributes fails, or does something else, the second time.
+    fn is_of_data(&self, call: &Call) -> bool {
+        call.procedure == procedure::WRITE
+    }
+
+    /// What changes names or attributes fails, or does something else, the second time; and data may have been written since the first
+    /// time that the second would undo.
     fn is_repeatable(&self, call: &Call) -> bool {
         use procedure::*;
-        !matches!(call.procedure, SETATTR | CREATE | MKDIR | SYMLINK | MKNOD | REMOVE | RMDIR | RENAME | LINK)
+        !matches!(call.procedure, WRITE | SETATTR | CREATE | MKDIR | SYMLINK | MKNOD | REMOVE | RMDIR | RENAME | LINK)
     }
 
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {

@@ -344,6 +344,11 @@ impl Program for Nfs4 {
         Ok(false)
     }
 
+    /// One that is found by [`Program::find_bulk`], as clients send it.
+    fn is_of_data(&self, call: &Call) -> bool {
+        numbered_ops::is_write(call.argument_bytes())
+    }
+
     fn is_repeatable(&self, call: &Call) -> bool {
         call.procedure != 1 || numbered_ops::is_repeatable(call.argument_bytes())
     }

@@ -47,7 +47,7 @@ pub(super) fn is_repeatable(arguments: &[u8]) -> bool {
                 op::ACCESS => drop(d.u32()?),
                 op::GETATTR => drop(Bitmap::decode(d)?),
                 op::VERIFY | op::NVERIFY => drop(super::attributes::get_raw(d)?),
-                op::CREATE | op::LINK | op::REMOVE | op::RENAME | op::SETATTR | op::RELEASE_LOCKOWNER => {
+                op::WRITE | op::CREATE | op::LINK | op::REMOVE | op::RENAME | op::SETATTR | op::RELEASE_LOCKOWNER => {
                     return Ok(false);
                 }
                 other => return Ok(!is_numbered(other)),
@@ -56,6 +56,17 @@ pub(super) fn is_repeatable(arguments: &[u8]) -> bool {
         Ok(true)
     }
     decoded(&mut Decoder::new(arguments)).unwrap_or(true)
+}
+
+/// Whether the first operation behind the file's handle is a WRITE.
+pub(super) fn is_write(arguments: &[u8]) -> bool {
+    let mut d = Decoder::new(arguments);
+    let mut decoded = || {
+        let (_tag, _minor, _count) = (d.opaque(TAG_MAX)?, d.u32()?, d.u32()?);
+        let (put, _handle, next) = (d.u32()?, d.opaque(HANDLE_MAX)?, d.u32()?);
+        xdr::Result::Ok(put == op::PUTFH && next == op::WRITE)
+    };
+    decoded().unwrap_or(false)
 }
 
 /// The number of an operation, and whose it is.

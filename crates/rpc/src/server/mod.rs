@@ -26,9 +26,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
-use thruway_server::{Acceptor, Address, Buffers, panics};
+use thruway_server::{Acceptor, Address, Buffers, Peer, panics};
 use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -98,6 +99,13 @@ pub trait Program: Send + Sync {
     /// Whether its calls are refused without TLS where the server asks for that.
     fn needs_tls(&self) -> bool {
         true
+    }
+
+    /// Whether a call that must not be done twice is one of many that change data: the replies to those are kept apart, so that they do
+    /// not take the place of others.
+    fn is_of_data(&self, call: &Call) -> bool {
+        let _ = call;
+        false
     }
 
     /// Whether a call may be done again when its client repeats it. The replies to others are kept for a while, and sent again.
@@ -181,6 +189,8 @@ pub struct Connection {
     pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,
+    /// Tells whether the client has closed it.
+    pub(crate) other_end: Option<Peer>,
     /// Something has been refused because of who the client is.
     is_refused: Cell<bool>,
     long_replies: Arc<Semaphore>,
@@ -206,9 +216,15 @@ impl Connection {
             buffers: Buffers::new(BULK_MAX),
             back: None,
             lacks_tls: false,
+            other_end: None,
             is_refused: Cell::new(false),
             long_replies: Arc::new(Semaphore::new(LONG_REPLIES_MAX)),
         }
+    }
+
+    /// Whether its client has closed it, or it is broken.
+    fn has_closed(&self) -> bool {
+        self.other_end.as_ref().is_some_and(Peer::has_closed)
     }
 
     /// To be asked when something is refused because of who the client is: whether it is the first time, which is worth a line.
@@ -279,6 +295,25 @@ pub struct Call {
 }
 
 impl Call {
+    /// A digest of the arguments: the same, whether bulk items were received among them or apart.
+    fn digest(&self) -> [u8; DIGEST_LEN] {
+        // Faster than others by far, and bulk items are a megabyte.
+        let mut digest = Xxh3Pieces::default();
+        let (mut rest, mut at) = (self.argument_bytes(), self.arguments.start);
+        let items = self.bulk.take();
+        for item in &items {
+            let before = (item.position as usize).saturating_sub(at).min(rest.len());
+            digest.add(&rest[..before]);
+            digest.add(item.segment.as_slice());
+            digest.add(&[0; 3][..xdr::padded(item.segment.len()) - item.segment.len()]);
+            rest = &rest[before..];
+            at += before + xdr::padded(item.segment.len());
+        }
+        self.bulk.set(items);
+        digest.add(rest);
+        digest.digest()
+    }
+
     /// Where pages of files can wait until they are sent, if the reply may have such: they are sent as they are.
     pub fn pipes(&self) -> Option<&Arc<Pipes>> {
         let is_protected = match &self.credential {
@@ -499,8 +534,15 @@ impl Programs {
     }
 
     async fn answer_checked(&self, call: &Call, program: &dyn Program) -> Option<Encoder> {
+        let is_repeatable = program.is_repeatable(call);
+        // A client that has given up a connection repeats what it has called by another one, perhaps long ago, and may have changed
+        // since then what this would change.
+        if !is_repeatable && call.connection.has_closed() {
+            tracing::debug!(xid = call.xid, "a call of a connection that its client has closed is not done");
+            return None;
+        }
         let keeper = loop {
-            let kept = if program.is_repeatable(call) { None } else { self.0.replies.begin(call) };
+            let kept = if is_repeatable { None } else { self.0.replies.begin(call, program.is_of_data(call)) };
             match kept {
                 None => break None,
                 Some(Lookup::New(keeper)) => break Some(keeper),

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 
-/// Replies that are kept for a host.
-const REPLIES_MAX: usize = 1024;
+/// Replies that are kept for a host: to calls that change names and attributes, and to those that change data.
+const REPLIES_MAX: [usize; 2] = [1024, 4096];
 /// Hosts that replies are kept for.
 const HOSTS_MAX: usize = 1024;
 /// Longest reply that is kept, in bytes. Longer ones are of calls that may be repeated.
@@ -27,6 +27,8 @@ struct Key {
     xid: u32,
     procedure: (u32, u32, u32),
     digest: u64,
+    /// It changes data.
+    is_of_data: bool,
 }
 
 enum Entry {
@@ -38,8 +40,8 @@ enum Entry {
 #[derive(Default)]
 struct Host {
     entries: HashMap<Key, (Entry, Instant)>,
-    /// Those that have been done, the one whose reply came first at the beginning.
-    order: VecDeque<Key>,
+    /// Those that have been done, the one whose reply came first at the beginning; those that change data apart.
+    orders: [VecDeque<Key>; 2],
     /// Bytes of its replies.
     bytes: usize,
     /// Calls that are being done.
@@ -89,14 +91,16 @@ impl Host {
     }
 
     fn trim_entries(&mut self, now: Instant) {
-        while let Some(oldest) = self.order.front() {
-            match self.entries.get(oldest) {
-                Some((_, at)) if self.order.len() < REPLIES_MAX && now.duration_since(*at) < AGE_MAX => return,
-                _ => {}
-            }
-            let Some(oldest) = self.order.pop_front() else { return };
-            if let Some((Entry::Done(reply), _)) = self.entries.remove(&oldest) {
-                self.bytes -= reply.len();
+        for (order, most) in self.orders.iter_mut().zip(REPLIES_MAX) {
+            while let Some(oldest) = order.front() {
+                match self.entries.get(oldest) {
+                    Some((_, at)) if order.len() < most && now.duration_since(*at) < AGE_MAX => break,
+                    _ => {}
+                }
+                let Some(oldest) = order.pop_front() else { break };
+                if let Some((Entry::Done(reply), _)) = self.entries.remove(&oldest) {
+                    self.bytes -= reply.len();
+                }
             }
         }
     }
@@ -118,20 +122,21 @@ impl ReplyCache {
         self.hosts.lock().expect("no panics under the lock")
     }
 
-    fn key(&self, call: &Call) -> Key {
+    fn key(&self, call: &Call, is_of_data: bool) -> Key {
         let who = match &call.credential {
             Credential::None => (None, None),
             Credential::Sys(sys) => (Some((sys.uid, sys.gid, &sys.gids)), None),
             Credential::Gss(caller) => (None, Some(caller.principal())),
         };
-        let digest = self.hasher.hash_one((who, call.argument_bytes()));
-        Key { xid: call.xid, procedure: (call.program, call.version, call.procedure), digest }
+        let digest = self.hasher.hash_one((who, call.digest()));
+        let procedure = (call.program, call.version, call.procedure);
+        Key { xid: call.xid, procedure, digest, is_of_data }
     }
 
     /// Looks a call up, or begins it; nothing is kept for clients without an address.
-    pub(super) fn begin(&self, call: &Call) -> Option<Lookup<'_>> {
+    pub(super) fn begin(&self, call: &Call, is_of_data: bool) -> Option<Lookup<'_>> {
         let host = call.connection.peer?.ip().to_canonical();
-        Some(self.look_up(host, self.key(call), Instant::now()))
+        Some(self.look_up(host, self.key(call, is_of_data), Instant::now()))
     }
 
     fn look_up(&self, host: IpAddr, key: Key, now: Instant) -> Lookup<'_> {
@@ -172,7 +177,7 @@ impl Keeper<'_> {
         let Some(host) = by_address.get_mut(&self.host) else { return };
         if let Some((entry, _)) = host.entries.get_mut(&self.key) {
             *entry = Entry::Done(reply.into());
-            host.order.push_back(self.key);
+            host.orders[usize::from(self.key.is_of_data)].push_back(self.key);
             host.bytes += reply.len();
             *bytes += reply.len();
         }
@@ -196,7 +201,7 @@ mod tests {
     use super::*;
 
     fn key(xid: u32, digest: u64) -> Key {
-        Key { xid, procedure: (1, 2, 3), digest }
+        Key { xid, procedure: (1, 2, 3), digest, is_of_data: false }
     }
 
     fn host(last: u8) -> IpAddr {
@@ -245,10 +250,10 @@ mod tests {
         let (cache, now) = (ReplyCache::default(), Instant::now());
         call(&cache, host(1), key(7, 0), now);
         let in_progress = cache.look_up(host(2), key(0, 9), now);
-        for xid in 0..3 * REPLIES_MAX as u32 {
+        for xid in 0..3 * REPLIES_MAX[0] as u32 {
             call(&cache, host(2), key(xid, 0), now);
         }
-        assert!(cache.hosts().by_address[&host(2)].entries.len() <= REPLIES_MAX + 1);
+        assert!(cache.hosts().by_address[&host(2)].entries.len() <= REPLIES_MAX[0] + 1);
         assert!(
             matches!(cache.look_up(host(2), key(0, 9), now), Lookup::InProgress(_)),
             "what is being done is not forgotten"
@@ -266,9 +271,9 @@ mod tests {
         let (cache, now) = (ReplyCache::default(), Instant::now());
         call(&cache, host(1), key(7, 0), now);
         let in_progress: Vec<_> =
-            (0..100 * REPLIES_MAX as u32).map(|n| cache.look_up(host(1), key(n, 9), now)).collect();
+            (0..100 * REPLIES_MAX[0] as u32).map(|n| cache.look_up(host(1), key(n, 9), now)).collect();
         assert!(call(&cache, host(1), key(7, 0), now).is_some());
-        assert_eq!(cache.hosts().by_address[&host(1)].order.len(), 1, "they are not gone through by each call");
+        assert_eq!(cache.hosts().by_address[&host(1)].orders[0].len(), 1, "they are not gone through by each call");
         drop(in_progress);
         assert_eq!(cache.hosts().by_address[&host(1)].entries.len(), 1);
     }
@@ -294,5 +299,18 @@ mod tests {
         }
         assert!(matches!(cache.look_up(host(9), key(0, 0), now), Lookup::InProgress(_)));
         drop(idle);
+    }
+
+    #[test]
+    fn replies_about_data_do_not_take_the_place_of_others() {
+        let (cache, now) = (ReplyCache::default(), Instant::now());
+        let write = |xid| Key { is_of_data: true, ..key(xid, 7) };
+        assert_eq!(call(&cache, host(1), key(0, 1), now), None);
+        for xid in 1..3 * REPLIES_MAX[1] as u32 {
+            assert_eq!(call(&cache, host(1), write(xid), now), None);
+        }
+        assert!(call(&cache, host(1), key(0, 1), now).is_some());
+        assert!(call(&cache, host(1), write(3 * REPLIES_MAX[1] as u32 - 1), now).is_some(), "one of the last");
+        assert!(cache.hosts().by_address[&host(1)].entries.len() <= REPLIES_MAX[1] + 2);
     }
 }

@@ -112,7 +112,8 @@ impl Service {
         let lacks_tls = self.tls_required && transport == Transport::Tcp;
         let (back, back_calls) = BackChannel::new();
         let connection = Connection::new(peer, transport, writer.can_lend(), names);
-        let connection = Rc::new(Connection { local, lacks_tls, back: Some(back), ..connection });
+        let connection =
+            Rc::new(Connection { local, lacks_tls, back: Some(back), other_end: Some(reader.peer()), ..connection });
         let served = Served {
             programs: self.programs.clone(),
             connection,
