@@ -7,7 +7,7 @@ mkdir -p /mnt/{d,n,r} /tmp/state /tmp/expected
 listing() {
     (
         cd "$1"
-        find . -mindepth 1 -not -name lost+found \( -type d -printf "%y %m $times %p\n" -o -printf "%y %m %n %s $times %p %l\n" \) | sort
+        find . -mindepth 1 -not -name lost+found \( -type d -printf "%y %m %U $times %p\n" -o -printf "%y %m %U %n %s $times %p %l\n" \) | sort
         find . -type f -print0 | sort -z | xargs -0r getfattr -d -m '^user\.' --
         find . -type f -print0 | sort -z | xargs -0r sha256sum
     )
@@ -27,6 +27,8 @@ changes() {
     ln "$n/empty" "$n/linked" && told link
     ln -s to/nowhere "$n/symlink" && told symlink
     mkfifo "$n/fifo" && told fifo
+    chmod 600 "$n/fifo" && told chmod-fifo
+    chown -h 1234 "$n/symlink" && told chown-symlink
     mv "$n/linked" "$n/moved" && told rename
     setfattr -n user.colour -v blue "$n/moved" && told setfattr
     dd if=/tmp/random of="$n/data" bs=64k conv=fsync status=none && told data

@@ -10,6 +10,7 @@ mod data;
 mod names;
 mod node;
 mod stored_acl;
+mod sweep;
 
 use self::node::{Node, Opened, change_of, stat, time_of};
 
@@ -400,7 +401,9 @@ impl LocalFileSystem {
             path: path.into(),
             root_is_gone: AtomicBool::new(false),
         };
-        Ok(LocalFileSystem { inner: Arc::new(inner), workers })
+        let inner = Arc::new(inner);
+        sweep::start(&inner)?;
+        Ok(LocalFileSystem { inner, workers })
     }
 
     async fn node(&self, id: &FileId) -> Result<Arc<Node>> {

@@ -7,6 +7,7 @@ pub(crate) mod attributes;
 pub(crate) mod bitmap;
 pub(crate) mod callback;
 mod client_ops;
+mod clock;
 mod compound;
 mod data_ops;
 mod name_ops;
@@ -20,6 +21,7 @@ pub(crate) mod status;
 mod xattr_ops;
 
 use self::callback::Notice;
+use self::clock::Clock;
 use self::compound::Compound;
 use self::recall::Clients;
 use self::recovery::Recovery;
@@ -33,7 +35,8 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use thruway_engine::Reactors;
 use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
@@ -128,7 +131,7 @@ pub(crate) struct Server {
     pub state: Mutex<State>,
     pub recovery: Recovery,
     lease: Duration,
-    started: Instant,
+    clock: Arc<Clock>,
     /// Clients can be called, so that files can be delegated to them.
     can_delegate: Arc<AtomicBool>,
     /// Something that was delegated has been given back.
@@ -159,7 +162,7 @@ impl Nfs4 {
             state: Mutex::new(state),
             recovery,
             lease: config.lease,
-            started: Instant::now(),
+            clock: Arc::default(),
             given_back: tokio::sync::Notify::new(),
             lock_waits: OnceLock::new(),
             changed,
@@ -173,6 +176,11 @@ impl Nfs4 {
         Ok(Nfs4(server))
     }
 
+    /// Leases do not expire while one of these reactors stands still.
+    pub fn watch(&self, reactors: &Reactors) {
+        self.0.clock.watch(reactors);
+    }
+
     /// A line for each client of version 4, and of version 3 that has locks: who it is, and what it has.
     pub fn clients(&self) -> Vec<String> {
         self.0.state(|state, now| state.describe_clients(now))
@@ -181,7 +189,7 @@ impl Nfs4 {
 
 impl Server {
     pub(crate) fn now(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
+        self.clock.now()
     }
 
     /// Does something with the state of clients. What was kept open is let go when others can go on.

@@ -439,9 +439,15 @@ impl<'a> Compound<'a> {
         self.set_current(Object::File(Target { file, ..dir }))
     }
 
+    /// In the grace period no name goes: it may be that of a file that a client is still to reclaim, which has no other.
+    fn check_grace(&self) -> Result<(), Status> {
+        if self.server.state(|state, now| state.is_grace(now)) { Err(Status::GRACE) } else { Ok(()) }
+    }
+
     pub(super) async fn remove(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let name = get_name(d)?;
         let dir = self.writable()?;
+        self.check_grace()?;
         let _change = dir.change_entry(name).await?;
         let before = dir.attributes().await;
         let files = &dir.share.files;
@@ -458,6 +464,7 @@ impl<'a> Compound<'a> {
         let (old, new) = (get_name(d)?, get_name(d)?);
         let (from, to) = self.saved_and_current()?;
         self.writable()?;
+        self.check_grace()?;
         let _changes = (from.change_entry(old).await?, to.change_entry(new).await?);
         let (from_before, to_before) = (from.attributes().await, to.attributes().await);
         from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;

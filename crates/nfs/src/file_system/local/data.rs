@@ -7,6 +7,7 @@ use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 use thruway_engine::Segment;
 use thruway_engine::io::{OpenFile, Request, ring};
 use thruway_engine::pipes::{self, Pipes};
@@ -30,6 +31,7 @@ impl LocalFileSystem {
     async fn open_for_writing(&self, node: &Arc<Node>) -> Result<Arc<OpenFile>> {
         let begin = |data: &mut Data| {
             data.is_dirty |= data.write.is_some();
+            data.written = Some(Instant::now());
             data.write.clone()
         };
         if let Some(file) = begin(&mut node.data()) {
@@ -238,9 +240,10 @@ impl LocalFileSystem {
             node.data().is_dirty = true;
             done
         });
-        done.await?;
-        // Clients send no COMMIT after an ALLOCATE.
-        self.sync(&changed).await
+        let done = done.await;
+        // Clients send no COMMIT after an ALLOCATE. Also if it has been done in part.
+        self.sync(&changed).await?;
+        done
     }
 
     pub(super) async fn copy_data(
@@ -276,11 +279,11 @@ impl LocalFileSystem {
             target.data().is_dirty = true;
             copied
         });
-        let copied = copied.await?;
-        if shared {
+        let copied = copied.await;
+        if shared || copied.is_err() {
             // Clients send no COMMIT after a CLONE, as they do after a COPY.
             self.sync(&changed).await?;
         }
-        Ok(copied)
+        copied
     }
 }

@@ -99,10 +99,14 @@ impl Inner {
         if set != SetAttributes::default()
             && let Err(error) = self.set_attributes(As { who, is_open: false }, &node, &set)
         {
-            // The client is told that there is nothing.
+            // The client is told that there is nothing. If another file has the name by now, it stays.
+            let still_leads_there = || by_name().is_ok_and(|found| found.id == node.id);
             if is_new {
                 let flags = if *what == Make::Directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                let _ = self.act_as(who, || rustix::fs::unlinkat(dir_fd, &*name, flags));
+                let _ = self.act_as(who, || match still_leads_there() {
+                    true => rustix::fs::unlinkat(dir_fd, &*name, flags),
+                    false => Ok(()),
+                });
             }
             return Err(error);
         }
@@ -183,7 +187,7 @@ impl Inner {
         rustix::fs::fsync(open)
     }
 
-    /// Brings a file's attributes, and its size, to the medium. Other kinds are with their names.
+    /// Brings a file's attributes, and its size, to the medium.
     pub(super) fn keep(&self, node: &Node) -> Result<()> {
         match node.kind {
             _ if !self.is_durable => Ok(()),
@@ -194,7 +198,12 @@ impl Inner {
                 node.failures.fetch_add(u64::from(synced.is_err()), Ordering::SeqCst);
                 self.note(synced)
             }
-            _ => Ok(()),
+            // There is no descriptor of these that could be synced: they are with everything else.
+            _ => {
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                let root = rustix::fs::openat(&self.root, c".", flags, Mode::empty())?;
+                self.note(rustix::fs::syncfs(root))
+            }
         }
     }
 
@@ -212,10 +221,12 @@ impl Inner {
                 self.keep_names(node)?;
                 self.syncs_names_with_files
             }
-            _ => {
+            (Kind::Regular, None) => {
                 self.keep(node)?;
                 false
             }
+            // Others are made with their names.
+            _ => false,
         };
         if has_its_name { Ok(()) } else { self.keep_names(dir) }
     }

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_engine::io::OpenFile;
 use thruway_engine::reactor;
 use thruway_fs::handle::Handle;
@@ -60,6 +60,8 @@ pub(super) struct Data {
     pub(super) is_closing: bool,
     /// Data has been, or is being, written through it that no flush which has begun covers.
     pub(super) is_dirty: bool,
+    /// When [`Data::write`] was last asked for.
+    pub(super) written: Option<Instant>,
 }
 
 impl Node {

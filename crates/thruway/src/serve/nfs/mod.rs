@@ -242,6 +242,7 @@ impl NfsService {
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
         let (nlm, nsm) = (Arc::new(Nlm::new(&v4)), Arc::new(Nsm::new(&v4)));
+        v4.watch(&reactors);
         let v4 = Arc::new(v4);
         let programs = [
             Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
