@@ -358,13 +358,13 @@ impl Shares {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file_system::LocalFileSystem;
+    use crate::file_system::{LocalFileSystem, LocalOptions};
     use thruway_rpc::message::AuthSys;
 
     fn share(name: &str, squash: Squash) -> Option<Share> {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
-        let files = Box::new(LocalFileSystem::open(dir.path(), true).ok()?);
+        let files = Box::new(LocalFileSystem::open(dir.path(), LocalOptions::default()).ok()?);
         Some(Share::new(name, files, Policy { squash, ..Policy::default() }, Delegate::Reading))
     }
 

@@ -247,5 +247,43 @@ fn memory_keeps_the_contract() {
 #[test]
 fn directories_keep_the_contract() {
     let dir = tempfile::tempdir().unwrap();
-    suite(LocalFileSystem::open(dir.path(), false).expect("only root opens files by their handles"));
+    for is_direct in [false, true] {
+        let options = LocalOptions { is_durable: false, is_direct };
+        let path = dir.path().join(is_direct.to_string());
+        std::fs::create_dir(&path).unwrap();
+        suite(LocalFileSystem::open(&path, options).expect("only root opens files by their handles"));
+    }
+}
+
+#[test]
+fn data_goes_past_the_page_cache_where_that_is_wanted() {
+    const LEN: usize = 1 << 20;
+    // Not below /tmp, which may be in memory.
+    let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, b"").unwrap();
+    for is_direct in [true, false] {
+        let options = LocalOptions { is_durable: false, is_direct };
+        let files = LocalFileSystem::open(dir.path(), options).expect("only root opens files by their handles");
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            let subject = Subject(&files);
+            let file = subject.look_up(0, &files.root(), b"file").await.unwrap();
+            let content: Vec<u8> = (0..LEN + 5).map(|n| (n / 3) as u8).collect();
+            // The last bytes are no whole block.
+            subject.write(0, false, &file, 0, &content[..LEN]).await.unwrap();
+            subject.write(0, false, &file, LEN as u64, &content[LEN..]).await.unwrap();
+            for (at, len) in [(0, LEN), (LEN - 4096, 8192), (100, 5000), (LEN, 4096), (LEN + 5, 4096)] {
+                let end = (at + len).min(content.len());
+                let wanted = (content[at.min(end)..end].to_vec(), at + len >= content.len());
+                assert!(subject.read(0, false, &file, at as u64, len).await.unwrap() == wanted, "{len} from {at} on");
+            }
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("a check has failed: its message is above");
+        let cached = thruway_engine::page_cache::cached(&std::fs::File::open(&path).unwrap(), 0, LEN as u64);
+        // Before Linux 6.5 it cannot be found out.
+        assert!(cached.is_none_or(|cached| (cached <= 64 << 10) == is_direct), "{cached:?}");
+    }
 }

@@ -64,6 +64,8 @@ struct Inner {
     verifier: AtomicU64,
     /// Changes of names and attributes are on the medium before clients are told of them.
     is_durable: bool,
+    /// [`LocalOptions::is_direct`]
+    is_direct: bool,
     /// The name of a new file is on the medium when the file is.
     syncs_names_with_files: bool,
     /// Held while an error that the kernel tells once may be known to one thread only.
@@ -367,13 +369,28 @@ impl Inner {
     }
 }
 
+/// How a directory is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalOptions {
+    /// Changes of names and attributes are on the medium when a client is told of them. Otherwise, a loss of power may take back the
+    /// last of them; not data that clients have flushed.
+    pub is_durable: bool,
+    /// Data goes past the page cache, where its position and length are multiples of 4,096 bytes.
+    pub is_direct: bool,
+}
+
+impl Default for LocalOptions {
+    fn default() -> LocalOptions {
+        LocalOptions { is_durable: true, is_direct: false }
+    }
+}
+
 impl LocalFileSystem {
-    /// Opens a directory. Unless it `is_durable`, a loss of power may take back changes of names and attributes that clients have
-    /// been told of; not data that they have flushed.
+    /// Opens a directory.
     ///
     /// # Errors
     /// If it cannot be opened, its file system has no handles, or this process may not open files by them (`CAP_DAC_READ_SEARCH`).
-    pub fn open(path: &Path, is_durable: bool) -> io::Result<LocalFileSystem> {
+    pub fn open(path: &Path, options: LocalOptions) -> io::Result<LocalFileSystem> {
         let root = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
         let (handle, _) = Handle::of(&root, c"")?;
         handle.open(&root, OFlags::PATH | OFlags::DIRECTORY)?;
@@ -389,7 +406,8 @@ impl LocalFileSystem {
             nodes: Cache::new(limits::share_of_open_files(8).clamp(64, 1 << 20)),
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
-            is_durable,
+            is_durable: options.is_durable,
+            is_direct: options.is_direct,
             syncs_names_with_files: file_system::syncs_names_with_new_files(&root),
             telling: RwLock::default(),
             open_max: limits::share_of_open_files(8).max(64),

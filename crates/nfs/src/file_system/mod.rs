@@ -6,7 +6,7 @@ mod local;
 mod memory;
 pub(crate) mod workers;
 
-pub use local::LocalFileSystem;
+pub use local::{LocalFileSystem, LocalOptions};
 pub use memory::MemoryFileSystem;
 
 use crate::acl::{Acl, PosixAcl};

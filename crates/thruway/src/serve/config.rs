@@ -83,6 +83,12 @@ const SHARE: &[Key] = &[
     Key::required("dir", "The directory to share, or `mem:SIZE`"),
     Key::new("read-only", Kind::Flag, "false", "Read-only"),
     Key::new("async", Kind::Flag, "false", "A loss of power may take back names that clients have been told of"),
+    Key::new(
+        "mode",
+        Kind::Text,
+        "cached",
+        "`cached`: data goes through the page cache; `direct`: past it, where it begins and ends at a multiple of 4 KiB",
+    ),
     Key::new("squash", Kind::Text, "root", "Which users of clients count as nobody: `root`, `all` or `none`"),
     Key::new(
         "sec",
@@ -672,7 +678,10 @@ mod tests {
         assert_eq!((file.options.len(), file.shares.len()), (2, 0));
         let text = "[[nfs.share]]\nname = 'a'\ndir = '/srv/with,commas=and:all'\nasync = true\nsquash = 'none'\ndelegations = 'read'\nallow = ['::1+ro', { clients = 'cert:a.example', read-only = false }]\n";
         let Ok(file) = parse(text) else { panic!("a table") };
-        assert_eq!(file.shares[0].to_string(), "share /a = /srv/with,commas=and:all (read-write)");
+        assert_eq!(
+            file.shares[0].to_string(),
+            "share /a = /srv/with,commas=and:all (read-write, squash=none, sec=sys, async) for ::1+ro|cert:a.example+rw"
+        );
         for (wrong, says) in [
             ("dir = '/srv'\nsec = ['krb6']", "krb6"),
             ("dir = '/srv'\nsec = [7]", "''"),

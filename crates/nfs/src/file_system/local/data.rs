@@ -12,6 +12,9 @@ use thruway_engine::Segment;
 use thruway_engine::io::{OpenFile, Request, ring};
 use thruway_engine::pipes::{self, Pipes};
 
+/// What positions and lengths past the page cache are multiples of.
+const DIRECT: u64 = 4096;
+
 /// Most bytes that one call of the kernel copies, so that what waits for it gets an answer.
 const COPY_MAX: usize = 16 << 20;
 
@@ -45,6 +48,25 @@ impl LocalFileSystem {
             Ok(begin(&mut data).expect("it has just been put there"))
         })
         .await
+    }
+
+    /// A file past the page cache, for reading or for writing, if that is wanted and the segment can go so.
+    async fn open_direct(&self, node: &Arc<Node>, at: u64, segment: &Segment, is_write: bool) -> Option<Arc<OpenFile>> {
+        let place = segment.as_ptr() as u64 | segment.len() as u64 | at;
+        if !self.inner.is_direct || segment.is_empty() || !place.is_multiple_of(DIRECT) || at > i64::MAX as u64 {
+            return None;
+        }
+        if let Some(file) = &node.data().direct[usize::from(is_write)] {
+            return Some(Arc::clone(file));
+        }
+        let node = Arc::clone(node);
+        let flags = if is_write { OFlags::WRONLY } else { OFlags::RDONLY };
+        let opened = self.work(move |inner| {
+            let file = inner.open_data(&node, flags | OFlags::DIRECT)?;
+            Ok(Arc::clone(node.data().direct[usize::from(is_write)].get_or_insert(file)))
+        });
+        // A file system that cannot: the page cache can.
+        opened.await.ok()
     }
 
     /// Syncs what has been written to a file.
@@ -90,7 +112,7 @@ impl LocalFileSystem {
     ) -> Result<ReadData> {
         let node = self.node(file).await?;
         Inner::check_regular(&node)?;
-        if user.is_open && !segment.is_empty() {
+        if user.is_open && !segment.is_empty() && !self.inner.is_direct {
             let data = self.open_for_reading(&node).await?;
             if data.try_read_before_end(at, &mut segment) {
                 return Ok(ReadData { segment, is_end: false, attributes: None });
@@ -103,6 +125,17 @@ impl LocalFileSystem {
         }
         let attributes = self.inner.attributes(&node, &stat)?;
         let left = stat.stx_size.saturating_sub(at);
+        if left > 0
+            && let Some(file) = self.open_direct(&node, at, &segment, false).await
+        {
+            // Also behind the end, where the length would not be a multiple.
+            let mut done = ring().perform(Request::read(file, at, segment)).await;
+            let read = done.result.map_err(|e| errno(&e))?;
+            segment = done.buffers.pop().expect("a request with a buffer");
+            let is_end = read as u64 >= left || read < segment.len();
+            drop(segment.split_off(read));
+            return Ok(ReadData { segment, is_end, attributes: Some(attributes) });
+        }
         let wanted = segment.len();
         let len = (wanted as u64).min(left) as usize;
         drop(segment.split_off(len));
@@ -130,7 +163,7 @@ impl LocalFileSystem {
         len: usize,
         pipes: &Arc<Pipes>,
     ) -> Result<Option<LentData>> {
-        if len < pipes::LEN_MIN || !self.inner.is_local {
+        if len < pipes::LEN_MIN || !self.inner.is_local || self.inner.is_direct {
             return Ok(None);
         }
         let node = self.node(file).await?;
@@ -169,7 +202,9 @@ impl LocalFileSystem {
         let file = self.open_for_writing(&node).await?;
         let failures = node.failures.load(Ordering::SeqCst);
         let mut written = Ok(());
-        if !file.try_write(at, &segment) {
+        if let Some(direct) = self.open_direct(&node, at, &segment, true).await {
+            written = ring().write(&direct, at, segment, false).await.0;
+        } else if !file.try_write(at, &segment) {
             written = ring().write(&file, at, segment, false).await.0;
         }
         // Also if it has been done in part; and no flush that has begun before covers it.

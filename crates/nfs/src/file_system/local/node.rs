@@ -56,12 +56,21 @@ pub(super) struct Data {
     /// While there is data that has not been flushed, and for [`CLOSE_DELAY`] after that; not longer, because the file could not be
     /// executed on this host.
     pub(super) write: Option<Arc<OpenFile>>,
+    /// The same past the page cache, if that is wanted: for reading, and for writing as long as [`Data::write`].
+    pub(super) direct: [Option<Arc<OpenFile>>; 2],
     /// A task waits to close it.
     pub(super) is_closing: bool,
     /// Data has been, or is being, written through it that no flush which has begun covers.
     pub(super) is_dirty: bool,
     /// When [`Data::write`] was last asked for.
     pub(super) written: Option<Instant>,
+}
+
+impl Data {
+    pub(super) fn close_for_writing(&mut self) {
+        self.write = None;
+        self.direct[1] = None;
+    }
 }
 
 impl Node {
@@ -156,7 +165,7 @@ pub(super) fn close_later(node: &Arc<Node>) {
             }
             let is_in_use = data.write.as_ref().is_some_and(|file| Arc::strong_count(file) > 1);
             if !is_in_use && syncs == Some(node.syncs.load(Ordering::SeqCst)) {
-                data.write = None;
+                data.close_for_writing();
                 data.is_closing = false;
                 return;
             }

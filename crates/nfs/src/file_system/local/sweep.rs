@@ -62,13 +62,13 @@ fn close(inner: &Inner, node: &Arc<Node>) {
     let mut data = node.data();
     let is_in_use = data.write.as_ref().is_some_and(|file| Arc::strong_count(file) > 1);
     if !data.is_dirty && !is_in_use {
-        data.write = None;
+        data.close_for_writing();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::file_system::{Credentials, FileSystem, LocalFileSystem};
+    use crate::file_system::{Credentials, FileSystem, LocalFileSystem, LocalOptions};
     use std::fs;
     use std::sync::mpsc;
     use thruway_engine::Reactors;
@@ -78,7 +78,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         fs::write(&path, "data").unwrap();
-        let files = LocalFileSystem::open(dir.path(), false).expect("only root opens files by their handles");
+        let files =
+            LocalFileSystem::open(dir.path(), LocalOptions::default()).expect("only root opens files by their handles");
         let reactors = Reactors::start(Some(1)).unwrap();
         let (done, is_done) = mpsc::channel();
         reactors.handles()[0].spawn(move || async move {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use thruway_cli::units;
 use thruway_engine::units::parse_size;
 use thruway_nfs::delegations::Delegate;
-use thruway_nfs::file_system::{FileSystem, LocalFileSystem, MemoryFileSystem};
+use thruway_nfs::file_system::{FileSystem, LocalFileSystem, LocalOptions, MemoryFileSystem};
 use thruway_nfs::rules::{Rule, RuleError};
 use thruway_nfs::security::{SecurityError, SecuritySet};
 use thruway_nfs::share::{Policy, Share, Squash};
@@ -34,6 +34,7 @@ pub(in crate::serve) struct Spec {
     name: String,
     source: Source,
     is_async: bool,
+    is_direct: bool,
     /// If that is not left to what is shared.
     delegate: Option<Delegate>,
     policy: Policy,
@@ -67,7 +68,14 @@ impl Spec {
             Some(size) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
             None => Source::Directory(source.into()),
         };
-        Ok(Spec { name: name.into(), source, is_async: false, delegate: None, policy: Policy::default() })
+        Ok(Spec {
+            name: name.into(),
+            source,
+            is_async: false,
+            is_direct: false,
+            delegate: None,
+            policy: Policy::default(),
+        })
     }
 
     /// Sets an option.
@@ -77,6 +85,8 @@ impl Spec {
             "rw" => self.policy.read_only = false,
             "async" => self.is_async = true,
             "sync" => self.is_async = false,
+            "mode=cached" => self.is_direct = false,
+            "mode=direct" => self.is_direct = true,
             "squash=root" => self.policy.squash = Squash::Root,
             "squash=all" => self.policy.squash = Squash::All,
             "squash=none" => self.policy.squash = Squash::None,
@@ -95,7 +105,7 @@ impl Spec {
                         "no_root_squash" => "write squash=none",
                         "all_squash" => "write squash=all",
                         _ => {
-                            "expected ro, rw, async, sync, squash=root|all|none, sec=FLAVORS, delegations=none|read|write or allow=CLIENTS"
+                            "expected ro, rw, async, sync, mode=cached|direct, squash=root|all|none, sec=FLAVORS, delegations=none|read|write or allow=CLIENTS"
                         }
                     };
                     return Err(format!("'{other}': unknown option of a share; {hint}"));
@@ -147,7 +157,8 @@ impl Spec {
     }
 
     fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
-        LocalFileSystem::open(path, !self.is_async).map_err(|error| {
+        let options = LocalOptions { is_durable: !self.is_async, is_direct: self.is_direct };
+        LocalFileSystem::open(path, options).map_err(|error| {
             let path = path.display();
             match Errno::from_io_error(&error) {
                 Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
@@ -168,6 +179,9 @@ impl fmt::Display for Spec {
         if self.is_async {
             f.write_str(", async")?;
         }
+        if self.is_direct {
+            f.write_str(", mode=direct")?;
+        }
         let rules: Vec<String> = rules.iter().map(Rule::to_string).collect();
         match rules.is_empty() {
             true => f.write_str(")"),
@@ -184,7 +198,7 @@ mod tests {
     fn shares_are_read_with_their_options() {
         let spec = |name: &str, source, read_only, squash| {
             let policy = Policy { read_only, squash, ..Policy::default() };
-            Ok(Spec { name: name.into(), source, is_async: false, delegate: None, policy })
+            Ok(Spec { name: name.into(), source, is_async: false, is_direct: false, delegate: None, policy })
         };
         let dir = || Source::Directory("/srv".into());
         assert_eq!(Spec::parse("d=/srv"), spec("d", dir(), false, Squash::Root));
@@ -193,6 +207,7 @@ mod tests {
         assert_eq!(Spec::parse("m=mem:1M"), spec("m", Source::Memory(1 << 20), false, Squash::Root));
         assert!(Spec::parse("m=mem:much").is_err_and(|error| error.contains("much")));
         assert_eq!(Spec::parse("d=/srv,sec=krb5p:krb5").unwrap().policy.security, "krb5p:krb5".parse().unwrap());
+        assert!(Spec::parse("d=/srv,mode=direct").unwrap().is_direct);
         let shown =
             Spec::parse("d=/srv,ro,async,allow=192.0.2.0/24+rw+squash=all|cert:a.example+sec=krb5:sys").unwrap();
         let rules = "192.0.2.0/24+rw+squash=all|cert:a.example+sec=krb5:sys";
