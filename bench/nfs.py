@@ -70,7 +70,7 @@ def ganesha(folder, share):
 def wait(server):
     """Until it serves."""
     for _ in range(200):
-        run = subprocess.run([THRUWAY, "bench", "nfs", *server.at, "--share", server.share["3"], "--op", "getattr", "--seconds", "0"], capture_output=True)
+        run = subprocess.run([THRUWAY, "bench", "nfs", *server.at, "--share", server.share["3"], "--op", "getattr", "--seconds", "0.01"], capture_output=True)
         if run.returncode == 0:
             return
         time.sleep(0.1)
