@@ -236,7 +236,7 @@ impl Shares {
     /// Learns who calls, if that is more than the credential says: the groups of a user who has more of them than it has room
     /// for, and the user that a principal of Kerberos is here.
     pub async fn learn_user(&self, call: &Call) {
-        // Whoever is refused anyway need not be known.
+        // A caller that is refused anyway need not be known.
         if !self.security(&call.connection).contains(Security::of(&call.credential)) {
             return;
         }

@@ -346,7 +346,7 @@ for xid, behind in [(1077, b""), (2077, b"x" * 200_000)]:
     os.kill(int(pki), signal.SIGSTOP)
     for n, g in enumerate(given_up):
         g.stream.sendall(message(xid + 10 + n, write(b"DDDD")))
-        # At once, as by a firewall or a client that begins anew; or in order.
+        # At once, as by a firewall or a client that has restarted; or in order.
         if n % 2:
             g.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         g.stream.close()

@@ -402,8 +402,8 @@ impl LocalFileSystem {
             fsid: number,
             acts_as_others: can_act_as_others(),
             is_local: file_system::is_of_this_host(&root),
-            // Each holds up to three descriptors.
-            nodes: Cache::new(limits::share_of_open_files(8).clamp(64, 1 << 20)),
+            // Each holds up to three descriptors, and two more past the page cache.
+            nodes: Cache::new(limits::share_of_open_files(if options.is_direct { 16 } else { 8 }).clamp(64, 1 << 20)),
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
             is_durable: options.is_durable,

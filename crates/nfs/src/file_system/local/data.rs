@@ -132,7 +132,8 @@ impl LocalFileSystem {
             let mut done = ring().perform(Request::read(file, at, segment)).await;
             let read = done.result.map_err(|e| errno(&e))?;
             segment = done.buffers.pop().expect("a request with a buffer");
-            let is_end = read as u64 >= left || read < segment.len();
+            // One that has become longer meanwhile does not end where it did.
+            let is_end = read as u64 == left || read < segment.len();
             drop(segment.split_off(read));
             return Ok(ReadData { segment, is_end, attributes: Some(attributes) });
         }

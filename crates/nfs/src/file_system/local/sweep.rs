@@ -45,7 +45,7 @@ fn close(inner: &Inner, node: &Arc<Node>) {
     if !is_idle(node) {
         return;
     }
-    // Whoever flushes it now sees to it.
+    // The task that flushes it now sees to it.
     let Ok(_syncing) = node.syncing.try_lock() else { return };
     let file = {
         let mut data = node.data();

@@ -328,6 +328,9 @@ impl Service for NfsService {
         self.tls.iter().try_for_each(|tls| tls.reload())?;
         let Some((args, anonymous)) = (self.read_again)()? else { return Ok(()) };
         args.check(anonymous, false)?;
+        if (&args.nfs_keytab, &args.nfs_tls_ca) != (&self.args.nfs_keytab, &self.args.nfs_tls_ca) {
+            return Err("NFS: nfs-keytab and nfs-tls-ca change by a restart: the shares stay as they were".into());
+        }
         if self.own_user_only != (!anonymous && !args.proves_all()) {
             return Err(
                 "NFS: whether only users of this host are served changes by a restart: the shares stay as they were"
