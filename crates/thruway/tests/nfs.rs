@@ -322,8 +322,13 @@ def write(data, at=0):
 def message(xid, arguments):
     call = words(xid, 0, 2, 100003, 3, 7, 1) + opaque(words(0, 0, 0, 0, 0)) + words(0, 0) + arguments
     return words(0x80000000 | len(call)) + call
-def content():
-    return c.call(100003, 3, 6, file + words(0, 0, 100))[-4:]
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    # Its threads stop one after the other, each where it is.
+    def state(task):
+        return open(f"/proc/{pid}/task/{task}/stat").read().rpartition(")")[2].split()[0]
+    while any(state(task) != "T" for task in os.listdir(f"/proc/{pid}/task")):
+        pass
 # Short data, and as much as is received apart from the call.
 for xid, behind in [(1077, b""), (2077, b"x" * 200_000)]:
     c.stream.sendall(message(xid, write(b"AAAA" + behind)))
@@ -343,7 +348,7 @@ for xid, behind in [(1077, b""), (2077, b"x" * 200_000)]:
     c.call(100003, 3, 7, write(b"BBBB"))
     # What is still unread of a connection that its client has given up.
     given_up = [Connection() for _ in range(4)]
-    os.kill(int(pki), signal.SIGSTOP)
+    stop(int(pki))
     for n, g in enumerate(given_up):
         g.stream.sendall(message(xid + 10 + n, write(b"DDDD")))
         # At once, as by a firewall or a client that has restarted; or in order.
