@@ -364,7 +364,7 @@ mod tests {
     fn share(name: &str, squash: Squash) -> Option<Share> {
         let dir = tempfile::tempdir().unwrap();
         // Only root opens files by handles.
-        let files = Box::new(LocalFileSystem::open(dir.path(), LocalOptions::default()).ok()?);
+        let files = Box::new(LocalFileSystem::open(dir.path(), &LocalOptions::default()).ok()?);
         Some(Share::new(name, files, Policy { squash, ..Policy::default() }, Delegate::Reading))
     }
 

@@ -243,15 +243,15 @@ fn memory_keeps_the_contract() {
     suite(MemoryFileSystem::new(16 << 20));
 }
 
-/// Needs root, as all that serves directories does.
+/// Needs root, to act as others.
 #[test]
 fn directories_keep_the_contract() {
     let dir = tempfile::tempdir().unwrap();
-    for is_direct in [false, true] {
-        let options = LocalOptions { is_durable: false, is_direct };
-        let path = dir.path().join(is_direct.to_string());
+    for (is_direct, by_path) in [(false, false), (true, false), (false, true)] {
+        let options = LocalOptions { is_durable: false, is_direct, path_table: None };
+        let path = dir.path().join(format!("{is_direct} {by_path}"));
         std::fs::create_dir(&path).unwrap();
-        suite(LocalFileSystem::open(&path, options).expect("only root opens files by their handles"));
+        suite(LocalFileSystem::open_by(&path, &options, by_path).unwrap());
     }
 }
 
@@ -263,8 +263,8 @@ fn data_goes_past_the_page_cache_where_that_is_wanted() {
     let path = dir.path().join("file");
     std::fs::write(&path, b"").unwrap();
     for is_direct in [true, false] {
-        let options = LocalOptions { is_durable: false, is_direct };
-        let files = LocalFileSystem::open(dir.path(), options).expect("only root opens files by their handles");
+        let options = LocalOptions { is_durable: false, is_direct, path_table: None };
+        let files = LocalFileSystem::open(dir.path(), &options).unwrap();
         let reactors = Reactors::start(Some(1)).unwrap();
         let (done, is_done) = mpsc::channel();
         reactors.handles()[0].spawn(move || async move {

@@ -1,18 +1,21 @@
 //! A directory of this host.
 //!
 //! Files are found again by the kernel's handles and held by descriptors that only name them (`O_PATH`), so that nothing depends on
-//! paths. What the kernel answers from memory (attributes, names in its cache, cached data) is asked for on the reactor; what may
+//! paths; only a process that may not open files by handles remembers where they are (`path_table.rs`, `by_path.rs`). What the kernel answers from memory (attributes, names in its cache, cached data) is asked for on the reactor; what may
 //! wait for a disk is done by [`Workers`]. Rights are the kernel's to check: operations run with the credentials of their user. Only
 //! data is read and written through descriptors of our own, because NFS knows no open files: its owner may read and write a file
 //! whatever its permissions (RFC 1813, section 4.4), and who may execute it may read it.
 
+mod by_path;
 mod data;
 mod names;
 mod node;
+mod path_table;
 mod stored_acl;
 mod sweep;
 
 use self::node::{Node, Opened, change_of, stat, time_of};
+use self::path_table::PathTable;
 
 use super::workers::Workers;
 use super::{
@@ -56,6 +59,11 @@ struct Inner {
     fsid: u64,
     /// Operations run as their user; else as this process.
     acts_as_others: bool,
+    own_uid: u32,
+    /// Where files are that are not held, if they cannot be opened by their handles.
+    paths: Option<PathTable>,
+    /// Held while a file has permissions that are not its own ([`Inner::open_as_owner`]).
+    opening: Mutex<()>,
     /// The file system answers without asking another host.
     is_local: bool,
     nodes: Cache<FileId, Arc<Node>>,
@@ -250,8 +258,16 @@ impl Inner {
         Ok(node)
     }
 
+    /// Whether somebody is a file's owner, by whose rights it is used.
+    fn is_owner(&self, who: &Credentials, stat: &Statx) -> bool {
+        stat.stx_uid == if self.acts_as_others { who.uid } else { self.own_uid }
+    }
+
     /// Finds a file again.
     fn open_node(self: &Arc<Self>, id: &FileId) -> Result<Arc<Node>> {
+        if let Some(paths) = &self.paths {
+            return self.hold(self.find_by_path(paths, id)?.ok_or(Errno::STALE)?);
+        }
         let handle = Handle::decode(&id.0).ok_or(Errno::STALE)?;
         let fd = handle.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| match errno(&e) {
             Errno::INVAL | Errno::NOMEM => Errno::STALE,
@@ -268,6 +284,9 @@ impl Inner {
     }
 
     fn open_fd(&self, node: &Node, flags: OFlags) -> Result<OwnedFd> {
+        if self.paths.is_some() {
+            return self.open_as_owner(node, flags);
+        }
         node.handle()?.open(&self.root, flags).map_err(|e| match errno(&e) {
             // Its lease is being given back.
             Errno::AGAIN => Errno::INPROGRESS,
@@ -280,14 +299,14 @@ impl Inner {
     }
 
     fn check_read(&self, who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
-        let may = stat.stx_uid == who.uid
+        let may = self.is_owner(who, stat)
             || self.has_right(who, node, Access::READ_OK)
             || self.has_right(who, node, Access::EXEC_OK);
         if may { Ok(()) } else { Err(Errno::ACCESS) }
     }
 
     fn check_write(&self, who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
-        let may = stat.stx_uid == who.uid || self.has_right(who, node, Access::WRITE_OK);
+        let may = self.is_owner(who, stat) || self.has_right(who, node, Access::WRITE_OK);
         if may { Ok(()) } else { Err(Errno::ACCESS) }
     }
 
@@ -370,18 +389,21 @@ impl Inner {
 }
 
 /// How a directory is served.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalOptions {
     /// Changes of names and attributes are on the medium when a client is told of them. Otherwise, a loss of power may take back the
     /// last of them; not data that clients have flushed.
     pub is_durable: bool,
     /// Data goes past the page cache, where its position and length are multiples of 4,096 bytes.
     pub is_direct: bool,
+    /// Where to remember the paths of files, if this process may not open them by their handles (`CAP_DAC_READ_SEARCH`). Without it, and
+    /// after a crash, files that clients know from before a restart are searched for.
+    pub path_table: Option<PathBuf>,
 }
 
 impl Default for LocalOptions {
     fn default() -> LocalOptions {
-        LocalOptions { is_durable: true, is_direct: false }
+        LocalOptions { is_durable: true, is_direct: false, path_table: None }
     }
 }
 
@@ -389,11 +411,20 @@ impl LocalFileSystem {
     /// Opens a directory.
     ///
     /// # Errors
-    /// If it cannot be opened, its file system has no handles, or this process may not open files by them (`CAP_DAC_READ_SEARCH`).
-    pub fn open(path: &Path, options: LocalOptions) -> io::Result<LocalFileSystem> {
+    /// If it cannot be opened, its file system has no handles, or the table of paths that this process needs cannot be opened.
+    pub fn open(path: &Path, options: &LocalOptions) -> io::Result<LocalFileSystem> {
+        LocalFileSystem::open_by(path, options, false)
+    }
+
+    /// As [`LocalFileSystem::open`]; `by_path` even where files can be opened by their handles.
+    pub(super) fn open_by(path: &Path, options: &LocalOptions, by_path: bool) -> io::Result<LocalFileSystem> {
         let root = rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
         let (handle, _) = Handle::of(&root, c"")?;
-        handle.open(&root, OFlags::PATH | OFlags::DIRECTORY)?;
+        let by_path = match handle.open(&root, OFlags::PATH | OFlags::DIRECTORY) {
+            Err(error) if errno(&error) == Errno::PERM => true,
+            opened => opened.map(|_| by_path)?,
+        };
+        let paths = by_path.then(|| PathTable::open(options.path_table.as_deref())).transpose()?;
         let root_id = FileId(SmallVec::from_vec(handle.encode()));
         let number = fsid(&root)?;
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
@@ -401,6 +432,9 @@ impl LocalFileSystem {
         let inner = Inner {
             fsid: number,
             acts_as_others: can_act_as_others(),
+            own_uid: rustix::process::geteuid().as_raw(),
+            paths,
+            opening: Mutex::default(),
             is_local: file_system::is_of_this_host(&root),
             // Each holds up to three descriptors, and two more past the page cache.
             nodes: Cache::new(limits::share_of_open_files(if options.is_direct { 16 } else { 8 }).clamp(64, 1 << 20)),
@@ -428,8 +462,11 @@ impl LocalFileSystem {
         if let Some(node) = self.inner.held(id) {
             return Ok(node);
         }
-        let id = id.clone();
-        self.work(move |inner| inner.open_node(&id)).await
+        let wanted = id.clone();
+        match self.work(move |inner| inner.open_node(&wanted)).await {
+            Err(Errno::STALE) if let Some(paths) = &self.inner.paths => self.search(paths, id).await,
+            found => found,
+        }
     }
 
     /// Does what may wait.
@@ -533,7 +570,11 @@ impl FileSystem for LocalFileSystem {
                 let flags = ResolveFlags::BENEATH | ResolveFlags::CACHED;
                 match inner.act_as(who, || Found::by_name(dir.fd.as_fd(), &name, flags)) {
                     Err(Errno::AGAIN) => {}
-                    found => return held(inner, found?),
+                    found => {
+                        let found = found?;
+                        inner.note_place(&found.id, &dir, &name);
+                        return held(inner, found);
+                    }
                 }
             }
             let who = who.clone();
@@ -542,7 +583,11 @@ impl FileSystem for LocalFileSystem {
                     match inner.act_as(&who, || Found::by_name(dir.fd.as_fd(), &name, ResolveFlags::BENEATH)) {
                         // A rename elsewhere made the kernel unsure.
                         Err(Errno::AGAIN) => {}
-                        found => return held(inner, found?),
+                        found => {
+                            let found = found?;
+                            inner.note_place(&found.id, &dir, &name);
+                            return held(inner, found);
+                        }
                     }
                 }
             })

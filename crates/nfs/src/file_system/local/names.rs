@@ -1,5 +1,6 @@
 //! Entries of directories: made, listed, removed, renamed, and brought to the medium.
 
+use super::by_path::name_open;
 use super::node::Node;
 use super::{Found, Inner, c_name, errno, kind_of};
 use crate::file_system::{
@@ -92,9 +93,9 @@ impl Inner {
         let has = u32::from(found.stat.stx_mode) & 0o7777;
         set.mode = set.mode.map(|mode| has | mode & 0o7000).filter(|mode| *mode != has);
         // A new file is open for writing: what holds it only names it.
-        let fd = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
-        let fd = fd.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))?;
+        let fd = self.name_again(&found)?;
         let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
+        self.note_place(&node.id, dir, &name);
         let made = is_new.then_some(found.fd);
         if set != SetAttributes::default()
             && let Err(error) = self.set_attributes(As { who, is_open: false }, &node, &set)
@@ -160,6 +161,9 @@ impl Inner {
             // What cannot be looked at is listed all the same.
             let found = found.and_then(Result::ok);
             let file = found.and_then(|found| {
+                if !matches!(name.to_bytes(), b"." | b"..") {
+                    self.note_place(&found.id, dir, name);
+                }
                 let attributes = self.attributes_of_found(&found).ok()?;
                 Some((found.id, attributes))
             });
@@ -170,10 +174,27 @@ impl Inner {
         Ok(listing)
     }
 
-    /// Forgets a file that may be gone.
-    pub(super) fn forget(&self, dir: &Node, name: &CStr) -> Option<FileId> {
+    /// The file that has a name now.
+    fn named(self: &Arc<Self>, dir: &Node, name: &CStr) -> Option<FileId> {
+        if self.paths.is_some() {
+            // It is held, so that it can be told whether its last name goes.
+            let found = Found::by_name(dir.fd.as_fd(), name, ResolveFlags::BENEATH).ok()?;
+            return Some(self.hold(found).ok()?.id.clone());
+        }
         let (handle, _) = Handle::of(&dir.fd, name).ok()?;
         Some(FileId(SmallVec::from_vec(handle.encode())))
+    }
+
+    /// A descriptor that only names what has been found.
+    fn name_again(&self, found: &Found) -> Result<OwnedFd> {
+        if self.paths.is_some() {
+            return match kind_of(found.stat.stx_mode)? {
+                Kind::Regular => name_open(&found.fd),
+                _ => rustix::io::fcntl_dupfd_cloexec(&found.fd, 0),
+            };
+        }
+        let handle = Handle::decode(&found.id.0).ok_or(Errno::STALE)?;
+        handle.open(&self.root, OFlags::PATH | OFlags::NOFOLLOW).map_err(|e| errno(&e))
     }
 
     /// Brings the names in a directory to the medium, before a client is told that they are there or gone: it will not ask for that
@@ -237,12 +258,19 @@ impl Inner {
         // Others may still have what is left of its names.
         if node.stat().is_err() {
             self.nodes.remove(id);
+            self.paths.as_ref().inspect(|paths| paths.note_gone(id));
         }
     }
 
-    pub(super) fn remove(&self, who: &Credentials, dir: &Node, name: &[u8], is_directory: bool) -> Result<()> {
+    pub(super) fn remove(
+        self: &Arc<Self>,
+        who: &Credentials,
+        dir: &Node,
+        name: &[u8],
+        is_directory: bool,
+    ) -> Result<()> {
         let name = c_name(name)?;
-        let id = self.forget(dir, &name);
+        let id = self.named(dir, &name);
         let flags = if is_directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
         self.act_as(who, || rustix::fs::unlinkat(&dir.fd, &*name, flags))?;
         dir.note_change();
@@ -251,12 +279,17 @@ impl Inner {
         kept
     }
 
-    pub(super) fn rename(&self, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
+    pub(super) fn rename(self: &Arc<Self>, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
         let (old, new) = (c_name(from.1)?, c_name(to.1)?);
-        let replaced = self.forget(to.0, &new);
+        let replaced = self.named(to.0, &new);
         self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
         from.0.note_change();
         to.0.note_change();
+        if self.paths.is_some()
+            && let Some(id) = self.named(to.0, &new)
+        {
+            self.note_place(&id, to.0, &new);
+        }
         let kept = self.keep_names(to.0).and_then(|()| self.keep_names(from.0));
         replaced.inspect(|id| self.lost_a_name(id));
         kept

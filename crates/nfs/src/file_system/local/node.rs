@@ -44,6 +44,11 @@ impl Drop for Opened {
             if *users == 0 {
                 self.0.is_open.store(false, Ordering::Relaxed);
                 open.remove(&self.0.id);
+                if let Some(paths) = &inner.paths
+                    && stat(&self.0.fd).is_err_and(|error| error == Errno::STALE)
+                {
+                    paths.note_gone(&self.0.id);
+                }
             }
         }
     }

@@ -33,6 +33,7 @@ fn run(inner: &Weak<Inner>) {
             }
             close(&inner, &node);
         }
+        inner.paths.as_ref().inspect(|paths| paths.write());
     }
 }
 
@@ -78,8 +79,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         fs::write(&path, "data").unwrap();
-        let files =
-            LocalFileSystem::open(dir.path(), LocalOptions::default()).expect("only root opens files by their handles");
+        let files = LocalFileSystem::open(dir.path(), &LocalOptions::default()).unwrap();
         let reactors = Reactors::start(Some(1)).unwrap();
         let (done, is_done) = mpsc::channel();
         reactors.handles()[0].spawn(move || async move {

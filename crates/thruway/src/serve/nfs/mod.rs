@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
+use thruway_fs::credentials::can_act_as_others;
 use thruway_fs::durable;
 use thruway_gss::Acceptor;
 use thruway_nfs::mount::Mount;
@@ -177,7 +178,7 @@ impl NfsArgs {
     pub(super) fn mistakes(&self) -> Vec<String> {
         self.share
             .iter()
-            .filter_map(|spec| spec.open().err())
+            .filter_map(|spec| spec.open(None).err())
             .chain(self.tls().err())
             .chain(self.acceptor().err())
             .collect()
@@ -230,7 +231,13 @@ impl NfsService {
             )
         })?;
         let key = handle_key(state)?;
-        let shares = args.share.iter().map(Spec::open).collect::<Result<Vec<_>, _>>()?;
+        let shares = args.share.iter().map(|share| share.open(Some(state))).collect::<Result<Vec<_>, _>>()?;
+        if args.share.iter().any(Spec::is_directory) && !can_act_as_others() {
+            tracing::warn!(
+                user = rustix::process::geteuid().as_raw(),
+                "not started by root: files are used with the rights of this user, whoever uses them over the network"
+            );
+        }
         let shares = Shares::new(shares, key)
             .map_err(|(one, other)| format!("shares '{one}' and '{other}' cannot be told apart: rename one"))?;
         let shares = Arc::new(shares);

@@ -126,10 +126,10 @@ impl Spec {
         &self.name
     }
 
-    /// Opens what is shared.
-    pub(super) fn open(&self) -> Result<Share, String> {
+    /// Opens what is shared; `state` is the daemon's directory for what outlives it, unless it is only tried.
+    pub(super) fn open(&self, state: Option<&Path>) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
-            Source::Directory(path) => Box::new(self.open_directory(path)?),
+            Source::Directory(path) => Box::new(self.open_directory(path, state)?),
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
         };
         let delegate = self.delegate.unwrap_or_else(|| Delegate::of(&*files));
@@ -156,12 +156,20 @@ impl Spec {
         own.then_some(self.policy.security).into_iter().chain(by_rules)
     }
 
-    fn open_directory(&self, path: &Path) -> Result<LocalFileSystem, String> {
-        let options = LocalOptions { is_durable: !self.is_async, is_direct: self.is_direct };
-        LocalFileSystem::open(path, options).map_err(|error| {
+    /// Whether it is a directory of this host.
+    pub(super) fn is_directory(&self) -> bool {
+        matches!(self.source, Source::Directory(_))
+    }
+
+    fn open_directory(&self, path: &Path, state: Option<&Path>) -> Result<LocalFileSystem, String> {
+        let options = LocalOptions {
+            is_durable: !self.is_async,
+            is_direct: self.is_direct,
+            path_table: state.map(|state| state.join(format!("nfs-paths-{}", self.name))),
+        };
+        LocalFileSystem::open(path, &options).map_err(|error| {
             let path = path.display();
             match Errno::from_io_error(&error) {
-                Some(Errno::PERM) => format!("share '{}': only root can share files by NFS", self.name),
                 Some(Errno::OPNOTSUPP) => {
                     format!("share '{}': {path}: its file system has no file handles", self.name)
                 }

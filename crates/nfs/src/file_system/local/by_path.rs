@@ -1,0 +1,341 @@
+//! Files for a process that may not open them by their handles: they are found by their paths ([`PathTable`]), or by a search of the
+//! whole tree, and their data is opened with the rights of the process.
+
+use super::node::Node;
+use super::path_table::PathTable;
+use super::{Found, Inner, LocalFileSystem, errno};
+use crate::file_system::{FileId, Result};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+use smallvec::SmallVec;
+use std::ffi::CStr;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use thruway_fs::beneath::join;
+use thruway_fs::handle::Handle;
+use thruway_fs::walk::{Visit, Walk};
+
+/// Most bytes of a path that the kernel takes, without the NUL behind it (`PATH_MAX`). Longer ones are opened in pieces.
+const PATH_MAX: usize = 4095;
+
+/// Opens the file of a descriptor anew, only to name it.
+pub(super) fn name_open(fd: &OwnedFd) -> Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+}
+
+fn id_of(handle: &Handle) -> FileId {
+    FileId(SmallVec::from_vec(handle.encode()))
+}
+
+/// Whether a path leads nowhere, or not to where it has led: not an error of the file system.
+fn leads_elsewhere(error: Errno) -> bool {
+    matches!(error, Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV | Errno::STALE)
+}
+
+impl Inner {
+    /// A file has been seen in a directory.
+    pub(super) fn note_place(self: &Arc<Self>, id: &FileId, dir: &Node, name: &CStr) {
+        if let Some(paths) = &self.paths
+            && paths.note(id, &dir.id, name.to_bytes())
+        {
+            let inner = Arc::clone(self);
+            self.workers.start(move || inner.paths.as_ref().into_iter().for_each(PathTable::write));
+        }
+    }
+
+    /// The file, if it is where it was last seen.
+    pub(super) fn find_by_path(&self, paths: &PathTable, id: &FileId) -> Result<Option<Found>> {
+        let Some(names) = paths.names(&self.root_id, id) else { return Ok(None) };
+        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_XDEV | ResolveFlags::NO_MAGICLINKS;
+        let open = |dir: &OwnedFd, path: &[u8]| {
+            let path = if path.is_empty() { &b"."[..] } else { path };
+            loop {
+                let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                match rustix::fs::openat2(dir, path, flags, Mode::empty(), inside | ResolveFlags::NO_SYMLINKS) {
+                    // A rename elsewhere made the kernel unsure.
+                    Err(Errno::AGAIN) => {}
+                    opened => return opened,
+                }
+            }
+        };
+        let find = || {
+            let (mut above, mut path) = (None, Vec::new());
+            for name in &names {
+                if path.len() + 1 + name.len() > PATH_MAX {
+                    above = Some(open(above.as_ref().unwrap_or(&self.root), &path)?);
+                    path.clear();
+                }
+                path = join(&path, name);
+            }
+            Found::of(open(above.as_ref().unwrap_or(&self.root), &path)?)
+        };
+        match find() {
+            Ok(found) => Ok((found.id == *id).then_some(found)),
+            Err(error) if leads_elsewhere(error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Opens the data of a file with the rights of this process. Its owner may use it whatever its permissions are, as over the
+    /// network (RFC 1813, section 4.4): it gives itself those that it needs, and takes them back.
+    pub(super) fn open_as_owner(&self, node: &Node, flags: OFlags) -> Result<OwnedFd> {
+        let open = || {
+            // The link to the descriptor is followed; what it leads to is no link.
+            let flags = (flags - OFlags::NOFOLLOW) | OFlags::CLOEXEC;
+            match rustix::fs::open(node.proc_path(), flags, Mode::empty()) {
+                // Its lease is being given back.
+                Err(Errno::AGAIN) => Err(Errno::INPROGRESS),
+                opened => opened,
+            }
+        };
+        match open() {
+            Err(Errno::ACCESS) => {}
+            opened => return opened,
+        }
+        // One at a time: the second would take the permissions of the first for the file's own.
+        let _opening = self.opening.lock().expect("no panics under the lock");
+        let stat = node.stat()?;
+        if stat.stx_uid != self.own_uid {
+            return Err(Errno::ACCESS);
+        }
+        let own = Mode::from_raw_mode(stat.stx_mode.into());
+        rustix::fs::chmod(node.proc_path(), own | Mode::RUSR | Mode::WUSR)?;
+        let opened = open();
+        rustix::fs::chmod(node.proc_path(), own)?;
+        node.note_change();
+        opened
+    }
+
+    /// Looks for a file in the whole tree and notes where everything is that is seen on the way. What cannot be looked at is not
+    /// there.
+    fn search_tree(self: &Arc<Self>, paths: &PathTable, id: &FileId) -> Result<bool> {
+        let (_, mount) = Handle::of(&self.root, c"").map_err(|e| errno(&e))?;
+        let root = Arc::new(rustix::io::fcntl_dupfd_cloexec(&self.root, 0)?);
+        let stat = rustix::fs::fstat(&root)?;
+        let mut walk = Walk::new(root, stat);
+        let mut found = false;
+        while let Some(Visit { below, dir, .. }) = walk.visit()
+            && !found
+        {
+            let dir = match dir {
+                Ok(dir) => dir,
+                Err(error) if leads_elsewhere(error) || error == Errno::ACCESS => continue,
+                Err(error) => return Err(error),
+            };
+            let (handle, _) = Handle::of(&dir, c"").map_err(|e| errno(&e))?;
+            let dir_id = id_of(&handle);
+            for entry in Dir::read_from(&dir)? {
+                let entry = entry?;
+                let name = entry.file_name();
+                let Ok((handle, its_mount)) = Handle::of(&dir, name) else { continue };
+                if matches!(name.to_bytes(), b"." | b"..") || its_mount != mount {
+                    continue;
+                }
+                let its_id = id_of(&handle);
+                found |= its_id == *id;
+                if paths.note(&its_id, &dir_id, name.to_bytes()) {
+                    paths.write();
+                }
+                let may_be_directory = matches!(entry.file_type(), FileType::Directory | FileType::Unknown);
+                if may_be_directory
+                    && let Ok(stat) = rustix::fs::statat(dir.as_fd(), name, AtFlags::SYMLINK_NOFOLLOW)
+                    && FileType::from_raw_mode(stat.st_mode).is_dir()
+                {
+                    walk.descend(join(&below, name.to_bytes()), stat);
+                }
+            }
+        }
+        Ok(found)
+    }
+}
+
+impl LocalFileSystem {
+    /// Finds a file that is not where it was last seen. One search at a time: those who wait for it mostly find their files by what it
+    /// has noted, and need none of their own to know that they are gone.
+    pub(super) async fn search(&self, paths: &PathTable, id: &FileId) -> Result<Arc<Node>> {
+        if paths.is_gone(id) {
+            return Err(Errno::STALE);
+        }
+        let begun_before = paths.searches.load(Ordering::SeqCst);
+        let mut last_complete = paths.searching.lock().await;
+        let wanted = id.clone();
+        match self.work(move |inner| inner.open_node(&wanted)).await {
+            Err(Errno::STALE) => {}
+            found => return found,
+        }
+        if *last_complete > begun_before {
+            return Err(Errno::STALE);
+        }
+        let number = paths.searches.fetch_add(1, Ordering::SeqCst) + 1;
+        let wanted = id.clone();
+        let found = self.work(move |inner| {
+            let Some(paths) = &inner.paths else { return Err(Errno::STALE) };
+            if !inner.search_tree(paths, &wanted)? {
+                return Ok(None);
+            }
+            inner.find_by_path(paths, &wanted)?.map(|found| inner.hold(found)).transpose()
+        });
+        match found.await? {
+            Some(node) => Ok(node),
+            None => {
+                *last_complete = number;
+                Err(Errno::STALE)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file_system::{Credentials, FileSystem, LocalOptions, Make, SetAttributes};
+    use std::fs;
+    use std::path::Path;
+    use std::sync::mpsc;
+    use thruway_engine::Reactors;
+
+    struct Subject(LocalFileSystem);
+
+    impl Subject {
+        fn open(dir: &Path, path_table: Option<&Path>) -> Subject {
+            let options = LocalOptions { path_table: path_table.map(Into::into), ..LocalOptions::default() };
+            Subject(LocalFileSystem::open_by(dir, &options, true).unwrap())
+        }
+
+        async fn look_up(&self, path: &str) -> FileId {
+            let mut at = self.0.root();
+            for name in path.split('/') {
+                (at, _) = self.0.look_up(&Credentials::own(), &at, name.as_bytes()).await.unwrap();
+            }
+            at
+        }
+
+        async fn number(&self, id: &FileId) -> Result<u64> {
+            self.0.attributes(id).await.map(|attributes| attributes.number)
+        }
+
+        /// Until it is not used any more; its threads may be behind.
+        fn close(self) {
+            let inner = Arc::downgrade(&self.0.inner);
+            drop(self);
+            while inner.strong_count() > 0 {
+                std::thread::yield_now();
+            }
+        }
+
+        fn searches(&self) -> u64 {
+            self.0.inner.paths.as_ref().unwrap().searches.load(Ordering::SeqCst)
+        }
+    }
+
+    fn number(path: impl AsRef<Path>) -> Result<u64> {
+        use std::os::unix::fs::MetadataExt;
+        Ok(fs::symlink_metadata(path).unwrap().ino())
+    }
+
+    fn on_a_reactor(test: impl AsyncFnOnce() + Send + 'static) {
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            test().await;
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("a check has failed: its message is above");
+    }
+
+    #[test]
+    fn files_are_found_after_restarts_wherever_they_have_been_moved() {
+        on_a_reactor(async || {
+            let (dir, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let at = |path: &str| dir.path().join(path);
+            fs::create_dir_all(at("a/b")).unwrap();
+            for file in ["a/b/file", "a/b/other", "a/gone"] {
+                fs::write(at(file), file).unwrap();
+            }
+            std::os::unix::fs::symlink("/", at("a/link")).unwrap();
+            let table = state.path().join("paths");
+            let first = Subject::open(dir.path(), Some(&table));
+            let (file, other) = (first.look_up("a/b/file").await, first.look_up("a/b/other").await);
+            let (link, gone) = (first.look_up("a/link").await, first.look_up("a/gone").await);
+            // A rename by a client is known without a search.
+            let (a, own) = (first.look_up("a").await, Credentials::own());
+            first.0.rename(&own, (&a, b"b"), (&first.0.root(), b"moved")).await.unwrap();
+            let (made, _) = first.0.make(&own, &a, b"made", Make::NewFile, SetAttributes::default()).await.unwrap();
+            first.close();
+            let second = Subject::open(dir.path(), Some(&table));
+            assert_eq!(second.number(&file).await, number(at("moved/file")));
+            assert_eq!(second.number(&link).await, number(at("a/link")));
+            assert_eq!(second.number(&made).await, number(at("a/made")));
+            assert_eq!(second.number(&second.0.root()).await, number(dir.path()));
+            assert_eq!(second.searches(), 0);
+            second.close();
+            // What others have done since is found by a search, and one is enough.
+            fs::create_dir(at("new")).unwrap();
+            fs::rename(at("moved"), at("new/again")).unwrap();
+            fs::remove_file(at("a/gone")).unwrap();
+            fs::write(at("a/gone"), "another").unwrap();
+            let third = Subject::open(dir.path(), Some(&table));
+            assert_eq!(third.number(&file).await, number(at("new/again/file")));
+            assert_eq!(third.searches(), 1);
+            assert_eq!(third.number(&other).await, number(at("new/again/other")));
+            assert_eq!(third.searches(), 1);
+            assert_eq!(third.number(&gone).await, Err(Errno::STALE));
+            assert_eq!(third.searches(), 2);
+            third.close();
+            // Without a table everything is.
+            let fourth = Subject::open(dir.path(), None);
+            assert_eq!(fourth.number(&other).await, number(at("new/again/other")));
+            assert_eq!(fourth.searches(), 1);
+            // What a client has removed is not.
+            fourth.0.remove(&own, &fourth.look_up("a").await, b"made", false).await.unwrap();
+            assert_eq!(fourth.number(&made).await, Err(Errno::STALE));
+            assert_eq!(fourth.searches(), 1);
+        });
+    }
+
+    #[test]
+    fn files_are_found_below_any_depth() {
+        on_a_reactor(async || {
+            let dir = tempfile::tempdir().unwrap();
+            let subject = Subject::open(dir.path(), None);
+            let (own, name) = (Credentials::own(), "d".repeat(200));
+            let (mut at, mut above) = (subject.0.root(), Vec::new());
+            let set = SetAttributes { mode: Some(0o700), ..SetAttributes::default() };
+            for _ in 0..30 {
+                above.push(at.clone());
+                (at, _) = subject.0.make(&own, &at, name.as_bytes(), Make::Directory, set.clone()).await.unwrap();
+            }
+            subject.0.inner.nodes.clear();
+            subject.0.attributes(&at).await.unwrap();
+            assert_eq!(subject.searches(), 0);
+            // Not by the name of the place, which the clean-up could not use.
+            for dir in above.iter().rev() {
+                subject.0.remove(&own, dir, name.as_bytes(), true).await.unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn those_who_wait_for_a_search_share_it() {
+        on_a_reactor(async || {
+            let dir = tempfile::tempdir().unwrap();
+            let first = Subject::open(dir.path(), None);
+            let mut ids = Vec::new();
+            for n in 0..20 {
+                let name = n.to_string();
+                fs::write(dir.path().join(&name), "").unwrap();
+                ids.push(first.look_up(&name).await);
+            }
+            for n in 0..10 {
+                fs::remove_file(dir.path().join(n.to_string())).unwrap();
+            }
+            let second = Subject::open(dir.path(), None);
+            let found = futures_util::future::join_all(ids.iter().map(|id| second.number(id))).await;
+            assert!(found[..10].iter().all(|found| *found == Err(Errno::STALE)), "{found:?}");
+            assert!(found[10..].iter().all(Result::is_ok), "{found:?}");
+            assert!(second.searches() <= 2, "{}", second.searches());
+        });
+    }
+}
