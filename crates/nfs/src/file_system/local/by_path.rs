@@ -305,7 +305,7 @@ mod tests {
             let set = SetAttributes { mode: Some(0o700), ..SetAttributes::default() };
             for _ in 0..30 {
                 above.push(at.clone());
-                (at, _) = subject.0.make(&own, &at, name.as_bytes(), Make::Directory, set.clone()).await.unwrap();
+                (at, _) = subject.0.make(&own, &at, name.as_bytes(), Make::Directory, set).await.unwrap();
             }
             subject.0.inner.nodes.clear();
             subject.0.attributes(&at).await.unwrap();
