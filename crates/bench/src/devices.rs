@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use thruway_cli::Common;
-use thruway_fabric::{DeviceAttributes, iwarp, verbs};
+use thruway_fabric::{DeviceAttributes, iwarp, shm, verbs};
 
 fn capabilities(a: &DeviceAttributes) -> Value {
     json!({
@@ -27,13 +27,15 @@ fn row(provider: &str, device: Value, rest: Value) -> Value {
 
 fn rows() -> Vec<Value> {
     let mut rows = Vec::new();
-    rows.push(match iwarp::Config::default().open() {
-        Ok(device) => {
-            let a = device.attributes();
-            row("iwarp", a.name.clone().into(), json!({"available": true, "capabilities": capabilities(a)}))
-        }
-        Err(why) => row("iwarp", Value::Null, json!({"available": false, "why": why.to_string()})),
-    });
+    for (provider, opened) in [("iwarp", iwarp::Config::default().open()), ("shm", shm::Config::default().open())] {
+        rows.push(match opened {
+            Ok(device) => {
+                let a = device.attributes();
+                row(provider, a.name.clone().into(), json!({"available": true, "capabilities": capabilities(a)}))
+            }
+            Err(why) => row(provider, Value::Null, json!({"available": false, "why": why.to_string()})),
+        });
+    }
     let found = match verbs::devices() {
         Ok(found) => found,
         Err(why) => {

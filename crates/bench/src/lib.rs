@@ -20,7 +20,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 use thruway_cli::{Common, Failed};
-use thruway_fabric::{Provider, iwarp, verbs};
+use thruway_fabric::{Provider, iwarp, shm, verbs};
 
 /// Arguments of `thruway bench`.
 #[derive(Args)]
@@ -99,6 +99,8 @@ impl Op {
 enum BenchProvider {
     /// iWARP in user space
     Iwarp,
+    /// Shared memory, between processes of this host
+    Shm,
     /// An RDMA device, by rdma-core
     Verbs,
 }
@@ -107,6 +109,7 @@ impl BenchProvider {
     fn name(self) -> &'static str {
         match self {
             BenchProvider::Iwarp => "iwarp",
+            BenchProvider::Shm => "shm",
             BenchProvider::Verbs => "verbs",
         }
     }
@@ -115,6 +118,7 @@ impl BenchProvider {
     fn towards(self, peer: SocketAddr) -> Result<Provider, String> {
         match self {
             BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
+            BenchProvider::Shm => Ok(shm::Config::default().into()),
             BenchProvider::Verbs => Ok(verbs::Config::towards(peer).map_err(|e| e.to_string())?.into()),
         }
     }
@@ -123,6 +127,7 @@ impl BenchProvider {
     fn at(self, local: SocketAddr) -> Result<Provider, String> {
         match self {
             BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
+            BenchProvider::Shm => Ok(shm::Config::default().into()),
             BenchProvider::Verbs => Ok(verbs::Config::at(local.ip()).map_err(|e| e.to_string())?.into()),
         }
     }
@@ -202,7 +207,7 @@ impl TestArgs {
     fn towards(&self, peer: SocketAddr) -> Result<Provider, String> {
         match self.provider {
             BenchProvider::Iwarp => Ok(self.iwarp()),
-            BenchProvider::Verbs => self.provider.towards(peer),
+            BenchProvider::Shm | BenchProvider::Verbs => self.provider.towards(peer),
         }
     }
 
@@ -210,7 +215,7 @@ impl TestArgs {
     fn at(&self, local: SocketAddr) -> Result<Provider, String> {
         match self.provider {
             BenchProvider::Iwarp => Ok(self.iwarp()),
-            BenchProvider::Verbs => self.provider.at(local),
+            BenchProvider::Shm | BenchProvider::Verbs => self.provider.at(local),
         }
     }
 

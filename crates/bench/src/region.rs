@@ -4,7 +4,6 @@ use super::BenchProvider;
 use clap::Args;
 use std::net::SocketAddr;
 use thruway_cli::Common;
-use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_fio::Target;
 
 /// Arguments of `thruway bench region`.
@@ -22,10 +21,7 @@ pub(super) struct RegionArgs {
 }
 
 pub(super) fn run(args: &RegionArgs, common: &Common) -> Result<(), String> {
-    let provider: Provider = match args.provider {
-        BenchProvider::Iwarp => iwarp::Config::default().into(),
-        BenchProvider::Verbs => verbs::Config::at(args.listen.ip()).map_err(|e| e.to_string())?.into(),
-    };
+    let provider = args.provider.at(args.listen)?;
     let size = usize::try_from(args.size).map_err(|_| "--size is more than this machine can address".to_string())?;
     let target = Target::open(&provider, args.listen, size).map_err(|e| e.to_string())?;
     let addr = target.local_addr();

@@ -19,8 +19,8 @@
 //! Ordering and completion rules are written down in [`types`].
 //!
 //! Providers: [`iwarp`] is MPA, DDP and RDMAP (RFC 5044, 5041, 5040, 6581, 7306) in user space over
-//! TCP sockets, on the wire the same as iWARP hardware and Linux's `siw`; [`verbs`] is whatever
-//! rdma-core drives.
+//! TCP sockets, on the wire the same as iWARP hardware and Linux's `siw`; [`shm`] is the same protocol between
+//! processes of one host, through shared memory; [`verbs`] is whatever rdma-core drives.
 //!
 //! # Progress
 //!
@@ -39,6 +39,7 @@ pub mod iwarp;
 pub mod messages;
 mod provider;
 mod reservation;
+pub mod shm;
 pub mod slots;
 pub mod verbs;
 
@@ -59,6 +60,8 @@ use std::time::Duration;
 pub enum Provider {
     /// iWARP in user space.
     Iwarp(iwarp::Config),
+    /// Shared memory between processes of this host.
+    Shm(shm::Config),
     /// An RDMA device.
     Verbs(verbs::Config),
 }
@@ -71,6 +74,7 @@ impl Provider {
     pub fn open(&self) -> Result<Device> {
         match self {
             Provider::Iwarp(config) => config.clone().open(),
+            Provider::Shm(config) => config.open(),
             Provider::Verbs(config) => config.open(),
         }
     }
@@ -81,7 +85,7 @@ impl Provider {
     pub fn runs_over_tcp(&self) -> bool {
         match self {
             Provider::Iwarp(_) => true,
-            Provider::Verbs(_) => false,
+            Provider::Shm(_) | Provider::Verbs(_) => false,
         }
     }
 }
@@ -89,6 +93,12 @@ impl Provider {
 impl From<iwarp::Config> for Provider {
     fn from(config: iwarp::Config) -> Provider {
         Provider::Iwarp(config)
+    }
+}
+
+impl From<shm::Config> for Provider {
+    fn from(config: shm::Config) -> Provider {
+        Provider::Shm(config)
     }
 }
 

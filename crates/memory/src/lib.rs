@@ -195,6 +195,23 @@ pub mod shared {
         }
     }
 
+    /// Copies memory that another process may change meanwhile, or to where it may, at the speed of the C library's `memcpy`. What
+    /// arrives then is some mixture of old and new bytes.
+    ///
+    /// # Safety
+    /// `from..from + len` must be mapped, `to..to + len` mapped writable, and the two apart. No reference in this program may cover
+    /// either while it is called.
+    pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
+        type Copy = unsafe extern "C" fn(*mut libc::c_void, *const libc::c_void, usize) -> *mut libc::c_void;
+        // Through a pointer that the compiler has to read: it makes nothing of a call that it does not know, neither a second
+        // look at the source nor an assumption that it keeps its value.
+        static COPY: std::sync::atomic::AtomicPtr<()> = std::sync::atomic::AtomicPtr::new(libc::memcpy as *mut ());
+        // SAFETY: it is `memcpy`, which has this type.
+        let copy: Copy = unsafe { std::mem::transmute(COPY.load(Relaxed)) };
+        // SAFETY: the caller's promise.
+        unsafe { copy(to.cast(), from.cast(), len) };
+    }
+
     /// Appends a copy.
     ///
     /// # Safety

@@ -6,9 +6,11 @@ use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::set_up::{Room, SetUp};
 use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
+use super::socket;
+use super::transport::Socket;
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
 use crate::reservation::Reservation;
-use crate::{Device, ListenOptions};
+use crate::{Device, ListenOptions, shm};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 use std::collections::{HashMap, VecDeque};
@@ -32,6 +34,8 @@ const EVENTS_PER_TURN: usize = 128;
 const TICK: Duration = Duration::from_millis(250);
 /// With this many live queue pairs or fewer, polling tries their sockets instead of epoll.
 const HOT_MAX: usize = 2;
+/// The same for rings in shared memory, which cost no system call to try.
+const HOT_RINGS_MAX: usize = 16;
 /// How often polling looks at epoll all the same.
 const HOT_STREAK: u32 = 16;
 /// After so many polls without a wait, queue pairs that are polled leave the epoll set: every
@@ -85,7 +89,7 @@ impl Config {
     /// # Errors
     /// [`Error::Io`] if the system has no descriptors left.
     pub fn open(self) -> Result<Device> {
-        Ok(Device::new(Arc::new(Handle(Context::open(self)?))))
+        Ok(Device::new(Arc::new(Handle(Context::open(self, Via::Tcp)?))))
     }
 
     pub(super) fn preferences(&self, params: &ConnectParams) -> Result<Preferences> {
@@ -120,6 +124,20 @@ impl Config {
     }
 }
 
+/// What carries the connections of a device.
+#[derive(Debug, Clone)]
+enum Via {
+    Tcp,
+    Shm(shm::Config),
+}
+
+/// Opens a device whose connections go through shared memory. What is there is right, and comes as it was sent: nothing is added to
+/// find that out.
+pub(crate) fn open_shm(shm: shm::Config) -> Result<Device> {
+    let config = Config { crc: false, ..Config::default() };
+    Ok(Device::new(Arc::new(Handle(Context::open(config, Via::Shm(shm))?))))
+}
+
 enum Entity {
     QueuePair(Arc<Endpoint>),
     Listener(Arc<ListeningSocket>),
@@ -134,6 +152,7 @@ pub(super) enum Queued {
 
 pub(super) struct Context {
     config: Config,
+    via: Via,
     attributes: DeviceAttributes,
     table: Arc<RegionTable>,
     epoll: OwnedFd,
@@ -173,8 +192,12 @@ struct Driver {
 }
 
 impl Context {
-    fn open(config: Config) -> Result<Arc<Context>> {
-        let failed = |e| Error::io("opening an iWARP device", e);
+    fn open(config: Config, via: Via) -> Result<Arc<Context>> {
+        let (provider, name) = match via {
+            Via::Tcp => ("iwarp", "iwarp0"),
+            Via::Shm(_) => ("shm", "shm0"),
+        };
+        let failed = |e| Error::io("opening a device of this program", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
         let timer =
@@ -184,8 +207,8 @@ impl Context {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN).map_err(failed)?;
         }
         let attributes = DeviceAttributes {
-            provider: "iwarp",
-            name: "iwarp0".into(),
+            provider,
+            name: name.into(),
             max_sge: MAX_SGE as u32,
             max_queue: MAX_QUEUE,
             max_cqe: MAX_QUEUE as usize * 64,
@@ -204,6 +227,7 @@ impl Context {
         };
         Ok(Arc::new(Context {
             config,
+            via,
             attributes,
             table: Arc::new(RegionTable::new()),
             epoll,
@@ -320,18 +344,35 @@ impl Context {
         drop(request);
     }
 
+    /// Starts to connect.
+    pub(super) fn start_connect(&self, addr: SocketAddr) -> Result<Socket> {
+        let failed = |op| move |source| Error::Io { op, peer: Some(addr), source };
+        match &self.via {
+            Via::Tcp => {
+                let stream = socket::start_connect(addr).map_err(failed("connecting to"))?;
+                socket::tune(&stream).map_err(failed("preparing the socket to"))?;
+                Ok(Socket::Tcp(stream))
+            }
+            Via::Shm(config) => {
+                Ok(Socket::Shm(shm::start_connect(addr, config).map_err(failed("connecting by shared memory to"))?))
+            }
+        }
+    }
+
     /// Starts to read a request frame.
     pub(super) fn begin_request(
         self: &Arc<Context>,
-        stream: TcpStream,
+        socket: Socket,
         (peer, origin): (SocketAddr, Origin),
         accept_foreign: bool,
     ) -> Result<()> {
-        listener::prepare(&stream, peer, self)?;
+        if let Socket::Tcp(stream) = &socket {
+            listener::prepare(stream, peer, self)?;
+        }
         let id = self.new_id();
         let place = self.set_up.take(origin, id);
-        let reading = Reading::new(stream, peer, place, accept_foreign);
-        self.watch(reading.stream(), id).map_err(|e| Error::io("watching a connection", e))?;
+        let reading = Reading::new(socket, peer, place, accept_foreign);
+        self.watch(reading.socket(), id).map_err(|e| Error::io("watching a connection", e))?;
         let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
         self.insert(id, Entity::Inbound(inbound));
         self.start_timer();
@@ -476,6 +517,10 @@ impl Context {
             driver.hot = self.few_queue_pairs();
         }
         if !driver.hot.is_empty() {
+            // To look at a ring without being called costs nothing, and saves the peer its calls.
+            if matches!(self.via, Via::Shm(_)) && self.doorbell.nobody_sleeps() {
+                driver.detach();
+            }
             driver.streak += 1;
             if driver.streak < HOT_STREAK {
                 // A socket out of the epoll set does not report when there is room again.
@@ -488,9 +533,8 @@ impl Context {
             driver.streak = 0;
             driver.polls = driver.polls.saturating_add(HOT_STREAK);
             // Who sleeps on the epoll set counts on it.
-            if driver.polls >= DETACH_AFTER && !driver.detached && self.doorbell.nobody_sleeps() {
-                driver.detached = true;
-                driver.hot.iter().for_each(|qp| qp.set_watched(false));
+            if driver.polls >= DETACH_AFTER && self.doorbell.nobody_sleeps() {
+                driver.detach();
             }
         }
         self.ask_epoll();
@@ -523,7 +567,8 @@ impl Context {
     fn few_queue_pairs(&self) -> Vec<Arc<Endpoint>> {
         let entities = self.entities.lock_unpoisoned();
         let pairs = || entities.values().filter_map(|e| if let Entity::QueuePair(qp) = e { Some(qp) } else { None });
-        if pairs().count() > HOT_MAX {
+        let max = if matches!(self.via, Via::Tcp) { HOT_MAX } else { HOT_RINGS_MAX };
+        if pairs().count() > max {
             return Vec::new();
         }
         pairs().cloned().collect()
@@ -539,8 +584,15 @@ impl Context {
 }
 
 impl Driver {
+    /// Queue pairs are only tried from here on.
+    fn detach(&mut self) {
+        if !std::mem::replace(&mut self.detached, true) {
+            self.hot.iter().for_each(|qp| qp.set_watched(false));
+        }
+    }
+
     /// Puts every queue pair back into the epoll set. Being edge-triggered, it tells at once what
-    /// has come meanwhile.
+    /// has come meanwhile; what has come through rings is taken in.
     fn attach(&mut self) {
         self.polls = 0;
         if std::mem::take(&mut self.detached) {
@@ -687,18 +739,24 @@ impl DeviceOps for Handle {
 
     fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
         let id = self.new_id();
-        let socket = ListeningSocket::bind(id, addr, options)?;
+        let socket = match self.via {
+            Via::Tcp => ListeningSocket::bind(id, addr, options)?,
+            Via::Shm(_) => ListeningSocket::of_shm(id, addr, options)?,
+        };
         let failed = |source: std::io::Error| Error::Io { op: "listening on", peer: Some(addr), source };
-        let local = socket.socket().local_addr().map_err(failed)?;
-        self.watch(socket.socket(), id).map_err(|e| failed(e.into()))?;
+        let local = socket.local_addr().map_err(failed)?;
+        self.watch(&socket, id).map_err(|e| failed(e.into()))?;
         self.insert(id, Entity::Listener(Arc::new(socket)));
         Ok(Box::new(ListenerHandle { ctx: Arc::clone(&self.0), id, addr: local }))
     }
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {
+        if !matches!(self.via, Via::Tcp) {
+            return Err(Error::Unsupported("TCP connections on a device for shared memory"));
+        }
         let peer = stream.peer_addr().map_err(|e| Error::io("getting the peer's address", e))?;
         let origin = Origin::of_stream(&stream, peer);
-        self.begin_request(stream, (peer, origin), false)
+        self.begin_request(Socket::Tcp(stream), (peer, origin), false)
     }
 
     fn progress(&self) {

@@ -3,10 +3,12 @@
 use super::device::Context;
 use super::shared::{CompletionRing, SharedQueue};
 use super::socket;
+use super::transport::{Moved, Socket, Transport};
 use crate::ConnectionInfo;
 use crate::provider::{Event, QueuePairOps, RegionOps};
 use std::collections::VecDeque;
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_iwarp::IoVecs;
@@ -68,7 +70,7 @@ enum Phase {
 }
 
 struct Connecting {
-    stream: TcpStream,
+    socket: Socket,
     peer: SocketAddr,
     /// The congestion control to use, if one is wanted.
     congestion: Option<String>,
@@ -82,7 +84,7 @@ struct Connecting {
 }
 
 struct Live {
-    stream: TcpStream,
+    transport: Transport,
     connection: Connection,
     /// Reply frame bytes that go before the first FPDU.
     preamble: Vec<u8>,
@@ -153,20 +155,16 @@ impl Endpoint {
         Err(Error::State { qp_num: self.number, state: "connected or connecting already" })
     }
 
-    /// Takes over an accepted socket whose peer has been answered with `reply`.
-    pub(super) fn accept(
-        &self,
-        stream: TcpStream,
-        peer: SocketAddr,
-        agreement: Agreement,
-        reply: Vec<u8>,
-    ) -> Result<()> {
+    /// Takes over an accepted socket whose peer is answered with `reply`.
+    pub(super) fn accept(&self, socket: Socket, peer: SocketAddr, agreement: Agreement, reply: Vec<u8>) -> Result<()> {
         let mut guard = self.lock();
         self.check_idle(&guard)?;
-        self.ctx.watch(&stream, self.id).map_err(|e| Error::io("watching a connection", e))?;
+        let local = socket.local_addr().unwrap_or(peer);
+        let (transport, preamble) = socket.answer(reply).map_err(|e| Error::io("accepting a connection", e))?;
+        self.ctx.watch(&transport, self.id).map_err(|e| Error::io("watching a connection", e))?;
         // Before anything can come of the connection, its end included.
         self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
-        self.go_live(&mut guard, stream, peer, agreement, false, reply, &[]);
+        self.go_live(&mut guard, transport, (peer, local), agreement, false, preamble, &[]);
         let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false });
         drop(guard);
         self.after(turn);
@@ -177,14 +175,14 @@ impl Endpoint {
     fn go_live(
         &self,
         state: &mut State,
-        stream: TcpStream,
-        peer: SocketAddr,
+        transport: Transport,
+        (peer, local): (SocketAddr, SocketAddr),
         agreement: Agreement,
         initiator: bool,
         preamble: Vec<u8>,
         early: &[u8],
     ) {
-        let max_ulpdu = self.ctx.config().max_ulpdu(&agreement, socket::max_segment(&stream));
+        let max_ulpdu = self.ctx.config().max_ulpdu(&agreement, transport.max_segment());
         let mut connection = Connection::new(ConnectionConfig {
             qp_num: self.number,
             pd: self.pd,
@@ -197,7 +195,6 @@ impl Endpoint {
         });
         connection.adopt_receives(std::mem::take(&mut state.posted));
         let on = |b: bool| if b { "on" } else { "off" };
-        let local = stream.local_addr().unwrap_or(peer);
         state.info = Some(ConnectionInfo {
             peer,
             local,
@@ -212,14 +209,14 @@ impl Endpoint {
                 on(agreement.receive_markers),
                 max_ulpdu,
                 on(agreement.extensions),
-                socket::congestion(&stream),
+                transport.detail(),
             ),
         });
         if !early.is_empty() {
             connection.rx_feed(early);
         }
         state.phase = Phase::Live(Box::new(Live {
-            stream,
+            transport,
             connection,
             preamble,
             readable: true,
@@ -240,11 +237,21 @@ impl Endpoint {
         self.after(turn);
     }
 
-    /// Puts the socket of a live connection into the device's epoll set, or takes it out.
+    /// Has the device told of what comes on a live connection, or not: then it is only seen by trying.
     pub(super) fn set_watched(&self, watched: bool) {
-        let guard = self.lock();
-        let stream = match &guard.phase {
-            Phase::Live(live) => &live.stream,
+        let mut guard = self.lock();
+        let stream = match &mut guard.phase {
+            Phase::Live(live) => match &mut live.transport {
+                Transport::Tcp(stream) => stream,
+                Transport::Shm(channel) => {
+                    channel.set_called(watched);
+                    drop(guard);
+                    if watched {
+                        self.progress(Readiness { readable: true, writable: true, hung_up: false });
+                    }
+                    return;
+                }
+            },
             Phase::Lingering { stream, .. } => stream,
             _ => return,
         };
@@ -330,7 +337,10 @@ impl Endpoint {
             Phase::Live(live) => {
                 live.readable |= socket.readable;
                 live.writable |= socket.writable;
-                live.hung_up |= socket.hung_up;
+                if socket.hung_up {
+                    live.hung_up = true;
+                    live.transport.note_hang_up();
+                }
                 self.serve_live(state)
             }
         }
@@ -364,7 +374,7 @@ impl Endpoint {
         }
         if live.connection.is_closing() && live.connection.is_drained() && !live.shut {
             live.shut = true;
-            let _ = live.stream.shutdown(Shutdown::Write);
+            live.transport.end();
         }
         if (failed || live.connection.is_closing()) && live.deadline.is_none() {
             let patience = if failed { LINGER } else { CLOSE_TIMEOUT };
@@ -377,12 +387,16 @@ impl Endpoint {
     /// The connection has failed or ended, and what could be said has been said.
     fn wind_up(&self, state: &mut State) {
         let Phase::Live(live) = std::mem::replace(&mut state.phase, Phase::Over) else { return };
-        let Live { stream, connection, ended, .. } = *live;
+        let Live { mut transport, connection, ended, .. } = *live;
         let cause = connection.failure.clone().expect("checked by the caller");
         let told_peer = matches!(cause, ConnectionError::Protocol(_));
         self.announce_end(state, cause);
-        let _ = stream.shutdown(Shutdown::Write);
-        if told_peer && !ended {
+        transport.end();
+        // What is in shared memory stays there for the peer.
+        if let Transport::Tcp(stream) = transport
+            && told_peer
+            && !ended
+        {
             // Closing now would reset the connection and could destroy the Terminate on its way.
             state.phase = Phase::Lingering { stream, deadline: Instant::now() + LINGER, read: 0 };
             self.ctx.start_timer();
@@ -408,6 +422,27 @@ impl Endpoint {
         self.ctx.live_changed();
     }
 
+    /// The peer's reply of `used` bytes is in order; 0 if what is behind it does not matter. False if there is no connection all the
+    /// same.
+    fn connected(&self, state: &mut State, agreement: Agreement, used: usize) -> bool {
+        let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else { return false };
+        let local = c.socket.local_addr().unwrap_or(c.peer);
+        let transport = match c.socket.into_transport() {
+            Ok(transport) => transport,
+            Err(error) => {
+                self.end(state, ConnectionError::Lost(error.to_string()));
+                return false;
+            }
+        };
+        let early = match &transport {
+            Transport::Tcp(_) if used > 0 => &c.reply[used..],
+            // Calls for what is in the ring, which is looked at now.
+            _ => &[],
+        };
+        self.go_live(state, transport, (c.peer, local), agreement, true, Vec::new(), early);
+        true
+    }
+
     fn advance_connect(&self, state: &mut State) -> Turn {
         let Phase::Connecting(c) = &mut state.phase else { return Turn::Waiting };
         match c.advance() {
@@ -426,10 +461,9 @@ impl Endpoint {
                             self.end(state, ConnectionError::Protocol(code.into()));
                             return Turn::Waiting;
                         };
-                        let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {
-                            unreachable!("matched above")
-                        };
-                        self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &[]);
+                        if !self.connected(state, agreement, 0) {
+                            return Turn::Waiting;
+                        }
                         // It was never established.
                         state.info = None;
                         if let Phase::Live(live) = &mut state.phase {
@@ -438,10 +472,9 @@ impl Endpoint {
                         self.serve_live(state)
                     }
                     Ok(agreement) => {
-                        let Phase::Connecting(c) = std::mem::replace(&mut state.phase, Phase::Over) else {
-                            unreachable!("matched above")
-                        };
-                        self.go_live(state, c.stream, c.peer, agreement, true, Vec::new(), &c.reply[used..]);
+                        if !self.connected(state, agreement, used) {
+                            return Turn::Waiting;
+                        }
                         self.ctx
                             .push_event(Event::Established { qp_num: self.number, private_data: frame.private_data });
                         self.serve_live(state)
@@ -496,14 +529,14 @@ impl Connecting {
     fn advance(&mut self) -> Result<Option<(Frame, usize)>, ConnectionError> {
         let lost = |e: std::io::Error| ConnectionError::Lost(e.to_string());
         if !self.connected {
-            if !socket::connect_result(&self.stream).map_err(lost)? {
+            if !self.socket.connect_result().map_err(lost)? {
                 return Ok(None);
             }
             self.connected = true;
-            thruway_tcp::tune(&self.stream, self.peer, self.congestion.as_deref());
+            self.socket.tune(self.peer, self.congestion.as_deref());
         }
         while self.sent < self.request.len() {
-            match std::io::Write::write(&mut self.stream, &self.request[self.sent..]) {
+            match self.socket.write(&self.request[self.sent..]) {
                 Ok(n) => self.sent += n,
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
                 Err(e) => return Err(lost(e)),
@@ -511,7 +544,7 @@ impl Connecting {
         }
         loop {
             let mut chunk = [0; mpa::FRAME_HEADER_LEN + mpa::MAX_PRIVATE_DATA];
-            match std::io::Read::read(&mut self.stream, &mut chunk) {
+            match self.socket.read(&mut chunk) {
                 Ok(0) => return Err(ConnectionError::Lost("closed during set-up".into())),
                 Ok(n) => self.reply.extend_from_slice(&chunk[..n]),
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
@@ -535,24 +568,22 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
         if !live.connection.rx_iovecs(iovecs) {
             break;
         }
-        let offered: usize = iovecs.iter().map(|v| v.iov_len).sum();
         // SAFETY: `rx_iovecs` describes validated target memory, held until `rx_received`.
-        match unsafe { socket::receive(&live.stream, iovecs) } {
-            Ok(None) => {
+        match unsafe { live.transport.receive(iovecs) } {
+            Ok(Moved::Nothing) => {
                 live.readable = false;
                 live.connection.rx_received(0);
             }
-            Ok(Some(0)) => {
+            Ok(Moved::Some(0)) => {
                 live.readable = false;
                 live.ended = true;
                 live.connection.rx_eof();
             }
-            Ok(Some(n)) => {
+            Ok(moved @ (Moved::Last(n) | Moved::Some(n))) => {
                 taken += n;
                 live.connection.rx_received(n);
-                // A short read emptied the socket; the next arrival is a new edge, unless it was the end and came with
-                // what was read.
-                live.readable = n == offered || live.hung_up;
+                // The next arrival is a new edge, unless it was the end and came with what was read.
+                live.readable = moved == Moved::Some(n) || live.hung_up;
             }
             Err(e) => {
                 live.readable = false;
@@ -565,8 +596,11 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
 }
 
 fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
-    while live.writable && !live.preamble.is_empty() {
-        match std::io::Write::write(&mut live.stream, &live.preamble) {
+    while live.writable
+        && !live.preamble.is_empty()
+        && let Transport::Tcp(stream) = &mut live.transport
+    {
+        match stream.write(&live.preamble) {
             Ok(n) => drop(live.preamble.drain(..n)),
             Err(_) => live.writable = false,
         }
@@ -577,14 +611,13 @@ fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
             return Turn::Unfinished;
         }
         live.connection.tx_iovecs(iovecs);
-        let offered: usize = iovecs.iter().map(|v| v.iov_len).sum();
         // SAFETY: the iovecs describe scratch and registered memory that the queues keep mapped.
-        match unsafe { socket::send(&live.stream, iovecs) } {
-            Ok(None) => live.writable = false,
-            Ok(Some(n)) => {
+        match unsafe { live.transport.send(iovecs) } {
+            Ok(Moved::Nothing) => live.writable = false,
+            Ok(moved @ (Moved::Last(n) | Moved::Some(n))) => {
                 given += n;
                 live.connection.tx_advance(n);
-                live.writable = n == offered;
+                live.writable = moved == Moved::Some(n);
             }
             Err(e) => {
                 live.writable = false;
@@ -662,16 +695,10 @@ impl QueuePairOps for Endpoint {
         self.check_idle(&guard)?;
         let config = self.ctx.config();
         let prefs = config.preferences(params)?;
-        let stream = socket::start_connect(addr).map_err(|source| Error::Io {
-            op: "connecting to",
-            peer: Some(addr),
-            source,
-        })?;
-        let tuned = socket::tune(&stream);
-        tuned.map_err(|source| Error::Io { op: "preparing the socket to", peer: Some(addr), source })?;
-        self.ctx.watch(&stream, self.id).map_err(|e| Error::io("watching a connection", e))?;
+        let socket = self.ctx.start_connect(addr)?;
+        self.ctx.watch(&socket, self.id).map_err(|e| Error::io("watching a connection", e))?;
         guard.phase = Phase::Connecting(Connecting {
-            stream,
+            socket,
             peer: addr,
             congestion: config.congestion.clone(),
             prefs,
@@ -710,8 +737,8 @@ impl QueuePairOps for Endpoint {
 
     fn path(&self) -> Option<PathInfo> {
         match &self.lock().phase {
-            Phase::Live(live) => PathInfo::of(&live.stream),
-            Phase::Connecting(c) if c.connected => PathInfo::of(&c.stream),
+            Phase::Live(live) => live.transport.path(),
+            Phase::Connecting(c) if c.connected => c.socket.path(),
             _ => None,
         }
     }

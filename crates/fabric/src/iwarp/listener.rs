@@ -4,10 +4,13 @@ use super::device::{Context, Queued};
 use super::endpoint::Endpoint;
 use super::set_up::Place;
 use super::socket;
+use super::transport::Socket;
 use crate::ListenOptions;
 use crate::provider::{Event, ListenerOps, QueuePairOps, RequestOps};
-use std::io::Read;
+use crate::shm;
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_iwarp::mpa::{self, Frame};
@@ -24,8 +27,22 @@ const ACCEPT_TURN: usize = 64;
 
 pub(super) struct ListeningSocket {
     pub(super) id: u64,
-    socket: TcpListener,
+    socket: Listening,
     options: ListenOptions,
+}
+
+enum Listening {
+    Tcp(TcpListener),
+    Shm(shm::Listener),
+}
+
+impl AsFd for ListeningSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.socket {
+            Listening::Tcp(socket) => socket.as_fd(),
+            Listening::Shm(listener) => listener.socket.as_fd(),
+        }
+    }
 }
 
 impl ListeningSocket {
@@ -38,24 +55,47 @@ impl ListeningSocket {
         sockopt::set_socket_reuseaddr(&fd, true).map_err(failed)?;
         bind(&fd, &addr).map_err(failed)?;
         listen(&fd, options.backlog as i32).map_err(failed)?;
-        Ok(ListeningSocket { id, socket: TcpListener::from(fd), options: options.clone() })
+        Ok(ListeningSocket { id, socket: Listening::Tcp(TcpListener::from(fd)), options: options.clone() })
     }
 
-    pub(super) fn socket(&self) -> &TcpListener {
-        &self.socket
+    /// For connections through shared memory.
+    pub(super) fn of_shm(id: u64, addr: SocketAddr, options: &ListenOptions) -> Result<ListeningSocket> {
+        let failed = |source| Error::Io { op: "listening for shared memory on", peer: Some(addr), source };
+        let listener = shm::listen(addr, options.backlog).map_err(failed)?;
+        Ok(ListeningSocket { id, socket: Listening::Shm(listener), options: options.clone() })
+    }
+
+    pub(super) fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        match &self.socket {
+            Listening::Tcp(socket) => socket.local_addr(),
+            Listening::Shm(listener) => Ok(listener.addr),
+        }
+    }
+
+    fn accept(&self) -> std::io::Result<(Socket, SocketAddr, Origin)> {
+        Ok(match &self.socket {
+            Listening::Tcp(socket) => {
+                let (stream, peer) = socket.accept()?;
+                let origin = Origin::of_stream(&stream, peer);
+                (Socket::Tcp(stream), peer, origin)
+            }
+            Listening::Shm(listener) => {
+                let (socket, user) = listener.accept()?;
+                (Socket::Shm(socket), SocketAddr::new(listener.addr.ip(), 0), Origin::User(user))
+            }
+        })
     }
 
     /// Accepts what is waiting. True if there may be more.
     pub(super) fn progress(&self, ctx: &Arc<Context>) -> bool {
         for _ in 0..ACCEPT_TURN {
-            match self.socket.accept() {
-                Ok((stream, peer)) => {
-                    let origin = Origin::of_stream(&stream, peer);
+            match self.accept() {
+                Ok((socket, peer, origin)) => {
                     if !ctx.make_room(origin, self.options.max_pending.max(1)) {
                         tracing::warn!(%peer, "too many unanswered requests, closing");
                         continue;
                     }
-                    if let Err(error) = ctx.begin_request(stream, (peer, origin), self.options.accept_foreign) {
+                    if let Err(error) = ctx.begin_request(socket, (peer, origin), self.options.accept_foreign) {
                         tracing::warn!(%peer, %error, "cannot serve a connection");
                     }
                 }
@@ -109,7 +149,7 @@ pub(super) struct Inbound {
 }
 
 pub(super) struct Reading {
-    stream: TcpStream,
+    socket: Socket,
     peer: SocketAddr,
     place: Place,
     seen: Vec<u8>,
@@ -118,12 +158,12 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    pub(super) fn new(stream: TcpStream, peer: SocketAddr, place: Place, accept_foreign: bool) -> Reading {
-        Reading { stream, peer, place, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
+    pub(super) fn new(socket: Socket, peer: SocketAddr, place: Place, accept_foreign: bool) -> Reading {
+        Reading { socket, peer, place, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
     }
 
-    pub(super) fn stream(&self) -> &TcpStream {
-        &self.stream
+    pub(super) fn socket(&self) -> &Socket {
+        &self.socket
     }
 }
 
@@ -136,21 +176,23 @@ impl Inbound {
             Outcome::Waiting => *guard = Some(reading),
             Outcome::Over => ctx.forget(self.id),
             Outcome::Request(frame) => {
-                ctx.unwatch(&reading.stream);
+                ctx.unwatch(&reading.socket);
                 ctx.forget(self.id);
                 ctx.queue(Queued::Request(Request {
                     ctx: Arc::clone(ctx),
                     place: reading.place,
-                    stream: Some(reading.stream),
+                    socket: Some(reading.socket),
                     peer: reading.peer,
                     frame,
                 }));
             }
             Outcome::Foreign => {
-                ctx.unwatch(&reading.stream);
+                ctx.unwatch(&reading.socket);
                 ctx.forget(self.id);
-                let Reading { stream, peer, seen, .. } = reading;
-                if stream.set_nonblocking(false).is_ok() {
+                let Reading { socket, peer, seen, .. } = reading;
+                if let Socket::Tcp(stream) = socket
+                    && stream.set_nonblocking(false).is_ok()
+                {
                     ctx.push_event(Event::Foreign { stream, peer, prefix: seen });
                 }
             }
@@ -186,7 +228,7 @@ impl Reading {
             // A caller of another protocol is recognised by its first bytes; the rest is left
             // for the service that speaks it.
             let most = if self.seen.len() < SNIFF_LEN { SNIFF_LEN - self.seen.len() } else { chunk.len() };
-            match self.stream.read(&mut chunk[..most]) {
+            match self.socket.read(&mut chunk[..most]) {
                 Ok(0) => return Outcome::Over,
                 Ok(n) => self.seen.extend_from_slice(&chunk[..n]),
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Outcome::Waiting,
@@ -215,7 +257,7 @@ pub(super) struct Request {
     ctx: Arc<Context>,
     /// Until it is answered.
     place: Place,
-    stream: Option<TcpStream>,
+    socket: Option<Socket>,
     peer: SocketAddr,
     frame: Frame,
 }
@@ -230,7 +272,7 @@ impl RequestOps for Request {
     }
 
     fn local(&self) -> SocketAddr {
-        self.stream.as_ref().and_then(|s| s.local_addr().ok()).unwrap_or(self.peer)
+        self.socket.as_ref().and_then(|s| s.local_addr().ok()).unwrap_or(self.peer)
     }
 
     fn depths(&self) -> Option<(u16, u16)> {
@@ -242,8 +284,8 @@ impl RequestOps for Request {
         let endpoint = endpoint.ok_or(Error::Unsupported("accepting on a queue pair of another provider"))?;
         let prefs = self.ctx.config().preferences(params)?;
         let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
-        let stream = self.stream.take().expect("answered once");
-        endpoint.accept(stream, self.peer, agreement, reply.encode())
+        let socket = self.socket.take().expect("answered once");
+        endpoint.accept(socket, self.peer, agreement, reply.encode())
     }
 
     fn reject(mut self: Box<Self>, private_data: &[u8]) {
@@ -262,11 +304,11 @@ impl Request {
     }
 
     fn refuse(&mut self, private_data: &[u8]) {
-        let Some(mut stream) = self.stream.take() else { return };
+        let Some(mut socket) = self.socket.take() else { return };
         let room = mpa::MAX_PRIVATE_DATA - 4;
         let frame = mpa::reject(&self.frame, &private_data[..private_data.len().min(room)]);
         // A fresh connection's send buffer holds a frame; if not, the close says it too.
-        let _ = std::io::Write::write(&mut stream, &frame.encode());
+        let _ = socket.write(&frame.encode());
     }
 }
 

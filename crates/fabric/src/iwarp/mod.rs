@@ -9,6 +9,7 @@
 //! | `doorbell` | who sleeps, and who has to be woken |
 //! | `shared` | completion queues, shared receive queues |
 //! | `socket` | socket options and vectored calls |
+//! | `transport` | TCP, or the rings of [`crate::shm`], which has the rest in common |
 
 mod device;
 mod doorbell;
@@ -17,6 +18,8 @@ mod listener;
 mod set_up;
 mod shared;
 mod socket;
+mod transport;
 
 pub use device::Config;
+pub(crate) use device::open_shm;
 pub use thruway_iwarp::mpa::{Preferences, ReadyToReceive};

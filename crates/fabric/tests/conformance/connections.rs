@@ -148,8 +148,8 @@ pub(crate) fn many_connections(lab: &Lab, count: usize) {
         up == count && to.len() == count
     });
     // The first one is stalled by a peer that reads nothing and sends half a frame.
-    let mut stalled = std::net::TcpStream::connect(lab.addr()).unwrap();
-    std::io::Write::write_all(&mut stalled, b"MPA ID Re").unwrap();
+    let mut stalled = lab.socket();
+    stalled.write_all(b"MPA ID Re").unwrap();
     for qp in &from {
         let request =
             SendRequest { wr_id: 1, op: send(), payload: Payload::Sges(&[ma.sge(0, 64)]), flags: SendFlags::SIGNALED };

@@ -108,6 +108,17 @@ impl Lab {
         self.listener.local_addr()
     }
 
+    /// A connection to the listener that is not the device's own.
+    pub(crate) fn socket(&self) -> Box<dyn std::io::Write> {
+        if self.b.attributes().provider != "shm" {
+            return Box::new(std::net::TcpStream::connect(self.addr()).unwrap());
+        }
+        use std::os::linux::net::SocketAddrExt;
+        use std::os::unix::net::{SocketAddr, UnixStream};
+        let name = SocketAddr::from_abstract_name(format!("thruway/shm/1/{}", self.addr())).unwrap();
+        Box::new(UnixStream::connect_addr(&name).unwrap())
+    }
+
     pub(crate) fn pair(&self) -> (Side, Side) {
         self.pair_with(QueuePairCaps::default(), &ConnectParams::default())
     }

@@ -1,0 +1,112 @@
+//! The conformance suite through shared memory.
+
+mod conformance;
+
+use conformance::Lab;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use thruway_fabric::messages::{MessageListener, Messages};
+use thruway_fabric::shm::Config;
+
+fn lab(config: &Config) -> Lab {
+    Lab::new(config.open().unwrap(), config.open().unwrap())
+}
+
+#[test]
+fn default_configuration() {
+    conformance::run_all(&|| lab(&Config::default()));
+}
+
+#[test]
+fn the_smallest_rings() {
+    let config = Config { ring: 4096, ..Config::default() };
+    conformance::run_all(&|| lab(&config));
+}
+
+#[test]
+fn a_thousand_connections_work_and_one_that_stalls_blocks_none() {
+    let config = Config { ring: 16 << 10, ..Config::default() };
+    conformance::many_connections(&lab(&config), 1000);
+}
+
+/// What the other process of a test does: this program again, with what to do in its environment.
+const CHILD: &str = "THRUWAY_SHM_CHILD";
+
+fn child(what: &str) -> (Child, SocketAddr) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let child = command.args(["--exact", "the_other_process", "--nocapture"]).env(CHILD, what).stdout(Stdio::piped());
+    if what == "as another user" {
+        child.uid(65534);
+    }
+    let mut child = child.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let addr = lines.find_map(|line| line.unwrap().strip_prefix("listening on ").map(|addr| addr.parse().unwrap()));
+    // The rest goes on being read: it must not wait for room.
+    std::thread::spawn(move || lines.for_each(drop));
+    (child, addr.unwrap())
+}
+
+/// Listens, and takes a connection.
+#[test]
+fn the_other_process() {
+    let Ok(what) = std::env::var(CHILD) else { return };
+    let at = "127.0.0.1:0".parse().unwrap();
+    let listener = MessageListener::bind(&Config::default().into(), at, 4096).unwrap();
+    println!("\nlistening on {}", listener.local_addr());
+    let mut peer = listener.accept().unwrap();
+    match &what[..] {
+        "ends behind ten messages" => {
+            peer.recv().unwrap().unwrap();
+            (0..10u32).for_each(|n| peer.send(&n.to_le_bytes()).unwrap());
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+        }
+        "as another user" => {}
+        "echoes" => {
+            while let Some(message) = peer.recv().unwrap() {
+                peer.send(&message).unwrap();
+            }
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn what_a_killed_process_has_sent_arrives_and_then_its_end() {
+    let (mut child, addr) = child("ends behind ten messages");
+    let mut peer = Messages::connect(&Config::default().into(), addr, 4096).unwrap();
+    peer.send(b"go").unwrap();
+    assert!(!child.wait().unwrap().success());
+    for n in 0..10u32 {
+        assert_eq!(peer.recv().unwrap().unwrap(), n.to_le_bytes());
+    }
+    assert_eq!(peer.recv().unwrap(), None);
+    assert!(peer.send(b"x").is_err());
+}
+
+#[test]
+fn processes_that_sleep_are_woken() {
+    let (mut child, addr) = child("echoes");
+    let mut peer = Messages::connect(&Config::default().into(), addr, 4096).unwrap();
+    for n in 0..200u32 {
+        if n % 20 == 0 {
+            // Both have gone to sleep by now; if not, the test tries less, and fails no more.
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        peer.send(&n.to_le_bytes()).unwrap();
+        assert_eq!(peer.recv().unwrap().unwrap(), n.to_le_bytes());
+    }
+    drop(peer);
+    assert!(child.wait().unwrap().success(), "it hears of the end");
+}
+
+/// Needs root, to become another user.
+#[test]
+fn listeners_of_other_users_are_not_connected_to() {
+    let (mut child, addr) = child("as another user");
+    let error = Messages::connect(&Config::default().into(), addr, 4096).err().expect("it is refused").to_string();
+    assert!(error.contains("another user (number 65534)"), "{error}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
