@@ -1,6 +1,7 @@
 # title: a directory that an ordinary user shares by NFS: git, moves, a daemon that is killed, files that its host moves
 # limit: 300
-as_user() { setpriv --reuid 1000 --regid 1000 --clear-groups "$@"; }
+user=(setpriv --reuid 1000 --regid 1000 --clear-groups)
+as_user() { "${user[@]}" "$@"; }
 mkdir -p /tmp/served /tmp/state /mnt/{3,4}
 truncate -s 400M /tmp/served.ext4
 mkfs.ext4 -q /tmp/served.ext4
@@ -12,8 +13,10 @@ chmod 700 /tmp/served/data
 start() {
     : >/tmp/serve.json
     chmod 666 /tmp/serve.json
-    as_user "$THRUWAY" serve --json --share data=/tmp/served/data --nfs 127.0.0.1:"${port:-0}" --nfs-lease 10 \
-        --state /tmp/state >/tmp/serve.json 2>>/tmp/said &
+    # No function: its process would be the one that is killed. It does not inherit files of its own shares, which it would have to
+    # close over the network when it is killed.
+    "${user[@]}" "$THRUWAY" serve --json --share data=/tmp/served/data --nfs 127.0.0.1:"${port:-0}" --nfs-lease 10 \
+        --state /tmp/state >/tmp/serve.json 2>>/tmp/said 7>&- 8>&- &
     daemon=$!
     until_written /tmp/serve.json
     port=$(grep -o '127.0.0.1:[0-9]*' /tmp/serve.json | head -n 1 | cut -d : -f 2)
@@ -67,13 +70,13 @@ echo '--- killed while files are open, moved and deleted'
 for v in 3 4; do
     mkdir -p /tmp/served/data/dir$v/deep
     chown -R 1000:1000 /tmp/served/data/dir$v
-    exec {file}<>/mnt/$v/dir$v/deep/file {above}</mnt/$v/dir$v
-    echo one >&$file
+    exec 7<>/mnt/$v/dir$v/deep/file 8</mnt/$v/dir$v
+    echo one >&7
     restart
     # The client has its handles only; what they name is where a client has moved it.
     mv /mnt/$v/dir$v /mnt/$v/moved$v
     restart
-    echo two >&$file
+    echo two >&7
     sync -f /mnt/$v
     [[ $(cat /tmp/served/data/moved$v/deep/file) == $'one\ntwo' ]]
     # And where a program of the server's host has.
@@ -82,11 +85,11 @@ for v in 3 4; do
     mv /tmp/served/data/moved$v/deep /tmp/served/data/away$v
     start
     forget
-    echo three >&$file
+    echo three >&7
     sync -f /mnt/$v
     [[ $(cat /tmp/served/data/away$v/file) == $'one\ntwo\nthree' ]]
-    ls /proc/self/fd/$above/ >/dev/null
-    exec {file}>&- {above}<&-
+    ls /proc/self/fd/8/ >/dev/null
+    exec 7>&- 8<&-
 done
 same /mnt/3/made4 /tmp/served/data/made4
 same /mnt/4/made3 /tmp/served/data/made3

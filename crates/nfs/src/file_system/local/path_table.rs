@@ -11,6 +11,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -85,6 +86,10 @@ impl PathTable {
             builder.set_cache_size(CACHE_BYTES);
             builder
         };
+        if let Some(file) = file {
+            // The names in it are not for everybody.
+            std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
+        }
         let database = match file {
             None => builder().create_with_backend(redb::backends::InMemoryBackend::new()).map_err(failed)?,
             Some(file) => builder().create(file).or_else(|error| {
@@ -96,7 +101,7 @@ impl PathTable {
                     _ => {}
                 }
                 tracing::warn!(file = %file.display(), %error, "the table of paths cannot be read and is begun again");
-                std::fs::remove_file(file)?;
+                std::fs::OpenOptions::new().write(true).truncate(true).open(file)?;
                 builder().create(file).map_err(failed)
             })?,
         };
