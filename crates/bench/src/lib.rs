@@ -97,6 +97,8 @@ impl Op {
 /// What carries a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum BenchProvider {
+    /// Shared memory where both ends are of this host, else iWARP in user space
+    Auto,
     /// iWARP in user space
     Iwarp,
     /// Shared memory, between processes of this host
@@ -108,6 +110,7 @@ enum BenchProvider {
 impl BenchProvider {
     fn name(self) -> &'static str {
         match self {
+            BenchProvider::Auto => "auto",
             BenchProvider::Iwarp => "iwarp",
             BenchProvider::Shm => "shm",
             BenchProvider::Verbs => "verbs",
@@ -117,6 +120,9 @@ impl BenchProvider {
     /// To call `peer` by, with defaults.
     fn towards(self, peer: SocketAddr) -> Result<Provider, String> {
         match self {
+            BenchProvider::Auto => {
+                Ok(iwarp::Config { shm: Some(shm::Config::default()), ..iwarp::Config::default() }.into())
+            }
             BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
             BenchProvider::Shm => Ok(shm::Config::default().into()),
             BenchProvider::Verbs => Ok(verbs::Config::towards(peer).map_err(|e| e.to_string())?.into()),
@@ -126,6 +132,9 @@ impl BenchProvider {
     /// To be called by at `local`, with defaults.
     fn at(self, local: SocketAddr) -> Result<Provider, String> {
         match self {
+            BenchProvider::Auto => {
+                Ok(iwarp::Config { shm: Some(shm::Config::default()), ..iwarp::Config::default() }.into())
+            }
             BenchProvider::Iwarp => Ok(iwarp::Config::default().into()),
             BenchProvider::Shm => Ok(shm::Config::default().into()),
             BenchProvider::Verbs => Ok(verbs::Config::at(local.ip()).map_err(|e| e.to_string())?.into()),
@@ -198,6 +207,7 @@ impl TestArgs {
             markers: self.markers == OnOff::On,
             revision: self.revision,
             congestion: self.congestion.clone(),
+            shm: (self.provider == BenchProvider::Auto).then(shm::Config::default),
             ..iwarp::Config::default()
         };
         config.into()
@@ -206,7 +216,7 @@ impl TestArgs {
     /// The fabric to call `peer` by.
     fn towards(&self, peer: SocketAddr) -> Result<Provider, String> {
         match self.provider {
-            BenchProvider::Iwarp => Ok(self.iwarp()),
+            BenchProvider::Auto | BenchProvider::Iwarp => Ok(self.iwarp()),
             BenchProvider::Shm | BenchProvider::Verbs => self.provider.towards(peer),
         }
     }
@@ -214,7 +224,7 @@ impl TestArgs {
     /// The fabric to be called by at `local`.
     fn at(&self, local: SocketAddr) -> Result<Provider, String> {
         match self.provider {
-            BenchProvider::Iwarp => Ok(self.iwarp()),
+            BenchProvider::Auto | BenchProvider::Iwarp => Ok(self.iwarp()),
             BenchProvider::Shm | BenchProvider::Verbs => self.provider.at(local),
         }
     }

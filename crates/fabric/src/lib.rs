@@ -45,7 +45,7 @@ pub mod verbs;
 
 pub use thruway_memory::Buffer;
 pub use thruway_rdma_types::{self as types, *};
-pub use thruway_tcp::PathInfo;
+pub use thruway_tcp::{Origin, PathInfo};
 
 use provider::{
     CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, RequestOps, SharedReceiveOps,
@@ -81,11 +81,12 @@ impl Provider {
 }
 
 impl Provider {
-    /// Whether its connections are TCP's, so that the user at the other end of one over loopback can be found out.
-    pub fn runs_over_tcp(&self) -> bool {
+    /// Whether its protocol is spoken by this program, so that the user at the other end of a connection from this host is known
+    /// ([`ConnectionRequest::origin`]).
+    pub fn is_in_user_space(&self) -> bool {
         match self {
-            Provider::Iwarp(_) => true,
-            Provider::Shm(_) | Provider::Verbs(_) => false,
+            Provider::Iwarp(_) | Provider::Shm(_) => true,
+            Provider::Verbs(_) => false,
         }
     }
 }
@@ -261,6 +262,11 @@ impl ConnectionRequest {
     /// The peer's address.
     pub fn peer(&self) -> SocketAddr {
         self.0.peer()
+    }
+
+    /// Where it comes from, for what each may have a share of.
+    pub fn origin(&self) -> Origin {
+        self.0.origin()
     }
 
     /// The address it connected to.
@@ -518,6 +524,8 @@ pub struct ConnectionInfo {
     pub ird: u16,
     /// Outbound reads and atomics allowed.
     pub ord: u16,
+    /// What carries it: `iwarp`, `shm` or `verbs`.
+    pub provider: &'static str,
     /// What is known of the path now, where the device can tell.
     pub path: Option<PathInfo>,
     /// Protocol details, for people.

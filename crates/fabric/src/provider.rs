@@ -9,6 +9,7 @@ use thruway_rdma_types::{Access, Owner};
 use thruway_rdma_types::{
     ConnectParams, ConnectionError, DeviceAttributes, QueuePairCaps, RecvRequest, Result, SendRequest, WorkCompletion,
 };
+use thruway_tcp::Origin;
 
 /// An opened device.
 pub(crate) trait DeviceOps: Send + Sync {
@@ -109,6 +110,7 @@ pub(crate) trait ListenerOps: Send + Sync {
 pub(crate) trait RequestOps: Send {
     fn private_data(&self) -> &[u8];
     fn peer(&self) -> SocketAddr;
+    fn origin(&self) -> Origin;
     fn local(&self) -> SocketAddr;
     fn depths(&self) -> Option<(u16, u16)>;
     fn accept(self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()>;

@@ -9,6 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use thruway_fabric::messages::{MessageListener, Messages};
 use thruway_fabric::shm::Config;
+use thruway_fabric::{Provider, iwarp};
 
 fn lab(config: &Config) -> Lab {
     Lab::new(config.open().unwrap(), config.open().unwrap())
@@ -109,4 +110,37 @@ fn listeners_of_other_users_are_not_connected_to() {
     assert!(error.contains("another user (number 65534)"), "{error}");
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+#[test]
+fn iwarp_with_shared_memory_for_this_host() {
+    let config = || iwarp::Config { shm: Some(Config::default()), ..iwarp::Config::default() };
+    conformance::run_all(&|| Lab::new(config().open().unwrap(), config().open().unwrap()));
+    let carried = |a: &Provider, b: &Provider| {
+        let (near, far) = Lab::new(a.open().unwrap(), b.open().unwrap()).pair();
+        assert_eq!(near.qp.info().unwrap().provider, far.qp.info().unwrap().provider);
+        near.qp.info().unwrap().provider
+    };
+    let (auto, shm, iwarp) = (config().into(), Config::default().into(), iwarp::Config::default().into());
+    assert_eq!(carried(&auto, &auto), "shm");
+    assert_eq!(carried(&shm, &auto), "shm");
+    // Where only one end has it, it is TCP.
+    assert_eq!(carried(&auto, &iwarp), "iwarp");
+    assert_eq!(carried(&iwarp, &auto), "iwarp");
+    assert_eq!(carried(&auto, &shm), "shm");
+}
+
+#[test]
+fn a_listener_at_all_addresses_is_found_at_each() {
+    for (listens, at) in [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "127.1.2.3"), ("::", "127.0.0.1"), ("::1", "::1")] {
+        let listener = MessageListener::bind(&Config::default().into(), address(listens, 0), 64).unwrap();
+        let port = listener.local_addr().port();
+        let echo = std::thread::spawn(move || listener.accept().unwrap().recv().unwrap());
+        Messages::connect(&Config::default().into(), address(at, port), 64).unwrap().send(b"x").unwrap();
+        assert_eq!(echo.join().unwrap().as_deref(), Some(&b"x"[..]), "{listens} {at}");
+    }
+}
+
+fn address(ip: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(ip.parse().unwrap(), port)
 }

@@ -95,7 +95,7 @@ impl Acceptor {
             bound.push(Address::Tcp(local));
             let (acceptor, load_balancer, serve) = (Arc::clone(self), reactors.load_balancer(), serve.clone());
             reactors.handles()[0].spawn(move || async move {
-                let result = acceptor.accept_rdma(&device, local, &load_balancer, serve).await;
+                let result = acceptor.accept_rdma(&device, &load_balancer, serve).await;
                 drop(listener);
                 tracing::error!(?result, protocol = acceptor.limit.protocol(), "no longer accepting connections");
             });
@@ -103,13 +103,7 @@ impl Acceptor {
         Ok(bound)
     }
 
-    async fn accept_rdma<S, F>(
-        &self,
-        device: &Device,
-        local: SocketAddr,
-        reactors: &LoadBalancer,
-        serve: S,
-    ) -> io::Result<Infallible>
+    async fn accept_rdma<S, F>(&self, device: &Device, reactors: &LoadBalancer, serve: S) -> io::Result<Infallible>
     where
         S: Fn(ConnectionRequest, Arc<Permit>) -> F + Clone + Send + 'static,
         F: Future<Output = io::Result<()>> + 'static,
@@ -120,7 +114,7 @@ impl Acceptor {
         loop {
             while let Some(event) = device.poll_event() {
                 let ConnectionEvent::Request(request) = event else { continue };
-                let Some(permit) = self.admit(request.peer(), local) else {
+                let Some(permit) = self.admit(request.peer(), request.origin()) else {
                     request.reject(&[]);
                     continue;
                 };
@@ -135,7 +129,7 @@ impl Acceptor {
 
     fn admit_socket(&self, socket: &Socket) -> Option<Permit> {
         match socket {
-            Socket::Tcp(stream, peer) => self.admit(*peer, stream.local_addr().ok()?),
+            Socket::Tcp(stream, peer) => self.admit(*peer, Origin::of(*peer, stream.local_addr().ok()?)),
             // The permissions of the socket's file have decided who may connect.
             Socket::Unix(_) if self.is_closing() => None,
             Socket::Unix(_) => self.limit.acquire(socket.peer(), socket.origin()),
@@ -143,11 +137,10 @@ impl Acceptor {
     }
 
     /// A permit for a connection of this peer; `None` if it is not to be served.
-    pub fn admit(&self, peer: SocketAddr, local: SocketAddr) -> Option<Permit> {
+    pub fn admit(&self, peer: SocketAddr, origin: Origin) -> Option<Permit> {
         if self.is_closing() {
             return None;
         }
-        let origin = Origin::of(peer, local);
         if self.own_user_only && !origin.is_own_user() {
             let why = match origin {
                 Origin::UnknownUser => {

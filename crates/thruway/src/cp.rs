@@ -224,7 +224,7 @@ fn copy(
         let hint = if kept { "; what has arrived is kept, and the same command resumes" } else { "" };
         format!("{}: {e}{hint}", job.remote.label)
     })?;
-    tracing::info!("provider {}: {}", args.provider.name(), finished.detail);
+    tracing::info!("provider {}: {}", finished.provider, finished.detail);
     Ok((finished, job.encrypt, pipelines.stats()))
 }
 
@@ -604,7 +604,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "deleted": summary.deleted,
             "failed": summary.failed,
             "skipped": summary.skipped,
-            "provider": args.provider.name(),
+            "provider": finished.provider,
             "encrypted": encrypted,
             "verified": verified,
             "verify": args.verify.to_string(),

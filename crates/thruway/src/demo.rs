@@ -85,7 +85,7 @@ impl<'a> Demo<'a> {
         self.say(&format!("daemon     tw://{} serves {}", daemon.addr, served.display()));
         let mut steps = Vec::new();
         for (provider, extra) in
-            [("iwarp", &[][..]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
+            [("shm", &[][..]), ("iwarp", &[]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
         {
             let label = if extra.is_empty() { provider.to_string() } else { format!("{provider}, encrypted, BLAKE3") };
             let name = format!("copy{}", steps.len());

@@ -4,7 +4,7 @@ use crate::keys;
 use clap::ValueEnum;
 use std::net::ToSocketAddrs;
 use std::path::PathBuf;
-use thruway_fabric::{iwarp, verbs};
+use thruway_fabric::{Provider as Fabric, iwarp, shm, verbs};
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::Remote;
 use thruway_transfer::link::Transport;
@@ -12,10 +12,12 @@ use thruway_transfer::link::Transport;
 /// How data is carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Provider {
-    /// Chosen automatically (iwarp)
+    /// Shared memory to a daemon of this host's, if it is root's or your own; iwarp to others
     Auto,
     /// RDMA in user space over TCP
     Iwarp,
+    /// Shared memory
+    Shm,
     /// An RDMA device (a daemon started with --provider verbs)
     Verbs,
     /// Plain TCP with sendfile and splice
@@ -26,21 +28,27 @@ impl Provider {
     /// Sets the transport of a remote.
     pub(crate) fn apply_to(self, remote: &mut Remote) -> Result<(), String> {
         remote.transport = if self == Provider::Tcp { Transport::Tcp } else { Transport::Rdma };
-        if self == Provider::Verbs {
-            if !matches!(remote.credentials, Credentials::Keys(_)) {
-                return Err("--provider verbs needs a daemon: tw://host/export/path".into());
+        let needs_daemon = match self {
+            Provider::Verbs => Some("verbs"),
+            Provider::Shm => Some("shm"),
+            _ => None,
+        };
+        if let Some(name) = needs_daemon.filter(|_| !matches!(remote.credentials, Credentials::Keys(_))) {
+            return Err(format!("--provider {name} needs a daemon: tw://host/export/path"));
+        }
+        match self {
+            Provider::Verbs => {
+                remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();
             }
-            remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();
+            Provider::Shm => remote.fabric = shm::Config::default().into(),
+            Provider::Auto => {
+                if let Fabric::Iwarp(config) = &mut remote.fabric {
+                    config.shm = Some(shm::Config::default());
+                }
+            }
+            Provider::Iwarp | Provider::Tcp => {}
         }
         Ok(())
-    }
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Provider::Tcp => "tcp",
-            Provider::Verbs => "verbs",
-            Provider::Auto | Provider::Iwarp => "iwarp",
-        }
     }
 }
 

@@ -23,18 +23,21 @@ fn a_tree_with_everything_awkward_survives_there_and_back() {
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
     awkward_tree(&source);
     let daemon = lab.serve(&served);
-    for extra in [
-        &["--encrypt", "off"][..],
-        &["--encrypt", "on", "--verify", "blake3"],
-        &["--streams", "5", "--block-size", "64K"],
-        &["--provider", "tcp"],
-        &["--provider", "tcp", "--verify", "none", "--streams", "4"],
-        &["--provider", "tcp", "--encrypt", "on", "--block-size", "256K"],
+    for (extra, provider) in [
+        // The daemon is of this host, and the user's own.
+        (&["--encrypt", "off"][..], "shm"),
+        (&["--streams", "3", "--encrypt", "on", "--block-size", "256K"], "shm"),
+        (&["--provider", "shm", "--verify", "none"], "shm"),
+        (&["--provider", "iwarp", "--encrypt", "on", "--verify", "blake3"], "iwarp"),
+        (&["--provider", "iwarp", "--streams", "5", "--block-size", "64K"], "iwarp"),
+        (&["--provider", "tcp"], "tcp"),
+        (&["--provider", "tcp", "--verify", "none", "--streams", "4"], "tcp"),
+        (&["--provider", "tcp", "--encrypt", "on", "--block-size", "256K"], "tcp"),
     ] {
         let mut push = args(&[&"-rp", &source, &daemon.url("e/")]);
         push.extend(extra.iter().map(OsString::from));
         let result = cp(&lab, &push);
-        assert_eq!(result["failed"], 0);
+        assert_eq!((&result["failed"], &result["provider"]), (&0.into(), &provider.into()));
         assert_same(&source, &served.join("source"), Compare::Everything);
         let back = lab.path("back");
         let mut pull = args(&[&"-rp", &daemon.url("e/source"), &back]);

@@ -217,6 +217,8 @@ pub struct Finished {
     pub summary: Summary,
     /// Attempts after the first.
     pub retries: u32,
+    /// What carried the last attempt: `iwarp`, `shm`, `verbs` or `tcp`.
+    pub provider: &'static str,
     /// What was negotiated, for people.
     pub detail: String,
 }
@@ -265,7 +267,7 @@ pub fn run_until(
         let ended = attempt(job, pipeline, progress, on_report, &mut state, stop);
         stop.session(None);
         match ended {
-            Ok((summary, detail)) => return Ok(Finished { summary, retries, detail }),
+            Ok((summary, provider, detail)) => return Ok(Finished { summary, retries, provider, detail }),
             Err(error) if error.is_transient() => {
                 stop.check()?;
                 // Bytes that are sent again and again, and kept nowhere, are no progress.
@@ -312,7 +314,7 @@ fn attempt(
     on_report: &OnReport,
     state: &mut Attempts,
     stop: &Stop,
-) -> Result<(Summary, String), SessionError> {
+) -> Result<(Summary, &'static str, String), SessionError> {
     let mut options = job.options.clone();
     // Files this very run has put in place are not to be sent twice. What was there before it is forgotten
     // once a session has been agreed on.
@@ -379,6 +381,7 @@ fn attempt(
     let cancel = Cancel::new(link.device());
     link.end_with(&cancel);
     stop.session(Some(&cancel));
+    let provider = link.provider();
     let detail = format!("{count} data channels, blocks of {block_len} bytes, {}", link.describe());
     tracing::info!(session = reply.session, detail, "session open");
     let params = SessionParams {
@@ -417,7 +420,7 @@ fn attempt(
         }
         (Local::Directory(_), None) => unreachable!("prepared above"),
     };
-    outcome.map(|summary| (summary, detail))
+    outcome.map(|summary| (summary, provider, detail))
 }
 
 /// Where a pull goes, for a source on this very machine.

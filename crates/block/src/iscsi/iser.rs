@@ -136,7 +136,7 @@ impl Server {
     /// For the first address that cannot be listened on: there may be no RDMA device for it.
     pub fn start(config: Config, reactors: &Reactors) -> thruway_fabric::Result<Server> {
         // The user behind a connection through an RDMA device is not known.
-        let own_user_only = config.own_user_only && config.provider.runs_over_tcp();
+        let own_user_only = config.own_user_only && config.provider.is_in_user_space();
         let acceptor = Acceptor::new("iSER", config.connections_max, own_user_only);
         let shared = Shared { targets: config.targets, acceptor: Arc::clone(&acceptor) };
         let service = Arc::new(Service { provider: config.provider.clone(), shared });

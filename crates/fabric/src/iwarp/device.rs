@@ -14,7 +14,7 @@ use crate::{Device, ListenOptions, shm};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 use std::collections::{HashMap, VecDeque};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
@@ -66,6 +66,8 @@ pub struct Config {
     pub force_ulpdu: Option<u16>,
     /// TCP congestion control for every socket; by default the system's, and `cubic` on loopback.
     pub congestion: Option<String>,
+    /// Connections with processes of this host go through shared memory, where both ends say so; see [`crate::shm`].
+    pub shm: Option<shm::Config>,
 }
 
 impl Default for Config {
@@ -79,6 +81,7 @@ impl Default for Config {
             announce: true,
             force_ulpdu: None,
             congestion: None,
+            shm: None,
         }
     }
 }
@@ -89,7 +92,7 @@ impl Config {
     /// # Errors
     /// [`Error::Io`] if the system has no descriptors left.
     pub fn open(self) -> Result<Device> {
-        Ok(Device::new(Arc::new(Handle(Context::open(self, Via::Tcp)?))))
+        Ok(Device::new(Arc::new(Handle(Context::open(self, true)?))))
     }
 
     pub(super) fn preferences(&self, params: &ConnectParams) -> Result<Preferences> {
@@ -124,18 +127,21 @@ impl Config {
     }
 }
 
-/// What carries the connections of a device.
-#[derive(Debug, Clone)]
-enum Via {
-    Tcp,
-    Shm(shm::Config),
+/// Opens a device all of whose connections go through shared memory.
+pub(crate) fn open_shm(shm: shm::Config) -> Result<Device> {
+    let config = Config { shm: Some(shm), ..Config::default() };
+    Ok(Device::new(Arc::new(Handle(Context::open(config, false)?))))
 }
 
-/// Opens a device whose connections go through shared memory. What is there is right, and comes as it was sent: nothing is added to
-/// find that out.
-pub(crate) fn open_shm(shm: shm::Config) -> Result<Device> {
-    let config = Config { crc: false, ..Config::default() };
-    Ok(Device::new(Arc::new(Handle(Context::open(config, Via::Shm(shm))?))))
+/// Whether this is an address of this host: the kernel would call from the same one.
+fn is_local(addr: SocketAddr) -> bool {
+    let own = || {
+        let any = if addr.is_ipv4() { IpAddr::from(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect(addr)?;
+        socket.local_addr()
+    };
+    own().is_ok_and(|own: SocketAddr| own.ip() == addr.ip())
 }
 
 enum Entity {
@@ -152,7 +158,8 @@ pub(super) enum Queued {
 
 pub(super) struct Context {
     config: Config,
-    via: Via,
+    /// Connections go through TCP where not through shared memory.
+    has_tcp: bool,
     attributes: DeviceAttributes,
     table: Arc<RegionTable>,
     epoll: OwnedFd,
@@ -183,6 +190,8 @@ pub(super) struct Context {
 
 struct Driver {
     hot: Vec<Arc<Endpoint>>,
+    /// None of them by TCP.
+    all_by_shm: bool,
     hot_version: u64,
     /// Polls since the last wait.
     polls: u32,
@@ -192,11 +201,8 @@ struct Driver {
 }
 
 impl Context {
-    fn open(config: Config, via: Via) -> Result<Arc<Context>> {
-        let (provider, name) = match via {
-            Via::Tcp => ("iwarp", "iwarp0"),
-            Via::Shm(_) => ("shm", "shm0"),
-        };
+    fn open(config: Config, has_tcp: bool) -> Result<Arc<Context>> {
+        let (provider, name) = if has_tcp { ("iwarp", "iwarp0") } else { ("shm", "shm0") };
         let failed = |e| Error::io("opening a device of this program", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
@@ -227,7 +233,7 @@ impl Context {
         };
         Ok(Arc::new(Context {
             config,
-            via,
+            has_tcp,
             attributes,
             table: Arc::new(RegionTable::new()),
             epoll,
@@ -239,7 +245,14 @@ impl Context {
             next_qp: AtomicU64::new(1),
             entities: Mutex::new(HashMap::new()),
             set_up: Arc::default(),
-            driver: Mutex::new(Driver { hot: Vec::new(), hot_version: 0, polls: 0, detached: false, streak: 0 }),
+            driver: Mutex::new(Driver {
+                hot: Vec::new(),
+                all_by_shm: false,
+                hot_version: 0,
+                polls: 0,
+                detached: false,
+                streak: 0,
+            }),
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
             events: Mutex::new(VecDeque::new()),
@@ -347,16 +360,25 @@ impl Context {
     /// Starts to connect.
     pub(super) fn start_connect(&self, addr: SocketAddr) -> Result<Socket> {
         let failed = |op| move |source| Error::Io { op, peer: Some(addr), source };
-        match &self.via {
-            Via::Tcp => {
-                let stream = socket::start_connect(addr).map_err(failed("connecting to"))?;
-                socket::tune(&stream).map_err(failed("preparing the socket to"))?;
-                Ok(Socket::Tcp(stream))
-            }
-            Via::Shm(config) => {
-                Ok(Socket::Shm(shm::start_connect(addr, config).map_err(failed("connecting by shared memory to"))?))
+        if let Some(config) = self.config.shm.as_ref().filter(|_| !self.has_tcp || is_local(addr)) {
+            match shm::start_connect(addr, config) {
+                Ok(socket) => return Ok(Socket::Shm(socket)),
+                Err(error) if self.has_tcp => tracing::debug!(%addr, %error, "no shared memory, going by TCP"),
+                Err(error) => return Err(failed("connecting by shared memory to")(error)),
             }
         }
+        let stream = socket::start_connect(addr).map_err(failed("connecting to"))?;
+        socket::tune(&stream).map_err(failed("preparing the socket to"))?;
+        Ok(Socket::Tcp(stream))
+    }
+
+    /// Serves a listening socket.
+    fn begin_listening(self: &Arc<Context>, socket: ListeningSocket) -> Result<ListenerHandle> {
+        let failed = |source| Error::Io { op: "listening", peer: None, source };
+        let (id, addr) = (socket.id, socket.local_addr().map_err(failed)?);
+        self.watch(&socket, id).map_err(|e| failed(e.into()))?;
+        self.insert(id, Entity::Listener(Arc::new(socket)));
+        Ok(ListenerHandle { ctx: Arc::clone(self), id, addr, beside: None })
     }
 
     /// Starts to read a request frame.
@@ -371,7 +393,7 @@ impl Context {
         }
         let id = self.new_id();
         let place = self.set_up.take(origin, id);
-        let reading = Reading::new(socket, peer, place, accept_foreign);
+        let reading = Reading::new(socket, (peer, origin), place, accept_foreign);
         self.watch(reading.socket(), id).map_err(|e| Error::io("watching a connection", e))?;
         let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
         self.insert(id, Entity::Inbound(inbound));
@@ -515,10 +537,11 @@ impl Context {
             driver.attach();
             driver.hot_version = version;
             driver.hot = self.few_queue_pairs();
+            driver.all_by_shm = driver.hot.iter().all(|qp| qp.is_by_shm());
         }
         if !driver.hot.is_empty() {
             // To look at a ring without being called costs nothing, and saves the peer its calls.
-            if matches!(self.via, Via::Shm(_)) && self.doorbell.nobody_sleeps() {
+            if driver.all_by_shm && self.doorbell.nobody_sleeps() {
                 driver.detach();
             }
             driver.streak += 1;
@@ -567,8 +590,7 @@ impl Context {
     fn few_queue_pairs(&self) -> Vec<Arc<Endpoint>> {
         let entities = self.entities.lock_unpoisoned();
         let pairs = || entities.values().filter_map(|e| if let Entity::QueuePair(qp) = e { Some(qp) } else { None });
-        let max = if matches!(self.via, Via::Tcp) { HOT_MAX } else { HOT_RINGS_MAX };
-        if pairs().count() > max {
+        if pairs().count() > HOT_RINGS_MAX || pairs().filter(|qp| !qp.is_by_shm()).count() > HOT_MAX {
             return Vec::new();
         }
         pairs().cloned().collect()
@@ -738,20 +760,22 @@ impl DeviceOps for Handle {
     }
 
     fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
-        let id = self.new_id();
-        let socket = match self.via {
-            Via::Tcp => ListeningSocket::bind(id, addr, options)?,
-            Via::Shm(_) => ListeningSocket::of_shm(id, addr, options)?,
-        };
-        let failed = |source: std::io::Error| Error::Io { op: "listening on", peer: Some(addr), source };
-        let local = socket.local_addr().map_err(failed)?;
-        self.watch(&socket, id).map_err(|e| failed(e.into()))?;
-        self.insert(id, Entity::Listener(Arc::new(socket)));
-        Ok(Box::new(ListenerHandle { ctx: Arc::clone(&self.0), id, addr: local }))
+        if !self.has_tcp {
+            return Ok(Box::new(self.begin_listening(ListeningSocket::of_shm(self.new_id(), addr, options)?)?));
+        }
+        let mut listener = self.begin_listening(ListeningSocket::bind(self.new_id(), addr, options)?)?;
+        if self.config.shm.is_some() {
+            let beside = ListeningSocket::of_shm(self.new_id(), listener.addr, options);
+            match beside.and_then(|socket| self.begin_listening(socket)) {
+                Ok(beside) => listener.beside = Some(Box::new(beside)),
+                Err(error) => tracing::warn!(%error, "processes of this host connect by TCP only"),
+            }
+        }
+        Ok(Box::new(listener))
     }
 
     fn adopt(&self, stream: TcpStream) -> Result<()> {
-        if !matches!(self.via, Via::Tcp) {
+        if !self.has_tcp {
             return Err(Error::Unsupported("TCP connections on a device for shared memory"));
         }
         let peer = stream.peer_addr().map_err(|e| Error::io("getting the peer's address", e))?;

@@ -9,6 +9,7 @@ use crate::provider::{Event, QueuePairOps, RegionOps};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_iwarp::IoVecs;
@@ -43,6 +44,8 @@ pub(super) struct Endpoint {
     caps: QueuePairCaps,
     /// Where receives come from, if they are shared.
     shared: Option<Arc<SharedQueue>>,
+    /// It is connected through shared memory.
+    is_by_shm: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -132,7 +135,22 @@ impl Endpoint {
     ) -> Endpoint {
         let state =
             State { phase: Phase::Idle, posted: VecDeque::new(), info: None, error: None, iovecs: IoVecs::default() };
-        Endpoint { id, number, pd, ctx, send_cq, recv_cq, caps, shared, state: Mutex::new(state) }
+        Endpoint {
+            id,
+            number,
+            pd,
+            ctx,
+            send_cq,
+            recv_cq,
+            caps,
+            shared,
+            is_by_shm: AtomicBool::new(false),
+            state: Mutex::new(state),
+        }
+    }
+
+    pub(super) fn is_by_shm(&self) -> bool {
+        self.is_by_shm.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -194,12 +212,14 @@ impl Endpoint {
             max_ulpdu,
         });
         connection.adopt_receives(std::mem::take(&mut state.posted));
+        self.is_by_shm.store(matches!(transport, Transport::Shm(_)), Ordering::Relaxed);
         let on = |b: bool| if b { "on" } else { "off" };
         state.info = Some(ConnectionInfo {
             peer,
             local,
             ird: agreement.ird,
             ord: agreement.ord,
+            provider: if self.is_by_shm() { "shm" } else { "iwarp" },
             path: None,
             detail: format!(
                 "MPA revision {}, CRC {}, markers sent {} received {}, FPDU {} bytes, RFC 7306 {}, {}",
@@ -696,6 +716,7 @@ impl QueuePairOps for Endpoint {
         let config = self.ctx.config();
         let prefs = config.preferences(params)?;
         let socket = self.ctx.start_connect(addr)?;
+        let prefs = socket.preferences(prefs);
         self.ctx.watch(&socket, self.id).map_err(|e| Error::io("watching a connection", e))?;
         guard.phase = Phase::Connecting(Connecting {
             socket,

@@ -128,6 +128,8 @@ pub(super) struct ListenerHandle {
     pub(super) ctx: Arc<Context>,
     pub(super) id: u64,
     pub(super) addr: SocketAddr,
+    /// For shared memory, at the same address.
+    pub(super) beside: Option<Box<ListenerHandle>>,
 }
 
 impl ListenerOps for ListenerHandle {
@@ -151,6 +153,7 @@ pub(super) struct Inbound {
 pub(super) struct Reading {
     socket: Socket,
     peer: SocketAddr,
+    origin: Origin,
     place: Place,
     seen: Vec<u8>,
     accept_foreign: bool,
@@ -158,8 +161,21 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    pub(super) fn new(socket: Socket, peer: SocketAddr, place: Place, accept_foreign: bool) -> Reading {
-        Reading { socket, peer, place, seen: Vec::new(), accept_foreign, deadline: Instant::now() + REQUEST_TIMEOUT }
+    pub(super) fn new(
+        socket: Socket,
+        (peer, origin): (SocketAddr, Origin),
+        place: Place,
+        accept_foreign: bool,
+    ) -> Reading {
+        Reading {
+            socket,
+            peer,
+            origin,
+            place,
+            seen: Vec::new(),
+            accept_foreign,
+            deadline: Instant::now() + REQUEST_TIMEOUT,
+        }
     }
 
     pub(super) fn socket(&self) -> &Socket {
@@ -182,6 +198,7 @@ impl Inbound {
                     ctx: Arc::clone(ctx),
                     place: reading.place,
                     socket: Some(reading.socket),
+                    origin: reading.origin,
                     peer: reading.peer,
                     frame,
                 }));
@@ -259,6 +276,7 @@ pub(super) struct Request {
     place: Place,
     socket: Option<Socket>,
     peer: SocketAddr,
+    origin: Origin,
     frame: Frame,
 }
 
@@ -269,6 +287,10 @@ impl RequestOps for Request {
 
     fn peer(&self) -> SocketAddr {
         self.peer
+    }
+
+    fn origin(&self) -> Origin {
+        self.origin
     }
 
     fn local(&self) -> SocketAddr {
@@ -282,7 +304,8 @@ impl RequestOps for Request {
     fn accept(mut self: Box<Self>, qp: &dyn QueuePairOps, params: &ConnectParams) -> Result<()> {
         let endpoint = qp.as_any().downcast_ref::<Endpoint>();
         let endpoint = endpoint.ok_or(Error::Unsupported("accepting on a queue pair of another provider"))?;
-        let prefs = self.ctx.config().preferences(params)?;
+        let socket = self.socket.as_ref().expect("answered once");
+        let prefs = socket.preferences(self.ctx.config().preferences(params)?);
         let (reply, agreement) = mpa::accept(&prefs, &self.frame, &params.private_data);
         let socket = self.socket.take().expect("answered once");
         endpoint.accept(socket, self.peer, agreement, reply.encode())

@@ -5,6 +5,7 @@ use crate::shm;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use thruway_iwarp::mpa::Preferences;
 use thruway_tcp::PathInfo;
 
 /// A connection in set-up.
@@ -62,6 +63,14 @@ impl Write for Socket {
 }
 
 impl Socket {
+    /// What is wanted of the connection: what is in shared memory is right, and nothing is added to find that out.
+    pub(super) fn preferences(&self, wanted: Preferences) -> Preferences {
+        match self {
+            Socket::Tcp(_) => wanted,
+            Socket::Shm(_) => Preferences { crc: false, markers: false, ..wanted },
+        }
+    }
+
     pub(super) fn local_addr(&self) -> io::Result<SocketAddr> {
         match self {
             Socket::Tcp(stream) => stream.local_addr(),

@@ -9,6 +9,7 @@ use crate::{ConnectParams, Error, ListenOptions, Result};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// A listening identifier.
 pub(super) struct VerbsListener {
@@ -121,6 +122,10 @@ impl Drop for Request {
 impl RequestOps for Request {
     fn private_data(&self) -> &[u8] {
         &self.private_data
+    }
+
+    fn origin(&self) -> Origin {
+        Origin::of(self.peer(), self.local())
     }
 
     fn peer(&self) -> SocketAddr {

@@ -116,7 +116,7 @@ impl Rdma {
     pub(super) async fn connect(server: SocketAddr, options: &RdmaOptions) -> io::Result<(Rdma, Messages)> {
         let ours = PrivateData {
             // What a device registers is not for peers to revoke; user space lets them.
-            remote_invalidation: options.registration.is_for_one_request() && options.provider.runs_over_tcp(),
+            remote_invalidation: options.registration.is_for_one_request() && options.provider.is_in_user_space(),
             send_size: MESSAGE_MAX as u32,
             receive_size: MESSAGE_MAX as u32,
         };

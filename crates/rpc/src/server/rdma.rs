@@ -92,7 +92,7 @@ impl Server {
     /// # Errors
     /// For the first address that cannot be listened on: there may be no RDMA device for it.
     pub fn start_rdma(config: RdmaConfig, reactors: &Reactors) -> thruway_fabric::Result<Server> {
-        let own_user_only = config.own_user_only && config.provider.runs_over_tcp();
+        let own_user_only = config.own_user_only && config.provider.is_in_user_space();
         let acceptor = Acceptor::new(config.protocol, config.connections_max, own_user_only);
         let service = Arc::new(Service {
             programs: config.programs,

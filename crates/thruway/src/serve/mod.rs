@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, mpsc};
 use thruway_block::scsi::Lasting;
 use thruway_cli::{Common, Failed};
-use thruway_fabric::{Provider, iwarp, verbs};
+use thruway_fabric::{Provider, iwarp, shm, verbs};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_transfer::access::AuthorizedKeys;
@@ -125,7 +125,7 @@ pub(crate) struct ServeArgs {
 /// What a daemon listens with.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum ServeProvider {
-    /// iWARP in user space, and plain TCP, on one port
+    /// iWARP in user space, and plain TCP, on one port; shared memory for processes of this host
     Iwarp,
     /// The RDMA device that serves the address
     Verbs,
@@ -135,7 +135,10 @@ enum ServeProvider {
 fn fabric(provider: ServeProvider, listen: &[SocketAddr]) -> Result<Provider, String> {
     Ok(match provider {
         // A client that wants MPA's CRC asks for it.
-        ServeProvider::Iwarp => iwarp::Config { crc: false, ..iwarp::Config::default() }.into(),
+        ServeProvider::Iwarp => {
+            let shm = Some(shm::Config::default());
+            iwarp::Config { crc: false, shm, ..iwarp::Config::default() }.into()
+        }
         ServeProvider::Verbs => rdma_device(listen)?.into(),
     })
 }

@@ -303,14 +303,13 @@ impl Daemon {
 
 impl Shared {
     fn route(self: &Arc<Shared>, request: ConnectionRequest) {
-        let (peer, local) = (request.peer(), request.local());
+        let (peer, origin) = (request.peer(), request.origin());
         match Hello::decode(request.private_data()) {
             Ok(Hello::Control { auth, token }) if auth == self.config.credentials.kind() => {
-                self.call(Arrival::Rdma(request), token, (peer, local));
+                self.call(Arrival::Rdma(request), token, (peer, origin));
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
             Ok(Hello::Data { token, .. }) => {
-                let origin = Origin::of(peer, local);
                 if let Some(Arrival::Rdma(request)) = self.deliver(token, origin, Arrival::Rdma(request)) {
                     request.reject(b"too many data channels");
                 }
@@ -345,13 +344,15 @@ impl Shared {
     }
 
     fn admit(self: &Arc<Shared>, hello: &Hello, stream: TcpStream) {
-        let (Ok(peer), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else { return };
+        let Ok(peer) = stream.peer_addr() else { return };
+        // As early as possible: the kernel knows a local peer only as long as it is there.
+        let origin = Origin::of_stream(&stream, peer);
         match hello {
             Hello::Control { auth, token } if *auth == self.config.credentials.kind() => {
-                self.call(Arrival::Tcp(stream), *token, (peer, local));
+                self.call(Arrival::Tcp(stream), *token, (peer, origin));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),
-            Hello::Data { token, .. } => drop(self.deliver(*token, Origin::of(peer, local), Arrival::Tcp(stream))),
+            Hello::Data { token, .. } => drop(self.deliver(*token, origin, Arrival::Tcp(stream))),
         }
     }
 
@@ -364,7 +365,7 @@ impl Shared {
     }
 
     /// A caller who wants a session: now, or when it is its turn.
-    fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, local): (SocketAddr, SocketAddr)) {
+    fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, origin): (SocketAddr, Origin)) {
         // Its data connections may come as soon as it has connected, and wait with it.
         let opened = lock(&self.channels).register(token, Instant::now());
         let Some(arrivals) = opened else {
@@ -372,8 +373,6 @@ impl Shared {
             return;
         };
         let registration = Registration { shared: Arc::clone(self), token };
-        // As early as possible: the kernel knows a local peer only as long as it is there.
-        let origin = Origin::of(peer, local);
         let caller = Caller { arrival, arrivals, registration, peer, origin };
         self.follow(self.handshakes.arrive(origin, caller));
     }

@@ -453,6 +453,14 @@ impl Link {
         }
     }
 
+    /// What carries it: `tcp`, or a provider of the fabric.
+    pub fn provider(&self) -> &'static str {
+        match &self.0 {
+            Inner::Rdma(link) => link.provider(),
+            Inner::Tcp(_) => "tcp",
+        }
+    }
+
     /// What was agreed on the control connection, for people.
     pub fn describe(&self) -> String {
         match &self.0 {

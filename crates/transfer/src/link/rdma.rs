@@ -340,6 +340,11 @@ impl RdmaLink {
         self.control.path()
     }
 
+    /// What carries it.
+    pub(crate) fn provider(&self) -> &'static str {
+        self.control.info().map_or("none", |info| info.provider)
+    }
+
     /// What was agreed on the control connection, for people.
     pub(crate) fn describe(&self) -> String {
         self.control.info().map(|i| i.detail).unwrap_or_default()

@@ -265,6 +265,7 @@ impl Endpoint {
             local: from_socket_address(&addr.src),
             ird: state.params.ird.min(limit),
             ord: state.params.ord.min(limit),
+            provider: "verbs",
             path: None,
             detail: format!("verbs, device {}", self.context.attributes.name),
         });
