@@ -36,8 +36,12 @@ const TICK: Duration = Duration::from_millis(250);
 const HOT_MAX: usize = 2;
 /// The same for rings in shared memory, which cost no system call to try.
 const HOT_RINGS_MAX: usize = 16;
+/// After so many looks at rings without anything for the consumer, each is followed by a yield: some ten microseconds.
+const IDLE_MAX: u32 = 256;
 /// How often polling looks at epoll all the same.
 const HOT_STREAK: u32 = 16;
+/// The same for rings, which are looked at so much faster.
+const HOT_RINGS_STREAK: u32 = 256;
 /// After so many polls without a wait, queue pairs that are polled leave the epoll set: every
 /// segment that arrives for a member costs the kernel a callback.
 const DETACH_AFTER: u32 = 4096;
@@ -192,6 +196,8 @@ struct Driver {
     hot: Vec<Arc<Endpoint>>,
     /// None of them by TCP.
     all_by_shm: bool,
+    /// Looks since there was something for the consumer.
+    idle: u32,
     hot_version: u64,
     /// Polls since the last wait.
     polls: u32,
@@ -248,6 +254,7 @@ impl Context {
             driver: Mutex::new(Driver {
                 hot: Vec::new(),
                 all_by_shm: false,
+                idle: 0,
                 hot_version: 0,
                 polls: 0,
                 detached: false,
@@ -545,16 +552,24 @@ impl Context {
                 driver.detach();
             }
             driver.streak += 1;
-            if driver.streak < HOT_STREAK {
+            let streak = if driver.all_by_shm { HOT_RINGS_STREAK } else { HOT_STREAK };
+            if driver.streak < streak {
                 // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 for qp in &driver.hot {
                     qp.progress(tried);
                 }
+                driver.idle = if self.doorbell.has_something() { 0 } else { driver.idle.saturating_add(1) };
+                let yields = driver.all_by_shm && driver.idle > IDLE_MAX;
+                drop(driver);
+                if yields {
+                    // What it looks for may have to be written by a thread that waits for this very processor.
+                    std::thread::yield_now();
+                }
                 return;
             }
             driver.streak = 0;
-            driver.polls = driver.polls.saturating_add(HOT_STREAK);
+            driver.polls = driver.polls.saturating_add(streak);
             // Who sleeps on the epoll set counts on it.
             if driver.polls >= DETACH_AFTER && self.doorbell.nobody_sleeps() {
                 driver.detach();

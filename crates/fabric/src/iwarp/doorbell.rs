@@ -54,6 +54,11 @@ impl Doorbell {
         Whom { armed: self.armed.swap(false, Ordering::SeqCst), sleepers: self.asleep.load(Ordering::SeqCst) > 0 }
     }
 
+    /// There is something to poll.
+    pub(super) fn has_something(&self) -> bool {
+        self.published.load(Ordering::SeqCst) > 0
+    }
+
     /// There is a reason not to sleep: something to poll, or somebody has asked, which counts once.
     pub(super) fn has_rung(&self) -> bool {
         // A load first: who spins here should not take the line away from who publishes.
