@@ -1,5 +1,6 @@
 //! Pages of files on their way to a socket. A pipe holds them from the moment that they are taken, so that it is known how much there
-//! is before a byte of it is sent, however the file changes meanwhile; `sendfile` learns that only while it sends.
+//! is before a byte of it is sent, however the file changes meanwhile; `sendfile` learns that only while it sends. The pages are the
+//! file's own: what is written to them before the socket has sent them is sent.
 
 use crate::limits;
 use crate::page_cache;
@@ -69,13 +70,14 @@ pub struct Piped {
 
 impl Pipes {
     /// Takes pages of a file that are in the page cache: all of the range, or less where the file ends. `None` if that cannot be done at
-    /// once, or is not worth it.
+    /// once, or is not worth it. For files of which [`page_cache::is_read`] tells.
     pub fn take(self: &Arc<Self>, file: &File, at: u64, len: usize) -> Option<Piped> {
         // A pipe holds so many pages, not bytes.
         if !(LEN_MIN..=LEN_MAX).contains(&len) || !at.is_multiple_of(PAGE) || at > i64::MAX as u64 - len as u64 {
             return None;
         }
-        if page_cache::cached(file, at, len as u64).is_none_or(|cached| cached < len as u64) {
+        // Pages that are still being read would be waited for: `SPLICE_F_NONBLOCK` is about pipes.
+        if !page_cache::is_read(file, at, len) {
             return None;
         }
         if self.out.fetch_add(1, Ordering::Relaxed) >= OUT_MAX {

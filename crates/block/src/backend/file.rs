@@ -705,6 +705,11 @@ impl Backend for FileBackend {
         if !there || !self.cached.is_cached(at + len as u64 - 1) {
             return None;
         }
+        // What is still being read counts as cached, and would be waited for.
+        let before = (at % 4096) as usize;
+        if !page_cache::is_read(&self.cached, at - before as u64, before + len) {
+            return None;
+        }
         Some(Lent::File { file: Arc::clone(&self.cached), offset: at, len })
     }
 
