@@ -813,9 +813,9 @@ def write(session, stateid, name, at, data):
 def read(session, stateid, name, at, count):
     results = session.run(4, file(name) + words(25) + stateid + quad(at) + words(count))
     return results[24 + 16:][:count]
-def copy(session, source, target, name, is_synchronous=0):
-    ranges = quad(0, 0, 0) + words(1, is_synchronous, 0)
-    results = session.run(8, file(b"f") + words(32) + file(name) + words(60) + source + target + ranges)[56:]
+def copy(session, source, target, name, is_synchronous=0, ranges=(0, 0, 0), source_name=b"f"):
+    ranges = quad(*ranges) + words(1, is_synchronous, 0)
+    results = session.run(8, file(source_name) + words(32) + file(name) + words(60) + source + target + ranges)[56:]
     if session.status != 0:
         return None
     assert results[:8] == words(60, 0)
@@ -852,9 +852,20 @@ assert offload(one, f) == UNKNOWN and offload(one, words(0, 0, 0, 0)) == UNKNOWN
 take(one, call, 10008)
 call, which, how = ended(one)
 assert which == copied, "a client that has no time for it is called again"
+# So is one that has not looked at it: BADSESSION of CB_SEQUENCE.
+one.answer(call, words(10052, 0, 1, 11, 10052))
+call, which, how = ended(one)
+assert which == copied
 take(one, call)
 while offload(one, copied) != UNKNOWN:
     time.sleep(0.01)
+
+# Within a file, only apart: what the first piece changes would be copied by the last.
+for length in (8 << 20, LONG):
+    for ranges in [(0, length // 2, length), (length // 2, length // 4, length), (0, 0, length)]:
+        assert copy(one, g, g, b"g", 0, ranges, b"g") is None and one.status == 22, ranges
+assert copy(one, g, g, b"g", 1, (0, 4 << 20, 4 << 20), b"g") == 4 << 20
+write(one, g, b"g", 4 << 20, bytes(4))
 
 # Before it is answered it is done if the client wants that, cannot be called, or has many that it has not heard of.
 assert copy(one, f, g, b"g", 1) == LONG

@@ -130,11 +130,11 @@ impl Back {
         if self.notices.fetch_add(1, Ordering::Relaxed) >= NOTICES_MAX {
             return Ok(None);
         }
-        self.send_in_turn(session, notice).await.map(Some)
+        self.send_in_turn(session, notice).await.map(|answer| Some(answer.status))
     }
 
     /// As [`Back::send`], whatever is on its way.
-    pub(crate) async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<u32, CallError> {
+    pub(crate) async fn send_in_turn(&self, session: &Session, notice: &Notice) -> Result<Answer, CallError> {
         let mut slot = self.slot.lock().await;
         // If the client has not got the last ones, the number of one of them is still the next.
         let ahead = slot.tried.wrapping_sub(slot.taken).min(TRIED_MAX);
@@ -157,7 +157,7 @@ impl Back {
             match of_sequence {
                 0 => {
                     *slot = Slot { taken: sequence, tried: sequence };
-                    return Ok(of_notice.unwrap_or_default());
+                    return Ok(Answer { status: of_notice.unwrap_or_default(), is_of_notice: true });
                 }
                 // Nothing that it could be is right.
                 SEQ_MISORDERED if sequence == slot.taken.wrapping_add(1) => break,
@@ -170,12 +170,12 @@ impl Back {
                 // Whatever it was, the number has not been taken (RFC 8881, section 20.9.3).
                 _ => {
                     slot.tried = tried;
-                    return Ok(of_sequence);
+                    return Ok(Answer { status: of_sequence, is_of_notice: false });
                 }
             }
         }
         self.is_out_of_step.store(true, Ordering::Relaxed);
-        Ok(SEQ_MISORDERED)
+        Ok(Answer { status: SEQ_MISORDERED, is_of_notice: false })
     }
 }
 
@@ -220,6 +220,14 @@ fn compound(session: &Session, sequence: u32, notice: &Notice) -> Encoder {
         }
     }
     out
+}
+
+/// What a client has answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) status: u32,
+    /// It is the status of the notice. Otherwise that of CB_SEQUENCE, and the client has not looked at the notice.
+    pub(crate) is_of_notice: bool,
 }
 
 /// The statuses of CB_SEQUENCE and of what follows it, if it was reached.

@@ -1,12 +1,13 @@
 //! COPY on this server (RFC 7862, section 15.2): done before it is answered, or afterwards, with a callback when it has ended.
 
 use super::Server;
-use super::callback::Notice;
+use super::callback::{Answer, Notice};
 use super::compound::{Compound, Done, Failure, user};
 use super::data_ops::check_range;
 use super::status::Status;
 use crate::file_system::{As, Credentials};
 use crate::share::FileHandle;
+use crate::share::Policy;
 use crate::state::{Refused, Stateid};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,6 +41,8 @@ struct Copying {
     stateid: Stateid,
     is_writing: Arc<tokio::sync::Mutex<()>>,
     who: Credentials,
+    /// What the client may do, as it was when it asked.
+    policy: Arc<Policy>,
     from: End,
     to: End,
     len: u64,
@@ -81,6 +84,10 @@ impl Compound<'_> {
         let end = if len == 0 { size } else { from_at.saturating_add(len).min(size) };
         let len = end - from_at;
         check_range(to_at, len)?;
+        // It is done in pieces, of which the first could change what the last copies (RFC 7862, section 15.2.3).
+        if source.file == target.file && from_at.abs_diff(to_at) < len {
+            return Err(Status::INVAL.into());
+        }
         let verifier = files.write_verifier();
         let is_open = !from.is_special() && !to.is_special();
         if !is_synchronous && len >= OFFLOAD_FROM && is_open && self.can_call() {
@@ -94,6 +101,7 @@ impl Compound<'_> {
                     stateid,
                     is_writing,
                     who: target.who.clone(),
+                    policy: target.share.policy(),
                     from: End { handle: handle(source), stateid: from, at: from_at },
                     to: End { handle: handle(target), stateid: to, at: to_at },
                     len,
@@ -184,6 +192,10 @@ impl Copying {
         }
         let (share, from) = self.server.shares.resolve(&self.from.handle)?;
         let (_, to) = self.server.shares.resolve(&self.to.handle)?;
+        // The rules have been read again: the client asks for the rest under those of now.
+        if !Arc::ptr_eq(&self.policy, &share.policy()) {
+            return Err(Status::ACCESS.into());
+        }
         let fsid = share.files.fsid();
         let (keys, uid) = ([(fsid, from.clone()), (fsid, to.clone())], self.who.uid);
         // The client may have closed them meanwhile.
@@ -212,9 +224,13 @@ impl Copying {
                 && let Some(back) = &session.back
             {
                 match back.send_in_turn(&session, &notice).await {
-                    Ok(status) if status == Status::DELAY.0 => {}
+                    Ok(Answer { status, is_of_notice: true }) if status == Status::DELAY.0 => {}
+                    // It renews its session, perhaps.
+                    Ok(Answer { status, is_of_notice: false }) => {
+                        tracing::debug!(client = self.client, status, "end of a copy refused");
+                    }
                     // Whatever it says, it has got it.
-                    Ok(status) => {
+                    Ok(Answer { status, .. }) => {
                         tracing::debug!(client = self.client, status, copied = self.copied, "end of a copy answered");
                         self.server.state(|state, _| state.forget_offload(self.number));
                         return;

@@ -1,7 +1,7 @@
 //! Having back what is delegated to clients: they are called until they have given it back, or it is taken from them.
 
 use super::Server;
-use super::callback::Notice;
+use super::callback::{Answer, Notice};
 use super::status::Status;
 use crate::delegations::{FileKey, Holder};
 use crate::file_system::{OnChange, Op};
@@ -74,13 +74,13 @@ async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
             && let Some(back) = &session.back
         {
             match back.send_in_turn(&session, &Notice::Recall { handle, stateid }).await {
-                Ok(0) => {
+                Ok(Answer { status: 0, .. }) => {
                     is_told = true;
                     told();
                     tracing::debug!(client = session.client, "recall answered");
                 }
                 // It may not have got the reply that says that it has it.
-                Ok(status) => {
+                Ok(Answer { status, .. }) => {
                     tracing::debug!(client = session.client, status, "recall refused");
                     let since = *unknown_since.get_or_insert_with(Instant::now);
                     if !UNKNOWN.contains(&status) {
