@@ -38,9 +38,16 @@ impl Turns {
     /// long.
     pub async fn take(&self, origin: Origin) -> Option<Turn> {
         let (give, turn) = oneshot::channel();
-        let verdict = lock(&self.queue).arrive(origin, give, Instant::now());
-        give_out(&self.queue, verdict);
-        turn.await.ok()
+        let patience = {
+            let mut queue = lock(&self.queue);
+            let verdict = queue.arrive(origin, give, Instant::now());
+            let patience = queue.limits.patience;
+            drop(queue);
+            give_out(&self.queue, verdict);
+            patience
+        };
+        // The queue looks at the time only when one ends.
+        tokio::time::timeout(patience, turn).await.ok()?.ok()
     }
 }
 
@@ -76,7 +83,22 @@ mod tests {
     }
 
     #[test]
+    fn patience_has_an_end_also_where_nothing_else_has() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let limits = Limits { all: 1, per_origin: 1, waiting: 100, patience: Duration::from_millis(50) };
+        let turns = Turns::new(limits);
+        runtime.block_on(async {
+            let held = turns.take(host(1)).await.expect("a turn");
+            assert!(turns.take(host(2)).await.is_none());
+            drop(held);
+            assert!(turns.take(host(2)).await.is_some());
+        });
+    }
+
+    #[test]
     fn origins_take_turns() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let _clock = runtime.enter();
         let limits = Limits { all: 2, per_origin: 2, waiting: 100, patience: Duration::from_secs(60) };
         let turns = Arc::new(Turns::new(limits));
         let take = |number| -> BoxFuture<'static, Option<Turn>> {

@@ -6,7 +6,7 @@
 use super::{Call, Credential};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, Hash, RandomState};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -55,6 +55,16 @@ struct Hosts {
     by_address: HashMap<IpAddr, Host>,
     /// Bytes of all replies.
     bytes: usize,
+}
+
+/// The address that a host is known by, of which it may have many: an IPv6 network of 64 bits, and every address of loopback, are one
+/// host's.
+fn host_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        address if address.is_loopback() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+        address => address,
+    }
 }
 
 /// The replies.
@@ -135,7 +145,7 @@ impl ReplyCache {
 
     /// Looks a call up, or begins it; nothing is kept for clients without an address.
     pub(super) fn begin(&self, call: &Call, is_of_data: bool) -> Option<Lookup<'_>> {
-        let host = call.connection.peer?.ip().to_canonical();
+        let host = host_of(call.connection.peer?.ip());
         Some(self.look_up(host, self.key(call, is_of_data), Instant::now()))
     }
 
