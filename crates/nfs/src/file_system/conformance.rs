@@ -248,7 +248,7 @@ fn memory_keeps_the_contract() {
 fn directories_keep_the_contract() {
     let dir = tempfile::tempdir().unwrap();
     for (is_direct, by_path) in [(false, false), (true, false), (false, true)] {
-        let options = LocalOptions { is_durable: false, is_direct, path_table: None };
+        let options = LocalOptions { is_durable: false, is_direct, ..LocalOptions::default() };
         let path = dir.path().join(format!("{is_direct} {by_path}"));
         std::fs::create_dir(&path).unwrap();
         suite(LocalFileSystem::open_by(&path, &options, by_path).unwrap());
@@ -263,7 +263,7 @@ fn data_goes_past_the_page_cache_where_that_is_wanted() {
     let path = dir.path().join("file");
     std::fs::write(&path, b"").unwrap();
     for is_direct in [true, false] {
-        let options = LocalOptions { is_durable: false, is_direct, path_table: None };
+        let options = LocalOptions { is_durable: false, is_direct, ..LocalOptions::default() };
         let files = LocalFileSystem::open(dir.path(), &options).unwrap();
         let reactors = Reactors::start(Some(1)).unwrap();
         let (done, is_done) = mpsc::channel();

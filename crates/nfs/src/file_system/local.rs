@@ -376,6 +376,8 @@ impl Inner {
             if let Some(mode) = set.mode
                 && node.kind != Kind::SymbolicLink
             {
+                // Not between the permissions that it has for a moment and its own.
+                let _opening = self.paths.as_ref().map(|_| self.opening.lock().expect("no panics under the lock"));
                 rustix::fs::chmod(node.proc_path(), Mode::from_raw_mode(mode & 0o7777))?;
             }
             if set.accessed.is_some() || set.modified.is_some() {
@@ -399,11 +401,13 @@ pub struct LocalOptions {
     /// Where to remember the paths of files, if this process may not open them by their handles (`CAP_DAC_READ_SEARCH`). Without it, and
     /// after a crash, files that clients know from before a restart are searched for.
     pub path_table: Option<PathBuf>,
+    /// How many directories share this process's descriptors.
+    pub directories: u64,
 }
 
 impl Default for LocalOptions {
     fn default() -> LocalOptions {
-        LocalOptions { is_durable: true, is_direct: false, path_table: None }
+        LocalOptions { is_durable: true, is_direct: false, path_table: None, directories: 1 }
     }
 }
 
@@ -429,6 +433,8 @@ impl LocalFileSystem {
         let number = fsid(&root)?;
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let workers = Workers::default();
+        // Each file that is held or open has up to three descriptors, and two more past the page cache.
+        let part = options.directories * if options.is_direct { 16 } else { 8 };
         let inner = Inner {
             fsid: number,
             acts_as_others: can_act_as_others(),
@@ -436,17 +442,18 @@ impl LocalFileSystem {
             paths,
             opening: Mutex::default(),
             is_local: file_system::is_of_this_host(&root),
-            // Each holds up to three descriptors, and two more past the page cache.
-            nodes: Cache::new(limits::share_of_open_files(if options.is_direct { 16 } else { 8 }).clamp(64, 1 << 20)),
+            nodes: Cache::new(limits::share_of_open_files(part).clamp(64, 1 << 20)),
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
             is_durable: options.is_durable,
             is_direct: options.is_direct,
             syncs_names_with_files: file_system::syncs_names_with_new_files(&root),
             telling: RwLock::default(),
-            open_max: limits::share_of_open_files(8).max(64),
+            open_max: limits::share_of_open_files(part).max(64),
             copies: Semaphore::new(COPIES_MAX),
-            leases: Arc::new(Semaphore::new(limits::share_of_open_files(16).clamp(16, LEASES_MAX))),
+            leases: Arc::new(Semaphore::new(
+                limits::share_of_open_files(16 * options.directories).clamp(16, LEASES_MAX),
+            )),
             workers: workers.clone(),
             root,
             root_id,
@@ -464,7 +471,9 @@ impl LocalFileSystem {
         }
         let wanted = id.clone();
         match self.work(move |inner| inner.open_node(&wanted)).await {
-            Err(Errno::STALE) if let Some(paths) = &self.inner.paths => self.search(paths, id).await,
+            Err(error @ (Errno::STALE | Errno::ACCESS)) if let Some(paths) = &self.inner.paths => {
+                self.search(paths, id, error).await
+            }
             found => found,
         }
     }

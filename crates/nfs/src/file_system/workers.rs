@@ -74,7 +74,12 @@ impl Workers {
 
     /// Does something that nobody waits for.
     pub(super) fn start(&self, job: impl FnOnce() + Send + 'static) {
-        self.push(Box::new(job));
+        self.push(Box::new(|| {
+            // A thread that ended so would still be counted.
+            if catch_unwind(AssertUnwindSafe(job)).is_err() {
+                tracing::error!("a job of the file service panicked; please report this");
+            }
+        }));
     }
 
     fn push(&self, job: Job) {

@@ -204,8 +204,17 @@ impl Inner {
             return Ok(());
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = rustix::fs::openat(&dir.fd, c".", flags, Mode::empty())?;
-        rustix::fs::fsync(open)
+        match rustix::fs::openat(&dir.fd, c".", flags, Mode::empty()) {
+            // It can be changed, and not read.
+            Err(Errno::ACCESS) if self.paths.is_some() => self.keep_all(),
+            open => rustix::fs::fsync(open?),
+        }
+    }
+
+    fn keep_all(&self) -> Result<()> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::openat(&self.root, c".", flags, Mode::empty())?;
+        self.note(rustix::fs::syncfs(root))
     }
 
     /// Brings a file's attributes, and its size, to the medium.
@@ -220,11 +229,7 @@ impl Inner {
                 self.note(synced)
             }
             // There is no descriptor of these that could be synced: they are with everything else.
-            _ => {
-                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                let root = rustix::fs::openat(&self.root, c".", flags, Mode::empty())?;
-                self.note(rustix::fs::syncfs(root))
-            }
+            _ => self.keep_all(),
         }
     }
 

@@ -10,17 +10,20 @@ use quick_cache::sync::Cache;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use std::collections::HashMap;
 use std::fmt::Display;
+use std::fs::OpenOptions;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// File to length of its directory's id, that id, and its name there.
 const PLACES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("places");
 
-/// Places that are noted in memory before they are written.
+/// Places that are noted in memory before they are written, and the most while they are.
 const PENDING_MAX: usize = 16 << 10;
+const NOTED_MAX: usize = 4 * PENDING_MAX;
 
 /// Directories above a file. The kernel knows no limit, and the table may lead in a circle after renames that it has not seen.
 const DEPTH_MAX: usize = 4096;
@@ -55,10 +58,18 @@ impl Place {
 
 type Pending = HashMap<FileId, Option<Place>>;
 
+/// What has been noted and is not written yet; `None` of files that are gone.
+#[derive(Default)]
+struct Noted {
+    pending: Pending,
+    being_written: Arc<Pending>,
+}
+
 pub(super) struct PathTable {
-    /// Not written yet; `None` of files that are gone.
-    pending: Mutex<Pending>,
-    database: Database,
+    noted: Mutex<Noted>,
+    /// `None` while there is none that can be used; see [`PathTable::begin_again`].
+    database: RwLock<Option<Database>>,
+    file: Option<PathBuf>,
     /// Seen lately.
     recent: Cache<FileId, Place>,
     /// Ids whose files have no name any more: they are not searched for.
@@ -67,57 +78,126 @@ pub(super) struct PathTable {
     pub(super) searching: tokio::sync::Mutex<u64>,
     /// Searches that have begun.
     pub(super) searches: AtomicU64,
-    /// A failure to write is logged once.
-    has_failed: AtomicBool,
+    writing: Mutex<()>,
+    /// Somebody has been asked to write.
+    is_due: AtomicBool,
 }
 
 fn failed(error: impl Display) -> io::Error {
     io::Error::other(error.to_string())
 }
 
+/// Why the database could not be used.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    /// The medium may be better another time.
+    #[error("{0}")]
+    Io(io::Error),
+    /// What is in it.
+    #[error("it is damaged: {0}")]
+    Damaged(String),
+}
+
+impl From<redb::Error> for Broken {
+    fn from(error: redb::Error) -> Broken {
+        match error {
+            redb::Error::Io(error) if error.raw_os_error().is_some() => Broken::Io(error),
+            redb::Error::PreviousIo => Broken::Io(failed(error)),
+            other => Broken::Damaged(other.to_string()),
+        }
+    }
+}
+
+/// Does something with the database, which panics at what it did not expect to find.
+fn guarded<T>(action: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, Broken> {
+    match catch_unwind(AssertUnwindSafe(action)) {
+        Ok(done) => Ok(done?),
+        Err(_) => Err(Broken::Damaged("it is not what it should be".into())),
+    }
+}
+
+fn open(file: Option<&Path>) -> Result<Database, Broken> {
+    guarded(|| {
+        let mut builder = Database::builder();
+        builder.set_cache_size(CACHE_BYTES);
+        let database = match file {
+            None => builder.create_with_backend(redb::backends::InMemoryBackend::new())?,
+            Some(file) => builder.create(file)?,
+        };
+        let change = database.begin_write()?;
+        change.open_table(PLACES)?;
+        change.commit()?;
+        Ok(database)
+    })
+}
+
 impl PathTable {
-    /// Opens the table in a file, which is made anew if it is damaged; without one, it ends with the process.
+    /// Opens the table in a file, which is begun again if it is damaged; without one, it ends with the process.
     ///
     /// # Errors
     /// If the file cannot be opened or made.
     pub(super) fn open(file: Option<&Path>) -> io::Result<PathTable> {
-        let builder = || {
-            let mut builder = Database::builder();
-            builder.set_cache_size(CACHE_BYTES);
-            builder
-        };
         if let Some(file) = file {
             // The names in it are not for everybody.
-            std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
+            OpenOptions::new().append(true).create(true).mode(0o600).open(file)?;
         }
-        let database = match file {
-            None => builder().create_with_backend(redb::backends::InMemoryBackend::new()).map_err(failed)?,
-            Some(file) => builder().create(file).or_else(|error| {
-                match error {
-                    redb::DatabaseError::DatabaseAlreadyOpen => return Err(failed(error)),
-                    redb::DatabaseError::Storage(redb::StorageError::Io(error)) if error.raw_os_error().is_some() => {
-                        return Err(error);
-                    }
-                    _ => {}
-                }
-                tracing::warn!(file = %file.display(), %error, "the table of paths cannot be read and is begun again");
-                std::fs::OpenOptions::new().write(true).truncate(true).open(file)?;
-                builder().create(file).map_err(failed)
-            })?,
-        };
-        Ok(PathTable {
-            pending: Mutex::default(),
-            database,
+        let table = PathTable {
+            noted: Mutex::default(),
+            database: RwLock::default(),
+            file: file.map(Into::into),
             recent: Cache::new(RECENT_MAX),
             gone: Cache::new(GONE_MAX),
             searching: tokio::sync::Mutex::default(),
             searches: AtomicU64::new(0),
-            has_failed: AtomicBool::new(false),
-        })
+            writing: Mutex::default(),
+            is_due: AtomicBool::new(false),
+        };
+        match open(file) {
+            Ok(database) => *table.database.write().expect("no panics under the lock") = Some(database),
+            Err(Broken::Io(error)) => return Err(error),
+            Err(broken) => table.begin_again(&broken),
+        }
+        Ok(table)
     }
 
-    fn pending(&self) -> MutexGuard<'_, Pending> {
-        self.pending.lock().expect("no panics under the lock")
+    /// Lets go of a database that cannot be used. If it is damaged, what is in it as well; else it is opened again when there is
+    /// something to write.
+    fn begin_again(&self, broken: &Broken) {
+        let mut database = self.database.write().expect("no panics under the lock");
+        tracing::warn!(
+            file = self.file.as_ref().map(|file| tracing::field::display(file.display())),
+            %broken,
+            "the table of paths cannot be used: files that clients know are searched for until it can"
+        );
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(database.take())));
+        if let (Broken::Damaged(_), Some(file)) = (broken, &self.file) {
+            let emptied = OpenOptions::new().write(true).truncate(true).open(file);
+            *database = emptied.ok().and_then(|_| open(Some(file)).ok());
+        }
+    }
+
+    /// Does something with the database, if it can be used.
+    fn with<T>(&self, action: impl FnOnce(&Database) -> Result<T, redb::Error>) -> Option<T> {
+        let done = {
+            let database = self.database.read().expect("no panics under the lock");
+            let database = database.as_ref()?;
+            guarded(|| action(database))
+        };
+        done.inspect_err(|broken| self.begin_again(broken)).ok()
+    }
+
+    fn noted(&self) -> MutexGuard<'_, Noted> {
+        self.noted.lock().expect("no panics under the lock")
+    }
+
+    /// Notes where a file is, or that it is gone. True if somebody is to [write](PathTable::write) now.
+    fn put(&self, id: &FileId, place: Option<Place>) -> bool {
+        let mut noted = self.noted();
+        // Where it cannot be written as fast, the rest is searched for.
+        if noted.pending.len() < NOTED_MAX {
+            noted.pending.insert(id.clone(), place);
+        }
+        noted.pending.len() >= PENDING_MAX && !self.is_due.swap(true, Ordering::SeqCst)
     }
 
     /// A file has been seen. Does not wait for the medium. True if so many have been that they are to be [written](PathTable::write)
@@ -128,15 +208,16 @@ impl PathTable {
             return false;
         }
         self.recent.insert(id.clone(), place.clone());
-        let mut pending = self.pending();
-        pending.insert(id.clone(), Some(place));
-        pending.len() >= PENDING_MAX
+        self.put(id, Some(place))
     }
 
     /// The last name of a file is gone.
     pub(super) fn note_gone(&self, id: &FileId) {
         self.recent.remove(id);
-        self.pending().insert(id.clone(), None);
+        if self.put(id, None) {
+            // The next file that is seen has it written.
+            self.is_due.store(false, Ordering::SeqCst);
+        }
         self.gone.insert(id.clone(), ());
     }
 
@@ -145,19 +226,20 @@ impl PathTable {
     }
 
     fn place(&self, id: &FileId) -> Option<Place> {
-        if let Some(place) = self.pending().get(id) {
-            return place.clone();
+        {
+            let noted = self.noted();
+            if let Some(place) = noted.pending.get(id).or_else(|| noted.being_written.get(id)) {
+                return place.clone();
+            }
         }
         if let Some(place) = self.recent.get(id) {
             return Some(place);
         }
-        let read = || {
-            let table = self.database.begin_read().map_err(failed)?.open_table(PLACES).map_err(failed)?;
-            let place = table.get(&id.0[..]).map_err(failed)?;
-            Ok::<_, io::Error>(place.and_then(|place| Place::decode(place.value())))
-        };
-        // Before the first write, there is no table.
-        read().ok().flatten()
+        self.with(|database| {
+            let place = database.begin_read()?.open_table(PLACES)?.get(&id.0[..])?;
+            Ok(place.and_then(|place| Place::decode(place.value())))
+        })
+        .flatten()
     }
 
     /// The names of the directories that led to a file from the root, and its own.
@@ -175,42 +257,59 @@ impl PathTable {
         Some(names)
     }
 
-    /// Writes what has been noted.
+    /// Writes what has been noted, unless another thread does.
     pub(super) fn write(&self) {
-        let noted = self.pending().clone();
-        if noted.is_empty() {
-            return;
+        let Ok(_writing) = self.writing.try_lock() else { return };
+        self.is_due.store(false, Ordering::SeqCst);
+        let noted = {
+            let mut noted = self.noted();
+            noted.being_written = Arc::new(std::mem::take(&mut noted.pending));
+            Arc::clone(&noted.being_written)
+        };
+        if !noted.is_empty() && !self.write_all(&noted) {
+            // Once more, when there is more.
+            let mut now = self.noted();
+            for (id, place) in noted.iter().take(NOTED_MAX.saturating_sub(now.pending.len())) {
+                now.pending.entry(id.clone()).or_insert_with(|| place.clone());
+            }
         }
-        let write = || {
-            let change = self.database.begin_write().map_err(failed)?;
+        self.noted().being_written = Arc::default();
+    }
+
+    fn write_all(&self, noted: &Pending) -> bool {
+        {
+            let mut database = self.database.write().expect("no panics under the lock");
+            if database.is_none() {
+                *database = open(self.file.as_deref()).ok();
+            }
+        }
+        let written = self.with(|database| {
+            let change = database.begin_write()?;
             {
-                let mut table = change.open_table(PLACES).map_err(failed)?;
-                for (id, place) in &noted {
+                let mut table = change.open_table(PLACES)?;
+                for (id, place) in noted {
                     let Some(place) = place.as_ref().map(Place::encode) else {
-                        table.remove(&id.0[..]).map_err(failed)?;
+                        table.remove(&id.0[..])?;
                         continue;
                     };
-                    let is_known = table.get(&id.0[..]).map_err(failed)?.is_some_and(|known| known.value() == place);
+                    let is_known = table.get(&id.0[..])?.is_some_and(|known| known.value() == place);
                     if !is_known {
-                        table.insert(&id.0[..], &place[..]).map_err(failed)?;
+                        table.insert(&id.0[..], &place[..])?;
                     }
                 }
             }
-            change.commit().map_err(failed)
-        };
-        if let Err(error) = write()
-            && !self.has_failed.swap(true, Ordering::Relaxed)
-        {
-            tracing::warn!(%error, "the table of paths cannot be written: files are found more slowly after a restart");
-        }
-        // What has been noted meanwhile stays. What could not be written is searched for after a restart.
-        self.pending().retain(|id, place| noted.get(id) != Some(place));
+            Ok(change.commit()?)
+        });
+        written.is_some()
     }
 }
 
 impl Drop for PathTable {
     fn drop(&mut self) {
         self.write();
+        // As elsewhere, it may panic.
+        let database = self.database.get_mut().map(Option::take);
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(database)));
     }
 }
 
@@ -264,10 +363,51 @@ mod tests {
     fn many_are_written_at_once() {
         let table = PathTable::open(None).unwrap();
         let is_due = |n: usize| table.note(&FileId(n.to_le_bytes().as_slice().into()), &id(1), b"x");
-        assert_eq!((0..PENDING_MAX).filter(|n| is_due(*n)).count(), 1);
+        assert_eq!((0..PENDING_MAX + 5).filter(|n| is_due(*n)).count(), 1, "one is to write");
         table.write();
-        assert!(table.pending().is_empty());
+        assert!(table.noted().pending.is_empty());
         assert!(!is_due(0), "it is known");
-        assert!(table.pending().is_empty());
+        assert!(table.noted().pending.is_empty());
+        // Where nothing can be written, there is a limit.
+        let _writing = table.writing.lock().unwrap();
+        (0..2 * NOTED_MAX).for_each(|n| {
+            is_due(1_000_000 + n);
+        });
+        assert_eq!(table.noted().pending.len(), NOTED_MAX);
+    }
+
+    /// Bits that turn over behind our back make it slow, and nothing else.
+    #[test]
+    fn a_table_that_is_damaged_while_it_is_used_is_begun_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("paths");
+        let mut was_lost = 0;
+        for at in (0..64).map(|n| n * 601) {
+            std::fs::write(&file, b"").unwrap();
+            let table = PathTable::open(Some(&file)).unwrap();
+            for n in 0..500u32 {
+                table.note(&FileId(n.to_le_bytes().as_slice().into()), &id(1), &n.to_string().into_bytes());
+            }
+            table.write();
+            drop(table);
+            let mut bytes = std::fs::read(&file).unwrap();
+            let len = bytes.len();
+            bytes[at % len] ^= 0x10;
+            std::fs::write(&file, &bytes).unwrap();
+            let Ok(table) = PathTable::open(Some(&file)) else { continue };
+            for n in 0..500u32 {
+                let id_of = FileId(n.to_le_bytes().as_slice().into());
+                // What is found is only where to look.
+                was_lost += usize::from(table.names(&id(1), &id_of).is_none());
+                table.note(&id_of, &id(1), &n.to_string().into_bytes());
+            }
+            table.write();
+            drop(table);
+            let table = PathTable::open(Some(&file)).unwrap();
+            table.note(&id(2), &id(1), b"still usable");
+            table.write();
+            assert!(table.names(&id(1), &id(2)).is_some(), "{at}");
+        }
+        assert!(was_lost > 0, "some of the bits mattered");
     }
 }

@@ -178,7 +178,7 @@ impl NfsArgs {
     pub(super) fn mistakes(&self) -> Vec<String> {
         self.share
             .iter()
-            .filter_map(|spec| spec.open(None).err())
+            .filter_map(|spec| spec.open(None, 1).err())
             .chain(self.tls().err())
             .chain(self.acceptor().err())
             .collect()
@@ -231,8 +231,10 @@ impl NfsService {
             )
         })?;
         let key = handle_key(state)?;
-        let shares = args.share.iter().map(|share| share.open(Some(state))).collect::<Result<Vec<_>, _>>()?;
-        if args.share.iter().any(Spec::is_directory) && !can_act_as_others() {
+        let directories = args.share.iter().filter(|share| share.is_directory()).count();
+        let shares = args.share.iter().map(|share| share.open(Some(state), directories));
+        let shares = shares.collect::<Result<Vec<_>, _>>()?;
+        if directories > 0 && !can_act_as_others() {
             tracing::warn!(
                 user = rustix::process::geteuid().as_raw(),
                 "not started by root: files are used with the rights of this user, whoever uses them over the network"

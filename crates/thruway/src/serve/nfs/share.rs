@@ -126,10 +126,11 @@ impl Spec {
         &self.name
     }
 
-    /// Opens what is shared; `state` is the daemon's directory for what outlives it, unless it is only tried.
-    pub(super) fn open(&self, state: Option<&Path>) -> Result<Share, String> {
+    /// Opens what is shared. `state` is the daemon's directory for what outlives it, unless it is only tried; `directories` of its shares
+    /// are directories.
+    pub(super) fn open(&self, state: Option<&Path>, directories: usize) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
-            Source::Directory(path) => Box::new(self.open_directory(path, state)?),
+            Source::Directory(path) => Box::new(self.open_directory(path, state, directories as u64)?),
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
         };
         let delegate = self.delegate.unwrap_or_else(|| Delegate::of(&*files));
@@ -161,11 +162,12 @@ impl Spec {
         matches!(self.source, Source::Directory(_))
     }
 
-    fn open_directory(&self, path: &Path, state: Option<&Path>) -> Result<LocalFileSystem, String> {
+    fn open_directory(&self, path: &Path, state: Option<&Path>, directories: u64) -> Result<LocalFileSystem, String> {
         let options = LocalOptions {
             is_durable: !self.is_async,
             is_direct: self.is_direct,
             path_table: state.map(|state| state.join(format!("nfs-paths-{}", self.name))),
+            directories,
         };
         LocalFileSystem::open(path, &options).map_err(|error| {
             let path = path.display();
