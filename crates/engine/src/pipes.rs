@@ -70,14 +70,14 @@ pub struct Piped {
 
 impl Pipes {
     /// Takes pages of a file that are in the page cache: all of the range, or less where the file ends. `None` if that cannot be done at
-    /// once, or is not worth it. For files of which [`page_cache::is_read`] tells.
+    /// once, or is not worth it.
     pub fn take(self: &Arc<Self>, file: &File, at: u64, len: usize) -> Option<Piped> {
         // A pipe holds so many pages, not bytes.
         if !(LEN_MIN..=LEN_MAX).contains(&len) || !at.is_multiple_of(PAGE) || at > i64::MAX as u64 - len as u64 {
             return None;
         }
         // Pages that are still being read would be waited for: `SPLICE_F_NONBLOCK` is about pipes.
-        if !page_cache::is_read(file, at, len) {
+        if !page_cache::is_read(file, at, len as u64) {
             return None;
         }
         if self.out.fetch_add(1, Ordering::Relaxed) >= OUT_MAX {

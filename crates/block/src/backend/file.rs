@@ -701,13 +701,8 @@ impl Backend for FileBackend {
         if self.mode == Mode::Direct || len < LEND_MIN {
             return None;
         }
-        let there = page_cache::cached(&self.cached, at, len as u64).is_some_and(|cached| cached >= len as u64);
-        if !there || !self.cached.is_cached(at + len as u64 - 1) {
-            return None;
-        }
         // What is still being read counts as cached, and would be waited for.
-        let before = (at % 4096) as usize;
-        if !page_cache::is_read(&self.cached, at - before as u64, before + len) {
+        if !page_cache::is_read(&self.cached, at, len as u64) {
             return None;
         }
         Some(Lent::File { file: Arc::clone(&self.cached), offset: at, len })
