@@ -36,7 +36,7 @@ const TICK: Duration = Duration::from_millis(250);
 const HOT_MAX: usize = 2;
 /// The same for rings in shared memory, which cost no system call to try.
 const HOT_RINGS_MAX: usize = 16;
-/// After so many looks at rings without anything for the consumer, each is followed by a yield: some ten microseconds.
+/// After so many looks at rings without anything in them, each is followed by a yield: some ten microseconds.
 const IDLE_MAX: u32 = 256;
 /// How often polling looks at epoll all the same.
 const HOT_STREAK: u32 = 16;
@@ -186,6 +186,8 @@ pub(super) struct Context {
     abandoned: AtomicBool,
     /// Counts completions and events not polled yet, and queue pairs in `ready`.
     doorbell: Doorbell,
+    /// Something has come or gone since that was last asked.
+    moved: AtomicBool,
     /// Threads in `wait`, by the descriptor that wakes each.
     sleepers: Mutex<Vec<Arc<OwnedFd>>>,
     /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
@@ -196,7 +198,7 @@ struct Driver {
     hot: Vec<Arc<Endpoint>>,
     /// None of them by TCP.
     all_by_shm: bool,
-    /// Looks since there was something for the consumer.
+    /// Looks since something has come or gone.
     idle: u32,
     hot_version: u64,
     /// Polls since the last wait.
@@ -266,6 +268,7 @@ impl Context {
             abandoned: AtomicBool::new(false),
             sleepers: Mutex::default(),
             doorbell: Doorbell::default(),
+            moved: AtomicBool::new(false),
             spin: AtomicU64::new(0),
         }))
     }
@@ -410,6 +413,15 @@ impl Context {
 
     pub(super) fn live_changed(&self) {
         self.live_version.fetch_add(1, Ordering::Release);
+    }
+
+    /// A queue pair has received or sent something.
+    pub(super) fn note_move(&self) {
+        self.moved.store(true, Ordering::Relaxed);
+    }
+
+    fn has_moved(&self) -> bool {
+        self.moved.load(Ordering::Relaxed) && self.moved.swap(false, Ordering::Relaxed)
     }
 
     /// The queue pair could do more without waiting.
@@ -559,7 +571,7 @@ impl Context {
                 for qp in &driver.hot {
                     qp.progress(tried);
                 }
-                driver.idle = if self.doorbell.has_something() { 0 } else { driver.idle.saturating_add(1) };
+                driver.idle = if self.has_moved() { 0 } else { driver.idle.saturating_add(1) };
                 let yields = driver.all_by_shm && driver.idle > IDLE_MAX;
                 drop(driver);
                 if yields {

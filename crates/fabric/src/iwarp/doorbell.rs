@@ -51,12 +51,9 @@ impl Doorbell {
     }
 
     fn ring(&self) -> Whom {
-        Whom { armed: self.armed.swap(false, Ordering::SeqCst), sleepers: self.asleep.load(Ordering::SeqCst) > 0 }
-    }
-
-    /// There is something to poll.
-    pub(super) fn has_something(&self) -> bool {
-        self.published.load(Ordering::SeqCst) > 0
+        // A load first: mostly nobody sleeps.
+        let armed = self.armed.load(Ordering::SeqCst) && self.armed.swap(false, Ordering::SeqCst);
+        Whom { armed, sleepers: self.asleep.load(Ordering::SeqCst) > 0 }
     }
 
     /// There is a reason not to sleep: something to poll, or somebody has asked, which counts once.

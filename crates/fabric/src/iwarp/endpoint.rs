@@ -97,6 +97,8 @@ struct Live {
     hung_up: bool,
     /// When an end that makes no progress is given up; and how much had been sent when it was set.
     deadline: Option<(Instant, u64)>,
+    /// Something has been received or sent since that was last asked.
+    moved: bool,
     /// Our half is shut.
     shut: bool,
     /// The peer's half is shut.
@@ -243,6 +245,7 @@ impl Endpoint {
             writable: true,
             hung_up: false,
             deadline: None,
+            moved: false,
             shut: false,
             ended: false,
         }));
@@ -370,6 +373,9 @@ impl Endpoint {
         let State { phase: Phase::Live(live), iovecs, .. } = state else { return Turn::Waiting };
         let received = receive(live, iovecs);
         let sent = transmit(live, iovecs);
+        if std::mem::take(&mut live.moved) {
+            self.ctx.note_move();
+        }
         if live.connection.is_over() {
             live.connection.fail_lost(ConnectionError::Closed);
         }
@@ -601,6 +607,7 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
             }
             Ok(moved @ (Moved::Last(n) | Moved::Some(n))) => {
                 taken += n;
+                live.moved = true;
                 live.connection.rx_received(n);
                 // The next arrival is a new edge, unless it was the end and came with what was read.
                 live.readable = moved == Moved::Some(n) || live.hung_up;
@@ -636,6 +643,7 @@ fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
             Ok(Moved::Nothing) => live.writable = false,
             Ok(moved @ (Moved::Last(n) | Moved::Some(n))) => {
                 given += n;
+                live.moved = true;
                 live.connection.tx_advance(n);
                 live.writable = moved == Moved::Some(n);
             }

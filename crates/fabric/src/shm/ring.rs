@@ -198,7 +198,9 @@ impl Writer {
             // SAFETY: `at + first` and `len - first` are inside the ring; the caller's promise for `from`.
             unsafe {
                 shared::copy(to.add(at), from, first);
-                shared::copy(to, from.add(first), len - first);
+                if first < len {
+                    shared::copy(to, from.add(first), len - first);
+                }
             }
             self.written += len as u64;
             copied += len;
@@ -289,7 +291,9 @@ impl Reader {
             // SAFETY: `at + first` and `len - first` are inside the ring; the caller's promise for `to`.
             unsafe {
                 shared::copy(to, from.add(at), first);
-                shared::copy(to.add(first), from, len - first);
+                if first < len {
+                    shared::copy(to.add(first), from, len - first);
+                }
             }
             self.read += len as u64;
             copied += len;
