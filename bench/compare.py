@@ -131,6 +131,52 @@ def stream():
         compare(f"1 MiB write, CRC {crc}", ("thruway", ours), [(peer, iperf)], "Gbit/s", "more", aim)
 
 
+def shm():
+    """Two processes of one host, through shared memory."""
+
+    def ours(test, size, figure):
+        port = free_port()
+        with server([THRUWAY, "bench", test, "--listen", f"127.0.0.1:{port}", "--provider", "auto"], port):
+            row = bench(test, "--connect", f"127.0.0.1:{port}", "--provider", "shm", "--op", "send", "--size", size,
+                        "--seconds", "2")
+            return row[figure]
+
+    def ucx(test, size, count, figure):
+        port = free_port()
+        env = {**os.environ, "UCX_TLS": "posix,self"}
+        with server(["env", "UCX_TLS=posix,self", "ucx_perftest", "-p", str(port)]):
+            for _ in range(100):
+                done = subprocess.run(["ucx_perftest", "127.0.0.1", "-p", str(port), "-t", test, "-s", str(size),
+                                       "-n", str(count)], capture_output=True, text=True, env=env)
+                final = [l for l in done.stdout.splitlines() if l.startswith("Final:")]
+                if final:
+                    return float(final[0].split()[figure])
+                time.sleep(0.05)
+        sys.exit("ucx_perftest does not run")
+
+    def iperf(size):
+        port = free_port()
+        with server(["iperf3", "-s", "-1", "-p", str(port)]):
+            for _ in range(100):
+                out = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", "2", "-l", size, "-J"],
+                                     capture_output=True, text=True)
+                received = json.loads(out.stdout or "{}").get("end", {}).get("sum_received")
+                if received:
+                    return received["bits_per_second"] / 8e6
+                time.sleep(0.05)
+        sys.exit("iperf3 does not run")
+
+    peer = f"ucx {version(['ucx_info', '-v'])}, posix"
+    tcp = f"iperf3 {version(['iperf3', '--version'])}, TCP"
+    compare("64 B send, half round trip", ("thruway", lambda: ours("lat", "64", "lat_us_p50")),
+            [(peer, lambda: ucx("tag_lat", 64, 1000000, 2))], "us", "less", 1.0)
+    for size, count in (("64K", 100000), ("1M", 10000)):
+        length = int(size[:-1]) << (20 if size[-1] == "M" else 10)
+        compare(f"{size} send", ("thruway", lambda size=size: ours("bw", size, "bytes_per_second") / 1e6),
+                [(peer, lambda length=length, count=count: ucx("tag_bw", length, count, 6) * 1.048576),
+                 (tcp, lambda size=size: iperf(size))], "MB/s", "more", 1.5)
+
+
 def latency():
     def ours():
         port = free_port()
@@ -344,7 +390,7 @@ def disk():
             compare(f"  with --direct {direct}", ("thruway", ours("--direct", direct)), [("thruway --direct auto", ours())], "GB/s", "more")
 
 
-ALL = {"disk": disk, "stream": stream, "latency": latency, "memory": memory, "file": file, "small": small}
+ALL = {"disk": disk, "stream": stream, "latency": latency, "shm": shm, "memory": memory, "file": file, "small": small}
 
 
 def main():

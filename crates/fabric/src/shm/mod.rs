@@ -32,7 +32,7 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Config {
-        Config { ring: 256 << 10, any_user: false }
+        Config { ring: 1 << 20, any_user: false }
     }
 }
 
