@@ -787,14 +787,20 @@ impl DeviceOps for Handle {
     }
 
     fn listen(&self, addr: SocketAddr, options: &ListenOptions) -> Result<Box<dyn ListenerOps>> {
-        if !self.has_tcp {
-            return Ok(Box::new(self.begin_listening(ListeningSocket::of_shm(self.new_id(), addr, options)?)?));
+        let by_shm = |addr, config| {
+            let socket = ListeningSocket::of_shm(self.new_id(), addr, options, config);
+            socket.and_then(|socket| self.begin_listening(socket))
+        };
+        if let Some(config) = self.config.shm.as_ref().filter(|_| !self.has_tcp) {
+            return Ok(Box::new(by_shm(addr, config)?));
         }
         let mut listener = self.begin_listening(ListeningSocket::bind(self.new_id(), addr, options)?)?;
-        if self.config.shm.is_some() {
-            let beside = ListeningSocket::of_shm(self.new_id(), listener.addr, options);
-            match beside.and_then(|socket| self.begin_listening(socket)) {
+        if let Some(config) = &self.config.shm {
+            match by_shm(listener.addr, config) {
                 Ok(beside) => listener.beside = Some(Box::new(beside)),
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::Unsupported => {
+                    tracing::debug!(%source, "processes of this host connect by TCP only");
+                }
                 Err(error) => tracing::warn!(%error, "processes of this host connect by TCP only"),
             }
         }

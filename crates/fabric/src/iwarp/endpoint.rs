@@ -360,6 +360,8 @@ impl Endpoint {
             Phase::Live(live) => {
                 live.readable |= socket.readable;
                 live.writable |= socket.writable;
+                // A call may be about room.
+                live.writable |= socket.readable && matches!(live.transport, Transport::Shm(_));
                 if socket.hung_up {
                     live.hung_up = true;
                     live.transport.note_hang_up();

@@ -59,9 +59,14 @@ impl ListeningSocket {
     }
 
     /// For connections through shared memory.
-    pub(super) fn of_shm(id: u64, addr: SocketAddr, options: &ListenOptions) -> Result<ListeningSocket> {
+    pub(super) fn of_shm(
+        id: u64,
+        addr: SocketAddr,
+        options: &ListenOptions,
+        config: &shm::Config,
+    ) -> Result<ListeningSocket> {
         let failed = |source| Error::Io { op: "listening for shared memory on", peer: Some(addr), source };
-        let listener = shm::listen(addr, options.backlog).map_err(failed)?;
+        let listener = shm::listen(addr, options.backlog, config).map_err(failed)?;
         Ok(ListeningSocket { id, socket: Listening::Shm(listener), options: options.clone() })
     }
 

@@ -111,11 +111,7 @@ impl Socket {
     pub(super) fn answer(self, reply: Vec<u8>) -> io::Result<(Transport, Vec<u8>)> {
         Ok(match self {
             Socket::Tcp(stream) => (Transport::Tcp(stream), reply),
-            Socket::Shm(socket) => {
-                let channel = socket.into_channel()?;
-                channel.answer(&reply)?;
-                (Transport::Shm(channel), Vec::new())
-            }
+            Socket::Shm(socket) => (Transport::Shm(socket.answer(&reply)?), Vec::new()),
         })
     }
 }

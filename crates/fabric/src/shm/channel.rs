@@ -10,10 +10,10 @@ use rustix::net::{
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Calls that have been sent and not read, at a time, are read at once up to this many.
+/// Calls that are taken at a time.
 const CALLS: usize = 256;
 
 /// The name of a listener. Its last part grows with every change of what is spoken over the socket and through the rings.
@@ -27,16 +27,45 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
 }
 
+/// `SO_PASSRIGHTS` of Linux 6.16.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+/// Has the kernel refuse what peers would send along: files whose release can take as long as they like (a socket that lingers, a file of
+/// a server of theirs), by whoever reads them or closes the socket.
+fn refuse_files(fd: &OwnedFd) -> io::Result<()> {
+    let no: libc::c_int = 0;
+    // SAFETY: the option's value is a number at this address, of this size.
+    let rc = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PASSRIGHTS,
+            (&raw const no).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if rc == 0 {
+        return Ok(());
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            Err(io::Error::new(io::ErrorKind::Unsupported, "it needs Linux 6.16 (SO_PASSRIGHTS)"))
+        }
+        error => Err(error),
+    }
+}
+
 /// A listening socket.
 pub(crate) struct Listener {
     pub(crate) socket: OwnedFd,
     pub(crate) addr: SocketAddr,
+    ring: usize,
     /// Keeps the port, where the system has chosen it, from TCP listeners.
     _port: Option<OwnedFd>,
 }
 
 /// Listens at an address of this host.
-pub(crate) fn listen(mut addr: SocketAddr, backlog: u32) -> io::Result<Listener> {
+pub(crate) fn listen(mut addr: SocketAddr, backlog: u32, config: &Config) -> io::Result<Listener> {
     let mut port = None;
     if addr.port() == 0 {
         let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -46,9 +75,11 @@ pub(crate) fn listen(mut addr: SocketAddr, backlog: u32) -> io::Result<Listener>
         port = Some(fd);
     }
     let fd = socket()?;
+    // Before anybody can connect; connections inherit it.
+    refuse_files(&fd)?;
     rustix::net::bind(&fd, &name(addr)?)?;
     rustix::net::listen(&fd, backlog as i32)?;
-    Ok(Listener { socket: fd, addr, _port: port })
+    Ok(Listener { socket: fd, addr, ring: config.ring, _port: port })
 }
 
 impl Listener {
@@ -56,7 +87,7 @@ impl Listener {
     pub(crate) fn accept(&self) -> io::Result<(Socket, u32)> {
         let fd = rustix::net::accept_with(&self.socket, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)?;
         let user = sockopt::socket_peercred(&fd)?.uid.as_raw();
-        Ok((Socket { fd, local: self.addr, memory: SetUp::Awaited }, user))
+        Ok((Socket { fd, local: self.addr, memory: SetUp::ToBeMade(self.ring) }, user))
     }
 }
 
@@ -67,23 +98,24 @@ pub(crate) fn start_connect(addr: SocketAddr, config: &Config) -> io::Result<Soc
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
     let everywhere = [addr.ip(), wildcard, Ipv6Addr::UNSPECIFIED.into()].map(|ip| SocketAddr::new(ip, addr.port()));
-    let fd = socket()?;
-    let mut connected = Err(Errno::CONNREFUSED);
-    for addr in everywhere {
-        connected = rustix::net::connect(&fd, &name(addr)?);
-        if connected != Err(Errno::CONNREFUSED) {
-            break;
+    let own = rustix::process::geteuid();
+    let mut refused = io::Error::from(Errno::CONNREFUSED);
+    for at in everywhere {
+        let fd = socket()?;
+        match rustix::net::connect(&fd, &name(at)?) {
+            Ok(()) => {}
+            // Its queue is full, and not that it would be connected later.
+            Err(Errno::CONNREFUSED | Errno::AGAIN) => continue,
+            Err(error) => return Err(error.into()),
         }
-    }
-    // Where its queue is full, and not that it would be connected later.
-    connected.map_err(|error| if error == Errno::AGAIN { Errno::CONNREFUSED } else { error })?;
-    let (user, own) = (sockopt::socket_peercred(&fd)?.uid, rustix::process::geteuid());
-    if !config.any_user && !user.is_root() && user != own {
+        let user = sockopt::socket_peercred(&fd)?.uid;
+        if config.any_user || user.is_root() || user == own {
+            return Ok(Socket { fd, local: addr, memory: SetUp::Awaited });
+        }
         let why = format!("another user (number {}) listens there for shared memory", user.as_raw());
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        refused = io::Error::new(io::ErrorKind::PermissionDenied, why);
     }
-    let (memory, file) = Memory::create(config.ring)?;
-    Ok(Socket { fd, local: addr, memory: SetUp::Made { memory, file: Some(file) } })
+    Err(refused)
 }
 
 /// A connection in set-up.
@@ -94,13 +126,11 @@ pub(crate) struct Socket {
     pub(super) memory: SetUp,
 }
 
+/// The memory, which the accepting end makes: it takes no files from whoever connects.
 pub(super) enum SetUp {
-    /// Of this end, to be sent with the first bytes.
-    Made {
-        memory: Arc<Memory>,
-        file: Option<OwnedFd>,
-    },
-    /// Of the peer, to come with its first bytes.
+    /// Two rings of this size, by this end when it accepts.
+    ToBeMade(usize),
+    /// To come with the peer's answer.
     Awaited,
     Arrived(OwnedFd),
 }
@@ -116,35 +146,34 @@ impl Socket {
         self.local
     }
 
-    /// What goes through the rings from here on.
+    /// What goes through the rings behind the peer's answer.
     pub(crate) fn into_channel(self) -> io::Result<Channel> {
-        let (memory, end) = match self.memory {
-            SetUp::Made { memory, .. } => (memory, End::Connecting),
-            SetUp::Arrived(file) => (Memory::adopt(file)?, End::Accepting),
-            SetUp::Awaited => return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer sent no memory")),
+        let SetUp::Arrived(file) = self.memory else {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the peer sent no memory"));
         };
-        let (writer, reader) = memory.ends(end);
-        Ok(Channel { fd: self.fd, writer, reader, is_called: true, peer_is_gone: false })
+        Ok(Channel::new(self.fd, &Memory::adopt(file)?, End::Connecting))
+    }
+
+    /// Answers, and hands over the memory; what goes through the rings behind that.
+    pub(crate) fn answer(self, reply: &[u8]) -> io::Result<Channel> {
+        let SetUp::ToBeMade(ring) = self.memory else { return Err(io::ErrorKind::InvalidInput.into()) };
+        let (memory, file) = Memory::create(ring)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&files)), "there is room for one");
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        // A fresh socket has room for it.
+        if rustix::net::sendmsg(&self.fd, &[IoSlice::new(reply)], &mut control, flags)? != reply.len() {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        Ok(Channel::new(self.fd, &memory, End::Accepting))
     }
 }
 
 impl Write for Socket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let SetUp::Made { file, .. } = &mut self.memory else {
-            return Ok(rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL)?);
-        };
-        let sent = match file {
-            None => rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL)?,
-            Some(with) => {
-                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-                let mut control = SendAncillaryBuffer::new(&mut space);
-                let files = [with.as_fd()];
-                assert!(control.push(SendAncillaryMessage::ScmRights(&files)), "there is room for one");
-                rustix::net::sendmsg(&self.fd, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?
-            }
-        };
-        *file = None;
-        Ok(sent)
+        Ok(rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -154,6 +183,9 @@ impl Write for Socket {
 
 impl Read for Socket {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if let SetUp::ToBeMade(_) = self.memory {
+            return Ok(rustix::net::recv(&self.fd, bytes, RecvFlags::DONTWAIT)?.0);
+        }
         // Room for one: the kernel closes what a peer sends beyond that.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -193,6 +225,11 @@ impl AsFd for Channel {
 }
 
 impl Channel {
+    fn new(fd: OwnedFd, memory: &Arc<Memory>, end: End) -> Channel {
+        let (writer, reader) = memory.ends(end);
+        Channel { fd, writer, reader, is_called: true, peer_is_gone: false }
+    }
+
     /// As [`crate::iwarp`]'s of TCP: `Ok(None)` if nothing can be received now, `Ok(Some(0))` at the end.
     ///
     /// # Safety
@@ -264,28 +301,16 @@ impl Channel {
         }
     }
 
-    /// Sends what is left of the set-up.
-    pub(crate) fn answer(&self, bytes: &[u8]) -> io::Result<()> {
-        // A fresh socket has room for it.
-        match rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)? {
-            sent if sent == bytes.len() => Ok(()),
-            _ => Err(io::ErrorKind::WriteZero.into()),
-        }
-    }
-
     fn call(&self) {
         // Where so many calls wait to be read that there is no room, this one is not needed; an end shows elsewhere.
         let _ = rustix::net::send(&self.fd, &[0], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     }
 
+    /// Not more at a time than any peer has sent that keeps the rules: each later one is an event of its own.
     fn take_calls(&mut self) {
-        loop {
-            match rustix::net::recv(&self.fd, &mut [0; CALLS], RecvFlags::DONTWAIT) {
-                Ok((CALLS, _)) => {}
-                Ok((1.., _)) | Err(Errno::AGAIN) => return,
-                Err(Errno::INTR) => {}
-                Ok((0, _)) | Err(_) => return self.peer_is_gone = true,
-            }
+        match rustix::net::recv(&self.fd, &mut [0; CALLS], RecvFlags::DONTWAIT) {
+            Ok((1.., _)) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Ok((0, _)) | Err(_) => self.peer_is_gone = true,
         }
     }
 }

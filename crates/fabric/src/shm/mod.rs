@@ -1,7 +1,8 @@
 //! The verbs between processes of one host: the iWARP core over rings in shared memory instead of TCP.
 //!
 //! A connection is made over a Unix socket, by the same frames as over TCP ([MPA](https://www.rfc-editor.org/rfc/rfc6581)); the end that
-//! connects sends a memory file with two rings along. From then on bytes go through the rings, copied in by one end and out by the
+//! accepts sends a memory file with two rings along. It takes no files itself, which needs Linux 6.16 (`SO_PASSRIGHTS`): a file whose
+//! release takes long would hold up whoever was sent it. From then on bytes go through the rings, copied in by one end and out by the
 //! other, without a system call while the other end looks at its ring. An end that goes to sleep says so in the ring, and is then
 //! called by a byte over the socket, which also tells either end when the other process has ended.
 //!
@@ -24,7 +25,7 @@ use crate::{Device, Result};
 /// How a shared-memory device behaves.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Bytes of each direction's ring: a power of two from 4 KiB to 64 MiB. The end that connects decides.
+    /// Bytes of each direction's ring: a power of two from 4 KiB to 4 MiB. The end that accepts decides.
     pub ring: usize,
     /// Connect to listeners of every user, not only of this process's and root.
     pub any_user: bool,

@@ -13,7 +13,7 @@ use thruway_memory::{Buffer, shared};
 
 /// Least and most bytes of a ring.
 pub(crate) const RING_MIN: usize = 4 << 10;
-pub(crate) const RING_MAX: usize = 64 << 20;
+pub(crate) const RING_MAX: usize = 4 << 20;
 
 /// Control words of both directions come first, in a page of their own.
 const CONTROL: usize = 4096;
