@@ -56,7 +56,7 @@ for v in 3 4; do
     fails as_user cat /mnt/$v/closed$v 2>/dev/null
     [[ $(stat -c %a /tmp/served/data/closed$v) == 0 ]]
 done
-# Not what is another's, whoever the client says that it is.
+# Not what is another's, whichever user the client names.
 echo secret >/tmp/served/data/roots
 chmod 600 /tmp/served/data/roots
 fails cat /mnt/4/roots 2>/dev/null

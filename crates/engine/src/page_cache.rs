@@ -33,7 +33,7 @@ pub fn cached(file: &File, offset: u64, len: u64) -> Option<u64> {
 }
 
 /// Whether a range can be read without waiting for storage: it is cached, and has been read. Pages that are still being read count as
-/// [`cached`], and whoever takes them waits for that.
+/// [`cached`], and who takes them waits for that.
 ///
 /// One page in sixteen is looked at, and the last: what is read ahead comes in larger pieces. To look at each would cost as much as it
 /// saves to take the pages of a range as they are.

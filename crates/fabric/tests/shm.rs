@@ -11,23 +11,38 @@ use thruway_fabric::messages::{MessageListener, Messages};
 use thruway_fabric::shm::Config;
 use thruway_fabric::{Provider, iwarp};
 
+/// Whether this kernel has it; before Linux 6.16 a device says why not, and nothing else can be tried.
+fn is_supported() -> bool {
+    let opened = Config::default().open();
+    opened.inspect_err(|error| assert!(error.to_string().contains("Linux 6.16"), "{error}")).is_ok()
+}
+
 fn lab(config: &Config) -> Lab {
     Lab::new(config.open().unwrap(), config.open().unwrap())
 }
 
 #[test]
 fn default_configuration() {
+    if !is_supported() {
+        return;
+    }
     conformance::run_all(&|| lab(&Config::default()));
 }
 
 #[test]
 fn the_smallest_rings() {
+    if !is_supported() {
+        return;
+    }
     let config = Config { ring: 4096, ..Config::default() };
     conformance::run_all(&|| lab(&config));
 }
 
 #[test]
 fn a_thousand_connections_work_and_one_that_stalls_blocks_none() {
+    if !is_supported() {
+        return;
+    }
     let config = Config { ring: 16 << 10, ..Config::default() };
     conformance::many_connections(&lab(&config), 1000);
 }
@@ -75,6 +90,9 @@ fn the_other_process() {
 
 #[test]
 fn what_a_killed_process_has_sent_arrives_and_then_its_end() {
+    if !is_supported() {
+        return;
+    }
     let (mut child, addr) = child("ends behind ten messages");
     let mut peer = Messages::connect(&Config::default().into(), addr, 4096).unwrap();
     peer.send(b"go").unwrap();
@@ -88,6 +106,9 @@ fn what_a_killed_process_has_sent_arrives_and_then_its_end() {
 
 #[test]
 fn processes_that_sleep_are_woken() {
+    if !is_supported() {
+        return;
+    }
     let (mut child, addr) = child("echoes");
     let mut peer = Messages::connect(&Config::default().into(), addr, 4096).unwrap();
     for n in 0..200u32 {
@@ -105,6 +126,9 @@ fn processes_that_sleep_are_woken() {
 /// Needs root, to become another user.
 #[test]
 fn listeners_of_other_users_are_not_connected_to() {
+    if !is_supported() {
+        return;
+    }
     let (mut child, addr) = child("as another user");
     let error = Messages::connect(&Config::default().into(), addr, 4096).err().expect("it is refused").to_string();
     assert!(error.contains("another user (number 65534)"), "{error}");
@@ -114,6 +138,9 @@ fn listeners_of_other_users_are_not_connected_to() {
 
 #[test]
 fn iwarp_with_shared_memory_for_this_host() {
+    if !is_supported() {
+        return;
+    }
     let config = || iwarp::Config { shm: Some(Config::default()), ..iwarp::Config::default() };
     conformance::run_all(&|| Lab::new(config().open().unwrap(), config().open().unwrap()));
     let carried = |a: &Provider, b: &Provider| {
@@ -132,6 +159,9 @@ fn iwarp_with_shared_memory_for_this_host() {
 
 #[test]
 fn a_listener_at_all_addresses_is_found_at_each() {
+    if !is_supported() {
+        return;
+    }
     for (listens, at) in [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "127.1.2.3"), ("::", "127.0.0.1"), ("::1", "::1")] {
         let listener = MessageListener::bind(&Config::default().into(), address(listens, 0), 64).unwrap();
         let port = listener.local_addr().port();

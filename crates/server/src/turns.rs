@@ -2,7 +2,7 @@
 
 use crate::fair_queue::{FairQueue, Verdict};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use thruway_tcp::Origin;
 use tokio::sync::oneshot;
 
@@ -12,6 +12,8 @@ pub use crate::fair_queue::Limits;
 #[derive(Debug)]
 pub struct Turns {
     queue: Queue,
+    /// [`Limits::patience`]
+    patience: Duration,
 }
 
 type Queue = Arc<Mutex<FairQueue<oneshot::Sender<Turn>>>>;
@@ -31,23 +33,17 @@ fn lock<T>(queue: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Turns {
     /// As many as these limits say.
     pub fn new(limits: Limits) -> Turns {
-        Turns { queue: Arc::new(Mutex::new(FairQueue::new(limits))) }
+        Turns { queue: Arc::new(Mutex::new(FairQueue::new(limits))), patience: limits.patience }
     }
 
     /// A turn, when it comes; `None` if there are too many who wait for one, of this origin more than of others, or it took too
     /// long.
     pub async fn take(&self, origin: Origin) -> Option<Turn> {
         let (give, turn) = oneshot::channel();
-        let patience = {
-            let mut queue = lock(&self.queue);
-            let verdict = queue.arrive(origin, give, Instant::now());
-            let patience = queue.limits.patience;
-            drop(queue);
-            give_out(&self.queue, verdict);
-            patience
-        };
+        let verdict = lock(&self.queue).arrive(origin, give, Instant::now());
+        give_out(&self.queue, verdict);
         // The queue looks at the time only when one ends.
-        tokio::time::timeout(patience, turn).await.ok()?.ok()
+        tokio::time::timeout(self.patience, turn).await.ok()?.ok()
     }
 }
 
@@ -76,7 +72,6 @@ mod tests {
     use super::*;
     use futures_util::FutureExt;
     use futures_util::future::BoxFuture;
-    use std::time::Duration;
 
     fn host(number: u8) -> Origin {
         Origin::of_host([10, 0, 0, number].into())

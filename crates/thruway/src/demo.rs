@@ -85,9 +85,8 @@ impl<'a> Demo<'a> {
         self.say(&format!("daemon     tw://{} serves {}", daemon.addr, served.display()));
         let mut steps = Vec::new();
         for (provider, extra) in
-            [("shm", &[][..]), ("iwarp", &[]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
+            [("auto", &[][..]), ("iwarp", &[]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
         {
-            let label = if extra.is_empty() { provider.to_string() } else { format!("{provider}, encrypted, BLAKE3") };
             let name = format!("copy{}", steps.len());
             let there = format!("tw://{}/demo/{name}", daemon.addr);
             let back = self.path(&format!("back{}", steps.len()));
@@ -97,7 +96,9 @@ impl<'a> Demo<'a> {
             compare(&source, &served.join(&name))?;
             compare(&source, &back)?;
             for (what, json) in [("there", push), ("back", pull)] {
-                self.show(&mut steps, format!("{what:<5} by {label}"), json);
+                let carried_by = json["provider"].as_str().unwrap_or_default();
+                let more = if extra.is_empty() { "" } else { ", encrypted, BLAKE3" };
+                self.show(&mut steps, format!("{what:<5} by {carried_by}{more}"), json);
             }
         }
         self.kill_and_resume(&source, &served, &daemon, &mut steps)?;

@@ -81,7 +81,7 @@ fn no_leftovers(dir: &Path) {
 
 #[test]
 fn a_killed_client_is_continued_by_the_same_command() {
-    for (round, (kill_at, provider)) in [(3, "iwarp"), (17, "tcp"), (40, "shm"), (50, "tcp")].into_iter().enumerate() {
+    for (round, (kill_at, provider)) in [(3, "iwarp"), (17, "tcp"), (40, "auto"), (50, "tcp")].into_iter().enumerate() {
         let lab = Lab::new();
         let (big, served) = (big_file(&lab, 64 * MIB), lab.mkdir("served"));
         let daemon = lab.serve(&served);
@@ -388,7 +388,7 @@ fn a_file_that_changes_while_it_is_read_is_reported_and_does_not_appear() {
 
 #[test]
 fn a_file_that_grows_and_changes_is_not_copied_as_a_mixture() {
-    for provider in ["iwarp", "shm", "tcp"] {
+    for provider in ["iwarp", "auto", "tcp"] {
         let lab = Lab::new();
         let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
         let daemon = lab.serve(&served);

@@ -210,8 +210,11 @@ struct Driver {
 
 impl Context {
     fn open(config: Config, has_tcp: bool) -> Result<Arc<Context>> {
-        let (provider, name) = if has_tcp { ("iwarp", "iwarp0") } else { ("shm", "shm0") };
-        let failed = |e| Error::io("opening a device of this program", e);
+        let (provider, name, opening) = match has_tcp {
+            true => ("iwarp", "iwarp0", "opening an iWARP device"),
+            false => ("shm", "shm0", "opening a device for shared memory"),
+        };
+        let failed = |e| Error::io(opening, e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
         let timer =
@@ -384,9 +387,9 @@ impl Context {
 
     /// Serves a listening socket.
     fn begin_listening(self: &Arc<Context>, socket: ListeningSocket) -> Result<ListenerHandle> {
-        let failed = |source| Error::Io { op: "listening", peer: None, source };
+        let failed = |source| Error::io("watching a listening socket", source);
         let (id, addr) = (socket.id, socket.local_addr().map_err(failed)?);
-        self.watch(&socket, id).map_err(|e| failed(e.into()))?;
+        self.watch(&socket, id).map_err(|e| failed(std::io::Error::from(e)))?;
         self.insert(id, Entity::Listener(Arc::new(socket)));
         Ok(ListenerHandle { ctx: Arc::clone(self), id, addr, beside: None })
     }
@@ -573,6 +576,10 @@ impl Context {
                 }
                 driver.idle = if self.has_moved() { 0 } else { driver.idle.saturating_add(1) };
                 let yields = driver.all_by_shm && driver.idle > IDLE_MAX;
+                if yields {
+                    // A yield may take as long as others like: what epoll knows is not to wait for many.
+                    driver.streak = streak;
+                }
                 drop(driver);
                 if yields {
                     // What it looks for may have to be written by a thread that waits for this very processor.

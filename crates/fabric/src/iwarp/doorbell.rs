@@ -51,7 +51,7 @@ impl Doorbell {
     }
 
     fn ring(&self) -> Whom {
-        // A load first: mostly nobody sleeps.
+        // A load first: mostly there is no sleeper.
         let armed = self.armed.load(Ordering::SeqCst) && self.armed.swap(false, Ordering::SeqCst);
         Whom { armed, sleepers: self.asleep.load(Ordering::SeqCst) > 0 }
     }

@@ -31,7 +31,7 @@ fn socket() -> io::Result<OwnedFd> {
 const SO_PASSRIGHTS: libc::c_int = 83;
 
 /// Has the kernel refuse what peers would send along: files whose release can take as long as they like (a socket that lingers, a file of
-/// a server of theirs), by whoever reads them or closes the socket.
+/// a server of theirs), and is done by the thread that reads them or closes the socket.
 fn refuse_files(fd: &OwnedFd) -> io::Result<()> {
     let no: libc::c_int = 0;
     // SAFETY: the option's value is a number at this address, of this size.
@@ -53,6 +53,11 @@ fn refuse_files(fd: &OwnedFd) -> io::Result<()> {
         }
         error => Err(error),
     }
+}
+
+/// Whether the kernel has what listeners need.
+pub(crate) fn check() -> io::Result<()> {
+    refuse_files(&socket()?)
 }
 
 /// A listening socket.
@@ -126,7 +131,7 @@ pub(crate) struct Socket {
     pub(super) memory: SetUp,
 }
 
-/// The memory, which the accepting end makes: it takes no files from whoever connects.
+/// The memory, which the accepting end makes: it takes no files from peers.
 pub(super) enum SetUp {
     /// Two rings of this size, by this end when it accepts.
     ToBeMade(usize),
@@ -293,7 +298,7 @@ impl Channel {
         self.peer_is_gone = true;
     }
 
-    /// Whether this end is to be called, or looks by itself. Whoever changes that tries to receive and to send afterwards.
+    /// Whether this end is to be called, or looks by itself. After a change, the caller tries to receive and to send.
     pub(crate) fn set_called(&mut self, is_called: bool) {
         self.is_called = is_called;
         if !is_called {

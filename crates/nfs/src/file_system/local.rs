@@ -1,10 +1,11 @@
 //! A directory of this host.
 //!
 //! Files are found again by the kernel's handles and held by descriptors that only name them (`O_PATH`), so that nothing depends on
-//! paths; only a process that may not open files by handles remembers where they are (`path_table.rs`, `by_path.rs`). What the kernel answers from memory (attributes, names in its cache, cached data) is asked for on the reactor; what may
-//! wait for a disk is done by [`Workers`]. Rights are the kernel's to check: operations run with the credentials of their user. Only
-//! data is read and written through descriptors of our own, because NFS knows no open files: its owner may read and write a file
-//! whatever its permissions (RFC 1813, section 4.4), and who may execute it may read it.
+//! paths; only a process that may not open files by handles remembers where they are (`path_table.rs`, `by_path.rs`). What the kernel
+//! answers from memory (attributes, names in its cache, cached data) is asked for on the reactor; what may wait for a disk is done by
+//! [`Workers`]. Rights are the kernel's to check: operations run with the credentials of their user. Only data is read and written through
+//! descriptors of our own, because NFS knows no open files: its owner may read and write a file whatever its permissions (RFC 1813,
+//! section 4.4), and who may execute it may read it.
 
 mod by_path;
 mod data;
@@ -138,6 +139,10 @@ fn user_xattr(name: &[u8]) -> Result<CString> {
     CString::new([b"user.", name].concat()).map_err(|_| Errno::INVAL)
 }
 
+fn id_of(handle: &Handle) -> FileId {
+    FileId(SmallVec::from_vec(handle.encode()))
+}
+
 /// What a look-up has found.
 struct Found {
     id: FileId,
@@ -148,7 +153,7 @@ struct Found {
 impl Found {
     fn of(fd: OwnedFd) -> Result<Found> {
         let (handle, _) = Handle::of(&fd, c"").map_err(|e| errno(&e))?;
-        let id = FileId(SmallVec::from_vec(handle.encode()));
+        let id = id_of(&handle);
         if id.0.len() > super::FILE_ID_MAX {
             return Err(Errno::OPNOTSUPP);
         }
@@ -429,7 +434,7 @@ impl LocalFileSystem {
             opened => opened.map(|_| by_path)?,
         };
         let paths = by_path.then(|| PathTable::open(options.path_table.as_deref())).transpose()?;
-        let root_id = FileId(SmallVec::from_vec(handle.encode()));
+        let root_id = id_of(&handle);
         let number = fsid(&root)?;
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let workers = Workers::default();

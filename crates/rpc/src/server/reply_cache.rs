@@ -6,9 +6,10 @@
 use super::{Call, Credential};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, Hash, RandomState};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use thruway_tcp::Origin;
 use tokio::sync::Semaphore;
 
 /// Replies that are kept for a host: to calls that change names and attributes, and to those that change data.
@@ -52,19 +53,15 @@ struct Host {
 
 #[derive(Default)]
 struct Hosts {
-    by_address: HashMap<IpAddr, Host>,
+    by_origin: HashMap<Origin, Host>,
     /// Bytes of all replies.
     bytes: usize,
 }
 
-/// The address that a host is known by, of which it may have many: an IPv6 network of 64 bits, and every address of loopback, are one
-/// host's.
-fn host_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        address if address.is_loopback() => Ipv4Addr::LOCALHOST.into(),
-        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
-        address => address,
-    }
+/// The host with this address: every address of loopback is the same one's.
+fn host_of(address: IpAddr) -> Origin {
+    let is_loopback = address.to_canonical().is_loopback();
+    Origin::of_host(if is_loopback { Ipv4Addr::LOCALHOST.into() } else { address })
 }
 
 /// The replies.
@@ -87,7 +84,7 @@ pub(super) enum Lookup<'a> {
 /// Keeps the reply to a call; without one, the call is forgotten when this is dropped.
 pub(super) struct Keeper<'a> {
     cache: &'a ReplyCache,
-    host: IpAddr,
+    host: Origin,
     key: Key,
     done: Arc<Semaphore>,
 }
@@ -119,9 +116,9 @@ impl Host {
 impl Hosts {
     /// Forgets the host that has called nothing for longest, and of which nothing is being done; whether there was one.
     fn forget_idle(&mut self) -> bool {
-        let idle = self.by_address.iter().filter(|(_, host)| host.in_progress == 0);
-        let longest = idle.min_by_key(|(_, host)| host.last).map(|(address, _)| *address);
-        let forgotten = longest.and_then(|longest| self.by_address.remove(&longest));
+        let idle = self.by_origin.iter().filter(|(_, host)| host.in_progress == 0);
+        let longest = idle.min_by_key(|(_, host)| host.last).map(|(host, _)| *host);
+        let forgotten = longest.and_then(|longest| self.by_origin.remove(&longest));
         self.bytes -= forgotten.as_ref().map_or(0, |host| host.bytes);
         forgotten.is_some()
     }
@@ -149,13 +146,13 @@ impl ReplyCache {
         Some(self.look_up(host, self.key(call, is_of_data), Instant::now()))
     }
 
-    fn look_up(&self, host: IpAddr, key: Key, now: Instant) -> Lookup<'_> {
+    fn look_up(&self, host: Origin, key: Key, now: Instant) -> Lookup<'_> {
         let mut hosts = self.hosts();
-        if hosts.by_address.len() >= HOSTS_MAX && !hosts.by_address.contains_key(&host) {
+        if hosts.by_origin.len() >= HOSTS_MAX && !hosts.by_origin.contains_key(&host) {
             hosts.forget_idle();
         }
-        let Hosts { by_address, bytes } = &mut *hosts;
-        let kept = by_address.entry(host).or_default();
+        let Hosts { by_origin, bytes } = &mut *hosts;
+        let kept = by_origin.entry(host).or_default();
         *bytes -= kept.trim(now);
         kept.last = Some(now);
         match kept.entries.get(&key) {
@@ -183,8 +180,8 @@ impl Keeper<'_> {
         if hosts.bytes + reply.len() > BYTES_MAX {
             return;
         }
-        let Hosts { by_address, bytes } = &mut *hosts;
-        let Some(host) = by_address.get_mut(&self.host) else { return };
+        let Hosts { by_origin, bytes } = &mut *hosts;
+        let Some(host) = by_origin.get_mut(&self.host) else { return };
         if let Some((entry, _)) = host.entries.get_mut(&self.key) {
             *entry = Entry::Done(reply.into());
             host.orders[usize::from(self.key.is_of_data)].push_back(self.key);
@@ -196,7 +193,7 @@ impl Keeper<'_> {
 
 impl Drop for Keeper<'_> {
     fn drop(&mut self) {
-        if let Some(host) = self.cache.hosts().by_address.get_mut(&self.host) {
+        if let Some(host) = self.cache.hosts().by_origin.get_mut(&self.host) {
             host.in_progress -= 1;
             if let Some((Entry::InProgress(_), _)) = host.entries.get(&self.key) {
                 host.entries.remove(&self.key);
@@ -214,12 +211,22 @@ mod tests {
         Key { xid, procedure: (1, 2, 3), digest, is_of_data: false }
     }
 
-    fn host(last: u8) -> IpAddr {
-        [10, 0, 0, last].into()
+    fn host(last: u8) -> Origin {
+        host_of([10, 0, 0, last].into())
+    }
+
+    #[test]
+    fn addresses_of_one_host_are_one() {
+        let of = |address: &str| host_of(address.parse().unwrap());
+        assert_eq!(of("127.0.0.1"), of("127.9.9.9"));
+        assert_eq!(of("::1"), of("::ffff:127.0.0.1"));
+        assert_eq!(of("2001:db8::1"), of("2001:db8::2:0:0:1"));
+        assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
+        assert_ne!(of("192.0.2.1"), of("192.0.2.2"));
     }
 
     /// Does a call; its reply, if it has been done before.
-    fn call(cache: &ReplyCache, host: IpAddr, key: Key, now: Instant) -> Option<Box<[u8]>> {
+    fn call(cache: &ReplyCache, host: Origin, key: Key, now: Instant) -> Option<Box<[u8]>> {
         match cache.look_up(host, key, now) {
             Lookup::New(keeper) => {
                 keeper.keep(&key.xid.to_be_bytes());
@@ -263,7 +270,7 @@ mod tests {
         for xid in 0..3 * REPLIES_MAX[0] as u32 {
             call(&cache, host(2), key(xid, 0), now);
         }
-        assert!(cache.hosts().by_address[&host(2)].entries.len() <= REPLIES_MAX[0] + 1);
+        assert!(cache.hosts().by_origin[&host(2)].entries.len() <= REPLIES_MAX[0] + 1);
         assert!(
             matches!(cache.look_up(host(2), key(0, 9), now), Lookup::InProgress(_)),
             "what is being done is not forgotten"
@@ -271,9 +278,9 @@ mod tests {
         drop(in_progress);
         assert!(call(&cache, host(1), key(7, 0), now).is_some());
         for n in 0..2 * HOSTS_MAX as u32 {
-            call(&cache, IpAddr::from((0x0b00_0000 + n).to_be_bytes()), key(1, 0), now + Duration::from_secs(1));
+            call(&cache, host_of((0x0b00_0000 + n).to_be_bytes().into()), key(1, 0), now + Duration::from_secs(1));
         }
-        assert!(cache.hosts().by_address.len() <= HOSTS_MAX);
+        assert!(cache.hosts().by_origin.len() <= HOSTS_MAX);
     }
 
     #[test]
@@ -283,29 +290,29 @@ mod tests {
         let in_progress: Vec<_> =
             (0..100 * REPLIES_MAX[0] as u32).map(|n| cache.look_up(host(1), key(n, 9), now)).collect();
         assert!(call(&cache, host(1), key(7, 0), now).is_some());
-        assert_eq!(cache.hosts().by_address[&host(1)].orders[0].len(), 1, "they are not gone through by each call");
+        assert_eq!(cache.hosts().by_origin[&host(1)].orders[0].len(), 1, "they are not gone through by each call");
         drop(in_progress);
-        assert_eq!(cache.hosts().by_address[&host(1)].entries.len(), 1);
+        assert_eq!(cache.hosts().by_origin[&host(1)].entries.len(), 1);
     }
 
     #[test]
     fn all_replies_together_have_a_limit() {
         let (cache, now) = (ReplyCache::default(), Instant::now());
         for n in 0..(BYTES_MAX / REPLY_MAX + 50) as u32 {
-            let address = IpAddr::from((0x0b00_0000 + n / 1000).to_be_bytes());
+            let host = host_of((0x0b00_0000 + n / 1000).to_be_bytes().into());
             let later = now + Duration::from_millis(n.into());
-            let Lookup::New(keeper) = cache.look_up(address, key(n, 0), later) else { panic!() };
+            let Lookup::New(keeper) = cache.look_up(host, key(n, 0), later) else { panic!() };
             keeper.keep(&[0; REPLY_MAX]);
             let hosts = cache.hosts();
             assert!(hosts.bytes <= BYTES_MAX);
-            assert_eq!(hosts.bytes, hosts.by_address.values().map(|host| host.bytes).sum::<usize>());
+            assert_eq!(hosts.bytes, hosts.by_origin.values().map(|host| host.bytes).sum::<usize>());
         }
-        let last = IpAddr::from((0x0b00_0000 + BYTES_MAX as u32 / REPLY_MAX as u32 / 1000).to_be_bytes());
-        assert!(cache.hosts().by_address.contains_key(&last), "who has called last keeps its own");
+        let last = host_of((0x0b00_0000 + BYTES_MAX as u32 / REPLY_MAX as u32 / 1000).to_be_bytes().into());
+        assert!(cache.hosts().by_origin.contains_key(&last), "who has called last keeps its own");
         // What is being done is not forgotten, however idle its host.
         let idle = cache.look_up(host(9), key(0, 0), now);
         for n in 0..2 * HOSTS_MAX as u32 {
-            call(&cache, IpAddr::from((0x0c00_0000 + n).to_be_bytes()), key(1, 0), now + Duration::from_secs(60));
+            call(&cache, host_of((0x0c00_0000 + n).to_be_bytes().into()), key(1, 0), now + Duration::from_secs(60));
         }
         assert!(matches!(cache.look_up(host(9), key(0, 0), now), Lookup::InProgress(_)));
         drop(idle);
@@ -321,6 +328,6 @@ mod tests {
         }
         assert!(call(&cache, host(1), key(0, 1), now).is_some());
         assert!(call(&cache, host(1), write(3 * REPLIES_MAX[1] as u32 - 1), now).is_some(), "one of the last");
-        assert!(cache.hosts().by_address[&host(1)].entries.len() <= REPLIES_MAX[1] + 2);
+        assert!(cache.hosts().by_origin[&host(1)].entries.len() <= REPLIES_MAX[1] + 2);
     }
 }

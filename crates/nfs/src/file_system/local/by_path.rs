@@ -1,16 +1,15 @@
 //! Files for a process that may not open them by their handles: they are found by their paths ([`PathTable`]), or by a search of the
 //! whole tree, and their data is opened with the rights of the process.
 
-use super::node::Node;
+use super::node::{Node, proc_path};
 use super::path_table::PathTable;
-use super::{Found, Inner, LocalFileSystem, errno};
+use super::{Found, Inner, LocalFileSystem, errno, id_of};
 use crate::file_system::{FileId, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags};
 use rustix::io::Errno;
-use smallvec::SmallVec;
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_fs::beneath::join;
@@ -19,14 +18,9 @@ use thruway_fs::handle::Handle;
 /// Most bytes of a path that the kernel takes, without the NUL behind it (`PATH_MAX`). Longer ones are opened in pieces.
 const PATH_MAX: usize = 4095;
 
-/// Opens the file of a descriptor anew, only to name it.
+/// Another descriptor of an open file, which only names it.
 pub(super) fn name_open(fd: &OwnedFd) -> Result<OwnedFd> {
-    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-}
-
-fn id_of(handle: &Handle) -> FileId {
-    FileId(SmallVec::from_vec(handle.encode()))
+    rustix::fs::open(proc_path(fd), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Whether a path leads nowhere, or not to where it has led: not an error of the file system.
@@ -34,7 +28,7 @@ fn leads_elsewhere(error: Errno) -> bool {
     matches!(error, Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV | Errno::STALE | Errno::NAMETOOLONG)
 }
 
-/// Whether this is no property of a file, so that nobody knows what is there.
+/// Whether this is no property of a file: what is there is then unknown.
 fn is_failure(error: Errno) -> bool {
     matches!(error, Errno::IO | Errno::NOMEM | Errno::MFILE | Errno::NFILE | Errno::NOSPC)
 }
@@ -128,9 +122,8 @@ impl Inner {
                 Ok(None) | Err(_) => continue,
             };
             // Not ".", which needs the right to search it.
-            let path = format!("/proc/self/fd/{}", dir.fd.as_raw_fd());
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let open = match rustix::fs::open(path, flags, Mode::empty()) {
+            let open = match rustix::fs::open(proc_path(&dir.fd), flags, Mode::empty()) {
                 Ok(open) => open,
                 Err(error) if is_failure(error) => return Err(error),
                 Err(_) => continue,

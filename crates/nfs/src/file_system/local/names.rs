@@ -2,13 +2,12 @@
 
 use super::by_path::name_open;
 use super::node::Node;
-use super::{Found, Inner, c_name, errno, kind_of};
+use super::{Found, Inner, c_name, errno, id_of, kind_of};
 use crate::file_system::{
     As, Attributes, Credentials, Entry, FileId, Kind, Listing, Make, Result, Room, SetAttributes, SetTime, Time,
 };
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom};
 use rustix::io::Errno;
-use smallvec::SmallVec;
 use std::ffi::{CStr, CString};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -182,7 +181,7 @@ impl Inner {
             return Some(self.hold(found).ok()?.id.clone());
         }
         let (handle, _) = Handle::of(&dir.fd, name).ok()?;
-        Some(FileId(SmallVec::from_vec(handle.encode())))
+        Some(id_of(&handle))
     }
 
     /// A descriptor that only names what has been found.

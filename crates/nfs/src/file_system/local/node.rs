@@ -109,7 +109,7 @@ impl Node {
 
     /// The file under a path that the kernel resolves to it, for calls that take no descriptor of this kind.
     pub(super) fn proc_path(&self) -> String {
-        format!("/proc/self/fd/{}", self.fd.as_raw_fd())
+        proc_path(&self.fd)
     }
 }
 
@@ -124,6 +124,11 @@ impl Drop for Node {
             let _ = inner.note(rustix::fs::fsync(&*file));
         });
     }
+}
+
+/// A path that the kernel resolves to what this descriptor is of.
+pub(super) fn proc_path(fd: impl AsFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
 pub(super) fn statx(fd: impl AsFd) -> Result<Statx> {

@@ -237,7 +237,7 @@ impl NfsService {
         if directories > 0 && !can_act_as_others() {
             tracing::warn!(
                 user = rustix::process::geteuid().as_raw(),
-                "not started by root: files are used with the rights of this user, whoever uses them over the network"
+                "not started by root: files are used with the rights of this user, for every user of the network"
             );
         }
         let shares = Shares::new(shares, key)
