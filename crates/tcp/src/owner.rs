@@ -28,7 +28,24 @@ pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
     })
 }
 
-fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
+/// A TCP socket of this host, as the kernel's socket diagnostics describe it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalSocket {
+    /// The user who created it.
+    pub uid: u32,
+    /// `SO_COOKIE`: no other socket of this kernel has the same.
+    pub cookie: u64,
+    /// It is connected, and its own end has not closed it.
+    pub is_open: bool,
+}
+
+/// The socket of this network namespace with `local` as its own address and `peer` as its peer's. `None` if there is none.
+///
+/// # Errors
+/// Those of netlink sockets; [`io::ErrorKind::InvalidData`] for an answer that is none.
+pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
+    // What follows calls the socket looked for the peer's.
+    let (peer, local) = (local, peer);
     let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::SOCK_DIAG));
     let socket = rustix::net::socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
     let mut message = [0u8; HEADER + REQUEST];
@@ -62,9 +79,16 @@ fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
         return Err(io::ErrorKind::InvalidData.into());
     }
     let message = &answer[HEADER..];
+    Ok(Some(LocalSocket {
+        uid: u32::from_ne_bytes(message[64..68].try_into().expect("4 bytes")),
+        cookie: u64::from_ne_bytes(message[44..52].try_into().expect("8 bytes")),
+        is_open: matches!(message[1], TCP_ESTABLISHED | TCP_CLOSE_WAIT),
+    }))
+}
+
+fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
     // Sockets that are half gone have no owner, and the kernel says 0.
-    let alive = matches!(message[1], TCP_ESTABLISHED | TCP_CLOSE_WAIT);
-    Ok(alive.then(|| u32::from_ne_bytes(message[64..68].try_into().expect("4 bytes"))))
+    Ok(local_socket(peer, local)?.filter(|socket| socket.is_open).map(|socket| socket.uid))
 }
 
 fn put(out: &mut [u8], ip: IpAddr) {

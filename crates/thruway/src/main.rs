@@ -12,6 +12,7 @@ mod log;
 mod ls;
 mod output;
 mod remote;
+mod run;
 mod serve;
 mod ssh;
 
@@ -20,7 +21,8 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use thruway_cli::Common;
 
-/// Copies directory trees, serves disks, and shares directories by NFS, over RDMA, iWARP and TCP.
+/// Copies directory trees, serves disks, shares directories by NFS, and speeds up socket programs, over RDMA, iWARP, shared memory
+/// and TCP.
 #[derive(Parser)]
 #[command(name = "thruway", version, about, max_term_width = 100, propagate_version = true)]
 struct Cli {
@@ -38,6 +40,8 @@ enum Command {
     Ls(ls::LsArgs),
     /// Run the daemon
     Serve(Box<serve::ServeArgs>),
+    /// Run a program whose TCP connections within this host go on through shared memory
+    Run(run::RunArgs),
     /// Make a key pair for access to daemons
     Keygen(keys::KeygenArgs),
     /// Run a self-contained demonstration on this machine
@@ -67,6 +71,7 @@ fn main() -> ExitCode {
         Command::Cp(args) => cp::run(&args, &cli.common),
         Command::Ls(args) => ls::run(&args, &cli.common),
         Command::Serve(args) => serve::run(&args, &cli.common),
+        Command::Run(args) => run::run(&args, &cli.common),
         Command::Keygen(args) => keys::run(&args, &cli.common),
         Command::Demo(args) => demo::run(&args, &cli.common),
         #[cfg(feature = "bench")]

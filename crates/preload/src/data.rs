@@ -1,0 +1,461 @@
+//! Calls that send and receive, on connections that are accelerated.
+//!
+//! A thread that has to wait sleeps in the kernel, in `recv` on the connection itself: so time limits, signals, the peer's end and what
+//! other threads do to the descriptor are the kernel's business, as without acceleration. Before, it asks the peer for a doorbell.
+
+use crate::lock::Reentered;
+use crate::report::{Reason, count, counters, stays};
+use crate::slots::{self, Receiving, Sending, Slot};
+use crate::tcp::Connection;
+use crate::{SETTINGS, real, switch, wait};
+use libc::{c_int, ssize_t};
+use std::io;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use thruway_sockets::iovecs::Pieces;
+use thruway_sockets::{Found, Reader, Segment};
+
+/// Sets `errno`.
+pub(crate) fn fail(error: c_int) -> ssize_t {
+    // SAFETY: this thread's own.
+    unsafe { *libc::__errno_location() = error };
+    -1
+}
+
+pub(crate) fn errno() -> c_int {
+    // SAFETY: this thread's own.
+    unsafe { *libc::__errno_location() }
+}
+
+fn code(error: &io::Error) -> c_int {
+    error.raw_os_error().unwrap_or(libc::ECONNRESET)
+}
+
+impl From<Reentered> for c_int {
+    /// As if the signal had come before the call.
+    fn from(_: Reentered) -> c_int {
+        libc::EINTR
+    }
+}
+
+/// A call that receives on a connection which may be accelerated: `plain` is the call as it is.
+pub(crate) unsafe fn receive(
+    number: u32,
+    fd: c_int,
+    list: &[libc::iovec],
+    flags: c_int,
+    plain: impl Fn() -> ssize_t,
+) -> ssize_t {
+    let slot = slots::slot(number);
+    if !slot.is_accelerated() {
+        slot.plain_receives.fetch_add(1, Ordering::SeqCst);
+        if !slot.is_accelerated() {
+            slot.receives.store(true, Ordering::Relaxed);
+            let result = plain();
+            slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+            if result > 0 {
+                switch::after_plain_call(number, fd, result as usize);
+            }
+            return result;
+        }
+        slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+    }
+    if flags & (libc::MSG_OOB | libc::MSG_ERRQUEUE) != 0 {
+        return plain();
+    }
+    // SAFETY: the caller's promise.
+    let Some(mut to) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+    if flags & libc::MSG_TRUNC != 0 {
+        return discard(slot, number, fd, to.left(), flags);
+    }
+    // SAFETY: the caller's promise.
+    match unsafe { receive_accelerated(slot, number, fd, &mut to, flags) } {
+        Ok(len) => len as ssize_t,
+        Err(error) => fail(error),
+    }
+}
+
+/// `MSG_TRUNC`: bytes are taken and thrown away.
+fn discard(slot: &Slot, number: u32, fd: c_int, mut left: usize, flags: c_int) -> ssize_t {
+    let mut sum = 0;
+    let mut sink = [0u8; 4096];
+    while left > 0 {
+        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: left.min(sink.len()) }];
+        // SAFETY: an array of ours.
+        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { break };
+        let flags = if sum > 0 { flags | libc::MSG_DONTWAIT } else { flags };
+        // SAFETY: as above.
+        match unsafe { receive_accelerated(slot, number, fd, &mut to, flags) } {
+            Ok(0) => break,
+            Ok(len) => {
+                sum += len;
+                left -= len;
+            }
+            Err(_) if sum > 0 => break,
+            Err(error) => return fail(error),
+        }
+    }
+    sum as ssize_t
+}
+
+unsafe fn receive_accelerated(
+    slot: &Slot,
+    number: u32,
+    fd: c_int,
+    to: &mut Pieces<'_>,
+    flags: c_int,
+) -> Result<usize, c_int> {
+    if to.left() == 0 {
+        return Ok(0);
+    }
+    let (is_peek, waits_for_all) = (flags & libc::MSG_PEEK != 0, flags & libc::MSG_WAITALL != 0);
+    let connection = Connection::new(fd);
+    let mut sum = 0;
+    loop {
+        let before = to.left();
+        let mut receiving = slot.receiving()?.ok_or(libc::EBADF)?;
+        if !slot.receives.swap(true, Ordering::Relaxed) {
+            receiving.reader.set_ready(&receiving.segment);
+        }
+        let Receiving { segment, reader, .. } = &mut receiving;
+        // SAFETY: the caller's promise.
+        let read = unsafe { reader.read(segment, &connection, to, is_peek) };
+        match read {
+            Ok(len) => sum += len,
+            Err(_) if sum > 0 => return Ok(sum),
+            Err(error) => return Err(broken(slot, fd, &error)),
+        }
+        let is_done = to.left() == 0 || is_peek && sum > 0;
+        if is_done {
+            count(&counters().ring_receives, 1);
+            // What does not look by itself keeps the doorbell until a call has found nothing: something may come just now.
+            if !is_peek && wait::looks_by_itself(slot, number) && reader.ring_len(segment) == Ok(0) {
+                let _ = quiesce(slot, number, &connection, segment, reader);
+                drop(receiving);
+                wait::note_drained(number);
+            }
+            return Ok(sum);
+        }
+        let is_drained =
+            quiesce(slot, number, &connection, segment, reader).map_err(|error| broken(slot, fd, &error))?;
+        if sum > 0 && is_drained && !waits_for_all {
+            count(&counters().ring_receives, 1);
+            drop(receiving);
+            wait::note_drained(number);
+            return Ok(sum);
+        }
+        if !is_drained || before != to.left() {
+            continue;
+        }
+        let pending = slot.error.load(Ordering::Relaxed);
+        if pending != 0 {
+            if sum == 0 {
+                slot.error.store(0, Ordering::Relaxed);
+                return Err(pending);
+            }
+            return Ok(sum);
+        }
+        drop(receiving);
+        wait::note_drained(number);
+        if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
+            continue;
+        }
+        match sleep(slot, fd, flags) {
+            Ok(true) => {}
+            // The end: nothing comes behind what the ring has by now.
+            Ok(false) if !is_readable(slot) => return Ok(sum),
+            Ok(false) => {}
+            Err(error) if is_readable(slot) && error != libc::EINTR => {
+                if error != libc::EAGAIN {
+                    slot.error.store(error, Ordering::Relaxed);
+                }
+            }
+            Err(_) if sum > 0 => return Ok(sum),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end.
+fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
+    slot.sleepers.fetch_add(1, Ordering::SeqCst);
+    slot.is_watched.store(true, Ordering::Relaxed);
+    let is_armed = match slot.receiving() {
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
+        _ => false,
+    };
+    let result = if is_armed {
+        let mut byte = 0u8;
+        let flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
+        count(&counters().sleeps, 1);
+        // SAFETY: one byte.
+        match unsafe { real::recv(fd, (&raw mut byte).cast(), 1, flags) } {
+            0 => Ok(false),
+            len if len > 0 => Ok(true),
+            _ => Err(errno()),
+        }
+    } else {
+        Ok(true)
+    };
+    if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 && result != Err(libc::EAGAIN) {
+        disarm(slot);
+    }
+    result
+}
+
+/// Asks for no doorbell, because this end looks by itself.
+pub(crate) fn disarm(slot: &Slot) {
+    if let Some(receiving) = slot.try_receiving()
+        && slot.sleepers.load(Ordering::SeqCst) == 0
+    {
+        receiving.reader.disarm(&receiving.segment);
+    }
+}
+
+/// Whether the ring has something. Without a system call.
+pub(crate) fn is_readable(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(receiving)) => receiving.reader.ring_len(&receiving.segment) != Ok(0),
+        _ => false,
+    }
+}
+
+/// When all has been read: discards doorbells, and asks for one with what comes next unless the program will look by itself. False if
+/// something has come meanwhile.
+fn quiesce(
+    slot: &Slot,
+    number: u32,
+    connection: &Connection,
+    segment: &Segment,
+    reader: &mut Reader,
+) -> io::Result<bool> {
+    reader.discard_doorbells(segment, connection)?;
+    if wait::looks_by_itself(slot, number) {
+        reader.disarm(segment);
+        // Something that comes now is seen at the next look.
+        return Ok(reader.ring_len(segment)? == 0);
+    }
+    Ok(reader.arm(segment)?)
+}
+
+/// The peer has written nonsense, or the connection below has an error.
+fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
+    if error.raw_os_error() == Some(libc::ECONNRESET) {
+        stays(slot, fd, Reason::Failed, &": the peer broke the ring in shared memory");
+        Connection::new(fd).reset_at_close();
+        // SAFETY: a descriptor of the program's.
+        unsafe { real::shutdown(fd, libc::SHUT_RDWR) };
+    }
+    code(error)
+}
+
+/// Bytes that a connection's receiver can have without waiting, beyond what plain TCP would say. `None` if it is not accelerated.
+pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
+    let slot = slots::slot(number);
+    let mut receiving = slot.receiving().ok()??;
+    let Receiving { segment, reader, .. } = &mut receiving;
+    match reader.find(segment, &Connection::new(fd)) {
+        Ok(Found::Ring(len) | Found::Tcp(len)) => Some(len),
+        _ => Some(0),
+    }
+}
+
+/// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
+/// the ring that nothing has read would not.
+pub(crate) fn settle(_slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
+    let connection = Connection::new(fd);
+    let Receiving { segment, reader, .. } = &mut receiving;
+    match reader.find(segment, &connection) {
+        Ok(Found::Ring(_)) => connection.reset_at_close(),
+        Ok(Found::Nothing) => drop(reader.discard_doorbells(segment, &connection)),
+        _ => {}
+    }
+}
+
+/// A call that sends on a connection which may be accelerated: `plain` sends the rest of the list as it is, with the same flags.
+pub(crate) unsafe fn transmit(
+    number: u32,
+    fd: c_int,
+    list: &[libc::iovec],
+    flags: c_int,
+    is_plain: bool,
+    plain: impl Fn(&Pieces<'_>) -> ssize_t,
+) -> ssize_t {
+    let slot = slots::slot(number);
+    // SAFETY: the caller's promise.
+    let Some(mut from) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+    if !slot.is_accelerated() {
+        slot.plain_sends.fetch_add(1, Ordering::SeqCst);
+        if !slot.is_accelerated() {
+            let result = plain(&from);
+            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+            if result > 0 {
+                switch::after_plain_call(number, fd, result as usize);
+            }
+            return result;
+        }
+        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+    }
+    let total = from.left();
+    // SAFETY: the caller's promise.
+    match unsafe { send_accelerated(slot, fd, &mut from, flags, is_plain || total == 0) } {
+        Ok(true) => total as ssize_t,
+        Ok(false) => {
+            let sent = total - from.left();
+            let result = plain(&from);
+            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+            if result > 0 {
+                count(&counters().overflow_bytes, result as usize);
+            }
+            match result {
+                -1 if sent > 0 => sent as ssize_t,
+                -1 => -1,
+                more => sent as ssize_t + more,
+            }
+        }
+        Err(_) if from.left() < total => (total - from.left()) as ssize_t,
+        Err(error) => fail(error),
+    }
+}
+
+/// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
+/// so that no other one leaves TCP meanwhile.
+unsafe fn send_accelerated(
+    slot: &Slot,
+    fd: c_int,
+    from: &mut Pieces<'_>,
+    flags: c_int,
+    is_plain: bool,
+) -> Result<bool, c_int> {
+    let connection = Connection::new(fd);
+    let mut has_waited = false;
+    loop {
+        let mut sending = slot.sending()?.ok_or(libc::EBADF)?;
+        let Sending { segment, writer, .. } = &mut sending;
+        let failed = |error: &io::Error| broken(slot, fd, error);
+        let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
+        if writer.is_tcp() && is_alone && !is_plain {
+            writer.leave_tcp(segment, &connection).map_err(|error| failed(&error))?;
+        }
+        if !writer.is_tcp() {
+            let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, writer.unread(segment));
+            if is_gone || is_plain {
+                writer.enter_tcp(segment, &connection, is_gone).map_err(|error| failed(&error))?;
+            }
+        }
+        if writer.is_tcp() {
+            slot.plain_sends.fetch_add(1, Ordering::SeqCst);
+            return Ok(false);
+        }
+        // SAFETY: the caller's promise.
+        let sent = unsafe { writer.write(segment, &connection, from) }.map_err(|error| failed(&error.into()))?;
+        count(&counters().ring_bytes, sent);
+        if from.left() == 0 {
+            count(&counters().ring_sends, 1);
+            return Ok(true);
+        }
+        // The ring is full, or closed. If the reader is at work there is room soon, else TCP takes the rest.
+        if has_waited && sent == 0 {
+            writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
+            continue;
+        }
+        drop(sending);
+        let wanted = from.left();
+        has_waited = !wait::spin_for_room(flags & libc::MSG_DONTWAIT != 0, || has_room(slot, wanted));
+    }
+}
+
+pub(crate) fn has_room(slot: &Slot, wanted: usize) -> bool {
+    match slot.sending() {
+        Ok(Some(mut sending)) => {
+            let Sending { segment, writer, .. } = &mut sending;
+            writer.is_tcp() || writer.has_room(segment, wanted) != Ok(false)
+        }
+        _ => true,
+    }
+}
+
+/// Whether a peer that does not read has gone: a process that was killed has not said so. Asks the kernel once in a millisecond.
+fn looks_gone(slot: &Slot, connection: Connection, unread: u64) -> bool {
+    if unread == 0 {
+        return false;
+    }
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+    let now = (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000);
+    slot.looked_at.swap(now, Ordering::Relaxed) != now && connection.is_ending()
+}
+
+/// Has what the program sends go by TCP, before a call that only the kernel can do. The guard is `None` if it is not accelerated.
+pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
+    let Some(mut sending) = slot.sending()? else { return Ok(()) };
+    let Sending { segment, writer, .. } = &mut sending;
+    if for_good && !writer.is_pinned() {
+        count(&counters().demoted, 1);
+    }
+    writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error))
+}
+
+/// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
+/// bytes left in the ring, which that will miss.
+pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
+    let connection = Connection::new(fd);
+    let _ = enter_tcp(slot, fd, true);
+    let mut left = 0;
+    if let Ok(Some(mut receiving)) = slot.receiving() {
+        let limit = Instant::now() + Duration::from_millis(100);
+        let Receiving { segment, reader, .. } = &mut receiving;
+        let patience = || {
+            std::thread::yield_now();
+            Instant::now() < limit
+        };
+        left = reader.close_ring(segment, &connection, patience).unwrap_or(0);
+    }
+    connection.restore_options(slot);
+    left
+}
+
+/// Reads a file straight into the ring, for `sendfile`. `None` if the kernel must do it.
+pub(crate) fn send_from_file(
+    number: u32,
+    fd: c_int,
+    len: usize,
+    mut read: impl FnMut(*mut u8, usize) -> ssize_t,
+) -> Option<ssize_t> {
+    let slot = slots::slot(number);
+    let connection = Connection::new(fd);
+    let mut sum = 0;
+    while sum < len {
+        if slot.plain_sends.load(Ordering::SeqCst) > 0 {
+            break;
+        }
+        let Ok(Some(mut sending)) = slot.sending() else { break };
+        let Sending { segment, writer, .. } = &mut sending;
+        if !writer.leave_tcp(segment, &connection).unwrap_or(false) || writer.is_reader_gone(segment) {
+            break;
+        }
+        let Ok((at, room)) = writer.free_span(segment, len - sum) else { break };
+        if room == 0 {
+            drop(sending);
+            if !wait::spin_for_room(false, || has_room(slot, len - sum)) {
+                break;
+            }
+            continue;
+        }
+        let got = read(at, room);
+        if got <= 0 {
+            return Some(if sum > 0 || got == 0 { sum as ssize_t } else { -1 });
+        }
+        if !writer.commit(segment, &connection, got as usize) {
+            // The reader has closed the ring: these bytes are sent again, by TCP.
+            break;
+        }
+        sum += got as usize;
+        count(&counters().ring_bytes, got as usize);
+    }
+    (sum > 0).then_some(sum as ssize_t)
+}
+
+/// The time that a thread looks again and again before it sleeps.
+pub(crate) fn spin_time() -> Duration {
+    Duration::from_micros(SETTINGS.get().map_or(0, |settings| settings.spin.into()))
+}

@@ -1,0 +1,585 @@
+//! Epoll: readiness in rings and in the kernel as one.
+//!
+//! Descriptors are registered with the kernel's epoll as the program says, so whatever waits by other means still works, woken by
+//! doorbells. Beside that, registrations of connections are remembered here. A call that waits looks at the rings of those that are
+//! busy ("hot") before it asks the kernel; those that have been idle for long are left to doorbells.
+
+use crate::lock::{Guard, Lock};
+use crate::report::{count, counters};
+use crate::slots::{self, Slot};
+use crate::wait::{self, Limit};
+use crate::{data, real};
+use libc::{c_int, epoll_event, timespec};
+use std::cell::UnsafeCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
+
+/// Epoll instances that a process may have at a time and that are looked after.
+const INSTANCES: usize = 4096;
+
+/// A connection that is found idle so often is left to a doorbell.
+const IDLE_MAX: u32 = 64;
+
+/// Calls that have found something in rings, after which the kernel is asked, too.
+const KERNEL_EVERY: u32 = 4;
+
+const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
+const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+const EDGE: u32 = libc::EPOLLET as u32;
+/// With these, the kernel's own bookkeeping counts.
+const SPECIAL: u32 = (libc::EPOLLONESHOT | libc::EPOLLEXCLUSIVE) as u32;
+
+struct Registration {
+    /// The connection, and one of its descriptors: the one that was registered.
+    number: u32,
+    fd: c_int,
+    events: u32,
+    data: u64,
+    is_hot: bool,
+    idle: u32,
+    /// What the peer's position was when the program was last told, for edges.
+    told: u64,
+}
+
+#[derive(Default)]
+struct State {
+    registrations: Vec<Registration>,
+    /// By the program's data, which is all that the kernel tells; `None` where several have the same.
+    by_data: HashMap<u64, Option<u32>>,
+    hot: Vec<u32>,
+    calls: u32,
+    next: usize,
+}
+
+#[derive(Default)]
+pub(crate) struct Instance {
+    lock: Lock,
+    state: UnsafeCell<State>,
+    /// Threads that sleep in the kernel.
+    sleepers: AtomicU32,
+    /// Registered connections.
+    connections: AtomicU32,
+    /// Another process has it, too, or something waits for it that is not seen.
+    is_foreign: AtomicBool,
+    luck: AtomicI32,
+    is_used: AtomicBool,
+}
+
+// SAFETY: the state is used under the lock.
+unsafe impl Sync for Instance {}
+
+static ALL: [AtomicPtr<Instance>; INSTANCES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; INSTANCES];
+
+fn instance(number: u32) -> Option<&'static Instance> {
+    let at = ALL.get(number as usize)?.load(Ordering::Acquire);
+    // SAFETY: instances are leaked.
+    (!at.is_null()).then(|| unsafe { &*at })
+}
+
+impl Instance {
+    fn state<'a>(&'a self, _guard: &'a mut Guard<'_>) -> &'a mut State {
+        // SAFETY: under the lock.
+        unsafe { &mut *self.state.get() }
+    }
+}
+
+/// A descriptor is a new epoll instance.
+pub(crate) fn add(fd: c_int) {
+    for (number, place) in ALL.iter().enumerate() {
+        let mut at = place.load(Ordering::Acquire);
+        if at.is_null() {
+            let new = Box::into_raw(Box::<Instance>::default());
+            match place.compare_exchange(at, new, Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => at = new,
+                Err(other) => {
+                    // SAFETY: just made, and nothing else has it.
+                    drop(unsafe { Box::from_raw(new) });
+                    at = other;
+                }
+            }
+        }
+        // SAFETY: instances are leaked.
+        let instance = unsafe { &*at };
+        if instance.is_used.swap(true, Ordering::SeqCst) {
+            continue;
+        }
+        if let Ok(mut guard) = instance.lock.lock() {
+            *instance.state(&mut guard) = State::default();
+        }
+        instance.sleepers.store(0, Ordering::Relaxed);
+        instance.connections.store(0, Ordering::Relaxed);
+        instance.is_foreign.store(false, Ordering::Relaxed);
+        instance.luck.store(4, Ordering::Relaxed);
+        return slots::set_epoll(fd, Some(number as u32));
+    }
+    slots::set_epoll(fd, None);
+}
+
+/// A descriptor that was an epoll instance is closed.
+pub(crate) fn remove(fd: c_int, number: u32) {
+    slots::set_epoll(fd, None);
+    let Some(instance) = instance(number) else { return };
+    if let Ok(mut guard) = instance.lock.lock() {
+        let state = std::mem::take(instance.state(&mut guard));
+        for one in state.registrations.iter().filter(|one| one.fd >= 0) {
+            forget(one.number, number);
+        }
+    }
+    instance.connections.store(0, Ordering::Relaxed);
+    instance.is_used.store(false, Ordering::Release);
+}
+
+/// Another descriptor is the same instance: which of them is closed last is not followed.
+pub(crate) fn set_foreign(number: u32) {
+    let Some(instance) = instance(number) else { return };
+    instance.is_foreign.store(true, Ordering::SeqCst);
+    if let Ok(mut guard) = instance.lock.lock() {
+        let state = instance.state(&mut guard);
+        for one in &state.registrations {
+            if one.fd >= 0 {
+                arm_one(slots::slot(one.number));
+            }
+        }
+    }
+}
+
+/// In a child that has just been forked, all are its parent's, too.
+pub(crate) fn after_fork() {
+    for place in &ALL {
+        let at = place.load(Ordering::Acquire);
+        // SAFETY: instances are leaked.
+        if let Some(instance) = unsafe { at.as_ref() } {
+            instance.lock.release_in_child();
+            instance.is_foreign.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+fn forget(connection: u32, instance: u32) {
+    let local = slots::local(connection);
+    let _ = local.registrations.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(1));
+    let _ = instance;
+}
+
+/// After `epoll_ctl` has succeeded.
+pub(crate) fn control(number: u32, operation: c_int, fd: c_int, event: Option<epoll_event>) {
+    let Some(instance) = instance(number) else { return };
+    if let Some(inner) = slots::find_epoll(fd) {
+        // One within another: the outer one is woken by the kernel alone.
+        return set_foreign(inner);
+    }
+    let Some(connection) = slots::find(fd) else { return };
+    let Ok(mut guard) = instance.lock.lock() else { return };
+    let state = instance.state(&mut guard);
+    let at = state.registrations.iter().position(|one| one.fd == fd && one.number == connection);
+    match (operation, at, event) {
+        (libc::EPOLL_CTL_ADD, None, Some(event)) => {
+            let one = Registration {
+                number: connection,
+                fd,
+                events: event.events,
+                data: event.u64,
+                is_hot: false,
+                idle: 0,
+                told: u64::MAX,
+            };
+            let free = state.registrations.iter().position(|one| one.fd < 0);
+            let at = free.unwrap_or_else(|| {
+                state.registrations.push(Registration { number: 0, fd: -1, ..one });
+                state.registrations.len() - 1
+            });
+            // A place that was hot when it became free is still in the list.
+            let is_hot = state.registrations[at].is_hot;
+            state.registrations[at] = Registration { is_hot, ..one };
+            state.index(event.u64, at as u32);
+            instance.connections.fetch_add(1, Ordering::Relaxed);
+            let local = slots::local(connection);
+            local.instance.store(number, Ordering::Relaxed);
+            local.registrations.fetch_add(1, Ordering::SeqCst);
+            let slot = slots::slot(connection);
+            slot.is_watched.store(true, Ordering::Relaxed);
+            if slot.is_accelerated() {
+                // Whatever is there already is to be told.
+                state.heat(at as u32);
+            }
+        }
+        (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
+            state.unindex(at as u32);
+            let one = &mut state.registrations[at];
+            // What is there is told again, as the kernel does.
+            (one.events, one.data, one.told) = (event.events, event.u64, u64::MAX);
+            state.index(event.u64, at as u32);
+            state.heat(at as u32);
+        }
+        (libc::EPOLL_CTL_DEL, Some(at), _) => {
+            state.unindex(at as u32);
+            state.registrations[at].fd = -1;
+            instance.connections.fetch_sub(1, Ordering::Relaxed);
+            forget(connection, number);
+        }
+        _ => {}
+    }
+}
+
+/// A connection has no descriptor any more: the kernel has forgotten it.
+pub(crate) fn forget_connection(connection: u32) {
+    for (number, place) in ALL.iter().enumerate() {
+        let at = place.load(Ordering::Acquire);
+        // SAFETY: instances are leaked.
+        let Some(instance) = (unsafe { at.as_ref() }) else { return };
+        if instance.connections.load(Ordering::Relaxed) == 0 {
+            continue;
+        }
+        let Ok(mut guard) = instance.lock.lock() else { continue };
+        let state = instance.state(&mut guard);
+        for at in 0..state.registrations.len() {
+            if state.registrations[at].fd >= 0 && state.registrations[at].number == connection {
+                state.unindex(at as u32);
+                state.registrations[at].fd = -1;
+                instance.connections.fetch_sub(1, Ordering::Relaxed);
+                forget(connection, number as u32);
+            }
+        }
+    }
+}
+
+impl State {
+    fn index(&mut self, data: u64, at: u32) {
+        self.by_data.entry(data).and_modify(|place| *place = None).or_insert(Some(at));
+    }
+
+    fn unindex(&mut self, at: u32) {
+        let data = self.registrations[at as usize].data;
+        if self.by_data.get(&data) == Some(&Some(at)) {
+            self.by_data.remove(&data);
+        }
+    }
+
+    fn heat(&mut self, at: u32) {
+        let one = &mut self.registrations[at as usize];
+        one.idle = 0;
+        if !one.is_hot {
+            one.is_hot = true;
+            self.hot.push(at);
+        }
+    }
+
+    /// Events of hot connections, from where the last call ended; the number of them.
+    fn look(&mut self, out: &mut [epoll_event]) -> usize {
+        let (mut found, mut kept) = (0, 0);
+        let len = self.hot.len();
+        if len == 0 {
+            return 0;
+        }
+        let first = self.next % len;
+        self.hot.rotate_left(first);
+        self.next = 0;
+        for i in 0..len {
+            let at = self.hot[i];
+            let one = &mut self.registrations[at as usize];
+            let is_kept = if one.fd < 0 {
+                false
+            } else if found < out.len() {
+                let events = one.ready();
+                if events != 0 {
+                    out[found] = epoll_event { events, u64: one.data };
+                    found += 1;
+                    self.next = i + 1;
+                    one.idle = 0;
+                } else {
+                    one.idle += 1;
+                }
+                one.idle < IDLE_MAX || !leave_to_doorbell(slots::slot(one.number))
+            } else {
+                true
+            };
+            if is_kept {
+                self.hot[kept] = at;
+                kept += 1;
+            } else {
+                one.is_hot = false;
+            }
+        }
+        self.hot.truncate(kept);
+        found
+    }
+
+    fn is_readable(&mut self) -> bool {
+        let mut any = [epoll_event { events: 0, u64: 0 }];
+        let hot = std::mem::take(&mut self.hot);
+        let found = hot.iter().any(|at| {
+            let one = &mut self.registrations[*at as usize];
+            let told = one.told;
+            let is_ready = one.fd >= 0 && one.ready() != 0;
+            one.told = told;
+            is_ready
+        });
+        self.hot = hot;
+        let _ = &mut any;
+        found
+    }
+}
+
+impl Registration {
+    /// What the ring alone says of it.
+    fn ready(&mut self) -> u32 {
+        if self.events & READABLE == 0 || self.events & SPECIAL != 0 {
+            return 0;
+        }
+        let slot = slots::slot(self.number);
+        // If another thread reads, that finds what there is.
+        let Some(receiving) = slot.try_receiving() else { return 0 };
+        if receiving.reader.ring_len(&receiving.segment) == Ok(0) {
+            return 0;
+        }
+        if self.events & EDGE != 0 {
+            let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
+            if self.told == tail {
+                return 0;
+            }
+            self.told = tail;
+        }
+        drop(receiving);
+        // A socket whose ring or TCP has room is writable, too.
+        self.events & (READABLE | WRITABLE)
+    }
+}
+
+/// Idle for long: the peer rings when something comes. False if something has come.
+fn leave_to_doorbell(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(true),
+        _ => true,
+    }
+}
+
+fn arm_one(slot: &Slot) -> bool {
+    leave_to_doorbell(slot)
+}
+
+/// Whether some thread will look at a connection registered here before it sleeps.
+pub(crate) fn looks_by_itself(number: u32) -> bool {
+    instance(number)
+        .is_some_and(|one| !one.is_foreign.load(Ordering::Relaxed) && one.sleepers.load(Ordering::SeqCst) == 0)
+}
+
+/// All of a connection has been read: it is one to look at.
+pub(crate) fn note_drained(number: u32, connection: u32) {
+    let Some(instance) = instance(number) else { return };
+    let Ok(mut guard) = instance.lock.lock() else { return };
+    let state = instance.state(&mut guard);
+    let hint = slots::local(connection).place.load(Ordering::Relaxed) as usize;
+    let is_it = |one: &Registration| one.fd >= 0 && one.number == connection;
+    let at = match state.registrations.get(hint) {
+        Some(one) if is_it(one) => Some(hint),
+        _ => state.registrations.iter().position(is_it),
+    };
+    if let Some(at) = at {
+        slots::local(connection).place.store(at as u32, Ordering::Relaxed);
+        if state.registrations[at].events & SPECIAL != 0 {
+            arm_one(slots::slot(connection));
+        } else {
+            state.heat(at as u32);
+        }
+    }
+}
+
+/// Whether there is anything to look at.
+pub(crate) fn has_accelerated(number: u32) -> bool {
+    instance(number).is_some_and(|one| one.connections.load(Ordering::Relaxed) > 0)
+}
+
+/// Whether a ring has something for a registration here.
+pub(crate) fn is_readable(number: u32) -> bool {
+    let Some(instance) = instance(number) else { return false };
+    instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable())
+}
+
+/// Before sleeping on it. False if there is something already.
+pub(crate) fn arm(number: u32) -> bool {
+    let Some(instance) = instance(number) else { return true };
+    instance.sleepers.fetch_add(1, Ordering::SeqCst);
+    let Ok(mut guard) = instance.lock.lock() else { return true };
+    let state = instance.state(&mut guard);
+    let mut is_quiet = true;
+    for i in 0..state.hot.len() {
+        let at = state.hot[i] as usize;
+        let one = &mut state.registrations[at];
+        if one.fd >= 0 {
+            let is_empty = arm_one(slots::slot(one.number));
+            let told = one.told;
+            // Not empty, but the program knows: an edge that has been told.
+            is_quiet &= is_empty || one.ready() == 0;
+            one.told = told;
+        }
+    }
+    is_quiet
+}
+
+/// After sleeping on it.
+pub(crate) fn disarm(number: u32) {
+    let Some(instance) = instance(number) else { return };
+    if instance.sleepers.fetch_sub(1, Ordering::SeqCst) > 1 || instance.is_foreign.load(Ordering::Relaxed) {
+        return;
+    }
+    let Ok(mut guard) = instance.lock.lock() else { return };
+    let state = instance.state(&mut guard);
+    for at in &state.hot {
+        let one = &state.registrations[*at as usize];
+        let slot = slots::slot(one.number);
+        if one.fd >= 0 && one.events & SPECIAL == 0 && wait::looks_by_itself(slot, one.number) {
+            data::disarm(slot);
+        }
+    }
+}
+
+/// `epoll_pwait2`, of which the others are forms.
+///
+/// # Safety
+/// As `epoll_pwait2`.
+pub(crate) unsafe fn wait(
+    ep: c_int,
+    events: *mut epoll_event,
+    max: c_int,
+    limit: Limit,
+    mask: *const libc::sigset_t,
+    real: impl Fn(*mut epoll_event, c_int, Option<timespec>) -> c_int,
+) -> c_int {
+    let number = slots::find_epoll(ep);
+    let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
+    let Some((number, instance)) = found else { return real(events, max, limit.left()) };
+    let is_plain = instance.connections.load(Ordering::Relaxed) == 0 || instance.is_foreign.load(Ordering::Relaxed);
+    if is_plain || max <= 0 || events.is_null() {
+        return real(events, max, limit.left());
+    }
+    let _ = mask;
+    // SAFETY: the caller's promise.
+    let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
+    let none = timespec { tv_sec: 0, tv_nsec: 0 };
+    loop {
+        let mut asks_kernel = false;
+        let mut has_hot = false;
+        let mut found = 0;
+        if let Ok(mut guard) = instance.lock.lock() {
+            let state = instance.state(&mut guard);
+            found = state.look(out);
+            has_hot = !state.hot.is_empty();
+            if found > 0 {
+                state.calls += 1;
+                asks_kernel = state.calls >= KERNEL_EVERY && found < out.len();
+                if asks_kernel {
+                    state.calls = 0;
+                }
+            }
+        }
+        if found > 0 {
+            if asks_kernel {
+                let rest = &mut out[found..];
+                let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none));
+                if more > 0 {
+                    found = merge(instance, out, found, more as usize);
+                }
+            }
+            return found as c_int;
+        }
+        if has_hot && !limit.is_over() {
+            let is_ready = || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable());
+            if wait::spin_with(&instance.luck, data::spin_time(), is_ready) {
+                continue;
+            }
+        }
+        let may_sleep = arm(number);
+        count(&counters().sleeps, 1);
+        let ready = real(out.as_mut_ptr(), max, if may_sleep { limit.left() } else { Some(none) });
+        let error = data::errno();
+        disarm(number);
+        if ready < 0 {
+            return data::fail(error) as c_int;
+        }
+        let kept = correct(instance, &mut out[..ready as usize]);
+        if kept > 0 || ready == 0 && may_sleep || limit.is_over() {
+            return kept as c_int;
+        }
+    }
+}
+
+/// What the kernel has said comes behind what the rings have said, and is about some of the same.
+fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
+    let kept = correct(instance, &mut out[first..first + more]);
+    let mut end = first;
+    for i in first..first + kept {
+        let one = out[i];
+        match out[..first].iter_mut().find(|other| { other.u64 } == { one.u64 }) {
+            Some(same) => same.events |= one.events,
+            None => {
+                out[end] = one;
+                end += 1;
+            }
+        }
+    }
+    end
+}
+
+/// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
+fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
+    let Ok(mut guard) = instance.lock.lock() else { return events.len() };
+    let state = instance.state(&mut guard);
+    let mut kept = 0;
+    for i in 0..events.len() {
+        let event = events[i];
+        let ends = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR | libc::EPOLLPRI) as u32;
+        let at = state.by_data.get(&{ event.u64 }).copied().flatten();
+        let mut events_now = event.events;
+        if let Some(at) = at
+            && events_now & READABLE != 0
+            && events_now & ends == 0
+        {
+            let one = &mut state.registrations[at as usize];
+            let slot = slots::slot(one.number);
+            if slot.is_accelerated() {
+                if data::is_readable(slot) {
+                    if let Some(receiving) = slot.try_receiving() {
+                        one.told = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
+                    }
+                    state.heat(at);
+                } else if one.events & SPECIAL == 0 && wait::is_doorbell(one.number, one.fd) {
+                    // Writable it may be nevertheless, which only a level tells again and again.
+                    events_now &= !READABLE;
+                    if one.events & EDGE != 0 {
+                        events_now = 0;
+                    }
+                }
+            }
+        }
+        if events_now != 0 {
+            events[kept] = epoll_event { events: events_now, u64: event.u64 };
+            kept += 1;
+        }
+    }
+    kept
+}
+
+/// Held over `fork`, so that no other thread is inside when the child gets its copy.
+pub(crate) fn lock_all() -> Vec<Guard<'static>> {
+    ALL.iter()
+        // SAFETY: instances are leaked.
+        .map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
+        .filter_map(|instance| instance.lock.lock().ok())
+        .collect()
+}
+
+/// `epoll_pwait2` where there is no such call: rounds up to milliseconds.
+pub(crate) unsafe fn real_wait(
+    ep: c_int,
+    events: *mut epoll_event,
+    max: c_int,
+    limit: Option<timespec>,
+    mask: *const libc::sigset_t,
+) -> c_int {
+    let milliseconds = limit.map_or(-1, |limit| {
+        let whole = limit.tv_sec.saturating_mul(1000).saturating_add((limit.tv_nsec + 999_999) / 1_000_000);
+        c_int::try_from(whole).unwrap_or(c_int::MAX)
+    });
+    // SAFETY: the caller's promise.
+    unsafe { real::epoll_pwait(ep, events, max, milliseconds, mask) }
+}

@@ -1,0 +1,51 @@
+//! The library that `thruway run` has the dynamic linker load into a program before all others. It stands before the C library's
+//! functions for sockets and descriptors, and lets connections between processes of one host go on through shared memory.
+//!
+//! A descriptor stays what it is: a TCP socket of the kernel's. [`thruway_sockets`] says how bytes go, `switch` when, `data` what
+//! calls do then, `wait` and `epoll` how readiness in memory and in the kernel becomes one, `process` what fork, exec and exit do.
+//! Hooks are in `hooks`. They must work in signal handlers and children of `vfork`, and before and after everything else.
+
+mod data;
+mod epoll;
+mod hooks;
+mod lock;
+mod process;
+mod real;
+mod report;
+mod slots;
+mod switch;
+mod tcp;
+mod wait;
+
+use std::sync::OnceLock;
+use thruway_sockets::settings::{Settings, VARIABLE};
+
+/// There are none if the library does nothing.
+pub(crate) static SETTINGS: OnceLock<Settings> = OnceLock::new();
+
+/// Called by the dynamic linker before the program begins.
+extern "C" fn begin() {
+    let Some(text) = std::env::var_os(VARIABLE) else { return };
+    let settings = match Settings::parse(&text.to_string_lossy()) {
+        Ok(settings) => settings,
+        Err(part) => {
+            return report::complain(&[VARIABLE, " has ", &part, ", which is not understood; nothing is accelerated"]);
+        }
+    };
+    report::start(settings.stats.as_ref(), settings.explain.clone());
+    if slots::start() && SETTINGS.set(settings).is_ok() {
+        report::count(&report::counters().processes, 1);
+    }
+}
+
+extern "C" fn end() {
+    process::at_exit();
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEGIN: extern "C" fn() = begin;
+
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static END: extern "C" fn() = end;

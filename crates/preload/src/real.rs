@@ -1,0 +1,98 @@
+//! The functions that the hooks stand before: those of the C library, or of another library that was loaded before the program.
+
+use libc::{c_char, c_int, c_uint, c_ulong, c_void, size_t, socklen_t, ssize_t};
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+/// Finds what the hook of this name stands before. Ends the process if there is nothing: the program could not run without.
+fn resolve(place: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
+    let found = place.load(Ordering::Relaxed);
+    if !found.is_null() {
+        return found;
+    }
+    // SAFETY: a name that ends with a zero.
+    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+    if found.is_null() {
+        crate::report::fatal(name);
+    }
+    place.store(found, Ordering::Relaxed);
+    found
+}
+
+macro_rules! real {
+    ($($name:ident($($arg:ident: $kind:ty),*) -> $ret:ty;)*) => {
+        $(
+            /// What the hook of this name stands before.
+            ///
+            /// # Safety
+            /// As the C function.
+            #[inline]
+            #[allow(non_snake_case, reason = "C has names of its own")]
+            pub(crate) unsafe fn $name($($arg: $kind),*) -> $ret {
+                static PLACE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+                const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                    Ok(name) => name,
+                    Err(_) => c"",
+                };
+                let found = resolve(&PLACE, NAME);
+                // SAFETY: the C library's function of that name has this type.
+                let function: unsafe extern "C" fn($($kind),*) -> $ret = unsafe { std::mem::transmute(found) };
+                // SAFETY: the caller's promise.
+                unsafe { function($($arg),*) }
+            }
+        )*
+    };
+}
+
+real! {
+    read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t;
+    write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t;
+    readv(fd: c_int, list: *const libc::iovec, count: c_int) -> ssize_t;
+    writev(fd: c_int, list: *const libc::iovec, count: c_int) -> ssize_t;
+    preadv2(fd: c_int, list: *const libc::iovec, count: c_int, at: i64, flags: c_int) -> ssize_t;
+    pwritev2(fd: c_int, list: *const libc::iovec, count: c_int, at: i64, flags: c_int) -> ssize_t;
+    recv(fd: c_int, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t;
+    send(fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t;
+    recvfrom(fd: c_int, buf: *mut c_void, len: size_t, flags: c_int, addr: *mut c_void, addr_len: *mut socklen_t) -> ssize_t;
+    sendto(fd: c_int, buf: *const c_void, len: size_t, flags: c_int, addr: *const c_void, addr_len: socklen_t) -> ssize_t;
+    recvmsg(fd: c_int, message: *mut libc::msghdr, flags: c_int) -> ssize_t;
+    sendmsg(fd: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t;
+    recvmmsg(fd: c_int, list: *mut libc::mmsghdr, count: c_uint, flags: c_int, timeout: *mut libc::timespec) -> c_int;
+    sendmmsg(fd: c_int, list: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int;
+    sendfile(out: c_int, from: c_int, offset: *mut i64, count: size_t) -> ssize_t;
+    splice(from: c_int, from_at: *mut i64, to: c_int, to_at: *mut i64, len: size_t, flags: c_uint) -> ssize_t;
+    socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int;
+    accept(fd: c_int, addr: *mut c_void, len: *mut socklen_t) -> c_int;
+    accept4(fd: c_int, addr: *mut c_void, len: *mut socklen_t, flags: c_int) -> c_int;
+    connect(fd: c_int, addr: *const c_void, len: socklen_t) -> c_int;
+    shutdown(fd: c_int, how: c_int) -> c_int;
+    close(fd: c_int) -> c_int;
+    close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int;
+    dup(fd: c_int) -> c_int;
+    dup2(fd: c_int, to: c_int) -> c_int;
+    dup3(fd: c_int, to: c_int, flags: c_int) -> c_int;
+    fcntl(fd: c_int, command: c_int, arg: c_ulong) -> c_int;
+    fcntl64(fd: c_int, command: c_int, arg: c_ulong) -> c_int;
+    ioctl(fd: c_int, request: c_ulong, arg: c_ulong) -> c_int;
+    getsockopt(fd: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut socklen_t) -> c_int;
+    setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t) -> c_int;
+    poll(list: *mut libc::pollfd, count: libc::nfds_t, timeout: c_int) -> c_int;
+    ppoll(list: *mut libc::pollfd, count: libc::nfds_t, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    epoll_create(size: c_int) -> c_int;
+    epoll_create1(flags: c_int) -> c_int;
+    epoll_ctl(ep: c_int, op: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;
+    epoll_pwait(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: c_int, mask: *const libc::sigset_t) -> c_int;
+    epoll_pwait2(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    fork() -> libc::pid_t;
+    _Fork() -> libc::pid_t;
+    execve(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
+    execv(path: *const c_char, args: *const *const c_char) -> c_int;
+    execvp(path: *const c_char, args: *const *const c_char) -> c_int;
+    execvpe(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
+    fexecve(fd: c_int, args: *const *const c_char, env: *const *const c_char) -> c_int;
+    posix_spawn(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attr: *const c_void, args: *const *mut c_char, env: *const *mut c_char) -> c_int;
+    posix_spawnp(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attr: *const c_void, args: *const *mut c_char, env: *const *mut c_char) -> c_int;
+    system(command: *const c_char) -> c_int;
+    popen(command: *const c_char, mode: *const c_char) -> *mut c_void;
+    fdopen(fd: c_int, mode: *const c_char) -> *mut c_void;
+}

@@ -1,0 +1,135 @@
+//! What the library counts and tells.
+
+use crate::slots::Slot;
+use rustix::fs::{Mode, OFlags};
+use std::ffi::CStr;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use thruway_sockets::stats::Counters;
+
+static OWN: Counters = Counters::new();
+static COUNTERS: AtomicPtr<Counters> = AtomicPtr::new((&raw const OWN).cast_mut());
+static LOG: OnceLock<PathBuf> = OnceLock::new();
+
+/// What is counted.
+#[inline]
+pub(crate) fn counters() -> &'static Counters {
+    // SAFETY: `OWN`, or what is mapped and stays so.
+    unsafe { &*COUNTERS.load(Ordering::Relaxed) }
+}
+
+/// Adds to a counter.
+#[inline]
+pub(crate) fn count(counter: &AtomicU64, by: usize) {
+    counter.fetch_add(by as u64, Ordering::Relaxed);
+}
+
+/// Counts in, and tells to, these files.
+pub(crate) fn start(stats: Option<&PathBuf>, log: Option<PathBuf>) {
+    if let Some(path) = stats {
+        let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty());
+        if let Ok(counters) = file.map_err(Into::into).and_then(Counters::map) {
+            COUNTERS.store(std::ptr::from_ref(counters).cast_mut(), Ordering::Relaxed);
+        }
+    }
+    if let Some(path) = log {
+        let _ = LOG.set(path);
+    }
+}
+
+/// Why an end of a connection stays with TCP, or goes back to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reason {
+    Remote,
+    NotFound,
+    Rule,
+    Shared,
+    Unsupported,
+    Memory,
+    Failed,
+}
+
+impl Reason {
+    fn text(self) -> &'static str {
+        match self {
+            Reason::Remote => "TCP: the peer is not on this host",
+            Reason::NotFound => "TCP: no process of this user's that runs under thruway is at the other end",
+            Reason::Rule => "TCP: a rule says so",
+            Reason::Shared => "TCP: other processes hold the descriptor, or may",
+            Reason::Unsupported => "TCP: an option or use that only the kernel's TCP has",
+            Reason::Memory => "TCP: no memory for rings within the limit",
+            Reason::Failed => "TCP: acceleration has failed",
+        }
+    }
+
+    fn counter(self) -> &'static AtomicU64 {
+        let counters = counters();
+        match self {
+            Reason::Remote => &counters.remote,
+            Reason::NotFound => &counters.peer_not_found,
+            Reason::Rule => &counters.by_rule,
+            Reason::Shared => &counters.shared_descriptor,
+            Reason::Unsupported => &counters.unsupported_use,
+            Reason::Memory => &counters.no_memory,
+            Reason::Failed => &counters.failed,
+        }
+    }
+}
+
+/// An end of a connection stays with TCP, or goes back to it. Counted and told once for each.
+pub(crate) fn stays(slot: &Slot, fd: i32, reason: Reason, detail: &dyn std::fmt::Display) {
+    if slot.reason.swap(reason as u8 + 1, Ordering::Relaxed) == 0 {
+        count(reason.counter(), 1);
+        tell(fd, &format_args!("{}{detail}", reason.text()));
+    }
+}
+
+/// Tells what has become of a connection, if anybody listens.
+pub(crate) fn tell(fd: i32, what: &dyn std::fmt::Display) {
+    let Some(path) = LOG.get() else { return };
+    let mut line = Line { bytes: [0; 400], len: 0 };
+    let pid = rustix::process::getpid().as_raw_nonzero();
+    let _ = write!(line, "{pid} fd {fd} ");
+    let socket = crate::slots::borrow(fd);
+    let names = (rustix::net::getsockname(socket), rustix::net::getpeername(socket));
+    if let (Ok(local), Ok(Some(peer))) = names
+        && let (Some(local), Some(peer)) = (crate::switch::address(&local), crate::switch::address(&peer))
+    {
+        let _ = write!(line, "{local} to {peer} ");
+    }
+    let _ = writeln!(line, "{what}");
+    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
+        let _ = rustix::io::write(&file, &line.bytes[..line.len]);
+    }
+}
+
+/// A line of text that needs no memory of the heap.
+struct Line {
+    bytes: [u8; 400],
+    len: usize,
+}
+
+impl std::fmt::Write for Line {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        let len = text.len().min(self.bytes.len() - self.len);
+        self.bytes[self.len..self.len + len].copy_from_slice(&text.as_bytes()[..len]);
+        self.len += len;
+        Ok(())
+    }
+}
+
+/// Writes to the program's standard error.
+pub(crate) fn complain(parts: &[&str]) {
+    for part in ["thruway: "].iter().chain(parts).chain(&["\n"]) {
+        let _ = rustix::io::write(rustix::stdio::stderr(), part.as_bytes());
+    }
+}
+
+/// There is no function of the C library by that name.
+pub(crate) fn fatal(name: &CStr) -> ! {
+    complain(&["the C library has no function ", name.to_str().unwrap_or("?"), "; run the program without thruway"]);
+    std::process::abort()
+}

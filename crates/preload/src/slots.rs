@@ -1,0 +1,419 @@
+//! Which descriptors are connections, and what is known of each.
+//!
+//! A connection has a *slot* in memory that this process shares with the children it forks, because they share the connection. A table
+//! says which slot a descriptor has; it is this process's own, as descriptors are. Slots are there from `socket` or `accept` on, long
+//! before it is known whether a connection will be accelerated, so that it is known who else may hold it.
+
+use crate::lock::{Guard, Lock, Reentered};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::cell::UnsafeCell;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use thruway_sockets::board::{Key, Ticket};
+use thruway_sockets::{End, Reader, Segment, Writer};
+
+/// Connections that processes which have a common ancestor may have at a time; further ones stay with TCP.
+const SLOTS: usize = 64 << 10;
+
+/// Descriptors that may be connections: the kernel's own default limit (`fs.nr_open`).
+pub(crate) const DESCRIPTORS: usize = 1 << 20;
+
+/// In the table: an epoll instance, whose number the other bits are.
+const EPOLL: u32 = 1 << 31;
+
+/// How far a connection has come.
+pub(crate) mod phase {
+    /// The slot is free.
+    pub(crate) const FREE: u32 = 0;
+    /// Plain TCP; calls are counted.
+    pub(crate) const PLAIN: u32 = 1;
+    /// This end looks for the other's entry on the board.
+    pub(crate) const LOOKING: u32 = 2;
+    /// This end has an entry on the board.
+    pub(crate) const LISTED: u32 = 3;
+    /// There is a segment; calls still go by plain TCP.
+    pub(crate) const OFFERED: u32 = 4;
+    /// All calls go through [`crate::data`].
+    pub(crate) const ACCELERATED: u32 = 5;
+    /// Plain TCP for good.
+    pub(crate) const NEVER: u32 = 6;
+}
+
+/// What both ends of a switch need, under [`Slot::upgrade`].
+pub(crate) struct Upgrade {
+    pub(crate) key: Option<Key>,
+    pub(crate) ticket: Option<Ticket>,
+    pub(crate) end: End,
+    /// The number of calls at which this end looks again.
+    pub(crate) next_look: u32,
+    pub(crate) looks: u32,
+}
+
+/// A connection.
+#[repr(C, align(64))]
+pub(crate) struct Slot {
+    pub(crate) phase: AtomicU32,
+    /// Descriptors of it, of all processes that share the slot.
+    pub(crate) references: AtomicU32,
+    pub(crate) receiving: Lock,
+    pub(crate) sending: Lock,
+    pub(crate) upgrading: Lock,
+    /// Threads inside a plain call that receives, and inside one that sends.
+    pub(crate) plain_receives: AtomicU32,
+    pub(crate) plain_sends: AtomicU32,
+    /// Threads that sleep in the kernel until something comes.
+    pub(crate) sleepers: AtomicU32,
+    /// Calls that have sent or received, and their bytes.
+    pub(crate) calls: AtomicU32,
+    pub(crate) bytes: AtomicU64,
+    /// A call that receives has been seen, so the program receives by calls that are seen.
+    pub(crate) receives: AtomicBool,
+    /// What the program waits with has been seen.
+    pub(crate) is_watched: AtomicBool,
+    /// What cannot be seen may hold the connection.
+    pub(crate) is_foreign: AtomicBool,
+    /// What the program has set; what is set is another thing while accelerated.
+    pub(crate) no_delay: AtomicBool,
+    pub(crate) cork: AtomicBool,
+    /// An error of the connection that comes behind what is in the ring.
+    pub(crate) error: AtomicI32,
+    /// When the peer was last looked for, in milliseconds of the coarse clock.
+    pub(crate) looked_at: AtomicU32,
+    /// How often looking again and again has paid, lately.
+    pub(crate) luck: AtomicI32,
+    /// Odd bits: [`crate::report`]'s number of the reason why it is not accelerated.
+    pub(crate) reason: AtomicU8,
+    next: AtomicU32,
+    upgrade: UnsafeCell<Upgrade>,
+    segment: UnsafeCell<Option<Segment>>,
+    writer: UnsafeCell<Option<Writer>>,
+    reader: UnsafeCell<Option<Reader>>,
+}
+
+// SAFETY: the cells are used under the locks that their accessors name.
+unsafe impl Sync for Slot {}
+
+const _: () = assert!(size_of::<Slot>() <= 512);
+
+/// What this process alone knows of a slot.
+#[derive(Default)]
+pub(crate) struct Local {
+    /// Its descriptors here.
+    pub(crate) references: AtomicU32,
+    /// One of them.
+    pub(crate) fd: AtomicI32,
+    /// Registrations with epoll instances, and the instance if there is one registration.
+    pub(crate) registrations: AtomicU32,
+    pub(crate) instance: AtomicU32,
+    /// Where in it the registration was last found.
+    pub(crate) place: AtomicU32,
+}
+
+/// In front of the slots.
+#[repr(C, align(64))]
+struct Free {
+    /// The first free slot and, so that one which has been taken meanwhile is noticed, a count.
+    head: AtomicU64,
+    /// Slots that have ever been used.
+    used: AtomicU32,
+}
+
+static ARENA: AtomicPtr<Free> = AtomicPtr::new(std::ptr::null_mut());
+static TABLE: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+static LOCALS: AtomicPtr<Local> = AtomicPtr::new(std::ptr::null_mut());
+static PID: AtomicI32 = AtomicI32::new(0);
+
+/// Maps the tables. False if there is no memory for them: then everything stays with TCP.
+pub(crate) fn start() -> bool {
+    let map = |len: usize, flags| {
+        let rights = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, of whose addresses nothing knows yet.
+        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, rights, flags | MapFlags::NORESERVE) }
+    };
+    let arena = map(size_of::<Free>() + SLOTS * size_of::<Slot>(), MapFlags::SHARED);
+    let table = map(DESCRIPTORS * size_of::<AtomicU32>(), MapFlags::PRIVATE);
+    let locals = map(SLOTS * size_of::<Local>(), MapFlags::PRIVATE);
+    let (Ok(arena), Ok(table), Ok(locals)) = (arena, table, locals) else { return false };
+    LOCALS.store(locals.cast(), Ordering::Relaxed);
+    PID.store(pid(), Ordering::Relaxed);
+    ARENA.store(arena.cast(), Ordering::Release);
+    TABLE.store(table.cast(), Ordering::Release);
+    true
+}
+
+fn pid() -> i32 {
+    rustix::process::getpid().as_raw_nonzero().get()
+}
+
+/// Whether this is a child that shares this memory with its parent and not the descriptors: a child of `vfork`.
+pub(crate) fn is_in_borrowed_memory() -> bool {
+    PID.load(Ordering::Relaxed) != pid()
+}
+
+/// This is a child that `fork` has made.
+pub(crate) fn set_process() {
+    PID.store(pid(), Ordering::Relaxed);
+}
+
+fn entry(fd: i32) -> Option<&'static AtomicU32> {
+    let table = TABLE.load(Ordering::Acquire);
+    let at = usize::try_from(fd).ok().filter(|at| *at < DESCRIPTORS && !table.is_null())?;
+    // SAFETY: inside the table, which stays mapped; all zero is valid.
+    Some(unsafe { &*table.add(at) })
+}
+
+/// The slot with this number.
+pub(crate) fn slot(number: u32) -> &'static Slot {
+    let arena = ARENA.load(Ordering::Relaxed);
+    // SAFETY: numbers come from `claim` alone, so they are inside the arena, which stays mapped; all zero is a free slot.
+    unsafe { &*arena.add(1).cast::<Slot>().add(number as usize) }
+}
+
+/// What this process knows of a slot.
+pub(crate) fn local(number: u32) -> &'static Local {
+    // SAFETY: as `slot`.
+    unsafe { &*LOCALS.load(Ordering::Relaxed).add(number as usize) }
+}
+
+fn free() -> &'static Free {
+    // SAFETY: callers have a table, so there is an arena.
+    unsafe { &*ARENA.load(Ordering::Relaxed) }
+}
+
+/// The number of the connection that a descriptor is, if it is one.
+#[inline]
+pub(crate) fn find(fd: i32) -> Option<u32> {
+    let value = entry(fd)?.load(Ordering::Acquire);
+    (value != 0 && value & EPOLL == 0).then(|| value - 1)
+}
+
+/// The number of the epoll instance that a descriptor is, if it is one.
+pub(crate) fn find_epoll(fd: i32) -> Option<u32> {
+    let value = entry(fd)?.load(Ordering::Acquire);
+    (value & EPOLL != 0).then_some(value & !EPOLL)
+}
+
+/// A descriptor is an epoll instance, or is nothing that matters.
+pub(crate) fn set_epoll(fd: i32, number: Option<u32>) {
+    if let Some(entry) = entry(fd) {
+        note_highest(fd);
+        entry.store(number.map_or(0, |number| number | EPOLL), Ordering::Release);
+    }
+}
+
+/// A new socket has this descriptor. Does nothing if there is no slot for it.
+pub(crate) fn add(fd: i32) {
+    let Some(entry) = entry(fd) else { return };
+    entry.store(0, Ordering::Release);
+    note_highest(fd);
+    let Some(number) = claim() else { return };
+    let (slot, local) = (slot(number), local(number));
+    for counter in [&slot.plain_receives, &slot.plain_sends, &slot.sleepers, &slot.calls, &slot.looked_at] {
+        counter.store(0, Ordering::Relaxed);
+    }
+    for flag in [&slot.receives, &slot.is_watched, &slot.is_foreign, &slot.no_delay, &slot.cork] {
+        flag.store(false, Ordering::Relaxed);
+    }
+    for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
+        lock.release_in_child();
+    }
+    slot.bytes.store(0, Ordering::Relaxed);
+    slot.error.store(0, Ordering::Relaxed);
+    slot.luck.store(4, Ordering::Relaxed);
+    slot.reason.store(0, Ordering::Relaxed);
+    // SAFETY: the slot is new: nothing else knows it.
+    unsafe {
+        slot.upgrade.get().write(Upgrade { key: None, ticket: None, end: End::Maker, next_look: 0, looks: 0 });
+        slot.segment.get().write(None);
+        slot.writer.get().write(None);
+        slot.reader.get().write(None);
+    }
+    local.references.store(1, Ordering::Relaxed);
+    local.fd.store(fd, Ordering::Relaxed);
+    local.registrations.store(0, Ordering::Relaxed);
+    slot.references.store(1, Ordering::Relaxed);
+    slot.phase.store(phase::PLAIN, Ordering::Release);
+    entry.store(number + 1, Ordering::Release);
+}
+
+/// A descriptor is another one of a connection.
+pub(crate) fn add_duplicate(fd: i32, number: u32) {
+    let Some(entry) = entry(fd) else { return };
+    note_highest(fd);
+    slot(number).references.fetch_add(1, Ordering::SeqCst);
+    local(number).references.fetch_add(1, Ordering::SeqCst);
+    entry.store(number + 1, Ordering::Release);
+}
+
+/// A descriptor is closed, or about to be. True if it was this process's last one of the connection.
+pub(crate) fn remove(fd: i32) -> Option<(u32, bool)> {
+    let entry = entry(fd)?;
+    let value = entry.load(Ordering::Acquire);
+    if value == 0
+        || value & EPOLL != 0
+        || entry.compare_exchange(value, 0, Ordering::SeqCst, Ordering::Relaxed).is_err()
+    {
+        return None;
+    }
+    let number = value - 1;
+    slot(number).references.fetch_sub(1, Ordering::SeqCst);
+    let was_last = local(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
+    Some((number, was_last))
+}
+
+fn claim() -> Option<u32> {
+    let free = free();
+    loop {
+        let head = free.head.load(Ordering::Acquire);
+        let first = head as u32;
+        if first == 0 {
+            break;
+        }
+        let next = slot(first - 1).next.load(Ordering::Relaxed);
+        let new = (head >> 32).wrapping_add(1) << 32 | u64::from(next);
+        if free.head.compare_exchange(head, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            return Some(first - 1);
+        }
+    }
+    let claimed =
+        free.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| (used < SLOTS as u32).then_some(used + 1));
+    claimed.ok()
+}
+
+/// No process has a descriptor of it any more.
+pub(crate) fn release(number: u32) {
+    let (free, slot) = (free(), slot(number));
+    slot.phase.store(phase::FREE, Ordering::Release);
+    loop {
+        let head = free.head.load(Ordering::Acquire);
+        slot.next.store(head as u32, Ordering::Relaxed);
+        let new = (head >> 32).wrapping_add(1) << 32 | u64::from(number + 1);
+        if free.head.compare_exchange(head, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            return;
+        }
+    }
+}
+
+/// Every connection of which this process has a descriptor, with one of its descriptors.
+pub(crate) fn each(mut visit: impl FnMut(u32, i32)) {
+    if ARENA.load(Ordering::Acquire).is_null() {
+        return;
+    }
+    for number in 0..free().used.load(Ordering::Relaxed) {
+        let local = local(number);
+        if local.references.load(Ordering::Relaxed) > 0 {
+            visit(number, local.fd.load(Ordering::Relaxed));
+        }
+    }
+}
+
+/// Every descriptor in a range that is a connection or an epoll instance, up to the highest there has been.
+pub(crate) fn each_descriptor(first: u32, last: u32, mut visit: impl FnMut(i32)) {
+    // What lies beyond has never been touched, and would be touched by looking.
+    let end = HIGHEST.load(Ordering::Relaxed).min(last.min(DESCRIPTORS as u32 - 1));
+    for fd in first..=end {
+        if entry(fd as i32).is_some_and(|entry| entry.load(Ordering::Relaxed) != 0) {
+            visit(fd as i32);
+        }
+    }
+}
+
+static HIGHEST: AtomicU32 = AtomicU32::new(0);
+
+/// A descriptor has been put into the table.
+fn note_highest(fd: i32) {
+    HIGHEST.fetch_max(fd.max(0) as u32, Ordering::Relaxed);
+}
+
+/// Under [`Slot::receiving`].
+pub(crate) struct Receiving<'a> {
+    pub(crate) segment: Segment,
+    pub(crate) reader: &'a mut Reader,
+    _guard: Guard<'a>,
+}
+
+/// Under [`Slot::sending`].
+pub(crate) struct Sending<'a> {
+    pub(crate) segment: Segment,
+    pub(crate) writer: &'a mut Writer,
+    _guard: Guard<'a>,
+}
+
+impl Slot {
+    /// Whether this process alone has descriptors of it.
+    pub(crate) fn is_only_ours(&self, number: u32) -> bool {
+        !self.is_foreign.load(Ordering::Relaxed)
+            && self.references.load(Ordering::SeqCst) == local(number).references.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn is_accelerated(&self) -> bool {
+        self.phase.load(Ordering::Acquire) == phase::ACCELERATED
+    }
+
+    /// For a call that receives. `None` if the connection is not accelerated.
+    pub(crate) fn receiving(&self) -> Result<Option<Receiving<'_>>, Reentered> {
+        Ok(self.reader_under(self.receiving.lock()?))
+    }
+
+    /// As [`Slot::receiving`], but `None` also if another call receives.
+    pub(crate) fn try_receiving(&self) -> Option<Receiving<'_>> {
+        self.reader_under(self.receiving.try_lock()?)
+    }
+
+    fn reader_under<'a>(&'a self, guard: Guard<'a>) -> Option<Receiving<'a>> {
+        if !self.is_accelerated() {
+            return None;
+        }
+        // SAFETY: under the lock, which the result keeps; the segment changes under both locks only.
+        let (segment, reader) = unsafe { (*self.segment.get(), (*self.reader.get()).as_mut()) };
+        Some(Receiving { segment: segment?, reader: reader?, _guard: guard })
+    }
+
+    /// For a call that sends. `None` if the connection is not accelerated.
+    pub(crate) fn sending(&self) -> Result<Option<Sending<'_>>, Reentered> {
+        let guard = self.sending.lock()?;
+        if !self.is_accelerated() {
+            return Ok(None);
+        }
+        // SAFETY: under the lock, which the result keeps; the segment changes under both locks only.
+        let (segment, writer) = unsafe { (*self.segment.get(), (*self.writer.get()).as_mut()) };
+        let (Some(segment), Some(writer)) = (segment, writer) else { return Ok(None) };
+        Ok(Some(Sending { segment, writer, _guard: guard }))
+    }
+
+    /// What a switch needs; the guard is of [`Slot::upgrading`].
+    #[allow(clippy::mut_from_ref, reason = "the guard is what makes it exclusive")]
+    pub(crate) fn upgrade<'a>(&'a self, _guard: &'a Guard<'_>) -> &'a mut Upgrade {
+        // SAFETY: under the lock.
+        unsafe { &mut *self.upgrade.get() }
+    }
+
+    /// Sets or takes the segment. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both other locks are
+    /// held.
+    pub(crate) fn set_segment(&self, _guard: &Guard<'_>, segment: Option<Segment>) -> Option<Segment> {
+        // SAFETY: see above.
+        unsafe { self.segment.get().replace(segment) }
+    }
+
+    /// The segment of a connection that is not accelerated yet. The guard is of [`Slot::upgrading`].
+    pub(crate) fn segment(&self, _guard: &Guard<'_>) -> Option<Segment> {
+        // SAFETY: see above.
+        unsafe { *self.segment.get() }
+    }
+
+    /// Sets both directions. All three guards are held.
+    pub(crate) fn set_ends(&self, _guards: [&Guard<'_>; 3], ends: Option<(Writer, Reader)>) {
+        let (writer, reader) = ends.unzip();
+        // SAFETY: under all locks.
+        unsafe {
+            self.writer.get().write(writer);
+            self.reader.get().write(reader);
+        }
+    }
+}
+
+/// A descriptor that its program has open.
+pub(crate) fn borrow(fd: i32) -> BorrowedFd<'static> {
+    // SAFETY: it is used for system calls only, which refuse one that is closed.
+    unsafe { BorrowedFd::borrow_raw(fd.max(0)) }
+}

@@ -1,0 +1,487 @@
+//! Whether a connection can be accelerated, how its two ends meet, and the moment at which calls take the other way.
+//!
+//! Nothing happens before a connection has lasted for some calls. Then the end with the higher address writes to the board where it
+//! can be found, and the other looks there. What finds an entry makes the segment, connects to the Unix socket that the entry names,
+//! and hands the segment over. Neither waits for the other: calls go by plain TCP until both have the segment, and afterwards until
+//! each direction's writer finds that its reader reads through the library, too.
+
+use crate::lock::Guard;
+use crate::report::{Reason, count, counters, stays, tell};
+use crate::slots::{self, Slot, Upgrade, phase};
+use crate::tcp::Connection;
+use crate::{SETTINGS, report};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+use std::cell::UnsafeCell;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use thruway_sockets::board::{Board, Key, Listing};
+use thruway_sockets::settings::Mode;
+use thruway_sockets::{End, Reader, Segment, Writer};
+
+/// How often an end looks for the other's entry, at calls that are further and further apart; and how many calls an end waits for an
+/// answer to its own.
+const LOOKS: u32 = 12;
+const PATIENCE: u32 = 1 << 16;
+
+/// Bytes of segments that this process has mapped.
+static MAPPED: AtomicU64 = AtomicU64::new(0);
+
+/// An address as the standard library has it.
+pub(crate) fn address(any: &SocketAddrAny) -> Option<SocketAddr> {
+    SocketAddr::try_from(any.clone()).ok()
+}
+
+/// After a call on a connection that is not accelerated.
+#[inline]
+pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize) {
+    let slot = slots::slot(number);
+    let calls = slot.calls.fetch_add(1, Ordering::Relaxed) + 1;
+    let sum = slot.bytes.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+    let phase = slot.phase.load(Ordering::Relaxed);
+    if phase == phase::NEVER {
+        return;
+    }
+    let Some(settings) = SETTINGS.get() else { return };
+    if phase != phase::PLAIN || calls >= settings.after_calls || sum >= settings.after_bytes {
+        consider(number, fd, calls);
+    }
+}
+
+fn never(slot: &Slot, fd: i32, reason: Reason, detail: &dyn std::fmt::Display) {
+    slot.phase.store(phase::NEVER, Ordering::Release);
+    stays(slot, fd, reason, detail);
+}
+
+/// One step further, if there is one.
+fn consider(number: u32, fd: i32, calls: u32) {
+    let slot = slots::slot(number);
+    let Some(guard) = slot.upgrading.try_lock() else { return };
+    match slot.phase.load(Ordering::Acquire) {
+        phase::PLAIN => begin(number, slot, &guard, fd, calls),
+        phase::LOOKING => look(number, slot, &guard, fd, calls),
+        phase::LISTED => {
+            let upgrade = slot.upgrade(&guard);
+            let answered = upgrade.ticket.map(|ticket| board().and_then(|board| board.is_answered(ticket)));
+            match answered.flatten() {
+                Some(true) => {
+                    drop(guard);
+                    take_offers();
+                }
+                Some(false) if calls < upgrade.next_look => {}
+                // Overwritten, or in vain.
+                _ => {
+                    withdraw(upgrade);
+                    never(slot, fd, Reason::NotFound, &"");
+                }
+            }
+        }
+        phase::OFFERED => switch(number, slot, &guard, fd),
+        _ => {}
+    }
+}
+
+/// A connection that has lasted.
+fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
+    if !slot.is_only_ours(number) {
+        // A server's parent may close its descriptor soon.
+        if calls > PATIENCE || slot.is_foreign.load(Ordering::Relaxed) {
+            never(slot, fd, Reason::Shared, &"");
+        }
+        return;
+    }
+    let socket = slots::borrow(fd);
+    let (Ok(local), Ok(Some(peer))) = (rustix::net::getsockname(socket), rustix::net::getpeername(socket)) else {
+        return never(slot, fd, Reason::Unsupported, &", or no connection");
+    };
+    let (Some(local), Some(peer)) = (address(&local), address(&peer)) else {
+        return never(slot, fd, Reason::Unsupported, &"");
+    };
+    let (here, there) = (local.ip().to_canonical(), peer.ip().to_canonical());
+    if here != there && !(here.is_loopback() && there.is_loopback()) {
+        return never(slot, fd, Reason::Remote, &"");
+    }
+    let Some(settings) = SETTINGS.get() else { return };
+    if settings.mode([local.port(), peer.port()]) == Mode::Tcp {
+        return never(slot, fd, Reason::Rule, &"");
+    }
+    if Connection::new(fd).is_unsupported() {
+        return never(slot, fd, Reason::Unsupported, &"");
+    }
+    let namespace = Connection::new(fd).cookie(libc::SO_NETNS_COOKIE);
+    let (Some(board), Ok(namespace)) = (board(), namespace) else {
+        return never(slot, fd, Reason::Failed, &", there is no board");
+    };
+    let key = Key::new(namespace, local, peer);
+    let upgrade = slot.upgrade(guard);
+    upgrade.key = Some(key);
+    if !Key::is_higher(local, peer) {
+        (upgrade.next_look, upgrade.looks) = (calls, 0);
+        slot.phase.store(phase::LOOKING, Ordering::Release);
+        return look(number, slot, guard, fd, calls);
+    }
+    let (Some(service), Ok(cookie)) = (service(), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
+        return never(slot, fd, Reason::Failed, &", there is no Unix socket");
+    };
+    upgrade.ticket = board.list(key, Listing { service, cookie });
+    upgrade.next_look = calls.saturating_add(PATIENCE);
+    slot.phase.store(phase::LISTED, Ordering::Release);
+}
+
+fn withdraw(upgrade: &mut Upgrade) {
+    if let (Some(ticket), Some(board)) = (upgrade.ticket.take(), board()) {
+        board.withdraw(ticket);
+    }
+}
+
+/// Looks for the other end's entry.
+fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
+    let upgrade = slot.upgrade(guard);
+    if calls < upgrade.next_look {
+        return;
+    }
+    let (Some(key), Some(board), Some(settings)) = (upgrade.key, board(), SETTINGS.get()) else { return };
+    let Some((ticket, listing)) = board.find(key) else {
+        upgrade.looks += 1;
+        upgrade.next_look = calls.saturating_add(4 << upgrade.looks.min(20));
+        if upgrade.looks > LOOKS {
+            never(slot, fd, Reason::NotFound, &"");
+        }
+        return;
+    };
+    // An entry that an earlier connection between the same addresses has left names another socket.
+    match offer(fd, key, listing, settings.ring, settings.memory) {
+        Ok(segment) => {
+            board.answer(ticket);
+            upgrade.end = End::Maker;
+            slot.set_segment(guard, Some(segment));
+            slot.phase.store(phase::OFFERED, Ordering::Release);
+        }
+        Err((reason, error)) => never(slot, fd, reason, &format_args!(": {error}")),
+    }
+    let _ = number;
+}
+
+/// What is sent with the segment.
+const MAGIC: &[u8; 8] = b"thruway1";
+const MESSAGE: usize = 8 + 48 + 8;
+
+fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
+    let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
+    prove(fd, listing.cookie)?;
+    let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
+    let name = name(listing.service).map_err(failed)?;
+    rustix::net::connect(&socket, &name).map_err(failed)?;
+    if !is_trusted(&socket) {
+        return Err((Reason::Failed, io::Error::other("the process found there is another user's")));
+    }
+    let (segment, file) = make(ring, memory)?;
+    let mut message = [0u8; MESSAGE];
+    message[..8].copy_from_slice(MAGIC);
+    message[8..56].copy_from_slice(&key.to_bytes());
+    message[56..].copy_from_slice(&cookie.to_le_bytes());
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [file.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    let sent = rustix::net::sendmsg(
+        &socket,
+        &[IoSlice::new(&message)],
+        &mut control,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+    );
+    if let Err(error) = sent {
+        unmap(segment);
+        return Err(failed(error));
+    }
+    Ok(segment)
+}
+
+/// That the socket at the other end of a connection is the one with this cookie, in this network namespace, and of a user who may.
+fn prove(fd: i32, cookie: u64) -> Result<(), (Reason, io::Error)> {
+    let socket = slots::borrow(fd);
+    let names = (rustix::net::getsockname(socket), rustix::net::getpeername(socket));
+    let (Ok(local), Ok(Some(peer))) = names else { return Err((Reason::Failed, io::ErrorKind::NotConnected.into())) };
+    let (Some(local), Some(peer)) = (address(&local), address(&peer)) else {
+        return Err((Reason::Failed, io::ErrorKind::NotConnected.into()));
+    };
+    match thruway_tcp::local_socket(peer, local) {
+        Ok(Some(found)) if found.is_open && found.cookie == cookie && is_trusted_user(found.uid) => Ok(()),
+        Ok(_) => Err((Reason::NotFound, io::Error::other("what is at the other end is not what was found"))),
+        Err(error) => Err((Reason::Failed, error)),
+    }
+}
+
+fn is_trusted_user(uid: u32) -> bool {
+    uid == rustix::process::geteuid().as_raw()
+}
+
+/// Whether the process at the other end of a Unix socket is one of this user's.
+fn is_trusted(socket: &OwnedFd) -> bool {
+    sockopt::socket_peercred(socket).is_ok_and(|peer| is_trusted_user(peer.uid.as_raw()))
+}
+
+fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
+    if MAPPED.load(Ordering::Relaxed) + 2 * ring as u64 > memory {
+        return Err((Reason::Memory, io::Error::other("rings of other connections have it all")));
+    }
+    let made = Segment::create(ring).map_err(|error| (Reason::Memory, error))?;
+    MAPPED.fetch_add(made.0.len() as u64, Ordering::Relaxed);
+    Ok(made)
+}
+
+/// Gives a segment's memory back. Nothing may use it any more.
+pub(crate) fn unmap(segment: Segment) {
+    MAPPED.fetch_sub(segment.len() as u64, Ordering::Relaxed);
+    // SAFETY: callers have taken it out of its slot, under its locks.
+    unsafe { segment.unmap() };
+}
+
+/// Boards of the users that this process has been; they are few, and stay.
+struct Boards {
+    lock: crate::lock::Lock,
+    known: UnsafeCell<[Option<(u32, Option<Board>)>; 4]>,
+}
+
+// SAFETY: the cell is used under the lock.
+unsafe impl Sync for Boards {}
+
+/// This process's board, of the user that it is now.
+fn board() -> Option<Board> {
+    static BOARDS: Boards = Boards { lock: crate::lock::Lock::new(), known: UnsafeCell::new([None; 4]) };
+    let uid = rustix::process::geteuid().as_raw();
+    let _guard = BOARDS.lock.lock().ok()?;
+    // SAFETY: under the lock.
+    let known = unsafe { &mut *BOARDS.known.get() };
+    let place = known.iter_mut().find(|place| place.is_none_or(|(user, _)| user == uid))?;
+    let directory = &SETTINGS.get()?.board;
+    let (_, board) = place.get_or_insert_with(|| {
+        let board = Board::open(directory, uid);
+        if let Err(error) = &board {
+            report::complain(&["no board in ", &directory.to_string_lossy(), ": ", &error.to_string()]);
+        }
+        (uid, board.ok())
+    });
+    *board
+}
+
+fn name(service: u64) -> Result<SocketAddrUnix, rustix::io::Errno> {
+    // Without the heap: a signal handler may have made the call that this is for.
+    let mut name = *b"thruway/sockets/1/0000000000000000";
+    let digits = name.len() - 16;
+    for (place, digit) in name[digits..].iter_mut().zip((0..16).rev()) {
+        *place = b"0123456789abcdef"[(service >> (4 * digit)) as usize & 15];
+    }
+    SocketAddrUnix::new_abstract_name(&name)
+}
+
+/// The Unix socket to which segments come, of this process, and the number in its name.
+static SERVICE: AtomicI32 = AtomicI32::new(-1);
+static SERVICE_NUMBER: AtomicU64 = AtomicU64::new(0);
+static STARTING: crate::lock::Lock = crate::lock::Lock::new();
+
+/// Starts it, the first time.
+fn service() -> Option<u64> {
+    let _guard = STARTING.lock().ok()?;
+    if SERVICE.load(Ordering::Relaxed) >= 0 {
+        return Some(SERVICE_NUMBER.load(Ordering::Relaxed));
+    }
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    let mut number = [0u8; 8];
+    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty()).ok()?;
+    let number = u64::from_ne_bytes(number);
+    rustix::net::bind(&socket, &name(number).ok()?).ok()?;
+    rustix::net::listen(&socket, 4096).ok()?;
+    // Out of the way of programs that count their descriptors, or hand them to select().
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
+    let high = limit.min(slots::DESCRIPTORS as u64).saturating_sub(16).max(3);
+    let socket = rustix::io::fcntl_dupfd_cloexec(&socket, high as i32).unwrap_or(socket);
+    SERVICE_NUMBER.store(number, Ordering::Relaxed);
+    SERVICE.store(socket.into_raw_fd(), Ordering::Relaxed);
+    Some(number)
+}
+
+/// The library's own descriptor, which programs do not know of.
+pub(crate) fn hidden() -> i32 {
+    SERVICE.load(Ordering::Relaxed)
+}
+
+/// In a child that has just been forked: its parent's Unix socket is not its own.
+pub(crate) fn after_fork() {
+    STARTING.release_in_child();
+    let fd = SERVICE.swap(-1, Ordering::Relaxed);
+    if fd >= 0 {
+        // SAFETY: the library's own descriptor, which nothing uses any more.
+        unsafe { rustix::io::close(fd) };
+    }
+}
+
+/// Takes the segments that wait at the Unix socket.
+fn take_offers() {
+    let fd = SERVICE.load(Ordering::Relaxed);
+    if fd < 0 {
+        return;
+    }
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    while let Ok(socket) = rustix::net::accept_with(slots::borrow(fd), flags) {
+        if let Err(error) = take_offer(&socket) {
+            tell(socket.as_raw_fd(), &format_args!("an offer of shared memory is refused: {error}"));
+        }
+    }
+}
+
+fn take_offer(socket: &OwnedFd) -> io::Result<()> {
+    if !is_trusted(socket) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let mut message = [0u8; MESSAGE + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, flags)?;
+    let files = control.drain().filter_map(|part| match part {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let mut files = files.flatten();
+    let (Some(file), None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
+    if received.bytes != MESSAGE || message[..8] != MAGIC[..] {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let cookie = u64::from_le_bytes(message[56..MESSAGE].try_into().unwrap_or_default());
+    // The connection that it is for: one that has an entry on the board.
+    let mut result = Err(io::ErrorKind::NotFound.into());
+    let mut wanted = None;
+    slots::each(|number, fd| {
+        let slot = slots::slot(number);
+        if wanted.is_some() || slot.phase.load(Ordering::Relaxed) != phase::LISTED {
+            return;
+        }
+        if let Ok(guard) = slot.upgrading.lock()
+            && slot.upgrade(&guard).key.is_some_and(|key| key.is(&message[8..56]))
+        {
+            wanted = Some((number, fd));
+        }
+    });
+    if let Some((number, fd)) = wanted {
+        let slot = slots::slot(number);
+        if let Ok(guard) = slot.upgrading.lock()
+            && slot.phase.load(Ordering::Relaxed) == phase::LISTED
+        {
+            withdraw(slot.upgrade(&guard));
+            result = adopt(slot, &guard, fd, cookie, &file);
+            match &result {
+                Ok(()) => switch(number, slot, &guard, fd),
+                Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
+            }
+        }
+    }
+    result
+}
+
+fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, cookie: u64, file: &OwnedFd) -> io::Result<()> {
+    prove(fd, cookie).map_err(|(_, error)| error)?;
+    let memory = SETTINGS.get().map_or(0, |settings| settings.memory);
+    let segment = Segment::adopt(file)?;
+    if MAPPED.fetch_add(segment.len() as u64, Ordering::Relaxed) + segment.len() as u64 > memory {
+        unmap(segment);
+        return Err(io::Error::other("rings of other connections have all memory"));
+    }
+    slot.upgrade(guard).end = End::Taker;
+    slot.set_segment(guard, Some(segment));
+    slot.phase.store(phase::OFFERED, Ordering::Release);
+    Ok(())
+}
+
+/// Has calls go through the segment from now on, if nothing is inside a plain call that receives: such a call would take what is not
+/// for it.
+fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
+    let Some(segment) = slot.segment(guard) else { return };
+    let end = slot.upgrade(guard).end;
+    if end == End::Maker && !segment.is_accepted() {
+        return;
+    }
+    let give_up = |reason, detail: &dyn std::fmt::Display| {
+        if let Some(a) = slot.set_segment(guard, None) {
+            unmap(a)
+        }
+        never(slot, fd, reason, detail);
+    };
+    if !slot.is_only_ours(number) {
+        return give_up(Reason::Shared, &"");
+    }
+    let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return };
+    // What begins a plain call now sees this and waits for the locks.
+    slot.phase.store(phase::ACCELERATED, Ordering::SeqCst);
+    if slot.plain_receives.load(Ordering::SeqCst) > 0 {
+        slot.phase.store(phase::OFFERED, Ordering::SeqCst);
+        return;
+    }
+    let connection = Connection::new(fd);
+    let position = match connection.position() {
+        Ok(position) => position,
+        Err(error) => {
+            slot.phase.store(phase::OFFERED, Ordering::SeqCst);
+            drop((receiving, sending));
+            return give_up(Reason::Failed, &format_args!(": {error}"));
+        }
+    };
+    connection.hold_options(slot);
+    let (writer, reader) = (Writer::new(end), Reader::new(end, position));
+    if slot.receives.load(Ordering::Relaxed) {
+        reader.set_ready(&segment);
+    }
+    slot.set_ends([guard, &receiving, &sending], Some((writer, reader)));
+    if end == End::Taker {
+        segment.accept();
+    }
+    count(&counters().accelerated, 1);
+    tell(fd, &"accelerated: shared memory");
+}
+
+/// Everything of a connection whose last descriptor of this process is about to be closed; `is_last`: and of all processes.
+pub(crate) fn tear_down(number: u32, fd: i32) {
+    let slot = slots::slot(number);
+    let is_last = slot.references.load(Ordering::SeqCst) == 0;
+    if let Ok(guard) = slot.upgrading.lock() {
+        if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
+            withdraw(slot.upgrade(&guard));
+        }
+        if is_last && matches!(slot.phase.load(Ordering::Relaxed), phase::PLAIN | phase::LOOKING | phase::LISTED) {
+            count(&counters().short, 1);
+        }
+        let was_accelerated = slot.is_accelerated();
+        if was_accelerated
+            && is_last
+            && let Ok(Some(receiving)) = slot.receiving()
+        {
+            receiving.reader.set_gone(&receiving.segment);
+            crate::data::settle(slot, fd, receiving);
+        }
+        if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) {
+            let segment = if is_last {
+                slot.phase.store(phase::NEVER, Ordering::Release);
+                slot.set_ends([&guard, &receiving, &sending], None);
+                slot.set_segment(&guard, None)
+            } else {
+                // Another process goes on with it.
+                slot.segment(&guard)
+            };
+            if let Some(segment) = segment {
+                unmap(segment);
+            }
+        }
+    }
+    if is_last {
+        slots::release(number);
+    }
+}

@@ -1,0 +1,182 @@
+//! The TCP connection below an accelerated one.
+
+use crate::real;
+use crate::report::{count, counters};
+use crate::slots::{self, Slot};
+use libc::{c_int, c_void};
+use rustix::net::{RecvFlags, SendFlags};
+use std::io;
+use std::sync::atomic::Ordering;
+use thruway_sockets::Tcp;
+use thruway_sockets::iovecs::Pieces;
+
+/// A connection, by its descriptor.
+#[derive(Clone, Copy)]
+pub(crate) struct Connection {
+    fd: c_int,
+}
+
+/// Fields of the kernel's `struct tcp_info` (linux/tcp.h), which have kept their places since Linux 4.19.
+#[repr(C)]
+struct TcpInfo {
+    state: u8,
+    before_received: [u8; 127],
+    received: u64,
+    before_not_sent: [u32; 2],
+    not_sent: u32,
+    before_sent: [u8; 52],
+    sent: u64,
+    sent_again: u64,
+}
+
+const _: () = assert!(
+    std::mem::offset_of!(TcpInfo, received) == 128
+        && std::mem::offset_of!(TcpInfo, not_sent) == 144
+        && std::mem::offset_of!(TcpInfo, sent) == 200
+        && std::mem::offset_of!(TcpInfo, sent_again) == 208
+);
+
+const ESTABLISHED: u8 = 1;
+
+/// Pieces that one system call takes of a list.
+const PIECES: usize = 16;
+
+impl Connection {
+    pub(crate) fn new(fd: c_int) -> Connection {
+        Connection { fd }
+    }
+
+    fn option<T>(self, level: c_int, name: c_int, value: &mut T) -> io::Result<usize> {
+        let mut len = size_of::<T>() as libc::socklen_t;
+        // SAFETY: `value` and `len` are valid for writing and describe each other; callers give types of integers.
+        let result = unsafe { real::getsockopt(self.fd, level, name, (&raw mut *value).cast(), &raw mut len) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(len as usize) }
+    }
+
+    fn set(self, level: c_int, name: c_int, value: c_int) {
+        let at = (&raw const value).cast::<c_void>();
+        // SAFETY: `value` is readable for as long as the call takes.
+        let _ = unsafe { real::setsockopt(self.fd, level, name, at, size_of::<c_int>() as libc::socklen_t) };
+    }
+
+    fn info(self) -> io::Result<TcpInfo> {
+        // SAFETY: integers throughout.
+        let mut info: TcpInfo = unsafe { std::mem::zeroed() };
+        let len = self.option(libc::IPPROTO_TCP, libc::TCP_INFO, &mut info)?;
+        // An older kernel does not count what this needs.
+        if len < size_of::<TcpInfo>() { Err(io::ErrorKind::Unsupported.into()) } else { Ok(info) }
+    }
+
+    /// `SO_COOKIE` or `SO_NETNS_COOKIE`.
+    pub(crate) fn cookie(self, name: c_int) -> io::Result<u64> {
+        let mut cookie = 0u64;
+        self.option(libc::SOL_SOCKET, name, &mut cookie)?;
+        Ok(cookie)
+    }
+
+    /// Whether it has something set that cannot be honoured through memory.
+    pub(crate) fn is_unsupported(self) -> bool {
+        let mut low_water: c_int = 1;
+        let mut inline: c_int = 0;
+        let _ = self.option(libc::SOL_SOCKET, libc::SO_RCVLOWAT, &mut low_water);
+        let _ = self.option(libc::SOL_SOCKET, libc::SO_OOBINLINE, &mut inline);
+        let is_established = self.info().is_ok_and(|info| info.state == ESTABLISHED);
+        low_water > 1 || inline != 0 || !is_established
+    }
+
+    /// Bytes ever taken from it. Nothing takes any meanwhile.
+    pub(crate) fn position(self) -> io::Result<u64> {
+        for _ in 0..1000 {
+            let before = self.info()?;
+            let unread = self.available()? as u64;
+            let after = self.info()?;
+            // The end counts as a byte.
+            if before.state != ESTABLISHED || after.state != ESTABLISHED {
+                return Err(io::Error::other("the connection is at its end"));
+            }
+            if before.received == after.received {
+                return Ok(after.received - unread);
+            }
+        }
+        Err(io::Error::other("bytes come too fast to be counted"))
+    }
+
+    /// Has doorbells go at once, and remembers what the program has set instead.
+    pub(crate) fn hold_options(self, slot: &Slot) {
+        let mut value: c_int = 0;
+        let _ = self.option(libc::IPPROTO_TCP, libc::TCP_NODELAY, &mut value);
+        slot.no_delay.store(value != 0, Ordering::Relaxed);
+        value = 0;
+        let _ = self.option(libc::IPPROTO_TCP, libc::TCP_CORK, &mut value);
+        slot.cork.store(value != 0, Ordering::Relaxed);
+        self.set(libc::IPPROTO_TCP, libc::TCP_CORK, 0);
+        self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+    }
+
+    /// As the program has set it.
+    pub(crate) fn restore_options(self, slot: &Slot) {
+        self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, slot.no_delay.load(Ordering::Relaxed).into());
+        if slot.cork.load(Ordering::Relaxed) {
+            self.set(libc::IPPROTO_TCP, libc::TCP_CORK, 1);
+        }
+    }
+
+    /// Has the kernel reset the connection when it is closed, as it does when bytes have not been read.
+    pub(crate) fn reset_at_close(self) {
+        let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+        let at = (&raw const linger).cast::<c_void>();
+        let len = size_of::<libc::linger>() as libc::socklen_t;
+        // SAFETY: `linger` is readable for as long as the call takes.
+        let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
+    }
+
+    /// Whether the kernel knows of an end or error of the connection.
+    pub(crate) fn is_ending(self) -> bool {
+        let mut one = libc::pollfd { fd: self.fd, events: libc::POLLRDHUP, revents: 0 };
+        // SAFETY: one element.
+        unsafe { real::poll(&raw mut one, 1, 0) > 0 }
+    }
+}
+
+impl Tcp for Connection {
+    fn written(&self) -> io::Result<u64> {
+        let info = self.info()?;
+        Ok(info.sent - info.sent_again + u64::from(info.not_sent))
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        Ok(rustix::io::ioctl_fionread(slots::borrow(self.fd))? as usize)
+    }
+
+    fn read(&self, to: &Pieces<'_>, max: usize, is_peek: bool) -> io::Result<usize> {
+        let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; PIECES];
+        let count = to.fill(max, &mut list);
+        // SAFETY: integers and null pointers.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = list.as_mut_ptr();
+        message.msg_iovlen = count as _;
+        let flags = libc::MSG_DONTWAIT | if is_peek { libc::MSG_PEEK } else { 0 };
+        // SAFETY: `Pieces` vouches for the memory.
+        let read = unsafe { real::recvmsg(self.fd, &raw mut message, flags) };
+        if read < 0 { Err(io::Error::last_os_error()) } else { Ok(read as usize) }
+    }
+
+    fn skip(&self, max: usize) -> io::Result<usize> {
+        let mut sink = [0u8; 4096];
+        let mut sum = 0;
+        while sum < max {
+            let len = (max - sum).min(sink.len());
+            let (got, _) = rustix::net::recv(slots::borrow(self.fd), &mut sink[..len], RecvFlags::DONTWAIT)?;
+            sum += got;
+            if got == 0 {
+                break;
+            }
+        }
+        Ok(sum)
+    }
+
+    fn doorbell(&self) {
+        count(&counters().doorbells, 1);
+        let _ = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+}

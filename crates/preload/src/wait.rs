@@ -1,0 +1,371 @@
+//! Calls that wait for several descriptors: `poll` and `select`. See [`crate::epoll`] for the third.
+//!
+//! They look at the rings first, and ask the kernel when there is nothing. Before they sleep they ask peers for doorbells.
+
+use crate::report::{count, counters};
+use crate::slots::{self, Slot};
+use crate::{data, epoll, real};
+use libc::{c_int, pollfd, timespec};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+/// Whether there is a second processor for the peer to run on while this thread looks again and again.
+fn may_spin() -> bool {
+    static ANSWER: AtomicU8 = AtomicU8::new(0);
+    match ANSWER.load(Ordering::Relaxed) {
+        0 => {
+            let set = rustix::thread::sched_getaffinity(None);
+            let answer = set.is_ok_and(|set| set.count() > 1);
+            ANSWER.store(1 + u8::from(answer), Ordering::Relaxed);
+            answer
+        }
+        answer => answer == 2,
+    }
+}
+
+/// How often looking again and again has paid: from 0, hardly ever, to this.
+const LUCK_MAX: i32 = 8;
+
+/// Looks again and again for some microseconds, if that has paid lately. True if `is_ready` then.
+pub(crate) fn spin(slot: &Slot, is_ready: impl Fn() -> bool) -> bool {
+    spin_with(&slot.luck, data::spin_time(), is_ready)
+}
+
+pub(crate) fn spin_with(luck: &std::sync::atomic::AtomicI32, time: Duration, is_ready: impl Fn() -> bool) -> bool {
+    if time.is_zero() || !may_spin() {
+        return false;
+    }
+    let lucky = luck.load(Ordering::Relaxed);
+    if lucky <= 0 {
+        // Tried again now and then.
+        luck.store(if lucky <= -32 { 1 } else { lucky - 1 }, Ordering::Relaxed);
+        return false;
+    }
+    let begin = Instant::now();
+    loop {
+        for _ in 0..16 {
+            if is_ready() {
+                count(&counters().spins_won, 1);
+                luck.store((lucky + 1).min(LUCK_MAX), Ordering::Relaxed);
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if begin.elapsed() >= time {
+            count(&counters().spins_lost, 1);
+            luck.store(lucky - 2, Ordering::Relaxed);
+            return false;
+        }
+    }
+}
+
+/// Waits a little for a reader that is at work, more if the call may wait anyway.
+pub(crate) fn spin_for_room(is_impatient: bool, has_room: impl Fn() -> bool) -> bool {
+    let limit = Duration::from_micros(if is_impatient { 10 } else { 100 });
+    let begin = Instant::now();
+    loop {
+        for _ in 0..8 {
+            if has_room() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if begin.elapsed() >= limit {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Whether what the program waits with is known, and nothing of it sleeps: then whatever comes is found at the next look, and needs no
+/// doorbell.
+pub(crate) fn looks_by_itself(slot: &Slot, number: u32) -> bool {
+    if !slot.is_watched.load(Ordering::Relaxed)
+        || slot.sleepers.load(Ordering::SeqCst) > 0
+        || !slot.is_only_ours(number)
+    {
+        return false;
+    }
+    let local = slots::local(number);
+    match local.registrations.load(Ordering::Relaxed) {
+        0 => true,
+        1 => epoll::looks_by_itself(local.instance.load(Ordering::Relaxed)),
+        _ => false,
+    }
+}
+
+/// Everything has been read of a connection that is looked at by itself.
+pub(crate) fn note_drained(number: u32) {
+    let local = slots::local(number);
+    if local.registrations.load(Ordering::Relaxed) == 1 {
+        epoll::note_drained(local.instance.load(Ordering::Relaxed), number);
+    }
+}
+
+/// What a descriptor means to a call that waits.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Watched {
+    Connection(u32),
+    Epoll(u32),
+}
+
+fn watched(fd: c_int) -> Option<Watched> {
+    if let Some(number) = slots::find(fd) {
+        return slots::slot(number).is_accelerated().then_some(Watched::Connection(number));
+    }
+    slots::find_epoll(fd).filter(|number| epoll::has_accelerated(*number)).map(Watched::Epoll)
+}
+
+impl Watched {
+    fn is_readable(self) -> bool {
+        match self {
+            Watched::Connection(number) => data::is_readable(slots::slot(number)),
+            Watched::Epoll(number) => epoll::is_readable(number),
+        }
+    }
+
+    /// Before sleeping. False if there is something already.
+    fn arm(self) -> bool {
+        match self {
+            Watched::Connection(number) => {
+                let slot = slots::slot(number);
+                slot.sleepers.fetch_add(1, Ordering::SeqCst);
+                slot.is_watched.store(true, Ordering::Relaxed);
+                match slot.receiving() {
+                    Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
+                    _ => true,
+                }
+            }
+            Watched::Epoll(number) => epoll::arm(number),
+        }
+    }
+
+    fn disarm(self) {
+        match self {
+            Watched::Connection(number) => {
+                let slot = slots::slot(number);
+                if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 {
+                    data::disarm(slot);
+                }
+            }
+            Watched::Epoll(number) => epoll::disarm(number),
+        }
+    }
+}
+
+const READABLE: libc::c_short = libc::POLLIN | libc::POLLRDNORM;
+
+/// A time limit, as the kernel takes it.
+#[derive(Clone, Copy)]
+pub(crate) struct Limit {
+    end: Option<Instant>,
+}
+
+impl Limit {
+    pub(crate) fn of_milliseconds(timeout: c_int) -> Limit {
+        let end = u64::try_from(timeout).ok().and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
+        Limit { end }
+    }
+
+    pub(crate) fn of(timeout: Option<&timespec>) -> Limit {
+        let end = timeout.and_then(|limit| {
+            let limit = Duration::new(limit.tv_sec.try_into().ok()?, limit.tv_nsec.try_into().ok()?);
+            Instant::now().checked_add(limit)
+        });
+        Limit { end }
+    }
+
+    pub(crate) fn left(self) -> Option<timespec> {
+        let left = self.end?.saturating_duration_since(Instant::now());
+        Some(timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() })
+    }
+
+    pub(crate) fn is_over(self) -> bool {
+        self.end.is_some_and(|end| end <= Instant::now())
+    }
+}
+
+/// `ppoll`, of which the others are forms.
+///
+/// # Safety
+/// As `ppoll`.
+pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, mask: *const libc::sigset_t) -> c_int {
+    // SAFETY: the caller's promise.
+    let real = |timeout: Option<timespec>| unsafe {
+        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        real::ppoll(list, count, timeout, mask)
+    };
+    if list.is_null() || count > slots::DESCRIPTORS as libc::nfds_t {
+        return real(limit.left());
+    }
+    // SAFETY: the caller's promise.
+    let polled = unsafe { std::slice::from_raw_parts_mut(list, count as usize) };
+    let wants = |one: &pollfd| if one.events & READABLE == 0 { None } else { watched(one.fd) };
+    for one in polled.iter() {
+        // Known from now on, even if it is not accelerated yet.
+        if let Some(number) = slots::find(one.fd) {
+            slots::slot(number).is_watched.store(true, Ordering::Relaxed);
+        }
+    }
+    if !polled.iter().any(|one| wants(one).is_some()) {
+        return real(limit.left());
+    }
+    let none = timespec { tv_sec: 0, tv_nsec: 0 };
+    let any = |polled: &[pollfd]| polled.iter().any(|one| wants(one).is_some_and(Watched::is_readable));
+    loop {
+        if any(polled) {
+            let ready = real(Some(none));
+            return if ready < 0 { ready } else { correct(polled) };
+        }
+        let is_over = limit.is_over();
+        let mut one = polled.iter().filter_map(|one| match wants(one) {
+            Some(Watched::Connection(number)) => Some(number),
+            _ => None,
+        });
+        let first = (one.next(), one.next());
+        if let (false, (Some(number), None)) = (is_over, first)
+            && spin(slots::slot(number), || any(polled))
+        {
+            continue;
+        }
+        let sleepers: Sleepers = polled.iter().filter_map(wants).collect();
+        let may_sleep = sleepers.0.iter().fold(true, |may, one| one.arm() & may);
+        count_sleep(is_over);
+        let ready = if may_sleep { real(limit.left()) } else { real(Some(none)) };
+        let error = data::errno();
+        for one in &sleepers.0 {
+            one.disarm();
+        }
+        if ready < 0 {
+            data::fail(error);
+            return ready;
+        }
+        let corrected = correct(polled);
+        // Doorbells alone are nothing to tell the program of.
+        if corrected > 0 || ready == 0 && may_sleep || limit.is_over() {
+            return corrected;
+        }
+    }
+}
+
+fn count_sleep(is_over: bool) {
+    if !is_over {
+        count(&counters().sleeps, 1);
+    }
+}
+
+/// What is to be disarmed later. On the heap: programs poll many, and signal handlers none.
+struct Sleepers(Vec<Watched>);
+
+impl FromIterator<Watched> for Sleepers {
+    fn from_iter<T: IntoIterator<Item = Watched>>(all: T) -> Sleepers {
+        Sleepers(all.into_iter().collect())
+    }
+}
+
+/// Corrects what the kernel has said of accelerated connections; the number of descriptors that there is something to say of.
+fn correct(polled: &mut [pollfd]) -> c_int {
+    let mut ready = 0;
+    for one in polled.iter_mut() {
+        if one.fd >= 0 && one.events & READABLE != 0 {
+            match watched(one.fd) {
+                Some(Watched::Connection(number)) => {
+                    if data::is_readable(slots::slot(number)) {
+                        one.revents |= one.events & READABLE;
+                    } else if one.revents & (READABLE | libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR)
+                        == one.revents & READABLE
+                        && one.revents & READABLE != 0
+                        && is_doorbell(number, one.fd)
+                    {
+                        one.revents &= !READABLE;
+                    }
+                }
+                Some(Watched::Epoll(number)) if epoll::is_readable(number) => one.revents |= one.events & READABLE,
+                _ => {}
+            }
+        }
+        ready += c_int::from(one.revents != 0);
+    }
+    ready
+}
+
+/// Whether all that the kernel has for a connection is doorbells that nothing in the ring belongs to; discards them.
+pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
+    let slot = slots::slot(number);
+    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
+    let connection = crate::tcp::Connection::new(fd);
+    let slots::Receiving { segment, reader, .. } = &mut receiving;
+    if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
+        return false;
+    }
+    let _ = reader.discard_doorbells(segment, &connection);
+    // The end of the stream is readable, too, and has no byte.
+    !connection.is_ending()
+}
+
+/// `pselect`, of which `select` is a form; by `poll`.
+///
+/// # Safety
+/// As `pselect`: each set that is not null has `count` bits at least.
+pub(crate) unsafe fn select(count: c_int, sets: [*mut u64; 3], limit: Limit, mask: *const libc::sigset_t) -> c_int {
+    let Ok(count) = usize::try_from(count) else { return data::fail(libc::EINVAL) as c_int };
+    // SAFETY: the caller's promise.
+    let is_in = |set: *mut u64, fd: usize| !set.is_null() && unsafe { *set.add(fd / 64) } >> (fd % 64) & 1 != 0;
+    const EVENTS: [libc::c_short; 3] = [libc::POLLIN, libc::POLLOUT, libc::POLLPRI];
+    let mut list = Vec::new();
+    for fd in 0..count {
+        let events = (0..3).filter(|set| is_in(sets[*set], fd)).fold(0, |events, set| events | EVENTS[set]);
+        if events != 0 {
+            list.push(pollfd { fd: fd as c_int, events, revents: 0 });
+        }
+    }
+    // SAFETY: a list of ours; the caller's promise for the mask.
+    let result = unsafe { poll(list.as_mut_ptr(), list.len() as libc::nfds_t, limit, mask) };
+    if result < 0 {
+        return result;
+    }
+    if list.iter().any(|one| one.revents & libc::POLLNVAL != 0) {
+        return data::fail(libc::EBADF) as c_int;
+    }
+    // What each set means, as in the kernel's fs/select.c.
+    const MEANING: [libc::c_short; 3] = [
+        libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND | libc::POLLHUP | libc::POLLERR,
+        libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND | libc::POLLERR,
+        libc::POLLPRI,
+    ];
+    let mut ready = 0;
+    for one in &list {
+        for set in 0..3 {
+            if one.events & EVENTS[set] == 0 {
+                continue;
+            }
+            let fd = one.fd as usize;
+            if one.revents & MEANING[set] != 0 {
+                ready += 1;
+            } else {
+                // SAFETY: the bit was read above.
+                unsafe { *sets[set].add(fd / 64) &= !(1 << (fd % 64)) };
+            }
+        }
+    }
+    ready
+}
+
+/// Whether a set that `select` is given has an accelerated connection.
+///
+/// # Safety
+/// As [`select`].
+pub(crate) unsafe fn is_select_for_us(count: c_int, set: *mut u64) -> bool {
+    // SAFETY: the caller's promise.
+    let is_in = |fd: c_int| unsafe { *set.add(fd as usize / 64) } >> (fd % 64) & 1 != 0;
+    let mut answer = false;
+    if !set.is_null() && count <= 1024 * 64 {
+        for fd in (0..count).filter(|fd| is_in(*fd)) {
+            if let Some(number) = slots::find(fd) {
+                slots::slot(number).is_watched.store(true, Ordering::Relaxed);
+            }
+            answer |= watched(fd).is_some();
+        }
+    }
+    answer
+}

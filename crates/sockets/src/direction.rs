@@ -1,0 +1,549 @@
+//! One direction of an accelerated connection: which bytes go by TCP, which through the ring, and what wakes the reader.
+//!
+//! The writer alone decides. It publishes each run of TCP bytes: behind which byte of the ring it comes, and where it begins and ends
+//! in the TCP connection. While bytes go through the ring, the only bytes on the TCP connection are *doorbells*: one byte with no
+//! meaning, sent when the reader has asked for one because it is about to sleep. The reader discards them. It never takes more bytes
+//! from TCP than it knows the meaning of: it asks the kernel how many there are, and only then whether the run has ended.
+//!
+//! ```text
+//! stream:  | TCP bytes   | ring bytes     | TCP bytes          | ring ...
+//! TCP:     | 0 ..... end0|  d d d         | start1 ....... end1|  d
+//! ```
+//!
+//! The reader can refuse the ring at any time ([`Reader::close_ring`]): it sets a bit in the very word by which the writer publishes,
+//! so both ends agree on the last byte.
+
+use crate::iovecs::Pieces;
+use crate::segment::{CLOSED, End, GONE, OPEN, READY, RUNS, Segment, outward};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use thruway_memory::shared;
+
+/// The TCP connection below, as one direction of it needs it. Nothing here waits.
+pub trait Tcp {
+    /// Bytes ever written to it from this end.
+    ///
+    /// # Errors
+    /// Those of `getsockopt(2)`.
+    fn written(&self) -> io::Result<u64>;
+
+    /// Bytes that can be read from it now.
+    ///
+    /// # Errors
+    /// Those of `ioctl(2)`.
+    fn available(&self) -> io::Result<usize>;
+
+    /// Reads up to `max` bytes, of which there are as many; `is_peek`: and leaves them there.
+    ///
+    /// # Errors
+    /// Those of `recvmsg(2)`.
+    fn read(&self, to: &Pieces<'_>, max: usize, is_peek: bool) -> io::Result<usize>;
+
+    /// Discards up to `max` bytes, of which there are as many.
+    ///
+    /// # Errors
+    /// Those of `recv(2)`.
+    fn skip(&self, max: usize) -> io::Result<usize>;
+
+    /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
+    fn doorbell(&self);
+}
+
+/// The peer has written what cannot be. The connection is of no use any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Broken;
+
+impl From<Broken> for io::Error {
+    fn from(_: Broken) -> io::Error {
+        io::Error::from_raw_os_error(libc::ECONNRESET)
+    }
+}
+
+/// What this end knows of the direction that it writes to. All who hold the connection share it, under one lock.
+#[derive(Debug)]
+pub struct Writer {
+    direction: usize,
+    /// Bytes ever written to the ring.
+    tail: u64,
+    /// How far the peer had read when that was last looked at.
+    head: u64,
+    /// Runs that have begun.
+    opened: u32,
+    /// Bytes go by TCP now.
+    is_tcp: bool,
+    /// For good.
+    is_pinned: bool,
+}
+
+impl Writer {
+    /// For one end of a new segment: all bytes go by TCP yet.
+    pub fn new(end: End) -> Writer {
+        Writer { direction: outward(end), tail: 0, head: 0, opened: 1, is_tcp: true, is_pinned: false }
+    }
+
+    /// Whether bytes go by TCP now.
+    pub fn is_tcp(&self) -> bool {
+        self.is_tcp
+    }
+
+    /// Whether they will for good.
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
+    }
+
+    /// Free bytes of the ring; looks at the peer's position if there are fewer than `wanted`.
+    fn room(&mut self, segment: &Segment, wanted: usize) -> Result<usize, Broken> {
+        let size = segment.ring_size() as u64;
+        if size - (self.tail - self.head) < wanted as u64 {
+            let head = segment.control(self.direction).head.load(Ordering::Acquire);
+            // Neither back, nor beyond what has been written.
+            if head < self.head || head > self.tail {
+                return Err(Broken);
+            }
+            self.head = head;
+        }
+        Ok((size - (self.tail - self.head)) as usize)
+    }
+
+    /// Whether the ring has room for `wanted` bytes or a quarter of it.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn has_room(&mut self, segment: &Segment, wanted: usize) -> Result<bool, Broken> {
+        let wanted = wanted.min(segment.ring_size() / 4);
+        Ok(self.room(segment, wanted)? >= wanted)
+    }
+
+    /// Ends the run of TCP bytes if what follows can go through the ring. The caller vouches that nothing else writes to the TCP
+    /// connection meanwhile. True if bytes go through the ring now.
+    ///
+    /// # Errors
+    /// [`Broken`], those of [`Tcp::written`].
+    pub fn leave_tcp(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        let control = segment.control(self.direction);
+        if !self.is_tcp || self.is_pinned {
+            return Ok(!self.is_tcp);
+        }
+        if control.reader.load(Ordering::Acquire) != READY {
+            return Ok(false);
+        }
+        if control.tail.load(Ordering::Relaxed) & CLOSED != 0 {
+            self.is_pinned = true;
+            return Ok(false);
+        }
+        // There must be a run left for when the ring is full.
+        let done = control.done.load(Ordering::Acquire);
+        let pending = self.opened.wrapping_sub(done) as usize;
+        if pending > RUNS {
+            return Err(Broken.into());
+        }
+        if pending == RUNS || self.room(segment, segment.ring_size())? < segment.ring_size() / 2 {
+            return Ok(false);
+        }
+        let end = tcp.written()?;
+        control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
+        self.is_tcp = false;
+        Ok(true)
+    }
+
+    /// Has what follows go by TCP; `for_good` or until [`Writer::leave_tcp`]. The caller vouches that nothing else writes to the TCP
+    /// connection meanwhile.
+    ///
+    /// # Errors
+    /// Those of [`Tcp::written`]; nothing has changed then.
+    pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
+        if !self.is_tcp {
+            let start = tcp.written()?;
+            let control = segment.control(self.direction);
+            let run = &control.runs[self.opened as usize % RUNS];
+            run.ring.store(self.tail, Ordering::Relaxed);
+            run.start.store(start, Ordering::Relaxed);
+            run.end.store(OPEN, Ordering::Relaxed);
+            self.opened += 1;
+            control.opened.store(self.opened, Ordering::Release);
+            self.is_tcp = true;
+        }
+        self.is_pinned |= for_good;
+        Ok(())
+    }
+
+    /// Copies to the ring what there is room for, shows it to the peer, and rings if the peer wants that. 0 if the ring is full or the
+    /// peer does not want it any more: then bytes must go by TCP.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// `from` must be readable memory.
+    pub unsafe fn write(&mut self, segment: &Segment, tcp: &impl Tcp, from: &mut Pieces<'_>) -> Result<usize, Broken> {
+        debug_assert!(!self.is_tcp);
+        let size = segment.ring_size();
+        let ring = segment.ring(self.direction);
+        let room = self.room(segment, from.left())?;
+        let (mut rest, mut at, mut left) = (*from, self.tail as usize & (size - 1), room.min(from.left()));
+        let len = left;
+        while left > 0 {
+            let Some((base, piece)) = rest.first() else { break };
+            let step = piece.min(left).min(size - at);
+            // SAFETY: `at + step` is inside the ring; the caller's promise for `base`.
+            unsafe { shared::copy(ring.add(at), base, step) };
+            at = (at + step) & (size - 1);
+            left -= step;
+            rest.advance(step);
+        }
+        if len == 0 || !self.publish(segment, len) {
+            return Ok(0);
+        }
+        self.ring_if_wanted(segment, tcp);
+        from.advance(len);
+        Ok(len)
+    }
+
+    /// Memory of the ring that a system call may fill directly, then to be [committed](Writer::commit): none if there is no room.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn free_span(&mut self, segment: &Segment, wanted: usize) -> Result<(*mut u8, usize), Broken> {
+        let room = self.room(segment, wanted)?;
+        let at = self.tail as usize & (segment.ring_size() - 1);
+        let len = room.min(wanted).min(segment.ring_size() - at);
+        Ok((segment.ring(self.direction).wrapping_add(at), len))
+    }
+
+    /// Shows the peer `len` bytes of the last [`Writer::free_span`]. False if the peer does not want them: they must go by TCP.
+    pub fn commit(&mut self, segment: &Segment, tcp: &impl Tcp, len: usize) -> bool {
+        if len == 0 || !self.publish(segment, len) {
+            return false;
+        }
+        self.ring_if_wanted(segment, tcp);
+        true
+    }
+
+    fn publish(&mut self, segment: &Segment, len: usize) -> bool {
+        let tail = self.tail + len as u64;
+        // What orders this before the look at `armed` below also sees whether the ring is closed.
+        let word = &segment.control(self.direction).tail;
+        if word.compare_exchange(self.tail << 1, tail << 1, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+            // Closed. A peer that has written anything else there is treated the same.
+            return false;
+        }
+        self.tail = tail;
+        true
+    }
+
+    fn ring_if_wanted(&self, segment: &Segment, tcp: &impl Tcp) {
+        let control = segment.control(self.direction);
+        fence(Ordering::SeqCst);
+        if control.armed.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        control.ringing.fetch_add(1, Ordering::SeqCst);
+        let is_wanted = control.armed.swap(0, Ordering::SeqCst) != 0;
+        if is_wanted {
+            tcp.doorbell();
+            control.rung.fetch_add(1, Ordering::SeqCst);
+        } else {
+            control.ringing.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether nothing reads at the other end any more: what is written now must go by TCP, which knows what becomes of it.
+    pub fn is_reader_gone(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0
+    }
+
+    /// Bytes in the ring that the peer has not read.
+    pub fn unread(&self, segment: &Segment) -> u64 {
+        self.tail
+            .saturating_sub(segment.control(self.direction).head.load(Ordering::Relaxed))
+            .min(segment.ring_size() as u64)
+    }
+}
+
+/// Where the next bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// So many in the ring.
+    Ring(usize),
+    /// So many on the TCP connection.
+    Tcp(usize),
+    /// None yet.
+    Nothing,
+}
+
+/// What this end knows of the direction that it reads. All who hold the connection share it, under one lock.
+#[derive(Debug)]
+pub struct Reader {
+    direction: usize,
+    /// Bytes ever read from the ring.
+    head: u64,
+    /// Bytes ever taken from the TCP connection.
+    position: u64,
+    /// The first run that this has not come to the end of.
+    run: u32,
+    /// Doorbells that have been discarded.
+    discarded: u64,
+    is_closed: bool,
+}
+
+impl Reader {
+    /// For one end of a new segment, when `position` bytes have been taken from the TCP connection.
+    pub fn new(end: End, position: u64) -> Reader {
+        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, is_closed: false }
+    }
+
+    /// The peer may use the ring: whatever reads the connection now does it through this.
+    pub fn set_ready(&self, segment: &Segment) {
+        segment.control(self.direction).reader.fetch_or(READY, Ordering::SeqCst);
+    }
+
+    /// Nothing will read any more.
+    pub fn set_gone(&self, segment: &Segment) {
+        segment.control(self.direction).reader.fetch_or(GONE, Ordering::SeqCst);
+    }
+
+    /// Bytes that the ring has for this end now. Cheap: no system call.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn ring_len(&self, segment: &Segment) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        let mut run = self.run;
+        // Runs whose end has been reached, which was not known to be one then, hide nothing.
+        for _ in 0..RUNS {
+            let next = &control.runs[run as usize % RUNS];
+            let is_over = run != control.opened.load(Ordering::Acquire)
+                && next.ring.load(Ordering::Relaxed) == self.head
+                && next.end.load(Ordering::Acquire) == self.position;
+            if !is_over {
+                break;
+            }
+            run = run.wrapping_add(1);
+        }
+        self.len_before(run, segment)
+    }
+
+    /// Bytes that the ring has before this run.
+    fn len_before(&self, run: u32, segment: &Segment) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        let limit = loop {
+            let opened = control.opened.load(Ordering::Acquire);
+            if run != opened {
+                break control.runs[run as usize % RUNS].ring.load(Ordering::Relaxed);
+            }
+            let tail = control.tail.load(Ordering::Acquire);
+            // Bytes behind a run that has begun meanwhile come later.
+            if control.opened.load(Ordering::Acquire) == opened {
+                break tail >> 1;
+            }
+        };
+        match limit.checked_sub(self.head) {
+            Some(len) if len <= segment.ring_size() as u64 => Ok(len as usize),
+            _ => Err(Broken),
+        }
+    }
+
+    /// Where the next bytes are. Discards doorbells on the way.
+    ///
+    /// # Errors
+    /// [`Broken`], those of the TCP connection.
+    pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<Found> {
+        let control = segment.control(self.direction);
+        loop {
+            let opened = control.opened.load(Ordering::Acquire);
+            let pending = opened.wrapping_sub(self.run);
+            if pending as usize > RUNS {
+                return Err(Broken.into());
+            }
+            let ring = self.len_before(self.run, segment)?;
+            if ring > 0 {
+                return Ok(Found::Ring(ring));
+            }
+            if pending == 0 {
+                if control.opened.load(Ordering::Acquire) != opened {
+                    continue;
+                }
+                return Ok(Found::Nothing);
+            }
+            let run = &control.runs[self.run as usize % RUNS];
+            let start = run.start.load(Ordering::Relaxed);
+            if self.position < start {
+                let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(tcp.available()?);
+                if bells == 0 {
+                    return Ok(Found::Nothing);
+                }
+                self.discard(tcp, bells)?;
+                continue;
+            }
+            let mut end = run.end.load(Ordering::Acquire);
+            let mut available = 0;
+            if end == OPEN {
+                // What is there before the run has ended belongs to it.
+                available = tcp.available()?;
+                end = run.end.load(Ordering::Acquire);
+            } else if self.position < end {
+                available = tcp.available()?;
+            }
+            if end == OPEN {
+                return Ok(if available > 0 { Found::Tcp(available) } else { Found::Nothing });
+            }
+            let Some(left) = end.checked_sub(self.position) else { return Err(Broken.into()) };
+            if left > 0 {
+                let left = usize::try_from(left).unwrap_or(usize::MAX);
+                return Ok(if available > 0 { Found::Tcp(available.min(left)) } else { Found::Nothing });
+            }
+            self.run += 1;
+            control.done.store(self.run, Ordering::Release);
+        }
+    }
+
+    fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> io::Result<()> {
+        let discarded = tcp.skip(bells)? as u64;
+        self.position += discarded;
+        self.discarded += discarded;
+        Ok(())
+    }
+
+    /// Reads what is there, as far as it fits; `is_peek`: and leaves it there, in which case bytes of one place only are read.
+    ///
+    /// # Errors
+    /// [`Broken`], those of the TCP connection if nothing has been read.
+    ///
+    /// # Safety
+    /// `to` must be writable memory that nothing borrows.
+    pub unsafe fn read(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        to: &mut Pieces<'_>,
+        is_peek: bool,
+    ) -> io::Result<usize> {
+        let mut sum = 0;
+        while to.left() > 0 {
+            let found = match self.find(segment, tcp) {
+                Err(_) if sum > 0 => break,
+                found => found?,
+            };
+            let len = match found {
+                Found::Nothing => break,
+                Found::Ring(len) => {
+                    let len = len.min(to.left());
+                    // SAFETY: the caller's promise; `ring_len` has checked that the ring has as many.
+                    unsafe { self.copy_out(segment, to, len) };
+                    if !is_peek {
+                        self.head += len as u64;
+                        segment.control(self.direction).head.store(self.head, Ordering::Release);
+                    }
+                    len
+                }
+                Found::Tcp(len) => {
+                    let len = match tcp.read(to, len.min(to.left()), is_peek) {
+                        Err(_) if sum > 0 => break,
+                        len => len?,
+                    };
+                    if !is_peek {
+                        self.position += len as u64;
+                    }
+                    to.advance(len);
+                    len
+                }
+            };
+            sum += len;
+            if is_peek || len == 0 {
+                break;
+            }
+        }
+        Ok(sum)
+    }
+
+    /// # Safety
+    /// As [`Reader::read`]; the ring has `len` bytes.
+    unsafe fn copy_out(&self, segment: &Segment, to: &mut Pieces<'_>, len: usize) {
+        let size = segment.ring_size();
+        let ring = segment.ring(self.direction);
+        let (mut at, mut left) = (self.head as usize & (size - 1), len);
+        while left > 0 {
+            let Some((base, piece)) = to.first() else { break };
+            let step = piece.min(left).min(size - at);
+            // SAFETY: `at + step` is inside the ring; the caller's promise for `base`.
+            unsafe { shared::copy(base, ring.add(at), step) };
+            at = (at + step) & (size - 1);
+            left -= step;
+            to.advance(step);
+        }
+    }
+
+    /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, so that the kernel calls the connection readable
+    /// only when there is something new.
+    ///
+    /// # Errors
+    /// Those of the TCP connection.
+    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<()> {
+        let control = segment.control(self.direction);
+        if self.run != control.opened.load(Ordering::Acquire)
+            || control.ringing.load(Ordering::Relaxed).wrapping_sub(self.discarded) == 0
+        {
+            return Ok(());
+        }
+        let bells = tcp.available()?;
+        // All that was there before another run has begun.
+        if bells > 0 && self.run == control.opened.load(Ordering::Acquire) {
+            self.discard(tcp, bells)?;
+        }
+        Ok(())
+    }
+
+    /// Asks for a doorbell with what comes next. False if there is something already; then the doorbell may come nevertheless.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn arm(&self, segment: &Segment) -> Result<bool, Broken> {
+        let control = segment.control(self.direction);
+        control.armed.store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        Ok(self.ring_len(segment)? == 0)
+    }
+
+    /// Asks for no doorbell: this end looks by itself.
+    pub fn disarm(&self, segment: &Segment) {
+        segment.control(self.direction).armed.store(0, Ordering::Relaxed);
+    }
+
+    /// The word that changes with what the peer writes to the ring, for who looks again and again.
+    pub fn tail<'a>(&self, segment: &'a Segment) -> &'a AtomicU64 {
+        &segment.control(self.direction).tail
+    }
+
+    /// Takes nothing more from the ring than what is in it now; the peer goes on by TCP. The doorbells that are on their way have been
+    /// discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says how often it
+    /// may look for them. The number of bytes that are left in the ring.
+    ///
+    /// # Errors
+    /// [`Broken`], those of the TCP connection.
+    pub fn close_ring(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        mut patience: impl FnMut() -> bool,
+    ) -> io::Result<usize> {
+        let control = segment.control(self.direction);
+        if !self.is_closed {
+            control.tail.fetch_or(CLOSED, Ordering::SeqCst);
+            control.armed.store(0, Ordering::SeqCst);
+            self.is_closed = true;
+        }
+        loop {
+            let found = self.find(segment, tcp)?;
+            let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
+            if found == Found::Nothing {
+                self.discard_doorbells(segment, tcp)?;
+            }
+            if !is_ringing || !patience() {
+                return Ok(if let Found::Ring(len) = found { len } else { 0 });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

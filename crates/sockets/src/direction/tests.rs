@@ -1,0 +1,404 @@
+use super::*;
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
+
+/// Half a TCP connection, in which doorbells are bytes as any others.
+struct Fake {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Bytes that it takes before it is full.
+    capacity: usize,
+}
+
+#[derive(Default)]
+struct State {
+    bytes: VecDeque<u8>,
+    written: u64,
+}
+
+impl Fake {
+    fn new(capacity: usize) -> Fake {
+        Fake { state: Mutex::default(), changed: Condvar::new(), capacity }
+    }
+
+    fn send(&self, bytes: &[u8]) -> usize {
+        let mut state = self.state.lock().unwrap();
+        let len = bytes.len().min(self.capacity - state.bytes.len().min(self.capacity));
+        state.bytes.extend(&bytes[..len]);
+        state.written += len as u64;
+        self.changed.notify_all();
+        len
+    }
+
+    /// As a thread that sleeps in the kernel. False if nothing comes for too long.
+    fn sleep(&self) -> bool {
+        let state = self.state.lock().unwrap();
+        let limit = Duration::from_secs(20);
+        let (state, _) = self.changed.wait_timeout_while(state, limit, |state| state.bytes.is_empty()).unwrap();
+        !state.bytes.is_empty()
+    }
+}
+
+impl Tcp for Fake {
+    fn written(&self) -> io::Result<u64> {
+        Ok(self.state.lock().unwrap().written)
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        Ok(self.state.lock().unwrap().bytes.len())
+    }
+
+    fn read(&self, to: &Pieces<'_>, max: usize, is_peek: bool) -> io::Result<usize> {
+        let mut state = self.state.lock().unwrap();
+        assert!(max > 0 && max <= state.bytes.len());
+        let mut to = *to;
+        for i in 0..max {
+            let byte = if is_peek { state.bytes[i] } else { state.bytes.pop_front().unwrap() };
+            let (base, _) = to.first().unwrap();
+            // SAFETY: the test's own memory.
+            unsafe { base.write(byte) };
+            to.advance(1);
+        }
+        Ok(max)
+    }
+
+    fn skip(&self, max: usize) -> io::Result<usize> {
+        let mut state = self.state.lock().unwrap();
+        assert!(max > 0 && max <= state.bytes.len());
+        state.bytes.drain(..max);
+        Ok(max)
+    }
+
+    fn doorbell(&self) {
+        let mut state = self.state.lock().unwrap();
+        if state.bytes.len() < self.capacity {
+            state.bytes.push_back(0xdb);
+            state.written += 1;
+        }
+        self.changed.notify_all();
+    }
+}
+
+fn byte(at: u64) -> u8 {
+    (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+fn iov(bytes: &mut [u8]) -> libc::iovec {
+    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+}
+
+/// Sends as the hooks do: through the ring if that can be, else by TCP. The number of bytes that went.
+fn send(writer: &mut Writer, segment: &Segment, tcp: &Fake, at: u64, len: usize, may_leave: bool) -> usize {
+    let mut bytes: Vec<u8> = (at..at + len as u64).map(byte).collect();
+    let (one, two) = bytes.split_at_mut(len / 3);
+    let list = [iov(one), iov(two)];
+    // SAFETY: of a vector of ours.
+    let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+    if may_leave && writer.is_tcp() {
+        writer.leave_tcp(segment, tcp).unwrap();
+    }
+    if !writer.is_tcp() {
+        // SAFETY: of a vector of ours.
+        unsafe { writer.write(segment, tcp, &mut pieces) }.unwrap();
+        if pieces.left() == 0 {
+            return len;
+        }
+        writer.enter_tcp(segment, tcp, false).unwrap();
+    }
+    let rest: Vec<u8> = (at + (len - pieces.left()) as u64..at + len as u64).map(byte).collect();
+    len - pieces.left() + tcp.send(&rest)
+}
+
+fn receive(reader: &mut Reader, segment: &Segment, tcp: &Fake, len: usize, is_peek: bool) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    let (one, two) = bytes.split_at_mut(len / 2);
+    let list = [iov(one), iov(two)];
+    // SAFETY: of a vector of ours.
+    let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+    // SAFETY: of a vector of ours.
+    let n = unsafe { reader.read(segment, tcp, &mut pieces, is_peek) }.unwrap();
+    assert_eq!(pieces.left(), len - n);
+    bytes.truncate(n);
+    bytes
+}
+
+fn check(bytes: &[u8], at: &mut u64, why: &str) {
+    for &got in bytes {
+        assert_eq!(got, byte(*at), "{why}, at byte {at}");
+        *at += 1;
+    }
+}
+
+#[test]
+fn bytes_come_once_and_in_order_whichever_way_they_go() {
+    for seed in 0..400u64 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(random.usize(100..9000));
+        let mut writer = Writer::new(End::Maker);
+        let (mut sent, mut got) = (0u64, 0u64);
+        // Some bytes have gone before there was a segment, and some of them have been read.
+        let early: Vec<u8> = (0..random.u64(0..90)).map(byte).collect();
+        sent += tcp.send(&early) as u64;
+        let taken = random.usize(0..=early.len());
+        if taken > 0 {
+            tcp.skip(taken).unwrap();
+        }
+        got += taken as u64;
+        let mut reader = Reader::new(End::Taker, got);
+        let mut is_armed = true;
+        let mut closing = random.bool().then(|| random.u32(0..300));
+        let why = &format!("seed {seed}");
+        for step in 0..300 {
+            match random.u32(0..11) {
+                0 => reader.set_ready(&other),
+                1..=4 => {
+                    let was_empty = got == sent;
+                    let len = {
+                        let limit = if random.bool() { 64 } else { 6000 };
+                        random.usize(1..limit)
+                    };
+                    let n = send(&mut writer, &segment, &tcp, sent, len, random.u32(0..4) > 0);
+                    sent += n as u64;
+                    if was_empty && is_armed && n > 0 {
+                        assert!(tcp.available().unwrap() > 0, "{why}: a reader that sleeps is woken");
+                        is_armed = false;
+                    }
+                }
+                5 => {
+                    let len = random.usize(1..200);
+                    let peeked = receive(&mut reader, &other, &tcp, len, true);
+                    check(&peeked, &mut { got }, why);
+                    assert_eq!(peeked.is_empty(), got == sent, "{why}: there is something");
+                }
+                6..=8 => {
+                    let len = {
+                        let limit = if random.bool() { 64 } else { 9000 };
+                        random.usize(1..limit)
+                    };
+                    let bytes = receive(&mut reader, &other, &tcp, len, false);
+                    assert_eq!(bytes.len() as u64, (len as u64).min(sent - got), "{why}: never short");
+                    check(&bytes, &mut got, why);
+                    if got == sent {
+                        assert_eq!(reader.find(&other, &tcp).unwrap(), Found::Nothing);
+                        reader.discard_doorbells(&other, &tcp).unwrap();
+                        assert_eq!(tcp.available().unwrap(), 0, "{why}: a drained connection is not readable");
+                        is_armed = random.bool();
+                        if is_armed {
+                            assert!(reader.arm(&other).unwrap());
+                        } else {
+                            reader.disarm(&other);
+                        }
+                    }
+                }
+                9 if random.bool() => {
+                    // A thread that is about to sleep.
+                    if reader.arm(&other).unwrap() {
+                        is_armed = true;
+                        let is_empty = got == sent || tcp.available().unwrap() > 0;
+                        assert!(is_empty, "{why}: bytes {got} to {sent} are hidden");
+                    } else {
+                        assert!(got < sent, "{why}");
+                    }
+                }
+                _ if closing.is_some_and(|at| step > at) => {
+                    closing = None;
+                    let left = reader.close_ring(&other, &tcp, || true).unwrap();
+                    let bytes = receive(&mut reader, &other, &tcp, left, false);
+                    check(&bytes, &mut got, why);
+                    // From here on TCP has the stream and nothing else, whoever reads it.
+                    is_armed = false;
+                }
+                _ => {
+                    let mut bytes = vec![0u8; 0];
+                    let list = [iov(&mut bytes)];
+                    // SAFETY: empty.
+                    let mut none = unsafe { Pieces::new(&list) }.unwrap();
+                    // SAFETY: empty.
+                    assert_eq!(unsafe { reader.read(&other, &tcp, &mut none, false) }.unwrap(), 0);
+                }
+            }
+        }
+        while got < sent {
+            let bytes = receive(&mut reader, &other, &tcp, 5000, false);
+            assert!(!bytes.is_empty(), "{why}: {got} of {sent}");
+            check(&bytes, &mut got, why);
+        }
+        // SAFETY: nothing uses them any more.
+        unsafe { (segment.unmap(), other.unmap()) };
+    }
+}
+
+const RING: usize = crate::RING_MIN;
+
+#[test]
+fn what_reads_plain_tcp_after_the_ring_is_closed_finds_the_stream() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    let other = Segment::adopt(&fd).unwrap();
+    let tcp = Fake::new(1 << 20);
+    let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+    reader.set_ready(&other);
+    let mut got = 0;
+    assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
+    assert!(!writer.is_tcp());
+    assert_eq!(tcp.available().unwrap(), 1, "a doorbell");
+    assert_eq!(reader.close_ring(&other, &tcp, || true).unwrap(), 100);
+    assert_eq!(send(&mut writer, &segment, &tcp, 100, 50, true), 50);
+    assert!(writer.is_tcp());
+    check(&receive(&mut reader, &other, &tcp, 100, false), &mut got, "ring");
+    reader.find(&other, &tcp).unwrap();
+    // What follows is read by something that knows nothing of rings.
+    let mut rest = vec![0; 50];
+    let list = [iov(&mut rest)];
+    // SAFETY: of a vector of ours.
+    assert_eq!(tcp.read(&unsafe { Pieces::new(&list) }.unwrap(), 50, false).unwrap(), 50);
+    check(&rest, &mut got, "tcp");
+    assert!(!writer.leave_tcp(&segment, &tcp).unwrap());
+    assert!(writer.is_pinned());
+}
+
+/// Two threads, one of which sleeps whenever it has found nothing: a wake-up that is lost ends the test.
+#[test]
+fn no_wake_up_is_lost_between_threads() {
+    for seed in 0..6u64 {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(if seed % 2 == 0 { 1 << 20 } else { 3000 });
+        let total = 400_000u64;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut random = fastrand::Rng::with_seed(seed);
+                let mut writer = Writer::new(End::Maker);
+                let mut sent = 0;
+                while sent < total {
+                    let limit = if random.u32(0..20) == 0 { 9000 } else { 300 };
+                    let len = random.u64(1..limit).min(total - sent);
+                    let n = send(&mut writer, &segment, &tcp, sent, len as usize, true);
+                    sent += n as u64;
+                    if n == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            let mut random = fastrand::Rng::with_seed(seed + 1000);
+            let mut reader = Reader::new(End::Taker, 0);
+            reader.set_ready(&other);
+            let mut got = 0;
+            while got < total {
+                let bytes = receive(&mut reader, &other, &tcp, random.usize(1..2000), false);
+                check(&bytes, &mut got, "threads");
+                if bytes.is_empty() {
+                    reader.discard_doorbells(&other, &tcp).unwrap();
+                    if random.bool() {
+                        reader.disarm(&other);
+                    } else if reader.arm(&other).unwrap() {
+                        assert!(tcp.sleep(), "woken, at {got} of {total}");
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_peer_that_lies_breaks_its_own_connection() {
+    let fresh = || {
+        let (segment, _fd) = Segment::create(RING).unwrap();
+        (segment, Writer::new(End::Maker), Reader::new(End::Taker, 0), Fake::new(1 << 20))
+    };
+    let mut memory = [0u8; 64];
+    let list = [iov(&mut memory)];
+    // SAFETY: an array of ours.
+    let pieces = unsafe { Pieces::new(&list) }.unwrap();
+    // The reader's position.
+    for head in [101, RING as u64, u64::MAX, u64::MAX / 2] {
+        let (segment, mut writer, reader, tcp) = fresh();
+        reader.set_ready(&segment);
+        assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
+        segment.control(0).head.store(head, Ordering::SeqCst);
+        assert_eq!(writer.room(&segment, RING), Err(Broken), "{head}");
+    }
+    // The writer's position.
+    for tail in [RING as u64 + 1, u64::MAX >> 1, 1 << 40] {
+        let (segment, _, mut reader, tcp) = fresh();
+        let control = segment.control(0);
+        control.runs[0].end.store(0, Ordering::SeqCst);
+        control.tail.store(tail << 1, Ordering::SeqCst);
+        reader.find(&segment, &tcp).unwrap_err();
+        // SAFETY: an array of ours.
+        unsafe { reader.read(&segment, &tcp, &mut pieces.clone(), false) }.unwrap_err();
+    }
+    // More runs than there can be, runs that end before they begin, that begin far away, and behind bytes that are not there.
+    let (segment, _, mut reader, tcp) = fresh();
+    segment.control(0).opened.store(RUNS as u32 + 1, Ordering::SeqCst);
+    reader.find(&segment, &tcp).unwrap_err();
+    let (segment, _, mut reader, tcp) = fresh();
+    segment.control(0).runs[0].start.store(100, Ordering::SeqCst);
+    assert_eq!(reader.find(&segment, &tcp).unwrap(), Found::Nothing);
+    tcp.send(&[1; 100]);
+    segment.control(0).runs[0].end.store(50, Ordering::SeqCst);
+    reader.find(&segment, &tcp).unwrap_err();
+    let (segment, _, mut reader, tcp) = fresh();
+    segment.control(0).runs[0].ring.store(RING as u64 + 1, Ordering::SeqCst);
+    reader.find(&segment, &tcp).unwrap_err();
+    let (segment, mut writer, reader, tcp) = fresh();
+    reader.set_ready(&segment);
+    segment.control(0).done.store(9, Ordering::SeqCst);
+    writer.leave_tcp(&segment, &tcp).unwrap_err();
+}
+
+/// Whatever is written over the control words, by a peer that never tires: the ends may say anything, and end.
+#[test]
+fn scribbled_words_end_nothing_but_the_connection() {
+    let mut random = fastrand::Rng::with_seed(7);
+    for _ in 0..3000 {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(4096);
+        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+        reader.set_ready(&other);
+        let mut memory = [0u8; 700];
+        let list = [iov(&mut memory)];
+        for _ in 0..30 {
+            // SAFETY: an array of ours.
+            let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+            if random.bool() {
+                let word = random.usize(0..size_of::<crate::segment::Control>() / 8);
+                let control: *const crate::segment::Control = segment.control(0);
+                let value = match random.u32(0..3) {
+                    0 => random.u64(..),
+                    1 => random.u64(0..20),
+                    _ => random.u64(0..20_000),
+                };
+                // SAFETY: inside the mapping, and aligned; words of 32 bits are written in pairs.
+                unsafe { &*control.cast::<AtomicU64>().add(word) }.store(value, Ordering::SeqCst);
+            }
+            let calls = Cell::new(0);
+            match random.u32(0..4) {
+                0 => _ = writer.leave_tcp(&segment, &tcp),
+                1 if !writer.is_tcp() => {
+                    // SAFETY: an array of ours.
+                    if unsafe { writer.write(&segment, &tcp, &mut pieces) } == Ok(0) {
+                        _ = writer.enter_tcp(&segment, &tcp, random.bool());
+                    }
+                }
+                1 => _ = tcp.send(&[3; 70]),
+                // SAFETY: an array of ours.
+                2 => _ = unsafe { reader.read(&other, &tcp, &mut pieces, random.bool()) },
+                _ => {
+                    let patience = || calls.replace(calls.get() + 1) < 10;
+                    if random.u32(0..9) == 0 {
+                        _ = reader.close_ring(&other, &tcp, patience);
+                    }
+                    _ = reader.discard_doorbells(&other, &tcp);
+                    _ = reader.arm(&other);
+                }
+            }
+        }
+        // SAFETY: nothing uses them any more.
+        unsafe { (segment.unmap(), other.unmap()) };
+    }
+}

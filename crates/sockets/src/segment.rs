@@ -1,0 +1,220 @@
+//! The memory that the two ends of an accelerated connection share: a ring of bytes for each direction, and what each end tells the
+//! other about it.
+//!
+//! A peer may write anything anywhere in it at any time. Each end keeps its own positions to itself ([`Writer`](crate::Writer),
+//! [`Reader`](crate::Reader)) and publishes copies; what it reads of the other's is read once, checked, and can do no more than garble
+//! the peer's own connection.
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Least and most bytes of a ring.
+pub const RING_MIN: usize = 4 << 10;
+/// Least and most bytes of a ring.
+pub const RING_MAX: usize = 4 << 20;
+
+/// Everything before the rings.
+const CONTROL: usize = 4096;
+
+/// How many runs of TCP bytes a direction can have that its reader has not reached the end of.
+pub(crate) const RUNS: usize = 16;
+
+/// In [`Control::tail`]: the reader takes nothing more from the ring.
+pub(crate) const CLOSED: u64 = 1;
+
+/// The end of a run that has not ended.
+pub(crate) const OPEN: u64 = u64::MAX;
+
+/// Bytes that go by TCP between two stretches of the ring. Written by the writer before the reader is told of it, but for `end`.
+#[repr(C)]
+pub(crate) struct Run {
+    /// The run comes behind this byte of the ring.
+    pub(crate) ring: AtomicU64,
+    /// Its first byte in the TCP connection. What precedes it, back to the end of the run before, are doorbells.
+    pub(crate) start: AtomicU64,
+    /// Its end in the TCP connection, or [`OPEN`].
+    pub(crate) end: AtomicU64,
+}
+
+/// The control words of one direction, on cache lines apart by who writes them.
+#[repr(C, align(128))]
+pub(crate) struct Control {
+    /// Twice the bytes ever written to the ring, and [`CLOSED`].
+    pub(crate) tail: AtomicU64,
+    /// Runs that have begun. The first one is there from the beginning.
+    pub(crate) opened: AtomicU32,
+    _even: AtomicU32,
+    /// Doorbells that the writer has begun to ring, and has rung.
+    pub(crate) ringing: AtomicU64,
+    pub(crate) rung: AtomicU64,
+    _writer: [u8; 96],
+    /// Bytes ever read from the ring.
+    pub(crate) head: AtomicU64,
+    /// Runs that the reader has come to the end of.
+    pub(crate) done: AtomicU32,
+    /// [`READY`] and [`GONE`].
+    pub(crate) reader: AtomicU32,
+    _reader: [u8; 112],
+    /// The reader wants a doorbell with what comes next.
+    pub(crate) armed: AtomicU32,
+    _armed: [u8; 124],
+    pub(crate) runs: [Run; RUNS],
+}
+
+/// In [`Control::reader`]: what reads this direction looks at the ring, too.
+pub(crate) const READY: u32 = 1;
+/// In [`Control::reader`]: nothing reads this direction any more.
+pub(crate) const GONE: u32 = 2;
+
+/// The head of a segment.
+#[repr(C, align(128))]
+struct Head {
+    /// The end that has not made the segment has taken it.
+    accepted: AtomicU32,
+    _to_the_end: [u8; 124],
+}
+
+const _: () = assert!(size_of::<Control>() == 768 && size_of::<Head>() + 2 * size_of::<Control>() <= CONTROL);
+
+/// Which end of a connection this is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// The end that has made the segment.
+    Maker,
+    /// The end that has been given it.
+    Taker,
+}
+
+/// What a segment's file must have been sealed against: a peer that shrinks it would end this process.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// A mapped segment. A copy of addresses: see [`Segment::unmap`].
+#[derive(Debug, Clone, Copy)]
+pub struct Segment {
+    base: *mut u8,
+    /// Bytes of each ring, a power of two.
+    size: usize,
+}
+
+// SAFETY: the memory is shared with another process in any case: it is used through atomics and copies only.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+fn invalid(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+impl Segment {
+    fn file_len(size: usize) -> usize {
+        CONTROL + 2 * size
+    }
+
+    /// Makes a segment with two rings of `size` bytes, a power of two from [`RING_MIN`] to [`RING_MAX`], and a descriptor to hand to
+    /// the peer. Each direction begins with a run of TCP bytes that has not ended.
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)`, `ftruncate(2)`, `fcntl(2)` and `mmap(2)`.
+    pub fn create(size: usize) -> io::Result<(Segment, OwnedFd)> {
+        assert!(size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size), "a ring of {size} bytes");
+        let fd = rustix::fs::memfd_create("thruway socket", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, Segment::file_len(size) as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        let segment = Segment::map(&fd, size)?;
+        for direction in 0..2 {
+            let control = segment.control(direction);
+            control.runs[0].end.store(OPEN, Ordering::Relaxed);
+            control.armed.store(1, Ordering::Relaxed);
+            control.opened.store(1, Ordering::Release);
+        }
+        Ok((segment, fd))
+    }
+
+    /// Maps what a peer has made; refuses what could end this process when it is used.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if it is no sealed memory file of ordinary pages and of a legal size; those of `mmap(2)`.
+    pub fn adopt(fd: impl AsFd) -> io::Result<Segment> {
+        // Fails for all but memory files.
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| invalid("the peer's memory is no memory file"))?;
+        if !seals.contains(SEALS) {
+            return Err(invalid("the peer's memory is not sealed"));
+        }
+        // Huge pages, of which there may be too few, are of another file system.
+        if rustix::fs::fstatfs(&fd)?.f_type != libc::TMPFS_MAGIC {
+            return Err(invalid("the peer's memory is of huge pages"));
+        }
+        let len = rustix::fs::fstat(&fd)?.st_size;
+        let size = usize::try_from(len).ok().and_then(|len| len.checked_sub(CONTROL)).map_or(0, |len| len / 2);
+        let is_legal = size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size);
+        if !is_legal || Segment::file_len(size) as i64 != len {
+            return Err(invalid("the peer's memory has no legal size"));
+        }
+        Segment::map(fd, size)
+    }
+
+    fn map(fd: impl AsFd, size: usize) -> io::Result<Segment> {
+        let (len, rights) = (Segment::file_len(size), ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping, of whose addresses nothing knows yet.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, rights, MapFlags::SHARED, fd, 0) }?;
+        Ok(Segment { base: base.cast(), size })
+    }
+
+    /// Gives the addresses back.
+    ///
+    /// # Safety
+    /// No copy of this value may be used afterwards in this process.
+    pub unsafe fn unmap(self) {
+        // SAFETY: the caller's promise; it is what `map` has mapped.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), Segment::file_len(self.size)) };
+    }
+
+    /// Bytes of memory, if all of it is used.
+    pub fn len(&self) -> usize {
+        Segment::file_len(self.size)
+    }
+
+    /// Never: a segment has control words at least.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Bytes of each ring.
+    pub fn ring_size(&self) -> usize {
+        self.size
+    }
+
+    fn head(&self) -> &Head {
+        // SAFETY: inside the mapping, page-aligned, and nothing but atomics and padding; the peer's changes are those of another
+        // thread.
+        unsafe { &*self.base.cast() }
+    }
+
+    /// The peer may use it: this end has taken it.
+    pub fn accept(&self) {
+        self.head().accepted.store(1, Ordering::Release);
+    }
+
+    /// Whether the peer has taken it.
+    pub fn is_accepted(&self) -> bool {
+        self.head().accepted.load(Ordering::Acquire) != 0
+    }
+
+    pub(crate) fn control(&self, direction: usize) -> &Control {
+        debug_assert!(direction < 2);
+        // SAFETY: as `head`.
+        unsafe { &*self.base.add(size_of::<Head>() + direction * size_of::<Control>()).cast() }
+    }
+
+    pub(crate) fn ring(&self, direction: usize) -> *mut u8 {
+        self.base.wrapping_add(CONTROL + direction * self.size)
+    }
+}
+
+/// The number of the direction that an end writes to; it reads the other one.
+pub(crate) fn outward(end: End) -> usize {
+    usize::from(end == End::Taker)
+}

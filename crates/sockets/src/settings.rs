@@ -1,0 +1,164 @@
+//! What `thruway run` tells the library in the programs that it starts, by one environment variable.
+
+use crate::{RING_MAX, RING_MIN};
+use std::path::PathBuf;
+
+/// The environment variable.
+pub const VARIABLE: &str = "THRUWAY_SOCKETS";
+
+/// What may become of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Shared memory if the peer is a process of this host that has the library, too; else TCP.
+    Auto,
+    /// TCP.
+    Tcp,
+}
+
+/// What may become of connections of which either end has one of these ports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rule {
+    /// The lowest port.
+    pub first: u16,
+    /// The highest port.
+    pub last: u16,
+    /// What they may be.
+    pub mode: Mode,
+}
+
+/// How the library behaves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// The first rule that fits counts; a connection that none fits is [`Mode::Auto`].
+    pub rules: Vec<Rule>,
+    /// Calls that send or receive after which a connection is worth accelerating.
+    pub after_calls: u32,
+    /// Bytes after which it is, if that is sooner.
+    pub after_bytes: u64,
+    /// Bytes of a ring, of which a connection has two: a power of two from [`RING_MIN`] to [`RING_MAX`].
+    pub ring: usize,
+    /// Bytes of rings that a process has at most; further connections stay with TCP.
+    pub memory: u64,
+    /// Microseconds for which a thread that waits looks again and again before it sleeps. 0: never.
+    pub spin: u32,
+    /// The directory of boards, in memory.
+    pub board: PathBuf,
+    /// A file of counters, mapped by each process.
+    pub stats: Option<PathBuf>,
+    /// A file to which what has become of each connection is appended.
+    pub explain: Option<PathBuf>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            rules: Vec::new(),
+            after_calls: 16,
+            after_bytes: 256 << 10,
+            ring: 256 << 10,
+            memory: 256 << 20,
+            spin: 20,
+            board: "/dev/shm".into(),
+            stats: None,
+            explain: None,
+        }
+    }
+}
+
+impl Settings {
+    /// What may become of a connection between these ports.
+    pub fn mode(&self, ports: [u16; 2]) -> Mode {
+        let fits = |rule: &&Rule| ports.iter().any(|port| (rule.first..=rule.last).contains(port));
+        self.rules.iter().find(fits).map_or(Mode::Auto, |rule| rule.mode)
+    }
+
+    /// As the value of [`VARIABLE`]: `name=value`, with commas between; `%` and a comma in a path as `%25` and `%2c`.
+    pub fn encode(&self) -> String {
+        let path = |path: &PathBuf| path.to_string_lossy().replace('%', "%25").replace(',', "%2c");
+        let mut out = format!(
+            "after-calls={},after-bytes={},ring={},memory={},spin={},board={}",
+            self.after_calls,
+            self.after_bytes,
+            self.ring,
+            self.memory,
+            self.spin,
+            path(&self.board)
+        );
+        for rule in &self.rules {
+            let mode = if rule.mode == Mode::Auto { "auto" } else { "tcp" };
+            out += &format!(",{mode}={}-{}", rule.first, rule.last);
+        }
+        for (name, file) in [("stats", &self.stats), ("explain", &self.explain)] {
+            if let Some(file) = file {
+                out += &format!(",{name}={}", path(file));
+            }
+        }
+        out
+    }
+
+    /// The other way round. Names that are left out have their defaults.
+    ///
+    /// # Errors
+    /// The part that cannot be understood.
+    pub fn parse(text: &str) -> Result<Settings, String> {
+        let mut settings = Settings::default();
+        for part in text.split(',').filter(|part| !part.is_empty()) {
+            settings.set(part).ok_or_else(|| part.to_owned())?;
+        }
+        Ok(settings)
+    }
+
+    fn set(&mut self, part: &str) -> Option<()> {
+        let (name, value) = part.split_once('=')?;
+        let path = || PathBuf::from(value.replace("%2c", ",").replace("%25", "%"));
+        match name {
+            "after-calls" => self.after_calls = value.parse().ok()?,
+            "after-bytes" => self.after_bytes = value.parse().ok()?,
+            "ring" => {
+                self.ring = value.parse().ok()?;
+                if !self.ring.is_power_of_two() || !(RING_MIN..=RING_MAX).contains(&self.ring) {
+                    return None;
+                }
+            }
+            "memory" => self.memory = value.parse().ok()?,
+            "spin" => self.spin = value.parse().ok()?,
+            "board" => self.board = path(),
+            "stats" => self.stats = Some(path()),
+            "explain" => self.explain = Some(path()),
+            "auto" | "tcp" => {
+                let (first, last) = value.split_once('-').unwrap_or((value, value));
+                let (first, last) = (first.parse().ok()?, last.parse().ok()?);
+                let mode = if name == "auto" { Mode::Auto } else { Mode::Tcp };
+                self.rules.push(Rule { first, last, mode });
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_told_is_understood() {
+        let rule = |first, last, mode| Rule { first, last, mode };
+        let settings = Settings {
+            rules: vec![rule(22, 22, Mode::Tcp), rule(8000, 8100, Mode::Auto), rule(0, 65535, Mode::Tcp)],
+            after_calls: 1,
+            ring: 4096,
+            board: "/tmp/a,b%2c".into(),
+            stats: Some("/tmp/s".into()),
+            ..Settings::default()
+        };
+        assert_eq!(Settings::parse(&settings.encode()).unwrap(), settings);
+        assert_eq!(Settings::parse("").unwrap(), Settings::default());
+        assert_eq!(settings.mode([40000, 22]), Mode::Tcp);
+        assert_eq!(settings.mode([8050, 40000]), Mode::Auto);
+        assert_eq!(settings.mode([80, 40000]), Mode::Tcp);
+        for wrong in ["ring=5000", "ring=0", "x=1", "spin=a", "tcp=1-b", "memory"] {
+            assert_eq!(Settings::parse(&format!("spin=3,{wrong}")).unwrap_err(), wrong);
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! `thruway run`: a program whose TCP connections go on through shared memory where they can.
+
+use clap::Args;
+use serde::Deserialize;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use thruway_cli::{Common, Failed, say, say_error};
+use thruway_engine::units;
+use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
+use thruway_sockets::stats::Counters;
+use thruway_sockets::{RING_MAX, RING_MIN};
+
+/// The file that the dynamic linker loads into programs.
+const LIBRARY: &str = "libthruway_preload.so";
+
+/// Arguments of `thruway run`.
+#[derive(Args)]
+#[command(
+    after_help = "Examples:\n  thruway run -- redis-server --port 6379           a server, and\n  thruway run -- redis-benchmark -p 6379            a client of the same host and user: connected through shared memory\n  thruway run --explain -- curl http://localhost/   says of each connection what has become of it\n  thruway run --stats -- nginx -g 'daemon off;'     counts what was sent which way"
+)]
+pub(crate) struct RunArgs {
+    /// Rules and limits, from a file (TOML)
+    #[arg(long, value_name = "FILE")]
+    policy: Option<PathBuf>,
+    /// Leave connections with these ports to TCP, e.g. 22 or 8000-8100; repeat for more
+    #[arg(long, value_name = "PORTS", value_parser = ports)]
+    tcp: Vec<(u16, u16)>,
+    /// Say of each connection, when the program has ended, what has become of it and why
+    #[arg(long)]
+    explain: bool,
+    /// Print counters when the program has ended
+    #[arg(long)]
+    stats: bool,
+    /// Accelerate a connection after so many calls that send or receive
+    #[arg(long, value_name = "CALLS")]
+    after_calls: Option<u32>,
+    /// Bytes on their way in each direction of a connection through shared memory, a power of two from 4K to 4M
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
+    ring: Option<u64>,
+    /// Microseconds for which a thread looks again and again before it sleeps; 0 to sleep at once
+    #[arg(long, value_name = "MICROSECONDS")]
+    spin: Option<u32>,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+fn ports(text: &str) -> Result<(u16, u16), String> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    match (first.parse(), last.parse()) {
+        (Ok(first), Ok(last)) if first <= last => Ok((first, last)),
+        _ => Err("a port or a range of ports, as 8000-8100".to_owned()),
+    }
+}
+
+/// The file that `--policy` names.
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct Policy {
+    after_calls: Option<u32>,
+    after_bytes: Option<Size>,
+    ring: Option<Size>,
+    memory: Option<Size>,
+    spin: Option<u32>,
+    board: Option<PathBuf>,
+    rule: Vec<PolicyRule>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PolicyRule {
+    ports: String,
+    mode: PolicyMode,
+}
+
+#[derive(Deserialize, Clone, Copy)]
+#[serde(rename_all = "lowercase")]
+enum PolicyMode {
+    Auto,
+    Tcp,
+}
+
+/// A number of bytes, as a number or as `256K`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Size {
+    Bytes(u64),
+    Text(String),
+}
+
+impl Size {
+    fn bytes(&self) -> Result<u64, String> {
+        match self {
+            Size::Bytes(bytes) => Ok(*bytes),
+            Size::Text(text) => units::parse_size(text).map_err(|error| error.to_string()),
+        }
+    }
+}
+
+/// Runs `thruway run`. Returns only if the program could not be started; else this process ends as the program has.
+pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
+    let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
+    let library = library().map_err(|why| Failed::operation("run", why))?;
+    let (program, rest) = args.program.split_first().expect("clap requires one");
+    let mut command = Command::new(program);
+    command.args(rest).env("LD_PRELOAD", preload(&library));
+    let failed = |error: std::io::Error| {
+        Failed::operation("run", format_args!("cannot run {}: {error}", Path::new(program).display()))
+    };
+    if !args.explain && !args.stats {
+        command.env(VARIABLE, settings.encode());
+        return Err(failed(command.exec()));
+    }
+    let directory = tempfile::Builder::new().prefix("thruway-run-").tempdir().map_err(failed)?;
+    let (stats, explain) = (directory.path().join("stats"), directory.path().join("explain"));
+    let file = std::fs::File::create(&stats).map_err(failed)?;
+    file.set_len(Counters::FILE_LEN).map_err(failed)?;
+    std::fs::File::create(&explain).map_err(failed)?;
+    settings.stats = Some(stats.clone());
+    settings.explain = args.explain.then(|| explain.clone());
+    command.env(VARIABLE, settings.encode());
+    let status = supervise(&mut command).map_err(failed)?;
+    let file = std::fs::File::options().read(true).write(true).open(&stats).map_err(failed)?;
+    let counters = Counters::map(&file).map_err(failed)?;
+    if args.explain {
+        explain_all(&explain, counters);
+    }
+    if args.stats {
+        print(counters, common);
+    }
+    drop(directory);
+    std::process::exit(status.code().or(status.signal().map(|signal| 128 + signal)).unwrap_or(1));
+}
+
+fn settings(args: &RunArgs) -> Result<Settings, String> {
+    let mut settings = Settings::default();
+    if let Some(path) = &args.policy {
+        let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+        let policy: Policy = toml::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
+        apply(&policy, &mut settings).map_err(|why| format!("{}: {why}", path.display()))?;
+    }
+    // Options come before the file.
+    let rules = args.tcp.iter().map(|&(first, last)| Rule { first, last, mode: Mode::Tcp });
+    settings.rules.splice(0..0, rules);
+    settings.after_calls = args.after_calls.unwrap_or(settings.after_calls);
+    settings.spin = args.spin.unwrap_or(settings.spin);
+    if let Some(ring) = args.ring {
+        settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
+    }
+    Ok(settings)
+}
+
+fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
+    settings.after_calls = policy.after_calls.unwrap_or(settings.after_calls);
+    settings.spin = policy.spin.unwrap_or(settings.spin);
+    if let Some(size) = &policy.after_bytes {
+        settings.after_bytes = size.bytes().map_err(|why| format!("after-bytes: {why}"))?;
+    }
+    if let Some(size) = &policy.memory {
+        settings.memory = size.bytes().map_err(|why| format!("memory: {why}"))?;
+    }
+    if let Some(size) = &policy.ring {
+        settings.ring = size.bytes().and_then(ring_size).map_err(|why| format!("ring: {why}"))?;
+    }
+    if let Some(board) = &policy.board {
+        settings.board.clone_from(board);
+    }
+    for rule in &policy.rule {
+        let (first, last) = ports(&rule.ports).map_err(|why| format!("ports = \"{}\": {why}", rule.ports))?;
+        let mode = match rule.mode {
+            PolicyMode::Auto => Mode::Auto,
+            PolicyMode::Tcp => Mode::Tcp,
+        };
+        settings.rules.push(Rule { first, last, mode });
+    }
+    Ok(())
+}
+
+fn ring_size(bytes: u64) -> Result<usize, String> {
+    let size = usize::try_from(bytes).unwrap_or(usize::MAX);
+    if size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size) {
+        Ok(size)
+    } else {
+        Err(format!("{bytes} is no power of two from {RING_MIN} to {RING_MAX}"))
+    }
+}
+
+/// Where the library is: as an installation or a build has it.
+fn library() -> Result<PathBuf, String> {
+    if let Some(path) = std::env::var_os("THRUWAY_PRELOAD") {
+        let path = PathBuf::from(path);
+        return if path.is_file() {
+            Ok(path)
+        } else {
+            Err(format!("THRUWAY_PRELOAD is {}, which is no file", path.display()))
+        };
+    }
+    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
+    let beside = program.parent().unwrap_or(Path::new("."));
+    let places = [beside.join(LIBRARY), beside.join("../lib/thruway").join(LIBRARY)];
+    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+        format!(
+            "{LIBRARY} is neither in {} nor in {}: build it with `cargo build --release -p thruway-preload`, or name it in THRUWAY_PRELOAD",
+            beside.display(),
+            beside.join("../lib/thruway").display()
+        )
+    })
+}
+
+fn preload(library: &Path) -> OsString {
+    let mut value = library.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        value.push(OsStr::new(":"));
+        value.push(others);
+    }
+    value
+}
+
+/// Runs the program to its end, and hands it the signals that this process gets.
+fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+    let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2])?;
+    let mut child = command.spawn()?;
+    let pid = Arc::new(AtomicU32::new(child.id()));
+    let handle = signals.handle();
+    let forward = {
+        let pid = Arc::clone(&pid);
+        std::thread::spawn(move || {
+            for signal in signals.forever() {
+                let child = rustix::process::Pid::from_raw(pid.load(Ordering::SeqCst).cast_signed());
+                if let (Some(child), Some(signal)) = (child, rustix::process::Signal::from_named_raw(signal)) {
+                    let _ = rustix::process::kill_process(child, signal);
+                }
+            }
+        })
+    };
+    // Its number stays its own until it has been waited for.
+    let status = child.wait();
+    pid.store(0, Ordering::SeqCst);
+    handle.close();
+    let _ = forward.join();
+    status
+}
+
+fn explain_all(log: &Path, counters: &Counters) {
+    let count = |name| counters.list().find(|(other, _)| *other == name).map_or(0, |(_, count)| count);
+    if count("processes") == 0 {
+        say_error!(
+            "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)"
+        );
+    } else if count("connections") == 0 {
+        say_error!(
+            "thruway: no TCP connection was made by calls of the C library; programs that make their own system calls (as those in Go do) stay with TCP"
+        );
+    }
+    for line in std::fs::read_to_string(log).unwrap_or_default().lines() {
+        say_error!("thruway: {line}");
+    }
+    let short = count("short");
+    if short > 0 {
+        say_error!("thruway: {short} ends of connections with fewer calls than are worth it: TCP");
+    }
+}
+
+fn print(counters: &Counters, common: &Common) {
+    if common.json {
+        let all: serde_json::Map<String, serde_json::Value> =
+            counters.list().map(|(name, count)| (name.to_owned(), count.into())).collect();
+        say!("{}", serde_json::Value::Object(all));
+    } else {
+        for (name, count) in counters.list().filter(|(_, count)| *count > 0) {
+            say_error!("thruway: {name:<18} {count}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_policy_is_understood_or_refused_with_its_mistake() {
+        let parse = |text: &str| {
+            let mut settings = Settings::default();
+            let policy: Policy = toml::from_str(text).map_err(|error| error.to_string())?;
+            apply(&policy, &mut settings).map(|()| settings)
+        };
+        let settings = parse(
+            "after-calls = 4\nring = \"1M\"\nmemory = 1048576\n[[rule]]\nports = \"22\"\nmode = \"tcp\"\n[[rule]]\nports = \"1-9\"\nmode = \"auto\"",
+        )
+        .unwrap();
+        assert_eq!((settings.after_calls, settings.ring, settings.memory), (4, 1 << 20, 1 << 20));
+        assert_eq!(settings.mode([22, 40000]), Mode::Tcp);
+        for (text, why) in [
+            ("ring = 5000", "no power of two"),
+            ("ring = \"x\"", "ring"),
+            ("[[rule]]\nports = \"9-1\"\nmode = \"tcp\"", "9-1"),
+            ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
+            ("aftercalls = 1", "aftercalls"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}
