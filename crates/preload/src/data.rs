@@ -91,7 +91,12 @@ fn discard(slot: &Slot, number: u32, fd: c_int, mut left: usize, flags: c_int) -
                 sum += len;
                 left -= len;
             }
-            Err(_) if sum > 0 => break,
+            Err(error) if sum > 0 => {
+                if error != libc::EAGAIN {
+                    slot.error.store(error, Ordering::Relaxed);
+                }
+                break;
+            }
             Err(error) => return fail(error),
         }
     }
@@ -119,11 +124,14 @@ unsafe fn receive_accelerated(
         }
         let Receiving { segment, reader, .. } = &mut receiving;
         // SAFETY: the caller's promise.
-        let read = unsafe { reader.read(segment, &connection, to, is_peek) };
+        let read = unsafe {
+            if is_peek { reader.peek(segment, &connection, to) } else { reader.read(segment, &connection, to) }
+        };
+        keep_error(slot, reader);
         match read {
             Ok(len) => sum += len,
             Err(_) if sum > 0 => return Ok(sum),
-            Err(error) => return Err(broken(slot, fd, &error)),
+            Err(error) => return Err(broken(slot, fd, &error.into())),
         }
         let is_done = to.left() == 0 || is_peek && sum > 0;
         if is_done {
@@ -165,13 +173,19 @@ unsafe fn receive_accelerated(
             // The end: nothing comes behind what the ring has by now.
             Ok(false) if !is_readable(slot) => return Ok(sum),
             Ok(false) => {}
-            Err(error) if is_readable(slot) && error != libc::EINTR => {
-                if error != libc::EAGAIN {
+            Err(error) => {
+                let has_more = is_readable(slot);
+                let is_of_the_call = matches!(error, libc::EINTR | libc::EAGAIN | libc::EBADF);
+                if !is_of_the_call && (has_more || sum > 0) {
+                    // It comes behind what there is.
                     slot.error.store(error, Ordering::Relaxed);
                 }
+                match error {
+                    _ if has_more && error != libc::EINTR => {}
+                    _ if sum > 0 => return Ok(sum),
+                    error => return Err(error),
+                }
             }
-            Err(_) if sum > 0 => return Ok(sum),
-            Err(error) => return Err(error),
         }
     }
 }
@@ -229,7 +243,8 @@ fn quiesce(
     segment: &Segment,
     reader: &mut Reader,
 ) -> io::Result<bool> {
-    reader.discard_doorbells(segment, connection)?;
+    reader.discard_doorbells(segment, connection);
+    keep_error(slot, reader);
     if wait::looks_by_itself(slot, number) {
         reader.disarm(segment);
         // Something that comes now is seen at the next look.
@@ -238,9 +253,17 @@ fn quiesce(
     Ok(reader.arm(segment)?)
 }
 
+/// An error of the TCP connection that was met when something else was wanted of it comes behind what has been received before.
+pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
+    let error = reader.take_error();
+    if error != 0 {
+        let _ = slot.error.compare_exchange(0, error, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
 /// The peer has written nonsense, or the connection below has an error.
 fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
-    if error.raw_os_error() == Some(libc::ECONNRESET) {
+    if error.kind() == io::ErrorKind::InvalidData {
         stays(slot, fd, Reason::Failed, &": the peer broke the ring in shared memory");
         Connection::new(fd).reset_at_close();
         // SAFETY: a descriptor of the program's.
@@ -262,12 +285,16 @@ pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
 /// the ring that nothing has read would not.
-pub(crate) fn settle(_slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
+pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
+    receiving.reader.set_gone(&receiving.segment);
+    if let Ok(Some(sending)) = slot.sending() {
+        sending.writer.set_ended(&sending.segment);
+    }
     let Receiving { segment, reader, .. } = &mut receiving;
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
-        Ok(Found::Nothing) => drop(reader.discard_doorbells(segment, &connection)),
+        Ok(Found::Nothing) => reader.discard_doorbells(segment, &connection),
         _ => {}
     }
 }
@@ -329,6 +356,10 @@ unsafe fn send_accelerated(
 ) -> Result<bool, c_int> {
     let connection = Connection::new(fd);
     let mut has_waited = false;
+    match slot.error.swap(0, Ordering::Relaxed) {
+        0 => {}
+        error => return Err(error),
+    }
     loop {
         let mut sending = slot.sending()?.ok_or(libc::EBADF)?;
         let Sending { segment, writer, .. } = &mut sending;
@@ -365,6 +396,11 @@ unsafe fn send_accelerated(
     }
 }
 
+/// Whether a call that sends may have found no room: it goes by TCP now.
+pub(crate) fn may_have_blocked(slot: &Slot) -> bool {
+    !matches!(slot.sending(), Ok(Some(sending)) if !sending.writer.is_tcp())
+}
+
 pub(crate) fn has_room(slot: &Slot, wanted: usize) -> bool {
     match slot.sending() {
         Ok(Some(mut sending)) => {
@@ -382,7 +418,7 @@ fn looks_gone(slot: &Slot, connection: Connection, unread: u64) -> bool {
     }
     let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
     let now = (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000);
-    slot.looked_at.swap(now, Ordering::Relaxed) != now && connection.is_ending()
+    slot.looked_at.swap(now, Ordering::Relaxed) != now && connection.ends() != 0
 }
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do. The guard is `None` if it is not accelerated.
@@ -393,6 +429,27 @@ pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_
         count(&counters().demoted, 1);
     }
     writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error))
+}
+
+/// The program shuts down these directions: 1 receiving, 2 sending.
+pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
+    let shut = slot.shut.fetch_or(directions, Ordering::SeqCst) | directions;
+    if !slot.is_accelerated() {
+        return;
+    }
+    if directions & 2 != 0 {
+        // What comes behind goes nowhere, and TCP says so.
+        let _ = enter_tcp(slot, fd, true);
+        if let Ok(Some(sending)) = slot.sending() {
+            sending.writer.set_ended(&sending.segment);
+        }
+    }
+    if shut == 3
+        && let Ok(Some(receiving)) = slot.receiving()
+    {
+        // TCP resets a connection on which something comes now.
+        receiving.reader.set_gone(&receiving.segment);
+    }
 }
 
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of

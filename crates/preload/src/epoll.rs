@@ -7,6 +7,7 @@
 use crate::lock::{Guard, Lock};
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
+use crate::tcp::Connection;
 use crate::wait::{self, Limit};
 use crate::{data, real};
 use libc::{c_int, epoll_event, timespec};
@@ -321,7 +322,7 @@ impl State {
 }
 
 impl Registration {
-    /// What the ring alone says of it.
+    /// What is to be said of it because of the ring.
     fn ready(&mut self) -> u32 {
         if self.events & READABLE == 0 || self.events & SPECIAL != 0 {
             return 0;
@@ -339,9 +340,11 @@ impl Registration {
             }
             self.told = tail;
         }
+        let is_ending = receiving.reader.is_ended(&receiving.segment) || slot.shut.load(Ordering::Relaxed) != 0;
         drop(receiving);
         // A socket whose ring or TCP has room is writable, too.
-        self.events & (READABLE | WRITABLE)
+        let ends = if is_ending { Connection::new(self.fd).ends() } else { 0 };
+        self.events & (READABLE | WRITABLE) | ends & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
     }
 }
 
@@ -531,6 +534,12 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         let at = state.by_data.get(&{ event.u64 }).copied().flatten();
         let mut events_now = event.events;
         if let Some(at) = at
+            && slots::slot(state.registrations[at as usize].number).error.load(Ordering::Relaxed) != 0
+        {
+            // Taken from the kernel, and not yet told.
+            events_now |= libc::EPOLLERR as u32;
+        }
+        if let Some(at) = at
             && events_now & READABLE != 0
             && events_now & ends == 0
         {
@@ -539,13 +548,19 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             if slot.is_accelerated() {
                 if data::is_readable(slot) {
                     if let Some(receiving) = slot.try_receiving() {
-                        one.told = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
+                        let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
+                        let is_doorbell = !receiving.reader.has_run(&receiving.segment);
+                        if one.told == tail && one.events & EDGE != 0 && is_doorbell {
+                            // The doorbell of what has been told. That it may be sent again is news only where it could not.
+                            events_now &= if data::may_have_blocked(slot) { !READABLE } else { 0 };
+                        }
+                        one.told = tail;
                     }
                     state.heat(at);
                 } else if one.events & SPECIAL == 0 && wait::is_doorbell(one.number, one.fd) {
                     // Writable it may be nevertheless, which only a level tells again and again.
                     events_now &= !READABLE;
-                    if one.events & EDGE != 0 {
+                    if one.events & EDGE != 0 && !data::may_have_blocked(slot) {
                         events_now = 0;
                     }
                 }

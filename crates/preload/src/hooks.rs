@@ -494,11 +494,9 @@ pub(crate) unsafe extern "C" fn connect(fd: c_int, addr: *const c_void, len: soc
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     if let Some(number) = slots::find(fd)
-        && how != libc::SHUT_RD
-        && slots::slot(number).is_accelerated()
+        && matches!(how, libc::SHUT_RD | libc::SHUT_WR | libc::SHUT_RDWR)
     {
-        // What comes behind goes nowhere, and TCP says so.
-        let _ = data::enter_tcp(slots::slot(number), fd, true);
+        data::before_shutdown(slots::slot(number), fd, 1 + how as u8);
     }
     unsafe { real::shutdown(fd, how) }
 }

@@ -85,7 +85,6 @@ pub(crate) fn at_exit() {
             && slot.is_accelerated()
             && let Some(receiving) = slot.try_receiving()
         {
-            receiving.reader.set_gone(&receiving.segment);
             data::settle(slot, fd, receiving);
         }
     });

@@ -72,6 +72,8 @@ pub(crate) struct Slot {
     pub(crate) is_watched: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
+    /// Directions that the program has shut down: 1 receiving, 2 sending.
+    pub(crate) shut: AtomicU8,
     /// What the program has set; what is set is another thing while accelerated.
     pub(crate) no_delay: AtomicBool,
     pub(crate) cork: AtomicBool,
@@ -221,6 +223,7 @@ pub(crate) fn add(fd: i32) {
     slot.error.store(0, Ordering::Relaxed);
     slot.luck.store(4, Ordering::Relaxed);
     slot.reason.store(0, Ordering::Relaxed);
+    slot.shut.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
     unsafe {
         slot.upgrade.get().write(Upgrade { key: None, ticket: None, end: End::Maker, next_look: 0, looks: 0 });

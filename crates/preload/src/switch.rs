@@ -248,6 +248,7 @@ pub(crate) fn unmap(segment: Segment) {
 /// Boards of the users that this process has been; they are few, and stay.
 struct Boards {
     lock: crate::lock::Lock,
+    #[allow(clippy::type_complexity, reason = "a user and its board")]
     known: UnsafeCell<[Option<(u32, Option<Board>)>; 4]>,
 }
 
@@ -464,7 +465,6 @@ pub(crate) fn tear_down(number: u32, fd: i32) {
             && is_last
             && let Ok(Some(receiving)) = slot.receiving()
         {
-            receiving.reader.set_gone(&receiving.segment);
             crate::data::settle(slot, fd, receiving);
         }
         if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) {

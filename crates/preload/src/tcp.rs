@@ -7,8 +7,8 @@ use libc::{c_int, c_void};
 use rustix::net::{RecvFlags, SendFlags};
 use std::io;
 use std::sync::atomic::Ordering;
-use thruway_sockets::Tcp;
 use thruway_sockets::iovecs::Pieces;
+use thruway_sockets::{PEEK_MAX, Tcp};
 
 /// A connection, by its descriptor.
 #[derive(Clone, Copy)]
@@ -74,6 +74,16 @@ impl Connection {
         Ok(cookie)
     }
 
+    fn receive(self, list: &mut [libc::iovec], flags: c_int) -> io::Result<usize> {
+        // SAFETY: integers and null pointers.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = list.as_mut_ptr();
+        message.msg_iovlen = list.len() as _;
+        // SAFETY: callers' lists describe writable memory: `Pieces` vouches for that.
+        let read = unsafe { real::recvmsg(self.fd, &raw mut message, libc::MSG_DONTWAIT | flags) };
+        if read < 0 { Err(io::Error::last_os_error()) } else { Ok(read as usize) }
+    }
+
     /// Whether it has something set that cannot be honoured through memory.
     pub(crate) fn is_unsupported(self) -> bool {
         let mut low_water: c_int = 1;
@@ -130,11 +140,11 @@ impl Connection {
         let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
     }
 
-    /// Whether the kernel knows of an end or error of the connection.
-    pub(crate) fn is_ending(self) -> bool {
+    /// What the kernel knows of ends and errors of the connection, as bits of `poll` and `epoll`, which are the same.
+    pub(crate) fn ends(self) -> u32 {
         let mut one = libc::pollfd { fd: self.fd, events: libc::POLLRDHUP, revents: 0 };
         // SAFETY: one element.
-        unsafe { real::poll(&raw mut one, 1, 0) > 0 }
+        if unsafe { real::poll(&raw mut one, 1, 0) } > 0 { one.revents.cast_unsigned().into() } else { 0 }
     }
 }
 
@@ -148,17 +158,18 @@ impl Tcp for Connection {
         Ok(rustix::io::ioctl_fionread(slots::borrow(self.fd))? as usize)
     }
 
-    fn read(&self, to: &Pieces<'_>, max: usize, is_peek: bool) -> io::Result<usize> {
+    fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {
         let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; PIECES];
         let count = to.fill(max, &mut list);
-        // SAFETY: integers and null pointers.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = list.as_mut_ptr();
-        message.msg_iovlen = count as _;
-        let flags = libc::MSG_DONTWAIT | if is_peek { libc::MSG_PEEK } else { 0 };
-        // SAFETY: `Pieces` vouches for the memory.
-        let read = unsafe { real::recvmsg(self.fd, &raw mut message, flags) };
-        if read < 0 { Err(io::Error::last_os_error()) } else { Ok(read as usize) }
+        self.receive(&mut list[..count], 0)
+    }
+
+    fn peek(&self, to: &Pieces<'_>, max: usize, skipped: usize) -> io::Result<usize> {
+        let mut before = [0u8; PEEK_MAX];
+        let skipped = skipped.min(before.len());
+        let mut list = [libc::iovec { iov_base: before.as_mut_ptr().cast(), iov_len: skipped }; PIECES];
+        let count = 1 + to.fill(max, &mut list[1..]);
+        Ok(self.receive(&mut list[..count], libc::MSG_PEEK)?.saturating_sub(skipped))
     }
 
     fn skip(&self, max: usize) -> io::Result<usize> {

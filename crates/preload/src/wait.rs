@@ -270,6 +270,9 @@ fn correct(polled: &mut [pollfd]) -> c_int {
         if one.fd >= 0 && one.events & READABLE != 0 {
             match watched(one.fd) {
                 Some(Watched::Connection(number)) => {
+                    if slots::slot(number).error.load(Ordering::Relaxed) != 0 {
+                        one.revents |= libc::POLLERR | one.events & READABLE;
+                    }
                     if data::is_readable(slots::slot(number)) {
                         one.revents |= one.events & READABLE;
                     } else if one.revents & (READABLE | libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR)
@@ -298,9 +301,10 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
         return false;
     }
-    let _ = reader.discard_doorbells(segment, &connection);
+    reader.discard_doorbells(segment, &connection);
+    data::keep_error(slot, reader);
     // The end of the stream is readable, too, and has no byte.
-    !connection.is_ending()
+    connection.ends() == 0
 }
 
 /// `pselect`, of which `select` is a form; by `poll`.

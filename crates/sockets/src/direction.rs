@@ -19,6 +19,9 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use thruway_memory::shared;
 
+/// How far into the bytes of a TCP connection [`Tcp::peek`] can look.
+pub const PEEK_MAX: usize = 4096;
+
 /// The TCP connection below, as one direction of it needs it. Nothing here waits.
 pub trait Tcp {
     /// Bytes ever written to it from this end.
@@ -33,11 +36,17 @@ pub trait Tcp {
     /// Those of `ioctl(2)`.
     fn available(&self) -> io::Result<usize>;
 
-    /// Reads up to `max` bytes, of which there are as many; `is_peek`: and leaves them there.
+    /// Reads up to `max` bytes, of which there are as many.
     ///
     /// # Errors
     /// Those of `recvmsg(2)`.
-    fn read(&self, to: &Pieces<'_>, max: usize, is_peek: bool) -> io::Result<usize>;
+    fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize>;
+
+    /// Reads up to `max` bytes that are there behind the first `skipped`, at most [`PEEK_MAX`], and leaves all there.
+    ///
+    /// # Errors
+    /// Those of `recvmsg(2)`.
+    fn peek(&self, to: &Pieces<'_>, max: usize, skipped: usize) -> io::Result<usize>;
 
     /// Discards up to `max` bytes, of which there are as many.
     ///
@@ -55,7 +64,7 @@ pub struct Broken;
 
 impl From<Broken> for io::Error {
     fn from(_: Broken) -> io::Error {
-        io::Error::from_raw_os_error(libc::ECONNRESET)
+        io::Error::new(io::ErrorKind::InvalidData, "the peer broke the ring in shared memory")
     }
 }
 
@@ -247,6 +256,11 @@ impl Writer {
         }
     }
 
+    /// This end is about to end its direction of the TCP connection.
+    pub fn set_ended(&self, segment: &Segment) {
+        segment.control(self.direction).ended.store(1, Ordering::SeqCst);
+    }
+
     /// Whether nothing reads at the other end any more: what is written now must go by TCP, which knows what becomes of it.
     pub fn is_reader_gone(&self, segment: &Segment) -> bool {
         segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0
@@ -272,7 +286,7 @@ pub enum Found {
 }
 
 /// What this end knows of the direction that it reads. All who hold the connection share it, under one lock.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Reader {
     direction: usize,
     /// Bytes ever read from the ring.
@@ -284,12 +298,14 @@ pub struct Reader {
     /// Doorbells that have been discarded.
     discarded: u64,
     is_closed: bool,
+    /// Of the TCP connection, met when something else was wanted of it.
+    error: i32,
 }
 
 impl Reader {
     /// For one end of a new segment, when `position` bytes have been taken from the TCP connection.
     pub fn new(end: End, position: u64) -> Reader {
-        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, is_closed: false }
+        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, is_closed: false, error: 0 }
     }
 
     /// The peer may use the ring: whatever reads the connection now does it through this.
@@ -323,6 +339,11 @@ impl Reader {
         self.len_before(run, segment)
     }
 
+    /// Whether what comes on the TCP connection may be more than doorbells: the peer sends by TCP, or has since the ring was looked at.
+    pub fn has_run(&self, segment: &Segment) -> bool {
+        self.run != segment.control(self.direction).opened.load(Ordering::Acquire)
+    }
+
     /// Bytes that the ring has before this run.
     fn len_before(&self, run: u32, segment: &Segment) -> Result<usize, Broken> {
         let control = segment.control(self.direction);
@@ -346,14 +367,14 @@ impl Reader {
     /// Where the next bytes are. Discards doorbells on the way.
     ///
     /// # Errors
-    /// [`Broken`], those of the TCP connection.
-    pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<Found> {
+    /// [`Broken`].
+    pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
         let control = segment.control(self.direction);
         loop {
             let opened = control.opened.load(Ordering::Acquire);
             let pending = opened.wrapping_sub(self.run);
             if pending as usize > RUNS {
-                return Err(Broken.into());
+                return Err(Broken);
             }
             let ring = self.len_before(self.run, segment)?;
             if ring > 0 {
@@ -368,26 +389,25 @@ impl Reader {
             let run = &control.runs[self.run as usize % RUNS];
             let start = run.start.load(Ordering::Relaxed);
             if self.position < start {
-                let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(tcp.available()?);
-                if bells == 0 {
+                let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(self.available(tcp));
+                if bells == 0 || !self.discard(tcp, bells) {
                     return Ok(Found::Nothing);
                 }
-                self.discard(tcp, bells)?;
                 continue;
             }
             let mut end = run.end.load(Ordering::Acquire);
             let mut available = 0;
             if end == OPEN {
                 // What is there before the run has ended belongs to it.
-                available = tcp.available()?;
+                available = self.available(tcp);
                 end = run.end.load(Ordering::Acquire);
             } else if self.position < end {
-                available = tcp.available()?;
+                available = self.available(tcp);
             }
             if end == OPEN {
                 return Ok(if available > 0 { Found::Tcp(available) } else { Found::Nothing });
             }
-            let Some(left) = end.checked_sub(self.position) else { return Err(Broken.into()) };
+            let Some(left) = end.checked_sub(self.position) else { return Err(Broken) };
             if left > 0 {
                 let left = usize::try_from(left).unwrap_or(usize::MAX);
                 return Ok(if available > 0 { Found::Tcp(available.min(left)) } else { Found::Nothing });
@@ -397,63 +417,118 @@ impl Reader {
         }
     }
 
-    fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> io::Result<()> {
-        let discarded = tcp.skip(bells)? as u64;
-        self.position += discarded;
-        self.discarded += discarded;
-        Ok(())
+    fn available(&mut self, tcp: &impl Tcp) -> usize {
+        let result = tcp.available();
+        self.or_keep(result).unwrap_or(0)
     }
 
-    /// Reads what is there, as far as it fits; `is_peek`: and leaves it there, in which case bytes of one place only are read.
+    /// False if none could be discarded.
+    fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> bool {
+        let result = tcp.skip(bells);
+        let discarded = self.or_keep(result).unwrap_or(0) as u64;
+        self.position += discarded;
+        self.discarded += discarded;
+        discarded > 0
+    }
+
+    /// Reads what is there, as far as it fits. An error of the TCP connection ends it early, and is kept for
+    /// [`Reader::take_error`].
     ///
     /// # Errors
-    /// [`Broken`], those of the TCP connection if nothing has been read.
+    /// [`Broken`].
     ///
     /// # Safety
     /// `to` must be writable memory that nothing borrows.
-    pub unsafe fn read(
-        &mut self,
-        segment: &Segment,
-        tcp: &impl Tcp,
-        to: &mut Pieces<'_>,
-        is_peek: bool,
-    ) -> io::Result<usize> {
+    pub unsafe fn read(&mut self, segment: &Segment, tcp: &impl Tcp, to: &mut Pieces<'_>) -> Result<usize, Broken> {
         let mut sum = 0;
         while to.left() > 0 {
-            let found = match self.find(segment, tcp) {
-                Err(_) if sum > 0 => break,
-                found => found?,
-            };
-            let len = match found {
+            let len = match self.find(segment, tcp)? {
                 Found::Nothing => break,
                 Found::Ring(len) => {
                     let len = len.min(to.left());
-                    // SAFETY: the caller's promise; `ring_len` has checked that the ring has as many.
+                    // SAFETY: the caller's promise; `find` has checked that the ring has as many.
                     unsafe { self.copy_out(segment, to, len) };
-                    if !is_peek {
-                        self.head += len as u64;
-                        segment.control(self.direction).head.store(self.head, Ordering::Release);
-                    }
+                    self.head += len as u64;
+                    segment.control(self.direction).head.store(self.head, Ordering::Release);
                     len
                 }
                 Found::Tcp(len) => {
-                    let len = match tcp.read(to, len.min(to.left()), is_peek) {
-                        Err(_) if sum > 0 => break,
-                        len => len?,
-                    };
-                    if !is_peek {
-                        self.position += len as u64;
-                    }
+                    let result = tcp.read(to, len.min(to.left()));
+                    let Some(len) = self.or_keep(result).filter(|len| *len > 0) else { break };
+                    self.position += len as u64;
                     to.advance(len);
                     len
                 }
             };
             sum += len;
-            if is_peek || len == 0 {
+        }
+        Ok(sum)
+    }
+
+    /// As [`Reader::read`], but leaves everything there.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn peek(&mut self, segment: &Segment, tcp: &impl Tcp, to: &mut Pieces<'_>) -> Result<usize, Broken> {
+        if self.find(segment, tcp)? == Found::Nothing {
+            return Ok(0);
+        }
+        let before = to.left();
+        let available = tcp.available();
+        let available = self.or_keep(available).unwrap_or(0) as u64;
+        // Goes ahead, and nothing else sees it.
+        let mut ahead = self.clone();
+        while to.left() > 0 {
+            let ring = ahead.len_before(ahead.run, segment)?.min(to.left());
+            if ring > 0 {
+                // SAFETY: the caller's promise; `len_before` has checked that the ring has as many.
+                unsafe { ahead.copy_out(segment, to, ring) };
+                ahead.head += ring as u64;
+                continue;
+            }
+            let control = segment.control(self.direction);
+            if ahead.run == control.opened.load(Ordering::Acquire) {
+                break;
+            }
+            let run = &control.runs[ahead.run as usize % RUNS];
+            let end = run.end.load(Ordering::Acquire);
+            ahead.position = ahead.position.max(run.start.load(Ordering::Relaxed));
+            let skipped = ahead.position - self.position;
+            // What is there now belongs to this run if it has not ended since.
+            let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position)).min(to.left() as u64);
+            if len > 0 && skipped <= PEEK_MAX as u64 && run.end.load(Ordering::Acquire) == end {
+                let result = tcp.peek(to, len as usize, skipped as usize);
+                let Some(len) = self.or_keep(result).filter(|len| *len > 0) else { break };
+                ahead.position += len as u64;
+                to.advance(len);
+            } else if ahead.position == end {
+                ahead.run = ahead.run.wrapping_add(1);
+            } else {
                 break;
             }
         }
-        Ok(sum)
+        Ok(before - to.left())
+    }
+
+    /// What a system call says, or nothing; its error is kept.
+    fn or_keep<T>(&mut self, result: io::Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                if error.kind() != io::ErrorKind::WouldBlock && self.error == 0 {
+                    self.error = error.raw_os_error().unwrap_or(libc::EIO);
+                }
+                None
+            }
+        }
+    }
+
+    /// An error of the TCP connection that has been met: the kernel tells each once. 0 if there is none.
+    pub fn take_error(&mut self) -> i32 {
+        std::mem::take(&mut self.error)
     }
 
     /// # Safety
@@ -475,22 +550,23 @@ impl Reader {
 
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, so that the kernel calls the connection readable
     /// only when there is something new.
-    ///
-    /// # Errors
-    /// Those of the TCP connection.
-    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<()> {
+    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
         let control = segment.control(self.direction);
         if self.run != control.opened.load(Ordering::Acquire)
             || control.ringing.load(Ordering::Relaxed).wrapping_sub(self.discarded) == 0
         {
-            return Ok(());
+            return;
         }
-        let bells = tcp.available()?;
+        let bells = self.available(tcp);
         // All that was there before another run has begun.
         if bells > 0 && self.run == control.opened.load(Ordering::Acquire) {
-            self.discard(tcp, bells)?;
+            self.discard(tcp, bells);
         }
-        Ok(())
+    }
+
+    /// Whether the peer has ended its direction of the TCP connection, or is about to: the kernel has more to say than the ring.
+    pub fn is_ended(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).ended.load(Ordering::Relaxed) != 0
     }
 
     /// Asks for a doorbell with what comes next. False if there is something already; then the doorbell may come nevertheless.
@@ -519,13 +595,13 @@ impl Reader {
     /// may look for them. The number of bytes that are left in the ring.
     ///
     /// # Errors
-    /// [`Broken`], those of the TCP connection.
+    /// [`Broken`].
     pub fn close_ring(
         &mut self,
         segment: &Segment,
         tcp: &impl Tcp,
         mut patience: impl FnMut() -> bool,
-    ) -> io::Result<usize> {
+    ) -> Result<usize, Broken> {
         let control = segment.control(self.direction);
         if !self.is_closed {
             control.tail.fetch_or(CLOSED, Ordering::SeqCst);
@@ -536,7 +612,7 @@ impl Reader {
             let found = self.find(segment, tcp)?;
             let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
             if found == Found::Nothing {
-                self.discard_doorbells(segment, tcp)?;
+                self.discard_doorbells(segment, tcp);
             }
             if !is_ringing || !patience() {
                 return Ok(if let Found::Ring(len) = found { len } else { 0 });

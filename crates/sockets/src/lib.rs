@@ -12,5 +12,5 @@ mod segment;
 pub mod settings;
 pub mod stats;
 
-pub use direction::{Broken, Found, Reader, Tcp, Writer};
+pub use direction::{Broken, Found, PEEK_MAX, Reader, Tcp, Writer};
 pub use segment::{End, RING_MAX, RING_MIN, Segment};

@@ -46,7 +46,8 @@ pub(crate) struct Control {
     pub(crate) tail: AtomicU64,
     /// Runs that have begun. The first one is there from the beginning.
     pub(crate) opened: AtomicU32,
-    _even: AtomicU32,
+    /// The writer has ended its direction of the TCP connection, or is about to.
+    pub(crate) ended: AtomicU32,
     /// Doorbells that the writer has begun to ring, and has rung.
     pub(crate) ringing: AtomicU64,
     pub(crate) rung: AtomicU64,
