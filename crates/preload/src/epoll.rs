@@ -26,6 +26,7 @@ const KERNEL_EVERY: u32 = 4;
 
 const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 const EDGE: u32 = libc::EPOLLET as u32;
 /// With these, the kernel's own bookkeeping counts.
 const SPECIAL: u32 = (libc::EPOLLONESHOT | libc::EPOLLEXCLUSIVE) as u32;
@@ -322,29 +323,41 @@ impl State {
 }
 
 impl Registration {
-    /// What is to be said of it because of the ring.
+    /// What is to be said of it without waiting for the kernel to say something.
     fn ready(&mut self) -> u32 {
-        if self.events & READABLE == 0 || self.events & SPECIAL != 0 {
+        let slot = slots::slot(self.number);
+        if self.events & SPECIAL != 0 || !slot.is_accelerated() {
             return 0;
         }
-        let slot = slots::slot(self.number);
         // If another thread reads, that finds what there is.
         let Some(receiving) = slot.try_receiving() else { return 0 };
-        if receiving.reader.ring_len(&receiving.segment) == Ok(0) {
-            return 0;
-        }
-        if self.events & EDGE != 0 {
-            let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
-            if self.told == tail {
-                return 0;
-            }
+        let (segment, reader) = (&receiving.segment, &receiving.reader);
+        let is_edge = self.events & EDGE != 0;
+        let mut readable = reader.ring_len(segment) != Ok(0);
+        if is_edge && readable {
+            let tail = reader.tail(segment).load(Ordering::Acquire);
+            readable = self.told != tail;
             self.told = tail;
         }
-        let is_ending = receiving.reader.is_ended(&receiving.segment) || slot.shut.load(Ordering::Relaxed) != 0;
+        let is_kernels = reader.is_ended(segment) || reader.has_run(segment) || slot.shut.load(Ordering::Relaxed) != 0;
         drop(receiving);
-        // A socket whose ring or TCP has room is writable, too.
-        let ends = if is_ending { Connection::new(self.fd).ends() } else { 0 };
-        self.events & (READABLE | WRITABLE) | ends & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
+        if is_edge && !readable {
+            return 0;
+        }
+        // While a level tells that something can be sent, that needs no look at the kernel: what the ring has no room for, TCP has.
+        let mut events = if readable { READABLE | WRITABLE } else { 0 };
+        if !is_edge && !data::may_have_blocked(slot) {
+            events |= WRITABLE;
+        }
+        if is_kernels {
+            let said = Connection::new(self.fd).poll();
+            let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.fd);
+            events |= if is_spurious { said & !READABLE } else { said };
+            if events & (READABLE | ENDS) == 0 && !readable {
+                return 0;
+            }
+        }
+        events & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
     }
 }
 

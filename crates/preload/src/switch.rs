@@ -172,6 +172,9 @@ fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32
 const MAGIC: &[u8; 8] = b"thruway1";
 const MESSAGE: usize = 8 + 48 + 8;
 
+/// Nanoseconds that a process which has connected may take to send it.
+const OFFER_PATIENCE: i64 = 10_000_000;
+
 fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
     prove(fd, listing.cookie)?;
@@ -347,6 +350,9 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     let mut message = [0u8; MESSAGE + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
+    // Who has just connected is about to send.
+    let mut list = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
+    let _ = rustix::event::poll(&mut list, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: OFFER_PATIENCE }));
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, flags)?;
     let files = control.drain().filter_map(|part| match part {

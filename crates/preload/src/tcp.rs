@@ -140,11 +140,17 @@ impl Connection {
         let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
     }
 
-    /// What the kernel knows of ends and errors of the connection, as bits of `poll` and `epoll`, which are the same.
-    pub(crate) fn ends(self) -> u32 {
-        let mut one = libc::pollfd { fd: self.fd, events: libc::POLLRDHUP, revents: 0 };
+    /// What the kernel says of it, as bits of `poll` and `epoll`, which are the same.
+    pub(crate) fn poll(self) -> u32 {
+        let events = libc::POLLRDHUP | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;
+        let mut one = libc::pollfd { fd: self.fd, events, revents: 0 };
         // SAFETY: one element.
         if unsafe { real::poll(&raw mut one, 1, 0) } > 0 { one.revents.cast_unsigned().into() } else { 0 }
+    }
+
+    /// What the kernel knows of ends and errors of the connection.
+    pub(crate) fn ends(self) -> u32 {
+        self.poll() & (libc::EPOLLRDHUP | libc::EPOLLHUP | libc::EPOLLERR) as u32
     }
 }
 

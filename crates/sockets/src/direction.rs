@@ -58,6 +58,9 @@ pub trait Tcp {
     fn doorbell(&self);
 }
 
+/// A long call moves a ring's bytes in so many pieces, so that both ends are at work at a time.
+const PIECES: usize = 8;
+
 /// The peer has written what cannot be. The connection is of no use any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Broken;
@@ -185,11 +188,28 @@ impl Writer {
     /// # Safety
     /// `from` must be readable memory.
     pub unsafe fn write(&mut self, segment: &Segment, tcp: &impl Tcp, from: &mut Pieces<'_>) -> Result<usize, Broken> {
+        let mut sum = 0;
+        while from.left() > 0 {
+            // SAFETY: the caller's promise.
+            match unsafe { self.write_some(segment, tcp, from) }? {
+                0 => break,
+                len => sum += len,
+            }
+        }
+        Ok(sum)
+    }
+
+    /// A piece, so that the reader need not wait until the last byte is there.
+    ///
+    /// # Safety
+    /// As [`Writer::write`].
+    unsafe fn write_some(&mut self, segment: &Segment, tcp: &impl Tcp, from: &mut Pieces<'_>) -> Result<usize, Broken> {
         debug_assert!(!self.is_tcp);
         let size = segment.ring_size();
         let ring = segment.ring(self.direction);
-        let room = self.room(segment, from.left())?;
-        let (mut rest, mut at, mut left) = (*from, self.tail as usize & (size - 1), room.min(from.left()));
+        let room = self.room(segment, from.left().min(size / PIECES))?;
+        let wanted = from.left().min(size / PIECES);
+        let (mut rest, mut at, mut left) = (*from, self.tail as usize & (size - 1), room.min(wanted));
         let len = left;
         while left > 0 {
             let Some((base, piece)) = rest.first() else { break };
@@ -445,7 +465,7 @@ impl Reader {
             let len = match self.find(segment, tcp)? {
                 Found::Nothing => break,
                 Found::Ring(len) => {
-                    let len = len.min(to.left());
+                    let len = len.min(to.left()).min(segment.ring_size() / PIECES);
                     // SAFETY: the caller's promise; `find` has checked that the ring has as many.
                     unsafe { self.copy_out(segment, to, len) };
                     self.head += len as u64;
