@@ -164,6 +164,7 @@ unsafe fn receive_accelerated(
             return Ok(sum);
         }
         drop(receiving);
+        honour_closed_ring(slot, fd);
         wait::note_drained(number);
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
@@ -288,6 +289,7 @@ pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
 pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
     receiving.reader.set_gone(&receiving.segment);
+    honour_before_end(slot, fd);
     if let Ok(Some(sending)) = slot.sending() {
         sending.writer.set_ended(&sending.segment);
     }
@@ -324,26 +326,38 @@ pub(crate) unsafe fn transmit(
         slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
     }
     let total = from.left();
-    // SAFETY: the caller's promise.
-    match unsafe { send_accelerated(slot, fd, &mut from, flags, is_plain || total == 0) } {
-        Ok(true) => total as ssize_t,
-        Ok(false) => {
-            let sent = total - from.left();
-            let result = plain(&from);
-            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
-            if result > 0 {
-                count(&counters().overflow_bytes, result as usize);
-            }
-            match result {
-                -1 if sent > 0 => sent as ssize_t,
-                -1 => -1,
-                more => sent as ssize_t + more,
-            }
+    let is_plain = is_plain || total == 0;
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { send_accelerated(slot, fd, &mut from, flags, is_plain) } {
+            Ok(true) => return total as ssize_t,
+            Ok(false) => {}
+            Err(_) if from.left() < total => return (total - from.left()) as ssize_t,
+            Err(error) => return fail(error),
         }
-        Err(_) if from.left() < total => (total - from.left()) as ssize_t,
-        Err(error) => fail(error),
+        // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile.
+        let piece = if is_plain { from } else { from.limited(OVERFLOW) };
+        let result = plain(&piece);
+        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        if result > 0 {
+            count(&counters().overflow_bytes, result as usize);
+        }
+        if is_plain {
+            return result;
+        }
+        if result > 0 {
+            from.advance(result as usize);
+        }
+        let is_short = result < piece.left() as ssize_t;
+        if is_short || from.left() == 0 {
+            let sent = total - from.left();
+            return if sent > 0 { sent as ssize_t } else { result };
+        }
     }
 }
+
+/// Bytes that go by TCP when the ring is full, before it is looked at again.
+const OVERFLOW: usize = 256 << 10;
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
 /// so that no other one leaves TCP meanwhile.
@@ -365,6 +379,14 @@ unsafe fn send_accelerated(
         let Sending { segment, writer, .. } = &mut sending;
         let failed = |error: &io::Error| broken(slot, fd, error);
         let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
+        if is_alone && !writer.send_again(segment, &connection).map_err(|error| failed(&error))? {
+            drop(sending);
+            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) {
+                return Err(libc::EAGAIN);
+            }
+            connection.wait_for_room(Duration::from_secs(1));
+            continue;
+        }
         if writer.is_tcp() && is_alone && !is_plain {
             writer.leave_tcp(segment, &connection).map_err(|error| failed(&error))?;
         }
@@ -386,6 +408,9 @@ unsafe fn send_accelerated(
             return Ok(true);
         }
         // The ring is full, or closed. If the reader is at work there is room soon, else TCP takes the rest.
+        if writer.is_closed_by_reader(segment) {
+            continue;
+        }
         if has_waited && sent == 0 {
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
             continue;
@@ -440,6 +465,7 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     if directions & 2 != 0 {
         // What comes behind goes nowhere, and TCP says so.
         let _ = enter_tcp(slot, fd, true);
+        honour_before_end(slot, fd);
         if let Ok(Some(sending)) = slot.sending() {
             sending.writer.set_ended(&sending.segment);
         }
@@ -452,11 +478,39 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     }
 }
 
+/// The peer has handed its end to something that reads plain TCP: that is sent again what it has not taken from the ring.
+pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
+    if let Ok(Some(mut sending)) = slot.sending() {
+        let Sending { segment, writer, .. } = &mut sending;
+        if writer.is_closed_by_reader(segment) && slot.plain_sends.load(Ordering::SeqCst) == 0 {
+            let _ = writer.send_again(segment, &Connection::new(fd));
+        }
+    }
+}
+
+/// As [`honour_closed_ring`], before the connection is closed: for as long as that may take.
+fn honour_before_end(slot: &Slot, fd: c_int) {
+    let connection = Connection::new(fd);
+    for _ in 0..20 {
+        let Ok(Some(mut sending)) = slot.sending() else { return };
+        let Sending { segment, writer, .. } = &mut sending;
+        if !matches!(writer.send_again(segment, &connection), Ok(false)) {
+            return;
+        }
+        drop(sending);
+        connection.wait_for_room(Duration::from_millis(100));
+    }
+}
+
+/// Whether calls on a descriptor wait.
+fn waits(fd: c_int) -> bool {
+    rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|flags| !flags.contains(rustix::fs::OFlags::NONBLOCK))
+}
+
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
-/// bytes left in the ring, which that will miss.
+/// bytes that would be missing.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let connection = Connection::new(fd);
-    let _ = enter_tcp(slot, fd, true);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
         let limit = Instant::now() + Duration::from_millis(100);
@@ -465,8 +519,13 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
             std::thread::yield_now();
             Instant::now() < limit
         };
-        left = reader.close_ring(segment, &connection, patience).unwrap_or(0);
+        left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
     }
+    if let Ok(Some(sending)) = slot.sending() {
+        // So that the peer sends again what is left, though it may wait for an answer to that.
+        sending.writer.call(&sending.segment, &connection);
+    }
+    let _ = enter_tcp(slot, fd, true);
     connection.restore_options(slot);
     left
 }

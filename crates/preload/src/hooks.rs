@@ -63,7 +63,7 @@ pub(crate) unsafe extern "C" fn recvfrom(
     let result = unsafe { data::receive(number, fd, &[piece(buf, len)], flags, plain) };
     if is_accelerated && result >= 0 && !addr.is_null() && !addr_len.is_null() {
         // As TCP: it does not say from whom.
-        unsafe { *addr_len = 0 };
+        unsafe { addr_len.write_unaligned(0) };
     }
     result
 }
@@ -198,7 +198,7 @@ fn check(len: size_t, room: size_t) {
 
 /// The rest of a call, by `sendmsg`, which has all that the others have.
 unsafe fn send_rest(fd: c_int, rest: &Pieces<'_>, flags: c_int) -> ssize_t {
-    let mut some = [piece(std::ptr::null(), 0); 64];
+    let mut some = [piece(std::ptr::null(), 0); 256];
     let count = rest.fill(usize::MAX, &mut some);
     let mut message: msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = some.as_mut_ptr();
@@ -206,12 +206,21 @@ unsafe fn send_rest(fd: c_int, rest: &Pieces<'_>, flags: c_int) -> ssize_t {
     unsafe { real::sendmsg(fd, &raw const message, flags) }
 }
 
+/// What is left of a single piece, which may be nothing at its beginning.
+fn front(rest: &Pieces<'_>, buf: *const c_void) -> (*const c_void, size_t) {
+    let mut rest = *rest;
+    rest.first().map_or((buf, 0), |(from, len)| (from.cast_const().cast(), len))
+}
+
 const EXOTIC: c_int = libc::MSG_OOB | libc::MSG_FASTOPEN | libc::MSG_ZEROCOPY;
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
     let Some(number) = slots::find(fd) else { return unsafe { real::write(fd, buf, len) } };
-    let plain = |rest: &Pieces<'_>| unsafe { real::write(fd, buf.wrapping_byte_add(len - rest.left()), rest.left()) };
+    let plain = |rest: &Pieces<'_>| {
+        let (from, len) = front(rest, buf);
+        unsafe { real::write(fd, from, len) }
+    };
     unsafe { data::transmit(number, fd, &[piece(buf, len)], 0, false, plain) }
 }
 
@@ -219,8 +228,10 @@ pub(crate) unsafe extern "C" fn write(fd: c_int, buf: *const c_void, len: size_t
 pub(crate) unsafe extern "C" fn send(fd: c_int, buf: *const c_void, len: size_t, flags: c_int) -> ssize_t {
     let Some(number) = slots::find(fd) else { return unsafe { real::send(fd, buf, len, flags) } };
     exotic(number, fd, flags);
-    let plain =
-        |rest: &Pieces<'_>| unsafe { real::send(fd, buf.wrapping_byte_add(len - rest.left()), rest.left(), flags) };
+    let plain = |rest: &Pieces<'_>| {
+        let (from, len) = front(rest, buf);
+        unsafe { real::send(fd, from, len, flags) }
+    };
     unsafe { data::transmit(number, fd, &[piece(buf, len)], flags, flags & EXOTIC != 0, plain) }
 }
 
@@ -256,8 +267,8 @@ pub(crate) unsafe extern "C" fn sendto(
     let Some(number) = slots::find(fd) else { return unsafe { real::sendto(fd, buf, len, flags, addr, addr_len) } };
     exotic(number, fd, flags);
     let plain = |rest: &Pieces<'_>| {
-        let from = buf.wrapping_byte_add(len - rest.left());
-        unsafe { real::sendto(fd, from, rest.left(), flags, addr, addr_len) }
+        let (from, len) = front(rest, buf);
+        unsafe { real::sendto(fd, from, len, flags, addr, addr_len) }
     };
     unsafe { data::transmit(number, fd, &[piece(buf, len)], flags, flags & EXOTIC != 0, plain) }
 }
@@ -584,7 +595,7 @@ pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong)
         && arg != 0
         && let Some(len) = data::unread(number, fd)
     {
-        unsafe { *(arg as *mut c_int) = c_int::try_from(len).unwrap_or(c_int::MAX) };
+        unsafe { (arg as *mut c_int).write_unaligned(c_int::try_from(len).unwrap_or(c_int::MAX)) };
         return 0;
     }
     unsafe { real::ioctl(fd, request, arg) }
@@ -602,7 +613,7 @@ pub(crate) unsafe extern "C" fn getsockopt(
         && slots::slot(number).is_accelerated()
         && !value.is_null()
         && !len.is_null()
-        && unsafe { *len } as usize >= size_of::<c_int>()
+        && unsafe { len.read_unaligned() } as usize >= size_of::<c_int>()
     {
         let slot = slots::slot(number);
         let told = match (level, name) {
@@ -616,7 +627,7 @@ pub(crate) unsafe extern "C" fn getsockopt(
         if let Some(told) = told {
             unsafe {
                 value.cast::<c_int>().write_unaligned(told);
-                *len = size_of::<c_int>() as socklen_t;
+                len.write_unaligned(size_of::<c_int>() as socklen_t);
             }
             return 0;
         }

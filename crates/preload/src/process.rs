@@ -87,6 +87,9 @@ pub(crate) fn at_exit() {
         {
             data::settle(slot, fd, receiving);
         }
+        // Its relatives go on without it.
+        let local = slots::local(number);
+        slot.references.fetch_sub(local.references.swap(0, Ordering::SeqCst), Ordering::SeqCst);
     });
 }
 

@@ -140,6 +140,13 @@ impl Connection {
         let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
     }
 
+    /// Waits until something can be sent, or for so long.
+    pub(crate) fn wait_for_room(self, time: std::time::Duration) {
+        let mut one = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one element.
+        unsafe { real::poll(&raw mut one, 1, c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX)) };
+    }
+
     /// What the kernel says of it, as bits of `poll` and `epoll`, which are the same.
     pub(crate) fn poll(self) -> u32 {
         let events = libc::POLLRDHUP | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;
@@ -190,6 +197,13 @@ impl Tcp for Connection {
             }
         }
         Ok(sum)
+    }
+
+    unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize> {
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: the caller's promise.
+        let sent = unsafe { real::send(self.fd, from.cast(), len, flags) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
     }
 
     fn doorbell(&self) {

@@ -303,6 +303,8 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     }
     reader.discard_doorbells(segment, &connection);
     data::keep_error(slot, reader);
+    drop(receiving);
+    data::honour_closed_ring(slot, fd);
     // The end of the stream is readable, too, and has no byte.
     connection.ends() == 0
 }

@@ -10,11 +10,11 @@
 //! TCP:     | 0 ..... end0|  d d d         | start1 ....... end1|  d
 //! ```
 //!
-//! The reader can refuse the ring at any time ([`Reader::close_ring`]): it sets a bit in the very word by which the writer publishes,
-//! so both ends agree on the last byte.
+//! The reader can close the ring at any time ([`Reader::close_ring`]): it sets a bit in the very word by which the writer publishes and
+//! changes ways, so both ends agree on the last byte. The writer sends again, by TCP, what the reader has not taken from the ring.
 
 use crate::iovecs::Pieces;
-use crate::segment::{CLOSED, End, GONE, OPEN, READY, RUNS, Segment, outward};
+use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, POSITION, READY, RUNS, Segment, outward};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use thruway_memory::shared;
@@ -54,6 +54,15 @@ pub trait Tcp {
     /// Those of `recv(2)`.
     fn skip(&self, max: usize) -> io::Result<usize>;
 
+    /// Sends bytes.
+    ///
+    /// # Errors
+    /// Those of `send(2)`.
+    ///
+    /// # Safety
+    /// There must be `len` readable bytes.
+    unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize>;
+
     /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
     fn doorbell(&self);
 }
@@ -85,12 +94,25 @@ pub struct Writer {
     is_tcp: bool,
     /// For good.
     is_pinned: bool,
+    /// The reader has closed the ring.
+    is_closed: bool,
+    /// Then, how much of it has been sent again, from what the reader had read.
+    owed: u64,
 }
 
 impl Writer {
     /// For one end of a new segment: all bytes go by TCP yet.
     pub fn new(end: End) -> Writer {
-        Writer { direction: outward(end), tail: 0, head: 0, opened: 1, is_tcp: true, is_pinned: false }
+        Writer {
+            direction: outward(end),
+            tail: 0,
+            head: 0,
+            opened: 1,
+            is_tcp: true,
+            is_pinned: false,
+            is_closed: false,
+            owed: 0,
+        }
     }
 
     /// Whether bytes go by TCP now.
@@ -139,10 +161,6 @@ impl Writer {
         if control.reader.load(Ordering::Acquire) != READY {
             return Ok(false);
         }
-        if control.tail.load(Ordering::Relaxed) & CLOSED != 0 {
-            self.is_pinned = true;
-            return Ok(false);
-        }
         // There must be a run left for when the ring is full.
         let done = control.done.load(Ordering::Acquire);
         let pending = self.opened.wrapping_sub(done) as usize;
@@ -153,6 +171,11 @@ impl Writer {
             return Ok(false);
         }
         let end = tcp.written()?;
+        if !self.change(segment, self.tail, false) {
+            self.is_pinned = true;
+            self.owed = self.tail;
+            return Ok(false);
+        }
         control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
         self.is_tcp = false;
         Ok(true)
@@ -166,17 +189,93 @@ impl Writer {
     pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
         if !self.is_tcp {
             let start = tcp.written()?;
-            let control = segment.control(self.direction);
-            let run = &control.runs[self.opened as usize % RUNS];
-            run.ring.store(self.tail, Ordering::Relaxed);
-            run.start.store(start, Ordering::Relaxed);
-            run.end.store(OPEN, Ordering::Relaxed);
-            self.opened += 1;
-            control.opened.store(self.opened, Ordering::Release);
-            self.is_tcp = true;
+            if !self.change(segment, self.tail, true) {
+                self.send_again(segment, tcp)?;
+                return Ok(());
+            }
+            self.begin_run(segment, self.tail, start);
         }
-        self.is_pinned |= for_good;
+        if for_good && !self.is_pinned {
+            self.is_pinned = true;
+            self.owed = self.tail;
+        }
         Ok(())
+    }
+
+    fn begin_run(&mut self, segment: &Segment, ring: u64, start: u64) {
+        let control = segment.control(self.direction);
+        let run = &control.runs[self.opened as usize % RUNS];
+        run.ring.store(ring, Ordering::Relaxed);
+        run.start.store(start, Ordering::Relaxed);
+        run.end.store(OPEN, Ordering::Relaxed);
+        self.opened += 1;
+        control.opened.store(self.opened, Ordering::Release);
+        self.is_tcp = true;
+    }
+
+    /// Publishes a position and a way. False if the reader has closed the ring; then nothing has changed.
+    fn change(&mut self, segment: &Segment, tail: u64, is_tcp: bool) -> bool {
+        let word = |tail: u64, is_tcp| tail << POSITION | if is_tcp { BY_TCP } else { 0 };
+        // What orders this before a look at `armed` also sees whether the ring is closed.
+        let place = &segment.control(self.direction).tail;
+        let (old, new) = (word(self.tail, self.is_tcp), word(tail, is_tcp));
+        // A peer that has written anything else there is treated as if it had closed the ring.
+        self.is_closed |= place.compare_exchange(old, new, Ordering::SeqCst, Ordering::Relaxed).is_err();
+        !self.is_closed
+    }
+
+    /// Sends again, by TCP, what a reader that has closed the ring has not taken from it. The caller vouches that nothing else writes to
+    /// the TCP connection meanwhile. False if TCP has no room for all of it yet: then nothing else may be sent.
+    ///
+    /// # Errors
+    /// [`Broken`], those of the TCP connection.
+    pub fn send_again(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        if !self.is_closed && !self.is_closed_by_reader(segment) {
+            return Ok(true);
+        }
+        self.is_closed = true;
+        if !self.is_tcp {
+            let head = segment.control(self.direction).head.load(Ordering::Acquire);
+            if head < self.head || head > self.tail {
+                return Err(Broken.into());
+            }
+            self.begin_run(segment, head, tcp.written()?);
+            self.owed = head;
+        } else if !self.is_pinned {
+            // The ring was not in use: nothing in it is to be sent again.
+            self.owed = self.tail;
+        }
+        self.is_pinned = true;
+        let size = segment.ring_size();
+        while self.owed < self.tail {
+            let at = self.owed as usize & (size - 1);
+            let len = ((self.tail - self.owed) as usize).min(size - at);
+            // SAFETY: inside the ring.
+            match unsafe { tcp.send(segment.ring(self.direction).add(at), len) } {
+                Ok(sent) => self.owed += sent as u64,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => {
+                    self.owed = self.tail;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether the reader has closed the ring.
+    pub fn is_closed_by_reader(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).tail.load(Ordering::Relaxed) & CLOSED != 0
+    }
+
+    /// Rings although the peer has not asked for it, to have it look at what this end has closed. Only while the ring is in use.
+    pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
+        if !self.is_tcp {
+            let control = segment.control(self.direction);
+            control.ringing.fetch_add(1, Ordering::SeqCst);
+            tcp.doorbell();
+            control.rung.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     /// Copies to the ring what there is room for, shows it to the peer, and rings if the peer wants that. 0 if the ring is full or the
@@ -250,10 +349,7 @@ impl Writer {
 
     fn publish(&mut self, segment: &Segment, len: usize) -> bool {
         let tail = self.tail + len as u64;
-        // What orders this before the look at `armed` below also sees whether the ring is closed.
-        let word = &segment.control(self.direction).tail;
-        if word.compare_exchange(self.tail << 1, tail << 1, Ordering::SeqCst, Ordering::Relaxed).is_err() {
-            // Closed. A peer that has written anything else there is treated the same.
+        if !self.change(segment, tail, false) {
             return false;
         }
         self.tail = tail;
@@ -317,7 +413,8 @@ pub struct Reader {
     run: u32,
     /// Doorbells that have been discarded.
     discarded: u64,
-    is_closed: bool,
+    /// The ring is closed, and what was in it comes again by TCP.
+    comes_again: bool,
     /// Of the TCP connection, met when something else was wanted of it.
     error: i32,
 }
@@ -325,7 +422,7 @@ pub struct Reader {
 impl Reader {
     /// For one end of a new segment, when `position` bytes have been taken from the TCP connection.
     pub fn new(end: End, position: u64) -> Reader {
-        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, is_closed: false, error: 0 }
+        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, comes_again: false, error: 0 }
     }
 
     /// The peer may use the ring: whatever reads the connection now does it through this.
@@ -369,13 +466,16 @@ impl Reader {
         let control = segment.control(self.direction);
         let limit = loop {
             let opened = control.opened.load(Ordering::Acquire);
+            if run == opened && self.comes_again {
+                return Ok(0);
+            }
             if run != opened {
                 break control.runs[run as usize % RUNS].ring.load(Ordering::Relaxed);
             }
             let tail = control.tail.load(Ordering::Acquire);
             // Bytes behind a run that has begun meanwhile come later.
             if control.opened.load(Ordering::Acquire) == opened {
-                break tail >> 1;
+                break tail >> POSITION;
             }
         };
         match limit.checked_sub(self.head) {
@@ -610,9 +710,10 @@ impl Reader {
         &segment.control(self.direction).tail
     }
 
-    /// Takes nothing more from the ring than what is in it now; the peer goes on by TCP. The doorbells that are on their way have been
-    /// discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says how often it
-    /// may look for them. The number of bytes that are left in the ring.
+    /// Takes nothing more from the ring: the peer goes on by TCP, beginning with what is in the ring now. The doorbells that are on their
+    /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says
+    /// how often it may look for them. The number of bytes of the ring that cannot come again, because what lies behind them has been sent
+    /// by TCP already.
     ///
     /// # Errors
     /// [`Broken`].
@@ -622,11 +723,18 @@ impl Reader {
         tcp: &impl Tcp,
         mut patience: impl FnMut() -> bool,
     ) -> Result<usize, Broken> {
+        // Steps over runs that have ended.
+        self.find(segment, tcp)?;
         let control = segment.control(self.direction);
-        if !self.is_closed {
-            control.tail.fetch_or(CLOSED, Ordering::SeqCst);
+        let word = control.tail.fetch_or(CLOSED, Ordering::SeqCst);
+        if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
-            self.is_closed = true;
+            self.comes_again = word & BY_TCP == 0;
+        }
+        // Bytes of the ring before a run that has begun: they would come again behind it.
+        let unread = (word >> POSITION).wrapping_sub(self.head).min(segment.ring_size() as u64);
+        if self.has_run(segment) && unread > 0 {
+            return Ok(unread as usize);
         }
         loop {
             let found = self.find(segment, tcp)?;

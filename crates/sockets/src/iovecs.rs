@@ -26,23 +26,30 @@ impl<'a> Pieces<'a> {
 
     /// What is left of the first piece that has something left.
     pub fn first(&mut self) -> Option<(*mut u8, usize)> {
-        loop {
+        while self.left > 0 {
             let piece = self.pieces.first()?;
             if self.skipped < piece.iov_len {
-                return Some((piece.iov_base.cast::<u8>().wrapping_add(self.skipped), piece.iov_len - self.skipped));
+                let len = (piece.iov_len - self.skipped).min(self.left);
+                return Some((piece.iov_base.cast::<u8>().wrapping_add(self.skipped), len));
             }
             self.pieces = &self.pieces[1..];
             self.skipped = 0;
         }
+        None
+    }
+
+    /// The first `max` bytes of what is left.
+    pub fn limited(&self, max: usize) -> Pieces<'a> {
+        Pieces { left: self.left.min(max), ..*self }
     }
 
     /// Goes on by `len` bytes, of which there must be as many.
     pub fn advance(&mut self, mut len: usize) {
-        self.left -= len;
         while len > 0 {
             let Some((_, first)) = self.first() else { return };
             let step = first.min(len);
             self.skipped += step;
+            self.left -= step;
             len -= step;
         }
     }
@@ -59,5 +66,53 @@ impl<'a> Pieces<'a> {
             rest.advance(len);
         }
         count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn iov(bytes: &mut [u8]) -> libc::iovec {
+        libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+    }
+
+    #[test]
+    fn pieces_are_gone_through_once_however_they_are_cut() {
+        let mut random = fastrand::Rng::with_seed(3);
+        for _ in 0..300 {
+            let mut memory: Vec<Vec<u8>> = (0..random.usize(0..6)).map(|_| vec![0; random.usize(0..9)]).collect();
+            let list: Vec<libc::iovec> = memory.iter_mut().map(|piece| iov(piece)).collect();
+            let all: usize = list.iter().map(|piece| piece.iov_len).sum();
+            // SAFETY: vectors of ours.
+            let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+            let limit = random.usize(0..30);
+            let limited = pieces.limited(limit);
+            assert_eq!(limited.left(), all.min(limit));
+            let mut out = [iov(&mut []); 8];
+            let count = limited.fill(usize::MAX, &mut out);
+            assert_eq!(out[..count].iter().map(|piece| piece.iov_len).sum::<usize>(), all.min(limit));
+            let mut gone = 0;
+            while let Some((base, len)) = pieces.first() {
+                assert!(len > 0);
+                let step = random.usize(1..=len);
+                // SAFETY: inside one of the vectors.
+                unsafe { (0..step).for_each(|i| *base.add(i) += 1) };
+                pieces.advance(step);
+                gone += step;
+            }
+            assert_eq!((gone, pieces.left()), (all, 0));
+            assert!(memory.iter().flatten().all(|byte| *byte == 1));
+        }
+    }
+
+    #[test]
+    fn more_than_can_be_is_refused() {
+        let huge = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: usize::MAX / 2 };
+        let two = [huge, huge];
+        // SAFETY: never used.
+        assert!(unsafe { Pieces::new(&two[..1]) }.is_some());
+        // SAFETY: never used.
+        assert!(unsafe { Pieces::new(&two) }.is_none());
     }
 }

@@ -24,6 +24,10 @@ pub(crate) const RUNS: usize = 16;
 
 /// In [`Control::tail`]: the reader takes nothing more from the ring.
 pub(crate) const CLOSED: u64 = 1;
+/// In [`Control::tail`]: the writer sends by TCP.
+pub(crate) const BY_TCP: u64 = 2;
+/// In [`Control::tail`]: where the position begins.
+pub(crate) const POSITION: u32 = 2;
 
 /// The end of a run that has not ended.
 pub(crate) const OPEN: u64 = u64::MAX;
@@ -42,7 +46,7 @@ pub(crate) struct Run {
 /// The control words of one direction, on cache lines apart by who writes them.
 #[repr(C, align(128))]
 pub(crate) struct Control {
-    /// Twice the bytes ever written to the ring, and [`CLOSED`].
+    /// Bytes ever written to the ring, [`POSITION`] bits up, and [`CLOSED`] and [`BY_TCP`].
     pub(crate) tail: AtomicU64,
     /// Runs that have begun. The first one is there from the beginning.
     pub(crate) opened: AtomicU32,
@@ -129,6 +133,7 @@ impl Segment {
             let control = segment.control(direction);
             control.runs[0].end.store(OPEN, Ordering::Relaxed);
             control.armed.store(1, Ordering::Relaxed);
+            control.tail.store(BY_TCP, Ordering::Relaxed);
             control.opened.store(1, Ordering::Release);
         }
         Ok((segment, fd))

@@ -1,0 +1,277 @@
+//! `thruway run`: unmodified programs whose connections go on through shared memory.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+use support::THRUWAY;
+
+/// Builds the library beside the program, where it is looked for.
+fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let beside = Path::new(THRUWAY).parent().unwrap();
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "-p", "thruway-preload"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+        if beside.ends_with("release") {
+            cargo.arg("--release");
+        }
+        let target = beside.parent().unwrap();
+        assert!(cargo.arg("--target-dir").arg(target).status().unwrap().success(), "the library is built");
+        beside.join("libthruway_preload.so")
+    })
+}
+
+fn script(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/sockets").join(name)
+}
+
+/// A program, by `thruway run` with these options, or as it is.
+fn program(run: Option<&[&str]>, args: &[&str]) -> Command {
+    assert!(library().is_file());
+    let mut command = match run {
+        Some(options) => {
+            let mut command = Command::new(THRUWAY);
+            command.args(["run", "--after-calls", "1"]).args(options).arg("--").args(args);
+            command
+        }
+        None => {
+            let mut command = Command::new(args[0]);
+            command.args(&args[1..]);
+            command
+        }
+    };
+    // A group of its own, so that all of it can be ended.
+    command.process_group(0).stdin(Stdio::null());
+    command
+}
+
+fn peers(run: Option<&[&str]>, args: &[&str]) -> Command {
+    let path = script("peers.py");
+    program(run, &[&["/usr/bin/python3", path.to_str().unwrap()], args].concat())
+}
+
+/// Ends with everything that it has started.
+struct Running(Child);
+
+impl Running {
+    fn start(mut command: Command) -> Running {
+        Running(command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap())
+    }
+
+    /// A server, and the port that it says.
+    fn server(command: Command) -> (Running, String) {
+        let mut server = Running::start(command);
+        let port = server.line();
+        (server, port)
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        // A byte at a time: what follows is for the next call.
+        let mut out = BufReader::with_capacity(1, self.0.stdout.as_mut().unwrap());
+        out.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    /// SIGKILL to all of it.
+    fn kill(&mut self) {
+        let _ = rustix::process::kill_process_group(
+            rustix::process::Pid::from_child(&self.0),
+            rustix::process::Signal::KILL,
+        );
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Runs it to its end, which comes within this time or is a failure.
+fn finish(mut command: Command) -> Output {
+    let mut running = Running(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+    let (mut out, mut err) = (running.0.stdout.take().unwrap(), running.0.stderr.take().unwrap());
+    let read = |pipe: &mut dyn Read| {
+        let mut bytes = Vec::new();
+        pipe.read_to_end(&mut bytes).unwrap();
+        bytes
+    };
+    std::thread::scope(|scope| {
+        let out = scope.spawn(move || read(&mut out));
+        let err = scope.spawn(move || read(&mut err));
+        let limit = Instant::now() + Duration::from_secs(120);
+        let status = loop {
+            if let Some(status) = running.0.try_wait().unwrap() {
+                break Some(status);
+            }
+            if Instant::now() > limit {
+                running.kill();
+                break None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        let (stdout, stderr) = (out.join().unwrap(), err.join().unwrap());
+        let told = String::from_utf8_lossy(&stderr).into_owned();
+        let status = status.unwrap_or_else(|| panic!("{command:?} does not end: {told}"));
+        Output { status, stdout, stderr }
+    })
+}
+
+/// It has ended well; what `--stats --json` has printed.
+fn counters(output: &Output) -> BTreeMap<String, u64> {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8_lossy(&output.stdout);
+    serde_json::from_str(text.lines().last().unwrap()).unwrap()
+}
+
+const STATS: Option<&[&str]> = Some(&["--stats", "--json"]);
+const RUN: Option<&[&str]> = Some(&[]);
+
+#[test]
+fn calls_return_what_tcp_returns() {
+    let path = script("semantics.py");
+    let sequences = |run| program(run, &["/usr/bin/python3", path.to_str().unwrap(), "0", "400"]);
+    let plain = finish(sequences(None));
+    assert!(plain.status.success(), "{}", String::from_utf8_lossy(&plain.stderr));
+    let accelerated = finish(sequences(STATS));
+    let counted = counters(&accelerated);
+    assert_eq!(counted["accelerated"], 800, "both ends of all: {counted:?}");
+    assert!(counted["ring_bytes"] > 1_000_000, "{counted:?}");
+    let (plain, accelerated) = (String::from_utf8_lossy(&plain.stdout), String::from_utf8_lossy(&accelerated.stdout));
+    assert!(plain.lines().count() > 20_000);
+    for (plain, accelerated) in plain.lines().zip(accelerated.lines()) {
+        assert_eq!(plain, accelerated, "sequence and call, end, what it has returned");
+    }
+}
+
+#[test]
+fn bytes_arrive_as_they_were_sent_in_every_kind_of_server() {
+    for kind in ["echo_server", "epoll_server", "prefork_server", "fork_server"] {
+        let (_server, port) = Running::server(peers(RUN, &[kind]));
+        let counted = counters(&finish(peers(STATS, &["echo_client", &port, "3", "12"])));
+        assert_eq!(counted["accelerated"], 3, "{kind}: {counted:?}");
+        assert!(counted["ring_bytes"] > 1_000_000, "{kind}: {counted:?}");
+    }
+}
+
+#[test]
+fn peers_without_the_library_are_served_by_tcp() {
+    let (_server, port) = Running::server(peers(None, &["echo_server"]));
+    let counted = counters(&finish(peers(STATS, &["echo_client", &port, "2", "5"])));
+    assert_eq!((counted["connections"], counted["accelerated"], counted["failed"]), (2, 0, 0), "{counted:?}");
+    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
+    assert!(finish(peers(None, &["echo_client", &port, "2", "5"])).status.success());
+}
+
+#[test]
+fn who_waits_for_a_process_that_is_killed_learns_it() {
+    for how in ["recv", "poll", "select", "epoll", "send", "flood"] {
+        let (mut server, port) = Running::server(peers(RUN, &["silent_server"]));
+        let mut victim = Running::start(peers(RUN, &["victim", &port, how]));
+        assert_eq!(victim.line(), "ready", "{how}");
+        server.kill();
+        assert_eq!(victim.line(), "over", "{how}");
+    }
+}
+
+#[test]
+fn both_ends_may_send_much_before_they_read() {
+    let (mut server, port) = Running::server(peers(RUN, &["both_ways_server", "20000000"]));
+    let counted = counters(&finish(peers(STATS, &["both_ways", &port, "20000000"])));
+    assert!(counted["ring_bytes"] > 1_000_000, "not only by TCP: {counted:?}");
+    assert!(server.0.wait().unwrap().success());
+    // As much as TCP takes, by one thread that has both ends.
+    assert_eq!(counters(&finish(peers(STATS, &["alone"])))["accelerated"], 2);
+}
+
+#[test]
+fn limits_and_signals_end_calls_that_wait() {
+    assert_eq!(counters(&finish(peers(STATS, &["limits"])))["accelerated"], 2);
+}
+
+#[test]
+fn processes_that_share_a_connection_share_its_stream() {
+    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
+    let counted = counters(&finish(peers(STATS, &["shared", &port])));
+    assert!(counted["accelerated"] == 1 && counted["ring_sends"] > 200, "{counted:?}");
+}
+
+#[test]
+fn a_program_that_is_given_a_connection_finds_the_whole_stream() {
+    for how in ["spawn", "fork"] {
+        for pause in ["0", "0.2"] {
+            let (_server, port) = Running::server(peers(RUN, &["hand_over_server", how]));
+            let counted = counters(&finish(peers(STATS, &["hand_over_client", &port, pause])));
+            assert_eq!(counted["accelerated"], 1, "{how}: {counted:?}");
+        }
+    }
+}
+
+#[test]
+fn rules_leave_connections_to_tcp() {
+    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
+    let counted =
+        counters(&finish(peers(Some(&["--stats", "--json", "--tcp", &port]), &["echo_client", &port, "1", "3"])));
+    assert_eq!((counted["accelerated"], counted["by_rule"]), (0, 1), "{counted:?}");
+    let lab = support::Lab::new();
+    let policy = lab.path("policy.toml");
+    std::fs::write(&policy, format!("[[rule]]\nports = \"{port}\"\nmode = \"tcp\"\n")).unwrap();
+    let options = ["--explain", "--policy", policy.to_str().unwrap()];
+    let output = finish(peers(Some(&options), &["echo_client", &port, "1", "3"]));
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && told.contains("TCP: a rule says so"), "{told}");
+    std::fs::write(&policy, "[[rule]]\nports = \"x\"\nmode = \"tcp\"\n").unwrap();
+    let output = finish(program(Some(&["--policy", policy.to_str().unwrap()]), &["true"]));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("ports = \"x\""));
+}
+
+#[test]
+fn the_program_ends_as_it_would_alone() {
+    for options in [&[][..], &["--stats"]] {
+        assert_eq!(finish(program(Some(options), &["sh", "-c", "exit 7"])).status.code(), Some(7));
+    }
+    assert_eq!(finish(program(RUN, &["sh", "-c", "kill -9 $$"])).status.signal(), Some(9));
+    assert_eq!(finish(program(STATS, &["sh", "-c", "kill -9 $$"])).status.code(), Some(128 + 9));
+    let output = finish(program(RUN, &["/nonexistent/program"]));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/nonexistent/program"));
+    // It gets the signals that its parent gets.
+    let mut waits = Running::start(program(
+        Some(&["--stats"]),
+        &["sh", "-c", "trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done"],
+    ));
+    assert_eq!(waits.line(), "ready");
+    rustix::process::kill_process(rustix::process::Pid::from_child(&waits.0), rustix::process::Signal::TERM).unwrap();
+    assert_eq!(waits.0.wait().unwrap().code(), Some(5));
+}
+
+#[test]
+fn another_user_is_served_by_tcp() {
+    // Nobody, on Debian.
+    const OTHER: u32 = 65534;
+    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
+    let lab = support::Lab::new();
+    let here = lab.program_for_all();
+    let library_for_all = lab.path("libthruway_preload.so");
+    std::fs::copy(library(), &library_for_all).unwrap();
+    let copy = lab.path("peers.py");
+    std::fs::copy(script("peers.py"), &copy).unwrap();
+    use std::os::unix::fs::PermissionsExt;
+    for path in [lab.dir.path(), &here, &library_for_all, &copy] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let mut command = Command::new(&here);
+    command.args(["run", "--after-calls", "1", "--stats", "--json", "--", "/usr/bin/python3"]).arg(&copy);
+    command.args(["echo_client", &port, "1", "3"]).uid(OTHER).gid(OTHER).env("TMPDIR", "/tmp").process_group(0);
+    let counted = counters(&finish(command));
+    assert_eq!(counted["accelerated"], 0, "{counted:?}");
+}

@@ -1,0 +1,389 @@
+"""Programs with sockets, for the tests of `thruway run`. The first argument says which; all say what has gone wrong and
+end with status 1."""
+import hashlib
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+
+def stream(seed, length):
+    """Bytes that say where they are from."""
+    return random.Random(seed).randbytes(length)
+
+
+def exactly(sock, length):
+    got = bytearray()
+    while len(got) < length:
+        piece = sock.recv(min(length - len(got), 1 << 20))
+        assert piece, f"the end after {len(got)} of {length} bytes"
+        got += piece
+    return bytes(got)
+
+
+def listen():
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    print(listener.getsockname()[1], flush=True)
+    return listener
+
+
+def greet(sock, is_first):
+    """Calls enough for both ends to find each other."""
+    for turn in range(12):
+        if is_first:
+            sock.sendall(b"greet")
+            assert exactly(sock, 5) == b"reply"
+        else:
+            assert exactly(sock, 5) == b"greet"
+            sock.sendall(b"reply")
+
+
+def serve_echo(sock):
+    greet(sock, False)
+    while True:
+        head = b""
+        while len(head) < 4:
+            piece = sock.recv(4 - len(head))
+            if not piece:
+                return
+            head += piece
+        (length,) = struct.unpack("!I", head)
+        sock.sendall(exactly(sock, length))
+
+
+def echo_server():
+    """Threads, with calls that wait."""
+    listener = listen()
+    while True:
+        sock, _ = listener.accept()
+        threading.Thread(target=serve_echo, args=(sock,), daemon=True).start()
+
+
+def prefork_server():
+    """Processes that accept from one listener."""
+    listener = listen()
+    for _ in range(3):
+        if os.fork() == 0:
+            while True:
+                sock, _ = listener.accept()
+                serve_echo(sock)
+                sock.close()
+    signal.pause()
+
+
+def fork_server():
+    """A process for each connection; the parent has it for a moment, too."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = listen()
+    while True:
+        sock, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            serve_echo(sock)
+            os._exit(0)
+        sock.close()
+
+
+def epoll_server():
+    """Edges, and calls that do not wait."""
+    listener = listen()
+    listener.setblocking(False)
+    poller = select.epoll()
+    poller.register(listener, select.EPOLLIN)
+    socks, out = {}, {}
+    # Greetings, answered as they are; then everything comes back as it is.
+    seen = {}
+    while True:
+        for fd, event in poller.poll():
+            if fd == listener.fileno():
+                sock, _ = listener.accept()
+                sock.setblocking(False)
+                socks[sock.fileno()], out[sock.fileno()], seen[sock.fileno()] = sock, bytearray(), bytearray()
+                poller.register(sock, select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
+                continue
+            sock, waiting = socks[fd], out[fd]
+            ended = False
+            try:
+                while True:
+                    data = sock.recv(70000)
+                    if not data:
+                        ended = True
+                        break
+                    seen[fd] += data
+            except BlockingIOError:
+                pass
+            except ConnectionResetError:
+                ended = True
+            data = seen[fd]
+            while True:
+                if data.startswith(b"greet"):
+                    waiting += b"reply"
+                    del data[:5]
+                elif len(data) >= 4 and not b"greet".startswith(bytes(data[:4])):
+                    (length,) = struct.unpack("!I", data[:4])
+                    if len(data) < 4 + length:
+                        break
+                    waiting += data[4 : 4 + length]
+                    del data[: 4 + length]
+                else:
+                    break
+            try:
+                while waiting:
+                    del waiting[: sock.send(waiting)]
+            except BlockingIOError:
+                pass
+            if ended:
+                sock.close()
+                del socks[fd], out[fd], seen[fd]
+
+
+def echo_client():
+    port, connections, rounds = (int(argument) for argument in sys.argv[2:5])
+    failures = []
+
+    def one(seed):
+        try:
+            rng = random.Random(seed)
+            sock = socket.create_connection(("127.0.0.1", port))
+            greet(sock, True)
+            for turn in range(rounds):
+                length = rng.choice([1, 13, 64, 1000, 5000, 65536, 300_000, 1_500_000])
+                data = stream((seed, turn).__hash__(), length)
+                sender = threading.Thread(target=sock.sendall, args=(struct.pack("!I", length) + data,))
+                sender.start()
+                got = exactly(sock, length)
+                sender.join()
+                assert got == data, f"connection {seed}, round {turn}: {length} bytes came back changed"
+            sock.close()
+        except BaseException as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def silent_server():
+    """Reads nothing after the greeting."""
+    listener = listen()
+    keep = []
+    while True:
+        sock, _ = listener.accept()
+        greet(sock, False)
+        keep.append(sock)
+
+
+def victim():
+    """Is connected to a server that is killed, and waits for it in each way there is."""
+    port, how = int(sys.argv[2]), sys.argv[3]
+    sock = socket.create_connection(("127.0.0.1", port))
+    greet(sock, True)
+    print("ready", flush=True)
+    try:
+        if how == "recv":
+            assert sock.recv(100) == b""
+        elif how == "poll":
+            poller = select.poll()
+            poller.register(sock, select.POLLIN)
+            poller.poll()
+            assert sock.recv(100) == b""
+        elif how == "select":
+            select.select([sock], [], [])
+            assert sock.recv(100) == b""
+        elif how == "epoll":
+            poller = select.epoll()
+            poller.register(sock, select.EPOLLIN | select.EPOLLET)
+            poller.poll()
+            assert sock.recv(100) == b""
+        elif how == "send":
+            # Little at a time: what a program sends that tells a peer that it is alive.
+            while True:
+                sock.send(b"alive")
+                time.sleep(0.001)
+        elif how == "flood":
+            while True:
+                sock.send(bytes(100_000))
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    print("over", flush=True)
+
+
+def both_ways():
+    """Both ends send without reading until all is sent, each by a thread of its own."""
+    port, length = int(sys.argv[2]), int(sys.argv[3])
+    sock = socket.create_connection(("127.0.0.1", port))
+    greet(sock, True)
+    data = stream(1, length)
+    sender = threading.Thread(target=lambda: (sock.sendall(data), sock.shutdown(socket.SHUT_WR)))
+    sender.start()
+    got = exactly(sock, length)
+    assert sock.recv(1) == b""
+    sender.join()
+    assert got == stream(2, length)
+
+
+def both_ways_server():
+    listener = listen()
+    sock, _ = listener.accept()
+    greet(sock, False)
+    length = int(sys.argv[2])
+    data = stream(2, length)
+    sender = threading.Thread(target=lambda: (sock.sendall(data), sock.shutdown(socket.SHUT_WR)))
+    sender.start()
+    got = exactly(sock, length)
+    assert sock.recv(1) == b""
+    sender.join()
+    assert got == stream(1, length)
+
+
+def alone():
+    """One thread with both ends sends as much as TCP takes, then reads it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    for _ in range(12):
+        for a, b in ((one, other), (other, one)):
+            a.sendall(b"hello")
+            assert exactly(b, 5) == b"hello"
+    for turn in range(5):
+        one.setblocking(False)
+        sent = hashlib.sha256()
+        length = 0
+        try:
+            while True:
+                piece = stream(length, 50_000)
+                n = one.send(piece)
+                sent.update(piece[:n])
+                length += n
+        except BlockingIOError:
+            pass
+        assert length > 1_000_000, length
+        assert not select.select([], [one], [], 0)[1]
+        got = hashlib.sha256(exactly(other, length))
+        assert got.digest() == sent.digest(), turn
+        assert select.select([], [one], [], 5)[1]
+        one.setblocking(True)
+
+
+def shared():
+    """Two processes have one connection, and write and read in turn."""
+    port = int(sys.argv[2])
+    sock = socket.create_connection(("127.0.0.1", port))
+    greet(sock, True)
+
+    def turn(text):
+        sock.sendall(struct.pack("!I", len(text)) + text)
+        assert exactly(sock, len(text)) == text
+
+    turn(b"before")
+    here, there = socket.socketpair()
+    child = os.fork()
+    mine = there if child == 0 else here
+    for number in range(200):
+        if (number % 2 == 0) == (child != 0):
+            turn(b"%d of %d" % (number, child != 0) * 50)
+            mine.sendall(b"x")
+        else:
+            assert mine.recv(1) == b"x"
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    turn(b"after")
+    sock.close()
+
+
+def hand_over_server():
+    """Hands the connection to another program as its standard input and output, as inetd does; but after some talk."""
+    listener = listen()
+    how = sys.argv[2]
+    while True:
+        sock, _ = listener.accept()
+        greet(sock, False)
+        if how == "spawn":
+            subprocess.run(["cat"], stdin=sock, stdout=sock, check=True)
+        elif os.fork() == 0:
+            os.dup2(sock.fileno(), 0)
+            os.dup2(sock.fileno(), 1)
+            os.execvp("cat", ["cat"])
+        sock.close()
+
+
+def hand_over_client():
+    port = int(sys.argv[2])
+    sock = socket.create_connection(("127.0.0.1", port))
+    greet(sock, True)
+    # The other program begins to read at its own time: what is sent before is for it, too.
+    time.sleep(float(sys.argv[3]))
+    for turn in range(50):
+        data = stream(turn, 3000)
+        sock.sendall(data)
+        assert exactly(sock, 3000) == data
+    sock.shutdown(socket.SHUT_WR)
+    assert sock.recv(1) == b""
+
+
+def limits():
+    """Time limits and signals, of calls that wait."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    for _ in range(12):
+        for a, b in ((one, other), (other, one)):
+            a.sendall(b"hello")
+            assert exactly(b, 5) == b"hello"
+    # Seconds and microseconds.
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 50_000))
+    try:
+        one.recv(1)
+        raise AssertionError("it came")
+    except BlockingIOError:
+        pass
+    other.sendall(b"ab")
+    assert one.recv(5, socket.MSG_WAITALL) == b"ab"
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    hits = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(number, frame):
+        hits.append(number)
+        raise Stop
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        one.recv(1)
+        raise AssertionError("it came")
+    except Stop:
+        pass
+    assert hits == [signal.SIGALRM]
+    # And nothing has been lost by it.
+    other.sendall(b"after")
+    assert exactly(one, 5) == b"after"
+    # MSG_WAITALL over a long time, in pieces.
+    def later():
+        for piece in (b"12", b"345", b"6" * 100_000):
+            time.sleep(0.01)
+            other.sendall(piece)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    assert one.recv(100_005, socket.MSG_WAITALL) == b"12345" + b"6" * 100_000
+    thread.join()
+
+
+def main():
+    globals()[sys.argv[1]]()
+
+
+main()
