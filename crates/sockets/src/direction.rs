@@ -415,6 +415,8 @@ pub struct Reader {
     discarded: u64,
     /// The ring is closed, and what was in it comes again by TCP.
     comes_again: bool,
+    /// Bytes of it that cannot come again.
+    missing: usize,
     /// Of the TCP connection, met when something else was wanted of it.
     error: i32,
 }
@@ -422,7 +424,16 @@ pub struct Reader {
 impl Reader {
     /// For one end of a new segment, when `position` bytes have been taken from the TCP connection.
     pub fn new(end: End, position: u64) -> Reader {
-        Reader { direction: 1 - outward(end), head: 0, position, run: 0, discarded: 0, comes_again: false, error: 0 }
+        Reader {
+            direction: 1 - outward(end),
+            head: 0,
+            position,
+            run: 0,
+            discarded: 0,
+            comes_again: false,
+            missing: 0,
+            error: 0,
+        }
     }
 
     /// The peer may use the ring: whatever reads the connection now does it through this.
@@ -723,18 +734,21 @@ impl Reader {
         tcp: &impl Tcp,
         mut patience: impl FnMut() -> bool,
     ) -> Result<usize, Broken> {
-        // Steps over runs that have ended.
-        self.find(segment, tcp)?;
         let control = segment.control(self.direction);
+        let opened = control.opened.load(Ordering::SeqCst);
         let word = control.tail.fetch_or(CLOSED, Ordering::SeqCst);
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
             self.comes_again = word & BY_TCP == 0;
+            // Steps over runs that have ended.
+            self.find(segment, tcp)?;
+            // Bytes of the ring before a run that had begun would come again behind it.
+            let unread = (word >> POSITION).wrapping_sub(self.head).min(segment.ring_size() as u64);
+            let is_before_run = if self.comes_again { self.run != opened } else { true };
+            self.missing = if is_before_run { unread as usize } else { 0 };
         }
-        // Bytes of the ring before a run that has begun: they would come again behind it.
-        let unread = (word >> POSITION).wrapping_sub(self.head).min(segment.ring_size() as u64);
-        if self.has_run(segment) && unread > 0 {
-            return Ok(unread as usize);
+        if self.missing > 0 {
+            return Ok(self.missing);
         }
         loop {
             let found = self.find(segment, tcp)?;
