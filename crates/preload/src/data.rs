@@ -13,7 +13,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Found, Reader, Segment};
+use thruway_sockets::{Found, Reader, Segment, Writer};
 
 /// Sets `errno`.
 pub(crate) fn fail(error: c_int) -> ssize_t {
@@ -391,7 +391,7 @@ unsafe fn send_accelerated(
             writer.leave_tcp(segment, &connection).map_err(|error| failed(&error))?;
         }
         if !writer.is_tcp() {
-            let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, writer.unread(segment));
+            let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, segment, writer);
             if is_gone || is_plain {
                 writer.enter_tcp(segment, &connection, is_gone).map_err(|error| failed(&error))?;
             }
@@ -437,13 +437,22 @@ pub(crate) fn has_room(slot: &Slot, wanted: usize) -> bool {
 }
 
 /// Whether a peer that does not read has gone: a process that was killed has not said so. Asks the kernel once in a millisecond.
-fn looks_gone(slot: &Slot, connection: Connection, unread: u64) -> bool {
-    if unread == 0 {
+fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &Writer) -> bool {
+    if writer.unread(segment) == 0 {
         return false;
     }
     let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
     let now = (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000);
-    slot.looked_at.swap(now, Ordering::Relaxed) != now && connection.ends() != 0
+    if slot.looked_at.swap(now, Ordering::Relaxed) == now {
+        return false;
+    }
+    // A peer that has ended its own direction only goes on reading.
+    let is_half_open = libc::EPOLLRDHUP as u32;
+    match connection.ends() {
+        0 => false,
+        ends if ends == is_half_open => !writer.is_peer_ended(segment),
+        _ => true,
+    }
 }
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do. The guard is `None` if it is not accelerated.

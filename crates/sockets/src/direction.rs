@@ -382,6 +382,11 @@ impl Writer {
         segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0
     }
 
+    /// Whether the peer has said that it ends the other direction. A process that is killed does not.
+    pub fn is_peer_ended(&self, segment: &Segment) -> bool {
+        segment.control(1 - self.direction).ended.load(Ordering::Relaxed) != 0
+    }
+
     /// Bytes in the ring that the peer has not read.
     pub fn unread(&self, segment: &Segment) -> u64 {
         self.tail
