@@ -36,15 +36,17 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 14] = [
+const PACKAGES: [&str; 16] = [
     "attr",
     "fio",
     "fuse3",
     "libiscsi-bin",
     "libnbd-bin",
     "libnfs-utils",
+    "libpython3.11-testsuite",
     "openssl",
     "procps",
+    "python3",
     "python3-pip",
     "python3-libnbd",
     "qemu-block-extra",

@@ -5,7 +5,7 @@
 
 use crate::lock::Reentered;
 use crate::report::{Reason, count, counters, stays};
-use crate::slots::{self, Receiving, Sending, Slot};
+use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
 use crate::{SETTINGS, real, switch, wait};
 use libc::{c_int, ssize_t};
@@ -47,6 +47,9 @@ pub(crate) unsafe fn receive(
     plain: impl Fn() -> ssize_t,
 ) -> ssize_t {
     let slot = slots::slot(number);
+    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
+        return plain();
+    }
     if !slot.is_accelerated() {
         slot.plain_receives.fetch_add(1, Ordering::SeqCst);
         if !slot.is_accelerated() {
@@ -313,6 +316,9 @@ pub(crate) unsafe fn transmit(
     let slot = slots::slot(number);
     // SAFETY: the caller's promise.
     let Some(mut from) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
+        return plain(&from);
+    }
     if !slot.is_accelerated() {
         slot.plain_sends.fetch_add(1, Ordering::SeqCst);
         if !slot.is_accelerated() {

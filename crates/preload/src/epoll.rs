@@ -9,7 +9,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::wait::{self, Limit};
-use crate::{data, real};
+use crate::{data, real, switch};
 use libc::{c_int, epoll_event, timespec};
 use std::cell::UnsafeCell;
 use std::collections::HashMap;
@@ -449,7 +449,7 @@ pub(crate) fn disarm(number: u32) {
     }
 }
 
-/// `epoll_pwait2`, of which the others are forms.
+/// `epoll_pwait2`, of which the others are forms. `plain` is the call as it is; `limit` reads the clock.
 ///
 /// # Safety
 /// As `epoll_pwait2`.
@@ -457,18 +457,22 @@ pub(crate) unsafe fn wait(
     ep: c_int,
     events: *mut epoll_event,
     max: c_int,
-    limit: Limit,
-    mask: *const libc::sigset_t,
+    limit: impl FnOnce() -> Limit,
+    plain: impl FnOnce() -> c_int,
     real: impl Fn(*mut epoll_event, c_int, Option<timespec>) -> c_int,
 ) -> c_int {
     let number = slots::find_epoll(ep);
     let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
-    let Some((number, instance)) = found else { return real(events, max, limit.left()) };
+    let Some((number, instance)) = found else { return plain() };
     let is_plain = instance.connections.load(Ordering::Relaxed) == 0 || instance.is_foreign.load(Ordering::Relaxed);
-    if is_plain || max <= 0 || events.is_null() {
-        return real(events, max, limit.left());
+    if is_plain || max <= 0 || events.is_null() || !switch::has_accelerated() {
+        // Connections may be accelerated while this thread sleeps.
+        instance.sleepers.fetch_add(1, Ordering::SeqCst);
+        let ready = plain();
+        instance.sleepers.fetch_sub(1, Ordering::SeqCst);
+        return ready;
     }
-    let _ = mask;
+    let limit = limit();
     // SAFETY: the caller's promise.
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };

@@ -451,6 +451,7 @@ pub(crate) unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_i
         && kind & KIND == libc::SOCK_STREAM
         && matches!(protocol, 0 | libc::IPPROTO_TCP);
     if fd >= 0 && is_tcp && crate::SETTINGS.get().is_some() {
+        process::forget(fd);
         slots::add(fd);
     }
     fd
@@ -487,6 +488,7 @@ fn accepted(listener: c_int, new: c_int) -> c_int {
         }
     };
     if is_tcp && !slots::is_in_borrowed_memory() {
+        process::forget(new);
         slots::add(new);
         count(&counters().connections, 1);
     }
@@ -840,9 +842,10 @@ pub(crate) unsafe extern "C" fn epoll_pwait(
     timeout: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    let limit = Limit::of_milliseconds(timeout);
+    let limit = || Limit::of_milliseconds(timeout);
+    let plain = || unsafe { real::epoll_pwait(ep, events, max, timeout, mask) };
     let real = |events, max, limit| unsafe { epoll::real_wait(ep, events, max, limit, mask) };
-    unsafe { epoll::wait(ep, events, max, limit, mask, real) }
+    unsafe { epoll::wait(ep, events, max, limit, plain, real) }
 }
 
 #[unsafe(no_mangle)]
@@ -853,12 +856,13 @@ pub(crate) unsafe extern "C" fn epoll_pwait2(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    let limit = Limit::of(unsafe { timeout.as_ref() });
+    let limit = || Limit::of(unsafe { timeout.as_ref() });
+    let plain = || unsafe { real::epoll_pwait2(ep, events, max, timeout, mask) };
     let real = |events, max, limit: Option<timespec>| unsafe {
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         real::epoll_pwait2(ep, events, max, limit, mask)
     };
-    unsafe { epoll::wait(ep, events, max, limit, mask, real) }
+    unsafe { epoll::wait(ep, events, max, limit, plain, real) }
 }
 
 // Processes.
@@ -954,6 +958,8 @@ pub(crate) unsafe extern "C" fn popen(command: *const c_char, mode: *const c_cha
 pub(crate) unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
     if let Some(number) = slots::find(fd) {
         process::hand_over(number, fd);
+        // It is closed by a call that is not seen, either.
+        process::forget(fd);
     }
     unsafe { real::fdopen(fd, mode) }
 }

@@ -112,6 +112,16 @@ pub(crate) fn before_close(fd: c_int) {
     }
 }
 
+/// A descriptor is not one that is known any more: calls that are not seen have closed it, or will.
+pub(crate) fn forget(fd: c_int) {
+    if let Some((number, was_last)) = slots::remove(fd)
+        && was_last
+    {
+        epoll::forget_connection(number);
+        switch::tear_down(number, -1);
+    }
+}
+
 /// A descriptor is a copy of another one, by whichever call.
 pub(crate) fn after_duplicate(from: c_int, to: c_int) {
     if let Some(number) = slots::find(from) {

@@ -20,7 +20,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, IntoRawFd};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
 use thruway_sockets::settings::Mode;
 use thruway_sockets::{End, Reader, Segment, Writer};
@@ -29,6 +29,14 @@ use thruway_sockets::{End, Reader, Segment, Writer};
 /// answer to its own.
 const LOOKS: u32 = 12;
 const PATIENCE: u32 = 1 << 16;
+
+/// Whether a connection of this process has ever been accelerated. Until then, calls that wait are the kernel's alone.
+static HAS_ACCELERATED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a connection of this process has ever been accelerated.
+pub(crate) fn has_accelerated() -> bool {
+    HAS_ACCELERATED.load(Ordering::SeqCst)
+}
 
 /// Bytes of segments that this process has mapped.
 static MAPPED: AtomicU64 = AtomicU64::new(0);
@@ -451,11 +459,13 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     if end == End::Taker {
         segment.accept();
     }
+    HAS_ACCELERATED.store(true, Ordering::SeqCst);
     count(&counters().accelerated, 1);
     tell(fd, &"accelerated: shared memory");
 }
 
-/// Everything of a connection whose last descriptor of this process is about to be closed; `is_last`: and of all processes.
+/// Everything of a connection whose last descriptor of this process is about to be closed, or a negative number if it is not to be
+/// touched.
 pub(crate) fn tear_down(number: u32, fd: i32) {
     let slot = slots::slot(number);
     let is_last = slot.references.load(Ordering::SeqCst) == 0;
@@ -469,6 +479,7 @@ pub(crate) fn tear_down(number: u32, fd: i32) {
         let was_accelerated = slot.is_accelerated();
         if was_accelerated
             && is_last
+            && fd >= 0
             && let Ok(Some(receiving)) = slot.receiving()
         {
             crate::data::settle(slot, fd, receiving);

@@ -153,6 +153,9 @@ impl Watched {
     }
 }
 
+/// Descriptors of a call that are looked at before they are accelerated.
+const COUNTED: usize = 256;
+
 const READABLE: libc::c_short = libc::POLLIN | libc::POLLRDNORM;
 
 /// A time limit, as the kernel takes it.
@@ -201,14 +204,24 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     // SAFETY: the caller's promise.
     let polled = unsafe { std::slice::from_raw_parts_mut(list, count as usize) };
     let wants = |one: &pollfd| if one.events & READABLE == 0 { None } else { watched(one.fd) };
-    for one in polled.iter() {
-        // Known from now on, even if it is not accelerated yet.
-        if let Some(number) = slots::find(one.fd) {
-            slots::slot(number).is_watched.store(true, Ordering::Relaxed);
+    let connections = |polled: &[pollfd], visit: &dyn Fn(&Slot)| {
+        for number in polled.iter().take(COUNTED).filter_map(|one| slots::find(one.fd)) {
+            visit(slots::slot(number));
         }
-    }
+    };
     if !polled.iter().any(|one| wants(one).is_some()) {
-        return real(limit.left());
+        // Some may be accelerated while this thread sleeps.
+        connections(polled, &|slot| {
+            slot.is_watched.store(true, Ordering::Relaxed);
+            slot.sleepers.fetch_add(1, Ordering::SeqCst);
+        });
+        let ready = real(limit.left());
+        let error = data::errno();
+        connections(polled, &|slot| {
+            slot.sleepers.fetch_sub(1, Ordering::SeqCst);
+        });
+        data::fail(error);
+        return ready;
     }
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
     let any = |polled: &[pollfd]| polled.iter().any(|one| wants(one).is_some_and(Watched::is_readable));

@@ -275,3 +275,35 @@ fn another_user_is_served_by_tcp() {
     let counted = counters(&finish(command));
     assert_eq!(counted["accelerated"], 0, "{counted:?}");
 }
+
+/// Results of CPython's own tests by name: the interpreter is a program that uses sockets in all ways that there are.
+fn python_tests(run: Option<&[&str]>, report: &Path) -> Vec<String> {
+    const MODULES: [&str; 5] = ["test_socket", "test_selectors", "test_epoll", "test_poll", "test_socketserver"];
+    let mut args = vec!["/usr/bin/python3", "-m", "test", "--junit-xml", report.to_str().unwrap()];
+    // Virtual machines' sockets, which wait for a host that answers.
+    args.extend(["--ignore", "*VSOCK*"]);
+    args.extend(MODULES);
+    let output = finish(program(run, &args));
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    let xml = std::fs::read_to_string(report).unwrap_or_else(|error| panic!("no report ({error}): {told}"));
+    let mut results: Vec<String> = xml
+        .split("<testcase ")
+        .skip(1)
+        .map(|case| {
+            let name = case.split("name=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+            let result = ["<failure", "<error", "<skipped"].into_iter().find(|kind| case.contains(kind));
+            format!("{name} {}", result.unwrap_or("ok"))
+        })
+        .collect();
+    results.sort();
+    assert!(results.len() > 600, "{}: {told}", results.len());
+    results
+}
+
+#[test]
+fn pythons_own_tests_have_the_results_that_they_have_without() {
+    let lab = support::Lab::new();
+    let plain = python_tests(None, &lab.path("plain.xml"));
+    let accelerated = python_tests(RUN, &lab.path("accelerated.xml"));
+    assert_eq!(plain, accelerated);
+}
