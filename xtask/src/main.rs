@@ -20,6 +20,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
+  soak-sockets MINUTES  sequences of calls on accelerated sockets beside the same on TCP, from new seeds
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
   replay POINTS the guest test in which the power fails at points of what a disk was told, at so many of them
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
         ["posix"] => setup().and_then(|()| posix()),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["soak", minutes] => soak(minutes),
+        ["soak-sockets", minutes] => soak_sockets(minutes),
         ["soak-nfs", minutes] => setup().and_then(|()| soak_nfs(minutes)),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
         ["fuzz", seconds] => fuzz(seconds),
@@ -317,6 +319,21 @@ fn soak(minutes: &str) -> Result<(), String> {
     // Some sixty a minute, and none of an earlier run's.
     let first = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
     test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
+}
+
+/// Sequences of calls, some thousand a minute, whose results are compared with and without acceleration.
+fn soak_sockets(minutes: &str) -> Result<(), String> {
+    let minutes: u64 = minutes.parse().map_err(|e| format!("soak-sockets {minutes}: {e}"))?;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let begin = Instant::now();
+    let mut first = now * 1000;
+    while begin.elapsed().as_secs() < minutes * 60 {
+        let range = format!("{first}..{}", first + 3000);
+        let args = ["test", "--quiet", "-p", "thruway", "--test", "sockets", "calls_return_what_tcp_returns"];
+        run_with(&format!("sequences {range}"), "cargo", &args, &[("THRUWAY_SEEDS", &range)])?;
+        first += 3000;
+    }
+    Ok(())
 }
 
 fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {

@@ -353,6 +353,9 @@ impl Registration {
             let said = Connection::new(self.fd).poll();
             let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.fd);
             events |= if is_spurious { said & !READABLE } else { said };
+            if slot.error.load(Ordering::Relaxed) != 0 {
+                events |= libc::EPOLLERR as u32;
+            }
             if events & (READABLE | ENDS) == 0 && !readable {
                 return 0;
             }
