@@ -119,6 +119,8 @@ unsafe fn receive_accelerated(
     let (is_peek, waits_for_all) = (flags & libc::MSG_PEEK != 0, flags & libc::MSG_WAITALL != 0);
     let connection = Connection::new(fd);
     let mut sum = 0;
+    // The kernel has said that there is something.
+    let mut woken = 0u32;
     loop {
         let before = to.left();
         let mut receiving = slot.receiving()?.ok_or(libc::EBADF)?;
@@ -166,16 +168,37 @@ unsafe fn receive_accelerated(
             }
             return Ok(sum);
         }
+        if woken > 0 && !is_peek {
+            // SAFETY: the caller's promise.
+            let read = unsafe { reader.read_unexpected(segment, &connection, to) };
+            keep_error(slot, reader);
+            match read {
+                Ok(0) => {}
+                Ok(len) => {
+                    sum += len;
+                    continue;
+                }
+                Err(error) => return Err(broken(slot, fd, &error.into())),
+            }
+        }
         drop(receiving);
+        if woken > 1 {
+            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) {
+                return if sum > 0 { Ok(sum) } else { Err(libc::EAGAIN) };
+            }
+            std::thread::yield_now();
+        }
         honour_closed_ring(slot, fd);
         wait::note_drained(number);
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
         }
         match sleep(slot, fd, flags) {
-            Ok(true) => {}
+            Ok(true) => woken += 1,
             // The end: nothing comes behind what the ring has by now.
-            Ok(false) if !is_readable(slot) => return Ok(sum),
+            Ok(false) if !is_readable(slot) => {
+                return if sum == 0 && has_lost(slot) { Err(libc::ECONNRESET) } else { Ok(sum) };
+            }
             Ok(false) => {}
             Err(error) => {
                 let has_more = is_readable(slot);
@@ -185,6 +208,8 @@ unsafe fn receive_accelerated(
                     slot.error.store(error, Ordering::Relaxed);
                 }
                 match error {
+                    // A process that was killed has left a doorbell, and nothing else.
+                    libc::ECONNRESET if !has_more && was_killed(slot) && !has_lost(slot) => return Ok(sum),
                     _ if has_more && error != libc::EINTR => {}
                     _ if sum > 0 => return Ok(sum),
                     error => return Err(error),
@@ -197,7 +222,6 @@ unsafe fn receive_accelerated(
 /// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end.
 fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
     slot.sleepers.fetch_add(1, Ordering::SeqCst);
-    slot.is_watched.store(true, Ordering::Relaxed);
     let is_armed = match slot.receiving() {
         Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
         _ => false,
@@ -215,10 +239,32 @@ fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
     } else {
         Ok(true)
     };
-    if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 && result != Err(libc::EAGAIN) {
-        disarm(slot);
+    let was_last = slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1;
+    // A call that does not wait says nothing of what the program waits with; that may need the doorbell.
+    if result != Err(libc::EAGAIN) {
+        slot.is_watched.store(true, Ordering::Relaxed);
+        if was_last {
+            disarm(slot);
+        }
     }
     result
+}
+
+/// Whether the peer's process has ended without saying so.
+fn was_killed(slot: &Slot) -> bool {
+    // What this end has shut down itself says nothing of the peer.
+    slot.shut.load(Ordering::Relaxed) == 0
+        && matches!(slot.receiving(), Ok(Some(receiving)) if !receiving.reader.is_ended(&receiving.segment))
+}
+
+/// Whether a peer that was killed has not read what was sent to it through the ring: TCP would have reset the connection, and says so
+/// once.
+fn has_lost(slot: &Slot) -> bool {
+    let unread = match slot.sending() {
+        Ok(Some(sending)) => sending.writer.unread(&sending.segment),
+        _ => 0,
+    };
+    unread > 0 && was_killed(slot) && !slot.has_told_reset.swap(true, Ordering::Relaxed)
 }
 
 /// Asks for no doorbell, because this end looks by itself.

@@ -13,6 +13,7 @@ use crate::{data, real, switch};
 use libc::{c_int, epoll_event, timespec};
 use std::cell::UnsafeCell;
 use std::collections::HashMap;
+use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 /// Epoll instances that a process may have at a time and that are looked after.
@@ -61,9 +62,17 @@ pub(crate) struct Instance {
     sleepers: AtomicU32,
     /// Registered connections.
     connections: AtomicU32,
-    /// Another process has it, too, or something waits for it that is not seen.
+    /// Another process has it, too.
     is_foreign: AtomicBool,
+    /// Another instance has it registered, whose waiters are not seen here.
+    is_nested: AtomicBool,
+    /// Its descriptors.
+    descriptors: AtomicU32,
+    /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, and -1 where it cannot be had.
+    bell: AtomicI32,
     luck: AtomicI32,
+    /// One of its descriptors.
+    ep: AtomicI32,
     is_used: AtomicBool,
 }
 
@@ -111,37 +120,97 @@ pub(crate) fn add(fd: c_int) {
         instance.sleepers.store(0, Ordering::Relaxed);
         instance.connections.store(0, Ordering::Relaxed);
         instance.is_foreign.store(false, Ordering::Relaxed);
+        instance.is_nested.store(false, Ordering::Relaxed);
+        instance.descriptors.store(1, Ordering::Relaxed);
+        instance.bell.store(0, Ordering::Relaxed);
         instance.luck.store(4, Ordering::Relaxed);
+        instance.ep.store(fd, Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
     }
     slots::set_epoll(fd, None);
+}
+
+/// What the kernel tells of an instance's own bell.
+const BELL: u64 = 0x7468_7275_7761_7962;
+
+impl Instance {
+    /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
+    fn ring(&self, ep: c_int) {
+        if self.bell.load(Ordering::Relaxed) == 0 {
+            let bell = self.make_bell(ep).map_or(-1, IntoRawFd::into_raw_fd);
+            if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
+                // SAFETY: just made, and nothing else has it.
+                unsafe { rustix::io::close(bell) };
+            }
+        }
+        let bell = self.bell.load(Ordering::Relaxed);
+        if bell > 0 {
+            let _ = rustix::io::write(slots::borrow(bell), &1u64.to_ne_bytes());
+        }
+    }
+
+    fn make_bell(&self, ep: c_int) -> rustix::io::Result<OwnedFd> {
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        let bell = rustix::event::eventfd(0, flags)?;
+        let high = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
+        let high = high.min(slots::DESCRIPTORS as u64).saturating_sub(256).max(3);
+        let bell = rustix::io::fcntl_dupfd_cloexec(&bell, high as i32).unwrap_or(bell);
+        let data = rustix::event::epoll::EventData::new_u64(BELL);
+        rustix::event::epoll::add(slots::borrow(ep), &bell, data, rustix::event::epoll::EventFlags::IN)?;
+        Ok(bell)
+    }
+
+    fn quiet_bell(&self) {
+        let bell = self.bell.load(Ordering::Relaxed);
+        if bell > 0 {
+            let _ = rustix::io::read(slots::borrow(bell), &mut [0u8; 8]);
+        }
+    }
+}
+
+/// Another descriptor is the same instance.
+pub(crate) fn add_duplicate(fd: c_int, number: u32) {
+    if let Some(instance) = instance(number) {
+        instance.descriptors.fetch_add(1, Ordering::SeqCst);
+        slots::set_epoll(fd, Some(number));
+    }
 }
 
 /// A descriptor that was an epoll instance is closed.
 pub(crate) fn remove(fd: c_int, number: u32) {
     slots::set_epoll(fd, None);
     let Some(instance) = instance(number) else { return };
+    if instance.descriptors.fetch_sub(1, Ordering::SeqCst) > 1 {
+        return;
+    }
+    let bell = instance.bell.swap(0, Ordering::SeqCst);
+    if bell > 0 {
+        // SAFETY: the library's own.
+        unsafe { rustix::io::close(bell) };
+    }
     if let Ok(mut guard) = instance.lock.lock() {
         let state = std::mem::take(instance.state(&mut guard));
         for one in state.registrations.iter().filter(|one| one.fd >= 0) {
-            forget(one.number, number);
+            forget(one);
         }
     }
     instance.connections.store(0, Ordering::Relaxed);
     instance.is_used.store(false, Ordering::Release);
 }
 
-/// Another descriptor is the same instance: which of them is closed last is not followed.
-pub(crate) fn set_foreign(number: u32) {
+/// Another instance has this one registered: connections ring for it always.
+fn set_nested(number: u32, ep: c_int) {
     let Some(instance) = instance(number) else { return };
-    instance.is_foreign.store(true, Ordering::SeqCst);
-    if let Ok(mut guard) = instance.lock.lock() {
-        let state = instance.state(&mut guard);
-        for one in &state.registrations {
-            if one.fd >= 0 {
-                arm_one(slots::slot(one.number));
-            }
-        }
+    instance.is_nested.store(true, Ordering::SeqCst);
+    let Ok(mut guard) = instance.lock.lock() else { return };
+    let state = instance.state(&mut guard);
+    let mut is_quiet = true;
+    for one in state.registrations.iter().filter(|one| one.fd >= 0) {
+        is_quiet &= arm_one(slots::slot(one.number));
+    }
+    drop(guard);
+    if !is_quiet {
+        instance.ring(ep);
     }
 }
 
@@ -157,18 +226,25 @@ pub(crate) fn after_fork() {
     }
 }
 
-fn forget(connection: u32, instance: u32) {
-    let local = slots::local(connection);
-    let _ = local.registrations.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(1));
-    let _ = instance;
+fn forget(one: &Registration) {
+    let local = slots::local(one.number);
+    let _ = local
+        .registrations
+        .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(weight(one.events)));
+}
+
+/// What a registration counts for: a connection with one that counts for one is looked at, any other rings.
+fn weight(events: u32) -> u32 {
+    if events & SPECIAL != 0 { 2 } else { 1 }
 }
 
 /// After `epoll_ctl` has succeeded.
-pub(crate) fn control(number: u32, operation: c_int, fd: c_int, event: Option<epoll_event>) {
+pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event: Option<epoll_event>) {
+    let mut is_new = None;
     let Some(instance) = instance(number) else { return };
     if let Some(inner) = slots::find_epoll(fd) {
         // One within another: the outer one is woken by the kernel alone.
-        return set_foreign(inner);
+        return set_nested(inner, fd);
     }
     let Some(connection) = slots::find(fd) else { return };
     let Ok(mut guard) = instance.lock.lock() else { return };
@@ -197,35 +273,47 @@ pub(crate) fn control(number: u32, operation: c_int, fd: c_int, event: Option<ep
             instance.connections.fetch_add(1, Ordering::Relaxed);
             let local = slots::local(connection);
             local.instance.store(number, Ordering::Relaxed);
-            local.registrations.fetch_add(1, Ordering::SeqCst);
-            let slot = slots::slot(connection);
-            slot.is_watched.store(true, Ordering::Relaxed);
-            if slot.is_accelerated() {
-                // Whatever is there already is to be told.
-                state.heat(at as u32);
-            }
+            local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+            slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
+            is_new = Some(at as u32);
         }
         (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
             state.unindex(at as u32);
             let one = &mut state.registrations[at];
+            let local = slots::local(connection);
+            local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+            local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
             // What is there is told again, as the kernel does.
             (one.events, one.data, one.told) = (event.events, event.u64, u64::MAX);
             state.index(event.u64, at as u32);
-            state.heat(at as u32);
+            is_new = Some(at as u32);
         }
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
             state.unindex(at as u32);
+            forget(&state.registrations[at]);
             state.registrations[at].fd = -1;
             instance.connections.fetch_sub(1, Ordering::Relaxed);
-            forget(connection, number);
         }
         _ => {}
+    }
+    // What is there already is to be told, also to a thread that sleeps now.
+    if let Some(at) = is_new
+        && slots::slot(connection).is_accelerated()
+    {
+        state.heat(at);
+        let one = &state.registrations[at as usize];
+        let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
+        let must_ring = rings && !arm_one(slots::slot(connection)) && one.events & READABLE != 0;
+        drop(guard);
+        if must_ring {
+            instance.ring(ep);
+        }
     }
 }
 
 /// A connection has no descriptor any more: the kernel has forgotten it.
 pub(crate) fn forget_connection(connection: u32) {
-    for (number, place) in ALL.iter().enumerate() {
+    for place in &ALL {
         let at = place.load(Ordering::Acquire);
         // SAFETY: instances are leaked.
         let Some(instance) = (unsafe { at.as_ref() }) else { return };
@@ -237,9 +325,9 @@ pub(crate) fn forget_connection(connection: u32) {
         for at in 0..state.registrations.len() {
             if state.registrations[at].fd >= 0 && state.registrations[at].number == connection {
                 state.unindex(at as u32);
+                forget(&state.registrations[at]);
                 state.registrations[at].fd = -1;
                 instance.connections.fetch_sub(1, Ordering::Relaxed);
-                forget(connection, number as u32);
             }
         }
     }
@@ -323,6 +411,14 @@ impl State {
 }
 
 impl Registration {
+    /// Whether the program has been told of all that the ring has.
+    fn is_told(&self, slot: &Slot) -> bool {
+        match slot.receiving() {
+            Ok(Some(receiving)) => receiving.reader.tail(&receiving.segment).load(Ordering::Acquire) == self.told,
+            _ => true,
+        }
+    }
+
     /// What is to be said of it without waiting for the kernel to say something.
     fn ready(&mut self) -> u32 {
         let slot = slots::slot(self.number);
@@ -345,11 +441,12 @@ impl Registration {
             return 0;
         }
         // While a level tells that something can be sent, that needs no look at the kernel: what the ring has no room for, TCP has.
-        let mut events = if readable { READABLE | WRITABLE } else { 0 };
-        if !is_edge && !data::may_have_blocked(slot) {
+        let mut events = if readable { READABLE } else { 0 };
+        let may_have_blocked = self.events & WRITABLE != 0 && data::may_have_blocked(slot);
+        if !may_have_blocked {
             events |= WRITABLE;
         }
-        if is_kernels {
+        if is_kernels || may_have_blocked {
             let said = Connection::new(self.fd).poll();
             let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.fd);
             events |= if is_spurious { said & !READABLE } else { said };
@@ -359,6 +456,9 @@ impl Registration {
             if events & (READABLE | ENDS) == 0 && !readable {
                 return 0;
             }
+        }
+        if is_edge && self.events & events & READABLE == 0 && events & ENDS == 0 {
+            return 0;
         }
         events & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
     }
@@ -378,8 +478,10 @@ fn arm_one(slot: &Slot) -> bool {
 
 /// Whether some thread will look at a connection registered here before it sleeps.
 pub(crate) fn looks_by_itself(number: u32) -> bool {
-    instance(number)
-        .is_some_and(|one| !one.is_foreign.load(Ordering::Relaxed) && one.sleepers.load(Ordering::SeqCst) == 0)
+    instance(number).is_some_and(|one| {
+        let is_waited_for_elsewhere = one.is_foreign.load(Ordering::Relaxed) || one.is_nested.load(Ordering::Relaxed);
+        !is_waited_for_elsewhere && one.sleepers.load(Ordering::SeqCst) == 0
+    })
 }
 
 /// All of a connection has been read: it is one to look at.
@@ -395,10 +497,12 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     };
     if let Some(at) = at {
         slots::local(connection).place.store(at as u32, Ordering::Relaxed);
-        if state.registrations[at].events & SPECIAL != 0 {
-            arm_one(slots::slot(connection));
-        } else {
-            state.heat(at as u32);
+        state.heat(at as u32);
+        // A thread that has gone to sleep meanwhile has not seen it among those to look at.
+        if !looks_by_itself(number) && !arm_one(slots::slot(connection)) {
+            let fd = instance.ep.load(Ordering::Relaxed);
+            drop(guard);
+            instance.ring(fd);
         }
     }
 }
@@ -425,11 +529,10 @@ pub(crate) fn arm(number: u32) -> bool {
         let at = state.hot[i] as usize;
         let one = &mut state.registrations[at];
         if one.fd >= 0 {
-            let is_empty = arm_one(slots::slot(one.number));
-            let told = one.told;
-            // Not empty, but the program knows: an edge that has been told.
-            is_quiet &= is_empty || one.ready() == 0;
-            one.told = told;
+            let slot = slots::slot(one.number);
+            let is_empty = arm_one(slot);
+            // Not empty, but the program knows: an edge that has been told; or does not want to.
+            is_quiet &= is_empty || one.events & READABLE == 0 || one.events & EDGE != 0 && one.is_told(slot);
         }
     }
     is_quiet
@@ -473,6 +576,10 @@ pub(crate) unsafe fn wait(
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
         let ready = plain();
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
+        if ready > 0 && instance.bell.load(Ordering::Relaxed) > 0 {
+            // SAFETY: the kernel has written as many.
+            return correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) }) as c_int;
+        }
         return ready;
     }
     let limit = limit();
@@ -485,15 +592,25 @@ pub(crate) unsafe fn wait(
         let mut found = 0;
         if let Ok(mut guard) = instance.lock.lock() {
             let state = instance.state(&mut guard);
-            found = state.look(out);
+            state.calls += 1;
+            // The kernel has its turn, also where rings alone would fill the list.
+            let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
+            found = if state.calls >= KERNEL_EVERY && out.len() == 1 { 0 } else { state.look(&mut out[..limit]) };
             has_hot = !state.hot.is_empty();
-            if found > 0 {
-                state.calls += 1;
-                asks_kernel = state.calls >= KERNEL_EVERY && found < out.len();
-                if asks_kernel {
-                    state.calls = 0;
-                }
+            if state.calls >= KERNEL_EVERY {
+                asks_kernel = true;
+                state.calls = 0;
             }
+        }
+        if found == 0 && asks_kernel && has_hot {
+            let ready = real(out.as_mut_ptr(), max, Some(none));
+            if ready > 0 {
+                found = correct(instance, &mut out[..ready as usize]);
+            }
+            if found == 0 && out.len() == 1 {
+                continue;
+            }
+            asks_kernel = false;
         }
         if found > 0 {
             if asks_kernel {
@@ -553,6 +670,10 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         let ends = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR | libc::EPOLLPRI) as u32;
         let at = state.by_data.get(&{ event.u64 }).copied().flatten();
         let mut events_now = event.events;
+        if { event.u64 } == BELL && instance.bell.load(Ordering::Relaxed) > 0 {
+            instance.quiet_bell();
+            continue;
+        }
         if let Some(at) = at
             && slots::slot(state.registrations[at as usize].number).error.load(Ordering::Relaxed) != 0
         {

@@ -340,7 +340,7 @@ unsafe fn hand_over_rights(message: *const msghdr) {
             for i in 0..len {
                 let fd = unsafe { files.add(i).read_unaligned() };
                 if let Some(number) = slots::find(fd) {
-                    process::hand_over(number, fd);
+                    process::hand_over(number, fd, true);
                 }
             }
         }
@@ -566,7 +566,14 @@ fn onto(fd: c_int, to: c_int, real: impl Fn() -> c_int) -> c_int {
     }
     let new = real();
     if new >= 0 && fd != to {
-        process::after_duplicate(fd, new);
+        match slots::find(fd) {
+            // What the C library's streams and other programs use.
+            Some(number) if to <= 2 => {
+                process::hand_over(number, fd, true);
+                process::after_duplicate(fd, new);
+            }
+            _ => process::after_duplicate(fd, new),
+        }
     }
     new
 }
@@ -694,7 +701,12 @@ pub(crate) unsafe extern "C" fn ppoll(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    unsafe { wait::poll(base, count, Limit::of(timeout.as_ref()), mask) }
+    unsafe {
+        if !wait::is_valid(timeout.as_ref()) {
+            return real::ppoll(base, count, timeout, mask);
+        }
+        wait::poll(base, count, Limit::of(timeout.as_ref()), mask)
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -728,6 +740,9 @@ pub(crate) unsafe extern "C" fn select(
     }
     let time = unsafe { timeout.as_ref() }
         .map(|time| timespec { tv_sec: time.tv_sec, tv_nsec: time.tv_usec.saturating_mul(1000) });
+    if !wait::is_valid(time.as_ref()) && unsafe { (*timeout).tv_sec < 0 || (*timeout).tv_usec < 0 } {
+        return unsafe { select_plain(count, readable, writable, exceptional, timeout) };
+    }
     let limit = Limit::of(time.as_ref());
     let result = unsafe { wait::select(count, [readable, writable, exceptional], limit, std::ptr::null()) };
     if let (Some(timeout), Some(left)) = (unsafe { timeout.as_mut() }, limit.left()) {
@@ -797,6 +812,9 @@ pub(crate) unsafe extern "C" fn pselect(
     if unsafe { !wait::is_select_for_us(count, readable) } {
         return unsafe { real_select::pselect(count, readable, writable, exceptional, timeout, mask) };
     }
+    if unsafe { !wait::is_valid(timeout.as_ref()) } {
+        return unsafe { real_select::pselect(count, readable, writable, exceptional, timeout, mask) };
+    }
     let limit = Limit::of(unsafe { timeout.as_ref() });
     unsafe { wait::select(count, [readable, writable, exceptional], limit, mask) }
 }
@@ -824,7 +842,7 @@ pub(crate) unsafe extern "C" fn epoll_ctl(ep: c_int, operation: c_int, fd: c_int
     if result == 0
         && let Some(number) = slots::find_epoll(ep)
     {
-        epoll::control(number, operation, fd, unsafe { event.as_ref() }.copied());
+        epoll::control(number, ep, operation, fd, unsafe { event.as_ref() }.copied());
     }
     result
 }
@@ -856,6 +874,9 @@ pub(crate) unsafe extern "C" fn epoll_pwait2(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
+    if unsafe { !wait::is_valid(timeout.as_ref()) } {
+        return unsafe { real::epoll_pwait2(ep, events, max, timeout, mask) };
+    }
     let limit = || Limit::of(unsafe { timeout.as_ref() });
     let plain = || unsafe { real::epoll_pwait2(ep, events, max, timeout, mask) };
     let real = |events, max, limit: Option<timespec>| unsafe {
@@ -868,11 +889,6 @@ pub(crate) unsafe extern "C" fn epoll_pwait2(
 // Processes.
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn fork() -> pid_t {
-    process::fork(|| unsafe { real::fork() })
-}
-
-#[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn _Fork() -> pid_t {
     process::fork(|| unsafe { real::_Fork() })
 }
@@ -883,20 +899,17 @@ pub(crate) unsafe extern "C" fn execve(
     args: *const *const c_char,
     env: *const *const c_char,
 ) -> c_int {
-    process::before_another_program();
-    unsafe { real::execve(path, args, env) }
+    process::exec(|| unsafe { real::execve(path, args, env) })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn execv(path: *const c_char, args: *const *const c_char) -> c_int {
-    process::before_another_program();
-    unsafe { real::execv(path, args) }
+    process::exec(|| unsafe { real::execv(path, args) })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn execvp(path: *const c_char, args: *const *const c_char) -> c_int {
-    process::before_another_program();
-    unsafe { real::execvp(path, args) }
+    process::exec(|| unsafe { real::execvp(path, args) })
 }
 
 #[unsafe(no_mangle)]
@@ -905,14 +918,12 @@ pub(crate) unsafe extern "C" fn execvpe(
     args: *const *const c_char,
     env: *const *const c_char,
 ) -> c_int {
-    process::before_another_program();
-    unsafe { real::execvpe(path, args, env) }
+    process::exec(|| unsafe { real::execvpe(path, args, env) })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fexecve(fd: c_int, args: *const *const c_char, env: *const *const c_char) -> c_int {
-    process::before_another_program();
-    unsafe { real::fexecve(fd, args, env) }
+    process::exec(|| unsafe { real::fexecve(fd, args, env) })
 }
 
 #[unsafe(no_mangle)]
@@ -941,6 +952,15 @@ pub(crate) unsafe extern "C" fn posix_spawnp(
     unsafe { real::posix_spawnp(pid, path, actions, attr, args, env) }
 }
 
+/// A child that the C library starts will have a descriptor by another number.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_spawn_file_actions_adddup2(actions: *mut c_void, fd: c_int, to: c_int) -> c_int {
+    if let Some(number) = slots::find(fd) {
+        process::hand_over(number, fd, true);
+    }
+    unsafe { real::posix_spawn_file_actions_adddup2(actions, fd, to) }
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn system(command: *const c_char) -> c_int {
     process::before_another_program();
@@ -957,7 +977,7 @@ pub(crate) unsafe extern "C" fn popen(command: *const c_char, mode: *const c_cha
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
     if let Some(number) = slots::find(fd) {
-        process::hand_over(number, fd);
+        process::hand_over(number, fd, true);
         // It is closed by a call that is not seen, either.
         process::forget(fd);
     }

@@ -34,6 +34,7 @@ extern "C" fn begin() {
     };
     report::start(settings.stats.as_ref(), settings.explain.clone());
     if slots::start() && SETTINGS.set(settings).is_ok() {
+        process::watch_forks();
         report::count(&report::counters().processes, 1);
     }
 }

@@ -1,13 +1,36 @@
 //! What becomes of connections when a process forks, starts another program, or ends.
 
+use crate::lock::Guard;
 use crate::report::{Reason, stays};
-use crate::slots::{self, Slot};
+use crate::slots::{self, Last, Slot};
 use crate::{data, epoll, lock, switch};
 use libc::{c_int, pid_t};
+use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering;
 
-/// `fork`, by one of its names.
-pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
+/// This process will not use its descriptors of a connection any more.
+fn give_back(number: u32) {
+    let count = slots::local(number).references.swap(0, Ordering::SeqCst);
+    if count > 0 && slots::slot(number).references.fetch_sub(count, Ordering::SeqCst) == count {
+        slots::release(number);
+    }
+}
+
+/// What is held while the process forks.
+static HELD: Held = Held(UnsafeCell::new(None));
+
+struct Held(UnsafeCell<Option<Vec<Guard<'static>>>>);
+
+// SAFETY: between `before_fork` and what follows it, of which the C library lets one thread at a time through.
+unsafe impl Sync for Held {}
+
+/// Has the C library call what follows whenever it forks, also by `daemon` and `forkpty`.
+pub(crate) fn watch_forks() {
+    // SAFETY: functions that stay.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
+}
+
+extern "C" fn before_fork() {
     // The child has all descriptors, too.
     slots::each(|number, _| {
         let references = slots::local(number).references.load(Ordering::SeqCst);
@@ -16,25 +39,66 @@ pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
         arm(slots::slot(number));
     });
     let locks = epoll::lock_all();
+    // SAFETY: see `Held`.
+    unsafe { *HELD.0.get() = Some(locks) };
+}
+
+/// Also if it has failed: then connections count as shared, which costs them their speed at most.
+extern "C" fn after_fork_in_parent() {
+    // SAFETY: see `Held`.
+    drop(unsafe { (*HELD.0.get()).take() });
+}
+
+extern "C" fn after_fork_in_child() {
+    lock::forget_thread();
+    slots::set_process();
+    epoll::after_fork();
+    switch::after_fork();
+    // SAFETY: see `Held`.
+    std::mem::forget(unsafe { (*HELD.0.get()).take() });
+}
+
+/// `_Fork`, which calls none of those.
+pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
+    before_fork();
     let child = real();
     if child == 0 {
-        lock::forget_thread();
-        slots::set_process();
-        epoll::after_fork();
-        switch::after_fork();
-        std::mem::forget(locks);
-        return 0;
-    }
-    drop(locks);
-    if child < 0 {
-        let error = data::errno();
-        slots::each(|number, _| {
-            let references = slots::local(number).references.load(Ordering::SeqCst);
-            slots::slot(number).references.fetch_sub(references, Ordering::SeqCst);
-        });
-        data::fail(error);
+        after_fork_in_child()
+    } else {
+        after_fork_in_parent()
     }
     child
+}
+
+/// Starts another program in this process, which returns only if that fails.
+pub(crate) fn exec(real: impl Fn() -> c_int) -> c_int {
+    before_another_program();
+    if slots::is_in_borrowed_memory() {
+        return real();
+    }
+    // What closes by itself then is not held any more.
+    let closing = |fd: c_int| {
+        rustix::io::fcntl_getfd(slots::borrow(fd)).is_ok_and(|flags| flags.contains(rustix::io::FdFlags::CLOEXEC))
+    };
+    let change = |by: fn(&Slot)| {
+        slots::each_descriptor(0, u32::MAX, |fd| {
+            if let Some(number) = slots::find(fd)
+                && closing(fd)
+            {
+                by(slots::slot(number));
+            }
+        });
+    };
+    change(|slot| {
+        slot.references.fetch_sub(1, Ordering::SeqCst);
+    });
+    let result = real();
+    let error = data::errno();
+    change(|slot| {
+        slot.references.fetch_add(1, Ordering::SeqCst);
+    });
+    data::fail(error);
+    result
 }
 
 fn arm(slot: &Slot) {
@@ -51,13 +115,17 @@ pub(crate) fn before_another_program() {
             && rustix::io::fcntl_getfd(slots::borrow(fd))
                 .is_ok_and(|flags| !flags.contains(rustix::io::FdFlags::CLOEXEC))
         {
-            hand_over(number, fd);
+            // What is only inherited is hardly ever read.
+            hand_over(number, fd, fd <= 2);
         }
     });
+    // This process may have the other end, too.
+    slots::each(|number, fd| data::honour_closed_ring(slots::slot(number), fd));
 }
 
 /// Something that knows nothing of rings will have a descriptor of this connection.
-pub(crate) fn hand_over(number: u32, fd: c_int) {
+/// `is_read`: and will read it.
+pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     let slot = slots::slot(number);
     slot.is_foreign.store(true, Ordering::SeqCst);
     if !slot.is_accelerated() {
@@ -65,7 +133,7 @@ pub(crate) fn hand_over(number: u32, fd: c_int) {
     }
     stays(slot, fd, Reason::Shared, &", from here on");
     let left = data::demote(slot, fd);
-    if left > 0 {
+    if left > 0 && is_read {
         // It would miss bytes without a sign. So that it does not, it has none.
         crate::report::tell(fd, &format_args!("reset: a program that was started would have missed {left} bytes"));
         crate::tcp::Connection::new(fd).reset_at_close();
@@ -88,8 +156,7 @@ pub(crate) fn at_exit() {
             data::settle(slot, fd, receiving);
         }
         // Its relatives go on without it.
-        let local = slots::local(number);
-        slot.references.fetch_sub(local.references.swap(0, Ordering::SeqCst), Ordering::SeqCst);
+        give_back(number);
     });
 }
 
@@ -104,21 +171,21 @@ pub(crate) fn before_close(fd: c_int) {
     if slots::find(fd).is_none() || slots::is_in_borrowed_memory() {
         return;
     }
-    if let Some((number, was_last)) = slots::remove(fd)
-        && was_last
+    if let Some((number, last)) = slots::remove(fd)
+        && last != Last::No
     {
         epoll::forget_connection(number);
-        switch::tear_down(number, fd);
+        switch::tear_down(number, fd, last);
     }
 }
 
 /// A descriptor is not one that is known any more: calls that are not seen have closed it, or will.
 pub(crate) fn forget(fd: c_int) {
-    if let Some((number, was_last)) = slots::remove(fd)
-        && was_last
+    if let Some((number, last)) = slots::remove(fd)
+        && last != Last::No
     {
         epoll::forget_connection(number);
-        switch::tear_down(number, -1);
+        switch::tear_down(number, -1, last);
     }
 }
 
@@ -127,14 +194,14 @@ pub(crate) fn after_duplicate(from: c_int, to: c_int) {
     if let Some(number) = slots::find(from) {
         if slots::is_in_borrowed_memory() {
             // A child of vfork, which starts another program with it.
-            hand_over(number, from);
+            hand_over(number, from, true);
         } else {
             slots::add_duplicate(to, number);
         }
     } else if let Some(number) = slots::find_epoll(from)
         && !slots::is_in_borrowed_memory()
     {
-        epoll::set_foreign(number);
+        epoll::add_duplicate(to, number);
     }
 }
 

@@ -83,7 +83,6 @@ real! {
     epoll_ctl(ep: c_int, op: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;
     epoll_pwait(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: c_int, mask: *const libc::sigset_t) -> c_int;
     epoll_pwait2(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
-    fork() -> libc::pid_t;
     _Fork() -> libc::pid_t;
     execve(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
     execv(path: *const c_char, args: *const *const c_char) -> c_int;
@@ -92,6 +91,7 @@ real! {
     fexecve(fd: c_int, args: *const *const c_char, env: *const *const c_char) -> c_int;
     posix_spawn(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attr: *const c_void, args: *const *mut c_char, env: *const *mut c_char) -> c_int;
     posix_spawnp(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attr: *const c_void, args: *const *mut c_char, env: *const *mut c_char) -> c_int;
+    posix_spawn_file_actions_adddup2(actions: *mut c_void, fd: c_int, to: c_int) -> c_int;
     system(command: *const c_char) -> c_int;
     popen(command: *const c_char, mode: *const c_char) -> *mut c_void;
     fdopen(fd: c_int, mode: *const c_char) -> *mut c_void;

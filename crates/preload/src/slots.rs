@@ -74,6 +74,8 @@ pub(crate) struct Slot {
     pub(crate) is_foreign: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
     pub(crate) shut: AtomicU8,
+    /// The program knows that the peer was killed with bytes unread.
+    pub(crate) has_told_reset: AtomicBool,
     /// What the program has set; what is set is another thing while accelerated.
     pub(crate) no_delay: AtomicBool,
     pub(crate) cork: AtomicBool,
@@ -213,7 +215,7 @@ pub(crate) fn add(fd: i32) {
     for counter in [&slot.plain_receives, &slot.plain_sends, &slot.sleepers, &slot.calls, &slot.looked_at] {
         counter.store(0, Ordering::Relaxed);
     }
-    for flag in [&slot.receives, &slot.is_watched, &slot.is_foreign, &slot.no_delay, &slot.cork] {
+    for flag in [&slot.has_told_reset, &slot.receives, &slot.is_watched, &slot.is_foreign, &slot.no_delay, &slot.cork] {
         flag.store(false, Ordering::Relaxed);
     }
     for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
@@ -248,8 +250,19 @@ pub(crate) fn add_duplicate(fd: i32, number: u32) {
     entry.store(number + 1, Ordering::Release);
 }
 
-/// A descriptor is closed, or about to be. True if it was this process's last one of the connection.
-pub(crate) fn remove(fd: i32) -> Option<(u32, bool)> {
+/// Whose last descriptor of a connection has gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Last {
+    /// There are others in this process.
+    No,
+    /// This process's.
+    Here,
+    /// That of all processes: told to one of those who close it at the same time.
+    Everywhere,
+}
+
+/// A descriptor is closed, or about to be: the connection that it was.
+pub(crate) fn remove(fd: i32) -> Option<(u32, Last)> {
     let entry = entry(fd)?;
     let value = entry.load(Ordering::Acquire);
     if value == 0
@@ -259,9 +272,21 @@ pub(crate) fn remove(fd: i32) -> Option<(u32, bool)> {
         return None;
     }
     let number = value - 1;
-    slot(number).references.fetch_sub(1, Ordering::SeqCst);
-    let was_last = local(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
-    Some((number, was_last))
+    let was_last_here = local(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
+    let was_last = slot(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
+    if !was_last_here && local(number).fd.load(Ordering::Relaxed) == fd {
+        // Another one stands for the connection.
+        let is_it = |other: &u32| find(*other as i32) == Some(number);
+        if let Some(other) = (0..=HIGHEST.load(Ordering::Relaxed)).find(is_it) {
+            local(number).fd.store(other as i32, Ordering::Relaxed);
+        }
+    }
+    let last = match (was_last_here, was_last) {
+        (_, true) => Last::Everywhere,
+        (true, false) => Last::Here,
+        (false, false) => Last::No,
+    };
+    Some((number, last))
 }
 
 fn claim() -> Option<u32> {

@@ -7,7 +7,7 @@
 
 use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
-use crate::slots::{self, Slot, Upgrade, phase};
+use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
 use crate::{SETTINGS, report};
 use rustix::fd::{AsFd, OwnedFd};
@@ -266,9 +266,10 @@ struct Boards {
 // SAFETY: the cell is used under the lock.
 unsafe impl Sync for Boards {}
 
+static BOARDS: Boards = Boards { lock: crate::lock::Lock::new(), known: UnsafeCell::new([None; 4]) };
+
 /// This process's board, of the user that it is now.
 fn board() -> Option<Board> {
-    static BOARDS: Boards = Boards { lock: crate::lock::Lock::new(), known: UnsafeCell::new([None; 4]) };
     let uid = rustix::process::geteuid().as_raw();
     let _guard = BOARDS.lock.lock().ok()?;
     // SAFETY: under the lock.
@@ -330,6 +331,7 @@ pub(crate) fn hidden() -> i32 {
 /// In a child that has just been forked: its parent's Unix socket is not its own.
 pub(crate) fn after_fork() {
     STARTING.release_in_child();
+    BOARDS.lock.release_in_child();
     let fd = SERVICE.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
         // SAFETY: the library's own descriptor, which nothing uses any more.
@@ -466,9 +468,9 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
 
 /// Everything of a connection whose last descriptor of this process is about to be closed, or a negative number if it is not to be
 /// touched.
-pub(crate) fn tear_down(number: u32, fd: i32) {
+pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
     let slot = slots::slot(number);
-    let is_last = slot.references.load(Ordering::SeqCst) == 0;
+    let is_last = last == Last::Everywhere;
     if let Ok(guard) = slot.upgrading.lock() {
         if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
             withdraw(slot.upgrade(&guard));

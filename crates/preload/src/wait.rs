@@ -164,6 +164,11 @@ pub(crate) struct Limit {
     end: Option<Instant>,
 }
 
+/// Whether the kernel would take it.
+pub(crate) fn is_valid(timeout: Option<&timespec>) -> bool {
+    timeout.is_none_or(|limit| limit.tv_sec >= 0 && (0..1_000_000_000).contains(&limit.tv_nsec))
+}
+
 impl Limit {
     pub(crate) fn of_milliseconds(timeout: c_int) -> Limit {
         let end = u64::try_from(timeout).ok().and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
@@ -316,7 +321,12 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     }
     reader.discard_doorbells(segment, &connection);
     data::keep_error(slot, reader);
+    // What waits goes on waiting, for the next one.
+    let is_empty = reader.arm(segment).unwrap_or(false);
     drop(receiving);
+    if !is_empty {
+        return false;
+    }
     data::honour_closed_ring(slot, fd);
     // The end of the stream is readable, too, and has no byte.
     connection.ends() == 0

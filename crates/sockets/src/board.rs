@@ -126,10 +126,8 @@ impl Board {
         if !is_file || stat.st_uid != uid || stat.st_mode & 0o077 != 0 {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
-        if stat.st_size < len as i64 {
-            // Those who open it at the same time make it as long.
-            rustix::fs::ftruncate(&file, len as u64)?;
-        }
+        // All of it, so that no page is missing when it is used. Those who open it at the same time make it as long.
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len as u64)?;
         let rights = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, of whose addresses nothing knows yet.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, rights, MapFlags::SHARED, &file, 0) }?;

@@ -601,6 +601,48 @@ impl Reader {
         Ok(sum)
     }
 
+    /// When the kernel says that there is something, and [`Reader::find`] that there is nothing: reads it. That is what has been written
+    /// to the connection by something that knows nothing of rings, or what lies behind urgent data.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn read_unexpected(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        to: &mut Pieces<'_>,
+    ) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        if self.find(segment, tcp)? != Found::Nothing || to.left() == 0 {
+            return Ok(0);
+        }
+        let run = self.run;
+        let max = if self.has_run(segment) {
+            to.left()
+        } else {
+            // All but the doorbells that have been rung.
+            let bells = control.ringing.load(Ordering::SeqCst).wrapping_sub(self.discarded);
+            let bells = usize::try_from(bells).unwrap_or(usize::MAX);
+            self.available(tcp).saturating_sub(bells).min(to.left())
+        };
+        if max == 0 {
+            return Ok(0);
+        }
+        let result = tcp.read(to, max);
+        let Some(len) = self.or_keep(result) else { return Ok(0) };
+        self.position += len as u64;
+        // The run has ended meanwhile: what lies behind it are doorbells.
+        let end = control.runs[run as usize % RUNS].end.load(Ordering::Acquire);
+        let bells = if self.has_run(segment) { self.position.saturating_sub(end) } else { 0 };
+        self.discarded += bells;
+        let len = len - (bells as usize).min(len);
+        to.advance(len);
+        Ok(len)
+    }
+
     /// As [`Reader::read`], but leaves everything there.
     ///
     /// # Errors
@@ -617,7 +659,10 @@ impl Reader {
         let available = self.or_keep(available).unwrap_or(0) as u64;
         // Goes ahead, and nothing else sees it.
         let mut ahead = self.clone();
-        while to.left() > 0 {
+        for _ in 0..4 * RUNS {
+            if to.left() == 0 {
+                break;
+            }
             let ring = ahead.len_before(ahead.run, segment)?.min(to.left());
             if ring > 0 {
                 // SAFETY: the caller's promise; `len_before` has checked that the ring has as many.
@@ -693,7 +738,9 @@ impl Reader {
         {
             return;
         }
-        let bells = self.available(tcp);
+        let rung =
+            usize::try_from(control.ringing.load(Ordering::SeqCst).wrapping_sub(self.discarded)).unwrap_or(usize::MAX);
+        let bells = self.available(tcp).min(rung);
         // All that was there before another run has begun.
         if bells > 0 && self.run == control.opened.load(Ordering::Acquire) {
             self.discard(tcp, bells);
