@@ -570,19 +570,23 @@ pub(crate) unsafe fn wait(
     let number = slots::find_epoll(ep);
     let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
     let Some((number, instance)) = found else { return plain() };
+    let limit = limit();
     let is_plain = instance.connections.load(Ordering::Relaxed) == 0 || instance.is_foreign.load(Ordering::Relaxed);
     if is_plain || max <= 0 || events.is_null() || !switch::has_accelerated() {
         // Connections may be accelerated while this thread sleeps.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
         let ready = plain();
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
-        if ready > 0 && instance.bell.load(Ordering::Relaxed) > 0 {
-            // SAFETY: the kernel has written as many.
-            return correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) }) as c_int;
+        if ready <= 0 || instance.bell.load(Ordering::Relaxed) <= 0 {
+            return ready;
         }
-        return ready;
+        // SAFETY: the kernel has written as many.
+        let kept = correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
+        if kept > 0 {
+            return kept as c_int;
+        }
+        // Its own bell alone: there is something to look at.
     }
-    let limit = limit();
     // SAFETY: the caller's promise.
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };

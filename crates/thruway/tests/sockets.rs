@@ -313,3 +313,17 @@ fn pythons_own_tests_have_the_results_that_they_have_without() {
     let accelerated = python_tests(RUN, &lab.path("accelerated.xml"));
     assert_eq!(plain, accelerated);
 }
+
+#[test]
+fn programs_in_c_wait_and_start_others_as_on_tcp() {
+    let lab = support::Lab::new();
+    let waiting = lab.path("waiting");
+    let mut cc = Command::new("cc");
+    cc.args(["-O1", "-Wall", "-Wno-unused-result", "-o"]).arg(&waiting).arg(script("waiting.c")).arg("-lpthread");
+    assert!(cc.status().unwrap().success());
+    let path = waiting.to_str().unwrap();
+    let plain = finish(program(None, &[path]));
+    let accelerated = finish(program(RUN, &[path]));
+    assert!(plain.status.success() && accelerated.status.success(), "{}", String::from_utf8_lossy(&accelerated.stdout));
+    assert_eq!(String::from_utf8_lossy(&plain.stdout), String::from_utf8_lossy(&accelerated.stdout));
+}
