@@ -632,6 +632,11 @@ pub(crate) unsafe fn wait(
                 continue;
             }
         }
+        if limit.is_over() {
+            // Only a look.
+            let ready = real(out.as_mut_ptr(), max, Some(none));
+            return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
+        }
         let may_sleep = arm(number);
         count(&counters().sleeps, 1);
         let ready = real(out.as_mut_ptr(), max, if may_sleep { limit.left() } else { Some(none) });

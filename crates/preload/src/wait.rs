@@ -26,6 +26,10 @@ fn may_spin() -> bool {
 /// How often looking again and again has paid: from 0, hardly ever, to this.
 const LUCK_MAX: i32 = 8;
 
+/// Waits after which a thread that sleeps looks again and again once more, and its luck then.
+const RETRY_AFTER: i32 = 32;
+const PROBE: i32 = 2;
+
 /// Looks again and again for some microseconds, if that has paid lately. True if `is_ready` then.
 pub(crate) fn spin(slot: &Slot, is_ready: impl Fn() -> bool) -> bool {
     spin_with(&slot.luck, data::spin_time(), is_ready)
@@ -38,19 +42,23 @@ pub(crate) fn spin_with(luck: &std::sync::atomic::AtomicI32, time: Duration, is_
     let lucky = luck.load(Ordering::Relaxed);
     if lucky <= 0 {
         // Tried again now and then.
-        luck.store(if lucky <= -32 { 1 } else { lucky - 1 }, Ordering::Relaxed);
+        luck.store(if lucky <= -RETRY_AFTER { PROBE } else { lucky - 1 }, Ordering::Relaxed);
         return false;
     }
+    // A peer that sleeps itself has to be woken first. Once both look, neither sleeps.
+    let time = if lucky <= PROBE { 4 * time } else { time };
     let begin = Instant::now();
     loop {
         for _ in 0..16 {
             if is_ready() {
                 count(&counters().spins_won, 1);
-                luck.store((lucky + 1).min(LUCK_MAX), Ordering::Relaxed);
+                luck.store((lucky + 2).min(LUCK_MAX), Ordering::Relaxed);
                 return true;
             }
             std::hint::spin_loop();
         }
+        // The peer may be waiting for this very processor.
+        std::thread::yield_now();
         if begin.elapsed() >= time {
             count(&counters().spins_lost, 1);
             luck.store(lucky - 2, Ordering::Relaxed);
