@@ -1,5 +1,7 @@
 //! Page-aligned memory for blocks: mapped, of huge pages where it is large, and shared with devices and peers.
 
+pub mod sealed;
+
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::io;
 use std::ptr::NonNull;

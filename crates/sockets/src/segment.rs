@@ -5,11 +5,11 @@
 //! [`Reader`](crate::Reader)) and publishes copies; what it reads of the other's is read once, checked, and can do no more than garble
 //! the peer's own connection.
 
-use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use thruway_memory::sealed;
 
 /// Least and most bytes of a ring.
 pub const RING_MIN: usize = 4 << 10;
@@ -93,9 +93,6 @@ pub enum End {
     Taker,
 }
 
-/// What a segment's file must have been sealed against: a peer that shrinks it would end this process.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
 /// A mapped segment. A copy of addresses: see [`Segment::unmap`].
 #[derive(Debug, Clone, Copy)]
 pub struct Segment {
@@ -125,9 +122,7 @@ impl Segment {
     /// Those of `memfd_create(2)`, `ftruncate(2)`, `fcntl(2)` and `mmap(2)`.
     pub fn create(size: usize) -> io::Result<(Segment, OwnedFd)> {
         assert!(size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size), "a ring of {size} bytes");
-        let fd = rustix::fs::memfd_create("thruway socket", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, Segment::file_len(size) as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        let fd = sealed::create("thruway socket", Segment::file_len(size) as u64)?;
         let segment = Segment::map(&fd, size)?;
         for direction in 0..2 {
             let control = segment.control(direction);
@@ -144,19 +139,10 @@ impl Segment {
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if it is no sealed memory file of ordinary pages and of a legal size; those of `mmap(2)`.
     pub fn adopt(fd: impl AsFd) -> io::Result<Segment> {
-        // Fails for all but memory files.
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| invalid("the peer's memory is no memory file"))?;
-        if !seals.contains(SEALS) {
-            return Err(invalid("the peer's memory is not sealed"));
-        }
-        // Huge pages, of which there may be too few, are of another file system.
-        if rustix::fs::fstatfs(&fd)?.f_type != libc::TMPFS_MAGIC {
-            return Err(invalid("the peer's memory is of huge pages"));
-        }
-        let len = rustix::fs::fstat(&fd)?.st_size;
+        let len = sealed::check(&fd)?;
         let size = usize::try_from(len).ok().and_then(|len| len.checked_sub(CONTROL)).map_or(0, |len| len / 2);
         let is_legal = size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size);
-        if !is_legal || Segment::file_len(size) as i64 != len {
+        if !is_legal || Segment::file_len(size) as u64 != len {
             return Err(invalid("the peer's memory has no legal size"));
         }
         Segment::map(fd, size)

@@ -4,12 +4,11 @@
 //! other end's position is read once per look, and is good only if it lies within the ring; and bytes are copied out before anything
 //! is made of them. A peer that breaks the rules garbles its own connection and reaches nothing else.
 
-use rustix::fs::{MemfdFlags, SealFlags};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use thruway_memory::{Buffer, shared};
+use thruway_memory::{Buffer, sealed, shared};
 
 /// Least and most bytes of a ring.
 pub(crate) const RING_MIN: usize = 4 << 10;
@@ -58,9 +57,6 @@ fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// What a file for two rings of this size must have been sealed against: a peer that shrinks it would end this process.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
 impl Memory {
     fn file_len(size: usize) -> usize {
         CONTROL + 2 * size
@@ -68,27 +64,16 @@ impl Memory {
 
     /// Makes memory for two rings of `size` bytes, a power of two, and a descriptor to hand to the peer.
     pub(crate) fn create(size: usize) -> io::Result<(Arc<Memory>, OwnedFd)> {
-        let fd = rustix::fs::memfd_create("thruway shm", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, Memory::file_len(size) as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS)?;
+        let fd = sealed::create("thruway shm", Memory::file_len(size) as u64)?;
         Ok((Memory::map(&fd, size)?, fd))
     }
 
     /// Maps what a peer has made; refuses what could end this process when it is used.
     pub(crate) fn adopt(fd: OwnedFd) -> io::Result<Arc<Memory>> {
-        // Fails for all but memory files.
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| invalid("the peer's memory is no memory file"))?;
-        if !seals.contains(SEALS) {
-            return Err(invalid("the peer's memory is not sealed"));
-        }
-        // Huge pages, of which there may be too few, are of another file system.
-        if rustix::fs::fstatfs(&fd)?.f_type != libc::TMPFS_MAGIC {
-            return Err(invalid("the peer's memory is of huge pages"));
-        }
-        let len = rustix::fs::fstat(&fd)?.st_size;
+        let len = sealed::check(&fd)?;
         let size = usize::try_from(len).ok().and_then(|len| len.checked_sub(CONTROL)).map_or(0, |len| len / 2);
         let is_legal = size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size);
-        if !is_legal || Memory::file_len(size) as i64 != len {
+        if !is_legal || Memory::file_len(size) as u64 != len {
             return Err(invalid("the peer's memory has no legal size"));
         }
         Memory::map(&fd, size)
@@ -433,26 +418,14 @@ mod tests {
     #[test]
     fn memory_that_could_end_this_process_is_not_mapped() {
         let refused = |fd: OwnedFd| Memory::adopt(fd).err().expect("it is refused").to_string();
-        let memfd = |seals: SealFlags, len: usize| {
-            let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-            rustix::fs::ftruncate(&fd, len as u64).unwrap();
-            rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
-            fd
-        };
         let whole = Memory::file_len(RING_MIN);
-        assert!(Memory::adopt(memfd(SEALS, whole)).is_ok());
-        for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL] {
-            assert!(refused(memfd(SEALS - missing, whole)).contains("not sealed"), "{missing:?}");
-        }
+        assert!(Memory::adopt(sealed::create("test", whole as u64).unwrap()).is_ok());
         for len in [0, 1, CONTROL, whole - 1, whole + 1, CONTROL + 2 * 3000, Memory::file_len(2 * RING_MAX)] {
-            assert!(refused(memfd(SEALS, len)).contains("no legal size"), "{len}");
+            assert!(refused(sealed::create("test", len as u64).unwrap()).contains("no legal size"), "{len}");
         }
-        assert!(Memory::adopt(memfd(SEALS | SealFlags::WRITE, whole)).is_err(), "it cannot be mapped writable");
         let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         file.set_len(whole as u64).unwrap();
         assert!(refused(file.into()).contains("no memory file"));
-        let (pipe, _) = rustix::pipe::pipe().unwrap();
-        assert!(Memory::adopt(pipe).is_err());
     }
 
     #[test]
