@@ -50,6 +50,8 @@ struct State {
     /// By the program's data, which is all that the kernel tells; `None` where several have the same.
     by_data: HashMap<u64, Option<u32>>,
     hot: Vec<u32>,
+    /// Places of registrations that are no more.
+    free: Vec<u32>,
     calls: u32,
     next: usize,
 }
@@ -249,7 +251,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     let Some(connection) = slots::find(fd) else { return };
     let Ok(mut guard) = instance.lock.lock() else { return };
     let state = instance.state(&mut guard);
-    let at = state.registrations.iter().position(|one| one.fd == fd && one.number == connection);
+    let at = state.find(connection, Some(fd));
     match (operation, at, event) {
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
             let one = Registration {
@@ -261,11 +263,13 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 idle: 0,
                 told: u64::MAX,
             };
-            let free = state.registrations.iter().position(|one| one.fd < 0);
-            let at = free.unwrap_or_else(|| {
-                state.registrations.push(Registration { number: 0, fd: -1, ..one });
-                state.registrations.len() - 1
-            });
+            let at = state.free.pop().map_or_else(
+                || {
+                    state.registrations.push(Registration { number: 0, fd: -1, ..one });
+                    state.registrations.len() - 1
+                },
+                |at| at as usize,
+            );
             // A place that was hot when it became free is still in the list.
             let is_hot = state.registrations[at].is_hot;
             state.registrations[at] = Registration { is_hot, ..one };
@@ -273,6 +277,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             instance.connections.fetch_add(1, Ordering::Relaxed);
             let local = slots::local(connection);
             local.instance.store(number, Ordering::Relaxed);
+            local.place.store(at as u32, Ordering::Relaxed);
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
             slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
             is_new = Some(at as u32);
@@ -289,9 +294,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             is_new = Some(at as u32);
         }
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
-            state.unindex(at as u32);
-            forget(&state.registrations[at]);
-            state.registrations[at].fd = -1;
+            state.end(at);
             instance.connections.fetch_sub(1, Ordering::Relaxed);
         }
         _ => {}
@@ -313,27 +316,61 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
 
 /// A connection has no descriptor any more: the kernel has forgotten it.
 pub(crate) fn forget_connection(connection: u32) {
+    let local = slots::local(connection);
+    let is_registered = || local.registrations.load(Ordering::SeqCst) > 0;
+    if is_registered()
+        && let Some(instance) = instance(local.instance.load(Ordering::Relaxed))
+    {
+        instance.forget_connection(connection);
+    }
     for place in &ALL {
         let at = place.load(Ordering::Acquire);
         // SAFETY: instances are leaked.
-        let Some(instance) = (unsafe { at.as_ref() }) else { return };
-        if instance.connections.load(Ordering::Relaxed) == 0 {
-            continue;
+        match unsafe { at.as_ref() } {
+            Some(instance) if is_registered() => instance.forget_connection(connection),
+            _ => return,
         }
-        let Ok(mut guard) = instance.lock.lock() else { continue };
-        let state = instance.state(&mut guard);
-        for at in 0..state.registrations.len() {
-            if state.registrations[at].fd >= 0 && state.registrations[at].number == connection {
-                state.unindex(at as u32);
-                forget(&state.registrations[at]);
-                state.registrations[at].fd = -1;
-                instance.connections.fetch_sub(1, Ordering::Relaxed);
-            }
+    }
+}
+
+impl Instance {
+    fn forget_connection(&self, connection: u32) {
+        if self.connections.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let Ok(mut guard) = self.lock.lock() else { return };
+        let state = self.state(&mut guard);
+        while let Some(at) = state.find(connection, None) {
+            state.end(at);
+            self.connections.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
 impl State {
+    /// The place of a connection's registration, by this descriptor or any.
+    fn find(&self, connection: u32, fd: Option<c_int>) -> Option<usize> {
+        let local = slots::local(connection);
+        if local.registrations.load(Ordering::SeqCst) == 0 {
+            return None;
+        }
+        let is_it = |one: &Registration| one.fd >= 0 && one.number == connection && fd.is_none_or(|fd| one.fd == fd);
+        let hint = local.place.load(Ordering::Relaxed) as usize;
+        if self.registrations.get(hint).is_some_and(is_it) {
+            return Some(hint);
+        }
+        let at = self.registrations.iter().position(is_it)?;
+        local.place.store(at as u32, Ordering::Relaxed);
+        Some(at)
+    }
+
+    fn end(&mut self, at: usize) {
+        self.unindex(at as u32);
+        forget(&self.registrations[at]);
+        self.registrations[at].fd = -1;
+        self.free.push(at as u32);
+    }
+
     fn index(&mut self, data: u64, at: u32) {
         self.by_data.entry(data).and_modify(|place| *place = None).or_insert(Some(at));
     }
@@ -489,14 +526,8 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     let Some(instance) = instance(number) else { return };
     let Ok(mut guard) = instance.lock.lock() else { return };
     let state = instance.state(&mut guard);
-    let hint = slots::local(connection).place.load(Ordering::Relaxed) as usize;
-    let is_it = |one: &Registration| one.fd >= 0 && one.number == connection;
-    let at = match state.registrations.get(hint) {
-        Some(one) if is_it(one) => Some(hint),
-        _ => state.registrations.iter().position(is_it),
-    };
+    let at = state.find(connection, None);
     if let Some(at) = at {
-        slots::local(connection).place.store(at as u32, Ordering::Relaxed);
         state.heat(at as u32);
         // A thread that has gone to sleep meanwhile has not seen it among those to look at.
         if !looks_by_itself(number) && !arm_one(slots::slot(connection)) {
