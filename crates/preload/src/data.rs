@@ -327,10 +327,9 @@ pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
     let slot = slots::slot(number);
     let mut receiving = slot.receiving().ok()??;
     let Receiving { segment, reader, .. } = &mut receiving;
-    match reader.find(segment, &Connection::new(fd)) {
-        Ok(Found::Ring(len) | Found::Tcp(len)) => Some(len),
-        _ => Some(0),
-    }
+    let unread = reader.unread(segment, &Connection::new(fd)).unwrap_or(0);
+    keep_error(slot, reader);
+    Some(unread)
 }
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
@@ -591,13 +590,14 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     left
 }
 
-/// Reads a file straight into the ring, for `sendfile`. `None` if the kernel must do it.
+/// Reads a file straight into the ring, for `sendfile`: as far as there is room, or to the file's end. The bytes, and whether the file
+/// has no more or cannot be read; else the rest must go by TCP, so that it is TCP which has no room.
 pub(crate) fn send_from_file(
     number: u32,
     fd: c_int,
     len: usize,
     mut read: impl FnMut(*mut u8, usize) -> ssize_t,
-) -> Option<ssize_t> {
+) -> (usize, bool) {
     let slot = slots::slot(number);
     let connection = Connection::new(fd);
     let mut sum = 0;
@@ -620,7 +620,7 @@ pub(crate) fn send_from_file(
         }
         let got = read(at, room);
         if got <= 0 {
-            return Some(if sum > 0 || got == 0 { sum as ssize_t } else { -1 });
+            return (sum, true);
         }
         if !writer.commit(segment, &connection, got as usize) {
             // The reader has closed the ring: these bytes are sent again, by TCP.
@@ -629,7 +629,7 @@ pub(crate) fn send_from_file(
         sum += got as usize;
         count(&counters().ring_bytes, got as usize);
     }
-    (sum > 0).then_some(sum as ssize_t)
+    (sum, false)
 }
 
 /// The time that a thread looks again and again before it sleeps.

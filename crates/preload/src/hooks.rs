@@ -382,22 +382,25 @@ pub(crate) unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut o
     };
     if let Ok(begin) = begin {
         let mut at = begin;
-        let result = data::send_from_file(number, out, len.min(0x7fff_f000), |to, room| {
+        let (sent, is_over) = data::send_from_file(number, out, len.min(0x7fff_f000), |to, room| {
             // SAFETY: the span that the ring has free.
             let got = unsafe { libc::pread64(from, to.cast(), room, at as off64_t) };
             at += got.max(0) as u64;
             got
         });
-        if let Some(sent) = result {
-            if sent >= 0 {
-                match unsafe { offset.as_mut() } {
-                    Some(offset) => *offset = begin as off64_t + sent as off64_t,
-                    None => {
-                        let _ = rustix::fs::seek(slots::borrow(from), rustix::fs::SeekFrom::Start(begin + sent as u64));
-                    }
+        if sent > 0 {
+            match unsafe { offset.as_mut() } {
+                Some(offset) => *offset = begin as off64_t + sent as off64_t,
+                None => {
+                    let _ = rustix::fs::seek(slots::borrow(from), rustix::fs::SeekFrom::Start(begin + sent as u64));
                 }
             }
-            return sent;
+            if is_over || sent >= len {
+                return sent as ssize_t;
+            }
+            let rest = |_: &Pieces<'_>| unsafe { real::sendfile(out, from, offset, len - sent) };
+            let more = unsafe { data::transmit(number, out, &[], 0, true, rest) };
+            return sent as ssize_t + more.max(0);
         }
     }
     unsafe { data::transmit(number, out, &[], 0, true, |_| plain()) }

@@ -206,6 +206,11 @@ impl Tcp for Connection {
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
     }
 
+    fn flush(&self) {
+        // The kernel sends what it has when this is set, also what sendfile or MSG_MORE have had it hold back.
+        self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+    }
+
     fn doorbell(&self) {
         count(&counters().doorbells, 1);
         let _ = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);

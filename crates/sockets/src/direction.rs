@@ -63,6 +63,9 @@ pub trait Tcp {
     /// There must be `len` readable bytes.
     unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize>;
 
+    /// Has bytes that the kernel holds back for more to come go now: none may come for long.
+    fn flush(&self);
+
     /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
     fn doorbell(&self);
 }
@@ -178,6 +181,7 @@ impl Writer {
         }
         control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
         self.is_tcp = false;
+        tcp.flush();
         Ok(true)
     }
 
@@ -692,6 +696,42 @@ impl Reader {
             }
         }
         Ok(before - to.left())
+    }
+
+    /// Bytes of the stream that are there, in the ring and on the TCP connection. Programs that are told fewer take what comes behind
+    /// for news, of which they hear again.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn unread(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<usize, Broken> {
+        if self.find(segment, tcp)? == Found::Nothing {
+            return Ok(0);
+        }
+        let available = self.available(tcp) as u64;
+        // Goes ahead, and nothing else sees it.
+        let mut ahead = self.clone();
+        let mut sum = 0;
+        for _ in 0..4 * RUNS {
+            let ring = ahead.len_before(ahead.run, segment)?;
+            sum += ring;
+            ahead.head += ring as u64;
+            let control = segment.control(self.direction);
+            if ahead.run == control.opened.load(Ordering::Acquire) {
+                break;
+            }
+            let run = &control.runs[ahead.run as usize % RUNS];
+            let end = run.end.load(Ordering::Acquire);
+            ahead.position = ahead.position.max(run.start.load(Ordering::Relaxed));
+            let skipped = ahead.position - self.position;
+            let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position));
+            sum += len as usize;
+            ahead.position += len;
+            if ahead.position != end {
+                break;
+            }
+            ahead.run = ahead.run.wrapping_add(1);
+        }
+        Ok(sum)
     }
 
     /// What a system call says, or nothing; its error is kept.

@@ -81,6 +81,8 @@ impl Tcp for Fake {
         if sent == 0 { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
     }
 
+    fn flush(&self) {}
+
     fn doorbell(&self) {
         let mut state = self.state.lock().unwrap();
         if state.bytes.len() < self.capacity {
@@ -193,6 +195,7 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
                     }
                 }
                 5 => {
+                    assert_eq!(reader.unread(&other, &tcp).unwrap() as u64, sent - got, "{why}: all is counted");
                     let len = random.usize(1..200);
                     let peeked = receive(&mut reader, &other, &tcp, len, true);
                     check(&peeked, &mut { got }, why);
