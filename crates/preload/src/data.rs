@@ -510,9 +510,6 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
 pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
     let Some(mut sending) = slot.sending()? else { return Ok(()) };
     let Sending { segment, writer, .. } = &mut sending;
-    if for_good && !writer.is_pinned() {
-        count(&counters().demoted, 1);
-    }
     writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error))
 }
 
@@ -570,6 +567,7 @@ fn waits(fd: c_int) -> bool {
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
 /// bytes that would be missing.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
+    count(&counters().demoted, 1);
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {

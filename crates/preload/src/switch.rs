@@ -119,6 +119,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     if settings.mode([local.port(), peer.port()]) == Mode::Tcp {
         return never(slot, fd, Reason::Rule, &"");
     }
+    if !Connection::new(fd).is_established() {
+        return never(slot, fd, Reason::Unsupported, &": one end has been shut down already");
+    }
     if Connection::new(fd).is_unsupported() {
         return never(slot, fd, Reason::Unsupported, &"");
     }
@@ -475,8 +478,10 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
             withdraw(slot.upgrade(&guard));
         }
-        if is_last && matches!(slot.phase.load(Ordering::Relaxed), phase::PLAIN | phase::LOOKING | phase::LISTED) {
-            count(&counters().short, 1);
+        match slot.phase.load(Ordering::Relaxed) {
+            phase::PLAIN if is_last => count(&counters().short, 1),
+            phase::LOOKING | phase::LISTED if is_last => stays(slot, fd, Reason::NotFound, &""),
+            _ => {}
         }
         let was_accelerated = slot.is_accelerated();
         if was_accelerated

@@ -90,8 +90,12 @@ impl Connection {
         let mut inline: c_int = 0;
         let _ = self.option(libc::SOL_SOCKET, libc::SO_RCVLOWAT, &mut low_water);
         let _ = self.option(libc::SOL_SOCKET, libc::SO_OOBINLINE, &mut inline);
-        let is_established = self.info().is_ok_and(|info| info.state == ESTABLISHED);
-        low_water > 1 || inline != 0 || !is_established
+        low_water > 1 || inline != 0
+    }
+
+    /// Whether both ends may send.
+    pub(crate) fn is_established(self) -> bool {
+        self.info().is_ok_and(|info| info.state == ESTABLISHED)
     }
 
     /// Bytes ever taken from it. Nothing takes any meanwhile.

@@ -223,7 +223,11 @@ fn preload(library: &Path) -> OsString {
 /// Runs the program to its end, and hands it the signals that this process gets.
 fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-    let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2])?;
+    // What is ignored here is ignored by the program, too: a handler would undo that.
+    let ignored = ignored_signals();
+    let forwarded = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+    let forwarded = forwarded.iter().filter(|signal| ignored >> (*signal - 1) & 1 == 0);
+    let mut signals = signal_hook::iterator::Signals::new(forwarded)?;
     let mut child = command.spawn()?;
     let pid = Arc::new(AtomicU32::new(child.id()));
     let handle = signals.handle();
@@ -244,6 +248,13 @@ fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
     handle.close();
     let _ = forward.join();
     status
+}
+
+/// The signals that this process ignores, a bit for each from 1 on.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 fn explain_all(log: &Path, counters: &Counters) {
