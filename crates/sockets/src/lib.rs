@@ -10,6 +10,7 @@ mod direction;
 pub mod iovecs;
 mod segment;
 pub mod settings;
+pub mod startup;
 pub mod stats;
 
 pub use direction::{Broken, Found, PEEK_MAX, Reader, Tcp, Writer};

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use thruway_cli::{Common, Failed, say, say_error};
 use thruway_engine::units;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
+use thruway_sockets::startup;
 use thruway_sockets::stats::Counters;
 use thruway_sockets::{RING_MAX, RING_MIN};
 
@@ -106,7 +107,14 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
     let library = library().map_err(|why| Failed::operation("run", why))?;
     let (program, rest) = args.program.split_first().expect("clap requires one");
-    let mut command = Command::new(program);
+    let mut command = if startup::ignores_sigpipe() {
+        // What this runtime starts has the default action, unless something between ignores it again.
+        let mut command = Command::new("env");
+        command.arg("--ignore-signal=PIPE").arg(program);
+        command
+    } else {
+        Command::new(program)
+    };
     command.args(rest).env("LD_PRELOAD", preload(&library));
     let failed = |error: std::io::Error| {
         Failed::operation("run", format_args!("cannot run {}: {error}", Path::new(program).display()))

@@ -250,6 +250,18 @@ fn the_program_ends_as_it_would_alone() {
     let output = finish(program(RUN, &["/nonexistent/program"]));
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/nonexistent/program"));
+    // What is ignored stays ignored.
+    let ignored = |run: &str| {
+        let script = format!("trap '' PIPE HUP; {run} grep SigIgn /proc/self/status");
+        let output = finish(program(None, &["sh", "-c", &script]));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let plain = ignored("");
+    let bits = |text: &str| u64::from_str_radix(text.split_whitespace().last().unwrap(), 16).unwrap() & 0x1001;
+    assert_eq!(bits(&plain), 0x1001, "{plain}");
+    for run in ["run --", "run --stats --"] {
+        assert_eq!(bits(&ignored(&format!("{THRUWAY} {run}"))), 0x1001, "{run}");
+    }
     // It gets the signals that its parent gets.
     let mut waits = Running::start(program(
         Some(&["--stats"]),
