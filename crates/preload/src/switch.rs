@@ -184,7 +184,7 @@ const MAGIC: &[u8; 8] = b"thruway1";
 const MESSAGE: usize = 8 + 48 + 8;
 
 /// Nanoseconds that a process which has connected may take to send it.
-const OFFER_PATIENCE: i64 = 10_000_000;
+const OFFER_PATIENCE: i64 = 200_000_000;
 
 fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());

@@ -164,7 +164,7 @@ fn bytes_arrive_as_they_were_sent_in_every_kind_of_server() {
         let (_server, port) = Running::server(peers(RUN, &[kind]));
         let counted = counters(&finish(peers(STATS, &["echo_client", &port, "3", "12"])));
         assert_eq!(counted["accelerated"], 3, "{kind}: {counted:?}");
-        assert!(counted["ring_bytes"] > 1_000_000, "{kind}: {counted:?}");
+        assert!(counted["ring_bytes"] > 100_000, "{kind}: {counted:?}");
     }
 }
 
@@ -192,7 +192,7 @@ fn who_waits_for_a_process_that_is_killed_learns_it() {
 fn both_ends_may_send_much_before_they_read() {
     let (mut server, port) = Running::server(peers(RUN, &["both_ways_server", "20000000"]));
     let counted = counters(&finish(peers(STATS, &["both_ways", &port, "20000000"])));
-    assert!(counted["ring_bytes"] > 1_000_000, "not only by TCP: {counted:?}");
+    assert!(counted["ring_bytes"] > 100_000, "not only by TCP: {counted:?}");
     assert!(server.0.wait().unwrap().success());
     // As much as TCP takes, by one thread that has both ends.
     assert_eq!(counters(&finish(peers(STATS, &["alone"])))["accelerated"], 2);
