@@ -322,7 +322,7 @@ fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     code(error)
 }
 
-/// Bytes that a connection's receiver can have without waiting, beyond what plain TCP would say. `None` if it is not accelerated.
+/// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.
 pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
     let slot = slots::slot(number);
     let mut receiving = slot.receiving().ok()??;
@@ -444,7 +444,9 @@ unsafe fn send_accelerated(
         if !writer.is_tcp() {
             let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, segment, writer);
             if is_gone || is_plain {
+                // What is owed to a reader that has closed the ring goes first.
                 writer.enter_tcp(segment, &connection, is_gone).map_err(|error| failed(&error))?;
+                continue;
             }
         }
         if writer.is_tcp() {
@@ -506,7 +508,7 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
     }
 }
 
-/// Has what the program sends go by TCP, before a call that only the kernel can do. The guard is `None` if it is not accelerated.
+/// Has what the program sends go by TCP, before a call that only the kernel can do.
 pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
     let Some(mut sending) = slot.sending()? else { return Ok(()) };
     let Sending { segment, writer, .. } = &mut sending;
@@ -545,7 +547,7 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
     }
 }
 
-/// As [`honour_closed_ring`], before the connection is closed: for as long as that may take.
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most.
 fn honour_before_end(slot: &Slot, fd: c_int) {
     let connection = Connection::new(fd);
     for _ in 0..20 {
@@ -584,6 +586,7 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
         sending.writer.call(&sending.segment, &connection);
     }
     let _ = enter_tcp(slot, fd, true);
+    honour_before_end(slot, fd);
     connection.restore_options(slot);
     left
 }

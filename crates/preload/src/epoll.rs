@@ -11,9 +11,9 @@ use crate::tcp::Connection;
 use crate::wait::{self, Limit};
 use crate::{data, real, switch};
 use libc::{c_int, epoll_event, timespec};
+use rustix::event::epoll::{EventData, EventFlags};
 use std::cell::UnsafeCell;
 use std::collections::HashMap;
-use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 /// Epoll instances that a process may have at a time and that are looked after.
@@ -139,10 +139,9 @@ impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
         if self.bell.load(Ordering::Relaxed) == 0 {
-            let bell = self.make_bell(ep).map_or(-1, IntoRawFd::into_raw_fd);
+            let bell = make_bell(ep).unwrap_or(-1);
             if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
-                // SAFETY: just made, and nothing else has it.
-                unsafe { rustix::io::close(bell) };
+                slots::close_hidden(bell);
             }
         }
         let bell = self.bell.load(Ordering::Relaxed);
@@ -151,23 +150,23 @@ impl Instance {
         }
     }
 
-    fn make_bell(&self, ep: c_int) -> rustix::io::Result<OwnedFd> {
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let bell = rustix::event::eventfd(0, flags)?;
-        let high = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
-        let high = high.min(slots::DESCRIPTORS as u64).saturating_sub(256).max(3);
-        let bell = rustix::io::fcntl_dupfd_cloexec(&bell, high as i32).unwrap_or(bell);
-        let data = rustix::event::epoll::EventData::new_u64(BELL);
-        rustix::event::epoll::add(slots::borrow(ep), &bell, data, rustix::event::epoll::EventFlags::IN)?;
-        Ok(bell)
-    }
-
     fn quiet_bell(&self) {
         let bell = self.bell.load(Ordering::Relaxed);
         if bell > 0 {
             let _ = rustix::io::read(slots::borrow(bell), &mut [0u8; 8]);
         }
     }
+}
+
+fn make_bell(ep: c_int) -> Option<c_int> {
+    let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+    let bell = slots::hide(rustix::event::eventfd(0, flags).ok()?)?;
+    let (data, events) = (EventData::new_u64(BELL), EventFlags::IN);
+    if rustix::event::epoll::add(slots::borrow(ep), slots::borrow(bell), data, events).is_err() {
+        slots::close_hidden(bell);
+        return None;
+    }
+    Some(bell)
 }
 
 /// Another descriptor is the same instance.
@@ -187,8 +186,7 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     }
     let bell = instance.bell.swap(0, Ordering::SeqCst);
     if bell > 0 {
-        // SAFETY: the library's own.
-        unsafe { rustix::io::close(bell) };
+        slots::close_hidden(bell);
     }
     if let Ok(mut guard) = instance.lock.lock() {
         let state = std::mem::take(instance.state(&mut guard));
@@ -208,7 +206,7 @@ fn set_nested(number: u32, ep: c_int) {
     let state = instance.state(&mut guard);
     let mut is_quiet = true;
     for one in state.registrations.iter().filter(|one| one.fd >= 0) {
-        is_quiet &= arm_one(slots::slot(one.number));
+        is_quiet &= arm_connection(slots::slot(one.number));
     }
     drop(guard);
     if !is_quiet {
@@ -222,7 +220,7 @@ pub(crate) fn after_fork() {
         let at = place.load(Ordering::Acquire);
         // SAFETY: instances are leaked.
         if let Some(instance) = unsafe { at.as_ref() } {
-            instance.lock.release_in_child();
+            instance.lock.reset();
             instance.is_foreign.store(true, Ordering::SeqCst);
         }
     }
@@ -288,7 +286,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             let local = slots::local(connection);
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
             local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
-            // What is there is told again, as the kernel does.
+            // What is there is an event again, as with the kernel.
             (one.events, one.data, one.told) = (event.events, event.u64, u64::MAX);
             state.index(event.u64, at as u32);
             is_new = Some(at as u32);
@@ -306,7 +304,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         state.heat(at);
         let one = &state.registrations[at as usize];
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
-        let must_ring = rings && !arm_one(slots::slot(connection)) && one.events & READABLE != 0;
+        let must_ring = rings && !arm_connection(slots::slot(connection)) && one.events & READABLE != 0;
         drop(guard);
         if must_ring {
             instance.ring(ep);
@@ -416,7 +414,7 @@ impl State {
                 } else {
                     one.idle += 1;
                 }
-                one.idle < IDLE_MAX || !leave_to_doorbell(slots::slot(one.number))
+                one.idle < IDLE_MAX || !arm_connection(slots::slot(one.number))
             } else {
                 true
             };
@@ -432,7 +430,6 @@ impl State {
     }
 
     fn is_readable(&mut self) -> bool {
-        let mut any = [epoll_event { events: 0, u64: 0 }];
         let hot = std::mem::take(&mut self.hot);
         let found = hot.iter().any(|at| {
             let one = &mut self.registrations[*at as usize];
@@ -442,7 +439,6 @@ impl State {
             is_ready
         });
         self.hot = hot;
-        let _ = &mut any;
         found
     }
 }
@@ -501,16 +497,12 @@ impl Registration {
     }
 }
 
-/// Idle for long: the peer rings when something comes. False if something has come.
-fn leave_to_doorbell(slot: &Slot) -> bool {
+/// Has the peer ring with what comes next. False if something has come already.
+fn arm_connection(slot: &Slot) -> bool {
     match slot.receiving() {
         Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(true),
         _ => true,
     }
-}
-
-fn arm_one(slot: &Slot) -> bool {
-    leave_to_doorbell(slot)
 }
 
 /// Whether some thread will look at a connection registered here before it sleeps.
@@ -530,7 +522,7 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     if let Some(at) = at {
         state.heat(at as u32);
         // A thread that has gone to sleep meanwhile has not seen it among those to look at.
-        if !looks_by_itself(number) && !arm_one(slots::slot(connection)) {
+        if !looks_by_itself(number) && !arm_connection(slots::slot(connection)) {
             let fd = instance.ep.load(Ordering::Relaxed);
             drop(guard);
             instance.ring(fd);
@@ -561,7 +553,7 @@ pub(crate) fn arm(number: u32) -> bool {
         let one = &mut state.registrations[at];
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
-            let is_empty = arm_one(slot);
+            let is_empty = arm_connection(slot);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
             is_quiet &= is_empty || one.events & READABLE == 0 || one.events & EDGE != 0 && one.is_told(slot);
         }
@@ -707,7 +699,6 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     let mut kept = 0;
     for i in 0..events.len() {
         let event = events[i];
-        let ends = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR | libc::EPOLLPRI) as u32;
         let at = state.by_data.get(&{ event.u64 }).copied().flatten();
         let mut events_now = event.events;
         if { event.u64 } == BELL && instance.bell.load(Ordering::Relaxed) > 0 {
@@ -722,7 +713,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         }
         if let Some(at) = at
             && events_now & READABLE != 0
-            && events_now & ends == 0
+            && events_now & (ENDS | libc::EPOLLPRI as u32) == 0
         {
             let one = &mut state.registrations[at as usize];
             let slot = slots::slot(one.number);
@@ -764,7 +755,7 @@ pub(crate) fn lock_all() -> Vec<Guard<'static>> {
         .collect()
 }
 
-/// `epoll_pwait2` where there is no such call: rounds up to milliseconds.
+/// `epoll_pwait` with a limit as `epoll_pwait2` has it, rounded up to milliseconds.
 pub(crate) unsafe fn real_wait(
     ep: c_int,
     events: *mut epoll_event,

@@ -92,8 +92,8 @@ impl Lock {
         Err(Reentered)
     }
 
-    /// Has the lock free in a child that has just been forked, whose parent held it for that.
-    pub(crate) fn release_in_child(&self) {
+    /// Has the lock free: in a child that has just been forked, whose parent held it for that, or in new memory.
+    pub(crate) fn reset(&self) {
         self.0.store(0, Ordering::Release);
     }
 }

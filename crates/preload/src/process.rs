@@ -149,15 +149,17 @@ pub(crate) fn at_exit() {
     }
     slots::each(|number, fd| {
         let slot = slots::slot(number);
-        if slot.is_only_ours(number)
-            && slot.is_accelerated()
-            && let Some(receiving) = slot.try_receiving()
-        {
-            data::settle(slot, fd, receiving);
+        if slot.is_only_ours(number) && slot.is_accelerated() {
+            // What other parts of the program still send goes by calls that know nothing of rings.
+            let _ = data::enter_tcp(slot, fd, true);
+            if let Some(receiving) = slot.try_receiving() {
+                data::settle(slot, fd, receiving);
+            }
         }
-        // Its relatives go on without it.
-        give_back(number);
     });
+    slots::forget_all();
+    // Its relatives go on without it.
+    slots::each(|number, _| give_back(number));
 }
 
 /// Before a descriptor is closed, or another one takes its number.
@@ -208,13 +210,12 @@ pub(crate) fn after_duplicate(from: c_int, to: c_int) {
 /// Closes descriptors from `first` to `last`, but for the library's own.
 pub(crate) fn close_range(first: u32, last: u32, real: impl Fn(u32, u32) -> c_int) -> c_int {
     slots::each_descriptor(first, last, before_close);
-    let hidden = switch::hidden();
-    match u32::try_from(hidden) {
-        Ok(hidden) if (first..=last).contains(&hidden) => {
-            let below = if first < hidden { real(first, hidden - 1) } else { 0 };
-            let above = if hidden < last { real(hidden + 1, last) } else { 0 };
-            below.min(above)
+    let (mut first, mut result) = (first, 0);
+    while let Some(hidden) = slots::first_hidden(first, last) {
+        if first < hidden {
+            result = real(first, hidden - 1).min(result);
         }
-        _ => real(first, last),
+        first = hidden + 1;
     }
+    if first <= last { real(first, last).min(result) } else { result }
 }

@@ -78,6 +78,8 @@ real! {
     setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t) -> c_int;
     poll(list: *mut libc::pollfd, count: libc::nfds_t, timeout: c_int) -> c_int;
     ppoll(list: *mut libc::pollfd, count: libc::nfds_t, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    select(count: c_int, a: *mut u64, b: *mut u64, c: *mut u64, timeout: *mut libc::timeval) -> c_int;
+    pselect(count: c_int, a: *mut u64, b: *mut u64, c: *mut u64, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
     epoll_create(size: c_int) -> c_int;
     epoll_create1(flags: c_int) -> c_int;
     epoll_ctl(ep: c_int, op: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;

@@ -7,7 +7,7 @@
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use thruway_sockets::board::{Key, Ticket};
 use thruway_sockets::{End, Reader, Segment, Writer};
@@ -20,6 +20,9 @@ pub(crate) const DESCRIPTORS: usize = 1 << 20;
 
 /// In the table: an epoll instance, whose number the other bits are.
 const EPOLL: u32 = 1 << 31;
+
+/// In the table: a descriptor of the library's own.
+const HIDDEN: u32 = u32::MAX;
 
 /// How far a connection has come.
 pub(crate) mod phase {
@@ -85,7 +88,7 @@ pub(crate) struct Slot {
     pub(crate) looked_at: AtomicU32,
     /// How often looking again and again has paid, lately.
     pub(crate) luck: AtomicI32,
-    /// Odd bits: [`crate::report`]'s number of the reason why it is not accelerated.
+    /// Why it is not accelerated: a number of [`crate::report::Reason`], from 1 on.
     pub(crate) reason: AtomicU8,
     next: AtomicU32,
     upgrade: UnsafeCell<Upgrade>,
@@ -194,7 +197,47 @@ pub(crate) fn find(fd: i32) -> Option<u32> {
 /// The number of the epoll instance that a descriptor is, if it is one.
 pub(crate) fn find_epoll(fd: i32) -> Option<u32> {
     let value = entry(fd)?.load(Ordering::Acquire);
-    (value & EPOLL != 0).then_some(value & !EPOLL)
+    (value & EPOLL != 0 && value != HIDDEN).then_some(value & !EPOLL)
+}
+
+/// Descriptors of the library's own; -1 where there is none. Apart from the table because their numbers are high.
+static HIDDEN_ONES: [AtomicI32; 256] = [const { AtomicI32::new(-1) }; 256];
+
+/// Moves a descriptor of the library's own out of the way of programs that count theirs or hand them to `select`, and keeps them from
+/// closing it. `None` if there are too many.
+pub(crate) fn hide(fd: OwnedFd) -> Option<i32> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
+    let high = limit.min(DESCRIPTORS as u64).saturating_sub(2 * HIDDEN_ONES.len() as u64).max(3);
+    let fd = rustix::io::fcntl_dupfd_cloexec(&fd, high as i32).unwrap_or(fd);
+    let entry = entry(fd.as_raw_fd())?;
+    let is_free =
+        |place: &&AtomicI32| place.compare_exchange(-1, fd.as_raw_fd(), Ordering::SeqCst, Ordering::Relaxed).is_ok();
+    HIDDEN_ONES.iter().find(is_free)?;
+    entry.store(HIDDEN, Ordering::Release);
+    Some(fd.into_raw_fd())
+}
+
+/// Closes a hidden descriptor.
+pub(crate) fn close_hidden(fd: i32) {
+    if let Some(place) = HIDDEN_ONES.iter().find(|place| place.load(Ordering::Relaxed) == fd) {
+        place.store(-1, Ordering::SeqCst);
+    }
+    if let Some(entry) = entry(fd) {
+        entry.store(0, Ordering::Release);
+        // SAFETY: the library's own, which nothing uses any more.
+        unsafe { rustix::io::close(fd) };
+    }
+}
+
+/// Whether a descriptor is the library's own.
+pub(crate) fn is_hidden(fd: i32) -> bool {
+    entry(fd).is_some_and(|entry| entry.load(Ordering::Relaxed) == HIDDEN)
+}
+
+/// The lowest hidden descriptor from `first` to `last`.
+pub(crate) fn first_hidden(first: u32, last: u32) -> Option<u32> {
+    let numbers = HIDDEN_ONES.iter().filter_map(|place| u32::try_from(place.load(Ordering::Relaxed)).ok());
+    numbers.filter(|fd| (first..=last).contains(fd)).min()
 }
 
 /// A descriptor is an epoll instance, or is nothing that matters.
@@ -203,6 +246,15 @@ pub(crate) fn set_epoll(fd: i32, number: Option<u32>) {
         note_highest(fd);
         entry.store(number.map_or(0, |number| number | EPOLL), Ordering::Release);
     }
+}
+
+/// This process knows none of its descriptors any more.
+pub(crate) fn forget_all() {
+    each_descriptor(0, u32::MAX, |fd| {
+        if let Some(entry) = entry(fd) {
+            entry.store(0, Ordering::Release);
+        }
+    });
 }
 
 /// A new socket has this descriptor. Does nothing if there is no slot for it.
@@ -219,7 +271,7 @@ pub(crate) fn add(fd: i32) {
         flag.store(false, Ordering::Relaxed);
     }
     for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
-        lock.release_in_child();
+        lock.reset();
     }
     slot.bytes.store(0, Ordering::Relaxed);
     slot.error.store(0, Ordering::Relaxed);

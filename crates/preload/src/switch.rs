@@ -19,7 +19,7 @@ use std::cell::UnsafeCell;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, IntoRawFd};
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
 use thruway_sockets::settings::Mode;
@@ -73,7 +73,7 @@ fn consider(number: u32, fd: i32, calls: u32) {
     let Some(guard) = slot.upgrading.try_lock() else { return };
     match slot.phase.load(Ordering::Acquire) {
         phase::PLAIN => begin(number, slot, &guard, fd, calls),
-        phase::LOOKING => look(number, slot, &guard, fd, calls),
+        phase::LOOKING => look(slot, &guard, fd, calls),
         phase::LISTED => {
             let upgrade = slot.upgrade(&guard);
             let answered = upgrade.ticket.map(|ticket| board().and_then(|board| board.is_answered(ticket)));
@@ -135,7 +135,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     if !Key::is_higher(local, peer) {
         (upgrade.next_look, upgrade.looks) = (calls, 0);
         slot.phase.store(phase::LOOKING, Ordering::Release);
-        return look(number, slot, guard, fd, calls);
+        return look(slot, guard, fd, calls);
     }
     let (Some(service), Ok(cookie)) = (service(), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
         return never(slot, fd, Reason::Failed, &", there is no Unix socket");
@@ -152,7 +152,7 @@ fn withdraw(upgrade: &mut Upgrade) {
 }
 
 /// Looks for the other end's entry.
-fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
+fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     let upgrade = slot.upgrade(guard);
     if calls < upgrade.next_look {
         return;
@@ -176,7 +176,6 @@ fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32
         }
         Err((reason, error)) => never(slot, fd, reason, &format_args!(": {error}")),
     }
-    let _ = number;
 }
 
 /// What is sent with the segment.
@@ -317,28 +316,19 @@ fn service() -> Option<u64> {
     let number = u64::from_ne_bytes(number);
     rustix::net::bind(&socket, &name(number).ok()?).ok()?;
     rustix::net::listen(&socket, 4096).ok()?;
-    // Out of the way of programs that count their descriptors, or hand them to select().
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
-    let high = limit.min(slots::DESCRIPTORS as u64).saturating_sub(16).max(3);
-    let socket = rustix::io::fcntl_dupfd_cloexec(&socket, high as i32).unwrap_or(socket);
+    let socket = slots::hide(socket)?;
     SERVICE_NUMBER.store(number, Ordering::Relaxed);
-    SERVICE.store(socket.into_raw_fd(), Ordering::Relaxed);
+    SERVICE.store(socket, Ordering::Relaxed);
     Some(number)
-}
-
-/// The library's own descriptor, which programs do not know of.
-pub(crate) fn hidden() -> i32 {
-    SERVICE.load(Ordering::Relaxed)
 }
 
 /// In a child that has just been forked: its parent's Unix socket is not its own.
 pub(crate) fn after_fork() {
-    STARTING.release_in_child();
-    BOARDS.lock.release_in_child();
+    STARTING.reset();
+    BOARDS.lock.reset();
     let fd = SERVICE.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
-        // SAFETY: the library's own descriptor, which nothing uses any more.
-        unsafe { rustix::io::close(fd) };
+        slots::close_hidden(fd);
     }
 }
 
@@ -431,8 +421,8 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         return;
     }
     let give_up = |reason, detail: &dyn std::fmt::Display| {
-        if let Some(a) = slot.set_segment(guard, None) {
-            unmap(a)
+        if let Some(segment) = slot.set_segment(guard, None) {
+            unmap(segment);
         }
         never(slot, fd, reason, detail);
     };

@@ -4,7 +4,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real};
+use crate::{data, epoll, real, report};
 use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -254,12 +254,13 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         {
             continue;
         }
-        let sleepers: Sleepers = polled.iter().filter_map(wants).collect();
-        let may_sleep = sleepers.0.iter().fold(true, |may, one| one.arm() & may);
-        count_sleep(is_over);
+        // To be disarmed later. On the heap: programs poll many, and signal handlers none.
+        let sleepers: Vec<Watched> = polled.iter().filter_map(wants).collect();
+        let may_sleep = sleepers.iter().fold(true, |may, one| one.arm() & may);
+        report::count(&counters().sleeps, usize::from(!is_over));
         let ready = if may_sleep { real(limit.left()) } else { real(Some(none)) };
         let error = data::errno();
-        for one in &sleepers.0 {
+        for one in &sleepers {
             one.disarm();
         }
         if ready < 0 {
@@ -271,21 +272,6 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         if corrected > 0 || ready == 0 && may_sleep || limit.is_over() {
             return corrected;
         }
-    }
-}
-
-fn count_sleep(is_over: bool) {
-    if !is_over {
-        count(&counters().sleeps, 1);
-    }
-}
-
-/// What is to be disarmed later. On the heap: programs poll many, and signal handlers none.
-struct Sleepers(Vec<Watched>);
-
-impl FromIterator<Watched> for Sleepers {
-    fn from_iter<T: IntoIterator<Item = Watched>>(all: T) -> Sleepers {
-        Sleepers(all.into_iter().collect())
     }
 }
 

@@ -1,6 +1,8 @@
 use super::*;
+use crate::segment::{End, POSITION, RUNS, Segment};
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 

@@ -302,6 +302,23 @@ static void killed(void) {
     }
 }
 
+/* A program that closes all that it does not know, as daemons do, one by one and in one call; and others have the numbers then. */
+static void closed_all(void) {
+    for (int how = 0; how < 2; how++) {
+        registered_late();
+        int limit = sysconf(_SC_OPEN_MAX);
+        if (how == 0)
+            for (int fd = 3; fd < limit; fd++)
+                close(fd);
+        else
+            close_range(3, ~0U, 0);
+        connect_both(SOCK_CLOEXEC);
+        int file = open("/dev/null", O_RDWR | O_CLOEXEC);
+        printf("closed all, %d: %d %d\n", how, file, dup2(file, 500));
+        registered_late();
+    }
+}
+
 static void in_background(void) {
     connect_both(SOCK_CLOEXEC);
     int out = fcntl(1, F_DUPFD_CLOEXEC, 10);
@@ -332,6 +349,7 @@ int main(void) {
     reused();
     children();
     killed();
+    closed_all();
     in_background();
     return 0;
 }

@@ -1,0 +1,259 @@
+//! Hooks for descriptors: making, closing, duplicating them, and their options.
+
+use super::sending::use_tcp;
+use crate::data::{errno, fail};
+use crate::report::{count, counters};
+use crate::slots;
+use crate::{data, process, real};
+use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
+use std::sync::atomic::Ordering;
+
+/// The bits of a socket's type that say its kind.
+const KIND: c_int = 0xf;
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    let fd = unsafe { real::socket(domain, kind, protocol) };
+    let is_tcp = matches!(domain, libc::AF_INET | libc::AF_INET6)
+        && kind & KIND == libc::SOCK_STREAM
+        && matches!(protocol, 0 | libc::IPPROTO_TCP);
+    if fd >= 0 && is_tcp && crate::SETTINGS.get().is_some() {
+        process::forget(fd);
+        slots::add(fd);
+    }
+    fd
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn accept(fd: c_int, addr: *mut c_void, len: *mut socklen_t) -> c_int {
+    let new = unsafe { real::accept(fd, addr, len) };
+    accepted(fd, new)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn accept4(fd: c_int, addr: *mut c_void, len: *mut socklen_t, flags: c_int) -> c_int {
+    let new = unsafe { real::accept4(fd, addr, len, flags) };
+    accepted(fd, new)
+}
+
+fn accepted(listener: c_int, new: c_int) -> c_int {
+    if new < 0 || crate::SETTINGS.get().is_none() {
+        return new;
+    }
+    let error = errno();
+    // A listener that was inherited is not known.
+    let is_tcp = slots::find(listener).is_some() || {
+        let mut protocol = [0, 0];
+        let mut get = |option: c_int, at: usize| {
+            let mut len = size_of::<c_int>() as socklen_t;
+            let value = (&raw mut protocol[at]).cast();
+            // SAFETY: one integer.
+            unsafe { real::getsockopt(new, libc::SOL_SOCKET, option, value, &raw mut len) == 0 }
+        };
+        get(libc::SO_DOMAIN, 0) && get(libc::SO_PROTOCOL, 1) && {
+            matches!(protocol, [libc::AF_INET | libc::AF_INET6, libc::IPPROTO_TCP])
+        }
+    };
+    if is_tcp && !slots::is_in_borrowed_memory() {
+        process::forget(new);
+        slots::add(new);
+        count(&counters().connections, 1);
+    }
+    fail(error);
+    new
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn connect(fd: c_int, addr: *const c_void, len: socklen_t) -> c_int {
+    if slots::find(fd).is_some() {
+        count(&counters().connections, 1);
+    }
+    unsafe { real::connect(fd, addr, len) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
+    if let Some(number) = slots::find(fd)
+        && matches!(how, libc::SHUT_RD | libc::SHUT_WR | libc::SHUT_RDWR)
+    {
+        data::before_shutdown(slots::slot(number), fd, 1 + how as u8);
+    }
+    unsafe { real::shutdown(fd, how) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn close(fd: c_int) -> c_int {
+    if slots::is_hidden(fd) && !slots::is_in_borrowed_memory() {
+        return fail(libc::EBADF) as c_int;
+    }
+    process::before_close(fd);
+    unsafe { real::close(fd) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    const CLOEXEC: c_int = 4;
+    if flags & CLOEXEC != 0 || first > last {
+        return unsafe { real::close_range(first, last, flags) };
+    }
+    process::close_range(first, last, |first, last| unsafe { real::close_range(first, last, flags) })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn closefrom(first: c_int) {
+    unsafe { close_range(first.max(0) as c_uint, c_uint::MAX, 0) };
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn dup(fd: c_int) -> c_int {
+    let new = unsafe { real::dup(fd) };
+    if new >= 0 {
+        process::after_duplicate(fd, new);
+    }
+    new
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
+    onto(fd, to, || unsafe { real::dup2(fd, to) })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+    onto(fd, to, || unsafe { real::dup3(fd, to, flags) })
+}
+
+fn onto(fd: c_int, to: c_int, real: impl Fn() -> c_int) -> c_int {
+    // What it takes the place of is closed, if the call can succeed at all.
+    if slots::is_hidden(to) {
+        // As if another thread had just opened it.
+        return fail(libc::EBUSY) as c_int;
+    }
+    if fd != to && (slots::find(to).is_some() || slots::find_epoll(to).is_some()) {
+        if rustix::io::fcntl_getfd(slots::borrow(fd)).is_err() || fd < 0 {
+            return fail(libc::EBADF) as c_int;
+        }
+        process::before_close(to);
+    }
+    let new = real();
+    if new >= 0 && fd != to {
+        match slots::find(fd) {
+            // What the C library's streams and other programs use.
+            Some(number) if to <= 2 => {
+                process::hand_over(number, fd, true);
+                process::after_duplicate(fd, new);
+            }
+            _ => process::after_duplicate(fd, new),
+        }
+    }
+    new
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fcntl(fd: c_int, command: c_int, arg: c_ulong) -> c_int {
+    duplicated(fd, command, unsafe { real::fcntl(fd, command, arg) })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, arg: c_ulong) -> c_int {
+    duplicated(fd, command, unsafe { real::fcntl64(fd, command, arg) })
+}
+
+fn duplicated(fd: c_int, command: c_int, result: c_int) -> c_int {
+    if result >= 0 && matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) {
+        process::after_duplicate(fd, result);
+    }
+    result
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong) -> c_int {
+    // FIONREAD, which is SIOCINQ, too.
+    if request as u32 == libc::FIONREAD as u32
+        && let Some(number) = slots::find(fd)
+        && slots::slot(number).is_accelerated()
+        && arg != 0
+        && let Some(len) = data::unread(number, fd)
+    {
+        unsafe { (arg as *mut c_int).write_unaligned(c_int::try_from(len).unwrap_or(c_int::MAX)) };
+        return 0;
+    }
+    unsafe { real::ioctl(fd, request, arg) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn getsockopt(
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    len: *mut socklen_t,
+) -> c_int {
+    if let Some(number) = slots::find(fd)
+        && slots::slot(number).is_accelerated()
+        && !value.is_null()
+        && !len.is_null()
+        && unsafe { len.read_unaligned() } as usize >= size_of::<c_int>()
+    {
+        let slot = slots::slot(number);
+        let told = match (level, name) {
+            (libc::IPPROTO_TCP, libc::TCP_NODELAY) => Some(c_int::from(slot.no_delay.load(Ordering::Relaxed))),
+            (libc::IPPROTO_TCP, libc::TCP_CORK) => Some(c_int::from(slot.cork.load(Ordering::Relaxed))),
+            (libc::SOL_SOCKET, libc::SO_ERROR) => {
+                Some(slot.error.swap(0, Ordering::Relaxed)).filter(|error| *error != 0)
+            }
+            _ => None,
+        };
+        if let Some(told) = told {
+            unsafe {
+                value.cast::<c_int>().write_unaligned(told);
+                len.write_unaligned(size_of::<c_int>() as socklen_t);
+            }
+            return 0;
+        }
+    }
+    unsafe { real::getsockopt(fd, level, name, value, len) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn setsockopt(
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *const c_void,
+    len: socklen_t,
+) -> c_int {
+    if let Some(number) = slots::find(fd) {
+        let slot = slots::slot(number);
+        let number_is = || unsafe { value.cast::<c_int>().read_unaligned() };
+        let is_number = !value.is_null() && len as usize >= size_of::<c_int>();
+        match (level, name) {
+            (libc::IPPROTO_TCP, libc::TCP_NODELAY | libc::TCP_CORK) if slot.is_accelerated() && is_number => {
+                let flag = if name == libc::TCP_CORK { &slot.cork } else { &slot.no_delay };
+                flag.store(number_is() != 0, Ordering::Relaxed);
+                return 0;
+            }
+            (libc::SOL_SOCKET, libc::SO_RCVLOWAT | libc::SO_OOBINLINE)
+                if is_number && number_is() > c_int::from(name == libc::SO_RCVLOWAT) =>
+            {
+                keep_plain(number, fd);
+            }
+            (
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_FILTER | libc::SO_ATTACH_BPF | libc::SO_ZEROCOPY | libc::SO_PEEK_OFF,
+            )
+            | (libc::IPPROTO_TCP, libc::TCP_ULP | libc::TCP_REPAIR | libc::TCP_MD5SIG) => keep_plain(number, fd),
+            _ => {}
+        }
+    }
+    unsafe { real::setsockopt(fd, level, name, value, len) }
+}
+
+/// Both directions go by TCP from here on, as far as they can.
+fn keep_plain(number: u32, fd: c_int) {
+    use_tcp(number, fd);
+    let slot = slots::slot(number);
+    if slot.is_accelerated() {
+        data::demote(slot, fd);
+    }
+}

@@ -1,0 +1,468 @@
+//! The end of a direction that reads.
+
+use super::{Broken, PEEK_MAX, PIECES, Tcp};
+use crate::iovecs::Pieces;
+use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, POSITION, READY, RUNS, Segment, outward};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use thruway_memory::shared;
+
+/// Where the next bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// So many in the ring.
+    Ring(usize),
+    /// So many on the TCP connection.
+    Tcp(usize),
+    /// None yet.
+    Nothing,
+}
+
+/// What this end knows of the direction that it reads. All who hold the connection share it, under one lock.
+#[derive(Debug, Clone)]
+pub struct Reader {
+    direction: usize,
+    /// Bytes ever read from the ring.
+    head: u64,
+    /// Bytes ever taken from the TCP connection.
+    position: u64,
+    /// The first run that this has not come to the end of.
+    run: u32,
+    /// Doorbells that have been discarded.
+    discarded: u64,
+    /// The ring is closed, and what was in it comes again by TCP.
+    comes_again: bool,
+    /// Bytes of it that cannot come again.
+    missing: usize,
+    /// Of the TCP connection, met when something else was wanted of it.
+    error: i32,
+}
+
+impl Reader {
+    /// For one end of a new segment, when `position` bytes have been taken from the TCP connection.
+    pub fn new(end: End, position: u64) -> Reader {
+        Reader {
+            direction: 1 - outward(end),
+            head: 0,
+            position,
+            run: 0,
+            discarded: 0,
+            comes_again: false,
+            missing: 0,
+            error: 0,
+        }
+    }
+
+    /// The peer may use the ring: whatever reads the connection now does it through this.
+    pub fn set_ready(&self, segment: &Segment) {
+        segment.control(self.direction).reader.fetch_or(READY, Ordering::SeqCst);
+    }
+
+    /// Nothing will read any more.
+    pub fn set_gone(&self, segment: &Segment) {
+        segment.control(self.direction).reader.fetch_or(GONE, Ordering::SeqCst);
+    }
+
+    /// Bytes that the ring has for this end now. Cheap: no system call.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn ring_len(&self, segment: &Segment) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        let mut run = self.run;
+        // Runs whose end has been reached, which was not known to be one then, hide nothing.
+        for _ in 0..RUNS {
+            let next = &control.runs[run as usize % RUNS];
+            let is_over = run != control.opened.load(Ordering::Acquire)
+                && next.ring.load(Ordering::Relaxed) == self.head
+                && next.end.load(Ordering::Acquire) == self.position;
+            if !is_over {
+                break;
+            }
+            run = run.wrapping_add(1);
+        }
+        self.len_before(run, segment)
+    }
+
+    /// Whether what comes on the TCP connection may be more than doorbells: the peer sends by TCP, or has since the ring was looked at.
+    pub fn has_run(&self, segment: &Segment) -> bool {
+        self.run != segment.control(self.direction).opened.load(Ordering::Acquire)
+    }
+
+    /// Bytes that the ring has before this run.
+    fn len_before(&self, run: u32, segment: &Segment) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        let limit = loop {
+            let opened = control.opened.load(Ordering::Acquire);
+            if run == opened && self.comes_again {
+                return Ok(0);
+            }
+            if run != opened {
+                break control.runs[run as usize % RUNS].ring.load(Ordering::Relaxed);
+            }
+            let tail = control.tail.load(Ordering::Acquire);
+            // Bytes behind a run that has begun meanwhile come later.
+            if control.opened.load(Ordering::Acquire) == opened {
+                break tail >> POSITION;
+            }
+        };
+        match limit.checked_sub(self.head) {
+            Some(len) if len <= segment.ring_size() as u64 => Ok(len as usize),
+            _ => Err(Broken),
+        }
+    }
+
+    /// Where the next bytes are. Discards doorbells on the way.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
+        let control = segment.control(self.direction);
+        loop {
+            let opened = control.opened.load(Ordering::Acquire);
+            let pending = opened.wrapping_sub(self.run);
+            if pending as usize > RUNS {
+                return Err(Broken);
+            }
+            let ring = self.len_before(self.run, segment)?;
+            if ring > 0 {
+                return Ok(Found::Ring(ring));
+            }
+            if pending == 0 {
+                if control.opened.load(Ordering::Acquire) != opened {
+                    continue;
+                }
+                return Ok(Found::Nothing);
+            }
+            let run = &control.runs[self.run as usize % RUNS];
+            let start = run.start.load(Ordering::Relaxed);
+            if self.position < start {
+                let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(self.available(tcp));
+                if bells == 0 || !self.discard(tcp, bells) {
+                    return Ok(Found::Nothing);
+                }
+                continue;
+            }
+            let mut end = run.end.load(Ordering::Acquire);
+            let mut available = 0;
+            if end == OPEN {
+                // What is there before the run has ended belongs to it.
+                available = self.available(tcp);
+                end = run.end.load(Ordering::Acquire);
+            } else if self.position < end {
+                available = self.available(tcp);
+            }
+            if end == OPEN {
+                return Ok(if available > 0 { Found::Tcp(available) } else { Found::Nothing });
+            }
+            let Some(left) = end.checked_sub(self.position) else { return Err(Broken) };
+            if left > 0 {
+                let left = usize::try_from(left).unwrap_or(usize::MAX);
+                return Ok(if available > 0 { Found::Tcp(available.min(left)) } else { Found::Nothing });
+            }
+            self.run = self.run.wrapping_add(1);
+            control.done.store(self.run, Ordering::Release);
+        }
+    }
+
+    fn available(&mut self, tcp: &impl Tcp) -> usize {
+        let result = tcp.available();
+        self.or_keep(result).unwrap_or(0)
+    }
+
+    /// Doorbells that have been rung, or are about to be, and have not been discarded.
+    fn bells(&self, segment: &Segment) -> usize {
+        let ringing = segment.control(self.direction).ringing.load(Ordering::SeqCst);
+        usize::try_from(ringing.wrapping_sub(self.discarded)).unwrap_or(usize::MAX)
+    }
+
+    /// False if none could be discarded.
+    fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> bool {
+        let result = tcp.skip(bells);
+        let discarded = self.or_keep(result).unwrap_or(0) as u64;
+        self.position += discarded;
+        self.discarded += discarded;
+        discarded > 0
+    }
+
+    /// Reads what is there, as far as it fits. An error of the TCP connection ends it early, and is kept for
+    /// [`Reader::take_error`].
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// `to` must be writable memory that nothing borrows.
+    pub unsafe fn read(&mut self, segment: &Segment, tcp: &impl Tcp, to: &mut Pieces<'_>) -> Result<usize, Broken> {
+        let mut sum = 0;
+        while to.left() > 0 {
+            let len = match self.find(segment, tcp)? {
+                Found::Nothing => break,
+                Found::Ring(len) => {
+                    let len = len.min(to.left()).min(segment.ring_size() / PIECES);
+                    // SAFETY: the caller's promise; `find` has checked that the ring has as many.
+                    unsafe { self.copy_out(segment, to, len) };
+                    self.head += len as u64;
+                    segment.control(self.direction).head.store(self.head, Ordering::Release);
+                    len
+                }
+                Found::Tcp(len) => {
+                    let result = tcp.read(to, len.min(to.left()));
+                    let Some(len) = self.or_keep(result).filter(|len| *len > 0) else { break };
+                    self.position += len as u64;
+                    to.advance(len);
+                    len
+                }
+            };
+            sum += len;
+        }
+        Ok(sum)
+    }
+
+    /// When the kernel says that there is something, and [`Reader::find`] that there is nothing: reads it. That is what has been written
+    /// to the connection by something that knows nothing of rings, or what lies behind urgent data.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn read_unexpected(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        to: &mut Pieces<'_>,
+    ) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        if self.find(segment, tcp)? != Found::Nothing || to.left() == 0 {
+            return Ok(0);
+        }
+        let run = self.run;
+        let max = if self.has_run(segment) {
+            to.left()
+        } else {
+            // All but the doorbells that have been rung.
+            self.available(tcp).saturating_sub(self.bells(segment)).min(to.left())
+        };
+        if max == 0 {
+            return Ok(0);
+        }
+        let result = tcp.read(to, max);
+        let Some(len) = self.or_keep(result) else { return Ok(0) };
+        self.position += len as u64;
+        // The run has ended meanwhile: what lies behind it are doorbells.
+        let end = control.runs[run as usize % RUNS].end.load(Ordering::Acquire);
+        let bells = if self.has_run(segment) { self.position.saturating_sub(end) } else { 0 };
+        self.discarded += bells;
+        let len = len - (bells as usize).min(len);
+        to.advance(len);
+        Ok(len)
+    }
+
+    /// As [`Reader::read`], but leaves everything there.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn peek(&mut self, segment: &Segment, tcp: &impl Tcp, to: &mut Pieces<'_>) -> Result<usize, Broken> {
+        if self.find(segment, tcp)? == Found::Nothing {
+            return Ok(0);
+        }
+        let before = to.left();
+        self.look_ahead(segment, tcp, |ahead, found, skipped| {
+            match found {
+                Found::Ring(len) => {
+                    let len = len.min(to.left());
+                    // SAFETY: the caller's promise; the ring has as many.
+                    unsafe { ahead.copy_out(segment, to, len) };
+                    len
+                }
+                Found::Tcp(len) if skipped <= PEEK_MAX && to.left() > 0 => {
+                    let result = tcp.peek(to, len.min(to.left()), skipped);
+                    let len = ahead.or_keep(result).unwrap_or(0);
+                    to.advance(len);
+                    len
+                }
+                _ => 0,
+            }
+        })?;
+        Ok(before - to.left())
+    }
+
+    /// Bytes of the stream that are there, in the ring and on the TCP connection. All of them: a program that learns of fewer takes what
+    /// comes behind for news, and waits to hear of it.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn unread(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<usize, Broken> {
+        let mut sum = 0;
+        if self.find(segment, tcp)? != Found::Nothing {
+            self.look_ahead(segment, tcp, |_, found, _| match found {
+                Found::Ring(len) | Found::Tcp(len) => {
+                    sum += len;
+                    len
+                }
+                Found::Nothing => 0,
+            })?;
+        }
+        Ok(sum)
+    }
+
+    /// Visits what is there, place by place, and leaves it there: a reader that has come so far, the place, and the bytes of the TCP
+    /// connection before it. Ends when a visit takes less than there is.
+    fn look_ahead(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        mut visit: impl FnMut(&mut Reader, Found, usize) -> usize,
+    ) -> Result<(), Broken> {
+        let available = self.available(tcp) as u64;
+        let control = segment.control(self.direction);
+        let mut ahead = self.clone();
+        for _ in 0..2 * RUNS {
+            let ring = ahead.len_before(ahead.run, segment)?;
+            if ring > 0 {
+                let taken = visit(&mut ahead, Found::Ring(ring), 0);
+                ahead.head += taken as u64;
+                if taken < ring {
+                    break;
+                }
+            }
+            if ahead.run == control.opened.load(Ordering::Acquire) {
+                break;
+            }
+            let run = &control.runs[ahead.run as usize % RUNS];
+            // What was there before the run has ended belongs to it.
+            let end = run.end.load(Ordering::Acquire);
+            ahead.position = ahead.position.max(run.start.load(Ordering::Relaxed));
+            let skipped = ahead.position - self.position;
+            let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position));
+            if len > 0 {
+                ahead.position += visit(&mut ahead, Found::Tcp(len as usize), skipped as usize) as u64;
+            }
+            if ahead.position != end {
+                break;
+            }
+            ahead.run = ahead.run.wrapping_add(1);
+        }
+        self.error = ahead.error;
+        Ok(())
+    }
+
+    /// What a system call says, or nothing; its error is kept.
+    fn or_keep<T>(&mut self, result: io::Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                if error.kind() != io::ErrorKind::WouldBlock && self.error == 0 {
+                    self.error = error.raw_os_error().unwrap_or(libc::EIO);
+                }
+                None
+            }
+        }
+    }
+
+    /// An error of the TCP connection that has been met: the kernel tells each once. 0 if there is none.
+    pub fn take_error(&mut self) -> i32 {
+        std::mem::take(&mut self.error)
+    }
+
+    /// # Safety
+    /// As [`Reader::read`]; the ring has `len` bytes.
+    unsafe fn copy_out(&self, segment: &Segment, to: &mut Pieces<'_>, len: usize) {
+        let size = segment.ring_size();
+        let ring = segment.ring(self.direction);
+        let (mut at, mut left) = (self.head as usize & (size - 1), len);
+        while left > 0 {
+            let Some((base, piece)) = to.first() else { break };
+            let step = piece.min(left).min(size - at);
+            // SAFETY: `at + step` is inside the ring; the caller's promise for `base`.
+            unsafe { shared::copy(base, ring.add(at), step) };
+            at = (at + step) & (size - 1);
+            left -= step;
+            to.advance(step);
+        }
+    }
+
+    /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, so that the kernel calls the connection readable
+    /// only when there is something new.
+    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
+        if self.has_run(segment) || self.bells(segment) == 0 {
+            return;
+        }
+        let bells = self.available(tcp).min(self.bells(segment));
+        // All that was there before another run has begun.
+        if bells > 0 && !self.has_run(segment) {
+            self.discard(tcp, bells);
+        }
+    }
+
+    /// Whether the peer has ended its direction of the TCP connection, or is about to: the kernel has more to say than the ring.
+    pub fn is_ended(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).ended.load(Ordering::Relaxed) != 0
+    }
+
+    /// Asks for a doorbell with what comes next. False if there is something already; then the doorbell may come nevertheless.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn arm(&self, segment: &Segment) -> Result<bool, Broken> {
+        let control = segment.control(self.direction);
+        control.armed.store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        Ok(self.ring_len(segment)? == 0)
+    }
+
+    /// Asks for no doorbell: this end looks by itself.
+    pub fn disarm(&self, segment: &Segment) {
+        segment.control(self.direction).armed.store(0, Ordering::Relaxed);
+    }
+
+    /// The word that changes with what the peer writes to the ring, for who looks again and again.
+    pub fn tail<'a>(&self, segment: &'a Segment) -> &'a AtomicU64 {
+        &segment.control(self.direction).tail
+    }
+
+    /// Takes nothing more from the ring: the peer goes on by TCP, beginning with what is in the ring now. The doorbells that are on their
+    /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says
+    /// how often it may look for them. The number of bytes of the ring that cannot come again, because what lies behind them has been sent
+    /// by TCP already.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn close_ring(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        mut patience: impl FnMut() -> bool,
+    ) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
+        let opened = control.opened.load(Ordering::SeqCst);
+        let word = control.tail.fetch_or(CLOSED, Ordering::SeqCst);
+        if word & CLOSED == 0 {
+            control.armed.store(0, Ordering::SeqCst);
+            self.comes_again = word & BY_TCP == 0;
+            // Steps over runs that have ended.
+            self.find(segment, tcp)?;
+            // Bytes of the ring before a run that had begun would come again behind it.
+            let unread = (word >> POSITION).wrapping_sub(self.head).min(segment.ring_size() as u64);
+            let is_before_run = if self.comes_again { self.run != opened } else { true };
+            self.missing = if is_before_run { unread as usize } else { 0 };
+        }
+        if self.missing > 0 {
+            return Ok(self.missing);
+        }
+        loop {
+            let found = self.find(segment, tcp)?;
+            let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
+            if found == Found::Nothing {
+                self.discard_doorbells(segment, tcp);
+            }
+            if !is_ringing || !patience() {
+                return Ok(if let Found::Ring(len) = found { len } else { 0 });
+            }
+        }
+    }
+}

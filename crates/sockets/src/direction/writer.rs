@@ -1,0 +1,324 @@
+//! The end of a direction that writes.
+
+use super::{Broken, PIECES, Tcp};
+use crate::iovecs::Pieces;
+use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, POSITION, READY, RUNS, Segment, outward};
+use std::io;
+use std::sync::atomic::{Ordering, fence};
+use thruway_memory::shared;
+
+/// What this end knows of the direction that it writes to. All who hold the connection share it, under one lock.
+#[derive(Debug)]
+pub struct Writer {
+    direction: usize,
+    /// Bytes ever written to the ring.
+    tail: u64,
+    /// How far the peer had read when that was last looked at.
+    head: u64,
+    /// Runs that have begun.
+    opened: u32,
+    /// Bytes go by TCP now.
+    is_tcp: bool,
+    /// For good.
+    is_pinned: bool,
+    /// The reader has closed the ring.
+    is_closed: bool,
+    /// Then, how much of it has been sent again, from what the reader had read.
+    owed: u64,
+}
+
+impl Writer {
+    /// For one end of a new segment: all bytes go by TCP yet.
+    pub fn new(end: End) -> Writer {
+        Writer {
+            direction: outward(end),
+            tail: 0,
+            head: 0,
+            opened: 1,
+            is_tcp: true,
+            is_pinned: false,
+            is_closed: false,
+            owed: 0,
+        }
+    }
+
+    /// Whether bytes go by TCP now.
+    pub fn is_tcp(&self) -> bool {
+        self.is_tcp
+    }
+
+    /// Whether they will for good.
+    pub fn is_pinned(&self) -> bool {
+        self.is_pinned
+    }
+
+    /// Free bytes of the ring; looks at the peer's position if there are fewer than `wanted`.
+    pub(super) fn room(&mut self, segment: &Segment, wanted: usize) -> Result<usize, Broken> {
+        let size = segment.ring_size() as u64;
+        if size - (self.tail - self.head) < wanted as u64 {
+            let head = segment.control(self.direction).head.load(Ordering::Acquire);
+            // Neither back, nor beyond what has been written.
+            if head < self.head || head > self.tail {
+                return Err(Broken);
+            }
+            self.head = head;
+        }
+        Ok((size - (self.tail - self.head)) as usize)
+    }
+
+    /// Whether the ring has room for `wanted` bytes or a quarter of it.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn has_room(&mut self, segment: &Segment, wanted: usize) -> Result<bool, Broken> {
+        let wanted = wanted.min(segment.ring_size() / 4);
+        Ok(self.room(segment, wanted)? >= wanted)
+    }
+
+    /// Ends the run of TCP bytes if what follows can go through the ring. The caller vouches that nothing else writes to the TCP
+    /// connection meanwhile. True if bytes go through the ring now.
+    ///
+    /// # Errors
+    /// [`Broken`], those of [`Tcp::written`].
+    pub fn leave_tcp(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        let control = segment.control(self.direction);
+        if !self.is_tcp || self.is_pinned {
+            return Ok(!self.is_tcp);
+        }
+        if control.reader.load(Ordering::Acquire) != READY {
+            return Ok(false);
+        }
+        // There must be a run left for when the ring is full.
+        let done = control.done.load(Ordering::Acquire);
+        let pending = self.opened.wrapping_sub(done) as usize;
+        if pending > RUNS {
+            return Err(Broken.into());
+        }
+        if pending == RUNS || self.room(segment, segment.ring_size())? < segment.ring_size() / 2 {
+            return Ok(false);
+        }
+        let end = tcp.written()?;
+        if !self.change(segment, self.tail, false) {
+            self.is_pinned = true;
+            self.owed = self.tail;
+            return Ok(false);
+        }
+        control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
+        self.is_tcp = false;
+        tcp.flush();
+        Ok(true)
+    }
+
+    /// Has what follows go by TCP; `for_good` or until [`Writer::leave_tcp`]. The caller vouches that nothing else writes to the TCP
+    /// connection meanwhile.
+    ///
+    /// # Errors
+    /// Those of [`Tcp::written`]; nothing has changed then.
+    pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
+        if !self.is_tcp {
+            let start = tcp.written()?;
+            if !self.change(segment, self.tail, true) {
+                self.send_again(segment, tcp)?;
+                return Ok(());
+            }
+            self.begin_run(segment, self.tail, start);
+        }
+        if for_good && !self.is_pinned {
+            self.is_pinned = true;
+            self.owed = self.tail;
+        }
+        Ok(())
+    }
+
+    fn begin_run(&mut self, segment: &Segment, ring: u64, start: u64) {
+        let control = segment.control(self.direction);
+        let run = &control.runs[self.opened as usize % RUNS];
+        run.ring.store(ring, Ordering::Relaxed);
+        run.start.store(start, Ordering::Relaxed);
+        run.end.store(OPEN, Ordering::Relaxed);
+        self.opened += 1;
+        control.opened.store(self.opened, Ordering::Release);
+        self.is_tcp = true;
+    }
+
+    /// Publishes a position and a way. False if the reader has closed the ring; then nothing has changed.
+    fn change(&mut self, segment: &Segment, tail: u64, is_tcp: bool) -> bool {
+        let word = |tail: u64, is_tcp| tail << POSITION | if is_tcp { BY_TCP } else { 0 };
+        // What orders this before a look at `armed` also sees whether the ring is closed.
+        let place = &segment.control(self.direction).tail;
+        let (old, new) = (word(self.tail, self.is_tcp), word(tail, is_tcp));
+        // A peer that has written anything else there is treated as if it had closed the ring.
+        self.is_closed |= place.compare_exchange(old, new, Ordering::SeqCst, Ordering::Relaxed).is_err();
+        !self.is_closed
+    }
+
+    /// Sends again, by TCP, what a reader that has closed the ring has not taken from it. The caller vouches that nothing else writes to
+    /// the TCP connection meanwhile. False if TCP has no room for all of it yet: then nothing else may be sent.
+    ///
+    /// # Errors
+    /// [`Broken`], those of the TCP connection.
+    pub fn send_again(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        if !self.is_closed && !self.is_closed_by_reader(segment) {
+            return Ok(true);
+        }
+        self.is_closed = true;
+        if !self.is_tcp {
+            let head = segment.control(self.direction).head.load(Ordering::Acquire);
+            if head < self.head || head > self.tail {
+                return Err(Broken.into());
+            }
+            self.begin_run(segment, head, tcp.written()?);
+            self.owed = head;
+        } else if !self.is_pinned {
+            // The ring was not in use: nothing in it is to be sent again.
+            self.owed = self.tail;
+        }
+        self.is_pinned = true;
+        let size = segment.ring_size();
+        while self.owed < self.tail {
+            let at = self.owed as usize & (size - 1);
+            let len = ((self.tail - self.owed) as usize).min(size - at);
+            // SAFETY: inside the ring.
+            match unsafe { tcp.send(segment.ring(self.direction).add(at), len) } {
+                Ok(sent) => self.owed += sent as u64,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => {
+                    self.owed = self.tail;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether the reader has closed the ring.
+    pub fn is_closed_by_reader(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).tail.load(Ordering::Relaxed) & CLOSED != 0
+    }
+
+    /// Rings although the peer has not asked for it, to have it look at what this end has closed. Only while the ring is in use.
+    pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
+        if !self.is_tcp {
+            let control = segment.control(self.direction);
+            control.ringing.fetch_add(1, Ordering::SeqCst);
+            tcp.doorbell();
+            control.rung.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Copies to the ring what there is room for, shows it to the peer, and rings if the peer wants that. 0 if the ring is full or the
+    /// peer does not want it any more: then bytes must go by TCP.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// `from` must be readable memory.
+    pub unsafe fn write(&mut self, segment: &Segment, tcp: &impl Tcp, from: &mut Pieces<'_>) -> Result<usize, Broken> {
+        let mut sum = 0;
+        while from.left() > 0 {
+            // SAFETY: the caller's promise.
+            match unsafe { self.write_some(segment, tcp, from) }? {
+                0 => break,
+                len => sum += len,
+            }
+        }
+        Ok(sum)
+    }
+
+    /// A piece, so that the reader need not wait until the last byte is there.
+    ///
+    /// # Safety
+    /// As [`Writer::write`].
+    unsafe fn write_some(&mut self, segment: &Segment, tcp: &impl Tcp, from: &mut Pieces<'_>) -> Result<usize, Broken> {
+        debug_assert!(!self.is_tcp);
+        let size = segment.ring_size();
+        let ring = segment.ring(self.direction);
+        let room = self.room(segment, from.left().min(size / PIECES))?;
+        let wanted = from.left().min(size / PIECES);
+        let (mut rest, mut at, mut left) = (*from, self.tail as usize & (size - 1), room.min(wanted));
+        let len = left;
+        while left > 0 {
+            let Some((base, piece)) = rest.first() else { break };
+            let step = piece.min(left).min(size - at);
+            // SAFETY: `at + step` is inside the ring; the caller's promise for `base`.
+            unsafe { shared::copy(ring.add(at), base, step) };
+            at = (at + step) & (size - 1);
+            left -= step;
+            rest.advance(step);
+        }
+        if len == 0 || !self.publish(segment, len) {
+            return Ok(0);
+        }
+        self.ring_if_wanted(segment, tcp);
+        from.advance(len);
+        Ok(len)
+    }
+
+    /// Memory of the ring that a system call may fill directly, then to be [committed](Writer::commit): none if there is no room.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn free_span(&mut self, segment: &Segment, wanted: usize) -> Result<(*mut u8, usize), Broken> {
+        let room = self.room(segment, wanted)?;
+        let at = self.tail as usize & (segment.ring_size() - 1);
+        let len = room.min(wanted).min(segment.ring_size() - at);
+        Ok((segment.ring(self.direction).wrapping_add(at), len))
+    }
+
+    /// Shows the peer `len` bytes of the last [`Writer::free_span`]. False if the peer does not want them: they must go by TCP.
+    pub fn commit(&mut self, segment: &Segment, tcp: &impl Tcp, len: usize) -> bool {
+        if len == 0 || !self.publish(segment, len) {
+            return false;
+        }
+        self.ring_if_wanted(segment, tcp);
+        true
+    }
+
+    fn publish(&mut self, segment: &Segment, len: usize) -> bool {
+        let tail = self.tail + len as u64;
+        if !self.change(segment, tail, false) {
+            return false;
+        }
+        self.tail = tail;
+        true
+    }
+
+    fn ring_if_wanted(&self, segment: &Segment, tcp: &impl Tcp) {
+        let control = segment.control(self.direction);
+        fence(Ordering::SeqCst);
+        if control.armed.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        control.ringing.fetch_add(1, Ordering::SeqCst);
+        let is_wanted = control.armed.swap(0, Ordering::SeqCst) != 0;
+        if is_wanted {
+            tcp.doorbell();
+            control.rung.fetch_add(1, Ordering::SeqCst);
+        } else {
+            control.ringing.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// This end is about to end its direction of the TCP connection.
+    pub fn set_ended(&self, segment: &Segment) {
+        segment.control(self.direction).ended.store(1, Ordering::SeqCst);
+    }
+
+    /// Whether nothing reads at the other end any more: what is written now must go by TCP, which knows what becomes of it.
+    pub fn is_reader_gone(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0
+    }
+
+    /// Whether the peer has said that it ends the other direction. A process that is killed does not.
+    pub fn is_peer_ended(&self, segment: &Segment) -> bool {
+        segment.control(1 - self.direction).ended.load(Ordering::Relaxed) != 0
+    }
+
+    /// Bytes in the ring that the peer has not read.
+    pub fn unread(&self, segment: &Segment) -> u64 {
+        self.tail
+            .saturating_sub(segment.control(self.direction).head.load(Ordering::Relaxed))
+            .min(segment.ring_size() as u64)
+    }
+}
