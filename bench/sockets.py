@@ -130,7 +130,11 @@ def ping(size):
 
 
 def main():
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="thruway-bench-"))
+    with tempfile.TemporaryDirectory(prefix="thruway-bench-") as directory:
+        measure(pathlib.Path(directory))
+
+
+def measure(directory):
     (directory / "html").mkdir()
     (directory / "html/small").write_bytes(os.urandom(1000))
     (directory / "html/large").write_bytes(os.urandom(100_000))

@@ -149,7 +149,11 @@ pub(crate) fn at_exit() {
     }
     slots::each(|number, fd| {
         let slot = slots::slot(number);
-        if slot.is_only_ours(number) && slot.is_accelerated() {
+        if !slot.is_only_ours(number) {
+            return;
+        }
+        switch::account(slot, fd);
+        if slot.is_accelerated() {
             // What other parts of the program still send goes by calls that know nothing of rings.
             let _ = data::enter_tcp(slot, fd, true);
             if let Some(receiving) = slot.try_receiving() {

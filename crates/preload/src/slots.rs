@@ -9,7 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use thruway_sockets::board::{Key, Ticket};
+use thruway_sockets::board::{Board, Key, Ticket};
 use thruway_sockets::{End, Reader, Segment, Writer};
 
 /// Connections that processes which have a common ancestor may have at a time; further ones stay with TCP.
@@ -44,7 +44,8 @@ pub(crate) mod phase {
 
 /// What both ends of a switch need, under [`Slot::upgrade`].
 pub(crate) struct Upgrade {
-    pub(crate) key: Option<Key>,
+    /// Where the ends look for each other, and as what.
+    pub(crate) meeting: Option<(Board, Key)>,
     pub(crate) ticket: Option<Ticket>,
     pub(crate) end: End,
     /// The number of calls at which this end looks again.
@@ -280,7 +281,7 @@ pub(crate) fn add(fd: i32) {
     slot.shut.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
     unsafe {
-        slot.upgrade.get().write(Upgrade { key: None, ticket: None, end: End::Maker, next_look: 0, looks: 0 });
+        slot.upgrade.get().write(Upgrade { meeting: None, ticket: None, end: End::Maker, next_look: 0, looks: 0 });
         slot.segment.get().write(None);
         slot.writer.get().write(None);
         slot.reader.get().write(None);

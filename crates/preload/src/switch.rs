@@ -76,8 +76,8 @@ fn consider(number: u32, fd: i32, calls: u32) {
         phase::LOOKING => look(slot, &guard, fd, calls),
         phase::LISTED => {
             let upgrade = slot.upgrade(&guard);
-            let answered = upgrade.ticket.map(|ticket| board().and_then(|board| board.is_answered(ticket)));
-            match answered.flatten() {
+            let entry = upgrade.meeting.zip(upgrade.ticket);
+            match entry.and_then(|((board, _), ticket)| board.is_answered(ticket)) {
                 Some(true) => {
                     drop(guard);
                     take_offers();
@@ -131,7 +131,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     };
     let key = Key::new(namespace, local, peer);
     let upgrade = slot.upgrade(guard);
-    upgrade.key = Some(key);
+    upgrade.meeting = Some((board, key));
     if !Key::is_higher(local, peer) {
         (upgrade.next_look, upgrade.looks) = (calls, 0);
         slot.phase.store(phase::LOOKING, Ordering::Release);
@@ -146,7 +146,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
 }
 
 fn withdraw(upgrade: &mut Upgrade) {
-    if let (Some(ticket), Some(board)) = (upgrade.ticket.take(), board()) {
+    if let (Some(ticket), Some((board, _))) = (upgrade.ticket.take(), upgrade.meeting) {
         board.withdraw(ticket);
     }
 }
@@ -157,7 +157,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     if calls < upgrade.next_look {
         return;
     }
-    let (Some(key), Some(board), Some(settings)) = (upgrade.key, board(), SETTINGS.get()) else { return };
+    let (Some((board, key)), Some(settings)) = (upgrade.meeting, SETTINGS.get()) else { return };
     let Some((ticket, listing)) = board.find(key) else {
         upgrade.looks += 1;
         upgrade.next_look = calls.saturating_add(4 << upgrade.looks.min(20));
@@ -377,7 +377,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             return;
         }
         if let Ok(guard) = slot.upgrading.lock()
-            && slot.upgrade(&guard).key.is_some_and(|key| key.is(&message[8..56]))
+            && slot.upgrade(&guard).meeting.is_some_and(|(_, key)| key.is(&message[8..56]))
         {
             wanted = Some((number, fd));
         }
@@ -459,6 +459,16 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     tell(fd, &"accelerated: shared memory");
 }
 
+/// The end of a connection of which nothing has become.
+pub(crate) fn account(slot: &Slot, fd: i32) {
+    match slot.phase.load(Ordering::Relaxed) {
+        // Sockets that were never connected have none.
+        phase::PLAIN if slot.calls.load(Ordering::Relaxed) > 0 => count(&counters().short, 1),
+        phase::LOOKING | phase::LISTED => stays(slot, fd, Reason::NotFound, &""),
+        _ => {}
+    }
+}
+
 /// Everything of a connection whose last descriptor of this process is about to be closed, or a negative number if it is not to be
 /// touched.
 pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
@@ -468,10 +478,8 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
             withdraw(slot.upgrade(&guard));
         }
-        match slot.phase.load(Ordering::Relaxed) {
-            phase::PLAIN if is_last => count(&counters().short, 1),
-            phase::LOOKING | phase::LISTED if is_last => stays(slot, fd, Reason::NotFound, &""),
-            _ => {}
+        if is_last {
+            account(slot, fd);
         }
         let was_accelerated = slot.is_accelerated();
         if was_accelerated

@@ -32,7 +32,7 @@ pub(crate) const POSITION: u32 = 2;
 /// The end of a run that has not ended.
 pub(crate) const OPEN: u64 = u64::MAX;
 
-/// Bytes that go by TCP between two stretches of the ring. Written by the writer before the reader is told of it, but for `end`.
+/// Bytes that go by TCP between two stretches of the ring. Written by the writer before the reader can know of it, but for `end`.
 #[repr(C)]
 pub(crate) struct Run {
     /// The run comes behind this byte of the ring.

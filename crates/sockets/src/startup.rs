@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static IGNORES_SIGPIPE: AtomicBool = AtomicBool::new(false);
 
-/// Whether whoever has started this process ignores SIGPIPE. The runtime ignores it in any case, and gives programs that it starts the
+/// Whether this process was started with SIGPIPE ignored. The runtime ignores it in any case, and gives programs that it starts the
 /// default action.
 pub fn ignores_sigpipe() -> bool {
     IGNORES_SIGPIPE.load(Ordering::Relaxed)

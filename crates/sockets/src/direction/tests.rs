@@ -247,7 +247,7 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
                         check(&bytes, &mut got, why);
                     }
                     is_closed = true;
-                    // From here on TCP has the stream and nothing else, whoever reads it.
+                    // From here on TCP has the stream and nothing else.
                     is_armed = false;
                 }
                 _ => {
