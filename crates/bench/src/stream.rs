@@ -1,0 +1,344 @@
+//! `thruway bench stream`: streams over the fabric, by each of their schemes.
+
+use super::report::Latency;
+use super::{BenchProvider, OnOff, Where};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use thruway_cli::{Common, units};
+use thruway_streams::{Connection, Context, Scheme, Settings};
+
+/// How long the other end may take to connect, or to answer.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How a test begins in the private data; the digit is the version.
+const MAGIC: [u8; 4] = *b"TWT1";
+
+/// A scheme, as an argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum SchemeName {
+    /// Each message to a buffer of fixed size at the peer
+    Credit,
+    /// The sender manages a ring at the peer, and coalesces
+    Packetized,
+    /// Large messages by SrcAvail and SinkAvail
+    Rendezvous,
+    /// By size
+    Adaptive,
+}
+
+impl SchemeName {
+    fn scheme(self) -> Scheme {
+        match self {
+            SchemeName::Credit => Scheme::Credit,
+            SchemeName::Packetized => Scheme::Packetized,
+            SchemeName::Rendezvous => Scheme::Rendezvous,
+            SchemeName::Adaptive => Scheme::Adaptive,
+        }
+    }
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// Half round trip of one message at a time
+    Lat,
+    /// Rate of messages in one direction
+    Bw,
+}
+
+/// Arguments of `thruway bench stream`.
+#[derive(Args)]
+pub(super) struct StreamArgs {
+    #[command(flatten)]
+    place: Where,
+    /// What to measure
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Lat, Kind::Bw])]
+    test: Vec<Kind>,
+    /// How bytes are moved
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [SchemeName::Credit, SchemeName::Packetized, SchemeName::Rendezvous, SchemeName::Adaptive])]
+    scheme: Vec<SchemeName>,
+    /// Bytes of each send
+    #[arg(long, value_delimiter = ',', default_values_t = ["64".to_owned(), "4K".to_owned(), "64K".to_owned(), "1M".to_owned()])]
+    size: Vec<String>,
+    /// Seconds for each row
+    #[arg(long, default_value_t = 1.0)]
+    seconds: f64,
+    /// What carries the streams
+    #[arg(long, value_enum, default_value_t = BenchProvider::Auto)]
+    provider: BenchProvider,
+    /// Messages that may be on their way, of the schemes with credits [default: the scheme's]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(4..=4096))]
+    credits: Option<u16>,
+    /// Acknowledge after half of the credits, and with data that goes the other way; off: after each message, alone
+    #[arg(long, value_enum, default_value_t = OnOff::On)]
+    delayed_acks: OnOff,
+    /// From how many bytes on a send is not copied [default: the scheme's]
+    #[arg(long, value_parser = units::parse_size)]
+    zero_copy_min: Option<u64>,
+}
+
+/// One result. Field names are an interface.
+#[derive(Serialize)]
+struct Row {
+    test: &'static str,
+    provider: &'static str,
+    scheme: &'static str,
+    size: u32,
+    bytes_per_second: f64,
+    messages_per_second: f64,
+    #[serde(flatten)]
+    latency: Option<Latency>,
+    /// Bytes sent, of those that the sends took up at the peer.
+    buffer_use: f64,
+    stream_messages: u64,
+    acknowledgements: u64,
+    writes: u64,
+    zero_copy_share: f64,
+}
+
+/// A test, as the connecting end tells it.
+#[derive(Clone, Copy)]
+struct Test {
+    kind: Kind,
+    size: u32,
+    settings: Settings,
+}
+
+impl Test {
+    fn token(&self) -> Vec<u8> {
+        let scheme = Scheme::ALL.iter().position(|&scheme| scheme == self.settings.scheme).expect("one of them") as u8;
+        let immediate = u8::from(self.settings.acknowledge_after.is_some());
+        let mut token = [MAGIC, [self.kind as u8, scheme, immediate, 0], self.size.to_be_bytes()].concat();
+        token.extend(self.settings.credits.to_be_bytes());
+        token.extend(self.settings.zero_copy_min.to_be_bytes());
+        token
+    }
+
+    fn from_token(token: &[u8]) -> Option<Test> {
+        let rest = token.get(..18)?.strip_prefix(&MAGIC)?;
+        let word = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("four bytes"));
+        let credits = u16::from_be_bytes(rest[8..10].try_into().expect("two bytes"));
+        let base = Settings::of(*Scheme::ALL.get(usize::from(rest[1]))?);
+        let mut settings = Settings { credits, zero_copy_min: word(10), ..base };
+        if rest[2] != 0 {
+            (settings.acknowledge_after, settings.piggyback) = (Some(1), false);
+        }
+        settings.check().ok()?;
+        Some(Test {
+            kind: *[Kind::Lat, Kind::Bw].get(usize::from(rest[0]))?,
+            size: word(4).clamp(1, 1 << 30),
+            settings,
+        })
+    }
+}
+
+pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
+    if let Some(at) = args.place.listen {
+        let context = Context::open(&args.provider.at(at)?).map_err(|e| e.to_string())?;
+        let listener = context.listen(at).map_err(|e| e.to_string())?;
+        if common.json {
+            thruway_cli::say!("{}", serde_json::json!({ "listening": listener.local_addr().to_string() }));
+        } else if !common.quiet {
+            thruway_cli::say_error!("listening on {}", listener.local_addr());
+        }
+        return serve(&context, || false);
+    }
+    let seconds = Duration::try_from_secs_f64(args.seconds).map_err(|e| format!("--seconds {}: {e}", args.seconds))?;
+    let sizes: Vec<u32> = args.size.iter().map(|text| size(text)).collect::<Result<_, _>>()?;
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let mut rows = Vec::new();
+    if !common.json {
+        thruway_cli::say!(
+            "{:<5} {:<11} {:>6} {:>12} {:>12} {:>9} {:>9} {:>7} {:>10}",
+            "test",
+            "scheme",
+            "size",
+            "rate",
+            "sends",
+            "p50 us",
+            "p99 us",
+            "buffers",
+            "zero copy"
+        );
+    }
+    std::thread::scope(|scope| {
+        let at = match &args.place.connect {
+            Some(host) => super::resolve(host)?,
+            None => {
+                let local = SocketAddr::from(([127, 0, 0, 1], 0));
+                let context = Context::open(&args.provider.at(local)?).map_err(|e| e.to_string())?;
+                let listener = context.listen(local).map_err(|e| e.to_string())?;
+                let at = listener.local_addr();
+                let stop = &stop;
+                scope.spawn(move || {
+                    let _listener = listener;
+                    let _ = serve(&context, || stop.load(std::sync::atomic::Ordering::Relaxed));
+                });
+                at
+            }
+        };
+        let context = args.provider.towards(at).and_then(|p| Context::open(&p).map_err(|e| e.to_string()))?;
+        let mut measure = || {
+            for &kind in &args.test {
+                for &size in &sizes {
+                    for scheme in &args.scheme {
+                        let row = client(
+                            &context,
+                            at,
+                            args,
+                            Test { kind, size, settings: settings(args, *scheme)? },
+                            seconds,
+                        )?;
+                        if !common.json {
+                            print(&row);
+                        }
+                        rows.push(row);
+                    }
+                }
+            }
+            Ok(())
+        };
+        let result: Result<(), String> = measure();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        result
+    })?;
+    if common.json {
+        thruway_cli::say!("{}", serde_json::to_string_pretty(&rows).expect("plain structures"));
+    }
+    Ok(())
+}
+
+fn size(text: &str) -> Result<u32, String> {
+    match units::parse_size(text).map_err(|e| e.to_string())? {
+        n @ 1..=0x4000_0000 => Ok(n as u32),
+        n => Err(format!("invalid message size {n} (expected 1 to 1G)")),
+    }
+}
+
+fn settings(args: &StreamArgs, scheme: SchemeName) -> Result<Settings, String> {
+    let mut settings = Settings::of(scheme.scheme());
+    settings.credits = args.credits.unwrap_or(settings.credits);
+    if let Some(min) = args.zero_copy_min {
+        settings.zero_copy_min = u32::try_from(min).map_err(|_| "--zero-copy-min is more than 4 GiB".to_owned())?;
+    }
+    if args.delayed_acks == OnOff::Off {
+        (settings.acknowledge_after, settings.piggyback) = (Some(1), false);
+    }
+    Ok(settings)
+}
+
+fn print(row: &Row) {
+    let time = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
+    thruway_cli::say!(
+        "{:<5} {:<11} {:>6} {:>12} {:>10}/s {:>9} {:>9} {:>6.1}% {:>9.1}%",
+        row.test,
+        row.scheme,
+        units::size(row.size.into()),
+        units::rate(row.bytes_per_second),
+        row.messages_per_second as u64,
+        time(row.latency.as_ref().map(|latency| latency.lat_us_p50)),
+        time(row.latency.as_ref().map(|latency| latency.lat_us_p99)),
+        row.buffer_use * 100.0,
+        row.zero_copy_share * 100.0,
+    );
+}
+
+/// The accepting end: sends back what it has received, or takes everything and says that it has.
+fn serve(context: &Context, stop: impl Fn() -> bool) -> Result<(), String> {
+    std::thread::scope(|scope| {
+        while !stop() {
+            let soon = Instant::now() + Duration::from_millis(200);
+            let Ok(request) = context.request(|_| true, Some(soon)) else { continue };
+            let Some(test) = Test::from_token(request.token()) else { continue };
+            let context = context.clone();
+            scope.spawn(move || {
+                let served = request
+                    .accept(&context, &test.settings, Instant::now() + TIMEOUT)
+                    .and_then(|connection| answer(&connection, &test));
+                if let Err(error) = served {
+                    thruway_cli::say_error!("thruway bench: accepting end: {error}");
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+fn answer(connection: &Connection, test: &Test) -> Result<(), thruway_streams::Error> {
+    let mut buffer = vec![0; (test.size as usize).max(64 << 10)];
+    match test.kind {
+        Kind::Lat => loop {
+            let whole = &mut buffer[..test.size as usize];
+            if !fill(connection, whole)? {
+                break;
+            }
+            connection.send(whole, None)?;
+        },
+        Kind::Bw => while connection.recv(&mut buffer, None)? > 0 {},
+    }
+    connection.shutdown();
+    // The other end closes when it has that.
+    let _ = connection.recv(&mut buffer, Some(Instant::now() + TIMEOUT));
+    Ok(())
+}
+
+/// Receives all of it; false at the end of the stream.
+fn fill(connection: &Connection, to: &mut [u8]) -> Result<bool, thruway_streams::Error> {
+    let mut len = 0;
+    while len < to.len() {
+        match connection.recv(&mut to[len..], None)? {
+            0 => return Ok(false),
+            more => len += more,
+        }
+    }
+    Ok(true)
+}
+
+fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time: Duration) -> Result<Row, String> {
+    let what = |e: thruway_streams::Error| format!("{}, {} bytes: {e}", test.settings.scheme.name(), test.size);
+    let connection = context.connect(at, &test.settings, &test.token(), TIMEOUT).map_err(what)?;
+    let mut bytes = vec![0x5a; test.size as usize];
+    let mut samples = Vec::new();
+    let mut sends = 0u64;
+    let mut start = Instant::now();
+    let warm_up = time.min(Duration::from_millis(100));
+    let mut is_warm = false;
+    while start.elapsed() < if is_warm { time } else { warm_up } || !is_warm {
+        if !is_warm && start.elapsed() >= warm_up {
+            (is_warm, start, sends) = (true, Instant::now(), 0);
+            samples.clear();
+        }
+        let began = Instant::now();
+        connection.send(&bytes, None).map_err(what)?;
+        sends += 1;
+        if test.kind == Kind::Lat {
+            if !fill(&connection, &mut bytes).map_err(what)? {
+                return Err(what(thruway_streams::Error::Reset));
+            }
+            samples.push(began.elapsed().as_nanos() as u64);
+        }
+    }
+    connection.shutdown();
+    // Everything has been received when the other end's stream ends.
+    while connection.recv(&mut bytes, Some(Instant::now() + TIMEOUT)).map_err(what)? > 0 {}
+    let seconds = start.elapsed().as_secs_f64();
+    let counters = connection.counters();
+    let (copied, direct) = (counters.bytes_copied as f64, counters.bytes_zero_copy as f64);
+    let provider = connection.info().map_or(args.provider.name(), |info| info.provider);
+    let _ = connection.close(Some(Instant::now() + TIMEOUT));
+    Ok(Row {
+        test: if test.kind == Kind::Lat { "lat" } else { "bw" },
+        provider,
+        scheme: test.settings.scheme.name(),
+        size: test.size,
+        bytes_per_second: sends as f64 * f64::from(test.size) / seconds,
+        messages_per_second: sends as f64 / seconds,
+        latency: (test.kind == Kind::Lat).then(|| Latency::of(&mut samples, 2000.0)),
+        buffer_use: copied / (counters.peer_bytes_reserved as f64).max(1.0),
+        stream_messages: counters.messages_sent,
+        acknowledgements: counters.acknowledgements_sent,
+        writes: counters.writes,
+        zero_copy_share: direct / (copied + direct).max(1.0),
+    })
+}

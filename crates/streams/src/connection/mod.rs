@@ -1,0 +1,401 @@
+//! A connection: a stream of bytes or messages, and one-sided operations beside it.
+
+mod receiving;
+mod sending;
+
+pub use receiving::Received;
+
+use crate::context::{Handle, lock};
+use crate::core::{Action, Counters, End};
+use crate::error::Error;
+use crate::memory::{LANDING_LEN, Memory, OPERATION, OPERATIONS_MAX, RECEIVE, Request, STREAM_QUEUE_LEN};
+use crate::operations::Operations;
+use crate::settings::Settings;
+use crate::wire::{Hello, MESSAGE_MAX};
+use rustix::event::EventfdFlags;
+use std::collections::{HashMap, HashSet};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+use thruway_fabric::{
+    Access, ConnectParams, ConnectionError, ConnectionInfo, ConnectionRequest, MemoryRegion, QueuePair, QueuePairCaps,
+    Status, WorkCompletion,
+};
+
+/// Elements of a request: a header and two parts of the stage.
+const SGES: u32 = 3;
+
+/// A connection. It may be used by any number of threads; two that send, or two that receive, share the stream between them call by call.
+pub struct Connection(pub(crate) Arc<Inner>);
+
+pub(crate) struct Inner {
+    pub(crate) context: Arc<Handle>,
+    pub(crate) qp: QueuePair,
+    state: Mutex<State>,
+    /// One thread at a time sends, and one receives.
+    sender: Mutex<()>,
+    receiver: Mutex<()>,
+    /// Threads that wait for something of this connection.
+    waiting: AtomicU32,
+    /// Readable while there is something to take; made when it is asked for.
+    bell: OnceLock<OwnedFd>,
+    settings: Settings,
+}
+
+pub(crate) struct State {
+    end: Option<End>,
+    pub(crate) memory: Memory,
+    /// Completions from before the peer's greeting.
+    early: Vec<WorkCompletion>,
+    ended: Option<ConnectionError>,
+    /// The peer broke the protocol, or the device refused a request.
+    failed: Option<String>,
+    has_shut_down: bool,
+    /// Sources that are done, with the bytes that were sent.
+    sources: HashMap<u64, usize>,
+    /// Targets that have been read into, with the bytes, and whether a message ends there.
+    fetched: HashMap<u64, (usize, bool)>,
+    free_sinks: HashSet<u64>,
+    pub(crate) operations: Operations,
+    /// The bell has been rung and not been silenced.
+    rung: bool,
+    requests: Vec<Request>,
+}
+
+impl Connection {
+    fn prepare(context: &Arc<Handle>, settings: &Settings) -> Result<Arc<Inner>, Error> {
+        settings.check().map_err(|(what, value, least, most)| Error::Setting { what, value, least, most })?;
+        let caps = QueuePairCaps {
+            max_send_wr: STREAM_QUEUE_LEN + OPERATIONS_MAX,
+            max_recv_wr: settings.receives().into(),
+            max_sge: SGES,
+        };
+        let qp = context.with_queue(|queue| context.pd.create_qp(queue, queue, caps))?;
+        let memory = Memory::new(&context.pd, settings)?;
+        for slot in 0..settings.receives() {
+            memory.post_receive(&qp, slot)?;
+        }
+        let inner = Arc::new(Inner {
+            context: Arc::clone(context),
+            qp,
+            state: Mutex::new(State {
+                end: None,
+                memory,
+                early: Vec::new(),
+                ended: None,
+                failed: None,
+                has_shut_down: false,
+                sources: HashMap::new(),
+                fetched: HashMap::new(),
+                free_sinks: HashSet::new(),
+                operations: Operations::default(),
+                rung: false,
+                requests: Vec::new(),
+            }),
+            sender: Mutex::default(),
+            receiver: Mutex::default(),
+            waiting: AtomicU32::new(0),
+            bell: OnceLock::new(),
+            settings: *settings,
+        });
+        context.add(inner.qp.number(), &inner);
+        Ok(inner)
+    }
+
+    pub(crate) fn connect(
+        context: &Arc<Handle>,
+        peer: SocketAddr,
+        settings: &Settings,
+        token: &[u8],
+        timeout: Duration,
+    ) -> Result<Connection, Error> {
+        let inner = Connection::prepare(context, settings)?;
+        let connection = Connection(inner);
+        let inner = &connection.0;
+        let hello = lock(&inner.state).memory.hello(settings);
+        let private_data = [&hello.encode()[..], token].concat();
+        inner.qp.connect(peer, &ConnectParams { private_data, timeout, ..ConnectParams::default() })?;
+        let up = inner.wait(Some(Instant::now() + timeout), |state| state.end.is_some().then_some(Ok(())));
+        up.map(|()| connection)
+    }
+
+    pub(crate) fn accept(
+        context: &Arc<Handle>,
+        request: ConnectionRequest,
+        settings: &Settings,
+        deadline: Instant,
+    ) -> Result<Connection, Error> {
+        let peer = Hello::decode(request.private_data())?;
+        if peer.messages != settings.messages {
+            let why = mismatch(settings);
+            request.reject(why.as_bytes());
+            return Err(Error::Mismatch(why));
+        }
+        let connection = Connection(Connection::prepare(context, settings)?);
+        let inner = &connection.0;
+        let hello = lock(&inner.state).memory.hello(settings);
+        inner.start(hello, peer);
+        request
+            .accept(&inner.qp, &ConnectParams { private_data: hello.encode().to_vec(), ..ConnectParams::default() })?;
+        inner.wait(Some(deadline), |_| inner.qp.info().map(|_| Ok(())))?;
+        Ok(connection)
+    }
+
+    /// With whom, and by what.
+    pub fn info(&self) -> Option<ConnectionInfo> {
+        self.0.qp.info()
+    }
+
+    /// What this end was set up with.
+    pub fn settings(&self) -> &Settings {
+        &self.0.settings
+    }
+
+    /// What has been moved.
+    pub fn counters(&self) -> Counters {
+        lock(&self.0.state).end.as_ref().map(End::counters).unwrap_or_default()
+    }
+
+    /// Sends nothing more. The peer learns it behind the last byte.
+    pub fn shutdown(&self) {
+        let mut state = lock(&self.0.state);
+        state.has_shut_down = true;
+        if let Some(end) = &mut state.end {
+            end.shutdown();
+        }
+        self.0.flush(&mut state);
+    }
+
+    /// Sends nothing more, and waits until the peer has everything, at most until the deadline.
+    ///
+    /// # Errors
+    /// If that cannot be, or is not known by then: bytes may be lost.
+    pub fn close(self, deadline: Option<Instant>) -> Result<(), Error> {
+        self.shutdown();
+        let arrived = |state: &mut State| state.end.as_ref()?.has_arrived().then_some(Ok(()));
+        let result = self.0.wait(deadline, arrived);
+        self.0.qp.disconnect();
+        result
+    }
+
+    /// Readable when there is something to receive, or room after there was none, or a completion, or an end: whenever a call that would
+    /// have waited is worth another try. It is silenced by [`Connection::silence`].
+    ///
+    /// # Errors
+    /// If there are no descriptors left.
+    pub fn descriptor(&self) -> Result<BorrowedFd<'_>, Error> {
+        if self.0.bell.get().is_none() {
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+            let bell = rustix::event::eventfd(1, flags).map_err(|error| Error::Memory(error.into()))?;
+            // The first look is always worth it.
+            lock(&self.0.state).rung = true;
+            let _ = self.0.bell.set(bell);
+        }
+        Ok(self.0.bell.get().expect("it is there now").as_fd())
+    }
+
+    /// Makes the descriptor unreadable until something new happens: before a last look that says there is nothing.
+    pub fn silence(&self) {
+        if let Some(bell) = self.0.bell.get() {
+            let mut state = lock(&self.0.state);
+            let _ = rustix::io::read(bell, &mut [0; 8]);
+            state.rung = false;
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.qp.disconnect();
+        self.0.context.remove(self.0.qp.number());
+    }
+}
+
+fn mismatch(settings: &Settings) -> &'static str {
+    match settings.messages {
+        true => "wants a stream of bytes, and this end messages",
+        false => "wants messages, and this end a stream of bytes",
+    }
+}
+
+impl State {
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        match (&self.failed, &self.ended) {
+            (Some(_), _) => Err(Error::Reset),
+            (None, Some(cause)) => Err(Error::Ended(cause.clone())),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+impl Inner {
+    fn start(&self, own: Hello, peer: Hello) {
+        let mut state = lock(&self.state);
+        state.end = Some(End::new(self.settings, own, peer, STREAM_QUEUE_LEN, LANDING_LEN));
+        if state.has_shut_down {
+            state.end.as_mut().expect("it has just been made").shutdown();
+        }
+        let early = std::mem::take(&mut state.early);
+        self.take(&mut state, &early);
+    }
+
+    /// The peer has accepted. Returns whether a thread waits for this connection.
+    pub(crate) fn established(&self, private_data: &[u8]) -> bool {
+        let hello = {
+            let state = lock(&self.state);
+            // The accepting end has known its peer since the request.
+            if state.end.is_some() {
+                return self.waiting.load(Ordering::SeqCst) > 0;
+            }
+            state.memory.hello(&self.settings)
+        };
+        match Hello::decode(private_data) {
+            Ok(peer) if peer.messages == self.settings.messages => self.start(hello, peer),
+            Ok(_) => self.fail(&mut lock(&self.state), mismatch(&self.settings)),
+            Err(violation) => self.fail(&mut lock(&self.state), &violation.to_string()),
+        }
+        self.waiting.load(Ordering::SeqCst) > 0
+    }
+
+    /// The connection has ended. Returns whether a thread waits for it.
+    pub(crate) fn disconnected(&self, cause: ConnectionError) -> bool {
+        let mut state = lock(&self.state);
+        state.ended.get_or_insert(cause);
+        self.ring(&mut state);
+        self.waiting.load(Ordering::SeqCst) > 0
+    }
+
+    /// Requests have completed. Returns whether a thread waits for this connection.
+    pub(crate) fn complete(&self, completions: &[WorkCompletion]) -> bool {
+        let mut state = lock(&self.state);
+        if state.end.is_none() {
+            state.early.extend(completions);
+        } else {
+            self.take(&mut state, completions);
+        }
+        self.waiting.load(Ordering::SeqCst) > 0
+    }
+
+    fn take(&self, state: &mut State, completions: &[WorkCompletion]) {
+        for wc in completions {
+            if wc.wr_id & OPERATION != 0 {
+                let value = state.memory.read_result((wc.wr_id & !OPERATION) as u32);
+                state.operations.complete((wc.wr_id & !OPERATION) as u32, wc.status, value);
+                continue;
+            }
+            if wc.status != Status::Success || state.failed.is_some() {
+                continue;
+            }
+            let end = state.end.as_mut().expect("an end by now");
+            if wc.wr_id & RECEIVE == 0 {
+                end.completed(wc.wr_id);
+                continue;
+            }
+            let slot = (wc.wr_id & !RECEIVE) as u16;
+            let mut head = [0; MESSAGE_MAX];
+            let len = (wc.len as usize).min(MESSAGE_MAX);
+            state.memory.received(slot, len, &mut head);
+            if let Err(violation) = end.received(slot, &head[..len], wc.len as usize) {
+                self.fail(state, &violation.to_string());
+            }
+        }
+        self.flush(state);
+        self.ring(state);
+    }
+
+    fn fail(&self, state: &mut State, why: &str) {
+        tracing::warn!(peer = ?self.qp.info().map(|info| info.peer), "ending the connection: {why}");
+        state.failed.get_or_insert_with(|| why.to_owned());
+        self.qp.disconnect();
+        self.ring(state);
+    }
+
+    /// Posts what the end wants posted.
+    pub(crate) fn flush(&self, state: &mut State) {
+        let Some(end) = &mut state.end else { return };
+        let mut error = None;
+        while let Some(action) = end.action() {
+            match action {
+                Action::Receive(slot) => error = error.or(state.memory.post_receive(&self.qp, slot).err()),
+                Action::SourceDone { source, sent } => {
+                    state.memory.take_back(source);
+                    state.sources.insert(source, sent);
+                }
+                Action::Fetched { target, len, end } => {
+                    state.memory.take_back(target);
+                    state.fetched.insert(target, (len, end));
+                }
+                Action::SinkFree(target) => {
+                    state.memory.take_back(target);
+                    state.free_sinks.insert(target);
+                }
+                request => state.requests.extend(state.memory.request(&request)),
+            }
+        }
+        if !state.requests.is_empty() {
+            error = error.or(Request::post(&state.requests, &self.qp).err());
+            state.requests.clear();
+        }
+        // Where the connection has ended, its event says why.
+        if let Some(error) = error
+            && self.qp.error().is_none()
+        {
+            self.fail(state, &error.to_string());
+        }
+    }
+
+    fn ring(&self, state: &mut State) {
+        if let Some(bell) = self.bell.get()
+            && !std::mem::replace(&mut state.rung, true)
+        {
+            let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Waits until `look` finds what it looks for; an error if the connection ends before.
+    pub(crate) fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut look: impl FnMut(&mut State) -> Option<Result<T, Error>>,
+    ) -> Result<T, Error> {
+        let mut look = || {
+            let mut state = lock(&self.state);
+            let found = look(&mut state);
+            self.flush(&mut state);
+            // What has come before the end counts.
+            found.or_else(|| state.check().err().map(Err))
+        };
+        if let Some(found) = look() {
+            return found;
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let result = loop {
+            let epoch = self.context.epoch();
+            self.context.poll();
+            if let Some(found) = look() {
+                break found;
+            }
+            if deadline.is_some_and(|at| Instant::now() >= at) {
+                break Err(Error::TimedOut);
+            }
+            if let Err(error) = self.context.wait(epoch, deadline) {
+                break Err(error);
+            }
+        };
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
+    /// Registers memory for the time of a call, which does not return before the stream is done with it.
+    fn register(&self, at: *mut u8, len: usize, access: Access) -> Result<MemoryRegion, Error> {
+        // SAFETY: the memory is borrowed by the caller for as long as the call takes, and the stream gives the region back
+        // before that, or the connection has ended and nothing uses it any more.
+        Ok(unsafe { self.context.pd.register_raw(at, len, access, Arc::new(())) }?)
+    }
+}

@@ -1,0 +1,364 @@
+//! A device that the connections of a program share, and who sees to its progress.
+//!
+//! A thread that waits for something of a connection polls the device, for all connections. Of several, one does, and the others
+//! sleep until it has found something. While no thread waits, one of the context's does: it serves what peers do to registered memory,
+//! and makes descriptors readable.
+
+use crate::connection::{Connection, Inner};
+use crate::error::Error;
+use crate::settings::Settings;
+use crate::wire::HELLO_LEN;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use thruway_fabric::{
+    CompletionQueue, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, ProtectionDomain, Provider,
+    WorkCompletion,
+};
+
+/// How long the context's thread leaves the device alone after another has polled it.
+const POLLING_LEASE: Duration = Duration::from_millis(1);
+/// Bytes that a connecting program may send along.
+pub const TOKEN_MAX: usize = 28;
+/// Requests to connect that are kept until they are accepted.
+const REQUESTS_MAX: usize = 1024;
+/// Completions of a completion queue, of which there are as many as the connections need.
+const COMPLETIONS_MAX: usize = 16 << 10;
+/// Completions that are taken at a time.
+const POLL_MAX: usize = 64;
+
+/// A device with connections. Clones are the same.
+#[derive(Clone)]
+pub struct Context(pub(crate) Arc<Handle>);
+
+/// What the program holds. Its last clone, and the last connection, end the thread.
+pub(crate) struct Handle(Arc<Shared>);
+
+impl std::ops::Deref for Handle {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::SeqCst);
+        let led = lock(&self.led);
+        self.leaderless.notify_all();
+        drop(led);
+        self.device.wake();
+    }
+}
+
+pub(crate) struct Shared {
+    pub(crate) device: Device,
+    pub(crate) pd: ProtectionDomain,
+    queues: Mutex<Vec<CompletionQueue>>,
+    /// Held by the thread that takes completions: those of a connection have to be seen in their order.
+    poller: Mutex<Vec<WorkCompletion>>,
+    connections: Mutex<HashMap<u32, Weak<Inner>>>,
+    requests: Mutex<Vec<Incoming>>,
+    /// A thread sleeps on the device.
+    led: Mutex<bool>,
+    /// Something has been found that a thread may wait for which does not sleep on the device.
+    found: Condvar,
+    followers: AtomicU32,
+    /// Counts what has been found.
+    epoch: AtomicU64,
+    /// Counts the polls of threads that wait for something.
+    polls: AtomicU64,
+    /// The context's thread sleeps until no thread sees to the device.
+    is_parked: AtomicBool,
+    leaderless: Condvar,
+    ended: AtomicBool,
+}
+
+impl Context {
+    /// Opens a device of the provider.
+    ///
+    /// # Errors
+    /// If there is none, or no thread for it.
+    pub fn open(provider: &Provider) -> Result<Context, Error> {
+        let device = provider.open()?;
+        let shared = Arc::new(Shared {
+            pd: device.alloc_pd()?,
+            device,
+            queues: Mutex::default(),
+            poller: Mutex::default(),
+            connections: Mutex::default(),
+            requests: Mutex::default(),
+            led: Mutex::new(false),
+            found: Condvar::new(),
+            followers: AtomicU32::new(0),
+            epoch: AtomicU64::new(0),
+            polls: AtomicU64::new(0),
+            is_parked: AtomicBool::new(false),
+            leaderless: Condvar::new(),
+            ended: AtomicBool::new(false),
+        });
+        let served = Arc::clone(&shared);
+        let spawned = std::thread::Builder::new().name("thruway-streams".into()).spawn(move || served.serve());
+        spawned.map_err(Error::Memory)?;
+        Ok(Context(Arc::new(Handle(shared))))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Listens; port 0 lets the system choose. Requests wait until [`Context::accept`] takes them.
+    ///
+    /// # Errors
+    /// As [`Device::listen`].
+    pub fn listen(&self, at: SocketAddr) -> Result<Listener, Error> {
+        Ok(self.0.device.listen(at, &ListenOptions::default())?)
+    }
+
+    /// Connects, and sends `token` along, of at most [`TOKEN_MAX`] bytes.
+    ///
+    /// # Errors
+    /// If the peer cannot be reached, refuses, or does not answer in time.
+    ///
+    /// # Panics
+    /// If the token is too long.
+    pub fn connect(
+        &self,
+        peer: SocketAddr,
+        settings: &Settings,
+        token: &[u8],
+        timeout: Duration,
+    ) -> Result<Connection, Error> {
+        assert!(token.len() <= TOKEN_MAX, "a token of {} bytes", token.len());
+        Connection::connect(&self.0, peer, settings, token, timeout)
+    }
+
+    /// The next request to connect that `wanted` says yes to; others are kept for other callers.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`].
+    pub fn request(&self, wanted: impl Fn(&Incoming) -> bool, deadline: Option<Instant>) -> Result<Incoming, Error> {
+        loop {
+            let epoch = self.0.epoch();
+            let mut requests = lock(&self.0.requests);
+            if let Some(at) = requests.iter().position(&wanted) {
+                return Ok(requests.remove(at));
+            }
+            drop(requests);
+            if deadline.is_some_and(|at| Instant::now() >= at) {
+                return Err(Error::TimedOut);
+            }
+            self.0.wait(epoch, deadline)?;
+        }
+    }
+
+    /// Accepts the connection that was requested with this token.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`], or as the peer does.
+    pub fn accept(&self, settings: &Settings, token: &[u8], timeout: Duration) -> Result<Connection, Error> {
+        let deadline = Instant::now() + timeout;
+        let request = self.request(|request| request.token().starts_with(token), Some(deadline))?;
+        request.accept(self, settings, deadline)
+    }
+}
+
+/// A request to connect. Dropping it refuses.
+pub struct Incoming(ConnectionRequest);
+
+impl Incoming {
+    /// What the peer's program has sent along; zeros may follow.
+    pub fn token(&self) -> &[u8] {
+        self.0.private_data().get(HELLO_LEN..).unwrap_or_default()
+    }
+
+    /// Where it comes from.
+    pub fn peer(&self) -> SocketAddr {
+        self.0.peer()
+    }
+
+    /// Accepts it.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`], or as the peer does.
+    pub fn accept(self, context: &Context, settings: &Settings, deadline: Instant) -> Result<Connection, Error> {
+        Connection::accept(&context.0, self.0, settings, deadline)
+    }
+}
+
+impl Shared {
+    pub(crate) fn add(&self, number: u32, connection: &Arc<Inner>) {
+        lock(&self.connections).insert(number, Arc::downgrade(connection));
+    }
+
+    pub(crate) fn remove(&self, number: u32) {
+        lock(&self.connections).remove(&number);
+    }
+
+    /// A completion queue with room for a queue pair, which `make` makes.
+    pub(crate) fn with_queue<T>(
+        &self,
+        make: impl Fn(&CompletionQueue) -> thruway_fabric::Result<T>,
+    ) -> thruway_fabric::Result<T> {
+        let mut queues = lock(&self.queues);
+        if let Some(made) = queues.last().map(&make)
+            && !matches!(made, Err(thruway_fabric::Error::Limit { .. }))
+        {
+            return made;
+        }
+        let queue = self.device.create_cq(COMPLETIONS_MAX.min(self.device.attributes().max_cqe))?;
+        let made = make(&queue)?;
+        queues.push(queue);
+        Ok(made)
+    }
+
+    /// What [`Shared::wait`] wants to know: taken before looking whether there is something to wait for.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::SeqCst)
+    }
+
+    /// Returns when something may have been found since `epoch`, at the latest at the deadline.
+    pub(crate) fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<(), Error> {
+        self.polls.fetch_add(1, Ordering::Relaxed);
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let mut led = lock(&self.led);
+        if self.epoch() != epoch {
+            return Ok(());
+        }
+        if *led {
+            self.followers.fetch_add(1, Ordering::SeqCst);
+            let limit = left.unwrap_or(Duration::from_secs(3600));
+            let led = self.found.wait_timeout(led, limit).unwrap_or_else(PoisonError::into_inner);
+            drop(led);
+            self.followers.fetch_sub(1, Ordering::SeqCst);
+            return Ok(());
+        }
+        *led = true;
+        drop(led);
+        let waited = self.device.wait(left);
+        let mut led = lock(&self.led);
+        *led = false;
+        if self.is_parked.swap(false, Ordering::SeqCst) {
+            self.leaderless.notify_one();
+        }
+        drop(led);
+        self.poll();
+        // Another has to see to the device when this one goes away.
+        if self.followers.load(Ordering::SeqCst) > 0 {
+            self.found.notify_all();
+        }
+        Ok(waited?)
+    }
+
+    /// Sees to the device while nothing else does.
+    fn serve(&self) {
+        let mut seen = 0;
+        while !self.ended.load(Ordering::SeqCst) {
+            let epoch = self.epoch();
+            self.poll();
+            let polls = self.polls.load(Ordering::Relaxed);
+            if polls != seen {
+                seen = polls;
+                std::thread::sleep(POLLING_LEASE);
+                continue;
+            }
+            let led = lock(&self.led);
+            if *led && !self.ended.load(Ordering::SeqCst) {
+                self.is_parked.store(true, Ordering::SeqCst);
+                drop(self.leaderless.wait(led));
+                continue;
+            }
+            drop(led);
+            if self.wait(epoch, None).is_err() {
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            // Its own do not count.
+            seen = self.polls.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Something has been found that others may wait for.
+    fn tell(&self) {
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+        let led = lock(&self.led);
+        if self.followers.load(Ordering::SeqCst) > 0 {
+            self.found.notify_all();
+        }
+        if *led {
+            self.device.wake();
+        }
+    }
+
+    /// Takes note of everything that has happened. Returns how much that was.
+    pub(crate) fn poll(&self) -> usize {
+        let Ok(mut completions) = self.poller.try_lock() else { return 0 };
+        let mut others_wait = false;
+        let mut count = 0;
+        for queue in lock(&self.queues).iter() {
+            while queue.poll(&mut completions, POLL_MAX) == POLL_MAX {}
+        }
+        count += completions.len();
+        let mut completions = completions;
+        let mut rest = &completions[..];
+        while let Some(first) = rest.first() {
+            let len = rest.iter().take_while(|wc| wc.qp_num == first.qp_num).count();
+            let (own, others) = rest.split_at(len);
+            if let Some(connection) = self.connection(first.qp_num) {
+                others_wait |= connection.complete(own);
+            }
+            rest = others;
+        }
+        completions.clear();
+        // Ends come behind the completions.
+        while let Some(event) = self.device.poll_event() {
+            count += 1;
+            match event {
+                ConnectionEvent::Request(request) => {
+                    let mut requests = lock(&self.requests);
+                    if requests.len() >= REQUESTS_MAX {
+                        requests.remove(0);
+                    }
+                    requests.push(Incoming(request));
+                    others_wait = true;
+                }
+                ConnectionEvent::Established { qp_num, private_data } => {
+                    if let Some(connection) = self.connection(qp_num) {
+                        others_wait |= connection.established(&private_data);
+                    }
+                }
+                ConnectionEvent::Disconnected { qp_num, cause } => {
+                    // All that came before: after the end there is no other poll.
+                    if let Some(connection) = self.connection(qp_num) {
+                        for queue in lock(&self.queues).iter() {
+                            while queue.poll(&mut completions, POLL_MAX) > 0 {}
+                        }
+                        for wc in completions.drain(..) {
+                            if let Some(connection) = self.connection(wc.qp_num) {
+                                others_wait |= connection.complete(&[wc]);
+                            }
+                        }
+                        others_wait |= connection.disconnected(cause);
+                    }
+                }
+                ConnectionEvent::Foreign { .. } => {}
+            }
+        }
+        drop(completions);
+        if others_wait {
+            self.tell();
+        }
+        count
+    }
+
+    fn connection(&self, number: u32) -> Option<Arc<Inner>> {
+        lock(&self.connections).get(&number).and_then(Weak::upgrade)
+    }
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,19 @@
+//! Byte streams, messages and one-sided operations over an RDMA connection.
+//!
+//! [`core`] is the protocol without I/O, [`wire`] its messages, [`Settings`] and [`Scheme`] how bytes are moved. [`Context`] and
+//! [`Connection`] carry it out over any device of the fabric.
+
+mod connection;
+mod context;
+pub mod core;
+mod error;
+mod memory;
+mod operations;
+mod settings;
+pub mod wire;
+
+pub use connection::{Connection, Received};
+pub use context::{Context, Incoming, TOKEN_MAX};
+pub use error::Error;
+pub use operations::{Completion, REMOTE_REGION_LEN, Region, RemoteRegion};
+pub use settings::{Scheme, Settings};

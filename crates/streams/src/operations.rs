@@ -1,0 +1,342 @@
+//! One-sided operations: the program reads, writes and changes registered memory of its peer.
+
+use crate::connection::{Connection, State};
+use crate::error::Error;
+use crate::memory::{OPERATION, OPERATIONS_MAX};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+use thruway_fabric::{Access, MemoryRegion, Owner, Payload, RemoteAddr, SendFlags, SendOp, SendRequest, Sge, Status};
+
+/// Bytes of a [`RemoteRegion`] for the peer.
+pub const REMOTE_REGION_LEN: usize = 20;
+
+/// Memory of this program that one-sided operations use.
+pub struct Region {
+    region: MemoryRegion,
+}
+
+/// Memory of the peer's program, as the peer has described it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteRegion {
+    /// Its address, in the peer's terms.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The key that opens it.
+    pub key: u32,
+}
+
+impl RemoteRegion {
+    /// As bytes, to be sent to the peer: address, length and key, big-endian.
+    pub fn encode(&self) -> [u8; REMOTE_REGION_LEN] {
+        let mut bytes = [0; REMOTE_REGION_LEN];
+        bytes[..8].copy_from_slice(&self.addr.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.len.to_be_bytes());
+        bytes[16..].copy_from_slice(&self.key.to_be_bytes());
+        bytes
+    }
+
+    /// From bytes that the peer has encoded.
+    pub fn decode(bytes: &[u8; REMOTE_REGION_LEN]) -> RemoteRegion {
+        let full = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let key = u32::from_be_bytes(bytes[16..].try_into().expect("four bytes"));
+        RemoteRegion { addr: full(0), len: full(8), key }
+    }
+
+    fn at(&self, offset: u64, len: u64) -> Result<RemoteAddr, Error> {
+        let outside = Error::OutsideRegion { offset, len, size: self.len };
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(RemoteAddr { addr: self.addr + offset, rkey: self.key }),
+            _ => Err(outside),
+        }
+    }
+}
+
+impl Region {
+    /// What the peer has to know to use it.
+    pub fn remote(&self) -> RemoteRegion {
+        let at = self.region.remote(0);
+        RemoteRegion { addr: at.addr, len: self.region.len() as u64, key: at.rkey }
+    }
+
+    fn at(&self, offset: u64, len: u64) -> Result<Sge, Error> {
+        let size = self.region.len() as u64;
+        match offset.checked_add(len) {
+            Some(end) if end <= size && len <= u32::MAX.into() => Ok(self.region.sge(offset as usize, len as u32)),
+            _ => Err(Error::OutsideRegion { offset, len, size }),
+        }
+    }
+}
+
+/// An operation that has been carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// What the program has given along.
+    pub context: u64,
+    /// How it ended.
+    pub status: Status,
+    /// What the word was before, of an atomic operation.
+    pub value: u64,
+}
+
+/// Operations that are posted, and those that the program has not been told of.
+#[derive(Default)]
+pub(crate) struct Operations {
+    /// By their number; `None` where there is none.
+    posted: Vec<Option<u64>>,
+    free: Vec<u32>,
+    /// Completions that a call waits for by itself.
+    awaited: Vec<(u64, Option<Completion>)>,
+    done: VecDeque<Completion>,
+    next_awaited: u64,
+}
+
+/// In the context of operations whose call waits for them.
+const AWAITED: u64 = 1 << 63;
+
+impl Operations {
+    pub(crate) fn complete(&mut self, number: u32, status: Status, value: u64) {
+        let Some(context) = self.posted.get_mut(number as usize).and_then(Option::take) else { return };
+        self.free.push(number);
+        let completion = Completion { context, status, value };
+        match self.awaited.iter_mut().find(|(awaited, _)| *awaited == context) {
+            Some((_, done)) if context & AWAITED != 0 => *done = Some(completion),
+            _ => self.done.push_back(completion),
+        }
+    }
+
+    fn begin(&mut self, context: u64) -> Result<u32, Error> {
+        if self.posted.len() - self.free.len() + self.done.len() >= OPERATIONS_MAX as usize {
+            return Err(Error::QueueFull(OPERATIONS_MAX));
+        }
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.posted.push(None);
+            self.posted.len() as u32 - 1
+        });
+        self.posted[number as usize] = Some(context);
+        Ok(number)
+    }
+
+    fn cancel(&mut self, number: u32) {
+        self.posted[number as usize] = None;
+        self.free.push(number);
+    }
+}
+
+/// What is to be done.
+enum Kind {
+    Put(Sge, RemoteAddr),
+    Get(Sge, RemoteAddr),
+    FetchAdd(RemoteAddr, u64),
+    CompareSwap(RemoteAddr, u64, u64),
+    Flush(RemoteAddr),
+}
+
+impl Connection {
+    /// Registers `len` bytes of memory at `at`, for one-sided operations in both directions. The peer may do what `access` says, once it knows
+    /// of the region ([`Region::remote`]). Dropping the region ends that.
+    ///
+    /// # Safety
+    /// The memory must stay mapped while `owner` lives, writable where the peer or an operation may write, and must not be
+    /// borrowed in a way that Rust's rules for references would forbid.
+    ///
+    /// # Errors
+    /// If the device has no more keys, or cannot hold the memory in place.
+    pub unsafe fn register(&self, at: *mut u8, len: usize, access: Access, owner: Owner) -> Result<Region, Error> {
+        // SAFETY: the caller's promise.
+        let region = unsafe { self.0.context.pd.register_raw(at, len, access | Access::LOCAL_WRITE, owner) }?;
+        Ok(Region { region })
+    }
+
+    /// Registers a buffer.
+    ///
+    /// # Errors
+    /// As [`Connection::register`].
+    pub fn register_buffer(&self, buffer: &Arc<thruway_fabric::Buffer>, access: Access) -> Result<Region, Error> {
+        Ok(Region { region: self.0.context.pd.register(buffer, access | Access::LOCAL_WRITE)? })
+    }
+
+    /// Writes `len` bytes of `from` to the peer's memory. The completion says that `from` may be changed again; the peer has the bytes
+    /// when it receives something that was sent later, or after [`Connection::flush`].
+    ///
+    /// # Errors
+    /// [`Error::OutsideRegion`], [`Error::QueueFull`], or why the connection has ended.
+    pub fn put(
+        &self,
+        (from, offset): (&Region, u64),
+        (to, remote_offset): (&RemoteRegion, u64),
+        len: u64,
+        context: u64,
+    ) -> Result<(), Error> {
+        self.begin(Kind::Put(from.at(offset, len)?, to.at(remote_offset, len)?), context & !AWAITED)
+    }
+
+    /// Reads `len` bytes of the peer's memory into `to`. They are there when the operation has completed.
+    ///
+    /// # Errors
+    /// As [`Connection::put`].
+    pub fn get(
+        &self,
+        (to, offset): (&Region, u64),
+        (from, remote_offset): (&RemoteRegion, u64),
+        len: u64,
+        context: u64,
+    ) -> Result<(), Error> {
+        self.begin(Kind::Get(to.at(offset, len)?, from.at(remote_offset, len)?), context & !AWAITED)
+    }
+
+    /// Adds to a 64-bit word of the peer's memory, in its byte order, at a multiple of 8. The completion has what it was before.
+    ///
+    /// # Errors
+    /// As [`Connection::put`].
+    pub fn fetch_add(&self, (to, offset): (&RemoteRegion, u64), add: u64, context: u64) -> Result<(), Error> {
+        self.begin(Kind::FetchAdd(to.at(offset, 8)?, add), context & !AWAITED)
+    }
+
+    /// Replaces a 64-bit word of the peer's memory by `swap` if it is `compare`. The completion has what it was before.
+    ///
+    /// # Errors
+    /// As [`Connection::put`].
+    pub fn compare_swap(
+        &self,
+        (to, offset): (&RemoteRegion, u64),
+        compare: u64,
+        swap: u64,
+        context: u64,
+    ) -> Result<(), Error> {
+        self.begin(Kind::CompareSwap(to.at(offset, 8)?, compare, swap), context & !AWAITED)
+    }
+
+    /// Completes when everything that was put before is in the peer's memory: reads a few bytes of `to`, which must be readable.
+    ///
+    /// # Errors
+    /// As [`Connection::put`].
+    pub fn flush(&self, to: &RemoteRegion, context: u64) -> Result<(), Error> {
+        self.begin(Kind::Flush(to.at(0, to.len.min(8))?), context & !AWAITED)
+    }
+
+    /// Completions that have not been taken, in the order in which the operations were begun.
+    pub fn completions(&self, max: usize) -> Vec<Completion> {
+        self.0.context.poll();
+        let done = &mut self.0.state().operations.done;
+        let count = done.len().min(max);
+        done.drain(..count).collect()
+    }
+
+    /// Waits for at least one completion.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`], or why the connection has ended.
+    pub fn wait_completions(&self, max: usize, deadline: Option<Instant>) -> Result<Vec<Completion>, Error> {
+        self.0.wait(deadline, |state| {
+            let done = &mut state.operations.done;
+            let count = done.len().min(max);
+            (count > 0).then(|| Ok(done.drain(..count).collect()))
+        })
+    }
+
+    /// As [`Connection::put`], and waits until it is done.
+    ///
+    /// # Errors
+    /// As [`Connection::put`], and [`Error::Operation`].
+    pub fn put_wait(
+        &self,
+        (from, offset): (&Region, u64),
+        (to, remote_offset): (&RemoteRegion, u64),
+        len: u64,
+    ) -> Result<(), Error> {
+        self.call(Kind::Put(from.at(offset, len)?, to.at(remote_offset, len)?)).map(drop)
+    }
+
+    /// As [`Connection::get`], and waits until it is done.
+    ///
+    /// # Errors
+    /// As [`Connection::put_wait`].
+    pub fn get_wait(
+        &self,
+        (to, offset): (&Region, u64),
+        (from, remote_offset): (&RemoteRegion, u64),
+        len: u64,
+    ) -> Result<(), Error> {
+        self.call(Kind::Get(to.at(offset, len)?, from.at(remote_offset, len)?)).map(drop)
+    }
+
+    /// As [`Connection::fetch_add`], and waits for what the word was.
+    ///
+    /// # Errors
+    /// As [`Connection::put_wait`].
+    pub fn fetch_add_wait(&self, (to, offset): (&RemoteRegion, u64), add: u64) -> Result<u64, Error> {
+        self.call(Kind::FetchAdd(to.at(offset, 8)?, add))
+    }
+
+    /// As [`Connection::compare_swap`], and waits for what the word was.
+    ///
+    /// # Errors
+    /// As [`Connection::put_wait`].
+    pub fn compare_swap_wait(&self, (to, offset): (&RemoteRegion, u64), compare: u64, swap: u64) -> Result<u64, Error> {
+        self.call(Kind::CompareSwap(to.at(offset, 8)?, compare, swap))
+    }
+
+    /// As [`Connection::flush`], and waits until it is done.
+    ///
+    /// # Errors
+    /// As [`Connection::put_wait`].
+    pub fn flush_wait(&self, to: &RemoteRegion) -> Result<(), Error> {
+        self.call(Kind::Flush(to.at(0, to.len.min(8))?)).map(drop)
+    }
+
+    fn begin(&self, kind: Kind, context: u64) -> Result<(), Error> {
+        let mut state = self.0.state();
+        self.post(&mut state, kind, context)
+    }
+
+    /// Begins an operation and waits for it alone.
+    fn call(&self, kind: Kind) -> Result<u64, Error> {
+        let context = {
+            let mut state = self.0.state();
+            let context = AWAITED | state.operations.next_awaited;
+            state.operations.next_awaited += 1;
+            self.post(&mut state, kind, context)?;
+            state.operations.awaited.push((context, None));
+            context
+        };
+        let done = self.0.wait(None, |state| {
+            let awaited = &mut state.operations.awaited;
+            let at = awaited.iter().position(|(awaited, done)| *awaited == context && done.is_some())?;
+            awaited.swap_remove(at).1.map(Ok)
+        });
+        if done.is_err() {
+            self.0.state().operations.awaited.retain(|(awaited, _)| *awaited != context);
+        }
+        match done? {
+            Completion { status: Status::Success, value, .. } => Ok(value),
+            Completion { status, .. } => Err(Error::Operation(status)),
+        }
+    }
+
+    fn post(&self, state: &mut State, kind: Kind, context: u64) -> Result<(), Error> {
+        state.check()?;
+        let number = state.operations.begin(context)?;
+        let result = state.memory.result(number);
+        let (op, sge) = match kind {
+            Kind::Put(from, to) => (SendOp::Write { remote: to, immediate: None }, from),
+            Kind::Get(to, from) => (SendOp::Read { remote: from }, to),
+            Kind::FetchAdd(to, add) => (SendOp::FetchAdd { remote: to, add }, result),
+            Kind::CompareSwap(to, compare, swap) => (SendOp::CompareSwap { remote: to, compare, swap }, result),
+            Kind::Flush(to) => (SendOp::Read { remote: to }, Sge { len: 1, ..result }),
+        };
+        let sges = [sge];
+        let request = SendRequest {
+            wr_id: OPERATION | u64::from(number),
+            op,
+            payload: Payload::Sges(&sges),
+            flags: SendFlags::SIGNALED,
+        };
+        let posted = self.0.qp.post_send(&request);
+        if posted.is_err() {
+            state.operations.cancel(number);
+        }
+        Ok(posted?)
+    }
+}
