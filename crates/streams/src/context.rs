@@ -20,6 +20,8 @@ use thruway_fabric::{
 
 /// How long the context's thread leaves the device alone after another has polled it.
 const POLLING_LEASE: Duration = Duration::from_millis(1);
+/// Longest time that a thread looks for itself while another sleeps on the device.
+const FOLLOWER_SPIN_MAX_NS: u64 = 20_000;
 /// Bytes that a connecting program may send along.
 pub const TOKEN_MAX: usize = 28;
 /// Requests to connect that are kept until they are accepted.
@@ -47,11 +49,21 @@ impl std::ops::Deref for Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        let led = lock(&self.led);
+        let leader = lock(&self.leader);
         self.leaderless.notify_all();
-        drop(led);
+        drop(leader);
         self.device.wake();
     }
+}
+
+/// Which thread sleeps on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leader {
+    Nobody,
+    /// One that waits for something of a connection.
+    Waiter,
+    /// The context's own.
+    Server,
 }
 
 pub(crate) struct Shared {
@@ -62,11 +74,15 @@ pub(crate) struct Shared {
     poller: Mutex<Vec<WorkCompletion>>,
     connections: Mutex<HashMap<u32, Weak<Inner>>>,
     requests: Mutex<Vec<Incoming>>,
-    /// A thread sleeps on the device.
-    led: Mutex<bool>,
-    /// Something has been found that a thread may wait for which does not sleep on the device.
+    leader: Mutex<Leader>,
+    /// Something has been found that a thread may wait for which does not sleep on the device, or no thread does any more.
     found: Condvar,
-    followers: AtomicU32,
+    /// Threads that wait for that.
+    waiting: AtomicU32,
+    /// How long such a thread looks for itself first: longer while that pays.
+    spin_ns: AtomicU64,
+    /// A request to connect has come.
+    requested: Condvar,
     /// Counts what has been found.
     epoch: AtomicU64,
     /// Counts the polls of threads that wait for something.
@@ -91,9 +107,11 @@ impl Context {
             poller: Mutex::default(),
             connections: Mutex::default(),
             requests: Mutex::default(),
-            led: Mutex::new(false),
+            leader: Mutex::new(Leader::Nobody),
             found: Condvar::new(),
-            followers: AtomicU32::new(0),
+            waiting: AtomicU32::new(0),
+            spin_ns: AtomicU64::new(FOLLOWER_SPIN_MAX_NS),
+            requested: Condvar::new(),
             epoch: AtomicU64::new(0),
             polls: AtomicU64::new(0),
             is_parked: AtomicBool::new(false),
@@ -142,17 +160,18 @@ impl Context {
     /// # Errors
     /// [`Error::TimedOut`].
     pub fn request(&self, wanted: impl Fn(&Incoming) -> bool, deadline: Option<Instant>) -> Result<Incoming, Error> {
+        let mut requests = lock(&self.0.requests);
         loop {
-            let epoch = self.0.epoch();
-            let mut requests = lock(&self.0.requests);
             if let Some(at) = requests.iter().position(&wanted) {
                 return Ok(requests.remove(at));
             }
-            drop(requests);
-            if deadline.is_some_and(|at| Instant::now() >= at) {
+            // The context's thread sees to the device.
+            let left = deadline.map_or(Duration::from_secs(3600), |at| at.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
                 return Err(Error::TimedOut);
             }
-            self.0.wait(epoch, deadline)?;
+            let waited = self.0.requested.wait_timeout(requests, left);
+            requests = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -224,34 +243,67 @@ impl Shared {
     /// Returns when something may have been found since `epoch`, at the latest at the deadline.
     pub(crate) fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<(), Error> {
         self.polls.fetch_add(1, Ordering::Relaxed);
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let mut led = lock(&self.led);
+        let mut leader = lock(&self.leader);
+        if *leader == Leader::Server {
+            // It gives way: what has been found is wanted here, without another thread in between.
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            self.device.wake();
+            while *leader == Leader::Server {
+                leader = self.found.wait(leader).unwrap_or_else(PoisonError::into_inner);
+            }
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+        }
         if self.epoch() != epoch {
             return Ok(());
         }
-        if *led {
-            self.followers.fetch_add(1, Ordering::SeqCst);
-            let limit = left.unwrap_or(Duration::from_secs(3600));
-            let led = self.found.wait_timeout(led, limit).unwrap_or_else(PoisonError::into_inner);
-            drop(led);
-            self.followers.fetch_sub(1, Ordering::SeqCst);
-            return Ok(());
+        let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        if *leader == Leader::Waiter {
+            drop(leader);
+            return self.follow(epoch, left());
         }
-        *led = true;
-        drop(led);
-        let waited = self.device.wait(left);
-        let mut led = lock(&self.led);
-        *led = false;
+        self.lead(leader, Leader::Waiter, left())
+    }
+
+    /// Sleeps on the device, for all.
+    fn lead(&self, mut leader: MutexGuard<'_, Leader>, as_what: Leader, limit: Option<Duration>) -> Result<(), Error> {
+        *leader = as_what;
+        drop(leader);
+        let waited = self.device.wait(limit);
+        let mut leader = lock(&self.leader);
+        *leader = Leader::Nobody;
         if self.is_parked.swap(false, Ordering::SeqCst) {
             self.leaderless.notify_one();
         }
-        drop(led);
-        self.poll();
         // Another has to see to the device when this one goes away.
-        if self.followers.load(Ordering::SeqCst) > 0 {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
             self.found.notify_all();
         }
+        drop(leader);
+        self.poll();
         Ok(waited?)
+    }
+
+    /// Another thread sleeps on the device, and says what it finds.
+    fn follow(&self, epoch: u64, limit: Option<Duration>) -> Result<(), Error> {
+        let began = Instant::now();
+        let spin = Duration::from_nanos(self.spin_ns.load(Ordering::Relaxed));
+        while began.elapsed() < spin {
+            self.poll();
+            if self.epoch() != epoch {
+                self.spin_ns.store((spin.as_nanos() as u64 * 2).clamp(1000, FOLLOWER_SPIN_MAX_NS), Ordering::Relaxed);
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        self.spin_ns.store((spin.as_nanos() as u64 / 2).max(1000), Ordering::Relaxed);
+        let leader = lock(&self.leader);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        if self.epoch() == epoch && *leader != Leader::Nobody {
+            let limit = limit.unwrap_or(Duration::from_secs(3600));
+            drop(self.found.wait_timeout(leader, limit).unwrap_or_else(PoisonError::into_inner));
+        }
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        Ok(())
     }
 
     /// Sees to the device while nothing else does.
@@ -266,29 +318,27 @@ impl Shared {
                 std::thread::sleep(POLLING_LEASE);
                 continue;
             }
-            let led = lock(&self.led);
-            if *led && !self.ended.load(Ordering::SeqCst) {
-                self.is_parked.store(true, Ordering::SeqCst);
-                drop(self.leaderless.wait(led));
-                continue;
+            let leader = lock(&self.leader);
+            if self.ended.load(Ordering::SeqCst) {
+                return;
             }
-            drop(led);
-            if self.wait(epoch, None).is_err() {
+            if *leader != Leader::Nobody || self.waiting.load(Ordering::SeqCst) > 0 {
+                self.is_parked.store(true, Ordering::SeqCst);
+                drop(self.leaderless.wait(leader));
+            } else if self.epoch() == epoch && self.lead(leader, Leader::Server, None).is_err() {
                 std::thread::sleep(Duration::from_secs(1));
             }
-            // Its own do not count.
-            seen = self.polls.load(Ordering::Relaxed);
         }
     }
 
     /// Something has been found that others may wait for.
     fn tell(&self) {
         self.epoch.fetch_add(1, Ordering::SeqCst);
-        let led = lock(&self.led);
-        if self.followers.load(Ordering::SeqCst) > 0 {
+        let leader = lock(&self.leader);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
             self.found.notify_all();
         }
-        if *led {
+        if *leader == Leader::Waiter {
             self.device.wake();
         }
     }
@@ -323,7 +373,7 @@ impl Shared {
                         requests.remove(0);
                     }
                     requests.push(Incoming(request));
-                    others_wait = true;
+                    self.requested.notify_all();
                 }
                 ConnectionEvent::Established { qp_num, private_data } => {
                     if let Some(connection) = self.connection(qp_num) {
