@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 mod book;
+mod extended;
 mod vm;
 
 use std::env;
@@ -31,13 +32,14 @@ cargo xtask TASK
   vm test [FILTER]               tests in a guest with a real kernel (see testbed/README.md)
   vm run [--limit SECONDS] [--backend uml|qemu] [--nodes N] [--guests N] -- CMD [ARG...]
                                  a command in such a guest, over this machine's files; a single word is a line for the shell
+  install-extended PREFIX        the library for extended sockets, for programs in C: library, header, pkg-config, manual pages
   fio           builds fio's external engine for the fio that is installed; prints where it is
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 16] = [
+const PACKAGES: [&str; 17] = [
     "attr",
     "fio",
     "fuse3",
@@ -46,6 +48,7 @@ const PACKAGES: [&str; 16] = [
     "libnfs-utils",
     "libpython3.11-testsuite",
     "openssl",
+    "pkgconf",
     "procps",
     "python3",
     "python3-pip",
@@ -82,6 +85,7 @@ fn main() -> ExitCode {
         ["vm", "run", rest @ ..] => setup().and_then(|()| vm::guest(rest)),
         ["posix"] => setup().and_then(|()| posix()),
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
+        ["install-extended", prefix] => extended::install(prefix),
         ["soak", minutes] => soak(minutes),
         ["soak-sockets", minutes] => soak_sockets(minutes),
         ["soak-nfs", minutes] => setup().and_then(|()| soak_nfs(minutes)),

@@ -14,8 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use thruway_fabric::{
-    CompletionQueue, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, ProtectionDomain, Provider,
-    WorkCompletion,
+    CompletionQueue, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, WorkCompletion,
 };
 
 /// How long the context's thread leaves the device alone after another has polled it.
@@ -68,7 +67,6 @@ enum Leader {
 
 pub(crate) struct Shared {
     pub(crate) device: Device,
-    pub(crate) pd: ProtectionDomain,
     queues: Mutex<Vec<CompletionQueue>>,
     /// Held by the thread that takes completions: those of a connection have to be seen in their order.
     poller: Mutex<Vec<WorkCompletion>>,
@@ -101,7 +99,6 @@ impl Context {
     pub fn open(provider: &Provider) -> Result<Context, Error> {
         let device = provider.open()?;
         let shared = Arc::new(Shared {
-            pd: device.alloc_pd()?,
             device,
             queues: Mutex::default(),
             poller: Mutex::default(),
@@ -322,7 +319,11 @@ impl Shared {
             if self.ended.load(Ordering::SeqCst) {
                 return;
             }
-            if *leader != Leader::Nobody || self.waiting.load(Ordering::SeqCst) > 0 {
+            if *leader == Leader::Nobody && self.waiting.load(Ordering::SeqCst) > 0 {
+                // One of them is about to lead, or has found what it waited for.
+                drop(leader);
+                std::thread::sleep(POLLING_LEASE);
+            } else if *leader != Leader::Nobody {
                 self.is_parked.store(true, Ordering::SeqCst);
                 drop(self.leaderless.wait(leader));
             } else if self.epoch() == epoch && self.lead(leader, Leader::Server, None).is_err() {

@@ -40,6 +40,14 @@ pub enum Error {
     /// This end has said that it sends nothing more, or the peer that it takes nothing more.
     #[error("nothing can be sent any more")]
     Shutdown,
+    /// A message that cannot be copied whole.
+    #[error("a message of {len} bytes, longer than the {most} that are copied before a send waits")]
+    MessageTooLong {
+        /// Its length.
+        len: usize,
+        /// The most.
+        most: u32,
+    },
     /// It would have to wait.
     #[error("the operation would have to wait")]
     WouldBlock,
@@ -93,6 +101,7 @@ impl Error {
             Error::Ended(_) | Error::Reset => ECONNRESET,
             Error::Shutdown => EPIPE,
             Error::WouldBlock => EAGAIN,
+            Error::MessageTooLong { .. } => EMSGSIZE,
             Error::Operation(Status::RemoteAccess | Status::RemoteOperation) => EREMOTEIO,
             Error::Operation(_) => ECONNRESET,
         }
@@ -107,6 +116,7 @@ mod errno {
     pub(super) const EINVAL: i32 = 22;
     pub(super) const EPIPE: i32 = 32;
     pub(super) const EPROTO: i32 = 71;
+    pub(super) const EMSGSIZE: i32 = 90;
     pub(super) const EOPNOTSUPP: i32 = 95;
     pub(super) const ECONNRESET: i32 = 104;
     pub(super) const ENOBUFS: i32 = 105;

@@ -145,7 +145,7 @@ impl Connection {
     /// If the device has no more keys, or cannot hold the memory in place.
     pub unsafe fn register(&self, at: *mut u8, len: usize, access: Access, owner: Owner) -> Result<Region, Error> {
         // SAFETY: the caller's promise.
-        let region = unsafe { self.0.context.pd.register_raw(at, len, access | Access::LOCAL_WRITE, owner) }?;
+        let region = unsafe { self.0.pd.register_raw(at, len, access | Access::LOCAL_WRITE, owner) }?;
         Ok(Region { region })
     }
 
@@ -154,7 +154,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::register`].
     pub fn register_buffer(&self, buffer: &Arc<thruway_fabric::Buffer>, access: Access) -> Result<Region, Error> {
-        Ok(Region { region: self.0.context.pd.register(buffer, access | Access::LOCAL_WRITE)? })
+        Ok(Region { region: self.0.pd.register(buffer, access | Access::LOCAL_WRITE)? })
     }
 
     /// Writes `len` bytes of `from` to the peer's memory. The completion says that `from` may be changed again; the peer has the bytes

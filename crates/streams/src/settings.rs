@@ -1,6 +1,7 @@
 //! How a stream moves its bytes.
 
 use crate::wire::{HEADER_LEN, MESSAGE_MAX, SPAN_MAX};
+use std::time::Duration;
 
 /// Receives kept beside those for data, so that what gives back can always be sent: for instance when both directions are full.
 pub(crate) const RESERVED_RECEIVES: u16 = 4;
@@ -66,6 +67,8 @@ pub struct Settings {
     pub piggyback: bool,
     /// From how many bytes on a buffer is not copied.
     pub zero_copy_min: u32,
+    /// How long such a buffer waits for the peer to take it before it is copied after all.
+    pub source_timeout: Duration,
     /// Messages keep their boundaries: streaming is off. Both ends must agree on that.
     pub messages: bool,
 }
@@ -89,6 +92,7 @@ impl Settings {
             acknowledge_after: None,
             piggyback: true,
             zero_copy_min: 256 << 10,
+            source_timeout: Duration::from_millis(20),
             messages: false,
         }
     }

@@ -34,6 +34,11 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
+/// What is not copied is not copied in the end, either, on a machine that has other things to do.
+fn patient(settings: Settings) -> Settings {
+    Settings { source_timeout: LIMIT, ..settings }
+}
+
 fn small(scheme: Scheme) -> Settings {
     let settings = Settings::of(scheme);
     let receive_len = settings.receive_len.min(4096);
@@ -44,7 +49,7 @@ fn small(scheme: Scheme) -> Settings {
 fn bytes_arrive_by_every_scheme_in_both_directions() {
     for provider in providers() {
         for scheme in Scheme::ALL {
-            for settings in [Settings::of(scheme), small(scheme)] {
+            for settings in [Settings::of(scheme), small(scheme)].map(patient) {
                 let (a, b) = pair(&provider, &settings, &settings);
                 let there = pattern(1, 3_000_000);
                 let back = pattern(2, 2_000_000);
@@ -55,7 +60,7 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                         while !rest.is_empty() {
                             let most = if rng.bool() { 300 } else { 400_000 };
                             let (part, after) = rest.split_at(rng.usize(1..most).min(rest.len()));
-                            from.send(part, deadline()).unwrap();
+                            from.send(part, deadline()).unwrap_or_else(|e| panic!("{scheme:?}: {e}"));
                             rest = after;
                         }
                         from.shutdown();
@@ -66,7 +71,10 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                         loop {
                             let most = if rng.bool() { 100 } else { 500_000 };
                             let mut part = vec![0; rng.usize(1..most)];
-                            match to.recv(&mut part, deadline()).unwrap() {
+                            match to
+                                .recv(&mut part, deadline())
+                                .unwrap_or_else(|e| panic!("{scheme:?}, {:?}: {e}", to.info()))
+                            {
                                 0 => break,
                                 len => got.extend(&part[..len]),
                             }
@@ -82,8 +90,9 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                 let (first, second) = (a.counters(), b.counters());
                 assert_eq!(first.bytes_copied + first.bytes_zero_copy, 3_000_000, "{scheme:?}: {first:?}");
                 assert_eq!(second.bytes_copied + second.bytes_zero_copy, 2_000_000, "{scheme:?}: {second:?}");
-                let zero_copy = matches!(scheme, Scheme::Rendezvous | Scheme::ZeroCopy | Scheme::Adaptive);
-                assert_eq!(first.bytes_zero_copy > 0, zero_copy, "{scheme:?}: {first:?}");
+                // Where both ends are sending, large buffers may be copied after all.
+                let may = matches!(scheme, Scheme::Rendezvous | Scheme::ZeroCopy | Scheme::Adaptive);
+                assert!(may || first.bytes_zero_copy == 0, "{scheme:?}: {first:?}");
                 a.close(deadline()).unwrap();
                 b.close(deadline()).unwrap();
             }
@@ -96,7 +105,7 @@ fn messages_keep_their_boundaries() {
     for provider in providers() {
         for scheme in Scheme::ALL {
             let settings = Settings { messages: true, ..small(scheme) };
-            let (a, b) = pair(&provider, &settings, &settings);
+            let (a, b) = pair(&provider, &patient(settings), &settings);
             let lens = [0, 1, 0, 100, 4999, 5000, 20_000, 3, 0, 7000];
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -113,6 +122,8 @@ fn messages_keep_their_boundaries() {
                 }
                 assert_eq!(b.recv_message(&mut [0; 10], deadline()).unwrap(), None);
             });
+            let zero_copy = matches!(scheme, Scheme::Rendezvous | Scheme::ZeroCopy | Scheme::Adaptive);
+            assert_eq!(a.counters().bytes_zero_copy, if zero_copy { 32_000 } else { 0 }, "{scheme:?}");
             // One that is too long for its receiver is cut, and the next is whole.
             b.send(&pattern(1, 9000), deadline()).unwrap();
             b.send(b"next", deadline()).unwrap();

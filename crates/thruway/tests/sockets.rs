@@ -14,17 +14,19 @@ use support::THRUWAY;
 /// Builds the library beside the program, where it is looked for.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    LIBRARY.get_or_init(|| {
-        let beside = Path::new(THRUWAY).parent().unwrap();
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--quiet", "-p", "thruway-preload"]).current_dir(env!("CARGO_MANIFEST_DIR"));
-        if beside.ends_with("release") {
-            cargo.arg("--release");
-        }
-        let target = beside.parent().unwrap();
-        assert!(cargo.arg("--target-dir").arg(target).status().unwrap().success(), "the library is built");
-        beside.join("libthruway_preload.so")
-    })
+    LIBRARY.get_or_init(|| build("thruway-preload", "libthruway_preload.so"))
+}
+
+fn build(package: &str, library: &str) -> PathBuf {
+    let beside = Path::new(THRUWAY).parent().unwrap();
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["build", "--quiet", "-p", package]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    if beside.ends_with("release") {
+        cargo.arg("--release");
+    }
+    let target = beside.parent().unwrap();
+    assert!(cargo.arg("--target-dir").arg(target).status().unwrap().success(), "the library is built");
+    beside.join(library)
 }
 
 fn script(name: &str) -> PathBuf {
@@ -338,4 +340,20 @@ fn programs_in_c_wait_and_start_others_as_on_tcp() {
     let accelerated = finish(program(RUN, &[path]));
     assert!(plain.status.success() && accelerated.status.success(), "{}", String::from_utf8_lossy(&accelerated.stdout));
     assert_eq!(String::from_utf8_lossy(&plain.stdout), String::from_utf8_lossy(&accelerated.stdout));
+}
+
+/// What both ends say over the connection while they meet goes through the ring as all the rest.
+#[test]
+fn extended_sockets_meet_over_connections_that_are_accelerated_or_not() {
+    let extended = build("thruway-extended", "libthruway_extended.so");
+    let (path, extended) = (script("extended.py"), extended.to_str().unwrap().to_owned());
+    for (server, client) in [(true, true), (true, false), (false, true), (false, false)] {
+        let command = |run: bool, args: &[&str]| {
+            let args = [&["/usr/bin/python3", path.to_str().unwrap(), &extended], args].concat();
+            program(run.then_some(&[][..]), &args)
+        };
+        let (mut serving, port) = Running::server(command(server, &["server"]));
+        let mut calling = Running::start(command(client, &["client", &port]));
+        assert_eq!((calling.line(), serving.line()), ("ok".to_owned(), "ok".to_owned()), "{server}, {client}");
+    }
 }

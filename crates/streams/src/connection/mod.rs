@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use thruway_fabric::{
-    Access, ConnectParams, ConnectionError, ConnectionInfo, ConnectionRequest, MemoryRegion, QueuePair, QueuePairCaps,
-    Status, WorkCompletion,
+    Access, ConnectParams, ConnectionError, ConnectionInfo, ConnectionRequest, MemoryRegion, ProtectionDomain,
+    QueuePair, QueuePairCaps, Status, WorkCompletion,
 };
 
 /// Elements of a request: a header and two parts of the stage.
@@ -32,6 +32,7 @@ pub struct Connection(pub(crate) Arc<Inner>);
 
 pub(crate) struct Inner {
     pub(crate) context: Arc<Handle>,
+    pub(crate) pd: ProtectionDomain,
     pub(crate) qp: QueuePair,
     state: Mutex<State>,
     /// One thread at a time sends, and one receives.
@@ -72,13 +73,16 @@ impl Connection {
             max_recv_wr: settings.receives().into(),
             max_sge: SGES,
         };
-        let qp = context.with_queue(|queue| context.pd.create_qp(queue, queue, caps))?;
-        let memory = Memory::new(&context.pd, settings)?;
+        // Of its own: what is lent to one peer is nothing to another.
+        let pd = context.device.alloc_pd()?;
+        let qp = context.with_queue(|queue| pd.create_qp(queue, queue, caps))?;
+        let memory = Memory::new(&pd, settings)?;
         for slot in 0..settings.receives() {
             memory.post_receive(&qp, slot)?;
         }
         let inner = Arc::new(Inner {
             context: Arc::clone(context),
+            pd,
             qp,
             state: Mutex::new(State {
                 end: None,
@@ -174,7 +178,12 @@ impl Connection {
     /// If that cannot be, or is not known by then: bytes may be lost.
     pub fn close(self, deadline: Option<Instant>) -> Result<(), Error> {
         self.shutdown();
-        let arrived = |state: &mut State| state.end.as_ref()?.has_arrived().then_some(Ok(()));
+        let arrived = |state: &mut State| {
+            let end = state.end.as_ref()?;
+            // A peer that has closed first does not answer any more.
+            let is_over = state.ended == Some(ConnectionError::Closed) && end.has_delivered();
+            (end.has_arrived() || is_over).then_some(Ok(()))
+        };
         let result = self.0.wait(deadline, arrived);
         self.0.qp.disconnect();
         result
@@ -396,6 +405,6 @@ impl Inner {
     fn register(&self, at: *mut u8, len: usize, access: Access) -> Result<MemoryRegion, Error> {
         // SAFETY: the memory is borrowed by the caller for as long as the call takes, and the stream gives the region back
         // before that, or the connection has ended and nothing uses it any more.
-        Ok(unsafe { self.context.pd.register_raw(at, len, access, Arc::new(())) }?)
+        Ok(unsafe { self.pd.register_raw(at, len, access, Arc::new(())) }?)
     }
 }

@@ -4,11 +4,9 @@ use super::{Connection, Inner, State};
 use crate::context::lock;
 use crate::core::{End, Next, Withdrawal};
 use crate::error::Error;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use thruway_fabric::Access;
 
-/// How long a source waits for the peer to read it before it is copied instead.
-const SOURCE_TIMEOUT: Duration = Duration::from_millis(20);
 impl Connection {
     /// Sends all of the bytes; as one message, if streaming is off. Waits while there is no room for them. Large ones are not copied: the
     /// peer reads them, or they go to where it wants them, before this returns.
@@ -46,10 +44,13 @@ impl Connection {
         let mut taken = 0;
         loop {
             if inner.settings.messages && taken == 0 && state.room()? < bytes.len().max(1) {
-                return match bytes.len() > inner.settings.stage_len as usize {
-                    true => Err(Error::Mismatch("would have to wait for a message that long")),
-                    false => Err(Error::WouldBlock),
-                };
+                let most = inner.settings.stage_len;
+                let too_long = bytes.len() > most as usize;
+                return Err(if too_long {
+                    Error::MessageTooLong { len: bytes.len(), most }
+                } else {
+                    Error::WouldBlock
+                });
             }
             match state.stage(&bytes[taken..])? {
                 Some(len) => taken += len,
@@ -132,14 +133,14 @@ impl Inner {
     }
 
     fn wait_for_source(&self, source: u64, deadline: Option<Instant>) -> Result<usize, Error> {
-        let patience = Instant::now() + SOURCE_TIMEOUT;
+        let patience = Instant::now() + self.settings.source_timeout;
         let patience = deadline.map_or(patience, |at| at.min(patience));
         let done = |state: &mut State| state.sources.remove(&source).map(Ok);
         let first = self.wait(Some(patience), |state| {
             done(state).or_else(|| {
-                // Both ends wait for the other to read: neither would.
+                // Both ends wait for the other to read: neither would, unless another thread does.
                 let both = matches!(state.end.as_ref().map(End::next), Some(Next::Source { .. }));
-                both.then_some(Err(Error::WouldBlock))
+                (both && self.receiver.try_lock().is_ok()).then_some(Err(Error::WouldBlock))
             })
         });
         match first {

@@ -143,6 +143,8 @@ pub struct End {
     messages_sent: u32,
     /// Of these, messages whose receives the peer has posted again.
     messages_returned: u32,
+    /// [`End::messages_sent`] behind the last that carried bytes.
+    last_data: u32,
     /// Messages received, modulo 2^32.
     messages_received: u32,
     /// Receives posted again.
@@ -197,6 +199,7 @@ impl End {
             replies: VecDeque::new(),
             messages_sent: 0,
             messages_returned: 0,
+            last_data: 0,
             messages_received: 0,
             receives_returned: 0,
             receives_told: 0,
@@ -284,6 +287,13 @@ impl End {
         Ok(())
     }
 
+    /// Whether all bytes that were written are known to have reached the peer.
+    pub fn has_delivered(&self) -> bool {
+        let returned = self.messages_sent.wrapping_sub(self.messages_returned);
+        let since_data = self.messages_sent.wrapping_sub(self.last_data);
+        returned <= since_data && self.is_drained() && self.sending.has_no_sources()
+    }
+
     /// Either end has aborted.
     pub fn is_aborted(&self) -> bool {
         self.aborted
@@ -361,12 +371,15 @@ impl End {
     }
 
     fn send(&mut self, message: Message, payload: [Option<Span>; 2], what: Completion) {
-        if self.settings.piggyback {
+        if self.settings.piggyback || matches!(message, Message::Disconnect | Message::Disconnected) {
             self.tell();
         }
         let frame = Frame { receives: self.receives_told, ring: self.receiving.told(), message };
         let (id, signaled) = self.post(what, false);
         self.messages_sent = self.messages_sent.wrapping_add(1);
+        if matches!(message, Message::Data { .. } | Message::RingWritten { .. } | Message::WriteComplete { .. }) {
+            self.last_data = self.messages_sent;
+        }
         self.counters.messages_sent += 1;
         self.actions.push_back(Action::Send { id, frame, payload, signaled });
     }

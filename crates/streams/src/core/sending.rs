@@ -138,6 +138,10 @@ impl Sending {
         self.sink = None;
     }
 
+    pub(super) fn has_no_sources(&self) -> bool {
+        self.sources.is_empty()
+    }
+
     pub(super) fn disconnected(&mut self) -> Result<(), Violation> {
         if !self.disconnect_sent {
             return Err(Violation("an answer to an end that was not sent"));
