@@ -198,15 +198,17 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
     run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
     let verbs_tests = built_test("thruway-fabric", "verbs")?;
+    let stream_tests = built_test("thruway-streams", "streams")?;
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
     }
     run("fio's engine", "bash", &["crates/fio/build"])?;
     let environment = format!(
-        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' FIO_ENGINE='{}'; . '{}'",
+        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' FIO_ENGINE='{}'; . '{}'",
         top().join("target/release/thruway").display(),
         verbs_tests.display(),
+        stream_tests.display(),
         top().join("target/release/thruway-fio.so").display(),
         top().join("testbed/lib.sh").display(),
     );

@@ -13,6 +13,8 @@ use thruway_streams::{Connection, Context, Scheme, Settings};
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// How a test begins in the private data; the digit is the version.
 const MAGIC: [u8; 4] = *b"TWT1";
+/// Bytes of a test.
+const TEST_LEN: usize = 15;
 
 /// A scheme, as an argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -23,6 +25,8 @@ enum SchemeName {
     Packetized,
     /// Large messages by SrcAvail and SinkAvail
     Rendezvous,
+    /// Large messages without waiting, their buffers write-protected
+    ZeroCopy,
     /// By size
     Adaptive,
 }
@@ -33,6 +37,7 @@ impl SchemeName {
             SchemeName::Credit => Scheme::Credit,
             SchemeName::Packetized => Scheme::Packetized,
             SchemeName::Rendezvous => Scheme::Rendezvous,
+            SchemeName::ZeroCopy => Scheme::ZeroCopy,
             SchemeName::Adaptive => Scheme::Adaptive,
         }
     }
@@ -56,7 +61,7 @@ pub(super) struct StreamArgs {
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Lat, Kind::Bw])]
     test: Vec<Kind>,
     /// How bytes are moved
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [SchemeName::Credit, SchemeName::Packetized, SchemeName::Rendezvous, SchemeName::Adaptive])]
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [SchemeName::Credit, SchemeName::Packetized, SchemeName::Rendezvous, SchemeName::ZeroCopy, SchemeName::Adaptive])]
     scheme: Vec<SchemeName>,
     /// Bytes of each send
     #[arg(long, value_delimiter = ',', default_values_t = ["64".to_owned(), "4K".to_owned(), "64K".to_owned(), "1M".to_owned()])]
@@ -73,6 +78,15 @@ pub(super) struct StreamArgs {
     /// Acknowledge after half of the credits, and with data that goes the other way; off: after each message, alone
     #[arg(long, value_enum, default_value_t = OnOff::On)]
     delayed_acks: OnOff,
+    /// Buffers that each send takes the next of
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    buffers: u16,
+    /// Write to every buffer right after it was sent
+    #[arg(long)]
+    touch: bool,
+    /// Microseconds of computation between sends
+    #[arg(long, default_value_t = 0)]
+    compute: u64,
     /// From how many bytes on a send is not copied [default: the scheme's]
     #[arg(long, value_parser = units::parse_size)]
     zero_copy_min: Option<u64>,
@@ -95,6 +109,8 @@ struct Row {
     acknowledgements: u64,
     writes: u64,
     zero_copy_share: f64,
+    /// Of sends that did not wait, those whose buffer was written to too early.
+    faults: u32,
 }
 
 /// A test, as the connecting end tells it.
@@ -109,27 +125,24 @@ impl Test {
     fn token(&self) -> Vec<u8> {
         let scheme = Scheme::ALL.iter().position(|&scheme| scheme == self.settings.scheme).expect("one of them") as u8;
         let immediate = u8::from(self.settings.acknowledge_after.is_some());
-        let mut token = [MAGIC, [self.kind as u8, scheme, immediate, 0], self.size.to_be_bytes()].concat();
+        let mut token = [MAGIC, self.size.to_be_bytes()].concat();
+        token.push(self.kind as u8 | immediate << 1 | scheme << 2);
         token.extend(self.settings.credits.to_be_bytes());
         token.extend(self.settings.zero_copy_min.to_be_bytes());
         token
     }
 
     fn from_token(token: &[u8]) -> Option<Test> {
-        let rest = token.get(..18)?.strip_prefix(&MAGIC)?;
+        let rest = token.get(..TEST_LEN)?.strip_prefix(&MAGIC)?;
         let word = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("four bytes"));
-        let credits = u16::from_be_bytes(rest[8..10].try_into().expect("two bytes"));
-        let base = Settings::of(*Scheme::ALL.get(usize::from(rest[1]))?);
-        let mut settings = Settings { credits, zero_copy_min: word(10), ..base };
-        if rest[2] != 0 {
+        let credits = u16::from_be_bytes(rest[5..7].try_into().expect("two bytes"));
+        let base = Settings::of(*Scheme::ALL.get(usize::from(rest[4] >> 2))?);
+        let mut settings = Settings { credits, zero_copy_min: word(7), ..base };
+        if rest[4] & 2 != 0 {
             (settings.acknowledge_after, settings.piggyback) = (Some(1), false);
         }
         settings.check().ok()?;
-        Some(Test {
-            kind: *[Kind::Lat, Kind::Bw].get(usize::from(rest[0]))?,
-            size: word(4).clamp(1, 1 << 30),
-            settings,
-        })
+        Some(Test { kind: [Kind::Lat, Kind::Bw][usize::from(rest[4] & 1)], size: word(0).clamp(1, 1 << 30), settings })
     }
 }
 
@@ -297,8 +310,11 @@ fn fill(connection: &Connection, to: &mut [u8]) -> Result<bool, thruway_streams:
 
 fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time: Duration) -> Result<Row, String> {
     let what = |e: thruway_streams::Error| format!("{}, {} bytes: {e}", test.settings.scheme.name(), test.size);
+    let mut buffers = vec![vec![0x5a; test.size as usize]; args.buffers.into()];
+    // Behind the buffers, so that it is dropped before them.
     let connection = context.connect(at, &test.settings, &test.token(), TIMEOUT).map_err(what)?;
-    let mut bytes = vec![0x5a; test.size as usize];
+    let mut next = 0;
+    let compute = Duration::from_micros(args.compute);
     let mut samples = Vec::new();
     let mut sends = 0u64;
     let mut start = Instant::now();
@@ -310,10 +326,26 @@ fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time
             samples.clear();
         }
         let began = Instant::now();
-        connection.send(&bytes, None).map_err(what)?;
+        next = (next + 1) % buffers.len();
+        let bytes = &mut buffers[next];
+        match test.settings.scheme {
+            // SAFETY: the buffers live longer than the connection, which is closed below or dropped at an error.
+            Scheme::ZeroCopy => unsafe { connection.send_asynchronously(bytes, None) },
+            _ => connection.send(bytes, None),
+        }
+        .map_err(what)?;
         sends += 1;
+        if args.touch {
+            bytes[test.size as usize / 2] ^= 1;
+        }
+        if !compute.is_zero() {
+            let until = Instant::now() + compute;
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+        }
         if test.kind == Kind::Lat {
-            if !fill(&connection, &mut bytes).map_err(what)? {
+            if !fill(&connection, bytes).map_err(what)? {
                 return Err(what(thruway_streams::Error::Reset));
             }
             samples.push(began.elapsed().as_nanos() as u64);
@@ -321,9 +353,11 @@ fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time
     }
     connection.shutdown();
     // Everything has been received when the other end's stream ends.
-    while connection.recv(&mut bytes, Some(Instant::now() + TIMEOUT)).map_err(what)? > 0 {}
+    let mut last = [0];
+    while connection.recv(&mut last, Some(Instant::now() + TIMEOUT)).map_err(what)? > 0 {}
     let seconds = start.elapsed().as_secs_f64();
     let counters = connection.counters();
+    let faults = connection.asynchronous_sends().faults;
     let (copied, direct) = (counters.bytes_copied as f64, counters.bytes_zero_copy as f64);
     let provider = connection.info().map_or(args.provider.name(), |info| info.provider);
     let _ = connection.close(Some(Instant::now() + TIMEOUT));
@@ -339,6 +373,7 @@ fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time
         stream_messages: counters.messages_sent,
         acknowledgements: counters.acknowledgements_sent,
         writes: counters.writes,
+        faults,
         zero_copy_share: direct / (copied + direct).max(1.0),
     })
 }

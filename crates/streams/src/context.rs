@@ -22,7 +22,7 @@ const POLLING_LEASE: Duration = Duration::from_millis(1);
 /// Longest time that a thread looks for itself while another sleeps on the device.
 const FOLLOWER_SPIN_MAX_NS: u64 = 20_000;
 /// Bytes that a connecting program may send along.
-pub const TOKEN_MAX: usize = 28;
+pub const TOKEN_MAX: usize = 16;
 /// Requests to connect that are kept until they are accepted.
 const REQUESTS_MAX: usize = 1024;
 /// Completions of a completion queue, of which there are as many as the connections need.

@@ -9,11 +9,12 @@ pub mod core;
 mod error;
 mod memory;
 mod operations;
+mod protect;
 mod settings;
 pub mod wire;
 
-pub use connection::{Connection, Received};
+pub use connection::{AsynchronousSends, Connection, Received};
 pub use context::{Context, Incoming, TOKEN_MAX};
 pub use error::Error;
 pub use operations::{Completion, REMOTE_REGION_LEN, Region, RemoteRegion};
-pub use settings::{Scheme, Settings};
+pub use settings::{OnWrite, Scheme, Settings};

@@ -1,11 +1,12 @@
 //! The registered memory of one connection, and requests made of [`Action`]s.
 
-use crate::core::{Action, Local, Span};
+use crate::core::{Action, Local, SOURCES_MAX, Span};
 use crate::error::Error;
 use crate::settings::Settings;
 use crate::wire::{Frame, Hello, MESSAGE_MAX};
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use thruway_fabric::{
     Access, Buffer, MemoryRegion, Payload, ProtectionDomain, QueuePair, RecvRequest, RemoteAddr, SendFlags, SendOp,
     SendRequest, Sge,
@@ -15,6 +16,8 @@ use thruway_fabric::{
 pub(crate) const STREAM_QUEUE_LEN: u32 = 64;
 /// One-sided operations of the program's that may be posted.
 pub(crate) const OPERATIONS_MAX: u32 = 64;
+/// Where the result of asking for a lock goes: behind those of operations.
+pub(crate) const CLAIM_RESULT: u32 = OPERATIONS_MAX;
 /// Bytes that are read of a source at a time, while the program takes it in small pieces.
 pub(crate) const LANDING_LEN: usize = 128 << 10;
 /// Bytes between messages' headers.
@@ -63,6 +66,8 @@ pub(crate) struct Memory {
     own_region: MemoryRegion,
     /// What the peer writes to, if there is one.
     ring: Option<(Arc<Buffer>, MemoryRegion)>,
+    /// Words by which the peer's sources are locked, and what a lock of the peer's was.
+    locks: Option<(Arc<Buffer>, MemoryRegion)>,
     receive_len: u32,
     receive_stride: usize,
     results_at: usize,
@@ -78,7 +83,7 @@ impl Memory {
         let receive_stride = (settings.receive_len as usize).next_multiple_of(64);
         let headers_at = receive_stride * usize::from(settings.receives());
         let results_at = headers_at + HEADER_PLACE * STREAM_QUEUE_LEN as usize;
-        let landing_at = (results_at + 8 * OPERATIONS_MAX as usize).next_multiple_of(4096);
+        let landing_at = (results_at + 8 * (OPERATIONS_MAX as usize + 1)).next_multiple_of(4096);
         let stage_at = landing_at + LANDING_LEN;
         let map = |len| Buffer::sparse(len).map(Arc::new).map_err(|error| Error::Memory(error.into()));
         let own = map(stage_at + settings.stage_len as usize)?;
@@ -91,10 +96,21 @@ impl Memory {
                 Some((buffer, region))
             }
         };
+        // A device's own atomic operations and a processor's do not always know of each other.
+        let attributes = pd.device().attributes();
+        let locks = match attributes.atomics && !attributes.auto_progress {
+            true => {
+                let buffer = map(8 * SOURCES_MAX)?;
+                let region = pd.register(&buffer, Access::LOCAL_WRITE | Access::REMOTE_ATOMIC)?;
+                Some((buffer, region))
+            }
+            false => None,
+        };
         Ok(Memory {
             own,
             own_region,
             ring,
+            locks,
             receive_len: settings.receive_len,
             receive_stride,
             results_at,
@@ -114,6 +130,7 @@ impl Memory {
             receive_len: settings.receive_len,
             ring_len: settings.ring_len,
             ring: self.ring.as_ref().map_or(nowhere, |(_, region)| region.remote(0)),
+            locks: self.locks.as_ref().map_or(nowhere, |(_, region)| region.remote(0)),
             messages: settings.messages,
         }
     }
@@ -126,6 +143,11 @@ impl Memory {
         user
     }
 
+    /// What the peer has to know of memory that is lent.
+    pub(crate) fn remote(&self, user: u64) -> Option<RemoteAddr> {
+        self.users.get(&user).map(|user| user.region.remote(user.offset))
+    }
+
     pub(crate) fn take_back(&mut self, user: u64) {
         self.users.remove(&user);
     }
@@ -133,6 +155,23 @@ impl Memory {
     pub(crate) fn post_receive(&self, qp: &QueuePair, slot: u16) -> Result<(), thruway_fabric::Error> {
         let sge = self.own_region.sge(usize::from(slot) * self.receive_stride, self.receive_len);
         qp.post_recv(&RecvRequest { wr_id: RECEIVE | u64::from(slot), sges: &[sge] })
+    }
+
+    fn lock(&self, at: usize) -> Option<&AtomicU64> {
+        assert!(at < SOURCES_MAX, "a lock that there is");
+        // SAFETY: aligned, mapped while the buffer lives, and only used atomically: here and by the device.
+        self.locks.as_ref().map(|(buffer, _)| unsafe { AtomicU64::from_ptr(buffer.as_ptr().cast::<u64>().add(at)) })
+    }
+
+    /// Changes a lock that has the first value to the second; where there are no locks, nobody else has them.
+    pub(crate) fn try_lock(&self, at: usize, from: u64, to: u64) -> bool {
+        self.lock(at).is_none_or(|lock| lock.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok())
+    }
+
+    pub(crate) fn set_lock(&self, at: usize, value: u64) {
+        if let Some(lock) = self.lock(at) {
+            lock.store(value, Ordering::SeqCst);
+        }
     }
 
     /// Where the result of an operation goes.
@@ -209,6 +248,10 @@ impl Memory {
                 }
                 let op = SendOp::Write { remote: to, immediate: None };
                 request(id, op, sges, from.iter().flatten().count(), signaled)
+            }
+            Action::Claim { id, lock, compare, swap } => {
+                let op = SendOp::CompareSwap { remote: lock, compare, swap };
+                request(id, op, [self.result(CLAIM_RESULT); 3], 1, true)
             }
             Action::Read { id, from, to } => request(id, SendOp::Read { remote: from }, [self.sge(to); 3], 1, true),
             _ => None,

@@ -106,6 +106,10 @@ impl Operations {
         }
     }
 
+    pub(crate) fn news(&self) -> usize {
+        self.done.len()
+    }
+
     fn begin(&mut self, context: u64) -> Result<u32, Error> {
         if self.posted.len() - self.free.len() + self.done.len() >= OPERATIONS_MAX as usize {
             return Err(Error::QueueFull(OPERATIONS_MAX));

@@ -48,6 +48,15 @@ impl Scheme {
     }
 }
 
+/// What becomes of a thread that writes to memory that is being sent ([`Connection::send_asynchronously`](crate::Connection::send_asynchronously)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnWrite {
+    /// It waits until the peer has read the memory.
+    Block,
+    /// The bytes are put elsewhere, if the peer has not begun to read them, and it goes on.
+    Copy,
+}
+
 /// What an end is set up with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
@@ -69,6 +78,10 @@ pub struct Settings {
     pub zero_copy_min: u32,
     /// How long such a buffer waits for the peer to take it before it is copied after all.
     pub source_timeout: Duration,
+    /// What becomes of a thread that writes to memory that is being sent.
+    pub on_write: OnWrite,
+    /// Of a hundred buffers that are sent without waiting, as many may be written to too early; above that, senders wait.
+    pub faults_max_percent: u32,
     /// Messages keep their boundaries: streaming is off. Both ends must agree on that.
     pub messages: bool,
 }
@@ -93,6 +106,8 @@ impl Settings {
             piggyback: true,
             zero_copy_min: 256 << 10,
             source_timeout: Duration::from_millis(20),
+            on_write: OnWrite::Copy,
+            faults_max_percent: 5,
             messages: false,
         }
     }

@@ -21,7 +21,7 @@ pub const HEADER_LEN: usize = 16;
 /// Bytes of the longest header and body together, but for [`Message::Data`].
 pub const MESSAGE_MAX: usize = HEADER_LEN + 20;
 /// Bytes of [`Hello`].
-pub const HELLO_LEN: usize = 28;
+pub const HELLO_LEN: usize = 40;
 
 /// The last part of a message of the program's, where streaming is off.
 const END_OF_MESSAGE: u8 = 1;
@@ -38,6 +38,7 @@ const SINK_CANCELLED: u8 = 0x0a;
 const RING_WRITTEN: u8 = 0xc0;
 const ACKNOWLEDGE: u8 = 0xc1;
 const DISCONNECTED: u8 = 0xc2;
+const UPDATE_SOURCE: u8 = 0xc3;
 const SOURCE_AVAILABLE: u8 = 0xfd;
 const SINK_AVAILABLE: u8 = 0xfe;
 const DATA: u8 = 0xff;
@@ -100,6 +101,14 @@ pub enum Message {
         /// Answers [`Message::CancelSource`].
         withdrawn: bool,
     },
+    /// A source that was announced is elsewhere now: its owner needs the memory. Only who holds the source's lock may say so, and the lock is
+    /// free again behind it.
+    UpdateSource {
+        /// The source.
+        id: u32,
+        /// Where its bytes are.
+        source: RemoteAddr,
+    },
     /// SrcAvailCancel: what has not been read of the last source will come in another way.
     CancelSource {
         /// The source.
@@ -159,6 +168,12 @@ impl Frame {
                 put(&id.to_be_bytes());
                 (READ_COMPLETE, if withdrawn { WITHDRAWN } else { 0 }, len)
             }
+            Message::UpdateSource { id, source } => {
+                put(&source.addr.to_be_bytes());
+                put(&source.rkey.to_be_bytes());
+                put(&id.to_be_bytes());
+                (UPDATE_SOURCE, 0, 0)
+            }
             Message::CancelSource { id } => {
                 put(&id.to_be_bytes());
                 (CANCEL_SOURCE, 0, 0)
@@ -201,7 +216,7 @@ impl Frame {
         let end = flags & END_OF_MESSAGE != 0;
         let body_len = match kind {
             DATA => len as usize,
-            SOURCE_AVAILABLE => 16,
+            SOURCE_AVAILABLE | UPDATE_SOURCE => 16,
             SINK_AVAILABLE => 20,
             READ_COMPLETE | CANCEL_SOURCE => 4,
             _ => 0,
@@ -224,6 +239,7 @@ impl Frame {
             SINK_AVAILABLE => Message::SinkAvailable { len, parts: full(12), sink: remote() },
             WRITE_COMPLETE => Message::WriteComplete { len, end },
             READ_COMPLETE => Message::ReadComplete { id: half(0), len, withdrawn: flags & WITHDRAWN != 0 },
+            UPDATE_SOURCE => Message::UpdateSource { id: half(12), source: remote() },
             CANCEL_SOURCE => Message::CancelSource { id: half(0) },
             CANCEL_SINK => Message::CancelSink,
             SINK_CANCELLED => Message::SinkCancelled,
@@ -248,6 +264,8 @@ pub struct Hello {
     pub ring_len: u32,
     /// Where it is.
     pub ring: RemoteAddr,
+    /// Words by which sources are locked, one for each that may be announced at a time; the address is 0 if there are none.
+    pub locks: RemoteAddr,
     /// Messages keep their boundaries: streaming is off.
     pub messages: bool,
 }
@@ -271,6 +289,8 @@ impl Hello {
         to[12..16].copy_from_slice(&self.ring_len.to_be_bytes());
         to[16..24].copy_from_slice(&self.ring.addr.to_be_bytes());
         to[24..28].copy_from_slice(&self.ring.rkey.to_be_bytes());
+        to[28..36].copy_from_slice(&self.locks.addr.to_be_bytes());
+        to[36..40].copy_from_slice(&self.locks.rkey.to_be_bytes());
         to
     }
 
@@ -289,12 +309,16 @@ impl Hello {
         if flags & !MESSAGES != 0 {
             return Err(Violation("unknown flags in the greeting"));
         }
-        let addr = u64::from_be_bytes(bytes[16..24].try_into().expect("eight bytes"));
+        let remote = |at: usize| {
+            let addr = u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+            RemoteAddr { addr, rkey: word(at + 8) }
+        };
         let hello = Hello {
             receives: half(6),
             receive_len: word(8),
             ring_len: word(12),
-            ring: RemoteAddr { addr, rkey: word(24) },
+            ring: remote(16),
+            locks: remote(28),
             messages: flags & MESSAGES != 0,
         };
         if hello.receives < RECEIVES_MIN || (hello.receive_len as usize) < 2 * MESSAGE_MAX {
@@ -330,6 +354,7 @@ mod tests {
                 withdrawn
             }),
             any::<u32>().prop_map(|id| Message::CancelSource { id }),
+            (any::<u32>(), remote()).prop_map(|(id, source)| Message::UpdateSource { id, source }),
             Just(Message::CancelSink),
             Just(Message::SinkCancelled),
             Just(Message::Acknowledge),

@@ -1,21 +1,53 @@
 //! Streams over real devices: user-space iWARP, and shared memory.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use thruway_fabric::{Access, Buffer, Provider, iwarp, shm};
-use thruway_streams::{Connection, Context, Error, Received, RemoteRegion, Scheme, Settings};
+use thruway_fabric::{Access, Buffer, Provider, iwarp, shm, verbs};
+use thruway_streams::{Connection, Context, Error, OnWrite, Received, RemoteRegion, Scheme, Settings};
 
 const TOKEN: &[u8] = b"0123456789abcdef";
 const LIMIT: Duration = Duration::from_secs(20);
 
-fn providers() -> [Provider; 2] {
-    [iwarp::Config::default().into(), shm::Config::default().into()]
+/// What two ends run over.
+struct Lab {
+    client: Provider,
+    server: Provider,
+    at: IpAddr,
+}
+
+/// Those of this machine, or what the guest's tests ask for: `iwarp`, or the name of an RDMA device.
+fn labs() -> Vec<Lab> {
+    let Ok(server) = std::env::var("THRUWAY_STREAMS_SERVER") else {
+        let at = [127, 0, 0, 1].into();
+        let both = |provider: Provider| Lab { client: provider.clone(), server: provider, at };
+        return vec![both(iwarp::Config::default().into()), both(shm::Config::default().into())];
+    };
+    let provider = |name: String| match name.as_str() {
+        "iwarp" => iwarp::Config::default().into(),
+        _ => Provider::Verbs(verbs::Config { device: Some(name) }),
+    };
+    let client = std::env::var("THRUWAY_STREAMS_CLIENT").expect("THRUWAY_STREAMS_CLIENT");
+    let at = std::env::var("THRUWAY_VERBS_ADDRESS").expect("THRUWAY_VERBS_ADDRESS").parse().unwrap();
+    vec![Lab { client: provider(client), server: provider(server), at }]
+}
+
+impl Lab {
+    fn contexts(&self) -> (Context, Context) {
+        (Context::open(&self.server).unwrap(), Context::open(&self.client).unwrap())
+    }
+
+    fn has_atomics(&self) -> bool {
+        let (server, client) = self.contexts();
+        // siw has none, which its user-space peer cannot know.
+        server.device().attributes().atomics && client.device().attributes().atomics
+    }
 }
 
 /// Two ends, in contexts of their own.
-fn pair(provider: &Provider, one: &Settings, other: &Settings) -> (Connection, Connection) {
-    let (server, client) = (Context::open(provider).unwrap(), Context::open(provider).unwrap());
-    let listener = server.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+fn pair(lab: &Lab, one: &Settings, other: &Settings) -> (Connection, Connection) {
+    let (server, client) = lab.contexts();
+    let listener = server.listen((lab.at, 0).into()).unwrap();
     let at = listener.local_addr();
     let one = *one;
     let connecting = std::thread::spawn(move || client.connect(at, &one, TOKEN, LIMIT).unwrap());
@@ -47,10 +79,10 @@ fn small(scheme: Scheme) -> Settings {
 
 #[test]
 fn bytes_arrive_by_every_scheme_in_both_directions() {
-    for provider in providers() {
+    for lab in labs() {
         for scheme in Scheme::ALL {
             for settings in [Settings::of(scheme), small(scheme)].map(patient) {
-                let (a, b) = pair(&provider, &settings, &settings);
+                let (a, b) = pair(&lab, &settings, &settings);
                 let there = pattern(1, 3_000_000);
                 let back = pattern(2, 2_000_000);
                 std::thread::scope(|scope| {
@@ -102,10 +134,10 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
 
 #[test]
 fn messages_keep_their_boundaries() {
-    for provider in providers() {
+    for lab in labs() {
         for scheme in Scheme::ALL {
             let settings = Settings { messages: true, ..small(scheme) };
-            let (a, b) = pair(&provider, &patient(settings), &settings);
+            let (a, b) = pair(&lab, &patient(settings), &settings);
             let lens = [0, 1, 0, 100, 4999, 5000, 20_000, 3, 0, 7000];
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -138,10 +170,10 @@ fn messages_keep_their_boundaries() {
 /// As over TCP: neither end reads before it has sent.
 #[test]
 fn two_ends_that_send_before_they_receive_do_not_wait_for_ever() {
-    for provider in providers() {
+    for lab in labs() {
         for scheme in [Scheme::Rendezvous, Scheme::Adaptive] {
             let settings = Settings::of(scheme);
-            let (a, b) = pair(&provider, &settings, &settings);
+            let (a, b) = pair(&lab, &settings, &settings);
             let bytes = pattern(9, 600_000);
             std::thread::scope(|scope| {
                 for end in [&a, &b] {
@@ -162,11 +194,12 @@ fn two_ends_that_send_before_they_receive_do_not_wait_for_ever() {
 
 #[test]
 fn one_sided_operations_need_nothing_of_the_peer_program() {
-    for provider in providers() {
+    for lab in labs() {
         let settings = Settings::of(Scheme::Adaptive);
-        let (a, b) = pair(&provider, &settings, &settings);
+        let (a, b) = pair(&lab, &settings, &settings);
         let target = Arc::new(Buffer::new(1 << 20).unwrap());
-        let all = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        let mut all = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        all.set(Access::REMOTE_ATOMIC, lab.has_atomics());
         let lent = b.register_buffer(&target, all).unwrap();
         b.send(&lent.remote().encode(), deadline()).unwrap();
         let mut description = [0; thruway_streams::REMOTE_REGION_LEN];
@@ -186,19 +219,21 @@ fn one_sided_operations_need_nothing_of_the_peer_program() {
         own.read(500_000, &mut seen);
         assert!(seen == pattern(1, 300_000));
 
-        assert_eq!(a.fetch_add_wait((&remote, 8), 5).unwrap(), 0);
-        assert_eq!(a.fetch_add_wait((&remote, 8), 7).unwrap(), 5);
-        assert_eq!(a.compare_swap_wait((&remote, 8), 12, 100).unwrap(), 12);
-        assert_eq!(a.compare_swap_wait((&remote, 8), 12, 200).unwrap(), 100);
-        // Many at a time, with what they are told apart by.
-        for context in 0..40 {
-            a.fetch_add((&remote, 16), 1, context).unwrap();
+        if lab.has_atomics() {
+            assert_eq!(a.fetch_add_wait((&remote, 8), 5).unwrap(), 0);
+            assert_eq!(a.fetch_add_wait((&remote, 8), 7).unwrap(), 5);
+            assert_eq!(a.compare_swap_wait((&remote, 8), 12, 100).unwrap(), 12);
+            assert_eq!(a.compare_swap_wait((&remote, 8), 12, 200).unwrap(), 100);
+            // Many at a time, with what they are told apart by.
+            for context in 0..40 {
+                a.fetch_add((&remote, 16), 1, context).unwrap();
+            }
+            let mut done = Vec::new();
+            while done.len() < 40 {
+                done.extend(a.wait_completions(100, deadline()).unwrap());
+            }
+            assert!(done.iter().enumerate().all(|(n, done)| done.context == n as u64 && done.value == n as u64));
         }
-        let mut done = Vec::new();
-        while done.len() < 40 {
-            done.extend(a.wait_completions(100, deadline()).unwrap());
-        }
-        assert!(done.iter().enumerate().all(|(n, done)| done.context == n as u64 && done.value == n as u64));
 
         // Outside, here and there.
         let outside = a.put_wait((&mine, 1 << 20), (&remote, 0), 1).unwrap_err();
@@ -212,9 +247,9 @@ fn one_sided_operations_need_nothing_of_the_peer_program() {
 /// What follows a put is read behind it.
 #[test]
 fn a_message_behind_a_put_says_that_it_is_there() {
-    for provider in providers() {
+    for lab in labs() {
         let settings = Settings { messages: true, ..Settings::of(Scheme::Adaptive) };
-        let (a, b) = pair(&provider, &settings, &settings);
+        let (a, b) = pair(&lab, &settings, &settings);
         let target = Arc::new(Buffer::new(4096).unwrap());
         let lent = b.register_buffer(&target, Access::REMOTE_WRITE).unwrap();
         let own = Arc::new(Buffer::new(4096).unwrap());
@@ -235,9 +270,9 @@ fn a_message_behind_a_put_says_that_it_is_there() {
 
 #[test]
 fn calls_that_may_not_wait_say_so_and_the_descriptor_tells_when_to_try_again() {
-    for provider in providers() {
+    for lab in labs() {
         let settings = small(Scheme::Packetized);
-        let (a, b) = pair(&provider, &settings, &settings);
+        let (a, b) = pair(&lab, &settings, &settings);
         let readable = |end: &Connection, limit_ms: i64| {
             let fd = end.descriptor().unwrap();
             let mut fds = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
@@ -279,10 +314,10 @@ fn calls_that_may_not_wait_say_so_and_the_descriptor_tells_when_to_try_again() {
 
 #[test]
 fn deadlines_are_kept_and_do_no_harm() {
-    for provider in providers() {
+    for lab in labs() {
         for scheme in Scheme::ALL {
             let settings = small(scheme);
-            let (a, b) = pair(&provider, &settings, &settings);
+            let (a, b) = pair(&lab, &settings, &settings);
             let soon = || Some(Instant::now() + Duration::from_millis(30));
             let mut to = vec![0; 200_000];
             assert!(matches!(b.recv(&mut to, soon()), Err(Error::TimedOut)), "{scheme:?}");
@@ -306,9 +341,9 @@ fn deadlines_are_kept_and_do_no_harm() {
 
 #[test]
 fn an_end_that_goes_without_a_word_is_seen() {
-    for provider in providers() {
+    for lab in labs() {
         let settings = Settings::of(Scheme::Adaptive);
-        let (a, b) = pair(&provider, &settings, &settings);
+        let (a, b) = pair(&lab, &settings, &settings);
         a.send(b"last words", deadline()).unwrap();
         let mut to = [0; 100];
         assert_eq!(b.recv(&mut to, deadline()).unwrap(), 10);
@@ -323,9 +358,9 @@ fn an_end_that_goes_without_a_word_is_seen() {
 
 #[test]
 fn ends_that_want_different_things_are_told_apart() {
-    let provider: Provider = iwarp::Config::default().into();
-    let (server, client) = (Context::open(&provider).unwrap(), Context::open(&provider).unwrap());
-    let listener = server.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+    let lab = labs().remove(0);
+    let (server, client) = lab.contexts();
+    let listener = server.listen((lab.at, 0).into()).unwrap();
     let at = listener.local_addr();
     let bytes = Settings::of(Scheme::Adaptive);
     let connecting = std::thread::spawn(move || client.connect(at, &bytes, TOKEN, LIMIT).err().expect("refused"));
@@ -340,10 +375,10 @@ fn ends_that_want_different_things_are_told_apart() {
 
 #[test]
 fn many_connections_share_a_device_and_threads_wait_for_each() {
-    for provider in providers() {
+    for lab in labs() {
         let settings = Settings { ring_len: 4096, stage_len: 4096, credits: 8, ..Settings::of(Scheme::Adaptive) };
-        let (server, client) = (Context::open(&provider).unwrap(), Context::open(&provider).unwrap());
-        let listener = server.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let (server, client) = lab.contexts();
+        let listener = server.listen((lab.at, 0).into()).unwrap();
         let at = listener.local_addr();
         let mut pairs = Vec::new();
         for _ in 0..120 {
@@ -375,4 +410,135 @@ fn many_connections_share_a_device_and_threads_wait_for_each() {
             }
         });
     }
+}
+
+/// Memory that a program writes to while it is being sent: the peer has what was there when it was sent.
+#[test]
+fn buffers_that_are_sent_without_waiting_may_be_written_to_at_once() {
+    for lab in labs() {
+        for on_write in [OnWrite::Block, OnWrite::Copy] {
+            for messages in [false, true] {
+                let settings = Settings {
+                    zero_copy_min: 16 << 10,
+                    on_write,
+                    faults_max_percent: 100,
+                    messages,
+                    ..Settings::of(Scheme::ZeroCopy)
+                };
+                let (a, b) = pair(&lab, &settings, &settings);
+                let lens = [300_000, 100_000, 40_000, 300_000, 10, 70_001];
+                let rounds = 6;
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        let mut buffer = vec![0u8; 300_000];
+                        for round in 0..rounds {
+                            for len in lens {
+                                // The last send of this buffer may not be over.
+                                buffer[..len].copy_from_slice(&pattern(round * 1000 + len as u64, len));
+                                // SAFETY: the buffer lives until everything has been sent.
+                                unsafe { a.send_asynchronously(&buffer[..len], deadline()) }.unwrap();
+                                // Nor is this one, which the next byte is none of.
+                                buffer[len / 2] ^= 0xff;
+                            }
+                        }
+                        a.wait_sent(deadline()).unwrap();
+                        a.shutdown();
+                    });
+                    let mut rng = fastrand::Rng::with_seed(1);
+                    for round in 0..rounds {
+                        for len in lens {
+                            let mut got = vec![0; len];
+                            if messages {
+                                let received = b.recv_message(&mut got, deadline()).unwrap();
+                                assert_eq!(received, Some(Received { len, truncated: false }));
+                            } else {
+                                let mut filled = 0;
+                                while filled < len {
+                                    let most = rng.usize(1..=len - filled);
+                                    filled += b.recv(&mut got[filled..filled + most], deadline()).unwrap();
+                                }
+                            }
+                            assert!(
+                                got == pattern(round * 1000 + len as u64, len),
+                                "{on_write:?}, {round}, {len}: other bytes"
+                            );
+                        }
+                    }
+                });
+                let counted = a.asynchronous_sends();
+                assert!(counted.sends > 0 && counted.faults > 0, "{on_write:?}: {counted:?}");
+            }
+        }
+    }
+}
+
+/// The same buffer again and again, which nobody writes to: all of it on its way at once.
+#[test]
+fn a_buffer_may_be_sent_again_while_it_is_being_sent() {
+    for lab in labs() {
+        let settings = Settings { zero_copy_min: 16 << 10, ..Settings::of(Scheme::ZeroCopy) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let mut bytes = pattern(5, 200_000);
+        for _ in 0..8 {
+            // SAFETY: the buffer lives until everything has been sent.
+            unsafe { a.send_asynchronously(&bytes, deadline()) }.unwrap();
+        }
+        assert_eq!(a.asynchronous_sends().sends, 8);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let expected = pattern(5, 200_000);
+                let mut got = vec![0; 200_000];
+                for _ in 0..8 {
+                    let mut filled = 0;
+                    while filled < got.len() {
+                        filled += b.recv(&mut got[filled..], deadline()).unwrap();
+                    }
+                    assert!(got == expected);
+                }
+            });
+            // Once all of them are over, it is writable; until then, this waits, or all of them are put elsewhere.
+            bytes[100_000] ^= 1;
+        });
+        a.wait_sent(deadline()).unwrap();
+        assert_eq!(a.counters().bytes_copied + a.counters().bytes_zero_copy, 1_600_000);
+    }
+}
+
+#[test]
+fn a_thread_that_waits_to_write_goes_on_when_the_connection_ends() {
+    for lab in labs() {
+        let settings = Settings { zero_copy_min: 16 << 10, on_write: OnWrite::Block, ..Settings::of(Scheme::ZeroCopy) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let mut bytes = pattern(5, 200_000);
+        // SAFETY: the buffer lives longer than the connection.
+        unsafe { a.send_asynchronously(&bytes, deadline()) }.unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| bytes[100_000] ^= 1);
+            drop(b);
+        });
+        assert!(a.wait_sent(deadline()).is_err() || a.send(b"x", deadline()).is_err());
+    }
+}
+
+#[test]
+fn programs_that_write_too_early_too_often_wait_instead() {
+    let lab = labs().remove(0);
+    let settings = Settings { zero_copy_min: 16 << 10, ..Settings::of(Scheme::ZeroCopy) };
+    let (a, b) = pair(&lab, &settings, &settings);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut to = vec![0; 100_000];
+            while b.recv(&mut to, deadline()).unwrap() > 0 {}
+        });
+        let mut bytes = pattern(5, 100_000);
+        for _ in 0..100 {
+            // SAFETY: the buffer lives until everything has been sent.
+            unsafe { a.send_asynchronously(&bytes, deadline()) }.unwrap();
+            bytes[50_000] ^= 1;
+        }
+        a.wait_sent(deadline()).unwrap();
+        a.shutdown();
+    });
+    let counted = a.asynchronous_sends();
+    assert!(counted.sends < 100 && counted.faults > 0, "{counted:?}");
 }

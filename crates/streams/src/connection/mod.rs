@@ -1,14 +1,16 @@
 //! A connection: a stream of bytes or messages, and one-sided operations beside it.
 
+mod asynchronous;
 mod receiving;
 mod sending;
 
+pub use asynchronous::AsynchronousSends;
 pub use receiving::Received;
 
 use crate::context::{Handle, lock};
 use crate::core::{Action, Counters, End};
 use crate::error::Error;
-use crate::memory::{LANDING_LEN, Memory, OPERATION, OPERATIONS_MAX, RECEIVE, Request, STREAM_QUEUE_LEN};
+use crate::memory::{CLAIM_RESULT, LANDING_LEN, Memory, OPERATION, OPERATIONS_MAX, RECEIVE, Request, STREAM_QUEUE_LEN};
 use crate::operations::Operations;
 use crate::settings::Settings;
 use crate::wire::{Hello, MESSAGE_MAX};
@@ -17,7 +19,7 @@ use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use thruway_fabric::{
     Access, ConnectParams, ConnectionError, ConnectionInfo, ConnectionRequest, MemoryRegion, ProtectionDomain,
@@ -46,6 +48,8 @@ pub(crate) struct Inner {
 }
 
 pub(crate) struct State {
+    /// The connection that this is the state of.
+    own: Weak<Inner>,
     end: Option<End>,
     pub(crate) memory: Memory,
     /// Completions from before the peer's greeting.
@@ -54,11 +58,13 @@ pub(crate) struct State {
     /// The peer broke the protocol, or the device refused a request.
     failed: Option<String>,
     has_shut_down: bool,
-    /// Sources that are done, with the bytes that were sent.
-    sources: HashMap<u64, usize>,
+    /// The source that the sending thread waits for, and the bytes that were sent of it when it is done.
+    awaited_source: Option<u64>,
+    source_sent: Option<usize>,
     /// Targets that have been read into, with the bytes, and whether a message ends there.
     fetched: HashMap<u64, (usize, bool)>,
     free_sinks: HashSet<u64>,
+    asynchronous: asynchronous::Asynchronous,
     pub(crate) operations: Operations,
     /// The bell has been rung and not been silenced.
     rung: bool,
@@ -80,20 +86,23 @@ impl Connection {
         for slot in 0..settings.receives() {
             memory.post_receive(&qp, slot)?;
         }
-        let inner = Arc::new(Inner {
+        let inner = Arc::new_cyclic(|own| Inner {
             context: Arc::clone(context),
             pd,
             qp,
             state: Mutex::new(State {
+                own: Weak::clone(own),
                 end: None,
                 memory,
                 early: Vec::new(),
                 ended: None,
                 failed: None,
                 has_shut_down: false,
-                sources: HashMap::new(),
+                awaited_source: None,
+                source_sent: None,
                 fetched: HashMap::new(),
                 free_sinks: HashSet::new(),
+                asynchronous: asynchronous::Asynchronous::default(),
                 operations: Operations::default(),
                 rung: false,
                 requests: Vec::new(),
@@ -140,7 +149,7 @@ impl Connection {
         let connection = Connection(Connection::prepare(context, settings)?);
         let inner = &connection.0;
         let hello = lock(&inner.state).memory.hello(settings);
-        inner.start(hello, peer);
+        inner.start(hello, peer, false);
         request
             .accept(&inner.qp, &ConnectParams { private_data: hello.encode().to_vec(), ..ConnectParams::default() })?;
         inner.wait(Some(deadline), |_| inner.qp.info().map(|_| Ok(())))?;
@@ -217,6 +226,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
+        lock(&self.0.state).release_all();
         self.0.qp.disconnect();
         self.0.context.remove(self.0.qp.number());
     }
@@ -240,11 +250,15 @@ impl State {
 }
 
 impl Inner {
-    fn start(&self, own: Hello, peer: Hello) {
+    fn start(&self, own: Hello, peer: Hello, connects: bool) {
         let mut state = lock(&self.state);
         state.end = Some(End::new(self.settings, own, peer, STREAM_QUEUE_LEN, LANDING_LEN));
+        let end = state.end.as_mut().expect("it has just been made");
+        if connects {
+            end.greet();
+        }
         if state.has_shut_down {
-            state.end.as_mut().expect("it has just been made").shutdown();
+            state.end.as_mut().expect("as before").shutdown();
         }
         let early = std::mem::take(&mut state.early);
         self.take(&mut state, &early);
@@ -261,7 +275,7 @@ impl Inner {
             state.memory.hello(&self.settings)
         };
         match Hello::decode(private_data) {
-            Ok(peer) if peer.messages == self.settings.messages => self.start(hello, peer),
+            Ok(peer) if peer.messages == self.settings.messages => self.start(hello, peer, true),
             Ok(_) => self.fail(&mut lock(&self.state), mismatch(&self.settings)),
             Err(violation) => self.fail(&mut lock(&self.state), &violation.to_string()),
         }
@@ -272,6 +286,7 @@ impl Inner {
     pub(crate) fn disconnected(&self, cause: ConnectionError) -> bool {
         let mut state = lock(&self.state);
         state.ended.get_or_insert(cause);
+        state.release_all();
         self.ring(&mut state);
         self.waiting.load(Ordering::SeqCst) > 0
     }
@@ -288,6 +303,8 @@ impl Inner {
     }
 
     fn take(&self, state: &mut State, completions: &[WorkCompletion]) {
+        let news = |state: &State| (state.end.as_ref().map(End::news), state.operations.news());
+        let before = news(state);
         for wc in completions {
             if wc.wr_id & OPERATION != 0 {
                 let value = state.memory.read_result((wc.wr_id & !OPERATION) as u32);
@@ -299,7 +316,7 @@ impl Inner {
             }
             let end = state.end.as_mut().expect("an end by now");
             if wc.wr_id & RECEIVE == 0 {
-                end.completed(wc.wr_id);
+                end.completed(wc.wr_id, state.memory.read_result(CLAIM_RESULT));
                 continue;
             }
             let slot = (wc.wr_id & !RECEIVE) as u16;
@@ -311,26 +328,32 @@ impl Inner {
             }
         }
         self.flush(state);
-        self.ring(state);
+        if news(state) != before {
+            self.ring(state);
+        }
     }
 
     fn fail(&self, state: &mut State, why: &str) {
         tracing::warn!(peer = ?self.qp.info().map(|info| info.peer), "ending the connection: {why}");
         state.failed.get_or_insert_with(|| why.to_owned());
         self.qp.disconnect();
+        state.release_all();
         self.ring(state);
     }
 
     /// Posts what the end wants posted.
     pub(crate) fn flush(&self, state: &mut State) {
-        let Some(end) = &mut state.end else { return };
         let mut error = None;
-        while let Some(action) = end.action() {
+        while let Some(action) = state.end.as_mut().and_then(End::action) {
             match action {
                 Action::Receive(slot) => error = error.or(state.memory.post_receive(&self.qp, slot).err()),
                 Action::SourceDone { source, sent } => {
                     state.memory.take_back(source);
-                    state.sources.insert(source, sent);
+                    // Of those that a thread waits for, it is told.
+                    match state.awaited_source == Some(source) {
+                        true => state.source_sent = Some(sent),
+                        false => state.released(source),
+                    }
                 }
                 Action::Fetched { target, len, end } => {
                     state.memory.take_back(target);
@@ -340,6 +363,8 @@ impl Inner {
                     state.memory.take_back(target);
                     state.free_sinks.insert(target);
                 }
+                Action::SetLock(at, value) => state.memory.set_lock(at, value),
+                Action::Claimed(source) => self.claimed(state, source),
                 request => state.requests.extend(state.memory.request(&request)),
             }
         }

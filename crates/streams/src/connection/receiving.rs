@@ -56,6 +56,12 @@ impl Connection {
 }
 
 impl State {
+    /// Begins to read the next bytes of a source of the peer's.
+    fn fetch(&mut self, user: Option<(u64, usize, usize)>) -> bool {
+        let State { end, memory, .. } = self;
+        end.as_mut().is_some_and(|end| end.fetch(user, |at, from, to| memory.try_lock(at, from, to)))
+    }
+
     fn copy_next(&mut self, to: &mut [u8]) -> Found {
         let Some(end) = &mut self.end else { return Found::Nothing };
         let (len, ends) = match end.next() {
@@ -114,6 +120,8 @@ impl Inner {
         if wait.is_none() {
             self.context.poll();
         }
+        // Not while a lock is held that the sender needs.
+        self.finish(to.as_ptr() as usize, to.len(), None)?;
         loop {
             let mut state = lock(&self.state);
             let found = state.copy_next(&mut to[len..]);
@@ -143,7 +151,7 @@ impl Inner {
                         drop(state);
                         return self.fetch(to);
                     }
-                    let fetches = state.end.as_mut().is_some_and(|end| end.fetch(None));
+                    let fetches = state.fetch(None);
                     self.flush(&mut state);
                     drop(state);
                     if !fetches {
@@ -181,10 +189,7 @@ impl Inner {
     fn fetch(&self, to: &mut [u8]) -> Result<Taken, Error> {
         let region = self.register(to.as_mut_ptr(), to.len(), Access::LOCAL_WRITE)?;
         let target = lock(&self.state).memory.lend(region, 0);
-        let began = self.wait(None, |state| {
-            let end = state.end.as_mut()?;
-            end.fetch(Some((target, 0, to.len()))).then_some(Ok(()))
-        });
+        let began = self.wait(None, |state| state.fetch(Some((target, 0, to.len()))).then_some(Ok(())));
         let taken = began.and_then(|()| self.wait(None, |state| state.fetched.remove(&target).map(Ok)));
         if taken.is_err() {
             lock(&self.state).memory.take_back(target);
@@ -195,8 +200,7 @@ impl Inner {
 
     fn wait_for_queue(&self) -> Result<(), Error> {
         self.wait(None, |state| {
-            let end = state.end.as_mut()?;
-            (end.fetch(None) || !matches!(end.next(), Next::Source { .. })).then_some(Ok(()))
+            (state.fetch(None) || !matches!(state.end.as_ref()?.next(), Next::Source { .. })).then_some(Ok(()))
         })
     }
 

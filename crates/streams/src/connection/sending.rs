@@ -23,13 +23,7 @@ impl Connection {
                 return Ok(());
             }
         }
-        loop {
-            let staged = inner.wait(deadline, |state| state.stage(rest).transpose())?;
-            rest = &rest[staged..];
-            if rest.is_empty() {
-                return Ok(());
-            }
-        }
+        inner.send_copied(rest, true, deadline)
     }
 
     /// As [`Connection::send`], as far as there is room. Returns how many bytes were taken; a message is taken whole.
@@ -52,7 +46,7 @@ impl Connection {
                     Error::WouldBlock
                 });
             }
-            match state.stage(&bytes[taken..])? {
+            match state.stage(&bytes[taken..], true)? {
                 Some(len) => taken += len,
                 None if taken == 0 => return Err(Error::WouldBlock),
                 None => break,
@@ -72,15 +66,15 @@ impl State {
         Ok(self.end.as_ref().map_or(0, End::stage_room))
     }
 
-    fn check_sending(&self) -> Result<(), Error> {
+    pub(super) fn check_sending(&self) -> Result<(), Error> {
         if self.has_shut_down || self.end.as_ref().is_some_and(End::is_aborted) {
             return Err(Error::Shutdown);
         }
         self.check()
     }
 
-    /// Copies what there is room for; `None` if there is none. The last of the bytes are the end of a message.
-    fn stage(&mut self, bytes: &[u8]) -> Result<Option<usize>, Error> {
+    /// Copies what there is room for; `None` if there is none. The last of the bytes may be the end of a message.
+    fn stage(&mut self, bytes: &[u8], ends: bool) -> Result<Option<usize>, Error> {
         self.check_sending()?;
         let Some(end) = &mut self.end else { return Ok(None) };
         let mut taken = 0;
@@ -91,7 +85,7 @@ impl State {
             }
             self.memory.write_stage(span, &bytes[taken..]);
             taken += span.len;
-            end.write(span.len, taken == bytes.len());
+            end.write(span.len, ends && taken == bytes.len());
             if taken == bytes.len() {
                 return Ok(Some(taken));
             }
@@ -100,6 +94,17 @@ impl State {
 }
 
 impl Inner {
+    pub(super) fn send_copied(&self, bytes: &[u8], ends: bool, deadline: Option<Instant>) -> Result<(), Error> {
+        let mut rest = bytes;
+        loop {
+            let staged = self.wait(deadline, |state| state.stage(rest, ends).transpose())?;
+            rest = &rest[staged..];
+            if rest.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
     /// Lets the peer take the bytes from where they are. Returns what has to be copied because it does not.
     fn send_source<'a>(&self, bytes: &'a [u8], deadline: Option<Instant>) -> Result<&'a [u8], Error> {
         let mut rest = bytes;
@@ -111,6 +116,7 @@ impl Inner {
                 let mut state = lock(&self.state);
                 state.check_sending()?;
                 let source = state.memory.lend(region, 0);
+                (state.awaited_source, state.source_sent) = (Some(source), None);
                 let ends = part.len() == rest.len();
                 if !state.end.as_mut().is_some_and(|end| end.offer_source(source, part.len(), remote, ends)) {
                     state.memory.take_back(source);
@@ -120,9 +126,12 @@ impl Inner {
                 source
             };
             let sent = self.wait_for_source(source, deadline);
+            let mut state = lock(&self.state);
+            state.awaited_source = None;
             if sent.is_err() {
-                lock(&self.state).memory.take_back(source);
+                state.memory.take_back(source);
             }
+            drop(state);
             let sent = sent?;
             rest = &rest[sent..];
             if sent < part.len() {
@@ -135,7 +144,7 @@ impl Inner {
     fn wait_for_source(&self, source: u64, deadline: Option<Instant>) -> Result<usize, Error> {
         let patience = Instant::now() + self.settings.source_timeout;
         let patience = deadline.map_or(patience, |at| at.min(patience));
-        let done = |state: &mut State| state.sources.remove(&source).map(Ok);
+        let done = |state: &mut State| state.source_sent.take().map(Ok);
         let first = self.wait(Some(patience), |state| {
             done(state).or_else(|| {
                 // Both ends wait for the other to read: neither would, unless another thread does.

@@ -19,7 +19,7 @@ mod sending;
 mod simulation;
 
 pub use receiving::Next;
-pub use sending::Withdrawal;
+pub use sending::{Claim, SOURCES_MAX, Withdrawal};
 
 use crate::settings::{RESERVED_RECEIVES, Scheme, Settings};
 use crate::wire::{Frame, Hello, Message, Violation};
@@ -82,6 +82,21 @@ pub enum Action {
         /// Where to.
         to: Span,
     },
+    /// Post a compare-and-swap of a lock of the peer's; what it was is asked for with the completion.
+    Claim {
+        /// The request's number.
+        id: u64,
+        /// The lock.
+        lock: RemoteAddr,
+        /// What it is if it is free.
+        compare: u64,
+        /// What it is to be then.
+        swap: u64,
+    },
+    /// The lock of a source is held: [`End::replace`] it.
+    Claimed(u64),
+    /// Set this lock of this end's to this value.
+    SetLock(usize, u64),
     /// Post this receive again.
     Receive(u16),
     /// A source is the program's again: `sent` bytes of it are on their way or have arrived.
@@ -102,6 +117,21 @@ pub enum Action {
     },
     /// The sink that was offered is the program's again, with nothing written to it.
     SinkFree(u64),
+}
+
+/// A lock of a source: which one, so that it is not taken for a later source's, and who holds it.
+fn lock_of(source: u32, holder: Holder) -> u64 {
+    u64::from(source) << 2 | holder as u64
+}
+
+/// Who holds a source's lock. A lock that is 0 is of no source.
+#[derive(Debug, Clone, Copy)]
+enum Holder {
+    Nobody = 1,
+    /// The receiver reads the source.
+    Receiver = 2,
+    /// The sender is about to say where the source is now.
+    Sender = 3,
 }
 
 /// What has been moved, and in what.
@@ -176,6 +206,8 @@ enum Completion {
     Source(u32),
     /// The source at the head of what has come has been read.
     Fetched,
+    /// A lock of the peer's has been asked for.
+    Claim(u32),
 }
 
 impl End {
@@ -211,6 +243,17 @@ impl End {
         }
     }
 
+    /// Sends something, so that the peer may: over iWARP, the end that accepts has to wait for the first message of the other
+    /// (RFC 6581, section 7.2), which has nothing to say if its program does not.
+    pub fn greet(&mut self) {
+        self.send(Message::Acknowledge, [None; 2], Completion::Nothing);
+    }
+
+    /// Changes whenever there is something new to receive, or room where there was less.
+    pub fn news(&self) -> u64 {
+        self.receiving.news() + self.sending.news() + u64::from(self.aborted)
+    }
+
     /// What has been moved.
     pub fn counters(&self) -> Counters {
         self.counters
@@ -221,8 +264,8 @@ impl End {
         self.actions.pop_front()
     }
 
-    /// A request has completed, and with it all before it.
-    pub fn completed(&mut self, id: u64) {
+    /// A request has completed, and with it all before it. `lock` is what the last lock that was asked for was before.
+    pub fn completed(&mut self, id: u64, lock: u64) {
         if id <= self.completed || id > self.last_id {
             return;
         }
@@ -233,6 +276,7 @@ impl End {
                 Completion::Stage(to) => self.sending.free_stage(to),
                 Completion::Source(source) => self.source_written(source),
                 Completion::Fetched => self.fetched(),
+                Completion::Claim(source) => self.claim_answered(source, lock == lock_of(source, Holder::Nobody)),
             }
         }
         self.pump();
@@ -251,10 +295,14 @@ impl End {
         match frame.message {
             Message::Data { len, end } => self.receiving.data(slot, len, end)?,
             Message::RingWritten { len, end } => self.receiving.ring(len, end, self.own.ring_len)?,
-            Message::SourceAvailable { len, end, id, source } => self.receiving.source(len, end, id, source)?,
+            Message::SourceAvailable { len, end, id, source } => {
+                self.receiving.source(len, end, id, source)?;
+                self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Nobody)));
+            }
             Message::WriteComplete { len, end } => self.receiving.sunk(len, end)?,
             Message::SinkAvailable { len, parts, sink } => self.sending.sink(len, parts, sink),
             Message::ReadComplete { id, len, withdrawn } => self.source_read(id, len, withdrawn)?,
+            Message::UpdateSource { id, source } => self.source_updated(id, source)?,
             Message::CancelSource { id } => self.cancel_requested(id),
             Message::CancelSink => {
                 self.sending.forget_sink();

@@ -1,7 +1,7 @@
 //! From the peer to the program.
 
 use super::sending::SOURCES_MAX;
-use super::{Action, Completion, End, Local, Span};
+use super::{Action, Completion, End, Holder, Local, Span, lock_of};
 use crate::wire::{Message, Violation};
 use std::collections::VecDeque;
 use thruway_fabric::RemoteAddr;
@@ -88,6 +88,10 @@ struct Incoming {
     /// The peer has been told.
     told: bool,
     withdrawn: bool,
+    /// This end has the source's lock.
+    locked: bool,
+    /// The peer has it, and says where the bytes are.
+    held: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +114,8 @@ pub(super) struct Receiving {
     pieces: VecDeque<Piece>,
     /// Sources that the peer has not been told to be read.
     sources: usize,
+    /// Counts what is new to the program.
+    news: u64,
     /// Messages of the stream that have come, as the peer counts them.
     parts: u64,
     /// Bytes in the ring that have not been read, and that have been read in all.
@@ -130,6 +136,7 @@ impl Receiving {
         Receiving {
             pieces: VecDeque::new(),
             sources: 0,
+            news: 0,
             parts: 0,
             ring_unread: 0,
             ring_read: 0,
@@ -144,6 +151,7 @@ impl Receiving {
 
     /// A part of the stream has come that is not in the sink.
     fn arrive(&mut self) -> Result<(), Violation> {
+        self.news += 1;
         if self.disconnected {
             return Err(Violation("bytes behind the end of the stream"));
         }
@@ -196,6 +204,8 @@ impl Receiving {
             landed_at: 0,
             told: false,
             withdrawn: false,
+            locked: false,
+            held: false,
         }));
         Ok(())
     }
@@ -237,6 +247,10 @@ impl Receiving {
         self.ring_told = self.ring_read;
     }
 
+    pub(super) fn news(&self) -> u64 {
+        self.news
+    }
+
     pub(super) fn told(&self) -> u32 {
         self.ring_told as u32
     }
@@ -259,7 +273,7 @@ impl End {
                 let end = source.end && source.fetched == source.len && source.fetching.is_none();
                 Next::Landing { offset: source.landed_at, len: source.landed, end }
             }
-            Some(Piece::Source(source)) if source.fetching.is_some() => Next::Fetching,
+            Some(Piece::Source(source)) if source.fetching.is_some() || source.held => Next::Fetching,
             Some(Piece::Source(source)) => Next::Source { len: source.len - source.fetched, end: source.end },
             Some(Piece::End) => Next::End,
         }
@@ -316,16 +330,23 @@ impl End {
 
     /// Reads the next bytes of the source at the head: to the program's memory `user` at `offset`, at most `len` of them
     /// ([`Action::Fetched`] follows), or to the landing area without one. Returns false if there is nothing to be read, or no room
-    /// in the send queue.
-    pub fn fetch(&mut self, user: Option<(u64, usize, usize)>) -> bool {
+    /// in the send queue. `lock` changes one of this end's locks, if it has the first
+    /// value, to the second, and says whether it had; if not, the peer says soon where the bytes are.
+    pub fn fetch(&mut self, user: Option<(u64, usize, usize)>, lock: impl FnOnce(usize, u64, u64) -> bool) -> bool {
         let landing_len = self.receiving.landing_len;
         if self.aborted || !self.has_queue_room(1) {
             return false;
         }
         let Some(Piece::Source(source)) = self.receiving.pieces.front_mut() else { return false };
-        if source.fetching.is_some() || source.landed > 0 || source.fetched == source.len {
+        if source.fetching.is_some() || source.landed > 0 || source.fetched == source.len || source.held {
             return false;
         }
+        let (free, own) = (lock_of(source.id, Holder::Nobody), lock_of(source.id, Holder::Receiver));
+        if !source.locked && !lock(source.id as usize % SOURCES_MAX, free, own) {
+            source.held = true;
+            return false;
+        }
+        source.locked = true;
         let left = source.len - source.fetched;
         let (at, len, target) = match user {
             Some((user, offset, len)) => {
@@ -343,6 +364,7 @@ impl End {
     }
 
     pub(super) fn fetched(&mut self) {
+        self.receiving.news += 1;
         let Some(Piece::Source(source)) = self.receiving.pieces.front_mut() else { return };
         match source.fetching.take() {
             Some(Target::Landing(len)) => {
@@ -373,6 +395,7 @@ impl End {
             if !std::mem::replace(&mut source.told, true) {
                 let (id, len, withdrawn) = (source.id, source.fetched as u32, source.withdrawn);
                 let is_empty = source.landed == 0;
+                self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, 0));
                 self.replies.push_back(Message::ReadComplete { id, len, withdrawn });
                 self.receiving.sources -= 1;
                 if is_empty {
@@ -410,6 +433,22 @@ impl End {
         true
     }
 
+    pub(super) fn source_updated(&mut self, id: u32, remote: RemoteAddr) -> Result<(), Violation> {
+        let sources = self.receiving.pieces.iter_mut().filter_map(|piece| match piece {
+            Piece::Source(source) => Some(source),
+            _ => None,
+        });
+        let source = sources.into_iter().find(|source| source.id == id && !source.told);
+        let source = source.ok_or(Violation("an unknown source is elsewhere"))?;
+        if source.locked || remote.addr.checked_add(source.len as u64).is_none() {
+            return Err(Violation("a source is elsewhere that is being read, or where it cannot be"));
+        }
+        (source.remote, source.held) = (remote, false);
+        self.receiving.news += 1;
+        self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Nobody)));
+        Ok(())
+    }
+
     pub(super) fn cancel_requested(&mut self, id: u32) {
         // Where it has been read already, the peer is about to learn.
         let Some(Piece::Source(source)) = self.receiving.pieces.back_mut() else { return };
@@ -421,6 +460,7 @@ impl End {
             return self.finish_source();
         }
         // Nothing has been read of one that is not at the head.
+        self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, 0));
         self.receiving.pieces.pop_back();
         self.receiving.sources -= 1;
         self.replies.push_back(Message::ReadComplete { id, len: 0, withdrawn: true });

@@ -1,13 +1,13 @@
 //! From the program to the peer.
 
-use super::{Action, Completion, End, Local, Span};
+use super::{Action, Completion, End, Holder, Local, Span, lock_of};
 use crate::settings::Scheme;
 use crate::wire::{Message, SPAN_MAX, Violation};
 use std::collections::VecDeque;
 use thruway_fabric::RemoteAddr;
 
 /// Sources that may be announced at a time.
-pub(crate) const SOURCES_MAX: usize = 16;
+pub const SOURCES_MAX: usize = 16;
 
 /// What became of a wish to withdraw a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +16,19 @@ pub enum Withdrawal {
     Requested,
     /// Something has been sent behind it: it cannot be withdrawn.
     TooLate,
+    /// There is no such source: it is done.
+    Done,
+}
+
+/// Whether a source may be put elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Claim {
+    /// Yes: [`End::replace`] it.
+    Granted,
+    /// The peer's lock has been asked for; [`Action::Claimed`] follows if it is free.
+    Asked,
+    /// No: it will be done some time.
+    Refused,
     /// There is no such source: it is done.
     Done,
 }
@@ -53,6 +66,8 @@ struct Source {
     /// Nothing is left to be announced or written.
     finished: bool,
     withdrawing: bool,
+    /// It has been put elsewhere, or tried to be: that is done once.
+    claimed: bool,
     /// Bytes of it that are not part of the stream.
     withdrawn: usize,
 }
@@ -73,6 +88,8 @@ pub(super) struct Sending {
     /// Bytes that have been written to the peer's ring, and that have been read from there.
     ring_written: u64,
     ring_read: u64,
+    /// A lock of the peer's has been asked for.
+    is_claiming: bool,
     /// Where the peer wants the next bytes.
     sink: Option<Sink>,
     shutdown: bool,
@@ -100,11 +117,16 @@ impl Sending {
             reported: 0,
             ring_written: 0,
             ring_read: 0,
+            is_claiming: false,
             sink: None,
             shutdown: false,
             disconnect_sent: false,
             disconnected: false,
         }
+    }
+
+    pub(super) fn news(&self) -> u64 {
+        self.freed
     }
 
     pub(super) fn free_stage(&mut self, to: u64) {
@@ -219,6 +241,7 @@ impl End {
             parts: 0,
             finished: false,
             withdrawing: false,
+            claimed: false,
             withdrawn: 0,
         });
         self.sending.items.push_back(Item::Source(id));
@@ -259,6 +282,55 @@ impl End {
         }
         self.pump();
         Withdrawal::Requested
+    }
+
+    /// Asks whether a source may be put elsewhere, because the program wants to write to its memory. At most one lock is asked for at a time.
+    pub fn claim(&mut self, user: u64) -> Claim {
+        let has_queue_room = self.has_queue_room(1);
+        let locks = self.peer.locks;
+        let is_claiming = self.sending.is_claiming;
+        let Some(source) = self.sending.sources.iter_mut().find(|source| source.user == user) else {
+            return Claim::Done;
+        };
+        if source.claimed || source.withdrawing || source.finished || source.written > 0 {
+            return Claim::Refused;
+        }
+        if source.announced.is_none() {
+            source.claimed = true;
+            return Claim::Granted;
+        }
+        if locks.addr == 0 || is_claiming || !has_queue_room {
+            return Claim::Refused;
+        }
+        source.claimed = true;
+        let source_id = source.id;
+        let lock = RemoteAddr { addr: locks.addr + 8 * u64::from(source_id % SOURCES_MAX as u32), ..locks };
+        self.sending.is_claiming = true;
+        let (id, _) = self.post(Completion::Claim(source_id), true);
+        let (compare, swap) = (lock_of(source_id, Holder::Nobody), lock_of(source_id, Holder::Sender));
+        self.actions.push_back(Action::Claim { id, lock, compare, swap });
+        Claim::Asked
+    }
+
+    pub(super) fn claim_answered(&mut self, id: u32, is_free: bool) {
+        self.sending.is_claiming = false;
+        let source = self.sending.sources.iter_mut().find(|source| source.id == id);
+        // Without one, the peer has read it meanwhile.
+        if let Some(source) = source.filter(|_| is_free) {
+            self.actions.push_back(Action::Claimed(source.user));
+        }
+    }
+
+    /// A source that was claimed has the same bytes elsewhere now: in memory that the driver knows as `new`.
+    pub fn replace(&mut self, user: u64, new: u64, remote: RemoteAddr) {
+        let Some(source) = self.sending.sources.iter_mut().find(|source| source.user == user) else { return };
+        (source.user, source.remote) = (new, remote);
+        // The peer reads nothing of one that is being withdrawn, and forgets its lock.
+        if source.announced.is_some() && !source.withdrawing {
+            let message = Message::UpdateSource { id: source.id, source: remote };
+            self.replies.push_back(message);
+            self.pump();
+        }
     }
 
     /// The program sends nothing more.

@@ -10,6 +10,7 @@ use crate::wire::{HEADER_LEN, MESSAGE_MAX};
 use std::collections::HashMap;
 
 const RING_KEY: u32 = 1;
+const LOCKS_KEY: u32 = 2;
 const QUEUE_LEN: u32 = 16;
 const LANDING_LEN: usize = 50;
 
@@ -19,6 +20,7 @@ enum Request {
     Send(u64, Vec<u8>, bool),
     Write(u64, Vec<u8>, RemoteAddr, bool),
     Read(u64, RemoteAddr, Span),
+    Claim(u64, RemoteAddr, u64, u64),
 }
 
 struct Side {
@@ -50,6 +52,12 @@ struct Side {
     waits_for_source: Option<u64>,
     fetching: Option<u64>,
     sink: Option<u64>,
+    locks: [u64; SOURCES_MAX],
+    claim_result: u64,
+    /// Sources whose lock has been asked for.
+    claims: u32,
+    /// Those that were free.
+    granted: u32,
     has_shut_down: bool,
     has_seen_end: bool,
 }
@@ -61,6 +69,7 @@ impl Side {
             receive_len: settings.receive_len,
             ring_len: settings.ring_len,
             ring: RemoteAddr { addr: 1 << 40, rkey: RING_KEY },
+            locks: RemoteAddr { addr: 1 << 41, rkey: LOCKS_KEY },
             messages: settings.messages,
         }
     }
@@ -89,6 +98,10 @@ impl Side {
             waits_for_source: None,
             fetching: None,
             sink: None,
+            locks: [0; SOURCES_MAX],
+            claim_result: 0,
+            claims: 0,
+            granted: 0,
             has_shut_down: false,
             has_seen_end: false,
         }
@@ -132,6 +145,14 @@ impl Side {
                     self.queue.push_back(Request::Write(id, bytes, to, signaled));
                 }
                 Action::Read { id, from, to } => self.queue.push_back(Request::Read(id, from, to)),
+                Action::Claim { id, lock, compare, swap } => {
+                    self.queue.push_back(Request::Claim(id, lock, compare, swap));
+                }
+                Action::Claimed(source) => {
+                    self.granted += 1;
+                    self.put_elsewhere(source);
+                }
+                Action::SetLock(lock, value) => self.locks[lock] = value,
                 Action::Receive(slot) => self.posted.push_back(slot),
                 Action::SourceDone { source, sent } => {
                     self.user.remove(&source);
@@ -162,6 +183,18 @@ impl Side {
         assert!(self.queue.len() + self.started.len() <= QUEUE_LEN as usize, "more requests than the queue holds");
     }
 
+    /// What copy-on-write does: the same bytes in other memory, and the program changes the old.
+    fn put_elsewhere(&mut self, source: u64) {
+        let bytes = self.user.remove(&source).expect("memory that is in use");
+        let (new, remote) = self.lend(bytes);
+        let place = self.sources.remove(&source).expect("a source");
+        self.sources.insert(new, place);
+        if self.waits_for_source == Some(source) {
+            self.waits_for_source = Some(new);
+        }
+        self.end.replace(source, new, remote);
+    }
+
     fn note_end(&mut self, end: bool) {
         if end {
             self.read_boundaries.push(self.read.len());
@@ -185,6 +218,14 @@ impl Side {
                     && rng.u8(..4) == 0
                 {
                     self.end.withdraw(source);
+                } else if rng.bool()
+                    && let Some(&source) = self.sources.keys().max()
+                {
+                    match self.end.claim(source) {
+                        Claim::Granted => self.put_elsewhere(source),
+                        Claim::Asked => self.claims += 1,
+                        Claim::Refused | Claim::Done => {}
+                    }
                 } else if self.waits_for_source.is_none()
                     && let Some(&source) = self.sources.keys().min()
                     && self.end.withdraw(source) == Withdrawal::Requested
@@ -266,12 +307,25 @@ impl Side {
             Next::Source { .. } => {
                 if rng.bool() {
                     let (target, _) = self.lend(vec![0; most]);
-                    match self.end.fetch(Some((target, 0, most))) {
+                    let locks = &mut self.locks;
+                    let lock = |at: usize, from, to| {
+                        locks[at] == from && {
+                            locks[at] = to;
+                            true
+                        }
+                    };
+                    match self.end.fetch(Some((target, 0, most)), lock) {
                         true => self.fetching = Some(target),
                         false => drop(self.user.remove(&target)),
                     }
                 } else {
-                    self.end.fetch(None);
+                    let locks = &mut self.locks;
+                    self.end.fetch(None, |at, from, to| {
+                        locks[at] == from && {
+                            locks[at] = to;
+                            true
+                        }
+                    });
                 }
                 return;
             }
@@ -299,7 +353,7 @@ impl Side {
             }
             self.started.pop_front();
             if signaled {
-                self.end.completed(id);
+                self.end.completed(id, self.claim_result);
                 return self.act();
             }
         }
@@ -320,6 +374,15 @@ fn start(a: &mut Side, b: &mut Side) {
         Request::Write(id, bytes, to, signaled) => {
             b.remote(to, bytes.len()).copy_from_slice(&bytes);
             a.started.push_back((id, true, signaled));
+        }
+        Request::Claim(id, lock, compare, swap) => {
+            assert_eq!(lock.rkey, LOCKS_KEY);
+            let word = &mut b.locks[(lock.addr - (1 << 41)) as usize / 8];
+            a.claim_result = *word;
+            if *word == compare {
+                *word = swap;
+            }
+            a.started.push_back((id, true, true));
         }
         Request::Read(id, from, to) => {
             a.reads.push((id, from, to));
@@ -370,7 +433,7 @@ fn settings(rng: &mut fastrand::Rng, messages: bool) -> Settings {
     }
 }
 
-fn run(seed: u64) {
+fn run(seed: u64) -> (u32, u32) {
     let mut rng = fastrand::Rng::with_seed(seed);
     let messages = rng.bool();
     let (one, other) = (settings(&mut rng, messages), settings(&mut rng, messages));
@@ -406,12 +469,15 @@ fn run(seed: u64) {
         assert_eq!(to.read_boundaries, from.boundaries, "seed {seed}: messages end elsewhere");
         assert!(from.sources.is_empty() && from.user.is_empty(), "seed {seed}: memory was not handed back");
     }
+    (sides[0].claims + sides[1].claims, sides[0].granted + sides[1].granted)
 }
 
 #[test]
 fn every_byte_arrives_in_every_interleaving() {
     let seeds = std::env::var("THRUWAY_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(2000);
-    (0..seeds).for_each(run);
+    let (claims, replaced) = (0..seeds).map(run).fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+    // Some locks were free, and others were not.
+    assert!(claims > 0 && replaced > 0 && replaced < claims, "{claims} locks asked for, {replaced} sources elsewhere");
 }
 
 /// Both directions full, and neither program reads for a while: what gives back must still get through.
@@ -505,13 +571,13 @@ fn a_peer_that_lies_reaches_nothing_else() {
                     } else if let Next::Sink { len, .. } = end.next() {
                         end.consume(len);
                     }
-                    end.fetch(None);
+                    end.fetch(None, |_, _, _| rng.bool());
                     end.offer_sink(7, 100, RemoteAddr { addr: 0, rkey: 7 });
                     end.offer_source(rng.u64(..), 100, RemoteAddr { addr: 0, rkey: 7 }, false);
                 }
                 2 => {
                     if let Some(id) = requests.pop_front() {
-                        end.completed(id);
+                        end.completed(id, rng.u64(0..4));
                     }
                 }
                 _ => {
@@ -519,7 +585,8 @@ fn a_peer_that_lies_reaches_nothing_else() {
                     let small = |rng: &mut fastrand::Rng| if rng.bool() { rng.u32(..) } else { rng.u32(0..60) };
                     let remote = RemoteAddr { addr: rng.u64(..), rkey: rng.u32(..) };
                     let len = small(&mut rng);
-                    let message = match rng.u8(..11) {
+                    let message = match rng.u8(..12) {
+                        11 => Message::UpdateSource { id: small(&mut rng), source: remote },
                         0 => Message::Data { len: len % 50, end: rng.bool() },
                         1 => Message::RingWritten { len, end: rng.bool() },
                         2 => Message::SourceAvailable { len, end: rng.bool(), id: len, source: remote },
@@ -550,7 +617,9 @@ fn a_peer_that_lies_reaches_nothing_else() {
                         assert!(!posted.contains(&slot), "a receive that is posted already");
                         posted.push_back(slot);
                     }
-                    Action::Send { id, .. } | Action::Write { id, .. } => requests.push_back(id),
+                    Action::Send { id, .. } | Action::Write { id, .. } | Action::Claim { id, .. } => {
+                        requests.push_back(id)
+                    }
                     Action::Read { id, to, .. } => {
                         assert!(matches!(to.at, Local::Landing(0)) && to.len <= LANDING_LEN);
                         requests.push_back(id);
