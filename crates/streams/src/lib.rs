@@ -7,6 +7,8 @@ mod connection;
 mod context;
 pub mod core;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod memory;
 mod operations;
 mod protect;
@@ -17,4 +19,5 @@ pub use connection::{AsynchronousSends, Connection, Received};
 pub use context::{Context, Incoming, TOKEN_MAX};
 pub use error::Error;
 pub use operations::{Completion, REMOTE_REGION_LEN, Region, RemoteRegion};
+pub use protect::can_protect;
 pub use settings::{OnWrite, Scheme, Settings};

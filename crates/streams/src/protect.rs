@@ -87,8 +87,9 @@ fn protector() -> Option<&'static Protector> {
         .as_ref()
 }
 
-/// Whether memory can be protected on this system.
-pub(crate) fn is_available() -> bool {
+/// Whether memory can be protected on this system: [`Connection::send_asynchronously`](crate::Connection::send_asynchronously) does not wait. It cannot without
+/// userfaultfd in the kernel (`CONFIG_USERFAULTFD`, Linux 5.11 for the form that needs no privileges), or where a seccomp filter forbids that.
+pub fn can_protect() -> bool {
     let Some(protector) = protector() else { return false };
     static WATCHED: OnceLock<bool> = OnceLock::new();
     *WATCHED
@@ -227,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_writes_waits_until_the_memory_is_writable_again() {
-        assert!(is_available(), "userfaultfd");
+        assert!(can_protect(), "userfaultfd");
         let buffer = thruway_fabric::Buffer::sparse(4 * PAGE).unwrap();
         let at = buffer.as_ptr() as usize;
         assert!(protect(at, 2 * PAGE, (Weak::new(), 1)));

@@ -55,7 +55,7 @@ impl Connection {
         let first = (start + MARGIN).next_multiple_of(PAGE);
         let last = end.saturating_sub(MARGIN) / PAGE * PAGE;
         let long_enough = last.saturating_sub(first) >= (inner.settings.zero_copy_min as usize).max(PAGE);
-        if !long_enough || !inner.may_protect() || !protect::is_available() {
+        if !long_enough || !inner.may_protect() || !protect::can_protect() {
             return self.send(bytes, deadline);
         }
         let _sender = lock(&inner.sender);

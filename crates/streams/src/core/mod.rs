@@ -162,10 +162,9 @@ pub struct End {
     queue_len: u64,
     /// The number of the last request.
     last_id: u64,
-    /// The number of the last that has completed: all before it have, too.
-    completed: u64,
     /// The last that was signalled.
     signaled: u64,
+    /// Requests that may not be over, in order.
     posted: VecDeque<Posted>,
     actions: VecDeque<Action>,
     replies: VecDeque<Message>,
@@ -210,6 +209,13 @@ enum Completion {
     Claim(u32),
 }
 
+impl Completion {
+    /// Of a send or a write, rather than a read or a claim.
+    fn is_of_send(self) -> bool {
+        !matches!(self, Completion::Fetched | Completion::Claim(_))
+    }
+}
+
 impl End {
     /// An end with these resources, whose peer has those. `queue_len` requests may be posted at a time, at least 8.
     ///
@@ -224,7 +230,6 @@ impl End {
             peer,
             queue_len: queue_len.into(),
             last_id: 0,
-            completed: 0,
             signaled: 0,
             posted: VecDeque::new(),
             actions: VecDeque::new(),
@@ -264,14 +269,23 @@ impl End {
         self.actions.pop_front()
     }
 
-    /// A request has completed, and with it all before it. `lock` is what the last lock that was asked for was before.
+    /// A request has completed, and with it all sends and writes before it: only reads and claims are known to be over by their own
+    /// completions, which may come later than those of sends behind them. `lock` is what the last lock that was asked for was before.
     pub fn completed(&mut self, id: u64, lock: u64) {
-        if id <= self.completed || id > self.last_id {
+        let Some(is_send) = self.posted.iter().find(|posted| posted.id == id).map(|posted| posted.what.is_of_send())
+        else {
             return;
-        }
-        self.completed = id;
-        while self.posted.front().is_some_and(|posted| posted.id <= id) {
-            match self.posted.pop_front().expect("there is one").what {
+        };
+        let mut over = Vec::new();
+        self.posted.retain(|posted| {
+            let is_over = posted.id == id || (posted.id < id && is_send && posted.what.is_of_send());
+            if is_over {
+                over.push(posted.what);
+            }
+            !is_over
+        });
+        for what in over {
+            match what {
                 Completion::Nothing => {}
                 Completion::Stage(to) => self.sending.free_stage(to),
                 Completion::Source(source) => self.source_written(source),
@@ -379,9 +393,10 @@ impl End {
         self.credits() > RESERVED_RECEIVES.into() && self.has_queue_room(3)
     }
 
-    /// Room for so many requests.
+    /// Room for so many requests. Numbers of requests that are posted differ by less than the queue's length, too.
     fn has_queue_room(&self, requests: u64) -> bool {
-        self.last_id - self.completed + requests <= self.queue_len
+        let oldest = self.posted.front().map_or(self.last_id + 1, |posted| posted.id);
+        self.last_id + 1 - oldest + requests <= self.queue_len
     }
 
     fn owes(&self) -> bool {
@@ -437,6 +452,9 @@ impl End {
         self.last_id += 1;
         let id = self.last_id;
         self.posted.push_back(Posted { id, what });
+        if !what.is_of_send() {
+            return (id, true);
+        }
         let due = id - self.signaled >= self.queue_len / 4 || self.sending.wants_completion(self.settings.stage_len);
         let signaled = must_report || due;
         if signaled {

@@ -38,8 +38,8 @@ struct Side {
     user: HashMap<u64, Vec<u8>>,
     next_user: u64,
     queue: VecDeque<Request>,
-    /// Started, not completed, and whether it is done.
-    started: VecDeque<(u64, bool, bool)>,
+    /// Started, not completed: whether it is done, whether that is to be reported, and whether it is a read or a claim.
+    started: VecDeque<(u64, bool, bool, bool)>,
     reads: Vec<(u64, RemoteAddr, Span)>,
     /// What the program has written, as messages where streaming is off.
     written: Vec<u8>,
@@ -345,13 +345,15 @@ impl Side {
         }
     }
 
-    /// Reports the next completion that was asked for.
-    fn complete(&mut self) {
-        while let Some(&(id, done, signaled)) = self.started.front() {
+    /// Reports the next completion that was asked for: of sends and writes, or of reads and claims, whose completions may be later or
+    /// earlier than those of sends behind or before them (siw's are).
+    fn complete(&mut self, of_reads: bool) {
+        while let Some(at) = self.started.iter().position(|started| started.3 == of_reads) {
+            let (id, done, signaled, _) = self.started[at];
             if !done {
                 return;
             }
-            self.started.pop_front();
+            self.started.remove(at);
             if signaled {
                 self.end.completed(id, self.claim_result);
                 return self.act();
@@ -369,11 +371,11 @@ fn start(a: &mut Side, b: &mut Side) {
             assert!(bytes.len() <= b.settings.receive_len as usize, "a message that fits");
             b.receives[usize::from(slot)] = bytes;
             b.inbox.push_back(slot);
-            a.started.push_back((id, true, signaled));
+            a.started.push_back((id, true, signaled, false));
         }
         Request::Write(id, bytes, to, signaled) => {
             b.remote(to, bytes.len()).copy_from_slice(&bytes);
-            a.started.push_back((id, true, signaled));
+            a.started.push_back((id, true, signaled, false));
         }
         Request::Claim(id, lock, compare, swap) => {
             assert_eq!(lock.rkey, LOCKS_KEY);
@@ -382,11 +384,11 @@ fn start(a: &mut Side, b: &mut Side) {
             if *word == compare {
                 *word = swap;
             }
-            a.started.push_back((id, true, true));
+            a.started.push_back((id, true, true, true));
         }
         Request::Read(id, from, to) => {
             a.reads.push((id, from, to));
-            a.started.push_back((id, false, true));
+            a.started.push_back((id, false, true, true));
         }
     }
 }
@@ -413,7 +415,7 @@ fn step(sides: &mut [Side; 2], rng: &mut fastrand::Rng, may_write: bool) {
     match rng.u8(..6) {
         0 => start(a, b),
         1 => answer_read(a, b, rng),
-        2 => a.complete(),
+        2 => a.complete(rng.bool()),
         3 => a.take_message(),
         _ => a.program(rng, may_write),
     }
@@ -491,7 +493,7 @@ fn full_in_both_directions_is_not_the_end() {
             for (a, b) in [(0, 1), (1, 0)] {
                 let [first, second] = sides.get_disjoint_mut([a, b]).expect("two sides");
                 (0..20).for_each(|_| start(first, second));
-                (0..20).for_each(|_| first.complete());
+                (0..20).for_each(|n| first.complete(n % 2 == 0));
                 (0..20).for_each(|_| second.take_message());
             }
         };
@@ -540,7 +542,7 @@ fn one_direction_goes_on_while_the_other_is_full() {
             for (a, b) in [(0, 1), (1, 0)] {
                 let [first, second] = sides.get_disjoint_mut([a, b]).expect("two sides");
                 (0..20).for_each(|_| start(first, second));
-                (0..20).for_each(|_| first.complete());
+                (0..20).for_each(|n| first.complete(n % 2 == 0));
                 (0..20).for_each(|_| second.take_message());
             }
         }
