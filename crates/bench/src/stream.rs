@@ -92,6 +92,19 @@ pub(super) struct StreamArgs {
     zero_copy_min: Option<u64>,
 }
 
+/// Sends for so long, and returns bytes a second and the share of the peer's buffers that they used.
+pub(super) fn rate(
+    context: &Context,
+    at: SocketAddr,
+    settings: Settings,
+    size: u32,
+    program: Program,
+    time: Duration,
+) -> Result<(f64, f64), String> {
+    let row = client(context, at, program, Test { kind: Kind::Bw, size, settings }, time)?;
+    Ok((row.bytes_per_second, row.buffer_use))
+}
+
 /// One result. Field names are an interface.
 #[derive(Serialize)]
 struct Row {
@@ -111,6 +124,17 @@ struct Row {
     zero_copy_share: f64,
     /// Of sends that did not wait, those whose buffer was written to too early.
     faults: u32,
+}
+
+/// What the sending program does beside.
+#[derive(Clone, Copy)]
+pub(super) struct Program {
+    /// Buffers that each send takes the next of.
+    pub(super) buffers: u16,
+    /// Writes to every buffer right after it was sent.
+    pub(super) touch: bool,
+    /// Computes between sends.
+    pub(super) compute: Duration,
 }
 
 /// A test, as the connecting end tells it.
@@ -192,17 +216,14 @@ pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
             }
         };
         let context = args.provider.towards(at).and_then(|p| Context::open(&p).map_err(|e| e.to_string()))?;
+        let compute = Duration::from_micros(args.compute);
+        let program = Program { buffers: args.buffers, touch: args.touch, compute };
         let mut measure = || {
             for &kind in &args.test {
                 for &size in &sizes {
                     for scheme in &args.scheme {
-                        let row = client(
-                            &context,
-                            at,
-                            args,
-                            Test { kind, size, settings: settings(args, *scheme)? },
-                            seconds,
-                        )?;
+                        let test = Test { kind, size, settings: settings(args, *scheme)? };
+                        let row = client(&context, at, program, test, seconds)?;
                         if !common.json {
                             print(&row);
                         }
@@ -308,13 +329,12 @@ fn fill(connection: &Connection, to: &mut [u8]) -> Result<bool, thruway_streams:
     Ok(true)
 }
 
-fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time: Duration) -> Result<Row, String> {
+fn client(context: &Context, at: SocketAddr, program: Program, test: Test, time: Duration) -> Result<Row, String> {
     let what = |e: thruway_streams::Error| format!("{}, {} bytes: {e}", test.settings.scheme.name(), test.size);
-    let mut buffers = vec![vec![0x5a; test.size as usize]; args.buffers.into()];
+    let mut buffers = vec![vec![0x5a; test.size as usize]; program.buffers.into()];
     // Behind the buffers, so that it is dropped before them.
     let connection = context.connect(at, &test.settings, &test.token(), TIMEOUT).map_err(what)?;
     let mut next = 0;
-    let compute = Duration::from_micros(args.compute);
     let mut samples = Vec::new();
     let mut sends = 0u64;
     let mut start = Instant::now();
@@ -335,11 +355,11 @@ fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time
         }
         .map_err(what)?;
         sends += 1;
-        if args.touch {
+        if program.touch {
             bytes[test.size as usize / 2] ^= 1;
         }
-        if !compute.is_zero() {
-            let until = Instant::now() + compute;
+        if !program.compute.is_zero() {
+            let until = Instant::now() + program.compute;
             while Instant::now() < until {
                 std::hint::spin_loop();
             }
@@ -359,7 +379,7 @@ fn client(context: &Context, at: SocketAddr, args: &StreamArgs, test: Test, time
     let counters = connection.counters();
     let faults = connection.asynchronous_sends().faults;
     let (copied, direct) = (counters.bytes_copied as f64, counters.bytes_zero_copy as f64);
-    let provider = connection.info().map_or(args.provider.name(), |info| info.provider);
+    let provider = connection.info().map_or("none", |info| info.provider);
     let _ = connection.close(Some(Instant::now() + TIMEOUT));
     Ok(Row {
         test: if test.kind == Kind::Lat { "lat" } else { "bw" },

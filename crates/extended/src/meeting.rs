@@ -314,6 +314,7 @@ impl<'a> Meeting<'a> {
             let got = rustix::rand::getrandom(&mut token[filled..], rustix::rand::GetRandomFlags::empty());
             filled += got.map_err(|error| Offered::Ended(Error::Tcp(error.into())))?;
         }
+        let _expected = opened.context.expect(&token);
         self.send(&Frame::Offer { carrier, port: at.port(), token })?;
         let mut accepted = None;
         loop {

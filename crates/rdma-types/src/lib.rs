@@ -8,8 +8,7 @@
 //!    *delivered* in that order. A read or an atomic starts in order, but a later send or write
 //!    may take effect at the peer before the read has finished; [`SendFlags::FENCE`] on the
 //!    later request makes it wait.
-//! 2. Completions of one send queue are reported in the order posted: those of sends and writes among each other, and those of reads
-//!    and atomics among each other. A read or an atomic may be reported after sends and writes posted behind it (siw does that).
+//! 2. Completions of one send queue are reported in the order posted.
 //! 3. The completion of a send or a write says that its local memory may be used again. It does
 //!    **not** say that the peer has the data: a later Send on the *same* queue pair, once
 //!    received there, proves that every write posted before it has been placed (RFC 5040 §5.5).
@@ -18,7 +17,7 @@
 //!    immediate of a write that has one. Those of a shared receive queue are taken in the order posted too, by
 //!    whichever of its queue pairs has a message first; they may finish in another.
 //! 5. An unsignalled request makes no completion unless it fails; its place in the queue is free
-//!    again when a later signalled request of its kind completes (send and write, or read and atomic).
+//!    again when a later signalled request completes.
 //! 6. On an error the request at fault completes with the reason, everything behind it and every
 //!    posted receive with [`Status::Flushed`], and the connection ends. The receives of a shared receive queue
 //!    stay for the other queue pairs.

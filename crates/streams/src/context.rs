@@ -8,7 +8,7 @@ use crate::connection::{Connection, Inner};
 use crate::error::Error;
 use crate::settings::Settings;
 use crate::wire::HELLO_LEN;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -72,6 +72,8 @@ pub(crate) struct Shared {
     poller: Mutex<Vec<WorkCompletion>>,
     connections: Mutex<HashMap<u32, Weak<Inner>>>,
     requests: Mutex<Vec<Incoming>>,
+    /// Tokens of requests that may come; `None` if any may.
+    expected: Mutex<Option<HashSet<Vec<u8>>>>,
     leader: Mutex<Leader>,
     /// Something has been found that a thread may wait for which does not sleep on the device, or no thread does any more.
     found: Condvar,
@@ -104,6 +106,7 @@ impl Context {
             poller: Mutex::default(),
             connections: Mutex::default(),
             requests: Mutex::default(),
+            expected: Mutex::default(),
             leader: Mutex::new(Leader::Nobody),
             found: Condvar::new(),
             waiting: AtomicU32::new(0),
@@ -152,6 +155,18 @@ impl Context {
         Connection::connect(&self.0, peer, settings, token, timeout)
     }
 
+    /// Says that a request with this token is expected, for as long as what this returns lives. Once a token has been expected, requests
+    /// with others are refused when they come.
+    ///
+    /// # Panics
+    /// If the token is not of [`TOKEN_MAX`] bytes.
+    pub fn expect(&self, token: &[u8]) -> Expected {
+        assert_eq!(token.len(), TOKEN_MAX, "bytes of a token");
+        let token = token.to_vec();
+        lock(&self.0.expected).get_or_insert_default().insert(token.clone());
+        Expected { context: self.clone(), token }
+    }
+
     /// The next request to connect that `wanted` says yes to; others are kept for other callers.
     ///
     /// # Errors
@@ -180,6 +195,20 @@ impl Context {
         let deadline = Instant::now() + timeout;
         let request = self.request(|request| request.token().starts_with(token), Some(deadline))?;
         request.accept(self, settings, deadline)
+    }
+}
+
+/// A token that is expected.
+pub struct Expected {
+    context: Context,
+    token: Vec<u8>,
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        lock(&self.context.0.expected).get_or_insert_default().remove(&self.token);
+        // One that has come and was not accepted.
+        lock(&self.context.0.requests).retain(|request| !request.token().starts_with(&self.token));
     }
 }
 
@@ -221,10 +250,11 @@ impl Shared {
         make: impl Fn(&CompletionQueue) -> thruway_fabric::Result<T>,
     ) -> thruway_fabric::Result<T> {
         let mut queues = lock(&self.queues);
-        if let Some(made) = queues.last().map(&make)
-            && !matches!(made, Err(thruway_fabric::Error::Limit { .. }))
-        {
-            return made;
+        for queue in queues.iter().rev() {
+            let made = make(queue);
+            if !matches!(made, Err(thruway_fabric::Error::Limit { .. })) {
+                return made;
+            }
         }
         let queue = self.device.create_cq(COMPLETIONS_MAX.min(self.device.attributes().max_cqe))?;
         let made = make(&queue)?;
@@ -369,12 +399,18 @@ impl Shared {
             count += 1;
             match event {
                 ConnectionEvent::Request(request) => {
-                    let mut requests = lock(&self.requests);
-                    if requests.len() >= REQUESTS_MAX {
-                        requests.remove(0);
+                    let request = Incoming(request);
+                    let is_expected = |tokens: &HashSet<Vec<u8>>| {
+                        request.token().get(..TOKEN_MAX).is_some_and(|token| tokens.contains(token))
+                    };
+                    if lock(&self.expected).as_ref().is_none_or(is_expected) {
+                        let mut requests = lock(&self.requests);
+                        if requests.len() >= REQUESTS_MAX {
+                            requests.remove(0);
+                        }
+                        requests.push(request);
+                        self.requested.notify_all();
                     }
-                    requests.push(Incoming(request));
-                    self.requested.notify_all();
                 }
                 ConnectionEvent::Established { qp_num, private_data } => {
                     if let Some(connection) = self.connection(qp_num) {

@@ -181,7 +181,7 @@ mod tests {
             Message::ReadComplete { id: 1, len: 65, withdrawn: false },
             Message::Disconnect,
         ];
-        for (number, scheme) in Scheme::ALL.into_iter().enumerate() {
+        for number in 0..Scheme::ALL.len() {
             let hello = Hello {
                 receives: 36,
                 receive_len: 128,

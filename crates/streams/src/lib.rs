@@ -16,7 +16,7 @@ mod settings;
 pub mod wire;
 
 pub use connection::{AsynchronousSends, Connection, Received};
-pub use context::{Context, Incoming, TOKEN_MAX};
+pub use context::{Context, Expected, Incoming, TOKEN_MAX};
 pub use error::Error;
 pub use operations::{Completion, REMOTE_REGION_LEN, Region, RemoteRegion};
 pub use protect::can_protect;

@@ -569,3 +569,24 @@ fn programs_that_write_too_early_too_often_wait_instead() {
     let counted = a.asynchronous_sends();
     assert!(counted.sends < 100 && (counted.faults > 0) == thruway_streams::can_protect(), "{counted:?}");
 }
+
+/// A context that knows who is to come refuses others at once.
+#[test]
+fn requests_that_are_not_expected_are_refused() {
+    let lab = labs().remove(0);
+    let settings = Settings::of(Scheme::Adaptive);
+    let (server, client) = lab.contexts();
+    let listener = server.listen((lab.at, 0).into()).unwrap();
+    let at = listener.local_addr();
+    let expected = server.expect(TOKEN);
+    let stranger = client.connect(at, &settings, b"another token...", LIMIT).err().expect("refused");
+    assert!(stranger.to_string().contains("refused"), "{stranger}");
+    let connecting = std::thread::spawn({
+        let client = client.clone();
+        move || client.connect(at, &settings, TOKEN, LIMIT).unwrap()
+    });
+    server.accept(&settings, TOKEN, LIMIT).unwrap();
+    connecting.join().unwrap();
+    drop(expected);
+    assert!(client.connect(at, &settings, TOKEN, LIMIT).is_err(), "it has been used");
+}

@@ -2,7 +2,7 @@
 
 use super::super::{Op, Wait};
 use super::lab::{CHILDREN, Lab, OWN, Peer, Point, Shape, processor_seconds};
-use super::{Axis, Chart, Family, Findings, Series, nfs};
+use super::{Axis, Chart, Family, Findings, Series, nfs, streams};
 use std::process::Command;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ pub(super) const SIZE: Axis = Axis { label: "message size", sizes: true };
 const DEPTH: Axis = Axis { label: "operations in flight", sizes: false };
 
 /// In the order of the report.
-pub(super) static FAMILIES: [Family; 16] = [
+pub(super) static FAMILIES: [Family; 18] = [
     Family {
         id: "semantics",
         title: "One-sided against two-sided operations, by message size",
@@ -92,6 +92,25 @@ pub(super) static FAMILIES: [Family; 16] = [
         reported: "Markers cost software iWARP on the host most at small separations; CRC32 in software is the larger cost.",
         expected: "Together they cost something and do not stop the show: at least a tenth of the rate without is left.",
         measure: markers,
+    },
+    Family {
+        id: "flow-control",
+        title: "Credit-based against packetized flow control",
+        source: "Balaji 2006, ch. 6",
+        reported: "With buffers of 8 KiB, packetized flow control has up to tenfold the rate of small messages and uses nearly all of the \
+                   peer's buffers, where credits use next to nothing of them; latencies are equal.",
+        expected: "Packetized is faster for messages up to 1 KiB and uses all of what it takes up; credits use less than 1 % at one byte.",
+        measure: streams::flow_control,
+    },
+    Family {
+        id: "zero-copy",
+        title: "Copied, synchronous and asynchronous zero copy",
+        source: "Balaji 2006, ch. 5",
+        reported: "Asynchronous zero copy has 35 % more throughput than synchronous, and up to twice with computation between sends; \
+                   with many page faults it loses that.",
+        expected: "With computation between sends, asynchronous zero copy is faster than synchronous at some amount of it. (Within one \
+                   host, and with two processors for both ends, what overlaps is little.)",
+        measure: streams::zero_copy,
     },
     Family {
         id: "registration",

@@ -131,6 +131,11 @@ impl Peer {
         Peer::start(&["bench", "bw", "--listen", "127.0.0.1:0", "--crc", crc, "--markers", markers])
     }
 
+    /// A listening bench for streams, over iWARP.
+    pub(super) fn streams() -> Result<Peer, String> {
+        Peer::start(&["bench", "stream", "--listen", "127.0.0.1:0", "--provider", "iwarp"])
+    }
+
     /// A server of memory by NFS.
     pub(super) fn nfs(options: &[&str]) -> Result<Peer, String> {
         Peer::start(&[&["bench", "nfs-server", "--listen", "127.0.0.1:0", "--size", "256M"], options].concat())

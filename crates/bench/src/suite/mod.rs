@@ -7,6 +7,7 @@ mod lab;
 mod nfs;
 mod page;
 mod rounds;
+mod streams;
 
 use clap::Args;
 use families::FAMILIES;

@@ -83,11 +83,14 @@ impl Queue {
         // SAFETY: a live queue, and room for as many.
         let n = unsafe { ((*context.verbs).ops.poll_cq)(self.raw, found.len() as i32, found.as_mut_ptr()) };
         let n = usize::try_from(n).unwrap_or(0);
-        ready.extend(found[..n].iter().filter_map(|wc| self.translate(context, wc)));
+        for wc in &found[..n] {
+            self.translate(context, wc, ready);
+        }
         n == found.len()
     }
 
-    fn translate(&self, context: &Context, wc: &ibv_wc) -> Option<WorkCompletion> {
+    /// Adds what a completion of the device's says.
+    fn translate(&self, context: &Context, wc: &ibv_wc, ready: &mut VecDeque<WorkCompletion>) {
         let endpoint = context.numbered(wc.qp_num);
         let status = match wc.status {
             WC_SUCCESS => Status::Success,
@@ -105,37 +108,44 @@ impl Queue {
                 endpoint.fail(&text);
             }
         }
-        let sent = match endpoint {
-            Some(endpoint) => endpoint.finish(wc.wr_id, status == Status::Success)?,
+        let completed = match endpoint {
+            Some(endpoint) => endpoint.finish(wc.wr_id, status),
             // Of a queue pair that is gone only the memory of its shared receives matters.
-            None => Posted::receive(context.shared_queue(wc.wr_id)?.finish(wc.wr_id)?),
-        };
-        let mut out = WorkCompletion {
-            wr_id: sent.wr_id,
-            status,
-            op: sent.op,
-            len: sent.len,
-            qp_num: wc.qp_num,
-            immediate: None,
-            invalidated: None,
-            solicited: false,
-        };
-        if sent.op == CompletionOp::Recv {
-            out.len = wc.byte_len;
-            if status == Status::Success && wc.opcode == WC_RECV_RDMA_WITH_IMM {
-                out.op = CompletionOp::RecvWriteImmediate;
+            None => {
+                let id = context.shared_queue(wc.wr_id).and_then(|queue| queue.finish(wc.wr_id));
+                id.map(|id| (Posted::receive(id), status)).into_iter().collect()
             }
-            if wc.wc_flags & WC_WITH_IMM != 0 {
-                out.immediate = Some(u32::from_be(wc.imm_or_rkey));
-            }
-            if wc.wc_flags & WC_WITH_INV != 0 {
-                out.invalidated = Some(wc.imm_or_rkey);
-                if let Some(valid) = lock(&context.revocable).get(&wc.imm_or_rkey) {
-                    valid.store(false, Ordering::SeqCst);
+        };
+        for (posted, status) in completed {
+            let mut out = WorkCompletion {
+                wr_id: posted.wr_id,
+                status,
+                op: posted.op,
+                len: posted.len,
+                qp_num: wc.qp_num,
+                immediate: None,
+                invalidated: None,
+                solicited: false,
+            };
+            if posted.op == CompletionOp::Recv {
+                out.len = wc.byte_len;
+                if status == Status::Success && wc.opcode == WC_RECV_RDMA_WITH_IMM {
+                    out.op = CompletionOp::RecvWriteImmediate;
+                }
+                if wc.wc_flags & WC_WITH_IMM != 0 {
+                    out.immediate = Some(u32::from_be(wc.imm_or_rkey));
+                }
+                if wc.wc_flags & WC_WITH_INV != 0 {
+                    out.invalidated = Some(wc.imm_or_rkey);
+                    if let Some(valid) = lock(&context.revocable).get(&wc.imm_or_rkey) {
+                        valid.store(false, Ordering::SeqCst);
+                    }
                 }
             }
+            if posted.signaled {
+                ready.push_back(out);
+            }
         }
-        sent.signaled.then_some(out)
     }
 }
 

@@ -10,7 +10,7 @@ use super::shared::SharedReceives;
 use crate::provider::{QueuePairOps, RegionOps};
 use crate::{
     CompletionOp, ConnectParams, ConnectionError, ConnectionInfo, Error, Payload, QueuePairCaps, RecvRequest, Result,
-    SendFlags, SendOp, SendRequest, WorkCompletion,
+    SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
@@ -23,7 +23,8 @@ use thruway_rdma_types::sync::LockUnpoisoned;
 
 /// Identifiers of requests as the device sees them: only which queue they belong to. Both queues
 /// finish in order, so the consumer's identifiers wait in lists of their own.
-const SENT: u64 = 0;
+/// Numbers of sent requests, which the device sees shifted by one.
+const SENT_NUMBERS: u32 = u32::MAX >> 1;
 const RECEIVED: u64 = 1;
 
 /// Queue pairs by their address, for asynchronous events.
@@ -48,7 +49,43 @@ pub(super) struct Posted {
     pub(super) signaled: bool,
     /// The window that it binds.
     window: Option<Arc<Window>>,
+    /// How it has ended, where requests before it have not.
+    status: Option<Status>,
 }
+
+/// Requests of a send queue, in the order posted, which is that in which they are reported. Devices complete them in this order, but
+/// for siw, where a send behind a read is complete before the read is.
+#[derive(Default)]
+struct Sent {
+    requests: VecDeque<Posted>,
+    /// The number of the first.
+    first: u32,
+}
+
+impl Sent {
+    /// The identifier that the device is given with the next request.
+    fn next_id(&self) -> u64 {
+        u64::from(self.first.wrapping_add(self.requests.len() as u32) & SENT_NUMBERS) << 1
+    }
+
+    /// A request is complete: with it, those that can be reported.
+    fn finish(&mut self, id: u64, status: Status) -> Completed {
+        let at = ((id >> 1) as u32).wrapping_sub(self.first) & SENT_NUMBERS;
+        if let Some(posted) = self.requests.get_mut(at as usize) {
+            posted.status = Some(status);
+            posted.signaled |= status != Status::Success;
+        }
+        let mut completed = Completed::new();
+        while let Some(status) = self.requests.front().and_then(|posted| posted.status) {
+            self.first = self.first.wrapping_add(1) & SENT_NUMBERS;
+            completed.extend(self.requests.pop_front().map(|posted| (posted, status)));
+        }
+        completed
+    }
+}
+
+/// Requests that are complete, and how they have ended.
+pub(super) type Completed = SmallVec<[(Posted, Status); 1]>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
@@ -68,7 +105,7 @@ struct State {
     /// Whom to call.
     target: Option<SocketAddr>,
     params: ConnectParams,
-    sent: VecDeque<Posted>,
+    sent: Sent,
     received: VecDeque<Posted>,
     info: Option<ConnectionInfo>,
     error: Option<ConnectionError>,
@@ -154,7 +191,7 @@ impl Endpoint {
             deadline: None,
             target: None,
             params: ConnectParams::default(),
-            sent: VecDeque::new(),
+            sent: Sent::default(),
             received: VecDeque::new(),
             info: None,
             error: None,
@@ -178,22 +215,26 @@ impl Endpoint {
         self.state.lock_unpoisoned()
     }
 
-    /// A request is done: what it was.
-    pub(super) fn finish(&self, kind: u64, success: bool) -> Option<Posted> {
+    /// A request is done, by the identifier that the device sees: what can be reported.
+    pub(super) fn finish(&self, id: u64, status: Status) -> Completed {
         let mut state = self.lock();
-        let mut posted = match kind {
-            SENT => state.sent.pop_front()?,
-            RECEIVED => state.received.pop_front()?,
-            shared => Posted::receive(self.shared.as_ref()?.finish(shared)?),
+        let completed = match id {
+            RECEIVED => state.received.pop_front().map(|posted| (posted, status)).into_iter().collect(),
+            sent if sent <= u32::MAX.into() => state.sent.finish(sent, status),
+            shared => {
+                let received = self.shared.as_ref().and_then(|receives| receives.finish(shared));
+                received.map(|id| (Posted::receive(id), status)).into_iter().collect()
+            }
         };
-        posted.signaled |= !success;
-        if let Some(window) = &posted.window {
-            window.bound(success);
+        for (posted, status) in &completed {
+            if let Some(window) = &posted.window {
+                window.bound(*status == Status::Success);
+            }
         }
-        if state.phase == Phase::Closing && state.sent.is_empty() {
+        if state.phase == Phase::Closing && state.sent.requests.is_empty() {
             self.hang_up(&mut state);
         }
-        Some(posted)
+        completed
     }
 
     /// The queue pair cannot go on.
@@ -241,14 +282,14 @@ impl Endpoint {
     ) -> Result<Arc<Window>> {
         let mut state = self.lock();
         self.check_live(&state)?;
-        if state.sent.len() >= self.caps.max_send_wr as usize {
+        if state.sent.requests.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let me = by_queue_pair(self.raw as usize).ok_or(Error::Unsupported("a queue pair that is going"))?;
         let (window, binding) = Window::prepare(&me, &region.0, offset, len, access)?;
         // SAFETY: zeroed integers and null pointers are a valid value.
         let mut wr: ibv_send_wr = unsafe { std::mem::zeroed() };
-        (wr.wr_id, wr.opcode, wr.send_flags, wr.window) = (SENT, WR_BIND_MW, SEND_SIGNALED, binding);
+        (wr.wr_id, wr.opcode, wr.send_flags, wr.window) = (state.sent.next_id(), WR_BIND_MW, SEND_SIGNALED, binding);
         let mut bad = std::ptr::null_mut();
         // SAFETY: a live queue pair, window and region.
         let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
@@ -257,12 +298,13 @@ impl Endpoint {
         // SAFETY: the window's, which lives; only requests of this queue pair look at it, under the lock held here.
         unsafe { (*binding.mw).rkey = binding.rkey };
         lock(&self.windows).insert(window.rkey(), Arc::downgrade(&window));
-        state.sent.push_back(Posted {
+        state.sent.requests.push_back(Posted {
             wr_id: wr_id.unwrap_or(0),
             op: CompletionOp::Bind,
             len: 0,
             signaled: wr_id.is_some(),
             window: Some(Arc::clone(&window)),
+            status: None,
         });
         Ok(window)
     }
@@ -278,7 +320,7 @@ impl Endpoint {
     }
 
     fn post_one(&self, state: &mut State, request: &SendRequest<'_>) -> Result<()> {
-        if state.sent.len() >= self.caps.max_send_wr as usize {
+        if state.sent.requests.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
         let attributes = &self.context.attributes;
@@ -373,7 +415,7 @@ impl Endpoint {
                 return Err(Error::Unsupported("an atomic whose result is not 8 bytes"));
             }
         }
-        wr.wr_id = SENT;
+        wr.wr_id = state.sent.next_id();
         wr.sg_list = sges.as_mut_ptr();
         wr.num_sge = sges.len() as i32;
         wr.send_flags = flags;
@@ -383,7 +425,8 @@ impl Endpoint {
         let rc = unsafe { ((*self.context.verbs).ops.post_send)(self.raw, &raw mut wr, &raw mut bad) };
         post_error(rc, "posting a send", "send")?;
         let signaled = request.flags.contains(SendFlags::SIGNALED);
-        state.sent.push_back(Posted { wr_id: request.wr_id, op, len, signaled, window: None });
+        let posted = Posted { wr_id: request.wr_id, op, len, signaled, window: None, status: None };
+        state.sent.requests.push_back(posted);
         Ok(())
     }
 }
@@ -391,7 +434,7 @@ impl Endpoint {
 impl Posted {
     /// A receive in progress, or done.
     pub(super) fn receive(wr_id: u64) -> Posted {
-        Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None }
+        Posted { wr_id, op: CompletionOp::Recv, len: 0, signaled: true, window: None, status: None }
     }
 }
 
@@ -511,7 +554,7 @@ impl QueuePairOps for Endpoint {
     fn disconnect(&self) {
         let mut state = self.lock();
         match state.phase {
-            Phase::Live if state.sent.is_empty() => {
+            Phase::Live if state.sent.requests.is_empty() => {
                 state.phase = Phase::Closing;
                 self.hang_up(&mut state);
             }
@@ -563,7 +606,7 @@ impl Drop for Endpoint {
         self.context.forget(0, self.number);
         QUEUE_PAIRS.lock_unpoisoned().remove(&(self.raw as usize));
         // Windows hold their queue pair in the device.
-        self.lock().sent.clear();
+        self.lock().sent.requests.clear();
         let windows = std::mem::take(&mut *lock(&self.windows));
         windows.values().filter_map(Weak::upgrade).for_each(|window| window.end());
         std::mem::take(&mut *lock(&self.spare)).into_iter().for_each(|spare| spare.free(&self.context));

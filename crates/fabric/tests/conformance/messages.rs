@@ -64,6 +64,38 @@ pub(crate) fn read(lab: &Lab) {
     }
 }
 
+/// What is behind a read is complete when the read is, and is not reported before.
+pub(crate) fn completions_come_in_order_behind_a_read(lab: &Lab) {
+    let (mut a, mut b) = lab.pair();
+    b.fill(4);
+    for round in 0..20u64 {
+        let first = round * 10;
+        b.recv(first, 1_000_000, 8);
+        b.recv(first + 1, 1_000_000, 8);
+        a.buffer.write(0, &vec![0; 400_000]);
+        a.post(first, SendOp::Read { remote: b.mr.remote(0) }, &[a.mr.sge(0, 400_000)]).unwrap();
+        a.post(first + 1, send(), &[a.mr.sge(900_000, 8)]).unwrap();
+        a.post(first + 2, SendOp::Read { remote: b.mr.remote(0) }, &[a.mr.sge(400_000, 100)]).unwrap();
+        a.post(first + 3, send(), &[a.mr.sge(900_000, 8)]).unwrap();
+        let mut order = Vec::new();
+        lab.until("four completions", || {
+            let Side { cq, .. } = &mut a;
+            let mut found = Vec::new();
+            cq.poll(&mut found, 64);
+            if found.iter().any(|wc| wc.wr_id == first) {
+                assert!(a.bytes(0, 400_000) == b.bytes(0, 400_000), "the read is complete before its bytes are there");
+            }
+            order.extend(found.iter().map(|wc| (wc.wr_id, wc.op)));
+            b.cq.poll(&mut b.seen, 64);
+            order.len() == 4
+        });
+        let expected = [CompletionOp::Read, CompletionOp::Send, CompletionOp::Read, CompletionOp::Send];
+        assert_eq!(order, (first..).zip(expected).collect::<Vec<_>>());
+        lab.ok(&mut b, first);
+        lab.ok(&mut b, first + 1);
+    }
+}
+
 pub(crate) fn read_scattered(lab: &Lab) {
     let (mut a, b) = lab.pair();
     b.fill(5);

@@ -207,6 +207,7 @@ pub(crate) const BEHAVIOURS: &[Behaviour] = behaviours! {
     write_then_send,
     write_with_immediate,
     read,
+    completions_come_in_order_behind_a_read,
     read_scattered,
     atomics,
     gather_and_scatter,

@@ -149,7 +149,10 @@ impl Inner {
                     }
                     if direct {
                         drop(state);
-                        return self.fetch(to);
+                        match self.fetch(to)? {
+                            Some(taken) => return Ok(taken),
+                            None => continue,
+                        }
                     }
                     let fetches = state.fetch(None);
                     self.flush(&mut state);
@@ -185,17 +188,25 @@ impl Inner {
         }
     }
 
-    /// Has the next bytes read into the program's memory, and waits for them.
-    fn fetch(&self, to: &mut [u8]) -> Result<Taken, Error> {
+    /// Has the next bytes read into the program's memory, and waits for them. `None` if they are not to be read any more.
+    fn fetch(&self, to: &mut [u8]) -> Result<Option<Taken>, Error> {
         let region = self.register(to.as_mut_ptr(), to.len(), Access::LOCAL_WRITE)?;
         let target = lock(&self.state).memory.lend(region, 0);
-        let began = self.wait(None, |state| state.fetch(Some((target, 0, to.len()))).then_some(Ok(())));
-        let taken = began.and_then(|()| self.wait(None, |state| state.fetched.remove(&target).map(Ok)));
-        if taken.is_err() {
+        // The source may be withdrawn before it has begun.
+        let began = self.wait(None, |state| match state.end.as_ref()?.next() {
+            Next::Source { .. } => state.fetch(Some((target, 0, to.len()))).then_some(Ok(true)),
+            Next::Fetching => None,
+            _ => Some(Ok(false)),
+        });
+        let taken = match began {
+            Ok(true) => self.wait(None, |state| state.fetched.remove(&target).map(Ok).map(|taken| taken.map(Some))),
+            Ok(false) => Ok(None),
+            Err(error) => Err(error),
+        };
+        if !matches!(taken, Ok(Some(_))) {
             lock(&self.state).memory.take_back(target);
         }
-        let (len, ends) = taken?;
-        Ok(Taken { len, ends, is_end: false })
+        Ok(taken?.map(|(len, ends)| Taken { len, ends, is_end: false }))
     }
 
     fn wait_for_queue(&self) -> Result<(), Error> {

@@ -269,7 +269,7 @@ impl End {
         self.actions.pop_front()
     }
 
-    /// A request has completed, and with it all sends and writes before it: only reads and claims are known to be over by their own
+    /// A request has completed, and with it all sends and writes before it, if it is one. Reads and claims are over by their own
     /// completions, which may come later than those of sends behind them. `lock` is what the last lock that was asked for was before.
     pub fn completed(&mut self, id: u64, lock: u64) {
         let Some(is_send) = self.posted.iter().find(|posted| posted.id == id).map(|posted| posted.what.is_of_send())

@@ -346,7 +346,7 @@ impl Side {
     }
 
     /// Reports the next completion that was asked for: of sends and writes, or of reads and claims, whose completions may be later or
-    /// earlier than those of sends behind or before them (siw's are).
+    /// earlier than those of sends behind or before them.
     fn complete(&mut self, of_reads: bool) {
         while let Some(at) = self.started.iter().position(|started| started.3 == of_reads) {
             let (id, done, signaled, _) = self.started[at];

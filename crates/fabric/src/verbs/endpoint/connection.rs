@@ -33,7 +33,7 @@ impl Endpoint {
         if pending && state.deadline.is_some_and(|d| d <= now) {
             self.end(&mut state, ConnectionError::TimedOut);
         }
-        if matches!(state.phase, Phase::Live | Phase::Closing) && !state.sent.is_empty() {
+        if matches!(state.phase, Phase::Live | Phase::Closing) && !state.sent.requests.is_empty() {
             // What has been sent, or has failed, may be known to the device only.
             drop(state);
             return self.send_cq.fetch(&self.context);
@@ -47,7 +47,8 @@ impl Endpoint {
                 }
                 WorkCompletion {
                     wr_id: posted.wr_id,
-                    status: Status::Flushed,
+                    // One that is complete behind one that never will be.
+                    status: posted.status.unwrap_or(Status::Flushed),
                     op: posted.op,
                     len: posted.len,
                     qp_num: self.number,
@@ -56,7 +57,7 @@ impl Endpoint {
                     solicited: false,
                 }
             };
-            let (sent, received) = (std::mem::take(&mut state.sent), std::mem::take(&mut state.received));
+            let (sent, received) = (std::mem::take(&mut state.sent.requests), std::mem::take(&mut state.received));
             drop(state);
             self.send_cq.push(sent.into_iter().map(flushed));
             self.recv_cq.push(received.into_iter().map(flushed));
