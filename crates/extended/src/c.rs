@@ -494,8 +494,12 @@ pub unsafe extern "C" fn tw_wait(
     max: c_int,
     timeout_ms: c_int,
 ) -> c_int {
+    if max < 1 {
+        set_error(libc::EINVAL, "no room for a completion");
+        return -1;
+    }
     // SAFETY: the caller's promise.
-    unsafe { give((*socket).wait_completions(max.max(1) as usize, deadline(timeout_ms)), to) }
+    unsafe { give((*socket).wait_completions(max as usize, deadline(timeout_ms)), to) }
 }
 
 /// See the header.

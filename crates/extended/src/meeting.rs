@@ -389,6 +389,10 @@ impl<'a> Meeting<'a> {
         let mut frame = [0; FRAME_LEN];
         let mut len = 0;
         while len < FRAME_LEN {
+            // Also of a peer that always has something to say.
+            if Instant::now() >= self.deadline {
+                return Err(Error::TimedOut);
+            }
             let rest = &mut frame[len..];
             match calls::recv(self.tcp, rest) {
                 Ok(0) => return Err(Error::Closed),

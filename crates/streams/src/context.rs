@@ -24,7 +24,9 @@ const FOLLOWER_SPIN_MAX_NS: u64 = 20_000;
 /// Bytes that a connecting program may send along.
 pub const TOKEN_MAX: usize = 16;
 /// Requests to connect that are kept until they are accepted.
-const REQUESTS_MAX: usize = 1024;
+const REQUESTS_MAX: usize = 256;
+/// How long a request waits to be accepted.
+const REQUEST_AGE_MAX: Duration = Duration::from_secs(30);
 /// Completions of a completion queue, of which there are as many as the connections need.
 const COMPLETIONS_MAX: usize = 16 << 10;
 /// Completions that are taken at a time.
@@ -213,7 +215,7 @@ impl Drop for Expected {
 }
 
 /// A request to connect. Dropping it refuses.
-pub struct Incoming(ConnectionRequest);
+pub struct Incoming(ConnectionRequest, Instant);
 
 impl Incoming {
     /// What the peer's program has sent along; zeros may follow.
@@ -363,7 +365,7 @@ impl Shared {
     }
 
     /// Something has been found that others may wait for.
-    fn tell(&self) {
+    pub(crate) fn tell(&self) {
         self.epoch.fetch_add(1, Ordering::SeqCst);
         let leader = lock(&self.leader);
         if self.waiting.load(Ordering::SeqCst) > 0 {
@@ -399,12 +401,13 @@ impl Shared {
             count += 1;
             match event {
                 ConnectionEvent::Request(request) => {
-                    let request = Incoming(request);
+                    let request = Incoming(request, Instant::now());
                     let is_expected = |tokens: &HashSet<Vec<u8>>| {
                         request.token().get(..TOKEN_MAX).is_some_and(|token| tokens.contains(token))
                     };
                     if lock(&self.expected).as_ref().is_none_or(is_expected) {
                         let mut requests = lock(&self.requests);
+                        requests.retain(|request| request.1.elapsed() < REQUEST_AGE_MAX);
                         if requests.len() >= REQUESTS_MAX {
                             requests.remove(0);
                         }

@@ -48,6 +48,12 @@ pub enum Error {
         /// The most.
         most: u32,
     },
+    /// Time was over in the middle of a message.
+    #[error("a message was cut when its time was over: nothing can be sent behind it")]
+    MessageCut,
+    /// An atomic operation on a word that is not at a multiple of 8.
+    #[error("the word of an atomic operation is not at a multiple of 8: {0:#x}")]
+    Unaligned(u64),
     /// It would have to wait.
     #[error("the operation would have to wait")]
     WouldBlock,
@@ -93,13 +99,13 @@ impl Error {
             Error::Fabric(thruway_fabric::Error::Unsupported(_)) => EOPNOTSUPP,
             Error::Fabric(thruway_fabric::Error::QueueFull(_)) | Error::QueueFull(_) => ENOBUFS,
             Error::Fabric(thruway_fabric::Error::Connection { .. }) => ECONNREFUSED,
-            Error::Fabric(_) | Error::Setting { .. } | Error::OutsideRegion { .. } => EINVAL,
+            Error::Fabric(_) | Error::Setting { .. } | Error::OutsideRegion { .. } | Error::Unaligned(_) => EINVAL,
             Error::Memory(_) => ENOMEM,
             Error::Violation(_) | Error::Mismatch(_) => EPROTO,
             Error::Ended(ConnectionError::TimedOut) | Error::TimedOut => ETIMEDOUT,
             Error::Ended(ConnectionError::Rejected { .. }) => ECONNREFUSED,
             Error::Ended(_) | Error::Reset => ECONNRESET,
-            Error::Shutdown => EPIPE,
+            Error::Shutdown | Error::MessageCut => EPIPE,
             Error::WouldBlock => EAGAIN,
             Error::MessageTooLong { .. } => EMSGSIZE,
             Error::Operation(Status::RemoteAccess | Status::RemoteOperation) => EREMOTEIO,

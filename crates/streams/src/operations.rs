@@ -44,10 +44,16 @@ impl RemoteRegion {
         RemoteRegion { addr: full(0), len: full(8), key }
     }
 
+    /// A word of an atomic operation.
+    fn word(&self, offset: u64) -> Result<RemoteAddr, Error> {
+        let at = self.at(offset, 8)?;
+        if at.addr.is_multiple_of(8) { Ok(at) } else { Err(Error::Unaligned(at.addr)) }
+    }
+
     fn at(&self, offset: u64, len: u64) -> Result<RemoteAddr, Error> {
         let outside = Error::OutsideRegion { offset, len, size: self.len };
-        match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(RemoteAddr { addr: self.addr + offset, rkey: self.key }),
+        match (offset.checked_add(len), self.addr.checked_add(offset)) {
+            (Some(end), Some(addr)) if end <= self.len => Ok(RemoteAddr { addr, rkey: self.key }),
             _ => Err(outside),
         }
     }
@@ -84,25 +90,35 @@ pub struct Completion {
 #[derive(Default)]
 pub(crate) struct Operations {
     /// By their number; `None` where there is none.
-    posted: Vec<Option<u64>>,
+    posted: Vec<Option<Recipient>>,
     free: Vec<u32>,
     /// Completions that a call waits for by itself.
-    awaited: Vec<(u64, Option<Completion>)>,
+    awaited: Vec<(u64, Option<(Status, u64)>)>,
     done: VecDeque<Completion>,
     next_awaited: u64,
 }
 
-/// In the context of operations whose call waits for them.
-const AWAITED: u64 = 1 << 63;
+/// Who is told of an operation's end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Recipient {
+    /// The program, by what it has given along.
+    Program(u64),
+    /// A call that waits for it.
+    Call(u64),
+}
 
 impl Operations {
     pub(crate) fn complete(&mut self, number: u32, status: Status, value: u64) {
-        let Some(context) = self.posted.get_mut(number as usize).and_then(Option::take) else { return };
+        let Some(recipient) = self.posted.get_mut(number as usize).and_then(Option::take) else { return };
         self.free.push(number);
-        let completion = Completion { context, status, value };
-        match self.awaited.iter_mut().find(|(awaited, _)| *awaited == context) {
-            Some((_, done)) if context & AWAITED != 0 => *done = Some(completion),
-            _ => self.done.push_back(completion),
+        match recipient {
+            Recipient::Program(context) => self.done.push_back(Completion { context, status, value }),
+            Recipient::Call(call) => {
+                // Without one, the call has given up.
+                if let Some((_, done)) = self.awaited.iter_mut().find(|(awaited, _)| *awaited == call) {
+                    *done = Some((status, value));
+                }
+            }
         }
     }
 
@@ -110,7 +126,7 @@ impl Operations {
         self.done.len()
     }
 
-    fn begin(&mut self, context: u64) -> Result<u32, Error> {
+    fn begin(&mut self, recipient: Recipient) -> Result<u32, Error> {
         if self.posted.len() - self.free.len() + self.done.len() >= OPERATIONS_MAX as usize {
             return Err(Error::QueueFull(OPERATIONS_MAX));
         }
@@ -118,7 +134,7 @@ impl Operations {
             self.posted.push(None);
             self.posted.len() as u32 - 1
         });
-        self.posted[number as usize] = Some(context);
+        self.posted[number as usize] = Some(recipient);
         Ok(number)
     }
 
@@ -173,7 +189,7 @@ impl Connection {
         len: u64,
         context: u64,
     ) -> Result<(), Error> {
-        self.begin(Kind::Put(from.at(offset, len)?, to.at(remote_offset, len)?), context & !AWAITED)
+        self.begin(Kind::Put(from.at(offset, len)?, to.at(remote_offset, len)?), context)
     }
 
     /// Reads `len` bytes of the peer's memory into `to`. They are there when the operation has completed.
@@ -187,7 +203,7 @@ impl Connection {
         len: u64,
         context: u64,
     ) -> Result<(), Error> {
-        self.begin(Kind::Get(to.at(offset, len)?, from.at(remote_offset, len)?), context & !AWAITED)
+        self.begin(Kind::Get(to.at(offset, len)?, from.at(remote_offset, len)?), context)
     }
 
     /// Adds to a 64-bit word of the peer's memory, in its byte order, at a multiple of 8. The completion has what it was before.
@@ -195,7 +211,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::put`].
     pub fn fetch_add(&self, (to, offset): (&RemoteRegion, u64), add: u64, context: u64) -> Result<(), Error> {
-        self.begin(Kind::FetchAdd(to.at(offset, 8)?, add), context & !AWAITED)
+        self.begin(Kind::FetchAdd(to.word(offset)?, add), context)
     }
 
     /// Replaces a 64-bit word of the peer's memory by `swap` if it is `compare`. The completion has what it was before.
@@ -209,7 +225,7 @@ impl Connection {
         swap: u64,
         context: u64,
     ) -> Result<(), Error> {
-        self.begin(Kind::CompareSwap(to.at(offset, 8)?, compare, swap), context & !AWAITED)
+        self.begin(Kind::CompareSwap(to.word(offset)?, compare, swap), context)
     }
 
     /// Completes when everything that was put before is in the peer's memory: reads a few bytes of `to`, which must be readable.
@@ -217,7 +233,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::put`].
     pub fn flush(&self, to: &RemoteRegion, context: u64) -> Result<(), Error> {
-        self.begin(Kind::Flush(to.at(0, to.len.min(8))?), context & !AWAITED)
+        self.begin(Kind::Flush(to.at(0, to.len.min(8))?), context)
     }
 
     /// Completions that have not been taken, in the order in which the operations were begun.
@@ -271,7 +287,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::put_wait`].
     pub fn fetch_add_wait(&self, (to, offset): (&RemoteRegion, u64), add: u64) -> Result<u64, Error> {
-        self.call(Kind::FetchAdd(to.at(offset, 8)?, add))
+        self.call(Kind::FetchAdd(to.word(offset)?, add))
     }
 
     /// As [`Connection::compare_swap`], and waits for what the word was.
@@ -279,7 +295,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::put_wait`].
     pub fn compare_swap_wait(&self, (to, offset): (&RemoteRegion, u64), compare: u64, swap: u64) -> Result<u64, Error> {
-        self.call(Kind::CompareSwap(to.at(offset, 8)?, compare, swap))
+        self.call(Kind::CompareSwap(to.word(offset)?, compare, swap))
     }
 
     /// As [`Connection::flush`], and waits until it is done.
@@ -292,36 +308,36 @@ impl Connection {
 
     fn begin(&self, kind: Kind, context: u64) -> Result<(), Error> {
         let mut state = self.0.state();
-        self.post(&mut state, kind, context)
+        self.post(&mut state, kind, Recipient::Program(context))
     }
 
     /// Begins an operation and waits for it alone.
     fn call(&self, kind: Kind) -> Result<u64, Error> {
-        let context = {
+        let call = {
             let mut state = self.0.state();
-            let context = AWAITED | state.operations.next_awaited;
+            let call = state.operations.next_awaited;
             state.operations.next_awaited += 1;
-            self.post(&mut state, kind, context)?;
-            state.operations.awaited.push((context, None));
-            context
+            self.post(&mut state, kind, Recipient::Call(call))?;
+            state.operations.awaited.push((call, None));
+            call
         };
         let done = self.0.wait(None, |state| {
             let awaited = &mut state.operations.awaited;
-            let at = awaited.iter().position(|(awaited, done)| *awaited == context && done.is_some())?;
+            let at = awaited.iter().position(|(awaited, done)| *awaited == call && done.is_some())?;
             awaited.swap_remove(at).1.map(Ok)
         });
         if done.is_err() {
-            self.0.state().operations.awaited.retain(|(awaited, _)| *awaited != context);
+            self.0.state().operations.awaited.retain(|(awaited, _)| *awaited != call);
         }
         match done? {
-            Completion { status: Status::Success, value, .. } => Ok(value),
-            Completion { status, .. } => Err(Error::Operation(status)),
+            (Status::Success, value) => Ok(value),
+            (status, _) => Err(Error::Operation(status)),
         }
     }
 
-    fn post(&self, state: &mut State, kind: Kind, context: u64) -> Result<(), Error> {
+    fn post(&self, state: &mut State, kind: Kind, recipient: Recipient) -> Result<(), Error> {
         state.check()?;
-        let number = state.operations.begin(context)?;
+        let number = state.operations.begin(recipient)?;
         let result = state.memory.result(number);
         let (op, sge) = match kind {
             Kind::Put(from, to) => (SendOp::Write { remote: to, immediate: None }, from),

@@ -324,6 +324,10 @@ impl Hello {
         if hello.receives < RECEIVES_MIN || (hello.receive_len as usize) < 2 * MESSAGE_MAX {
             return Err(Violation("too few receives, or too short ones"));
         }
+        let fits = |at: RemoteAddr, len: u32| at.addr.checked_add(len.into()).is_some();
+        if !fits(hello.ring, hello.ring_len) || !fits(hello.locks, 4096) {
+            return Err(Violation("buffers that end beyond all memory"));
+        }
         if hello.ring_len > SPAN_MAX || hello.receive_len > SPAN_MAX {
             return Err(Violation("longer buffers than there can be"));
         }

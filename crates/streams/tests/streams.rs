@@ -114,7 +114,8 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                         while !rest.is_empty() {
                             let most = if rng.bool() { 300 } else { 400_000 };
                             let (part, after) = rest.split_at(rng.usize(1..most).min(rest.len()));
-                            from.send(part, deadline()).unwrap_or_else(|e| panic!("{scheme:?}: {e}"));
+                            // Without a deadline, large ones are not copied.
+                            from.send(part, None).unwrap_or_else(|e| panic!("{scheme:?}: {e}"));
                             rest = after;
                         }
                         from.shutdown();
@@ -126,7 +127,7 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                             let most = if rng.bool() { 100 } else { 500_000 };
                             let mut part = vec![0; rng.usize(1..most)];
                             match to
-                                .recv(&mut part, deadline())
+                                .recv(&mut part, if rng.bool() { None } else { deadline() })
                                 .unwrap_or_else(|e| panic!("{scheme:?}, {:?}: {e}", to.info()))
                             {
                                 0 => break,
@@ -164,13 +165,13 @@ fn messages_keep_their_boundaries() {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     for (n, &len) in lens.iter().enumerate() {
-                        a.send(&pattern(n as u64, len), deadline()).unwrap();
+                        a.send(&pattern(n as u64, len), None).unwrap();
                     }
                     a.shutdown();
                 });
                 for (n, &len) in lens.iter().enumerate() {
                     let mut to = vec![0; 20_000];
-                    let received = b.recv_message(&mut to, deadline()).unwrap();
+                    let received = b.recv_message(&mut to, None).unwrap();
                     assert_eq!(received, Some(Received { len, truncated: false }), "{scheme:?}, message {n}");
                     assert!(to[..len] == pattern(n as u64, len)[..], "{scheme:?}, message {n}: other bytes");
                 }
@@ -200,11 +201,11 @@ fn two_ends_that_send_before_they_receive_do_not_wait_for_ever() {
             std::thread::scope(|scope| {
                 for end in [&a, &b] {
                     scope.spawn(|| {
-                        end.send(&bytes, deadline()).unwrap();
+                        end.send(&bytes, None).unwrap();
                         let mut got = vec![0; bytes.len()];
                         let mut len = 0;
                         while len < got.len() {
-                            len += end.recv(&mut got[len..], deadline()).unwrap();
+                            len += end.recv(&mut got[len..], None).unwrap();
                         }
                         assert!(got == bytes);
                     });
@@ -543,7 +544,9 @@ fn a_thread_that_waits_to_write_goes_on_when_the_connection_ends() {
             scope.spawn(|| bytes[100_000] ^= 1);
             drop(b);
         });
-        assert!(a.wait_sent(deadline()).is_err() || a.send(b"x", deadline()).is_err());
+        // The peer has read nothing, which must not look as if it had.
+        let sent = a.wait_sent(deadline());
+        assert!(sent.is_err() || !thruway_streams::can_protect(), "{sent:?}");
     }
 }
 
@@ -589,4 +592,152 @@ fn requests_that_are_not_expected_are_refused() {
     connecting.join().unwrap();
     drop(expected);
     assert!(client.connect(at, &settings, TOKEN, LIMIT).is_err(), "it has been used");
+}
+
+/// One buffer sent several times, and several buffers: all are put elsewhere, one after the other, while the peer reads nothing.
+#[test]
+fn buffers_are_put_elsewhere_while_the_peer_reads_nothing() {
+    if !thruway_streams::can_protect() {
+        return;
+    }
+    for lab in labs() {
+        let settings = Settings { zero_copy_min: 16 << 10, ..Settings::of(Scheme::ZeroCopy) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let mut buffers: Vec<Vec<u8>> = (0..4).map(|n| pattern(n, 100_000)).collect();
+        for buffer in &buffers {
+            for _ in 0..2 {
+                // SAFETY: the buffers live until everything has been sent.
+                unsafe { a.send_asynchronously(buffer, deadline()) }.unwrap();
+            }
+        }
+        std::thread::scope(|scope| {
+            for buffer in &mut buffers {
+                scope.spawn(|| buffer[50_000] ^= 0xff);
+            }
+        });
+        let mut got = vec![0; 100_000];
+        for n in 0..8 {
+            let mut filled = 0;
+            while filled < got.len() {
+                filled += b.recv(&mut got[filled..], deadline()).unwrap();
+            }
+            assert!(got == pattern(n / 2, 100_000), "{n}");
+        }
+        a.wait_sent(deadline()).unwrap();
+        assert_eq!(a.asynchronous_sends().faults, 8);
+    }
+}
+
+/// Deadlines and calls that do not wait are kept beside threads that do, and while the peer is in the middle of something.
+#[test]
+fn nothing_waits_longer_than_it_may() {
+    for lab in labs() {
+        let settings = Settings { messages: true, ..small(Scheme::Rendezvous) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let soon = || Some(Instant::now() + Duration::from_millis(30));
+        std::thread::scope(|scope| {
+            let receiving = scope.spawn(|| a.recv_message(&mut [0; 100], deadline()));
+            // It has its turn when the other has none.
+            while !matches!(a.try_recv_message(&mut [0; 100]), Err(Error::WouldBlock)) {}
+            assert!(matches!(a.recv_message(&mut [0; 100], soon()), Err(Error::TimedOut)));
+            b.send(b"x", deadline()).unwrap();
+            receiving.join().unwrap().unwrap();
+            // A large message, which is read a part at a time by calls that may not wait for all of it.
+            let large = pattern(1, 100_000);
+            let sending = scope.spawn(move || b.send(&large, None).map(|()| b));
+            let mut to = vec![0; 100_000];
+            while matches!(a.recv_message(&mut to, soon()), Err(Error::TimedOut)) {}
+            let b = sending.join().unwrap().unwrap();
+            assert!(to == pattern(1, 100_000));
+            // A message of which only a part fits, and nobody reads.
+            let cut = pattern(2, 200_000);
+            assert!(matches!(b.send(&cut, soon()), Err(Error::TimedOut)));
+            assert!(matches!(b.send(b"behind it", deadline()), Err(Error::MessageCut)), "one message, or two");
+            b.shutdown();
+            let end = a.recv_message(&mut to, deadline());
+            assert!(matches!(end, Err(Error::Reset)), "half a message: {end:?}");
+        });
+    }
+}
+
+/// A message that comes in parts is whole for calls that may not wait for all of it.
+#[test]
+fn a_message_in_parts_is_one_message() {
+    for lab in labs() {
+        let settings = Settings { messages: true, ..small(Scheme::Packetized) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let message = pattern(3, 100_000);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                a.send(&message, deadline()).unwrap();
+                a.send(&message[..50_000], deadline()).unwrap();
+            });
+            let mut to = vec![0; 100_000];
+            let receive = |to: &mut [u8]| {
+                loop {
+                    match b.try_recv_message(to) {
+                        Err(Error::WouldBlock) => std::thread::yield_now(),
+                        other => return other.unwrap().expect("a message"),
+                    }
+                }
+            };
+            assert_eq!(receive(&mut to), Received { len: 100_000, truncated: false });
+            assert!(to == message);
+            assert_eq!(receive(&mut to[..10]), Received { len: 10, truncated: true });
+            assert_eq!(to[..10], message[..10]);
+        });
+    }
+}
+
+/// Shutting down beside a send that waits for the peer to read.
+#[test]
+fn a_shutdown_beside_a_send_ends_neither() {
+    for lab in labs() {
+        let settings = Settings { source_timeout: Duration::from_millis(1), ..small(Scheme::Rendezvous) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        let bytes = pattern(4, 100_000);
+        std::thread::scope(|scope| {
+            let sending = scope.spawn(|| a.send(&bytes, None));
+            scope.spawn(|| a.shutdown());
+            let mut got: Vec<u8> = Vec::new();
+            loop {
+                let mut part = vec![0; 1000];
+                match b.recv(&mut part, deadline()).unwrap() {
+                    0 => break,
+                    len => got.extend(&part[..len]),
+                }
+            }
+            // All of it, or what was sent before.
+            assert!(bytes.starts_with(&got));
+            assert_eq!(sending.join().unwrap().is_ok(), got.len() == bytes.len());
+        });
+    }
+}
+
+/// A sender whose patience ends just as the receiver begins.
+#[test]
+fn sources_that_are_withdrawn_while_they_are_asked_for() {
+    for lab in labs() {
+        let settings = Settings { source_timeout: Duration::from_micros(100), ..small(Scheme::Rendezvous) };
+        let (a, b) = pair(&lab, &settings, &settings);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..300 {
+                    a.send(&pattern(round, 20_000), None).unwrap();
+                }
+            });
+            let mut rng = fastrand::Rng::with_seed(1);
+            let mut to = vec![0; 20_000];
+            for round in 0..300 {
+                let mut filled = 0;
+                while filled < to.len() {
+                    for _ in 0..rng.u32(..3000) {
+                        std::hint::spin_loop();
+                    }
+                    filled += b.recv(&mut to[filled..], None).unwrap();
+                }
+                assert!(to == pattern(round, 20_000), "{round}");
+            }
+        });
+    }
 }

@@ -3,6 +3,7 @@
 //! Whole pages of the program's buffer are write-protected and announced to the peer, which reads them when it receives. What is before and
 //! behind them is copied. A program that writes to the buffer before the peer has read it waits for that, or has the bytes put elsewhere.
 
+use super::turns::{Direction, Patience};
 use super::{Connection, Inner, State};
 use crate::context::lock;
 use crate::core::Claim;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use thruway_fabric::{Access, Buffer};
 
-/// What the C library's allocator keeps beside a buffer, or puts into it when it is freed: not protected.
+/// What an allocator writes to the ends of a buffer when it frees its neighbours: not protected.
 const MARGIN: usize = 64;
 /// Sends before faults are looked at.
 const SENDS_MIN: u32 = 8;
@@ -23,8 +24,20 @@ const SENDS_MIN: u32 = 8;
 pub(super) struct Asynchronous {
     sends: u32,
     faults: u32,
-    /// Where the protected memory of each source begins.
-    protected: Vec<(u64, usize, usize)>,
+    protected: Vec<Sent>,
+    /// Some were not read before the connection ended.
+    lost: bool,
+}
+
+/// A buffer that is being sent.
+struct Sent {
+    source: u64,
+    at: usize,
+    len: usize,
+    /// The program has written to it.
+    faulted: bool,
+    /// It is to be put elsewhere, which could not be asked for yet.
+    waits_for_claim: bool,
 }
 
 /// What has become of buffers that were sent without waiting.
@@ -44,8 +57,9 @@ impl Connection {
     /// written to too many too early are sent as by [`Connection::send`].
     ///
     /// # Safety
-    /// The memory must stay mapped until the peer has read it: [`Connection::wait_sent`] or [`Connection::close`] has returned. System calls
-    /// that write to it fail with `EFAULT` until then, and it may not be the target of one-sided operations.
+    /// The memory must stay allocated until it is the program's again: [`Connection::wait_sent`] has returned, or the connection has been
+    /// dropped. Nor may it be given back to an allocator, which would write to it while it holds locks that others need. System calls that
+    /// write to it fail with `EFAULT` until then, and it may not be the target of one-sided operations.
     ///
     /// # Errors
     /// As [`Connection::send`].
@@ -58,7 +72,7 @@ impl Connection {
         if !long_enough || !inner.may_protect() || !protect::can_protect() {
             return self.send(bytes, deadline);
         }
-        let _sender = lock(&inner.sender);
+        let _turn = inner.turn(Direction::Send, Patience::of(deadline))?;
         let (head, rest) = bytes.split_at(first - start);
         let (middle, tail) = rest.split_at(last - first);
         inner.send_copied(head, false, deadline)?;
@@ -73,7 +87,13 @@ impl Connection {
     /// # Errors
     /// [`Error::TimedOut`], or why the connection has ended.
     pub fn wait_sent(&self, deadline: Option<Instant>) -> Result<(), Error> {
-        self.0.wait(deadline, |state| state.asynchronous.protected.is_empty().then_some(Ok(())))
+        self.0.wait(deadline, |state| {
+            let end = state.end.as_ref()?;
+            if state.asynchronous.lost {
+                return Some(Err(state.check().err().unwrap_or(Error::Reset)));
+            }
+            (state.asynchronous.protected.is_empty() && !end.has_sources()).then_some(Ok(()))
+        })
     }
 
     /// What has become of buffers that were sent without waiting.
@@ -110,25 +130,28 @@ impl Inner {
             return Ok(false);
         }
         state.asynchronous.sends += 1;
-        state.asynchronous.protected.push((source, at, bytes.len()));
+        state.asynchronous.protected.push(Sent {
+            source,
+            at,
+            len: bytes.len(),
+            faulted: false,
+            waits_for_claim: false,
+        });
         self.flush(&mut state);
         Ok(true)
     }
 
     /// Waits until none of this memory is being sent any more, by whatever connection: before writing to it oneself.
-    pub(super) fn finish(&self, at: usize, len: usize, deadline: Option<Instant>) -> Result<(), Error> {
+    pub(super) fn finish(&self, at: usize, len: usize, patience: Patience) -> Result<(), Error> {
         while let Some((start, (weak, source))) = protect::sender_of(at, len) {
             let Some(sender) = weak.upgrade() else {
                 protect::unprotect(start, &weak, source);
                 continue;
             };
             sender.wanted(source);
-            let is_done = |state: &mut State| {
-                let is_sent = !state.asynchronous.protected.iter().any(|protected| protected.0 == source);
-                is_sent.then_some(Ok(()))
-            };
-            match sender.wait(deadline, is_done) {
-                Err(Error::TimedOut) => return Err(Error::TimedOut),
+            let is_done = |state: &mut State| state.asynchronous.find(source).is_none().then_some(Ok(()));
+            match sender.wait(patience.deadline(), is_done) {
+                Err(Error::TimedOut) => return Err(patience.over()),
                 _ => continue,
             }
         }
@@ -138,24 +161,33 @@ impl Inner {
     /// The program wants to write to memory that is being sent.
     pub(crate) fn wanted(&self, source: u64) {
         let mut state = lock(&self.state);
-        if !state.asynchronous.protected.iter().any(|protected| protected.0 == source) {
-            return;
-        }
-        state.asynchronous.faults += 1;
-        if self.settings.on_write == OnWrite::Copy {
-            let claim = state.end.as_mut().map(|end| end.claim(source));
-            if claim == Some(Claim::Granted) {
-                self.claimed(&mut state, source);
+        let Some(sent) = state.asynchronous.find(source) else { return };
+        let is_first = !std::mem::replace(&mut sent.faulted, true);
+        sent.waits_for_claim = is_first && self.settings.on_write == OnWrite::Copy;
+        state.asynchronous.faults += u32::from(is_first);
+        self.flush(&mut state);
+        drop(state);
+        self.tell();
+    }
+
+    /// Asks whether buffers may be put elsewhere, where that could not be asked before.
+    pub(super) fn claim_again(&self, state: &mut State) {
+        while let Some(sent) = state.asynchronous.protected.iter_mut().find(|sent| sent.waits_for_claim) {
+            let source = sent.source;
+            match state.end.as_mut().map(|end| end.claim(source)) {
+                Some(Claim::Busy) => return,
+                Some(Claim::Granted) => self.claimed(state, source),
+                Some(Claim::Asked | Claim::Refused | Claim::Done) | None => {}
             }
-            self.flush(&mut state);
+            if let Some(sent) = state.asynchronous.find(source) {
+                sent.waits_for_claim = false;
+            }
         }
     }
 
     /// Puts the bytes of a source elsewhere.
     pub(super) fn claimed(&self, state: &mut State, source: u64) {
-        let Some(&(_, at, len)) = state.asynchronous.protected.iter().find(|protected| protected.0 == source) else {
-            return;
-        };
+        let Some(&mut Sent { at, len, .. }) = state.asynchronous.find(source) else { return };
         let copy = Buffer::sparse(len).map(Arc::new).map_err(|error| Error::Memory(error.into())).and_then(|copy| {
             // SAFETY: mapped, by the promise of `send_asynchronously`, and nobody writes to it while it is protected.
             copy.write(0, unsafe { std::slice::from_raw_parts(at as *const u8, len) });
@@ -186,19 +218,33 @@ impl State {
         self.asynchronous.protected.len() < crate::core::SOURCES_MAX
     }
 
+    /// A buffer is to be put elsewhere, when that can be asked for.
+    pub(super) fn claim_later(&mut self, source: u64) {
+        if let Some(sent) = self.asynchronous.find(source) {
+            sent.waits_for_claim = true;
+        }
+    }
+
     /// The memory of a source is the program's again.
     pub(super) fn released(&mut self, source: u64) {
-        let protected = &mut self.asynchronous.protected;
-        if let Some(at) = protected.iter().position(|protected| protected.0 == source) {
-            let (source, at, _) = protected.swap_remove(at);
-            protect::unprotect(at, &self.own, source);
+        let sent = &mut self.asynchronous.protected;
+        if let Some(at) = sent.iter().position(|sent| sent.source == source) {
+            let sent = sent.swap_remove(at);
+            protect::unprotect(sent.at, &self.own, source);
         }
     }
 
     /// The connection has ended: nothing is sent any more.
     pub(super) fn release_all(&mut self) {
-        for (source, at, _) in self.asynchronous.protected.drain(..) {
-            protect::unprotect(at, &self.own, source);
+        self.asynchronous.lost |= self.end.as_ref().is_some_and(|end| end.has_sources());
+        for sent in self.asynchronous.protected.drain(..) {
+            protect::unprotect(sent.at, &self.own, sent.source);
         }
+    }
+}
+
+impl Asynchronous {
+    fn find(&mut self, source: u64) -> Option<&mut Sent> {
+        self.protected.iter_mut().find(|sent| sent.source == source)
     }
 }

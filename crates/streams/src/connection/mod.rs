@@ -3,6 +3,7 @@
 mod asynchronous;
 mod receiving;
 mod sending;
+mod turns;
 
 pub use asynchronous::AsynchronousSends;
 pub use receiving::Received;
@@ -37,9 +38,6 @@ pub(crate) struct Inner {
     pub(crate) pd: ProtectionDomain,
     pub(crate) qp: QueuePair,
     state: Mutex<State>,
-    /// One thread at a time sends, and one receives.
-    sender: Mutex<()>,
-    receiver: Mutex<()>,
     /// Threads that wait for something of this connection.
     waiting: AtomicU32,
     /// Readable while there is something to take; made when it is asked for.
@@ -58,6 +56,16 @@ pub(crate) struct State {
     /// The peer broke the protocol, or the device refused a request.
     failed: Option<String>,
     has_shut_down: bool,
+    /// A thread sends, and one receives.
+    sends: bool,
+    receives: bool,
+    /// Threads that wait to do so.
+    waits_for_turn: u32,
+    /// Some of a message has been sent, and not all; it never will be.
+    in_message: bool,
+    is_cut: bool,
+    /// Some of a message has been received by a call that had to end.
+    partial: receiving::Partial,
     /// The source that the sending thread waits for, and the bytes that were sent of it when it is done.
     awaited_source: Option<u64>,
     source_sent: Option<usize>,
@@ -98,6 +106,12 @@ impl Connection {
                 ended: None,
                 failed: None,
                 has_shut_down: false,
+                sends: false,
+                receives: false,
+                waits_for_turn: 0,
+                in_message: false,
+                is_cut: false,
+                partial: receiving::Partial::default(),
                 awaited_source: None,
                 source_sent: None,
                 fetched: HashMap::new(),
@@ -107,8 +121,6 @@ impl Connection {
                 rung: false,
                 requests: Vec::new(),
             }),
-            sender: Mutex::default(),
-            receiver: Mutex::default(),
             waiting: AtomicU32::new(0),
             bell: OnceLock::new(),
             settings: *settings,
@@ -344,7 +356,8 @@ impl Inner {
     /// Posts what the end wants posted.
     pub(crate) fn flush(&self, state: &mut State) {
         let mut error = None;
-        while let Some(action) = state.end.as_mut().and_then(End::action) {
+        // What can be put elsewhere makes more to do.
+        while let Some(action) = self.next_action(state) {
             match action {
                 Action::Receive(slot) => error = error.or(state.memory.post_receive(&self.qp, slot).err()),
                 Action::SourceDone { source, sent } => {
@@ -365,6 +378,7 @@ impl Inner {
                 }
                 Action::SetLock(at, value) => state.memory.set_lock(at, value),
                 Action::Claimed(source) => self.claimed(state, source),
+                Action::ClaimAgain(source) => state.claim_later(source),
                 request => state.requests.extend(state.memory.request(&request)),
             }
         }
@@ -380,11 +394,26 @@ impl Inner {
         }
     }
 
+    fn next_action(&self, state: &mut State) -> Option<Action> {
+        let next = |state: &mut State| state.end.as_mut().and_then(End::action);
+        next(state).or_else(|| {
+            self.claim_again(state);
+            next(state)
+        })
+    }
+
     fn ring(&self, state: &mut State) {
         if let Some(bell) = self.bell.get()
             && !std::mem::replace(&mut state.rung, true)
         {
             let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Something that other threads may wait for has changed without a completion.
+    pub(crate) fn tell(&self) {
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.context.tell();
         }
     }
 

@@ -1,5 +1,6 @@
 //! Receiving.
 
+use super::turns::{Direction, Patience};
 use super::{Connection, Inner, State};
 use crate::context::lock;
 use crate::core::{End, Next};
@@ -17,41 +18,53 @@ pub struct Received {
     pub truncated: bool,
 }
 
+/// What a call has received of a message whose end had not come when its patience was over.
+#[derive(Default)]
+pub(super) struct Partial {
+    bytes: Vec<u8>,
+    /// More has come than fitted.
+    truncated: bool,
+}
+
 impl Connection {
-    /// Receives bytes of the stream: as many as have come and fit, at least one, or none at its end. Waits until there are some.
+    /// Receives bytes of the stream: as many as have come and fit, at least one, or none at its end. Waits until there are some. Without
+    /// a deadline, a large buffer may be filled without the bytes being copied.
     ///
     /// # Errors
     /// [`Error::TimedOut`] at the deadline, [`Error::Reset`] or [`Error::Ended`] if the peer has gone without ending its stream.
     pub fn recv(&self, to: &mut [u8], deadline: Option<Instant>) -> Result<usize, Error> {
-        let _receiver = lock(&self.0.receiver);
-        Ok(self.0.receive(to, Some(deadline))?.len)
+        let patience = Patience::of(deadline);
+        let _turn = self.0.turn(Direction::Receive, patience)?;
+        Ok(self.0.receive(to, patience)?.len)
     }
 
-    /// As [`Connection::recv`], but never waits for the peer to send something.
+    /// As [`Connection::recv`], but never waits.
     ///
     /// # Errors
-    /// [`Error::WouldBlock`] if nothing has come.
+    /// [`Error::WouldBlock`] if nothing has come, or another thread is receiving.
     pub fn try_recv(&self, to: &mut [u8]) -> Result<usize, Error> {
-        let _receiver = lock(&self.0.receiver);
-        Ok(self.0.receive(to, None)?.len)
+        let _turn = self.0.turn(Direction::Receive, Patience::None)?;
+        Ok(self.0.receive(to, Patience::None)?.len)
     }
 
-    /// Receives a message, where streaming is off. `None` at the end.
+    /// Receives a message, where streaming is off. `None` at the end. What has come of a message when the deadline is over is kept for the next
+    /// call.
     ///
     /// # Errors
     /// As [`Connection::recv`].
     pub fn recv_message(&self, to: &mut [u8], deadline: Option<Instant>) -> Result<Option<Received>, Error> {
-        let _receiver = lock(&self.0.receiver);
-        self.0.receive_message(to, Some(deadline))
+        let patience = Patience::of(deadline);
+        let _turn = self.0.turn(Direction::Receive, patience)?;
+        self.0.receive_message(to, patience)
     }
 
-    /// As [`Connection::recv_message`], but never waits for a message to begin.
+    /// As [`Connection::recv_message`], but never waits.
     ///
     /// # Errors
-    /// [`Error::WouldBlock`] if none has come.
+    /// [`Error::WouldBlock`] if no whole message has come, or another thread is receiving.
     pub fn try_recv_message(&self, to: &mut [u8]) -> Result<Option<Received>, Error> {
-        let _receiver = lock(&self.0.receiver);
-        self.0.receive_message(to, None)
+        let _turn = self.0.turn(Direction::Receive, Patience::None)?;
+        self.0.receive_message(to, Patience::None)
     }
 }
 
@@ -80,7 +93,7 @@ impl State {
                 self.memory.read_landing(offset, &mut to[..taken]);
                 (taken, end && taken == len)
             }
-            Next::Sink { target, len, end } => return Found::Sink { target, len, ends: end },
+            Next::Sink { len, end, .. } => return Found::Sink { len, ends: end },
             Next::Source { len, .. } => return Found::Source(len),
             Next::Fetching => return Found::Fetching,
             Next::Nothing => return Found::Nothing,
@@ -93,7 +106,7 @@ impl State {
 
 enum Found {
     Copied { len: usize, ends: bool },
-    Sink { target: u64, len: usize, ends: bool },
+    Sink { len: usize, ends: bool },
     Source(usize),
     Fetching,
     Nothing,
@@ -110,18 +123,30 @@ struct Taken {
 }
 
 impl Inner {
-    /// Takes what there is; waits for the first of it unless `wait` is `None`.
-    fn receive(&self, to: &mut [u8], wait: Option<Option<Instant>>) -> Result<Taken, Error> {
-        let mut len = 0;
+    /// Takes what there is; waits for the first of it.
+    fn receive(&self, to: &mut [u8], patience: Patience) -> Result<Taken, Error> {
         let mut sink = None;
+        let taken = self.receive_with(to, patience, &mut sink);
+        // However the call ends, the memory is the program's again: a peer that writes to it now finds that it may not.
+        if let Some(sink) = sink {
+            let mut state = lock(&self.state);
+            state.free_sinks.remove(&sink);
+            state.memory.take_back(sink);
+        }
+        taken
+    }
+
+    fn receive_with(&self, to: &mut [u8], patience: Patience, sink: &mut Option<u64>) -> Result<Taken, Error> {
+        let mut len = 0;
         if to.is_empty() {
             return Ok(Taken { len: 0, ends: false, is_end: false });
         }
-        if wait.is_none() {
+        if patience == Patience::None {
             self.context.poll();
         }
         // Not while a lock is held that the sender needs.
-        self.finish(to.as_ptr() as usize, to.len(), None)?;
+        self.finish(to.as_ptr() as usize, to.len(), patience)?;
+        let min = self.settings.zero_copy_min as usize;
         loop {
             let mut state = lock(&self.state);
             let found = state.copy_next(&mut to[len..]);
@@ -133,59 +158,67 @@ impl Inner {
                         return Ok(Taken { len, ends, is_end: false });
                     }
                 }
-                Found::Sink { target, len: written, ends } => {
+                Found::Sink { len: written, ends } => {
                     // It is the one that this call has offered.
-                    debug_assert_eq!(sink, Some(target));
-                    state.memory.take_back(target);
                     state.end.as_mut().expect("an end with a sink").consume(written);
                     self.flush(&mut state);
                     return Ok(Taken { len: len + written, ends, is_end: false });
                 }
-                Found::Source(left) => {
-                    let direct =
-                        len == 0 && to.len().min(left) >= (self.settings.zero_copy_min as usize).min(LANDING_LEN);
-                    if !direct && len > 0 {
-                        return Ok(Taken { len, ends: false, is_end: false });
-                    }
-                    if direct {
-                        drop(state);
-                        match self.fetch(to)? {
-                            Some(taken) => return Ok(taken),
-                            None => continue,
-                        }
-                    }
-                    let fetches = state.fetch(None);
-                    self.flush(&mut state);
+                Found::End => return Ok(Taken { len, ends: false, is_end: len == 0 }),
+                Found::Source(_) | Found::Fetching | Found::Nothing if len > 0 => {
+                    return Ok(Taken { len, ends: false, is_end: false });
+                }
+                // What is read into the program's memory has to be waited for.
+                Found::Source(left) if patience == Patience::Endless && to.len().min(left) >= min.min(LANDING_LEN) => {
                     drop(state);
-                    if !fetches {
-                        self.wait_for_queue()?;
+                    if let Some(taken) = self.fetch(to)? {
+                        return Ok(taken);
                     }
                 }
-                Found::Fetching | Found::Nothing if len > 0 => return Ok(Taken { len, ends: false, is_end: false }),
-                Found::Fetching => {
+                Found::Source(_) | Found::Fetching => {
                     drop(state);
-                    let there = |state: &mut State| {
-                        let next = state.end.as_ref().map_or(Next::Nothing, End::next);
-                        (next != Next::Fetching).then_some(Ok(()))
-                    };
-                    self.wait(None, there)?;
+                    self.wait_for_landing(patience)?;
                 }
                 Found::Nothing => {
                     state.check()?;
                     if state.end.as_ref().is_some_and(End::is_aborted) {
                         return Err(Error::Reset);
                     }
-                    let Some(deadline) = wait else { return Err(Error::WouldBlock) };
-                    if sink.is_none() && to.len() >= self.settings.zero_copy_min as usize {
-                        sink = self.offer_sink(&mut state, to)?;
+                    if sink.is_some_and(|sink| state.free_sinks.remove(&sink)) {
+                        *sink = None;
+                    }
+                    if sink.is_none() && patience == Patience::Endless && to.len() >= min {
+                        *sink = self.offer_sink(&mut state, to)?;
                     }
                     drop(state);
-                    self.wait_for_something(sink.as_mut(), deadline)?;
+                    let there = |state: &mut State| {
+                        let end = state.end.as_ref()?;
+                        (end.next() != Next::Nothing || end.is_aborted()).then_some(Ok(()))
+                    };
+                    self.wait_patiently(patience, there)?;
                 }
-                Found::End if len > 0 => return Ok(Taken { len, ends: false, is_end: false }),
-                Found::End => return Ok(Taken { len: 0, ends: false, is_end: true }),
             }
         }
+    }
+
+    fn wait_patiently(
+        &self,
+        patience: Patience,
+        look: impl FnMut(&mut State) -> Option<Result<(), Error>>,
+    ) -> Result<(), Error> {
+        match self.wait(patience.deadline(), look) {
+            Err(Error::TimedOut) => Err(patience.over()),
+            other => other,
+        }
+    }
+
+    /// Has bytes of a source read into the landing area, if they are not being read, and waits for them.
+    fn wait_for_landing(&self, patience: Patience) -> Result<(), Error> {
+        self.wait_patiently(patience, |state| {
+            state.fetch(None);
+            let next = state.end.as_ref()?.next();
+            (!matches!(next, Next::Source { .. } | Next::Fetching)).then_some(Ok(()))
+        })
     }
 
     /// Has the next bytes read into the program's memory, and waits for them. `None` if they are not to be read any more.
@@ -199,7 +232,7 @@ impl Inner {
             _ => Some(Ok(false)),
         });
         let taken = match began {
-            Ok(true) => self.wait(None, |state| state.fetched.remove(&target).map(Ok).map(|taken| taken.map(Some))),
+            Ok(true) => self.wait(None, |state| state.fetched.remove(&target).map(|taken| Ok(Some(taken)))),
             Ok(false) => Ok(None),
             Err(error) => Err(error),
         };
@@ -207,12 +240,6 @@ impl Inner {
             lock(&self.state).memory.take_back(target);
         }
         Ok(taken?.map(|(len, ends)| Taken { len, ends, is_end: false }))
-    }
-
-    fn wait_for_queue(&self) -> Result<(), Error> {
-        self.wait(None, |state| {
-            (state.fetch(None) || !matches!(state.end.as_ref()?.next(), Next::Source { .. })).then_some(Ok(()))
-        })
     }
 
     fn offer_sink(&self, state: &mut State, to: &mut [u8]) -> Result<Option<u64>, Error> {
@@ -228,64 +255,37 @@ impl Inner {
         Ok(offered.then_some(target))
     }
 
-    /// Waits until there is something to receive. If that takes too long, a sink is taken back first.
-    fn wait_for_something(&self, sink: Option<&mut u64>, deadline: Option<Instant>) -> Result<(), Error> {
-        let there = |state: &mut State| {
-            let end = state.end.as_ref()?;
-            (end.next() != Next::Nothing || end.is_aborted()).then_some(Ok(()))
-        };
-        let result = self.wait(deadline, there);
-        let Some(&mut sink) = sink else { return result };
-        match result {
-            Err(Error::TimedOut) => {
-                {
-                    let mut state = lock(&self.state);
-                    if let Some(end) = &mut state.end {
-                        end.cancel_sink();
-                    }
-                    self.flush(&mut state);
-                }
-                self.wait(None, |state| match state.free_sinks.remove(&sink) {
-                    true => Some(Err(Error::TimedOut)),
-                    false => there(state),
-                })
-            }
-            other => {
-                let mut state = lock(&self.state);
-                state.free_sinks.remove(&sink);
-                if other.is_err() {
-                    state.memory.take_back(sink);
-                }
-                other
-            }
-        }
-    }
-
-    fn receive_message(&self, to: &mut [u8], wait: Option<Option<Instant>>) -> Result<Option<Received>, Error> {
-        let mut wait = wait;
-        let mut len = 0;
-        let mut truncated = false;
+    fn receive_message(&self, to: &mut [u8], patience: Patience) -> Result<Option<Received>, Error> {
+        // What an earlier call has received.
+        let Partial { bytes, mut truncated } = std::mem::take(&mut lock(&self.state).partial);
+        let mut len = bytes.len().min(to.len());
+        to[..len].copy_from_slice(&bytes[..len]);
+        truncated |= len < bytes.len();
         let mut rest = Vec::new();
         loop {
-            let taken = if len < to.len() {
-                self.receive(&mut to[len..], wait)?
+            let has_room = len < to.len();
+            let taken = if has_room {
+                self.receive(&mut to[len..], patience)
             } else {
-                // What does not fit is received and forgotten; one byte too many tells that there is some.
+                // What does not fit is received and forgotten.
                 rest.resize(4096, 0);
-                self.receive(&mut rest, wait)?
+                self.receive(&mut rest, patience)
             };
+            let taken = taken.inspect_err(|error| {
+                if matches!(error, Error::TimedOut | Error::WouldBlock) {
+                    lock(&self.state).partial = Partial { bytes: to[..len].to_vec(), truncated };
+                }
+            })?;
             if taken.is_end {
-                return if wait == Some(None) && (len > 0 || truncated) { Err(Error::Reset) } else { Ok(None) };
+                return if len > 0 || truncated { Err(Error::Reset) } else { Ok(None) };
             }
-            match len < to.len() {
+            match has_room {
                 true => len += taken.len,
                 false => truncated |= taken.len > 0,
             }
             if taken.ends {
                 return Ok(Some(Received { len, truncated }));
             }
-            // A message that has begun is there soon.
-            wait = Some(None);
         }
     }
 }

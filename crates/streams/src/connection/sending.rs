@@ -1,60 +1,52 @@
 //! Sending.
 
+use super::turns::{Direction, Patience};
 use super::{Connection, Inner, State};
 use crate::context::lock;
-use crate::core::{End, Next, Withdrawal};
+use crate::core::{End, Next};
 use crate::error::Error;
 use std::time::Instant;
 use thruway_fabric::Access;
 
 impl Connection {
-    /// Sends all of the bytes; as one message, if streaming is off. Waits while there is no room for them. Large ones are not copied: the
-    /// peer reads them, or they go to where it wants them, before this returns.
+    /// Sends all of the bytes; as one message, if streaming is off. Waits while there is no room for them. Without a deadline, large ones
+    /// are not copied: the peer reads them, or they go to where it wants them, before this returns; if it does not soon, they are copied
+    /// after all. With a deadline, all are copied, as there is no taking back what a peer that stands still may be about to read.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] at the deadline; then some of the bytes may have been sent. Otherwise why the connection has ended.
+    /// [`Error::TimedOut`] at the deadline: then some of the bytes may have been sent. After a part of a message nothing more can be sent
+    /// ([`Error::MessageCut`]). Otherwise why the connection has ended.
     pub fn send(&self, bytes: &[u8], deadline: Option<Instant>) -> Result<(), Error> {
         let inner = &self.0;
-        let _sender = lock(&inner.sender);
-        let mut rest = bytes;
-        if inner.settings.scheme.has_rendezvous() && bytes.len() >= inner.settings.zero_copy_min as usize {
-            rest = inner.send_source(bytes, deadline)?;
-            if rest.is_empty() {
-                return Ok(());
-            }
+        let _turn = inner.turn(Direction::Send, Patience::of(deadline))?;
+        let is_large = bytes.len() >= inner.settings.zero_copy_min as usize;
+        match inner.settings.scheme.has_rendezvous() && is_large && deadline.is_none() {
+            true => inner.send_source(bytes),
+            false => inner.send_copied(bytes, true, deadline),
         }
-        inner.send_copied(rest, true, deadline)
     }
 
     /// As [`Connection::send`], as far as there is room. Returns how many bytes were taken; a message is taken whole.
     ///
     /// # Errors
-    /// [`Error::WouldBlock`] if there is none.
+    /// [`Error::WouldBlock`] if there is none, or another thread is sending.
     pub fn try_send(&self, bytes: &[u8]) -> Result<usize, Error> {
         let inner = &self.0;
-        let _sender = lock(&inner.sender);
+        let _turn = inner.turn(Direction::Send, Patience::None)?;
         inner.context.poll();
         let mut state = lock(&inner.state);
-        let mut taken = 0;
-        loop {
-            if inner.settings.messages && taken == 0 && state.room()? < bytes.len().max(1) {
-                let most = inner.settings.stage_len;
-                let too_long = bytes.len() > most as usize;
-                return Err(if too_long {
-                    Error::MessageTooLong { len: bytes.len(), most }
-                } else {
-                    Error::WouldBlock
-                });
-            }
-            match state.stage(&bytes[taken..], true)? {
-                Some(len) => taken += len,
-                None if taken == 0 => return Err(Error::WouldBlock),
-                None => break,
-            }
-            if taken == bytes.len() {
-                break;
-            }
+        let room = state.room()?;
+        let most = inner.settings.stage_len;
+        if inner.settings.messages && bytes.len() > most as usize {
+            return Err(Error::MessageTooLong { len: bytes.len(), most });
         }
+        if bytes.is_empty() && !inner.settings.messages {
+            return Ok(0);
+        }
+        if room == 0 || (inner.settings.messages && room < bytes.len()) {
+            return Err(Error::WouldBlock);
+        }
+        let taken = state.stage(bytes, true)?.unwrap_or(0);
         inner.flush(&mut state);
         Ok(taken)
     }
@@ -69,6 +61,9 @@ impl State {
     pub(super) fn check_sending(&self) -> Result<(), Error> {
         if self.has_shut_down || self.end.as_ref().is_some_and(End::is_aborted) {
             return Err(Error::Shutdown);
+        }
+        if self.is_cut {
+            return Err(Error::MessageCut);
         }
         self.check()
     }
@@ -97,16 +92,21 @@ impl Inner {
     pub(super) fn send_copied(&self, bytes: &[u8], ends: bool, deadline: Option<Instant>) -> Result<(), Error> {
         let mut rest = bytes;
         loop {
-            let staged = self.wait(deadline, |state| state.stage(rest, ends).transpose())?;
-            rest = &rest[staged..];
+            let staged = self.wait(deadline, |state| state.stage(rest, ends).transpose());
+            let is_cut = self.settings.messages && (rest.len() < bytes.len() || lock(&self.state).in_message);
+            if staged.is_err() && is_cut {
+                lock(&self.state).is_cut = true;
+            }
+            rest = &rest[staged?..];
+            lock(&self.state).in_message = self.settings.messages && !(ends && rest.is_empty());
             if rest.is_empty() {
                 return Ok(());
             }
         }
     }
 
-    /// Lets the peer take the bytes from where they are. Returns what has to be copied because it does not.
-    fn send_source<'a>(&self, bytes: &'a [u8], deadline: Option<Instant>) -> Result<&'a [u8], Error> {
+    /// Lets the peer take the bytes from where they are, and copies what it does not.
+    fn send_source(&self, bytes: &[u8]) -> Result<(), Error> {
         let mut rest = bytes;
         while rest.len() >= self.settings.zero_copy_min as usize {
             let part = &rest[..rest.len().min(crate::wire::SPAN_MAX as usize)];
@@ -116,16 +116,16 @@ impl Inner {
                 let mut state = lock(&self.state);
                 state.check_sending()?;
                 let source = state.memory.lend(region, 0);
-                (state.awaited_source, state.source_sent) = (Some(source), None);
                 let ends = part.len() == rest.len();
                 if !state.end.as_mut().is_some_and(|end| end.offer_source(source, part.len(), remote, ends)) {
                     state.memory.take_back(source);
-                    return Ok(rest);
+                    break;
                 }
+                (state.awaited_source, state.source_sent) = (Some(source), None);
                 self.flush(&mut state);
                 source
             };
-            let sent = self.wait_for_source(source, deadline);
+            let sent = self.wait_for_source(source);
             let mut state = lock(&self.state);
             state.awaited_source = None;
             if sent.is_err() {
@@ -134,36 +134,38 @@ impl Inner {
             drop(state);
             let sent = sent?;
             rest = &rest[sent..];
+            if rest.is_empty() {
+                return Ok(());
+            }
             if sent < part.len() {
-                return Ok(rest);
+                break;
             }
         }
-        Ok(rest)
+        self.send_copied(rest, true, None)
     }
 
-    fn wait_for_source(&self, source: u64, deadline: Option<Instant>) -> Result<usize, Error> {
+    fn wait_for_source(&self, source: u64) -> Result<usize, Error> {
         let patience = Instant::now() + self.settings.source_timeout;
-        let patience = deadline.map_or(patience, |at| at.min(patience));
         let done = |state: &mut State| state.source_sent.take().map(Ok);
         let first = self.wait(Some(patience), |state| {
             done(state).or_else(|| {
                 // Both ends wait for the other to read: neither would, unless another thread does.
                 let both = matches!(state.end.as_ref().map(End::next), Some(Next::Source { .. }));
-                (both && self.receiver.try_lock().is_ok()).then_some(Err(Error::WouldBlock))
+                (both && !state.receives).then_some(Err(Error::WouldBlock))
             })
         });
         match first {
             Err(Error::TimedOut | Error::WouldBlock) => {}
             other => return other,
         }
-        // Whatever the peer has begun to read is waited for: the memory is in use.
-        let withdrawal = {
+        // Whatever the peer has begun to read is waited for: the memory is in use. So is what it is too late to withdraw.
+        {
             let mut state = lock(&self.state);
-            let withdrawal = state.end.as_mut().map(|end| end.withdraw(source));
+            if let Some(end) = &mut state.end {
+                end.withdraw(source);
+            }
             self.flush(&mut state);
-            withdrawal
-        };
-        debug_assert_ne!(withdrawal, Some(Withdrawal::TooLate), "nothing is sent behind a source while it waits");
+        }
         self.wait(None, done)
     }
 }

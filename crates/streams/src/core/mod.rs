@@ -95,6 +95,8 @@ pub enum Action {
     },
     /// The lock of a source is held: [`End::replace`] it.
     Claimed(u64),
+    /// The peer does not know of the source yet, or not any more: [`End::claim`] it again, if it is still wanted.
+    ClaimAgain(u64),
     /// Set this lock of this end's to this value.
     SetLock(usize, u64),
     /// Post this receive again.
@@ -118,6 +120,9 @@ pub enum Action {
     /// The sink that was offered is the program's again, with nothing written to it.
     SinkFree(u64),
 }
+
+/// Messages that are shorter go in a receive, if they fit, whatever the scheme: what the ring holds is described by fewer parts.
+const RING_MESSAGE_MIN: u32 = 64;
 
 /// A lock of a source: which one, so that it is not taken for a later source's, and who holds it.
 fn lock_of(source: u32, holder: Holder) -> u64 {
@@ -290,7 +295,7 @@ impl End {
                 Completion::Stage(to) => self.sending.free_stage(to),
                 Completion::Source(source) => self.source_written(source),
                 Completion::Fetched => self.fetched(),
-                Completion::Claim(source) => self.claim_answered(source, lock == lock_of(source, Holder::Nobody)),
+                Completion::Claim(source) => self.claim_answered(source, lock),
             }
         }
         self.pump();
@@ -308,7 +313,10 @@ impl End {
         let keeps = matches!(frame.message, Message::Data { .. });
         match frame.message {
             Message::Data { len, end } => self.receiving.data(slot, len, end)?,
-            Message::RingWritten { len, end } => self.receiving.ring(len, end, self.own.ring_len)?,
+            Message::RingWritten { len, end } => {
+                let pieces_max = self.pieces_max();
+                self.receiving.ring(len, end && self.settings.messages, self.own.ring_len, pieces_max)?;
+            }
             Message::SourceAvailable { len, end, id, source } => {
                 self.receiving.source(len, end, id, source)?;
                 self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Nobody)));
@@ -353,7 +361,7 @@ impl End {
     pub fn has_delivered(&self) -> bool {
         let returned = self.messages_sent.wrapping_sub(self.messages_returned);
         let since_data = self.messages_sent.wrapping_sub(self.last_data);
-        returned <= since_data && self.is_drained() && self.sending.has_no_sources()
+        returned <= since_data && self.is_drained() && !self.has_sources()
     }
 
     /// Either end has aborted.
@@ -391,6 +399,13 @@ impl End {
 
     fn has_credit_for_data(&self) -> bool {
         self.credits() > RESERVED_RECEIVES.into() && self.has_queue_room(3)
+    }
+
+    /// Parts of the stream that an honest peer may have told of and this end has not taken: short messages do not go through the ring, but
+    /// for their last part.
+    fn pieces_max(&self) -> usize {
+        let in_ring = self.own.ring_len as usize / (self.own.receive_len.min(RING_MESSAGE_MIN) as usize / 2);
+        in_ring + usize::from(self.own.receives) + SOURCES_MAX + 8
     }
 
     /// Room for so many requests. Numbers of requests that are posted differ by less than the queue's length, too.

@@ -62,11 +62,11 @@ pub enum Next {
     End,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum Piece {
     Receive { slot: u16, offset: usize, len: usize, end: bool },
     Ring { len: usize, end: bool },
-    Source(Incoming),
+    Source(Box<Incoming>),
     Sink { target: u64, len: usize, end: bool },
     End,
 }
@@ -169,10 +169,13 @@ impl Receiving {
         Ok(())
     }
 
-    pub(super) fn ring(&mut self, len: u32, end: bool, ring_len: u32) -> Result<(), Violation> {
+    pub(super) fn ring(&mut self, len: u32, end: bool, ring_len: u32, pieces_max: usize) -> Result<(), Violation> {
         let len = len as usize;
         if len > ring_len as usize - self.ring_unread {
             return Err(Violation("more bytes in the ring than it has"));
+        }
+        if self.pieces.len() >= pieces_max {
+            return Err(Violation("more parts of messages than a ring can have"));
         }
         self.arrive()?;
         self.ring_unread += len;
@@ -193,7 +196,7 @@ impl Receiving {
         }
         self.arrive()?;
         self.sources += 1;
-        self.pieces.push_back(Piece::Source(Incoming {
+        self.pieces.push_back(Piece::Source(Box::new(Incoming {
             id,
             remote,
             len,
@@ -206,7 +209,7 @@ impl Receiving {
             withdrawn: false,
             locked: false,
             held: false,
-        }));
+        })));
         Ok(())
     }
 

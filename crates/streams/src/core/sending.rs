@@ -1,6 +1,6 @@
 //! From the program to the peer.
 
-use super::{Action, Completion, End, Holder, Local, Span, lock_of};
+use super::{Action, Completion, End, Holder, Local, RING_MESSAGE_MIN, Span, lock_of};
 use crate::settings::Scheme;
 use crate::wire::{Message, SPAN_MAX, Violation};
 use std::collections::VecDeque;
@@ -8,6 +8,9 @@ use thruway_fabric::RemoteAddr;
 
 /// Sources that may be announced at a time.
 pub const SOURCES_MAX: usize = 16;
+
+/// How often a lock is asked for that the peer does not know yet.
+const CLAIMS_MAX: u16 = 1000;
 
 /// What became of a wish to withdraw a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +30,8 @@ pub enum Claim {
     Granted,
     /// The peer's lock has been asked for; [`Action::Claimed`] follows if it is free.
     Asked,
+    /// Not now: another is being asked for.
+    Busy,
     /// No: it will be done some time.
     Refused,
     /// There is no such source: it is done.
@@ -68,6 +73,8 @@ struct Source {
     withdrawing: bool,
     /// It has been put elsewhere, or tried to be: that is done once.
     claimed: bool,
+    /// How often the peer did not know of it when its lock was asked for.
+    claims: u16,
     /// Bytes of it that are not part of the stream.
     withdrawn: usize,
 }
@@ -160,10 +167,6 @@ impl Sending {
         self.sink = None;
     }
 
-    pub(super) fn has_no_sources(&self) -> bool {
-        self.sources.is_empty()
-    }
-
     pub(super) fn disconnected(&mut self) -> Result<(), Violation> {
         if !self.disconnect_sent {
             return Err(Violation("an answer to an end that was not sent"));
@@ -242,6 +245,7 @@ impl End {
             finished: false,
             withdrawing: false,
             claimed: false,
+            claims: 0,
             withdrawn: 0,
         });
         self.sending.items.push_back(Item::Source(id));
@@ -299,8 +303,11 @@ impl End {
             source.claimed = true;
             return Claim::Granted;
         }
-        if locks.addr == 0 || is_claiming || !has_queue_room {
+        if locks.addr == 0 {
             return Claim::Refused;
+        }
+        if is_claiming || !has_queue_room {
+            return Claim::Busy;
         }
         source.claimed = true;
         let source_id = source.id;
@@ -312,12 +319,16 @@ impl End {
         Claim::Asked
     }
 
-    pub(super) fn claim_answered(&mut self, id: u32, is_free: bool) {
+    pub(super) fn claim_answered(&mut self, id: u32, lock: u64) {
         self.sending.is_claiming = false;
-        let source = self.sending.sources.iter_mut().find(|source| source.id == id);
         // Without one, the peer has read it meanwhile.
-        if let Some(source) = source.filter(|_| is_free) {
+        let Some(source) = self.sending.sources.iter_mut().find(|source| source.id == id) else { return };
+        if lock == lock_of(id, Holder::Nobody) {
             self.actions.push_back(Action::Claimed(source.user));
+        } else if lock != lock_of(id, Holder::Receiver) && source.claims < CLAIMS_MAX {
+            source.claims += 1;
+            source.claimed = false;
+            self.actions.push_back(Action::ClaimAgain(source.user));
         }
     }
 
@@ -344,6 +355,11 @@ impl End {
     /// Whether the peer has everything that was sent, and knows that nothing follows.
     pub fn has_arrived(&self) -> bool {
         self.sending.disconnected && self.sending.sources.is_empty()
+    }
+
+    /// Whether the peer may still read the program's memory.
+    pub fn has_sources(&self) -> bool {
+        !self.sending.sources.is_empty()
     }
 
     /// Whether everything that was written has been handed to the device.
@@ -431,7 +447,8 @@ impl End {
             return true;
         }
         let data_max = self.settings.data_max(self.peer.receive_len) as usize;
-        let is_small = self.settings.scheme == Scheme::Adaptive && len <= data_max;
+        let is_short = self.settings.messages && end && len < RING_MESSAGE_MIN as usize;
+        let is_small = (self.settings.scheme == Scheme::Adaptive || is_short) && len <= data_max;
         if !self.uses_ring() || is_small || len == 0 {
             let part = len.min(data_max);
             let payload = self.staged(part);

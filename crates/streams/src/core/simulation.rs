@@ -58,6 +58,8 @@ struct Side {
     claims: u32,
     /// Those that were free.
     granted: u32,
+    /// Those that the peer did not know of yet.
+    again: u32,
     has_shut_down: bool,
     has_seen_end: bool,
 }
@@ -102,6 +104,7 @@ impl Side {
             claim_result: 0,
             claims: 0,
             granted: 0,
+            again: 0,
             has_shut_down: false,
             has_seen_end: false,
         }
@@ -147,6 +150,10 @@ impl Side {
                 Action::Read { id, from, to } => self.queue.push_back(Request::Read(id, from, to)),
                 Action::Claim { id, lock, compare, swap } => {
                     self.queue.push_back(Request::Claim(id, lock, compare, swap));
+                }
+                Action::ClaimAgain(source) => {
+                    self.again += 1;
+                    self.end.claim(source);
                 }
                 Action::Claimed(source) => {
                     self.granted += 1;
@@ -224,7 +231,7 @@ impl Side {
                     match self.end.claim(source) {
                         Claim::Granted => self.put_elsewhere(source),
                         Claim::Asked => self.claims += 1,
-                        Claim::Refused | Claim::Done => {}
+                        Claim::Busy | Claim::Refused | Claim::Done => {}
                     }
                 } else if self.waits_for_source.is_none()
                     && let Some(&source) = self.sources.keys().min()
