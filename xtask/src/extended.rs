@@ -21,7 +21,9 @@ pub(crate) fn install(prefix: &str) -> Result<(), String> {
     let real = libraries.join(format!("libthruway_extended.so.{version}"));
     // Beside the old one, which programs may have mapped.
     let new = libraries.join(".libthruway_extended.so.new");
-    fs::copy("target/release/libthruway_extended.so", &new).map_err(|error| format!("{}: {error}", new.display()))?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    let built = Path::new(&target).join("release/libthruway_extended.so");
+    fs::copy(&built, &new).map_err(|error| format!("{}: {error}", built.display()))?;
     fs::rename(&new, &real).map_err(|error| format!("{}: {error}", real.display()))?;
     for link in ["libthruway_extended.so.0", "libthruway_extended.so"] {
         let link = libraries.join(link);

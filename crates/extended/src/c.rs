@@ -222,7 +222,7 @@ fn flags(flags: c_int) -> Result<bool, Error> {
     match flags {
         0 => Ok(true),
         libc::MSG_DONTWAIT => Ok(false),
-        other => Err(Error::Setting { what: "flags", value: other as u64, least: 0, most: libc::MSG_DONTWAIT as u64 }),
+        other => Err(Error::Flags(other)),
     }
 }
 
@@ -237,6 +237,9 @@ pub unsafe extern "C" fn tw_send(
     len: usize,
     call_flags: c_int,
 ) -> isize {
+    if let Some(refused) = too_long(len) {
+        return refused;
+    }
     // SAFETY: the caller's promise.
     let (socket, bytes) = unsafe { (&*socket, slice(bytes.cast(), len)) };
     told_len(flags(call_flags).and_then(|waits| match waits {
@@ -256,6 +259,9 @@ pub unsafe extern "C" fn tw_recv(
     len: usize,
     call_flags: c_int,
 ) -> isize {
+    if let Some(refused) = too_long(len) {
+        return refused;
+    }
     // SAFETY: the caller's promise.
     let (socket, to) = unsafe { (&*socket, slice_mut(bytes.cast(), len)) };
     told_len(flags(call_flags).and_then(|waits| match waits {
@@ -276,6 +282,9 @@ pub unsafe extern "C" fn tw_recv_message(
     call_flags: c_int,
     truncated: *mut c_int,
 ) -> isize {
+    if let Some(refused) = too_long(len) {
+        return refused;
+    }
     // SAFETY: the caller's promise.
     let (socket, to) = unsafe { (&*socket, slice_mut(bytes.cast(), len)) };
     let received = flags(call_flags).and_then(|waits| match waits {
@@ -296,6 +305,14 @@ pub unsafe extern "C" fn tw_recv_message(
         }
         Err(error) => told_len(Err(error)),
     }
+}
+
+/// No memory is that long.
+fn too_long(len: usize) -> Option<isize> {
+    (len > isize::MAX as usize).then(|| {
+        set_error(libc::EINVAL, "a length that no memory has");
+        -1
+    })
 }
 
 /// # Safety
@@ -334,6 +351,17 @@ pub unsafe extern "C" fn tw_close(socket: *mut ExtendedSocket, timeout_ms: c_int
     told(socket.close(deadline(timeout_ms)))
 }
 
+/// See the header.
+///
+/// # Safety
+/// As the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tw_abort(socket: *const ExtendedSocket) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { &*socket }.abort();
+    0
+}
+
 fn deadline(timeout_ms: c_int) -> Option<Instant> {
     u64::try_from(timeout_ms).ok().map(|ms| Instant::now() + Duration::from_millis(ms))
 }
@@ -349,7 +377,9 @@ pub unsafe extern "C" fn tw_register(
     len: usize,
     peer_access: c_uint,
 ) -> *mut TwRegion {
-    if peer_access & !(READ | WRITE | ATOMIC) != 0 || memory.is_null() || len == 0 {
+    let is_memory =
+        !memory.is_null() && len > 0 && len <= isize::MAX as usize && (memory as usize).checked_add(len).is_some();
+    if peer_access & !(READ | WRITE | ATOMIC) != 0 || !is_memory {
         set_error(libc::EINVAL, "unknown access, or no memory to register");
         return std::ptr::null_mut();
     }
@@ -375,7 +405,7 @@ pub unsafe extern "C" fn tw_register(
 pub unsafe extern "C" fn tw_unregister(region: *mut TwRegion) {
     if !region.is_null() {
         // SAFETY: it comes from `tw_register`, and the caller gives it back.
-        drop(unsafe { Box::from_raw(region) });
+        unsafe { Box::from_raw(region) }.0.close();
     }
 }
 
@@ -480,7 +510,7 @@ unsafe fn give(completions: Result<Vec<Completion>, Error>, to: *mut TwCompletio
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tw_poll(socket: *const ExtendedSocket, to: *mut TwCompletion, max: c_int) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { give(Ok((*socket).completions(max.max(0) as usize)), to) }
+    unsafe { give((*socket).completions(max.max(0) as usize), to) }
 }
 
 /// See the header.

@@ -21,7 +21,8 @@ pub(crate) struct Opened {
     listeners: Mutex<HashMap<IpAddr, Listener>>,
 }
 
-type Key = (Carrier, Option<String>, Choice);
+/// The process is part of it: a forked child has its parent's devices without the threads that see to them.
+type Key = (u32, Carrier, Option<String>, Choice);
 
 /// Which of the ways in user space may be taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,7 +37,7 @@ static OPENED: Mutex<Option<HashMap<Key, Weak<Opened>>>> = Mutex::new(None);
 impl Opened {
     /// The device in user space.
     pub(crate) fn user(choice: Choice) -> Result<Arc<Opened>, Error> {
-        Opened::get((Carrier::User, None, choice), || match choice {
+        Opened::get((std::process::id(), Carrier::User, None, choice), || match choice {
             Choice::Both => Ok(iwarp::Config { shm: Some(shm::Config::default()), ..iwarp::Config::default() }.into()),
             Choice::Iwarp => Ok(iwarp::Config::default().into()),
             Choice::Shm => Ok(shm::Config::default().into()),
@@ -47,7 +48,7 @@ impl Opened {
     pub(crate) fn verbs(local: IpAddr) -> Result<Arc<Opened>, Error> {
         let config = verbs::Config::at(local)?;
         let name = config.device.clone();
-        Opened::get((Carrier::Verbs, name, Choice::Both), || Ok(config.into()))
+        Opened::get((std::process::id(), Carrier::Verbs, name, Choice::Both), || Ok(config.into()))
     }
 
     fn get(key: Key, provider: impl FnOnce() -> Result<Provider, Error>) -> Result<Arc<Opened>, Error> {

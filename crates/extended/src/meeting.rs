@@ -71,6 +71,9 @@ impl Default for Options {
 /// sent over it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// An option has a value that it cannot have.
+    #[error("{0}")]
+    Option(String),
     /// The descriptor is not of a connected TCP socket.
     #[error("not a connected TCP socket: {0}")]
     Socket(#[source] io::Error),
@@ -108,6 +111,8 @@ impl Error {
     /// As an error number of `errno.h`.
     pub fn errno(&self) -> i32 {
         let errno = match self {
+            Error::Socket(error) if error.kind() == io::ErrorKind::Unsupported => Errno::AFNOSUPPORT,
+            Error::Option(_) => Errno::INVAL,
             Error::Socket(error) | Error::Tcp(error) => return error.raw_os_error().unwrap_or(5),
             Error::Closed => Errno::CONNRESET,
             Error::TimedOut => Errno::TIMEDOUT,
@@ -236,7 +241,14 @@ impl<'a> Meeting<'a> {
             return Err(socket(Errno::PROTOTYPE));
         }
         let plain = |at: SocketAddr| SocketAddr::new(at.ip().to_canonical(), at.port());
-        let deadline = Instant::now() + options.timeout;
+        let buffers = 4096..=1 << 30;
+        for (what, len) in [("receive_buffer", options.receive_buffer), ("send_buffer", options.send_buffer)] {
+            if !buffers.contains(&len) {
+                return Err(Error::Option(format!("{what}: {len} is not between 4096 and 1073741824")));
+            }
+        }
+        let deadline = Instant::now().checked_add(options.timeout);
+        let deadline = deadline.ok_or_else(|| Error::Option("timeout: longer than time".into()))?;
         let meeting = Meeting { tcp, local: plain(local), peer: plain(peer), options, deadline };
         meeting.send(&Frame::Hello { role: role as u8, messages: options.messages, plaintext: options.plaintext })?;
         let hello = meeting.receive(None)?.expect("waits");

@@ -54,6 +54,12 @@ pub enum Error {
     /// An atomic operation on a word that is not at a multiple of 8.
     #[error("the word of an atomic operation is not at a multiple of 8: {0:#x}")]
     Unaligned(u64),
+    /// A call for the other kind of connection.
+    #[error("{0}")]
+    WrongCall(&'static str),
+    /// Flags that are not known.
+    #[error("unknown flags {0:#x}: only MSG_DONTWAIT may be set")]
+    Flags(i32),
     /// It would have to wait.
     #[error("the operation would have to wait")]
     WouldBlock,
@@ -100,6 +106,7 @@ impl Error {
             Error::Fabric(thruway_fabric::Error::QueueFull(_)) | Error::QueueFull(_) => ENOBUFS,
             Error::Fabric(thruway_fabric::Error::Connection { .. }) => ECONNREFUSED,
             Error::Fabric(_) | Error::Setting { .. } | Error::OutsideRegion { .. } | Error::Unaligned(_) => EINVAL,
+            Error::WrongCall(_) | Error::Flags(_) => EINVAL,
             Error::Memory(_) => ENOMEM,
             Error::Violation(_) | Error::Mismatch(_) => EPROTO,
             Error::Ended(ConnectionError::TimedOut) | Error::TimedOut => ETIMEDOUT,

@@ -109,14 +109,8 @@ pub fn peer(data: &[u8]) {
                     check(&frame, &peer);
                     requests.push_back(id);
                 }
-                Action::Write { id, from, to, .. } => {
-                    let len: usize = from.iter().flatten().map(|span| span.len).sum();
-                    let is_in_ring =
-                        to.rkey == peer.ring.rkey && to.addr.wrapping_sub(peer.ring.addr) < peer.ring_len.into();
-                    assert!(
-                        len > 0 && (!is_in_ring || len <= peer.ring_len as usize || users > 0),
-                        "a write of {len} bytes"
-                    );
+                Action::Write { id, from, .. } => {
+                    assert!(from.iter().flatten().any(|span| span.len > 0), "a write of nothing");
                     requests.push_back(id);
                 }
                 Action::Read { id, to, .. } => {

@@ -1,19 +1,24 @@
 //! One-sided operations: the program reads, writes and changes registered memory of its peer.
 
-use crate::connection::{Connection, State};
+use crate::connection::{Connection, Inner, State};
 use crate::error::Error;
 use crate::memory::{OPERATION, OPERATIONS_MAX};
+use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use thruway_fabric::{Access, MemoryRegion, Owner, Payload, RemoteAddr, SendFlags, SendOp, SendRequest, Sge, Status};
 
 /// Bytes of a [`RemoteRegion`] for the peer.
 pub const REMOTE_REGION_LEN: usize = 20;
 
-/// Memory of this program that one-sided operations use.
+/// Memory of this program that one-sided operations use. Dropping it does not wait for those that are on their way, for which the
+/// memory's owner is kept: [`Region::close`] does.
 pub struct Region {
     region: MemoryRegion,
+    /// Shared with requests that are posted.
+    in_use: Arc<dyn Any + Send + Sync>,
+    connection: Arc<Inner>,
 }
 
 /// Memory of the peer's program, as the peer has described it.
@@ -64,6 +69,20 @@ impl Region {
     pub fn remote(&self) -> RemoteRegion {
         let at = self.region.remote(0);
         RemoteRegion { addr: at.addr, len: self.region.len() as u64, key: at.rkey }
+    }
+
+    /// Drops it, and waits until nothing uses the memory any more: operations that are on their way, of this end or the peer's.
+    pub fn close(self) {
+        let Region { region, in_use, connection } = self;
+        drop(region);
+        while Arc::strong_count(&in_use) > 1 {
+            let epoch = connection.context.epoch();
+            connection.context.poll();
+            if Arc::strong_count(&in_use) > 1 {
+                let soon = Instant::now() + Duration::from_millis(5);
+                let _ = connection.context.wait(epoch, Some(soon));
+            }
+        }
     }
 
     fn at(&self, offset: u64, len: u64) -> Result<Sge, Error> {
@@ -164,9 +183,10 @@ impl Connection {
     /// # Errors
     /// If the device has no more keys, or cannot hold the memory in place.
     pub unsafe fn register(&self, at: *mut u8, len: usize, access: Access, owner: Owner) -> Result<Region, Error> {
+        let in_use: Owner = Arc::new(owner);
         // SAFETY: the caller's promise.
-        let region = unsafe { self.0.pd.register_raw(at, len, access | Access::LOCAL_WRITE, owner) }?;
-        Ok(Region { region })
+        let region = unsafe { self.0.pd.register_raw(at, len, access | Access::LOCAL_WRITE, Arc::clone(&in_use)) }?;
+        Ok(Region { region, in_use, connection: Arc::clone(&self.0) })
     }
 
     /// Registers a buffer.
@@ -174,7 +194,9 @@ impl Connection {
     /// # Errors
     /// As [`Connection::register`].
     pub fn register_buffer(&self, buffer: &Arc<thruway_fabric::Buffer>, access: Access) -> Result<Region, Error> {
-        Ok(Region { region: self.0.pd.register(buffer, access | Access::LOCAL_WRITE)? })
+        let owner: Owner = Arc::clone(buffer) as Owner;
+        // SAFETY: the buffer owns the memory, and is kept.
+        unsafe { self.register(buffer.as_ptr(), buffer.len(), access, owner) }
     }
 
     /// Writes `len` bytes of `from` to the peer's memory. The completion says that `from` may be changed again; the peer has the bytes
@@ -236,12 +258,20 @@ impl Connection {
         self.begin(Kind::Flush(to.at(0, to.len.min(8))?), context)
     }
 
-    /// Completions that have not been taken, in the order in which the operations were begun.
-    pub fn completions(&self, max: usize) -> Vec<Completion> {
+    /// Completions that have not been taken, in the order in which the operations were begun; none if there are none.
+    ///
+    /// # Errors
+    /// Without any, why the connection has ended.
+    pub fn completions(&self, max: usize) -> Result<Vec<Completion>, Error> {
         self.0.context.poll();
-        let done = &mut self.0.state().operations.done;
+        let mut state = self.0.state();
+        let done = &mut state.operations.done;
         let count = done.len().min(max);
-        done.drain(..count).collect()
+        let taken: Vec<Completion> = done.drain(..count).collect();
+        if taken.is_empty() {
+            state.check()?;
+        }
+        Ok(taken)
     }
 
     /// Waits for at least one completion.

@@ -65,14 +65,16 @@ const char *tw_error(void);
 
 int tw_get_info(tw_socket *socket, struct tw_info *info);
 
-/* Bytes or messages. flags: 0 or MSG_DONTWAIT. tw_send returns len, or less with MSG_DONTWAIT; tw_recv 0 at the end,
- * where messages are wanted -1 with ENODATA. A message that is longer than len is cut, and *truncated set, which may be NULL. */
+/* Bytes, by tw_recv, or messages, by tw_recv_message. flags: 0 or MSG_DONTWAIT. tw_send returns len, or less with MSG_DONTWAIT;
+ * tw_recv 0 at the end, and tw_recv_message -1 with ENODATA. A message that is longer than len is cut, and *truncated set, which may be NULL. */
 ssize_t tw_send(tw_socket *socket, const void *bytes, size_t len, int flags);
 ssize_t tw_recv(tw_socket *socket, void *bytes, size_t len, int flags);
 ssize_t tw_recv_message(tw_socket *socket, void *bytes, size_t len, int flags, int *truncated);
 
 /* Sends nothing more. */
 int tw_shutdown(tw_socket *socket);
+/* Ends it at once: calls of other threads that wait return ECONNRESET, and the peer's do. It has still to be closed. */
+int tw_abort(tw_socket *socket);
 /* The same, waits until the peer has everything (timeout_ms; -1: as long as it takes), and frees the socket in any case.
  * -1: bytes may have been lost. The TCP connection stays. No other thread may use the socket, and its regions must be gone. */
 int tw_close(tw_socket *socket, int timeout_ms);
@@ -82,7 +84,8 @@ int tw_close(tw_socket *socket, int timeout_ms);
 #define TW_WRITE 2u
 #define TW_ATOMIC 4u
 
-/* Registers memory, which has to stay mapped until it is unregistered. Its owner's operations may always read and write it. */
+/* Registers memory, which has to be mapped until it is unregistered. Its owner's operations may always read and write it.
+ * tw_unregister waits for operations that are on their way. */
 tw_region *tw_register(tw_socket *socket, void *memory, size_t len, unsigned int peer_access);
 void tw_unregister(tw_region *region);
 

@@ -137,12 +137,12 @@ impl Inner {
             faulted: false,
             waits_for_claim: false,
         });
-        self.flush(&mut state);
+        self.post_actions(&mut state);
         Ok(true)
     }
 
     /// Waits until none of this memory is being sent any more, by whatever connection: before writing to it oneself.
-    pub(super) fn finish(&self, at: usize, len: usize, patience: Patience) -> Result<(), Error> {
+    pub(super) fn wait_until_sent(&self, at: usize, len: usize, patience: Patience) -> Result<(), Error> {
         while let Some((start, (weak, source))) = protect::sender_of(at, len) {
             let Some(sender) = weak.upgrade() else {
                 protect::unprotect(start, &weak, source);
@@ -165,7 +165,7 @@ impl Inner {
         let is_first = !std::mem::replace(&mut sent.faulted, true);
         sent.waits_for_claim = is_first && self.settings.on_write == OnWrite::Copy;
         state.asynchronous.faults += u32::from(is_first);
-        self.flush(&mut state);
+        self.post_actions(&mut state);
         drop(state);
         self.tell();
     }

@@ -190,7 +190,22 @@ impl Connection {
         if let Some(end) = &mut state.end {
             end.shutdown();
         }
-        self.0.flush(&mut state);
+        self.0.post_actions(&mut state);
+    }
+
+    /// Ends the connection at once: calls of other threads that wait return [`Error::Reset`], and the peer's do. What it has not received is lost.
+    pub fn abort(&self) {
+        let mut state = lock(&self.0.state);
+        if let Some(end) = &mut state.end {
+            end.abort();
+        }
+        self.0.post_actions(&mut state);
+        state.failed.get_or_insert_with(|| "aborted".to_owned());
+        state.release_all();
+        self.0.notify(&mut state);
+        drop(state);
+        self.0.qp.disconnect();
+        self.0.tell();
     }
 
     /// Sends nothing more, and waits until the peer has everything, at most until the deadline.
@@ -273,7 +288,7 @@ impl Inner {
             state.end.as_mut().expect("as before").shutdown();
         }
         let early = std::mem::take(&mut state.early);
-        self.take(&mut state, &early);
+        self.handle(&mut state, &early);
     }
 
     /// The peer has accepted. Returns whether a thread waits for this connection.
@@ -299,7 +314,7 @@ impl Inner {
         let mut state = lock(&self.state);
         state.ended.get_or_insert(cause);
         state.release_all();
-        self.ring(&mut state);
+        self.notify(&mut state);
         self.waiting.load(Ordering::SeqCst) > 0
     }
 
@@ -309,12 +324,12 @@ impl Inner {
         if state.end.is_none() {
             state.early.extend(completions);
         } else {
-            self.take(&mut state, completions);
+            self.handle(&mut state, completions);
         }
         self.waiting.load(Ordering::SeqCst) > 0
     }
 
-    fn take(&self, state: &mut State, completions: &[WorkCompletion]) {
+    fn handle(&self, state: &mut State, completions: &[WorkCompletion]) {
         let news = |state: &State| (state.end.as_ref().map(End::news), state.operations.news());
         let before = news(state);
         for wc in completions {
@@ -339,9 +354,9 @@ impl Inner {
                 self.fail(state, &violation.to_string());
             }
         }
-        self.flush(state);
+        self.post_actions(state);
         if news(state) != before {
-            self.ring(state);
+            self.notify(state);
         }
     }
 
@@ -350,11 +365,11 @@ impl Inner {
         state.failed.get_or_insert_with(|| why.to_owned());
         self.qp.disconnect();
         state.release_all();
-        self.ring(state);
+        self.notify(state);
     }
 
     /// Posts what the end wants posted.
-    pub(crate) fn flush(&self, state: &mut State) {
+    pub(crate) fn post_actions(&self, state: &mut State) {
         let mut error = None;
         // What can be put elsewhere makes more to do.
         while let Some(action) = self.next_action(state) {
@@ -402,7 +417,7 @@ impl Inner {
         })
     }
 
-    fn ring(&self, state: &mut State) {
+    fn notify(&self, state: &mut State) {
         if let Some(bell) = self.bell.get()
             && !std::mem::replace(&mut state.rung, true)
         {
@@ -430,7 +445,7 @@ impl Inner {
         let mut look = || {
             let mut state = lock(&self.state);
             let found = look(&mut state);
-            self.flush(&mut state);
+            self.post_actions(&mut state);
             // What has come before the end counts.
             found.or_else(|| state.check().err().map(Err))
         };

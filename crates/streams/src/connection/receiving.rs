@@ -33,6 +33,7 @@ impl Connection {
     /// # Errors
     /// [`Error::TimedOut`] at the deadline, [`Error::Reset`] or [`Error::Ended`] if the peer has gone without ending its stream.
     pub fn recv(&self, to: &mut [u8], deadline: Option<Instant>) -> Result<usize, Error> {
+        self.0.check_kind(false)?;
         let patience = Patience::of(deadline);
         let _turn = self.0.turn(Direction::Receive, patience)?;
         Ok(self.0.receive(to, patience)?.len)
@@ -43,16 +44,18 @@ impl Connection {
     /// # Errors
     /// [`Error::WouldBlock`] if nothing has come, or another thread is receiving.
     pub fn try_recv(&self, to: &mut [u8]) -> Result<usize, Error> {
+        self.0.check_kind(false)?;
         let _turn = self.0.turn(Direction::Receive, Patience::None)?;
         Ok(self.0.receive(to, Patience::None)?.len)
     }
 
     /// Receives a message, where streaming is off. `None` at the end. What has come of a message when the deadline is over is kept for the next
-    /// call.
+    /// call, as far as it fitted: the buffers of both are best of one length.
     ///
     /// # Errors
     /// As [`Connection::recv`].
     pub fn recv_message(&self, to: &mut [u8], deadline: Option<Instant>) -> Result<Option<Received>, Error> {
+        self.0.check_kind(true)?;
         let patience = Patience::of(deadline);
         let _turn = self.0.turn(Direction::Receive, patience)?;
         self.0.receive_message(to, patience)
@@ -63,6 +66,7 @@ impl Connection {
     /// # Errors
     /// [`Error::WouldBlock`] if no whole message has come, or another thread is receiving.
     pub fn try_recv_message(&self, to: &mut [u8]) -> Result<Option<Received>, Error> {
+        self.0.check_kind(true)?;
         let _turn = self.0.turn(Direction::Receive, Patience::None)?;
         self.0.receive_message(to, Patience::None)
     }
@@ -123,6 +127,14 @@ struct Taken {
 }
 
 impl Inner {
+    fn check_kind(&self, messages: bool) -> Result<(), Error> {
+        match self.settings.messages == messages {
+            true => Ok(()),
+            false if messages => Err(Error::WrongCall("this is a stream of bytes: it has no messages to receive")),
+            false => Err(Error::WrongCall("this has messages, which are received whole")),
+        }
+    }
+
     /// Takes what there is; waits for the first of it.
     fn receive(&self, to: &mut [u8], patience: Patience) -> Result<Taken, Error> {
         let mut sink = None;
@@ -144,13 +156,13 @@ impl Inner {
         if patience == Patience::None {
             self.context.poll();
         }
-        // Not while a lock is held that the sender needs.
-        self.finish(to.as_ptr() as usize, to.len(), patience)?;
+        // Copying to memory that is being sent waits for the sender, which may need the lock that is held while copying.
+        self.wait_until_sent(to.as_ptr() as usize, to.len(), patience)?;
         let min = self.settings.zero_copy_min as usize;
         loop {
             let mut state = lock(&self.state);
             let found = state.copy_next(&mut to[len..]);
-            self.flush(&mut state);
+            self.post_actions(&mut state);
             match found {
                 Found::Copied { len: copied, ends } => {
                     len += copied;
@@ -161,14 +173,14 @@ impl Inner {
                 Found::Sink { len: written, ends } => {
                     // It is the one that this call has offered.
                     state.end.as_mut().expect("an end with a sink").consume(written);
-                    self.flush(&mut state);
+                    self.post_actions(&mut state);
                     return Ok(Taken { len: len + written, ends, is_end: false });
                 }
                 Found::End => return Ok(Taken { len, ends: false, is_end: len == 0 }),
                 Found::Source(_) | Found::Fetching | Found::Nothing if len > 0 => {
                     return Ok(Taken { len, ends: false, is_end: false });
                 }
-                // What is read into the program's memory has to be waited for.
+                // What is read into the program's memory has to be waited for. Less than the landing area is quicker copied from there.
                 Found::Source(left) if patience == Patience::Endless && to.len().min(left) >= min.min(LANDING_LEN) => {
                     drop(state);
                     if let Some(taken) = self.fetch(to)? {
@@ -251,7 +263,7 @@ impl Inner {
         if !offered {
             state.memory.take_back(target);
         }
-        self.flush(state);
+        self.post_actions(state);
         Ok(offered.then_some(target))
     }
 

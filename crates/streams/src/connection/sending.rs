@@ -44,10 +44,14 @@ impl Connection {
             return Ok(0);
         }
         if room == 0 || (inner.settings.messages && room < bytes.len()) {
+            if let Some(end) = &mut state.end {
+                end.request_room();
+            }
+            inner.post_actions(&mut state);
             return Err(Error::WouldBlock);
         }
         let taken = state.stage(bytes, true)?.unwrap_or(0);
-        inner.flush(&mut state);
+        inner.post_actions(&mut state);
         Ok(taken)
     }
 }
@@ -122,7 +126,7 @@ impl Inner {
                     break;
                 }
                 (state.awaited_source, state.source_sent) = (Some(source), None);
-                self.flush(&mut state);
+                self.post_actions(&mut state);
                 source
             };
             let sent = self.wait_for_source(source);
@@ -164,7 +168,7 @@ impl Inner {
             if let Some(end) = &mut state.end {
                 end.withdraw(source);
             }
-            self.flush(&mut state);
+            self.post_actions(&mut state);
         }
         self.wait(None, done)
     }

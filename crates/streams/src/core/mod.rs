@@ -275,7 +275,7 @@ impl End {
     }
 
     /// A request has completed, and with it all sends and writes before it, if it is one. Reads and claims are over by their own
-    /// completions, which may come later than those of sends behind them. `lock` is what the last lock that was asked for was before.
+    /// completions only. `lock` is what the last lock that was asked for was before.
     pub fn completed(&mut self, id: u64, lock: u64) {
         let Some(is_send) = self.posted.iter().find(|posted| posted.id == id).map(|posted| posted.what.is_of_send())
         else {
@@ -406,6 +406,15 @@ impl End {
     fn pieces_max(&self) -> usize {
         let in_ring = self.own.ring_len as usize / (self.own.receive_len.min(RING_MESSAGE_MIN) as usize / 2);
         in_ring + usize::from(self.own.receives) + SOURCES_MAX + 8
+    }
+
+    /// Room in the stage is wanted: has a completion reported, if none is on its way that says which of it is free.
+    pub fn request_room(&mut self) {
+        let is_reported = self.posted.iter().all(|posted| posted.id <= self.signaled || !posted.what.is_of_send());
+        if !is_reported && self.is_drained() && self.credits() > 0 && self.has_queue_room(1) {
+            self.sending.want_completion();
+            self.send(Message::Acknowledge, [None; 2], Completion::Nothing);
+        }
     }
 
     /// Room for so many requests. Numbers of requests that are posted differ by less than the queue's length, too.

@@ -92,6 +92,8 @@ pub(super) struct Sending {
     freed: u64,
     /// What of the stage the last signalled request covers.
     reported: u64,
+    /// The next request is to be reported, however little it covers.
+    completion_wanted: bool,
     /// Bytes that have been written to the peer's ring, and that have been read from there.
     ring_written: u64,
     ring_read: u64,
@@ -122,6 +124,7 @@ impl Sending {
             posted: 0,
             freed: 0,
             reported: 0,
+            completion_wanted: false,
             ring_written: 0,
             ring_read: 0,
             is_claiming: false,
@@ -142,10 +145,15 @@ impl Sending {
 
     /// A quarter of the stage waits for a completion.
     pub(super) fn wants_completion(&self, stage_len: u32) -> bool {
-        self.posted - self.reported >= u64::from(stage_len).div_ceil(4)
+        self.completion_wanted || self.posted - self.reported >= u64::from(stage_len).div_ceil(4)
+    }
+
+    pub(super) fn want_completion(&mut self) {
+        self.completion_wanted = true;
     }
 
     pub(super) fn completion_requested(&mut self) {
+        self.completion_wanted = false;
         self.reported = self.posted;
     }
 
