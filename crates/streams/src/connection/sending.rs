@@ -96,13 +96,19 @@ impl Inner {
     pub(super) fn send_copied(&self, bytes: &[u8], ends: bool, deadline: Option<Instant>) -> Result<(), Error> {
         let mut rest = bytes;
         loop {
-            let staged = self.wait(deadline, |state| state.stage(rest, ends).transpose());
-            let is_cut = self.settings.messages && (rest.len() < bytes.len() || lock(&self.state).in_message);
-            if staged.is_err() && is_cut {
-                lock(&self.state).is_cut = true;
+            let messages = self.settings.messages;
+            let staged = self.wait(deadline, |state| {
+                let staged = state.stage(rest, ends).transpose()?;
+                if let Ok(staged) = &staged {
+                    state.in_message = messages && !(ends && *staged == rest.len());
+                }
+                Some(staged)
+            });
+            if staged.is_err() && messages {
+                let mut state = lock(&self.state);
+                state.is_cut |= state.in_message;
             }
             rest = &rest[staged?..];
-            lock(&self.state).in_message = self.settings.messages && !(ends && rest.is_empty());
             if rest.is_empty() {
                 return Ok(());
             }
