@@ -1,6 +1,6 @@
 //! Streams over real devices: user-space iWARP, and shared memory.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_fabric::{Access, Buffer, Provider, iwarp, shm, verbs};
@@ -44,13 +44,23 @@ impl Lab {
     }
 }
 
+/// siw takes a port for each connection without asking whether a TCP socket has it: then another is tried.
+fn connect(client: &Context, at: SocketAddr, settings: &Settings) -> Connection {
+    loop {
+        match client.connect(at, settings, TOKEN, LIMIT) {
+            Err(error) if error.to_string().contains("Address already in use") => {}
+            connected => return connected.unwrap(),
+        }
+    }
+}
+
 /// Two ends, in contexts of their own.
 fn pair(lab: &Lab, one: &Settings, other: &Settings) -> (Connection, Connection) {
     let (server, client) = lab.contexts();
     let listener = server.listen((lab.at, 0).into()).unwrap();
     let at = listener.local_addr();
     let one = *one;
-    let connecting = std::thread::spawn(move || client.connect(at, &one, TOKEN, LIMIT).unwrap());
+    let connecting = std::thread::spawn(move || connect(&client, at, &one));
     let accepted = server.accept(other, TOKEN, LIMIT).unwrap();
     (connecting.join().unwrap(), accepted)
 }
@@ -407,7 +417,7 @@ fn many_connections_share_a_device_and_threads_wait_for_each() {
         for _ in 0..120 {
             let connecting = std::thread::spawn({
                 let client = client.clone();
-                move || client.connect(at, &settings, TOKEN, LIMIT).unwrap()
+                move || connect(&client, at, &settings)
             });
             let accepted = server.accept(&settings, TOKEN, LIMIT).unwrap();
             pairs.push((connecting.join().unwrap(), accepted));
@@ -586,7 +596,7 @@ fn requests_that_are_not_expected_are_refused() {
     assert!(stranger.to_string().contains("refused"), "{stranger}");
     let connecting = std::thread::spawn({
         let client = client.clone();
-        move || client.connect(at, &settings, TOKEN, LIMIT).unwrap()
+        move || connect(&client, at, &settings)
     });
     server.accept(&settings, TOKEN, LIMIT).unwrap();
     connecting.join().unwrap();
