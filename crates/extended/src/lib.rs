@@ -21,12 +21,12 @@
 //!
 //! `examples/counter.rs` is a whole program; `include/thruway/extended.h` is the same for C.
 
-mod c;
+#[doc(hidden)]
+pub mod c;
 mod calls;
 mod contexts;
 mod meeting;
 
-pub use c::*;
 pub use meeting::{Error, ExtendedSocket, Options, Provider, accept, connect};
 pub use thruway_fabric::{Access, Buffer};
 pub use thruway_streams::{

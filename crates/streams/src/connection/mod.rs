@@ -173,11 +173,6 @@ impl Connection {
         self.0.qp.info()
     }
 
-    /// What this end was set up with.
-    pub fn settings(&self) -> &Settings {
-        &self.0.settings
-    }
-
     /// What has been moved.
     pub fn counters(&self) -> Counters {
         lock(&self.0.state).end.as_ref().map(End::counters).unwrap_or_default()

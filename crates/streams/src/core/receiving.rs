@@ -282,16 +282,6 @@ impl End {
         }
     }
 
-    /// Bytes that could be taken without waiting for the peer to send any, those at the peer included.
-    pub fn available(&self) -> usize {
-        let len = |piece: &Piece| match piece {
-            Piece::Receive { len, .. } | Piece::Ring { len, .. } | Piece::Sink { len, .. } => *len,
-            Piece::Source(source) => source.len - source.fetched + source.landed,
-            Piece::End => 0,
-        };
-        self.receiving.pieces.iter().map(len).sum()
-    }
-
     /// The program has taken `len` bytes of what [`End::next`] said, in [`Next::Receive`], [`Next::Ring`], [`Next::Landing`] or
     /// [`Next::Sink`]; of the last, all of them.
     ///
