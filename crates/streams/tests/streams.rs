@@ -273,7 +273,8 @@ fn one_sided_operations_need_nothing_of_the_peer_program() {
         assert!(matches!(outside, Error::OutsideRegion { .. }), "{outside}");
         let lie = RemoteRegion { len: 1 << 30, ..remote };
         let refused = a.get_wait((&mine, 0), (&lie, 1 << 20), 100).unwrap_err();
-        assert!(matches!(refused, Error::Operation(_)), "{refused}");
+        // That ends the connection, which may be known first.
+        assert!(matches!(refused, Error::Operation(_) | Error::Ended(_)), "{refused}");
     }
 }
 
