@@ -213,7 +213,8 @@ impl Connection {
             let end = state.end.as_ref()?;
             // A peer that has closed first does not answer any more.
             let is_over = state.ended == Some(ConnectionError::Closed) && end.has_delivered();
-            (end.has_arrived() || is_over).then_some(Ok(()))
+            // The peer may wait for an answer to its own end.
+            ((end.has_arrived() && !end.has_replies()) || is_over).then_some(Ok(()))
         };
         let result = self.0.wait(deadline, arrived);
         self.0.qp.disconnect();

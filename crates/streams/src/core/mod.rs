@@ -364,6 +364,11 @@ impl End {
         returned <= since_data && self.is_drained() && !self.has_sources()
     }
 
+    /// Whether the peer waits for an answer that has not been posted.
+    pub fn has_replies(&self) -> bool {
+        !self.replies.is_empty()
+    }
+
     /// Either end has aborted.
     pub fn is_aborted(&self) -> bool {
         self.aborted
