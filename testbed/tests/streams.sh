@@ -1,5 +1,5 @@
 # title: streams and one-sided operations over siw, over rxe, and between siw and our user-space iWARP in both directions
-# limit: 240
+# limit: 400
 hosts nobody
 kernel_end siw
 export THRUWAY_VERBS_ADDRESS=10.0.0.254
