@@ -11,7 +11,7 @@ use crate::wire::HELLO_LEN;
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 use thruway_fabric::{
     CompletionQueue, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, WorkCompletion,
@@ -381,14 +381,18 @@ impl Shared {
 
     /// Takes note of everything that has happened. Returns how much that was.
     pub(crate) fn poll(&self) -> usize {
-        let Ok(mut completions) = self.poller.try_lock() else { return 0 };
+        let mut completions = match self.poller.try_lock() {
+            Ok(completions) => completions,
+            // A panic in one connection's code does not stop the others.
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return 0,
+        };
         let mut others_wait = false;
         let mut count = 0;
         for queue in lock(&self.queues).iter() {
             while queue.poll(&mut completions, POLL_MAX) == POLL_MAX {}
         }
         count += completions.len();
-        let mut completions = completions;
         let mut rest = &completions[..];
         while let Some(first) = rest.first() {
             let len = rest.iter().take_while(|wc| wc.qp_num == first.qp_num).count();

@@ -159,9 +159,7 @@ fn bytes_arrive_by_every_scheme_in_both_directions() {
                 let may = matches!(scheme, Scheme::Rendezvous | Scheme::ZeroCopy | Scheme::Adaptive);
                 assert!(may || first.bytes_zero_copy == 0, "{scheme:?}: {first:?}");
                 a.close(deadline()).unwrap();
-                // The end that closes last may learn of the end before its answer: over rxe it has.
-                let last = b.close(deadline());
-                assert!(matches!(last, Ok(()) | Err(Error::Ended(_))), "{scheme:?}: {last:?}");
+                b.close(deadline()).unwrap();
             }
         }
     }

@@ -27,6 +27,8 @@ use thruway_fabric::{
     QueuePair, QueuePairCaps, Status, WorkCompletion,
 };
 
+/// How long a close waits for the device to have sent its last message.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Elements of a request: a header and two parts of the stage.
 const SGES: u32 = 3;
 
@@ -218,6 +220,10 @@ impl Connection {
         };
         let result = self.0.wait(deadline, arrived);
         self.0.qp.disconnect();
+        // To drop a queue pair is to drop what it has not sent: an RDMA device's last message may be the answer that the peer waits for.
+        let soon = Instant::now() + CLOSE_TIMEOUT;
+        let soon = deadline.map_or(soon, |at| at.min(soon));
+        let _ = self.0.wait(Some(soon), |state| state.ended.is_some().then_some(Ok(())));
         result
     }
 
