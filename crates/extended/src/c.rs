@@ -323,7 +323,7 @@ unsafe fn slice<'a>(at: *const u8, len: usize) -> &'a [u8] {
 }
 
 /// # Safety
-/// `at` is NULL with a length of zero, or writable for `len` bytes, which are nobody else's for the time of the call.
+/// `at` is NULL with a length of zero, or writable for `len` bytes, which nothing else uses during the call.
 unsafe fn slice_mut<'a>(at: *mut u8, len: usize) -> &'a mut [u8] {
     // SAFETY: the caller's promise; whether the bytes have a value does not matter, as they are only written.
     if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(at, len) } }

@@ -1,7 +1,7 @@
 //! How two ends of a TCP connection become an extended socket.
 //!
 //! Both send a frame of 64 bytes that says what they want. The accepting end then offers one way after the other, best first: where it
-//! listens, and a token that nobody else knows. The connecting end tries to connect there and says whether it could. The frames go over the TCP
+//! listens, and a secret token. The connecting end tries to connect there and says whether it could. The frames go over the TCP
 //! connection, so who they come from is who the program is connected with; the token proves that the new connection is the same peer's.
 
 use crate::calls;
@@ -410,7 +410,7 @@ impl<'a> Meeting<'a> {
                 Ok(0) => return Err(Error::Closed),
                 Ok(got) => {
                     len += got;
-                    // What is not of this protocol is told at once, not when there is more of it.
+                    // Bytes of another protocol are refused at once, without waiting for a whole frame.
                     let known = len.min(MAGIC.len());
                     if frame[..known] != MAGIC[..known] {
                         return Err(Error::NotExtended);

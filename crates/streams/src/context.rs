@@ -63,7 +63,7 @@ impl Drop for Handle {
 /// Which thread sleeps on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leader {
-    Nobody,
+    None,
     /// One that waits for something of a connection.
     Waiter,
     /// The context's own.
@@ -112,7 +112,7 @@ impl Context {
             connections: Mutex::default(),
             requests: Mutex::default(),
             expected: Mutex::default(),
-            leader: Mutex::new(Leader::Nobody),
+            leader: Mutex::new(Leader::None),
             found: Condvar::new(),
             waiting: AtomicU32::new(0),
             spin_ns: AtomicU64::new(FOLLOWER_SPIN_MAX_NS),
@@ -302,7 +302,7 @@ impl Shared {
         drop(leader);
         let waited = self.device.wait(Some(limit.map_or(LOOK_INTERVAL, |limit| limit.min(LOOK_INTERVAL))));
         let mut leader = lock(&self.leader);
-        *leader = Leader::Nobody;
+        *leader = Leader::None;
         if self.is_parked.swap(false, Ordering::SeqCst) {
             self.leaderless.notify_one();
         }
@@ -330,7 +330,7 @@ impl Shared {
         self.spin_ns.store((spin.as_nanos() as u64 / 2).max(1000), Ordering::Relaxed);
         let leader = lock(&self.leader);
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        if self.epoch() == epoch && *leader != Leader::Nobody {
+        if self.epoch() == epoch && *leader != Leader::None {
             let limit = limit.unwrap_or(Duration::from_secs(3600));
             drop(self.found.wait_timeout(leader, limit).unwrap_or_else(PoisonError::into_inner));
         }
@@ -354,11 +354,11 @@ impl Shared {
             if self.ended.load(Ordering::SeqCst) {
                 return;
             }
-            if *leader == Leader::Nobody && self.waiting.load(Ordering::SeqCst) > 0 {
+            if *leader == Leader::None && self.waiting.load(Ordering::SeqCst) > 0 {
                 // One of them is about to lead, or has found what it waited for.
                 drop(leader);
                 std::thread::sleep(POLLING_LEASE);
-            } else if *leader != Leader::Nobody {
+            } else if *leader != Leader::None {
                 self.is_parked.store(true, Ordering::SeqCst);
                 drop(self.leaderless.wait(leader));
             } else if self.epoch() == epoch && self.lead(leader, Leader::Server, None).is_err() {

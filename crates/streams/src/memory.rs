@@ -163,7 +163,7 @@ impl Memory {
         self.locks.as_ref().map(|(buffer, _)| unsafe { AtomicU64::from_ptr(buffer.as_ptr().cast::<u64>().add(at)) })
     }
 
-    /// Changes a lock that has the first value to the second; where there are no locks, nobody else has them.
+    /// Changes a lock that has the first value to the second; where there are no locks, the peer cannot have taken one.
     pub(crate) fn try_lock(&self, at: usize, from: u64, to: u64) -> bool {
         self.lock(at).is_none_or(|lock| lock.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok())
     }

@@ -117,7 +117,7 @@ pub(crate) struct Operations {
     next_awaited: u64,
 }
 
-/// Who is told of an operation's end.
+/// Who gets the completion of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Recipient {
     /// The program, by what it has given along.

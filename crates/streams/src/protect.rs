@@ -165,7 +165,7 @@ impl Protector {
         if descriptor < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it is new, and nobody else's.
+        // SAFETY: it is new and unshared.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
         let protector = Protector { descriptor, ranges: Mutex::default() };
         let mut api = Api { api: UFFD_API, features: FEATURE_PAGEFAULT_FLAG_WP, ioctls: 0 };

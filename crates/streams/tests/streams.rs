@@ -257,7 +257,7 @@ fn one_sided_operations_need_nothing_of_the_peer_program() {
             assert_eq!(a.fetch_add_wait((&remote, 8), 7).unwrap(), 5);
             assert_eq!(a.compare_swap_wait((&remote, 8), 12, 100).unwrap(), 12);
             assert_eq!(a.compare_swap_wait((&remote, 8), 12, 200).unwrap(), 100);
-            // Many at a time, with what they are told apart by.
+            // Many at a time, with contexts that tell them apart.
             for context in 0..40 {
                 a.fetch_add((&remote, 16), 1, context).unwrap();
             }
@@ -357,7 +357,7 @@ fn deadlines_are_kept_and_do_no_harm() {
             assert!(matches!(b.recv(&mut to, soon()), Err(Error::TimedOut)), "{scheme:?}");
             a.send(b"later", deadline()).unwrap();
             assert_eq!(b.recv(&mut to, deadline()).unwrap(), 5, "{scheme:?}");
-            // Nobody reads: what cannot be stored is not sent, and what was is not lost.
+            // Without a reader, what cannot be stored is not sent, and what was is not lost.
             let bytes = pattern(3, 200_000);
             assert!(matches!(a.send(&bytes, soon()), Err(Error::TimedOut)), "{scheme:?}");
             a.shutdown();
@@ -507,7 +507,7 @@ fn buffers_that_are_sent_without_waiting_may_be_written_to_at_once() {
     }
 }
 
-/// The same buffer again and again, which nobody writes to: all of it on its way at once.
+/// The same buffer again and again, which is not written to: all of it on its way at once.
 #[test]
 fn a_buffer_may_be_sent_again_while_it_is_being_sent() {
     // Else it is copied, and waits for the reader. Where memory has to be protected, the unit tests see to it that it is.
@@ -660,7 +660,7 @@ fn nothing_waits_longer_than_it_may() {
             while matches!(a.recv_message(&mut to, soon()), Err(Error::TimedOut)) {}
             let b = sending.join().unwrap().unwrap();
             assert!(to == pattern(1, 100_000));
-            // A message of which only a part fits, and nobody reads.
+            // A message of which only a part fits, without a reader.
             let cut = pattern(2, 200_000);
             assert!(matches!(b.send(&cut, soon()), Err(Error::TimedOut)));
             assert!(matches!(b.send(b"behind it", deadline()), Err(Error::MessageCut)), "one message, or two");

@@ -189,7 +189,7 @@ impl Inner {
     pub(super) fn claimed(&self, state: &mut State, source: u64) {
         let Some(&mut Sent { at, len, .. }) = state.asynchronous.find(source) else { return };
         let copy = Buffer::sparse(len).map(Arc::new).map_err(|error| Error::Memory(error.into())).and_then(|copy| {
-            // SAFETY: mapped, by the promise of `send_asynchronously`, and nobody writes to it while it is protected.
+            // SAFETY: mapped, by the promise of `send_asynchronously`, and not written to while it is protected.
             copy.write(0, unsafe { std::slice::from_raw_parts(at as *const u8, len) });
             Ok(self.pd.register(&copy, Access::REMOTE_READ)?)
         });

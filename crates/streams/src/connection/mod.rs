@@ -379,7 +379,7 @@ impl Inner {
                 Action::Receive(slot) => error = error.or(state.memory.post_receive(&self.qp, slot).err()),
                 Action::SourceDone { source, sent } => {
                     state.memory.take_back(source);
-                    // Of those that a thread waits for, it is told.
+                    // One that a thread waits for is reported to it.
                     match state.awaited_source == Some(source) {
                         true => state.source_sent = Some(sent),
                         false => state.released(source),

@@ -9,7 +9,7 @@
 //! # Flow control
 //!
 //! Every message takes a receive of the peer's, and is sent only if one is known to be posted. The last four are kept for messages that
-//! carry no data, so that either direction can give back while the other is full. What is to be given back is told with
+//! carry no data, so that either direction can give back while the other is full. What is to be given back goes with
 //! the next message, or alone when it is half of everything. Messages without data are given back, too, two at a time, which ends: they
 //! are halved each time they go back and forth.
 
@@ -132,7 +132,7 @@ fn lock_of(source: u32, holder: Holder) -> u64 {
 /// Who holds a source's lock. A lock that is 0 is of no source.
 #[derive(Debug, Clone, Copy)]
 enum Holder {
-    Nobody = 1,
+    Free = 1,
     /// The receiver reads the source.
     Receiver = 2,
     /// The sender is about to say where the source is now.
@@ -254,7 +254,7 @@ impl End {
     }
 
     /// Sends something, so that the peer may: over iWARP, the end that accepts has to wait for the first message of the other
-    /// (RFC 6581, section 7.2), which has nothing to say if its program does not.
+    /// (RFC 5044, section 7), which has nothing to say if its program does not.
     pub fn greet(&mut self) {
         self.send(Message::Acknowledge, [None; 2], Completion::Nothing);
     }
@@ -319,7 +319,7 @@ impl End {
             }
             Message::SourceAvailable { len, end, id, source } => {
                 self.receiving.source(len, end, id, source)?;
-                self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Nobody)));
+                self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Free)));
             }
             Message::WriteComplete { len, end } => self.receiving.sunk(len, end)?,
             Message::SinkAvailable { len, parts, sink } => self.sending.sink(len, parts, sink),

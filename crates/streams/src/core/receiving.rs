@@ -334,7 +334,7 @@ impl End {
         if source.fetching.is_some() || source.landed > 0 || source.fetched == source.len || source.held {
             return false;
         }
-        let (free, own) = (lock_of(source.id, Holder::Nobody), lock_of(source.id, Holder::Receiver));
+        let (free, own) = (lock_of(source.id, Holder::Free), lock_of(source.id, Holder::Receiver));
         if !source.locked && !lock(source.id as usize % SOURCES_MAX, free, own) {
             source.held = true;
             return false;
@@ -438,7 +438,7 @@ impl End {
         }
         (source.remote, source.held) = (remote, false);
         self.receiving.news += 1;
-        self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Nobody)));
+        self.actions.push_back(Action::SetLock(id as usize % SOURCES_MAX, lock_of(id, Holder::Free)));
         Ok(())
     }
 

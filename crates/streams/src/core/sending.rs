@@ -322,7 +322,7 @@ impl End {
         let lock = RemoteAddr { addr: locks.addr + 8 * u64::from(source_id % SOURCES_MAX as u32), ..locks };
         self.sending.is_claiming = true;
         let (id, _) = self.post(Completion::Claim(source_id), true);
-        let (compare, swap) = (lock_of(source_id, Holder::Nobody), lock_of(source_id, Holder::Sender));
+        let (compare, swap) = (lock_of(source_id, Holder::Free), lock_of(source_id, Holder::Sender));
         self.actions.push_back(Action::Claim { id, lock, compare, swap });
         Claim::Asked
     }
@@ -331,7 +331,7 @@ impl End {
         self.sending.is_claiming = false;
         // Without one, the peer has read it meanwhile.
         let Some(source) = self.sending.sources.iter_mut().find(|source| source.id == id) else { return };
-        if lock == lock_of(id, Holder::Nobody) {
+        if lock == lock_of(id, Holder::Free) {
             self.actions.push_back(Action::Claimed(source.user));
         } else if lock != lock_of(id, Holder::Receiver) && source.claims < CLAIMS_MAX {
             source.claims += 1;
