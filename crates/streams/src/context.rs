@@ -311,7 +311,8 @@ impl Shared {
             self.found.notify_all();
         }
         drop(leader);
-        self.poll();
+        // The device said once that there is something. A thread that polls just now may have looked before that.
+        self.poll_with(lock(&self.poller));
         Ok(waited?)
     }
 
@@ -380,13 +381,17 @@ impl Shared {
     }
 
     /// Takes note of everything that has happened. Returns how much that was.
+    /// Zero if another thread does so already.
     pub(crate) fn poll(&self) -> usize {
-        let mut completions = match self.poller.try_lock() {
-            Ok(completions) => completions,
+        match self.poller.try_lock() {
+            Ok(completions) => self.poll_with(completions),
             // A panic in one connection's code does not stop the others.
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return 0,
-        };
+            Err(TryLockError::Poisoned(poisoned)) => self.poll_with(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => 0,
+        }
+    }
+
+    fn poll_with(&self, mut completions: MutexGuard<'_, Vec<WorkCompletion>>) -> usize {
         let mut others_wait = false;
         let mut count = 0;
         for queue in lock(&self.queues).iter() {

@@ -599,9 +599,10 @@ fn requests_that_are_not_expected_are_refused() {
         let client = client.clone();
         move || connect(&client, at, &settings)
     });
-    server.accept(&settings, TOKEN, LIMIT).unwrap();
+    // To drop it is to abort it, which the connecting end may meet before it is connected.
+    let accepted = server.accept(&settings, TOKEN, LIMIT).unwrap();
     connecting.join().unwrap();
-    drop(expected);
+    drop((accepted, expected));
     assert!(client.connect(at, &settings, TOKEN, LIMIT).is_err(), "it has been used");
 }
 

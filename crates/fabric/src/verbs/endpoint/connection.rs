@@ -120,7 +120,8 @@ impl Endpoint {
         let mut state = self.lock();
         let Some((id, _)) = state.id else { return };
         let reason = || match status {
-            0 => "no reason given".to_string(),
+            // librdmacm says -1 when it could not complete what the peer had accepted: mostly, the peer has gone already.
+            0 | -1 => "no reason given".to_string(),
             n => io::Error::from_raw_os_error(n.abs()).to_string(),
         };
         match kind {
