@@ -35,7 +35,7 @@
 
 #![forbid(unsafe_code)]
 pub mod access;
-pub mod auth;
+pub use thruway_auth as auth;
 mod channel_registry;
 pub mod client;
 pub mod daemon;

@@ -13,7 +13,7 @@ use crate::session::{Cancel, LocalError, OnReport, PipelineSet, Progress, Sessio
 use crate::sink;
 use crate::source;
 use crate::wire::{
-    self, AbortCode, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token,
+    self, AbortCode, AuthKind, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token,
 };
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
@@ -305,7 +305,7 @@ impl Shared {
     fn route(self: &Arc<Shared>, request: ConnectionRequest) {
         let (peer, origin) = (request.peer(), request.origin());
         match Hello::decode(request.private_data()) {
-            Ok(Hello::Control { auth, token }) if auth == self.config.credentials.kind() => {
+            Ok(Hello::Control { auth, token }) if auth == AuthKind::of(&self.config.credentials) => {
                 self.call(Arrival::Rdma(request), token, (peer, origin));
             }
             Ok(Hello::Control { .. }) => request.reject(b"this daemon wants another kind of credentials"),
@@ -348,7 +348,7 @@ impl Shared {
         // As early as possible: the kernel knows a local peer only as long as it is there.
         let origin = Origin::of_stream(&stream, peer);
         match hello {
-            Hello::Control { auth, token } if *auth == self.config.credentials.kind() => {
+            Hello::Control { auth, token } if *auth == AuthKind::of(&self.config.credentials) => {
                 self.call(Arrival::Tcp(stream), *token, (peer, origin));
             }
             Hello::Control { .. } => tracing::info!(%peer, "refused: another kind of credentials"),

@@ -15,7 +15,9 @@ pub(crate) use tcp::{Greeting, Receive, greet, splice};
 use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;
 use crate::session::Cancel;
-use crate::wire::{AbortCode, BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token};
+use crate::wire::{
+    AbortCode, AuthKind, BlockHeader, CHANNELS_MAX, Completion, Control, Credit, Hello, Malformed, Token,
+};
 use rdma::RdmaLink;
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};
@@ -152,9 +154,15 @@ pub struct Call<'a> {
     pub early: Option<(Role, Option<u32>)>,
 }
 
+/// The handshake of the session with this token.
+fn shake_hands(credentials: &Credentials, token: Token, initiator: bool) -> Handshake {
+    let greeting = Hello::Control { auth: AuthKind::of(credentials), token }.encode();
+    Handshake::new(credentials, &greeting, initiator)
+}
+
 impl Call<'_> {
     fn hello(&self) -> Hello {
-        Hello::Control { auth: self.credentials.kind(), token: self.token }
+        Hello::Control { auth: AuthKind::of(self.credentials), token: self.token }
     }
 
     /// The data channels to open now, given the path: what they show, their number and role.

@@ -3,11 +3,12 @@
 
 use super::channel_scaler::{BUSY_BLOCKS, BUSY_BYTES, ROUND_TRIP_MIN};
 use super::deferred_close::DeferredClose;
-use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, Handshake, PublicKey, SEAL_LEN, Secured};
+use super::{Call, ControlChannel, HEARTBEAT, LinkError, LinkEvent, Role, SILENCE_MAX, shake_hands};
+use crate::auth::{Credentials, PublicKey, SEAL_LEN, Secured};
 use crate::protocol::{CREDITS_PER_REPLY, WINDOW_MAX};
 use crate::wire::{
-    self, AbortCode, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed, Token,
+    self, AbortCode, AuthKind, COMPLETION_LEN, CONTROL_MAX, Completion, Control, Credit, HEADER_LEN, Hello, Malformed,
+    Token,
 };
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -143,7 +144,7 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let mut handshake = Handshake::new(call.credentials, call.token, true);
+        let mut handshake = shake_hands(call.credentials, call.token, true);
         // The handshake begins in the connection request where that has room for it: a round trip less.
         let mut private_data = call.hello().encode();
         let first = handshake.write();
@@ -183,10 +184,11 @@ impl RdmaLink {
         token: Token,
     ) -> Result<(RdmaLink, Option<PublicKey>), LinkError> {
         let mut link = RdmaLink::new(device)?;
-        let mut handshake = Handshake::new(credentials, token, false);
+        let mut handshake = shake_hands(credentials, token, false);
         let (_, behind) = Hello::decode_prefix(request.private_data())?;
         // Not padding.
-        let first = behind.get(..credentials.kind().first_message_len()).filter(|m| m.iter().any(|byte| *byte != 0));
+        let first =
+            behind.get(..AuthKind::of(credentials).first_message_len()).filter(|m| m.iter().any(|byte| *byte != 0));
         let (mut reply, mut second) = (Vec::new(), None);
         if let Some(first) = first {
             if let Err(error) = handshake.read(first) {

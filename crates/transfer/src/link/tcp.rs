@@ -6,8 +6,8 @@
 //! pool's blocks are the flow control.
 
 use super::deferred_close::DeferredClose;
-use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX};
-use crate::auth::{Credentials, Handshake, PublicKey, Secured};
+use super::{Call, ControlChannel, HEARTBEAT, JOIN_PATIENCE, LinkError, LinkEvent, Role, SILENCE_MAX, shake_hands};
+use crate::auth::{Credentials, PublicKey, Secured};
 use crate::session::Cancel;
 use crate::wire::{
     AbortCode, BlockHeader, BlockKind, CONTROL_MAX, Control, HEADER_LEN, Hello, MAGIC, Malformed, Token,
@@ -198,7 +198,7 @@ impl TcpLink {
     pub(crate) fn connect(device: Device, call: &Call<'_>) -> Result<(TcpLink, Option<PublicKey>), LinkError> {
         let stream = dial(call.addr, &call.hello())?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(Handshake::new(call.credentials, call.token, true))?;
+        let peer = link.shake(shake_hands(call.credentials, call.token, true))?;
         // Not before: the peer must have seen the greeting that goes before theirs.
         if let Some((token, count, role)) = call.early_channels(link.control_path()) {
             link.open_data(call.addr, token, count, role)?;
@@ -216,7 +216,7 @@ impl TcpLink {
         let peer = stream.peer_addr().map_err(lost)?;
         prepare(&stream, peer).map_err(lost)?;
         let mut link = TcpLink::new(device, stream)?;
-        let peer = link.shake(Handshake::new(credentials, token, false))?;
+        let peer = link.shake(shake_hands(credentials, token, false))?;
         Ok((link, peer))
     }
 

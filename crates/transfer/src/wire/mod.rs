@@ -10,6 +10,7 @@ mod record;
 pub use block::{BlockHeader, BlockKind, COMPLETION_LEN, Completion, HEADER_LEN};
 pub use record::{KeepEnd, Meta, RECORD_PREFIX_LEN, Record, check_path};
 
+use crate::auth::Credentials;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thruway_engine::digest::Algorithm;
 
@@ -62,6 +63,16 @@ pub enum AuthKind {
     Keys,
     /// A secret shared beforehand: `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s`.
     Secret,
+}
+
+impl AuthKind {
+    /// The pattern that these credentials use.
+    pub fn of(credentials: &Credentials) -> AuthKind {
+        match credentials {
+            Credentials::Keys(_) => AuthKind::Keys,
+            Credentials::Secret(_) => AuthKind::Secret,
+        }
+    }
 }
 
 impl Hello {

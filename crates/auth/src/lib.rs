@@ -4,7 +4,6 @@
 //! Keys are Curve25519, written in base 16. Files follow ssh's habits: one key a line, a comment
 //! behind it, `#` for remarks; a secret key readable by anybody else is refused.
 
-use crate::wire::{AuthKind, Hello, Token};
 use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
 use std::fmt;
 use std::fs;
@@ -54,7 +53,7 @@ pub struct PublicKey([u8; KEY_LEN]);
 
 impl PublicKey {
     /// The key itself.
-    pub(crate) fn bytes(&self) -> &[u8; KEY_LEN] {
+    pub fn bytes(&self) -> &[u8; KEY_LEN] {
         &self.0
     }
 }
@@ -201,16 +200,6 @@ pub enum Credentials {
     Secret(Secret),
 }
 
-impl Credentials {
-    /// The pattern these credentials use.
-    pub fn kind(&self) -> AuthKind {
-        match self {
-            Credentials::Keys(_) => AuthKind::Keys,
-            Credentials::Secret(_) => AuthKind::Secret,
-        }
-    }
-}
-
 /// A handshake in progress.
 pub struct Handshake(snow::HandshakeState);
 
@@ -218,17 +207,15 @@ pub struct Handshake(snow::HandshakeState);
 pub struct Secured(snow::TransportState);
 
 impl Handshake {
-    /// Starts one, of the session with this token. It fails where the two ends have not sent and received the same greeting.
-    pub fn new(credentials: &Credentials, token: Token, initiator: bool) -> Handshake {
-        let greeting = Hello::Control { auth: credentials.kind(), token }.encode();
+    /// Starts one. It fails where the two ends have not sent and received the same greeting.
+    pub fn new(credentials: &Credentials, greeting: &[u8], initiator: bool) -> Handshake {
         let build = |b: snow::Builder<'_>| if initiator { b.build_initiator() } else { b.build_responder() };
         let state = match credentials {
-            Credentials::Keys(pair) => builder(KEYS_PATTERN)
-                .local_private_key(&pair.secret)
-                .and_then(|b| b.prologue(&greeting))
-                .and_then(build),
+            Credentials::Keys(pair) => {
+                builder(KEYS_PATTERN).local_private_key(&pair.secret).and_then(|b| b.prologue(greeting)).and_then(build)
+            }
             Credentials::Secret(secret) => {
-                builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(&greeting)).and_then(build)
+                builder(SECRET_PATTERN).psk(0, secret).and_then(|b| b.prologue(greeting)).and_then(build)
             }
         };
         Handshake(state.expect("fixed patterns with keys of the right length"))
@@ -317,7 +304,7 @@ mod tests {
     use super::*;
 
     fn shake(a: &Credentials, b: &Credentials) -> Result<(Handshake, Handshake), AuthError> {
-        talk(Handshake::new(a, [0; 16], true), Handshake::new(b, [0; 16], false))
+        talk(Handshake::new(a, b"hello", true), Handshake::new(b, b"hello", false))
     }
 
     fn talk(mut a: Handshake, mut b: Handshake) -> Result<(Handshake, Handshake), AuthError> {
@@ -361,7 +348,7 @@ mod tests {
     #[test]
     fn a_greeting_that_has_changed_on_its_way_fails_the_handshake() {
         for credentials in [Credentials::Secret([1; 32]), Credentials::Keys(KeyPair::generate())] {
-            let (a, b) = (Handshake::new(&credentials, [7; 16], true), Handshake::new(&credentials, [8; 16], false));
+            let (a, b) = (Handshake::new(&credentials, b"7", true), Handshake::new(&credentials, b"8", false));
             assert!(matches!(talk(a, b), Err(AuthError::Handshake)));
         }
     }
