@@ -125,7 +125,7 @@ unsafe fn receive_accelerated(
         let before = to.left();
         let mut receiving = slot.receiving()?.ok_or(libc::EBADF)?;
         if !slot.receives.swap(true, Ordering::Relaxed) {
-            receiving.reader.set_ready(&receiving.segment);
+            receiving.reader.set_ready(&receiving.segment, &connection);
         }
         let Receiving { segment, reader, .. } = &mut receiving;
         // SAFETY: the caller's promise.
@@ -336,10 +336,10 @@ pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
 /// the ring that nothing has read would not.
 pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
-    receiving.reader.set_gone(&receiving.segment);
+    receiving.reader.set_gone(&receiving.segment, &connection);
     honour_before_end(slot, fd);
     if let Ok(Some(sending)) = slot.sending() {
-        sending.writer.set_ended(&sending.segment);
+        sending.writer.set_ended(&sending.segment, &connection);
     }
     let Receiving { segment, reader, .. } = &mut receiving;
     match reader.find(segment, &connection) {
@@ -518,6 +518,7 @@ pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_
 /// The program shuts down these directions: 1 receiving, 2 sending.
 pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     let shut = slot.shut.fetch_or(directions, Ordering::SeqCst) | directions;
+    let connection = Connection::new(fd);
     if !slot.is_accelerated() {
         return;
     }
@@ -526,14 +527,14 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
         let _ = enter_tcp(slot, fd, true);
         honour_before_end(slot, fd);
         if let Ok(Some(sending)) = slot.sending() {
-            sending.writer.set_ended(&sending.segment);
+            sending.writer.set_ended(&sending.segment, &connection);
         }
     }
     if shut == 3
         && let Ok(Some(receiving)) = slot.receiving()
     {
         // TCP resets a connection on which something comes now.
-        receiving.reader.set_gone(&receiving.segment);
+        receiving.reader.set_gone(&receiving.segment, &connection);
     }
 }
 

@@ -448,7 +448,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     connection.hold_options(slot);
     let (writer, reader) = (Writer::new(end), Reader::new(end, position));
     if slot.receives.load(Ordering::Relaxed) {
-        reader.set_ready(&segment);
+        reader.set_ready(&segment, &connection);
     }
     slot.set_ends([guard, &receiving, &sending], Some((writer, reader)));
     if end == End::Taker {

@@ -71,6 +71,9 @@ pub trait Tcp {
 
     /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
     fn doorbell(&self);
+
+    /// Wakes this host's relay. Needed where the other end is on another host only.
+    fn wake_relay(&self) {}
 }
 
 /// A long call moves a ring's bytes in so many pieces, so that both ends are at work at a time.

@@ -8,10 +8,12 @@
 pub mod board;
 mod direction;
 pub mod iovecs;
+mod relay;
 mod segment;
 pub mod settings;
 pub mod startup;
 pub mod stats;
 
 pub use direction::{Broken, Found, PEEK_MAX, Reader, Tcp, Writer};
-pub use segment::{End, RING_MAX, RING_MIN, Segment};
+pub use relay::{Feedback, Inlet, Outlet, UPDATE_HEAD, Update};
+pub use segment::{End, Over, RING_MAX, RING_MIN, Segment};

@@ -5,10 +5,11 @@
 //! [`Reader`](crate::Reader)) and publishes copies; what it reads of the other's is read once, checked, and can do no more than garble
 //! the peer's own connection.
 
+use crate::direction::Tcp;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use thruway_memory::sealed;
 
 /// Least and most bytes of a ring.
@@ -65,7 +66,16 @@ pub(crate) struct Control {
     _reader: [u8; 112],
     /// The reader wants a doorbell with what comes next.
     pub(crate) armed: AtomicU32,
-    _armed: [u8; 124],
+    /// Relayed: the reader takes nothing more from the ring, and waits until the writer cannot put anything there.
+    pub(crate) close_wanted: AtomicU32,
+    _armed: [u8; 120],
+    /// Relayed: so many bytes have come to the far ring, and its reader, if it slept, has been rung.
+    pub(crate) settled: AtomicU64,
+    /// Relayed: whether doorbells are kept off, or rung just now: [`BELL_FREE`] and what follows.
+    pub(crate) bell: AtomicU32,
+    /// Relayed: the writer wants the far end to look at what has been closed.
+    pub(crate) call_wanted: AtomicU32,
+    _relay: [u8; 112],
     pub(crate) runs: [Run; RUNS],
 }
 
@@ -74,15 +84,38 @@ pub(crate) const READY: u32 = 1;
 /// In [`Control::reader`]: nothing reads this direction any more.
 pub(crate) const GONE: u32 = 2;
 
+/// In [`Control::bell`]: doorbells may be rung.
+pub(crate) const BELL_FREE: u32 = 0;
+/// In [`Control::bell`]: one is being rung, or the ring closed.
+pub(crate) const BELL_RELAY: u32 = 1;
+/// In [`Control::bell`]: the writer begins a run, so none may be.
+pub(crate) const BELL_WRITER: u32 = 2;
+
 /// The head of a segment.
 #[repr(C, align(128))]
 struct Head {
     /// The end that has not made the segment has taken it.
     accepted: AtomicU32,
-    _to_the_end: [u8; 124],
+    /// Relayed: the relay sleeps, and wants to be woken by whatever changes.
+    asleep: AtomicU32,
+    /// Relayed: a number of [`Over`].
+    over: AtomicU32,
+    _to_the_end: [u8; 116],
 }
 
-const _: () = assert!(size_of::<Control>() == 768 && size_of::<Head>() + 2 * size_of::<Control>() <= CONTROL);
+/// What has become of a relayed segment's way to the other host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Over {
+    /// It is there.
+    No = 0,
+    /// The other end's process has gone, and everything of it has come.
+    Finished = 1,
+    /// It was cut: bytes may be lost.
+    Lost = 2,
+}
+
+const _: () = assert!(size_of::<Control>() == 896 && size_of::<Head>() + 2 * size_of::<Control>() <= CONTROL);
 
 /// Which end of a connection this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +132,8 @@ pub struct Segment {
     base: *mut u8,
     /// Bytes of each ring, a power of two.
     size: usize,
+    /// The other end is on another host, and this host's relay stands for it.
+    is_relayed: bool,
 }
 
 // SAFETY: the memory is shared with another process in any case: it is used through atomics and copies only.
@@ -152,7 +187,7 @@ impl Segment {
         let (len, rights) = (Segment::file_len(size), ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, of whose addresses nothing knows yet.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, rights, MapFlags::SHARED, fd, 0) }?;
-        Ok(Segment { base: base.cast(), size })
+        Ok(Segment { base: base.cast(), size, is_relayed: false })
     }
 
     /// Gives the addresses back.
@@ -188,6 +223,48 @@ impl Segment {
     /// The peer may use it: this end has taken it.
     pub fn accept(&self) {
         self.head().accepted.store(1, Ordering::Release);
+    }
+
+    /// As one whose other end is on another host.
+    pub fn as_relayed(self) -> Segment {
+        Segment { is_relayed: true, ..self }
+    }
+
+    /// Whether the other end is on another host.
+    pub fn is_relayed(&self) -> bool {
+        self.is_relayed
+    }
+
+    /// What has become of the way to the other host.
+    pub fn over(&self) -> Over {
+        match self.head().over.load(Ordering::Acquire) {
+            0 => Over::No,
+            1 => Over::Finished,
+            _ => Over::Lost,
+        }
+    }
+
+    /// Says what has become of it; once it is over, that stays.
+    pub fn set_over(&self, over: Over) {
+        let _ = self.head().over.compare_exchange(0, over as u32, Ordering::SeqCst, Ordering::Relaxed);
+    }
+
+    /// The relay is about to sleep, and looks once more.
+    pub fn set_asleep(&self, is_asleep: bool) {
+        self.head().asleep.store(is_asleep.into(), Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Something that the relay has to know has changed.
+    pub(crate) fn wake_relay(&self, tcp: &impl Tcp) {
+        if !self.is_relayed {
+            return;
+        }
+        fence(Ordering::SeqCst);
+        let asleep = &self.head().asleep;
+        if asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::SeqCst) != 0 {
+            tcp.wake_relay();
+        }
     }
 
     /// Whether the peer has taken it.

@@ -2,7 +2,7 @@
 
 use super::{Broken, PEEK_MAX, PIECES, Tcp};
 use crate::iovecs::Pieces;
-use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, POSITION, READY, RUNS, Segment, outward};
+use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, outward};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use thruway_memory::shared;
@@ -30,6 +30,10 @@ pub struct Reader {
     run: u32,
     /// Doorbells that have been discarded.
     discarded: u64,
+    /// How far the ring had been read when the relay was last woken for that.
+    shown: u64,
+    /// This end has closed the ring.
+    is_closed: bool,
     /// The ring is closed, and what was in it comes again by TCP.
     comes_again: bool,
     /// Bytes of it that cannot come again.
@@ -47,6 +51,8 @@ impl Reader {
             position,
             run: 0,
             discarded: 0,
+            shown: 0,
+            is_closed: false,
             comes_again: false,
             missing: 0,
             error: 0,
@@ -54,13 +60,15 @@ impl Reader {
     }
 
     /// The peer may use the ring: whatever reads the connection now does it through this.
-    pub fn set_ready(&self, segment: &Segment) {
+    pub fn set_ready(&self, segment: &Segment, tcp: &impl Tcp) {
         segment.control(self.direction).reader.fetch_or(READY, Ordering::SeqCst);
+        segment.wake_relay(tcp);
     }
 
     /// Nothing will read any more.
-    pub fn set_gone(&self, segment: &Segment) {
+    pub fn set_gone(&self, segment: &Segment, tcp: &impl Tcp) {
         segment.control(self.direction).reader.fetch_or(GONE, Ordering::SeqCst);
+        segment.wake_relay(tcp);
     }
 
     /// Bytes that the ring has for this end now. Cheap: no system call.
@@ -162,6 +170,7 @@ impl Reader {
             }
             self.run = self.run.wrapping_add(1);
             control.done.store(self.run, Ordering::Release);
+            segment.wake_relay(tcp);
         }
     }
 
@@ -204,6 +213,10 @@ impl Reader {
                     unsafe { self.copy_out(segment, to, len) };
                     self.head += len as u64;
                     segment.control(self.direction).head.store(self.head, Ordering::Release);
+                    if self.head - self.shown >= segment.ring_size() as u64 / 4 {
+                        self.shown = self.head;
+                        segment.wake_relay(tcp);
+                    }
                     len
                 }
                 Found::Tcp(len) => {
@@ -234,7 +247,8 @@ impl Reader {
         to: &mut Pieces<'_>,
     ) -> Result<usize, Broken> {
         let control = segment.control(self.direction);
-        if self.find(segment, tcp)? != Found::Nothing || to.left() == 0 {
+        // From another host, TCP bytes may come before it is known here what they are.
+        if segment.is_relayed() || self.find(segment, tcp)? != Found::Nothing || to.left() == 0 {
             return Ok(0);
         }
         let run = self.run;
@@ -404,6 +418,21 @@ impl Reader {
         segment.control(self.direction).ended.load(Ordering::Relaxed) != 0
     }
 
+    /// Whether it is known what everything is that the kernel has: from another host, bytes of the TCP connection, and its end, may come
+    /// before the word that says what they are. Discards doorbells.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn is_explained(&mut self, segment: &Segment, tcp: &impl Tcp, is_at_end: bool) -> Result<bool, Broken> {
+        if !segment.is_relayed() || segment.over() == Over::Lost || self.find(segment, tcp)? != Found::Nothing {
+            return Ok(true);
+        }
+        self.discard_doorbells(segment, tcp);
+        let has_come = self.is_ended(segment) || segment.over() != Over::No;
+        // What comes now was not meant.
+        Ok(if is_at_end { has_come } else { self.available(tcp) == 0 || has_come })
+    }
+
     /// Asks for a doorbell with what comes next. False if there is something already; then the doorbell may come nevertheless.
     ///
     /// # Errors
@@ -439,8 +468,25 @@ impl Reader {
         mut patience: impl FnMut() -> bool,
     ) -> Result<usize, Broken> {
         let control = segment.control(self.direction);
+        if segment.is_relayed() {
+            // The last byte is where the writer is now, on the other host.
+            control.close_wanted.store(1, Ordering::SeqCst);
+            while control.tail.load(Ordering::SeqCst) & CLOSED == 0 && segment.over() == Over::No {
+                segment.wake_relay(tcp);
+                if !patience() {
+                    return Err(Broken);
+                }
+            }
+            if segment.over() == Over::Lost {
+                return Err(Broken);
+            }
+        }
         let opened = control.opened.load(Ordering::SeqCst);
-        let word = control.tail.fetch_or(CLOSED, Ordering::SeqCst);
+        let word = match control.tail.fetch_or(CLOSED, Ordering::SeqCst) {
+            word if segment.is_relayed() && !self.is_closed => word & !CLOSED,
+            word => word,
+        };
+        self.is_closed = true;
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
             self.comes_again = word & BY_TCP == 0;
@@ -456,10 +502,14 @@ impl Reader {
         }
         loop {
             let found = self.find(segment, tcp)?;
-            let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
             if found == Found::Nothing {
                 self.discard_doorbells(segment, tcp);
             }
+            let is_ringing = match segment.is_relayed() {
+                // Those that have been rung on the other host may be on their way.
+                true => self.bells(segment) > 0,
+                false => control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst),
+            };
             if !is_ringing || !patience() {
                 return Ok(if let Found::Ring(len) = found { len } else { 0 });
             }

@@ -182,7 +182,7 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
         let why = &format!("seed {seed}");
         for step in 0..300 {
             match random.u32(0..11) {
-                0 => reader.set_ready(&other),
+                0 => reader.set_ready(&other, &tcp),
                 1..=4 => {
                     let was_empty = got == sent;
                     let len = {
@@ -282,7 +282,7 @@ fn what_reads_plain_tcp_after_the_ring_is_closed_finds_the_stream() {
     let other = Segment::adopt(&fd).unwrap();
     let tcp = Fake::new(1 << 20);
     let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
-    reader.set_ready(&other);
+    reader.set_ready(&other, &tcp);
     let mut got = 0;
     assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
     assert!(!writer.is_tcp());
@@ -328,7 +328,7 @@ fn no_wake_up_is_lost_between_threads() {
             });
             let mut random = fastrand::Rng::with_seed(seed + 1000);
             let mut reader = Reader::new(End::Taker, 0);
-            reader.set_ready(&other);
+            reader.set_ready(&other, &tcp);
             let mut got = 0;
             while got < total {
                 let bytes = receive(&mut reader, &other, &tcp, random.usize(1..2000), false);
@@ -359,7 +359,7 @@ fn a_peer_that_lies_breaks_its_own_connection() {
     // The reader's position.
     for head in [101, RING as u64, u64::MAX, u64::MAX / 2] {
         let (segment, mut writer, reader, tcp) = fresh();
-        reader.set_ready(&segment);
+        reader.set_ready(&segment, &tcp);
         assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
         segment.control(0).head.store(head, Ordering::SeqCst);
         assert_eq!(writer.room(&segment, RING), Err(Broken), "{head}");
@@ -388,7 +388,7 @@ fn a_peer_that_lies_breaks_its_own_connection() {
     segment.control(0).runs[0].ring.store(RING as u64 + 1, Ordering::SeqCst);
     reader.find(&segment, &tcp).unwrap_err();
     let (segment, mut writer, reader, tcp) = fresh();
-    reader.set_ready(&segment);
+    reader.set_ready(&segment, &tcp);
     segment.control(0).done.store(9, Ordering::SeqCst);
     writer.leave_tcp(&segment, &tcp).unwrap_err();
 }
@@ -402,7 +402,7 @@ fn scribbled_words_end_nothing_but_the_connection() {
         let other = Segment::adopt(&fd).unwrap();
         let tcp = Fake::new(4096);
         let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
-        reader.set_ready(&other);
+        reader.set_ready(&other, &tcp);
         let mut memory = [0u8; 700];
         let list = [iov(&mut memory)];
         for _ in 0..30 {

@@ -2,7 +2,9 @@
 
 use super::{Broken, PIECES, Tcp};
 use crate::iovecs::Pieces;
-use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, POSITION, READY, RUNS, Segment, outward};
+use crate::segment::{
+    BELL_FREE, BELL_WRITER, BY_TCP, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, outward,
+};
 use std::io;
 use std::sync::atomic::{Ordering, fence};
 use thruway_memory::shared;
@@ -106,6 +108,7 @@ impl Writer {
         control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
         self.is_tcp = false;
         tcp.flush();
+        segment.wake_relay(tcp);
         Ok(true)
     }
 
@@ -116,13 +119,17 @@ impl Writer {
     /// Those of [`Tcp::written`]; nothing has changed then.
     pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
         if !self.is_tcp {
+            // A relay rings by itself: not while the run's first byte is determined.
+            let _no_bells = segment.is_relayed().then(|| NoBells::begin(segment.control(self.direction))).transpose()?;
             let start = tcp.written()?;
             if !self.change(segment, self.tail, true) {
+                drop(_no_bells);
                 self.send_again(segment, tcp)?;
                 return Ok(());
             }
             self.begin_run(segment, self.tail, start);
         }
+        segment.wake_relay(tcp);
         if for_good && !self.is_pinned {
             self.is_pinned = true;
             self.owed = self.tail;
@@ -169,6 +176,7 @@ impl Writer {
             }
             self.begin_run(segment, head, tcp.written()?);
             self.owed = head;
+            segment.wake_relay(tcp);
         } else if !self.is_pinned {
             // The ring was not in use: nothing in it is to be sent again.
             self.owed = self.tail;
@@ -198,8 +206,11 @@ impl Writer {
 
     /// Rings although the peer has not asked for it, to have it look at what this end has closed. Only while the ring is in use.
     pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
-        if !self.is_tcp {
-            let control = segment.control(self.direction);
+        let control = segment.control(self.direction);
+        if segment.is_relayed() {
+            control.call_wanted.store(1, Ordering::SeqCst);
+            segment.wake_relay(tcp);
+        } else if !self.is_tcp {
             control.ringing.fetch_add(1, Ordering::SeqCst);
             tcp.doorbell();
             control.rung.fetch_add(1, Ordering::SeqCst);
@@ -285,6 +296,9 @@ impl Writer {
     }
 
     fn ring_if_wanted(&self, segment: &Segment, tcp: &impl Tcp) {
+        if segment.is_relayed() {
+            return segment.wake_relay(tcp);
+        }
         let control = segment.control(self.direction);
         fence(Ordering::SeqCst);
         if control.armed.load(Ordering::Relaxed) == 0 {
@@ -301,8 +315,19 @@ impl Writer {
     }
 
     /// This end is about to end its direction of the TCP connection.
-    pub fn set_ended(&self, segment: &Segment) {
+    pub fn set_ended(&self, segment: &Segment, tcp: &impl Tcp) {
         segment.control(self.direction).ended.store(1, Ordering::SeqCst);
+        segment.wake_relay(tcp);
+    }
+
+    /// Whether everything in the ring has come to the other host, and its reader knows: before a run of TCP bytes begins there, which
+    /// wakes nothing that sleeps because of them. Always so where there is no other host.
+    pub fn is_settled(&self, segment: &Segment) -> bool {
+        let control = segment.control(self.direction);
+        let has_come = || {
+            control.call_wanted.load(Ordering::SeqCst) == 0 && control.settled.load(Ordering::Acquire) >= self.tail
+        };
+        !segment.is_relayed() || self.is_tcp || self.is_closed || has_come() || segment.over() != Over::No
     }
 
     /// Whether nothing reads at the other end any more: what is written now must go by TCP, which knows what becomes of it.
@@ -320,5 +345,30 @@ impl Writer {
         self.tail
             .saturating_sub(segment.control(self.direction).head.load(Ordering::Relaxed))
             .min(segment.ring_size() as u64)
+    }
+}
+
+/// For as long as this lives, the relay rings no doorbell.
+struct NoBells<'a>(&'a Control);
+
+/// How often the relay's turn is waited for. It rings without waiting, so it takes longer only if it was stopped or has gone.
+const TURNS_MAX: u32 = 100_000;
+
+impl<'a> NoBells<'a> {
+    fn begin(control: &'a Control) -> Result<NoBells<'a>, Broken> {
+        for _ in 0..TURNS_MAX {
+            let bell = &control.bell;
+            if bell.compare_exchange(BELL_FREE, BELL_WRITER, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+                return Ok(NoBells(control));
+            }
+            std::thread::yield_now();
+        }
+        Err(Broken)
+    }
+}
+
+impl Drop for NoBells<'_> {
+    fn drop(&mut self) {
+        self.0.bell.store(BELL_FREE, Ordering::SeqCst);
     }
 }

@@ -1,0 +1,429 @@
+use super::*;
+use crate::direction::{Found, PEEK_MAX, Reader, Tcp, Writer};
+use crate::iovecs::Pieces;
+use crate::segment::{Over, RING_MIN};
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+
+/// A TCP connection between two hosts: bytes are on their way for some time.
+#[derive(Default)]
+struct Path {
+    on_the_way: RefCell<VecDeque<u8>>,
+    arrived: RefCell<VecDeque<u8>>,
+    written: Cell<u64>,
+    capacity: usize,
+}
+
+impl Path {
+    fn push(&self, bytes: &[u8]) -> usize {
+        let used = self.on_the_way.borrow().len() + self.arrived.borrow().len();
+        let len = bytes.len().min(self.capacity.saturating_sub(used));
+        self.on_the_way.borrow_mut().extend(&bytes[..len]);
+        self.written.set(self.written.get() + len as u64);
+        len
+    }
+
+    fn deliver(&self, most: usize) -> bool {
+        let mut from = self.on_the_way.borrow_mut();
+        let len = from.len().min(most);
+        self.arrived.borrow_mut().extend(from.drain(..len));
+        len > 0
+    }
+}
+
+impl Tcp for Path {
+    fn written(&self) -> io::Result<u64> {
+        Ok(self.written.get())
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        Ok(self.arrived.borrow().len())
+    }
+
+    fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {
+        let len = self.peek(to, max, 0)?;
+        self.skip(len)
+    }
+
+    fn peek(&self, to: &Pieces<'_>, max: usize, skipped: usize) -> io::Result<usize> {
+        let arrived = self.arrived.borrow();
+        assert!(max > 0 && max + skipped <= arrived.len() && skipped <= PEEK_MAX);
+        let mut to = *to;
+        for i in 0..max {
+            let (base, _) = to.first().unwrap();
+            // SAFETY: the test's own memory.
+            unsafe { base.write(arrived[skipped + i]) };
+            to.advance(1);
+        }
+        Ok(max)
+    }
+
+    fn skip(&self, max: usize) -> io::Result<usize> {
+        let mut arrived = self.arrived.borrow_mut();
+        assert!(max > 0 && max <= arrived.len());
+        arrived.drain(..max);
+        Ok(max)
+    }
+
+    unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize> {
+        // SAFETY: the caller's promise.
+        let sent = self.push(unsafe { std::slice::from_raw_parts(from, len) });
+        if sent == 0 { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
+    }
+
+    fn flush(&self) {}
+
+    fn doorbell(&self) {
+        panic!("where there is a relay, it rings");
+    }
+}
+
+fn byte(at: u64) -> u8 {
+    // Never a doorbell's.
+    ((at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).max(1)
+}
+
+/// Two hosts: a writer's process and its relay, a reader's and its relay, and what is between them.
+struct World {
+    here: Segment,
+    there: Segment,
+    path: Path,
+    outlet: RefCell<Outlet>,
+    inlet: RefCell<Inlet>,
+    updates: RefCell<VecDeque<Vec<u8>>>,
+    feedback: RefCell<VecDeque<[u8; FEEDBACK_LEN]>>,
+    random: RefCell<fastrand::Rng>,
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let segment = || {
+            let (segment, fd) = Segment::create(RING_MIN).unwrap();
+            // The process's mapping and the relay's show the same.
+            let other = Segment::adopt(&fd).unwrap().as_relayed();
+            // SAFETY: nothing uses this one.
+            unsafe { segment.unmap() };
+            other
+        };
+        let path = Path { capacity: random.usize(100..20_000), ..Path::default() };
+        World {
+            here: segment(),
+            there: segment(),
+            path,
+            outlet: RefCell::default(),
+            inlet: RefCell::default(),
+            updates: RefCell::default(),
+            feedback: RefCell::default(),
+            random: RefCell::new(random),
+        }
+    }
+
+    fn random(&self, limit: u32) -> u32 {
+        self.random.borrow_mut().u32(0..limit)
+    }
+
+    /// Something goes on somewhere between the two processes. False if nothing did.
+    fn step(&self, which: u32, is_idle: bool) -> bool {
+        match which {
+            0 => self.path.deliver(1 + self.random(3000) as usize),
+            1 => {
+                let Some(update) = self.updates.borrow_mut().pop_front() else { return false };
+                let (update, bytes) = Update::decode(&update).unwrap();
+                self.inlet.borrow_mut().apply(&self.there, &update, bytes).unwrap();
+                true
+            }
+            2 => {
+                let Some(feedback) = self.feedback.borrow_mut().pop_front() else { return false };
+                self.outlet.borrow_mut().receive(&self.here, &Feedback::decode(&feedback).unwrap()).unwrap();
+                true
+            }
+            3 => {
+                let feedback = self.inlet.borrow_mut().feedback(&self.there, is_idle).unwrap();
+                self.feedback.borrow_mut().extend(feedback.map(|feedback| feedback.encode()));
+                feedback.is_some()
+            }
+            _ => {
+                let mut outlet = self.outlet.borrow_mut();
+                let mut rang = false;
+                outlet.serve(&self.here, || {
+                    rang = self.path.push(&[0]) == 1;
+                    rang
+                });
+                let mut out = Vec::new();
+                let max = 1 + self.random(3000) as usize;
+                let has_some = outlet.take(&self.here, max, &mut out).unwrap();
+                if has_some {
+                    self.updates.borrow_mut().push_back(out);
+                }
+                has_some || rang
+            }
+        }
+    }
+
+    /// Everything that is on its way arrives.
+    fn settle(&self) {
+        let mut idle = 0;
+        while idle < 3 {
+            let any = (0..5).fold(false, |any, which| self.step(which, true) | any);
+            idle = if any { 0 } else { idle + 1 };
+        }
+    }
+
+    fn send(&self, writer: &mut Writer, at: u64, len: usize, may_leave: bool) -> usize {
+        let mut bytes: Vec<u8> = (at..at + len as u64).map(byte).collect();
+        let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: len }];
+        // SAFETY: of a vector of ours.
+        let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+        if !writer.send_again(&self.here, &self.path).unwrap() {
+            return 0;
+        }
+        if may_leave && writer.is_tcp() {
+            writer.leave_tcp(&self.here, &self.path).unwrap();
+        }
+        if !writer.is_tcp() {
+            // SAFETY: of a vector of ours.
+            unsafe { writer.write(&self.here, &self.path, &mut pieces) }.unwrap();
+            if pieces.left() == 0 || !writer.is_settled(&self.here) {
+                return len - pieces.left();
+            }
+            writer.enter_tcp(&self.here, &self.path, false).unwrap();
+            if !writer.send_again(&self.here, &self.path).unwrap() {
+                return len - pieces.left();
+            }
+        }
+        len - pieces.left() + self.path.push(&bytes[len - pieces.left()..])
+    }
+
+    fn receive(&self, reader: &mut Reader, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: len }];
+        // SAFETY: of a vector of ours.
+        let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+        // SAFETY: of a vector of ours.
+        let n = unsafe { reader.read(&self.there, &self.path, &mut pieces) }.unwrap();
+        bytes.truncate(n);
+        bytes
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        // SAFETY: nothing uses them any more.
+        unsafe { (self.here.unmap(), self.there.unmap()) };
+    }
+}
+
+fn check(bytes: &[u8], at: &mut u64, why: &str) {
+    for &got in bytes {
+        assert_eq!(got, byte(*at), "{why}, at byte {at}");
+        *at += 1;
+    }
+}
+
+fn seeds() -> u64 {
+    std::env::var("THRUWAY_RELAY_SEEDS").map_or(3000, |seeds| seeds.parse().unwrap())
+}
+
+#[test]
+fn bytes_come_once_and_in_order_between_hosts() {
+    let (mut closed, mut missed, mut slept, mut by_ring) = (0, 0, 0, 0u64);
+    for seed in 0..seeds() {
+        let world = World::new(seed);
+        let why = &format!("seed {seed}");
+        let (mut writer, mut reader) = (Writer::new(End::Taker), Reader::new(End::Taker, 0));
+        let (mut sent, mut got) = (0u64, 0u64);
+        let (mut sleeps, mut is_closed, mut is_plain) = (false, false, false);
+        let mut closing = (world.random(3) == 0).then(|| world.random(600));
+        for step in 0..600 {
+            match world.random(16) {
+                0 => reader.set_ready(&world.there, &world.path),
+                1..=3 => {
+                    let len = 1 + world.random(if world.random(2) == 0 { 64 } else { 6000 }) as usize;
+                    sent += world.send(&mut writer, sent, len, world.random(4) > 0) as u64;
+                    by_ring += u64::from(!writer.is_tcp());
+                }
+                4..=6 if !is_plain => {
+                    if sleeps && world.path.available().unwrap() == 0 {
+                        continue;
+                    }
+                    sleeps = false;
+                    reader.disarm(&world.there);
+                    let len = 1 + world.random(if world.random(2) == 0 { 64 } else { 9000 }) as usize;
+                    let bytes = world.receive(&mut reader, len);
+                    check(&bytes, &mut got, why);
+                    if bytes.is_empty() && !reader.is_explained(&world.there, &world.path, false).unwrap() {
+                        // What a call does then: it waits for the word that explains it.
+                        world.settle();
+                        assert!(reader.is_explained(&world.there, &world.path, false).unwrap(), "{why}, step {step}");
+                    }
+                }
+                7 if !is_plain => {
+                    // A thread that is about to sleep has found nothing, and knows why.
+                    let is_quiet = reader.find(&world.there, &world.path).unwrap() == Found::Nothing
+                        && reader.is_explained(&world.there, &world.path, false).unwrap()
+                        && reader.find(&world.there, &world.path).unwrap() == Found::Nothing;
+                    if is_quiet && reader.arm(&world.there).unwrap() {
+                        sleeps = true;
+                        slept += 1;
+                    }
+                }
+                8 if world.random(20) == 0 => {
+                    world.settle();
+                    let is_woken = world.path.available().unwrap() > 0;
+                    assert!(got == sent || !sleeps || is_woken || is_closed, "{why}, step {step}: sleeps through {got} to {sent}");
+                }
+                9 if closing.is_some_and(|at| step > at) => {
+                    closing = None;
+                    sleeps = false;
+                    let patience = || {
+                        let which = world.random(5);
+                        world.step(which, true);
+                        true
+                    };
+                    let left = reader.close_ring(&world.there, &world.path, patience).unwrap();
+                    if left > 0 {
+                        // The hooks reset the connection then.
+                        missed += 1;
+                        sent = got;
+                        break;
+                    }
+                    closed += 1;
+                    is_closed = true;
+                    is_plain = world.random(2) == 0;
+                    if is_plain {
+                        // From here on TCP has the stream and nothing else.
+                        let arrived: Vec<u8> = world.path.arrived.borrow_mut().drain(..).collect();
+                        check(&arrived, &mut got, why);
+                    }
+                }
+                which => {
+                    world.step(u32::from(which as u8) % 5, world.random(2) == 0);
+                }
+            }
+        }
+        let mut rounds = 0;
+        while got < sent {
+            world.settle();
+            let is_woken = world.path.available().unwrap() > 0;
+            // What is in a closed ring comes when its writer, who is called by other means, sends it again.
+            assert!(!sleeps || is_woken || is_closed, "{why}: sleeps through {got} to {sent}");
+            sleeps = false;
+            if is_plain {
+                while !writer.send_again(&world.here, &world.path).unwrap() {
+                    world.path.deliver(100_000);
+                    let arrived: Vec<u8> = world.path.arrived.borrow_mut().drain(..).collect();
+                    check(&arrived, &mut got, why);
+                }
+                world.path.deliver(100_000);
+                let arrived: Vec<u8> = world.path.arrived.borrow_mut().drain(..).collect();
+                check(&arrived, &mut got, why);
+            } else {
+                writer.send_again(&world.here, &world.path).unwrap();
+                let bytes = world.receive(&mut reader, 5000);
+                check(&bytes, &mut got, why);
+            }
+            rounds += 1;
+            assert!(rounds < 1000, "{why}: {got} of {sent}, closed {is_closed}, plain {is_plain}");
+        }
+        if !is_plain && sent > got {
+            continue;
+        }
+        // The end is believed when everything has come.
+        writer.set_ended(&world.here, &world.path);
+        world.settle();
+        world.path.deliver(100_000);
+        assert!(is_plain || reader.is_explained(&world.there, &world.path, true).unwrap(), "{why}: the end");
+        assert_eq!(world.there.over(), Over::No);
+    }
+    let few = seeds() as i32 / 100;
+    assert!(closed > few && missed > 0 && slept > few && by_ring > 0, "{closed}, {missed}, {slept}, {by_ring}");
+}
+
+#[test]
+fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
+    let world = World::new(1);
+    let mut inlet = Inlet::default();
+    let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, ringing: 0 };
+    inlet.apply(&world.there, &good, &[]).unwrap();
+    let some = [7; 100];
+    let size = RING_MIN as u64;
+    for (update, bytes) in [
+        // More than the ring has room for; other than it says; back.
+        (Update { tail: size + 1, ..good }, &vec![0; RING_MIN + 1][..]),
+        (Update { tail: 99, ..good }, &some[..]),
+        (Update { tail: u64::MAX, ..good }, &some[..]),
+        // A run that ends elsewhere, or begins before the last has ended.
+        (Update { end: 11, ..good }, &[]),
+        (Update { run: Some((1, 20)), ..good }, &[]),
+        (Update { run: Some((0, 9)), ..good }, &[]),
+        (Update { run: Some((0, u64::MAX)), ..good }, &[]),
+    ] {
+        assert_eq!(inlet.apply(&world.there, &update, bytes), Err(Broken), "{update:?}");
+    }
+    inlet.apply(&world.there, &Update { tail: 100, ringing: 1, ..good }, &some).unwrap();
+    assert_eq!(inlet.apply(&world.there, &Update { tail: 100, ..good }, &[]), Err(Broken), "fewer doorbells");
+    // More runs than there is room for.
+    let mut end = 10;
+    for n in 1.. {
+        let update = Update { tail: 100, end, run: Some((100, 20 * n)), ringing: 1, ..good };
+        let applied = inlet.apply(&world.there, &update, &[]);
+        if n as usize >= RUNS {
+            assert_eq!(applied, Err(Broken));
+            break;
+        }
+        applied.unwrap();
+        end = 20 * n + 5;
+    }
+    // A reader's end that has read what was not sent.
+    let mut outlet = Outlet::default();
+    let nothing = Feedback { opened: 1, ..Feedback::default() };
+    outlet.receive(&world.here, &nothing).unwrap();
+    for lie in [
+        Feedback { head: 1, ..nothing },
+        Feedback { tail: 1, ..nothing },
+        Feedback { opened: 2, ..nothing },
+        Feedback { done: 2, ..nothing },
+    ] {
+        assert_eq!(outlet.receive(&world.here, &lie), Err(Broken), "{lie:?}");
+    }
+    assert_eq!(Update::decode(&[0; UPDATE_HEAD - 1]).unwrap_err(), Broken);
+    assert_eq!(Feedback::decode(&[0; FEEDBACK_LEN + 1]).unwrap_err(), Broken);
+}
+
+#[test]
+fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
+    for seed in 0..200u64 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let world = World::new(seed);
+        let (mut outlet, mut inlet) = (Outlet::default(), Inlet::default());
+        for _ in 0..300 {
+            let control = if random.bool() { world.here.control(1) } else { world.there.control(0) };
+            let word = if random.bool() { random.u64(..) } else { random.u64(0..40_000) };
+            match random.u32(0..9) {
+                0 => control.tail.store(word, Ordering::Relaxed),
+                1 => control.head.store(word, Ordering::Relaxed),
+                2 => control.opened.store(word as u32, Ordering::Relaxed),
+                3 => control.done.store(word as u32, Ordering::Relaxed),
+                4 => control.runs[random.usize(0..RUNS)].ring.store(word, Ordering::Relaxed),
+                5 => control.runs[random.usize(0..RUNS)].end.store(word, Ordering::Relaxed),
+                6 => control.bell.store(word as u32 % 4, Ordering::Relaxed),
+                _ => control.close_wanted.store(word as u32, Ordering::Relaxed),
+            }
+            outlet.serve(&world.here, || random.bool());
+            let mut out = Vec::new();
+            let _ = outlet.take(&world.here, 5000, &mut out);
+            if random.bool() {
+                let len = random.usize(0..200);
+                out = std::iter::repeat_with(|| random.u8(..)).take(len).collect();
+            }
+            if let Ok((update, bytes)) = Update::decode(&out) {
+                let _ = inlet.apply(&world.there, &update, bytes);
+            }
+            if let Ok(Some(feedback)) = inlet.feedback(&world.there, random.bool()) {
+                let _ = outlet.receive(&world.here, &feedback);
+            }
+        }
+    }
+}
