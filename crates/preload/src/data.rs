@@ -13,7 +13,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Found, Reader, Segment, Writer};
+use thruway_sockets::{Found, Over, Reader, Segment, Writer};
 
 /// Sets `errno`.
 pub(crate) fn fail(error: c_int) -> ssize_t {
@@ -168,6 +168,16 @@ unsafe fn receive_accelerated(
             }
             return Ok(sum);
         }
+        if segment.is_relayed() {
+            if segment.over() == Over::Lost {
+                return if sum > 0 { Ok(sum) } else { Err(libc::ECONNRESET) };
+            }
+            if !reader.is_explained(segment, &connection, false).map_err(|error| broken(slot, fd, &error.into()))? {
+                drop(receiving);
+                catch_up(slot, fd, false)?;
+                continue;
+            }
+        }
         if woken > 0 && !is_peek {
             // SAFETY: the caller's promise.
             let read = unsafe { reader.read_unexpected(segment, &connection, to) };
@@ -195,6 +205,8 @@ unsafe fn receive_accelerated(
         }
         match sleep(slot, fd, flags) {
             Ok(true) => woken += 1,
+            Ok(false) if is_lost(slot) => {}
+            Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
             // The end: nothing comes behind what the ring has by now.
             Ok(false) if !is_readable(slot) => {
                 return if sum == 0 && has_lost(slot) { Err(libc::ECONNRESET) } else { Ok(sum) };
@@ -248,6 +260,93 @@ fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
         }
     }
     result
+}
+
+/// Whether a connection goes on through a relay, to another host.
+pub(crate) fn is_relayed(slot: &Slot) -> bool {
+    matches!(slot.receiving(), Ok(Some(receiving)) if receiving.segment.is_relayed())
+}
+
+/// Whether the way to the other host was cut.
+fn is_lost(slot: &Slot) -> bool {
+    matches!(slot.receiving(), Ok(Some(receiving)) if receiving.segment.over() == Over::Lost)
+}
+
+/// Longest time that a call waits for the relay to say what the TCP connection has brought.
+const CATCH_UP_MAX: Duration = Duration::from_secs(10);
+
+/// At the end of the TCP connection: whether everything before it has come, too.
+fn is_all_here(slot: &Slot, fd: c_int) -> bool {
+    is_explained(slot, fd, true)
+}
+
+/// Whether it is known what the kernel has.
+pub(crate) fn explains(slot: &Slot, fd: c_int) -> bool {
+    is_explained(slot, fd, false)
+}
+
+fn is_explained(slot: &Slot, fd: c_int, is_at_end: bool) -> bool {
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            let is_explained = reader.is_explained(segment, &Connection::new(fd), is_at_end).unwrap_or(true);
+            keep_error(slot, reader);
+            is_explained
+        }
+        _ => true,
+    }
+}
+
+/// From another host, the TCP connection brings bytes, and its end, that are only known for what they are when the relay has said so:
+/// soon. Waits for that also where the call does not wait: the kernel has said that there is something, and says so once.
+pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_int> {
+    let connection = Connection::new(fd);
+    let mut pause = Pause::new();
+    loop {
+        let Some(mut receiving) = slot.receiving()? else { return Ok(()) };
+        let Receiving { segment, reader, .. } = &mut receiving;
+        let is_explained = reader.is_explained(segment, &connection, is_at_end);
+        keep_error(slot, reader);
+        segment.check_relay(&connection);
+        drop(receiving);
+        if is_explained.map_err(|error| broken(slot, fd, &error.into()))? {
+            return Ok(());
+        }
+        if !pause.pass(CATCH_UP_MAX) {
+            return Err(broken(slot, fd, &io::Error::new(io::ErrorKind::InvalidData, "")));
+        }
+    }
+}
+
+/// Before bytes go by TCP to another host, what is in the ring has come there.
+fn is_settled(sending: &Sending<'_>, fd: c_int) -> bool {
+    let is_settled = sending.writer.is_settled(&sending.segment);
+    if !is_settled {
+        sending.segment.check_relay(&Connection::new(fd));
+    }
+    is_settled
+}
+
+/// A wait for the relay, which is at work.
+struct Pause {
+    begin: Instant,
+    looks: u32,
+}
+
+impl Pause {
+    fn new() -> Pause {
+        Pause { begin: Instant::now(), looks: 0 }
+    }
+
+    /// Lets others run for a moment. False if it has taken longer than `limit`.
+    fn pass(&mut self, limit: Duration) -> bool {
+        self.looks += 1;
+        match self.looks {
+            ..100 => std::thread::yield_now(),
+            _ => std::thread::sleep(Duration::from_micros(50)),
+        }
+        self.begin.elapsed() < limit
+    }
 }
 
 /// Whether the peer's process has ended without saying so.
@@ -421,6 +520,7 @@ unsafe fn send_accelerated(
 ) -> Result<bool, c_int> {
     let connection = Connection::new(fd);
     let mut has_waited = false;
+    let mut pause = Pause::new();
     match slot.error.swap(0, Ordering::Relaxed) {
         0 => {}
         error => return Err(error),
@@ -429,6 +529,9 @@ unsafe fn send_accelerated(
         let mut sending = slot.sending()?.ok_or(libc::EBADF)?;
         let Sending { segment, writer, .. } = &mut sending;
         let failed = |error: &io::Error| broken(slot, fd, error);
+        if segment.is_relayed() && segment.over() == Over::Lost {
+            return Err(libc::ECONNRESET);
+        }
         let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
         if is_alone && !writer.send_again(segment, &connection).map_err(|error| failed(&error))? {
             drop(sending);
@@ -444,6 +547,12 @@ unsafe fn send_accelerated(
         if !writer.is_tcp() {
             let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, segment, writer);
             if is_gone || is_plain {
+                if !is_settled(&sending, fd) {
+                    drop(sending);
+                    settle_down(slot, fd, &mut pause)?;
+                    continue;
+                }
+                let Sending { segment, writer, .. } = &mut sending;
                 // What is owed to a reader that has closed the ring goes first.
                 writer.enter_tcp(segment, &connection, is_gone).map_err(|error| failed(&error))?;
                 continue;
@@ -465,6 +574,12 @@ unsafe fn send_accelerated(
             continue;
         }
         if has_waited && sent == 0 {
+            if !is_settled(&sending, fd) {
+                drop(sending);
+                settle_down(slot, fd, &mut pause)?;
+                continue;
+            }
+            let Sending { segment, writer, .. } = &mut sending;
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
             continue;
         }
@@ -472,6 +587,13 @@ unsafe fn send_accelerated(
         let wanted = from.left();
         has_waited = !wait::spin_for_room(flags & libc::MSG_DONTWAIT != 0, || has_room(slot, wanted));
     }
+}
+
+fn settle_down(slot: &Slot, fd: c_int, pause: &mut Pause) -> Result<(), c_int> {
+    if pause.pass(CATCH_UP_MAX) {
+        return Ok(());
+    }
+    Err(broken(slot, fd, &io::ErrorKind::InvalidData.into()))
 }
 
 /// Whether a call that sends may have found no room: it goes by TCP now.
@@ -510,9 +632,17 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do.
 pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
-    let Some(mut sending) = slot.sending()? else { return Ok(()) };
-    let Sending { segment, writer, .. } = &mut sending;
-    writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error))
+    let mut pause = Pause::new();
+    loop {
+        let Some(mut sending) = slot.sending()? else { return Ok(()) };
+        if !is_settled(&sending, fd) {
+            drop(sending);
+            settle_down(slot, fd, &mut pause)?;
+            continue;
+        }
+        let Sending { segment, writer, .. } = &mut sending;
+        return writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error));
+    }
 }
 
 /// The program shuts down these directions: 1 receiving, 2 sending.
@@ -574,7 +704,9 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
-        let limit = Instant::now() + Duration::from_millis(100);
+        // To another host and back, where the end is there.
+        let patience = Duration::from_millis(if receiving.segment.is_relayed() { 3000 } else { 100 });
+        let limit = Instant::now() + patience;
         let Receiving { segment, reader, .. } = &mut receiving;
         let patience = || {
             std::thread::yield_now();

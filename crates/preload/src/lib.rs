@@ -11,6 +11,7 @@ mod hooks;
 mod lock;
 mod process;
 mod real;
+mod relay;
 mod report;
 mod slots;
 mod switch;

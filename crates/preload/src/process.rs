@@ -31,6 +31,14 @@ pub(crate) fn watch_forks() {
 }
 
 extern "C" fn before_fork() {
+    // A relay knows one process by a connection.
+    slots::each(|number, fd| {
+        let slot = slots::slot(number);
+        if data::is_relayed(slot) {
+            stays(slot, fd, Reason::Shared, &", from here on");
+            data::demote(slot, fd);
+        }
+    });
     // The child has all descriptors, too.
     slots::each(|number, _| {
         let references = slots::local(number).references.load(Ordering::SeqCst);
@@ -152,7 +160,9 @@ pub(crate) fn at_exit() {
         if !slot.is_only_ours(number) {
             return;
         }
-        switch::account(slot, fd);
+        if let Ok(guard) = slot.upgrading.lock() {
+            switch::account(slot, &guard, fd);
+        }
         if slot.is_accelerated() {
             // What other parts of the program still send goes by calls that know nothing of rings.
             let _ = data::enter_tcp(slot, fd, true);

@@ -43,6 +43,7 @@ pub(crate) fn start(stats: Option<&PathBuf>, log: Option<PathBuf>) {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reason {
     Remote,
+    NoRelay,
     NotFound,
     Rule,
     Shared,
@@ -55,6 +56,7 @@ impl Reason {
     fn text(self) -> &'static str {
         match self {
             Reason::Remote => "TCP: the peer is not on this host",
+            Reason::NoRelay => "TCP: no relay knows a process that runs under thruway at the other end",
             Reason::NotFound => "TCP: no process of this user's that runs under thruway is at the other end",
             Reason::Rule => "TCP: a rule says so",
             Reason::Shared => "TCP: other processes hold the descriptor, or may",
@@ -68,6 +70,7 @@ impl Reason {
         let counters = counters();
         match self {
             Reason::Remote => &counters.remote,
+            Reason::NoRelay => &counters.relay_not_found,
             Reason::NotFound => &counters.peer_not_found,
             Reason::Rule => &counters.by_rule,
             Reason::Shared => &counters.shared_descriptor,

@@ -47,6 +47,8 @@ pub(crate) struct Upgrade {
     /// Where the ends look for each other, and as what.
     pub(crate) meeting: Option<(Board, Key)>,
     pub(crate) ticket: Option<Ticket>,
+    /// The other end is to be reached through the relay.
+    pub(crate) by_relay: bool,
     pub(crate) end: End,
     /// The number of calls at which this end looks again.
     pub(crate) next_look: u32,
@@ -281,7 +283,14 @@ pub(crate) fn add(fd: i32) {
     slot.shut.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
     unsafe {
-        slot.upgrade.get().write(Upgrade { meeting: None, ticket: None, end: End::Maker, next_look: 0, looks: 0 });
+        slot.upgrade.get().write(Upgrade {
+            meeting: None,
+            ticket: None,
+            by_relay: false,
+            end: End::Maker,
+            next_look: 0,
+            looks: 0,
+        });
         slot.segment.get().write(None);
         slot.writer.get().write(None);
         slot.reader.get().write(None);

@@ -4,12 +4,14 @@
 //! can be found, and the other looks there. What finds an entry makes the segment, connects to the Unix socket that the entry names,
 //! and hands the segment over. Neither waits for the other: calls go by plain TCP until both have the segment, and afterwards until
 //! each direction's writer finds that its reader reads through the library, too.
+//!
+//! Where the other end is on another host, both write to the board and ask their host's relay (`relay`), which hands each a segment.
 
 use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, report};
+use crate::{SETTINGS, relay, report};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -22,6 +24,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
+use thruway_sockets::meeting::{OFFER_LEN, Offer, Request, relayed_key, service_name};
 use thruway_sockets::settings::Mode;
 use thruway_sockets::{End, Reader, Segment, Writer};
 
@@ -86,7 +89,7 @@ fn consider(number: u32, fd: i32, calls: u32) {
                 // Overwritten, or in vain.
                 _ => {
                     withdraw(upgrade);
-                    never(slot, fd, Reason::NotFound, &"");
+                    never(slot, fd, if upgrade.by_relay { Reason::NoRelay } else { Reason::NotFound }, &"");
                 }
             }
         }
@@ -111,12 +114,15 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     let (Some(local), Some(peer)) = (address(&local), address(&peer)) else {
         return never(slot, fd, Reason::Unsupported, &"");
     };
+    let Some(settings) = SETTINGS.get() else { return };
+    let mode = settings.mode([local.port(), peer.port()]);
     let (here, there) = (local.ip().to_canonical(), peer.ip().to_canonical());
-    if here != there && !(here.is_loopback() && there.is_loopback()) {
+    let is_here = here == there || here.is_loopback() && there.is_loopback();
+    let by_relay = !is_here || mode == Mode::Relay;
+    if by_relay && settings.relay == 0 {
         return never(slot, fd, Reason::Remote, &"");
     }
-    let Some(settings) = SETTINGS.get() else { return };
-    if settings.mode([local.port(), peer.port()]) == Mode::Tcp {
+    if mode == Mode::Tcp {
         return never(slot, fd, Reason::Rule, &"");
     }
     if !Connection::new(fd).is_established() {
@@ -129,10 +135,11 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     let (Some(board), Ok(namespace)) = (board(), namespace) else {
         return never(slot, fd, Reason::Failed, &", there is no board");
     };
-    let key = Key::new(namespace, local, peer);
+    let key = if by_relay { relayed_key(namespace, local, peer) } else { Key::new(namespace, local, peer) };
     let upgrade = slot.upgrade(guard);
     upgrade.meeting = Some((board, key));
-    if !Key::is_higher(local, peer) {
+    upgrade.by_relay = by_relay;
+    if !by_relay && !Key::is_higher(local, peer) {
         (upgrade.next_look, upgrade.looks) = (calls, 0);
         slot.phase.store(phase::LOOKING, Ordering::Release);
         return look(slot, guard, fd, calls);
@@ -143,6 +150,10 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     upgrade.ticket = board.list(key, Listing { service, cookie });
     upgrade.next_look = calls.saturating_add(PATIENCE);
     slot.phase.store(phase::LISTED, Ordering::Release);
+    if by_relay && let Err(error) = relay::ask(fd, settings.relay, Request { key: key.to_bytes(), service }) {
+        withdraw(slot.upgrade(guard));
+        never(slot, fd, Reason::NoRelay, &format_args!(": this host's relay: {error}"));
+    }
 }
 
 fn withdraw(upgrade: &mut Upgrade) {
@@ -178,10 +189,6 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     }
 }
 
-/// What is sent with the segment.
-const MAGIC: &[u8; 8] = b"thruway1";
-const MESSAGE: usize = 8 + 48 + 8;
-
 /// Nanoseconds that a process which has connected may take to send it.
 const OFFER_PATIENCE: i64 = 200_000_000;
 
@@ -197,10 +204,7 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
         return Err((Reason::Failed, io::Error::other("the process found there is another user's")));
     }
     let (segment, file) = make(ring, memory)?;
-    let mut message = [0u8; MESSAGE];
-    message[..8].copy_from_slice(MAGIC);
-    message[8..56].copy_from_slice(&key.to_bytes());
-    message[56..].copy_from_slice(&cookie.to_le_bytes());
+    let message = Offer { key: key.to_bytes(), cookie, is_relayed: false }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = [file.as_fd()];
@@ -238,7 +242,7 @@ fn is_trusted_user(uid: u32) -> bool {
 }
 
 /// Whether the process at the other end of a Unix socket is one of this user's.
-fn is_trusted(socket: &OwnedFd) -> bool {
+pub(crate) fn is_trusted(socket: &OwnedFd) -> bool {
     sockopt::socket_peercred(socket).is_ok_and(|peer| is_trusted_user(peer.uid.as_raw()))
 }
 
@@ -289,13 +293,7 @@ fn board() -> Option<Board> {
 }
 
 fn name(service: u64) -> Result<SocketAddrUnix, rustix::io::Errno> {
-    // Without the heap: a signal handler may have made the call that this is for.
-    let mut name = *b"thruway/sockets/1/0000000000000000";
-    let digits = name.len() - 16;
-    for (place, digit) in name[digits..].iter_mut().zip((0..16).rev()) {
-        *place = b"0123456789abcdef"[(service >> (4 * digit)) as usize & 15];
-    }
-    SocketAddrUnix::new_abstract_name(&name)
+    SocketAddrUnix::new_abstract_name(&service_name(service))
 }
 
 /// The Unix socket to which segments come, of this process, and the number in its name.
@@ -326,6 +324,7 @@ fn service() -> Option<u64> {
 pub(crate) fn after_fork() {
     STARTING.reset();
     BOARDS.lock.reset();
+    relay::after_fork();
     let fd = SERVICE.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
         slots::close_hidden(fd);
@@ -350,7 +349,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     if !is_trusted(socket) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    let mut message = [0u8; MESSAGE + 1];
+    let mut message = [0u8; OFFER_LEN + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     // Who has just connected is about to send.
@@ -364,10 +363,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     });
     let mut files = files.flatten();
     let (Some(file), None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
-    if received.bytes != MESSAGE || message[..8] != MAGIC[..] {
-        return Err(io::ErrorKind::InvalidData.into());
-    }
-    let cookie = u64::from_le_bytes(message[56..MESSAGE].try_into().unwrap_or_default());
+    let offer = Offer::decode(&message[..received.bytes]).ok_or(io::ErrorKind::InvalidData)?;
     // The connection that it is for: one that has an entry on the board.
     let mut result = Err(io::ErrorKind::NotFound.into());
     let mut wanted = None;
@@ -377,7 +373,8 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             return;
         }
         if let Ok(guard) = slot.upgrading.lock()
-            && slot.upgrade(&guard).meeting.is_some_and(|(_, key)| key.is(&message[8..56]))
+            && slot.upgrade(&guard).meeting.is_some_and(|(_, key)| key.is(&offer.key))
+            && slot.upgrade(&guard).by_relay == offer.is_relayed
         {
             wanted = Some((number, fd));
         }
@@ -388,7 +385,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
             withdraw(slot.upgrade(&guard));
-            result = adopt(slot, &guard, fd, cookie, &file);
+            result = adopt(slot, &guard, fd, &offer, &file);
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
                 Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
@@ -398,10 +395,14 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     result
 }
 
-fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, cookie: u64, file: &OwnedFd) -> io::Result<()> {
-    prove(fd, cookie).map_err(|(_, error)| error)?;
+fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
+    // A relay has proved to another who it is, and is this user's.
+    if !offer.is_relayed {
+        prove(fd, offer.cookie).map_err(|(_, error)| error)?;
+    }
     let memory = SETTINGS.get().map_or(0, |settings| settings.memory);
     let segment = Segment::adopt(file)?;
+    let segment = if offer.is_relayed { segment.as_relayed() } else { segment };
     if MAPPED.fetch_add(segment.len() as u64, Ordering::Relaxed) + segment.len() as u64 > memory {
         unmap(segment);
         return Err(io::Error::other("rings of other connections have all memory"));
@@ -455,16 +456,23 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         segment.accept();
     }
     HAS_ACCELERATED.store(true, Ordering::SeqCst);
-    count(&counters().accelerated, 1);
-    tell(fd, &"accelerated: shared memory");
+    if segment.is_relayed() {
+        count(&counters().relayed, 1);
+        tell(fd, &"accelerated: to another host, through the relay");
+    } else {
+        count(&counters().accelerated, 1);
+        tell(fd, &"accelerated: shared memory");
+    }
 }
 
 /// The end of a connection of which nothing has become.
-pub(crate) fn account(slot: &Slot, fd: i32) {
+pub(crate) fn account(slot: &Slot, guard: &Guard<'_>, fd: i32) {
     match slot.phase.load(Ordering::Relaxed) {
         // Sockets that were never connected have none.
         phase::PLAIN if slot.calls.load(Ordering::Relaxed) > 0 => count(&counters().short, 1),
-        phase::LOOKING | phase::LISTED => stays(slot, fd, Reason::NotFound, &""),
+        phase::LOOKING | phase::LISTED => {
+            stays(slot, fd, if slot.upgrade(guard).by_relay { Reason::NoRelay } else { Reason::NotFound }, &"");
+        }
         _ => {}
     }
 }
@@ -479,7 +487,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
             withdraw(slot.upgrade(&guard));
         }
         if is_last {
-            account(slot, fd);
+            account(slot, &guard, fd);
         }
         let was_accelerated = slot.is_accelerated();
         if was_accelerated

@@ -219,4 +219,8 @@ impl Tcp for Connection {
         count(&counters().doorbells, 1);
         let _ = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
+
+    fn wake_relay(&self) -> bool {
+        crate::relay::wake()
+    }
 }

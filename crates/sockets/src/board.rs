@@ -55,6 +55,11 @@ impl Key {
         bytes
     }
 
+    /// The two addresses in a message ([`Key::to_bytes`]), which both hosts know the connection by.
+    pub fn addresses(bytes: &[u8; 48]) -> &[u8; 40] {
+        bytes.last_chunk().expect("48 bytes")
+    }
+
     /// Whether these are the bytes of this connection.
     pub fn is(self, bytes: &[u8]) -> bool {
         bytes == self.to_bytes()

@@ -72,8 +72,10 @@ pub trait Tcp {
     /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
     fn doorbell(&self);
 
-    /// Wakes this host's relay. Needed where the other end is on another host only.
-    fn wake_relay(&self) {}
+    /// Wakes this host's relay. Needed where the other end is on another host only. False if there is no relay any more.
+    fn wake_relay(&self) -> bool {
+        true
+    }
 }
 
 /// A long call moves a ring's bytes in so many pieces, so that both ends are at work at a time.

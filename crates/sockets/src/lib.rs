@@ -8,6 +8,7 @@
 pub mod board;
 mod direction;
 pub mod iovecs;
+pub mod meeting;
 mod relay;
 mod segment;
 pub mod settings;

@@ -14,9 +14,7 @@
 //! - the reader closes the ring where the writer is, not where it has come to know that the writer is: it asks, and waits.
 
 use crate::direction::Broken;
-use crate::segment::{
-    BELL_FREE, BELL_RELAY, BY_TCP, CLOSED, End, OPEN, POSITION, RUNS, Segment, outward,
-};
+use crate::segment::{BELL_FREE, BELL_RELAY, BY_TCP, CLOSED, End, OPEN, POSITION, RUNS, Segment, outward};
 use std::sync::atomic::{Ordering, fence};
 use thruway_memory::shared;
 
@@ -297,9 +295,7 @@ impl Outlet {
         let unsent = control.tail.load(Ordering::Acquire) >> POSITION != self.tail;
         let wants_bell = self.is_owed || is_called || self.peer.is_armed && unsent;
         let closes = self.peer.close_wanted && control.tail.load(Ordering::Relaxed) & CLOSED == 0;
-        let free = || {
-            control.bell.compare_exchange(BELL_FREE, BELL_RELAY, Ordering::SeqCst, Ordering::Relaxed).is_ok()
-        };
+        let free = || control.bell.compare_exchange(BELL_FREE, BELL_RELAY, Ordering::SeqCst, Ordering::Relaxed).is_ok();
         if (wants_bell || closes) && free() {
             if closes {
                 control.tail.fetch_or(CLOSED, Ordering::SeqCst);
@@ -383,7 +379,8 @@ impl Inlet {
         let follows = if self.end == OPEN { true } else { update.end == self.end };
         let may_write = len == 0 || update.end != OPEN && !self.closed;
         let is_run_legal = update.run.is_none_or(|(ring, start)| {
-            let is_at = if update.closed.is_some() { (self.head..=update.tail).contains(&ring) } else { ring == update.tail };
+            let is_at =
+                if update.closed.is_some() { (self.head..=update.tail).contains(&ring) } else { ring == update.tail };
             is_at && update.end != OPEN && start >= update.end && start != OPEN
         });
         let has_room = update.run.is_none() || (self.opened.wrapping_sub(self.done) as usize) < RUNS;
@@ -425,7 +422,8 @@ impl Inlet {
             control.ended.store(1, Ordering::SeqCst);
         }
         fence(Ordering::SeqCst);
-        let slept = len > 0 && control.armed.load(Ordering::Relaxed) != 0 && control.armed.swap(0, Ordering::SeqCst) != 0;
+        let slept =
+            len > 0 && control.armed.load(Ordering::Relaxed) != 0 && control.armed.swap(0, Ordering::SeqCst) != 0;
         self.owes_bell = (self.owes_bell || slept) && !is_rung;
         Ok(())
     }

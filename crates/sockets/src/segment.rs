@@ -262,8 +262,15 @@ impl Segment {
         }
         fence(Ordering::SeqCst);
         let asleep = &self.head().asleep;
-        if asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::SeqCst) != 0 {
-            tcp.wake_relay();
+        if asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::SeqCst) != 0 && !tcp.wake_relay() {
+            self.set_over(Over::Lost);
+        }
+    }
+
+    /// Something is waited for that the relay does: it may have gone.
+    pub fn check_relay(&self, tcp: &impl Tcp) {
+        if self.is_relayed && !tcp.wake_relay() {
+            self.set_over(Over::Lost);
         }
     }
 

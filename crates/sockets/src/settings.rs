@@ -13,6 +13,18 @@ pub enum Mode {
     Auto,
     /// TCP.
     Tcp,
+    /// Through the relay, also if the peer is on this host: to try that out.
+    Relay,
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Mode::Auto => "auto",
+            Mode::Tcp => "tcp",
+            Mode::Relay => "by-relay",
+        }
+    }
 }
 
 /// What may become of connections of which either end has one of these ports.
@@ -43,6 +55,8 @@ pub struct Settings {
     pub spin: u32,
     /// The directory of boards, in memory.
     pub board: PathBuf,
+    /// The port of the relay, through which connections to other hosts go on; 0: they stay with TCP.
+    pub relay: u16,
     /// A file of counters, mapped by each process.
     pub stats: Option<PathBuf>,
     /// A file to which what has become of each connection is appended.
@@ -59,6 +73,7 @@ impl Default for Settings {
             memory: 256 << 20,
             spin: 20,
             board: "/dev/shm".into(),
+            relay: 0,
             stats: None,
             explain: None,
         }
@@ -85,8 +100,11 @@ impl Settings {
             path(&self.board)
         );
         for rule in &self.rules {
-            let mode = if rule.mode == Mode::Auto { "auto" } else { "tcp" };
+            let mode = rule.mode.name();
             out += &format!(",{mode}={}-{}", rule.first, rule.last);
+        }
+        if self.relay != 0 {
+            out += &format!(",relay={}", self.relay);
         }
         for (name, file) in [("stats", &self.stats), ("explain", &self.explain)] {
             if let Some(file) = file {
@@ -125,10 +143,11 @@ impl Settings {
             "board" => self.board = path(),
             "stats" => self.stats = Some(path()),
             "explain" => self.explain = Some(path()),
-            "auto" | "tcp" => {
+            "relay" => self.relay = value.parse().ok()?,
+            "auto" | "tcp" | "by-relay" => {
                 let (first, last) = value.split_once('-').unwrap_or((value, value));
                 let (first, last) = (first.parse().ok()?, last.parse().ok()?);
-                let mode = if name == "auto" { Mode::Auto } else { Mode::Tcp };
+                let mode = [Mode::Auto, Mode::Tcp, Mode::Relay].into_iter().find(|mode| mode.name() == name)?;
                 self.rules.push(Rule { first, last, mode });
             }
             _ => return None,
@@ -145,7 +164,13 @@ mod tests {
     fn what_is_told_is_understood() {
         let rule = |first, last, mode| Rule { first, last, mode };
         let settings = Settings {
-            rules: vec![rule(22, 22, Mode::Tcp), rule(8000, 8100, Mode::Auto), rule(0, 65535, Mode::Tcp)],
+            rules: vec![
+                rule(22, 22, Mode::Tcp),
+                rule(8000, 8100, Mode::Auto),
+                rule(9, 9, Mode::Relay),
+                rule(0, 65535, Mode::Tcp),
+            ],
+            relay: 7118,
             after_calls: 1,
             ring: 4096,
             board: "/tmp/a,b%2c".into(),

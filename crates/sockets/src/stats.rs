@@ -35,12 +35,16 @@ counters! {
     connections = "connections",
     /// Ends of connections that went on through shared memory.
     accelerated = "accelerated",
+    /// Ends of connections that went on through a relay, to another host.
+    relayed = "relayed",
     /// Ends of accelerated connections that have gone back to TCP for good.
     demoted = "demoted",
     /// Ends that did not last long enough to be worth it.
     short = "short",
     /// Ends whose peer is not on this host.
     remote = "remote",
+    /// Ends whose peer's host has no relay that knows of it.
+    relay_not_found = "relay_not_found",
     /// Ends whose peer, on this host, has not been found on the board.
     peer_not_found = "peer_not_found",
     /// Ends for which a rule has said TCP.

@@ -472,7 +472,7 @@ impl Reader {
             // The last byte is where the writer is now, on the other host.
             control.close_wanted.store(1, Ordering::SeqCst);
             while control.tail.load(Ordering::SeqCst) & CLOSED == 0 && segment.over() == Over::No {
-                segment.wake_relay(tcp);
+                segment.check_relay(tcp);
                 if !patience() {
                     return Err(Broken);
                 }

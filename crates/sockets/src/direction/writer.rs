@@ -120,7 +120,8 @@ impl Writer {
     pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
         if !self.is_tcp {
             // A relay rings by itself: not while the run's first byte is determined.
-            let _no_bells = segment.is_relayed().then(|| NoBells::begin(segment.control(self.direction))).transpose()?;
+            let _no_bells =
+                segment.is_relayed().then(|| NoBells::begin(segment.control(self.direction))).transpose()?;
             let start = tcp.written()?;
             if !self.change(segment, self.tail, true) {
                 drop(_no_bells);
@@ -324,9 +325,8 @@ impl Writer {
     /// wakes nothing that sleeps because of them. Always so where there is no other host.
     pub fn is_settled(&self, segment: &Segment) -> bool {
         let control = segment.control(self.direction);
-        let has_come = || {
-            control.call_wanted.load(Ordering::SeqCst) == 0 && control.settled.load(Ordering::Acquire) >= self.tail
-        };
+        let has_come =
+            || control.call_wanted.load(Ordering::SeqCst) == 0 && control.settled.load(Ordering::Acquire) >= self.tail;
         !segment.is_relayed() || self.is_tcp || self.is_closed || has_come() || segment.over() != Over::No
     }
 

@@ -272,7 +272,14 @@ fn bytes_come_once_and_in_order_between_hosts() {
                 8 if world.random(20) == 0 => {
                     world.settle();
                     let is_woken = world.path.available().unwrap() > 0;
-                    assert!(got == sent || !sleeps || is_woken || is_closed, "{why}, step {step}: sleeps through {got} to {sent}");
+                    assert!(
+                        got == sent || !sleeps || is_woken || is_closed,
+                        "{why}, step {step}: sleeps through {got} to {sent}"
+                    );
+                }
+                10 if world.random(4) == 0 && writer.is_settled(&world.here) => {
+                    // Before a call that only the kernel can do, which may send nothing.
+                    writer.enter_tcp(&world.here, &world.path, false).unwrap();
                 }
                 9 if closing.is_some_and(|at| step > at) => {
                     closing = None;

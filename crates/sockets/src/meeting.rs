@@ -1,0 +1,130 @@
+//! How two processes of one host, or a process and its host's relay, come to have a segment in common: names of Unix sockets, and what
+//! is sent through them. Without the heap: a signal handler may have made the call that this is for.
+
+use crate::board::Key;
+
+/// What begins an offer from the other end of a connection, and one from the relay.
+const OFFER: &[u8; 8] = b"thruway1";
+const RELAYED: &[u8; 8] = b"thrurly1";
+/// What begins a request.
+const REQUEST: &[u8; 8] = b"thruask1";
+
+/// Bytes of an offer, with which goes the segment's descriptor.
+pub const OFFER_LEN: usize = 8 + 48 + 8;
+/// Bytes of a request, with which goes a descriptor of the connection.
+pub const REQUEST_LEN: usize = 8 + 48 + 8;
+/// Bytes of a message that only wakes the relay.
+pub const WAKE_LEN: usize = 1;
+
+/// A segment for a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Offer {
+    /// The connection.
+    pub key: [u8; 48],
+    /// `SO_COOKIE` of the socket at its other end; of no meaning from a relay.
+    pub cookie: u64,
+    /// The other end is on another host, and the relay offers the segment.
+    pub is_relayed: bool,
+}
+
+impl Offer {
+    /// As a message.
+    pub fn encode(&self) -> [u8; OFFER_LEN] {
+        message(if self.is_relayed { RELAYED } else { OFFER }, &self.key, self.cookie)
+    }
+
+    /// The other way round.
+    pub fn decode(message: &[u8]) -> Option<Offer> {
+        let (magic, key, cookie) = parts(message)?;
+        let is_relayed = magic == RELAYED;
+        (is_relayed || magic == OFFER).then_some(Offer { key, cookie, is_relayed })
+    }
+}
+
+/// A process asks the relay for a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// The connection.
+    pub key: [u8; 48],
+    /// The number in the name of the process's Unix socket.
+    pub service: u64,
+}
+
+impl Request {
+    /// As a message.
+    pub fn encode(&self) -> [u8; REQUEST_LEN] {
+        message(REQUEST, &self.key, self.service)
+    }
+
+    /// The other way round.
+    pub fn decode(message: &[u8]) -> Option<Request> {
+        let (magic, key, service) = parts(message)?;
+        (magic == REQUEST).then_some(Request { key, service })
+    }
+}
+
+fn message(magic: &[u8; 8], key: &[u8; 48], number: u64) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    bytes[..8].copy_from_slice(magic);
+    bytes[8..56].copy_from_slice(key);
+    bytes[56..].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+fn parts(message: &[u8]) -> Option<(&[u8; 8], [u8; 48], u64)> {
+    let (magic, rest) = message.split_first_chunk::<8>()?;
+    let (key, number) = rest.split_first_chunk::<48>()?;
+    Some((magic, *key, u64::from_le_bytes(number.try_into().ok()?)))
+}
+
+/// The key of a connection that goes on through a relay. Both its ends may be on one board, and each has an entry of its own.
+pub fn relayed_key(namespace: u64, local: std::net::SocketAddr, peer: std::net::SocketAddr) -> Key {
+    let role = 1 + u64::from(Key::is_higher(local, peer));
+    Key::new(namespace ^ role << 62, local, peer)
+}
+
+const SERVICE: &[u8] = b"thruway/sockets/1/";
+const RELAY: &[u8] = b"thruway/relay/1/";
+
+/// The name of a process's Unix socket, in the abstract namespace.
+pub fn service_name(number: u64) -> [u8; SERVICE.len() + 16] {
+    let mut name = [0; SERVICE.len() + 16];
+    name[..SERVICE.len()].copy_from_slice(SERVICE);
+    digits(number, &mut name[SERVICE.len()..]);
+    name
+}
+
+/// The name of the Unix socket of a user's relay that other hosts reach at this port.
+pub fn relay_name(uid: u32, port: u16) -> [u8; RELAY.len() + 16] {
+    let mut name = [0; RELAY.len() + 16];
+    name[..RELAY.len()].copy_from_slice(RELAY);
+    digits(u64::from(uid) << 16 | u64::from(port), &mut name[RELAY.len()..]);
+    name
+}
+
+fn digits(number: u64, places: &mut [u8]) {
+    for (place, digit) in places.iter_mut().zip((0..16).rev()) {
+        *place = b"0123456789abcdef"[(number >> (4 * digit)) as usize & 15];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_understood_and_nothing_else_is() {
+        for is_relayed in [false, true] {
+            let offer = Offer { key: [7; 48], cookie: 9, is_relayed };
+            assert_eq!(Offer::decode(&offer.encode()), Some(offer));
+            assert_eq!(Request::decode(&offer.encode()), None);
+        }
+        let request = Request { key: [3; 48], service: 1 << 63 };
+        assert_eq!(Request::decode(&request.encode()), Some(request));
+        assert_eq!(Offer::decode(&request.encode()), None);
+        assert_eq!(Request::decode(&request.encode()[..63]), None);
+        assert_eq!(Request::decode(&[&request.encode()[..], &[0]].concat()), None);
+        assert_eq!(&service_name(0xab), b"thruway/sockets/1/00000000000000ab");
+        assert_eq!(&relay_name(1000, 7118), b"thruway/relay/1/0000000003e81bce");
+    }
+}
