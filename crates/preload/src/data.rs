@@ -307,7 +307,9 @@ pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_
         let Receiving { segment, reader, .. } = &mut receiving;
         let is_explained = reader.is_explained(segment, &connection, is_at_end);
         keep_error(slot, reader);
-        segment.check_relay(&connection);
+        if is_explained == Ok(false) {
+            segment.check_relay(&connection);
+        }
         drop(receiving);
         if is_explained.map_err(|error| broken(slot, fd, &error.into()))? {
             return Ok(());

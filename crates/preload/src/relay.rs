@@ -40,15 +40,17 @@ fn connect(port: u16) -> io::Result<i32> {
     Ok(fd)
 }
 
-/// Asks for a segment for a connection.
-pub(crate) fn ask(fd: i32, port: u16, request: Request) -> io::Result<()> {
+/// Says something to it, with a descriptor.
+pub(crate) fn ask(port: u16, request: Request, with: Option<i32>) -> io::Result<()> {
     for attempt in 0..2 {
         let relay = connect(port)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let connection = slots::borrow(fd);
+        let connection = slots::borrow(with.unwrap_or(-1));
         let files = [connection.as_fd()];
-        control.push(SendAncillaryMessage::ScmRights(&files));
+        if with.is_some() {
+            control.push(SendAncillaryMessage::ScmRights(&files));
+        }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = rustix::net::sendmsg(slots::borrow(relay), &[IoSlice::new(&request.encode())], &mut control, flags);
         match sent {

@@ -49,6 +49,8 @@ pub(crate) struct Upgrade {
     pub(crate) ticket: Option<Ticket>,
     /// The other end is to be reached through the relay.
     pub(crate) by_relay: bool,
+    /// Then, whether this end's address is the higher.
+    pub(crate) is_higher: bool,
     pub(crate) end: End,
     /// The number of calls at which this end looks again.
     pub(crate) next_look: u32,
@@ -287,6 +289,7 @@ pub(crate) fn add(fd: i32) {
             meeting: None,
             ticket: None,
             by_relay: false,
+            is_higher: false,
             end: End::Maker,
             next_look: 0,
             looks: 0,

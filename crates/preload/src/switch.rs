@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
 use thruway_sockets::meeting::{OFFER_LEN, Offer, Request, relayed_key, service_name};
 use thruway_sockets::settings::Mode;
-use thruway_sockets::{End, Reader, Segment, Writer};
+use thruway_sockets::{End, Over, Reader, Segment, Writer};
 
 /// How often an end looks for the other's entry, at calls that are further and further apart; and how many calls an end waits for an
 /// answer to its own.
@@ -150,7 +150,14 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     upgrade.ticket = board.list(key, Listing { service, cookie });
     upgrade.next_look = calls.saturating_add(PATIENCE);
     slot.phase.store(phase::LISTED, Ordering::Release);
-    if by_relay && let Err(error) = relay::ask(fd, settings.relay, Request { key: key.to_bytes(), service }) {
+    upgrade.is_higher = Key::is_higher(local, peer);
+    if by_relay
+        && let Err(error) = relay::ask(
+            settings.relay,
+            Request { key: key.to_bytes(), is_higher: Key::is_higher(local, peer), service: Some(service) },
+            None,
+        )
+    {
         withdraw(slot.upgrade(guard));
         never(slot, fd, Reason::NoRelay, &format_args!(": this host's relay: {error}"));
     }
@@ -258,6 +265,8 @@ fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Err
 /// Gives a segment's memory back. Nothing may use it any more.
 pub(crate) fn unmap(segment: Segment) {
     MAPPED.fetch_sub(segment.len() as u64, Ordering::Relaxed);
+    // Its end of the connection is for nobody to hold open.
+    segment.let_go(&Connection::new(-1));
     // SAFETY: callers have taken it out of its slot, under its locks.
     unsafe { segment.unmap() };
 }
@@ -403,6 +412,18 @@ fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd)
     let memory = SETTINGS.get().map_or(0, |settings| settings.memory);
     let segment = Segment::adopt(file)?;
     let segment = if offer.is_relayed { segment.as_relayed() } else { segment };
+    if offer.is_relayed {
+        let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
+        let port = SETTINGS.get().map_or(0, |settings| settings.relay);
+        if segment.over() != Over::No {
+            unmap(segment);
+            return Err(io::Error::other("the relay has taken it back"));
+        }
+        if let Err(error) = relay::ask(port, request, Some(fd)) {
+            unmap(segment);
+            return Err(error);
+        }
+    }
     if MAPPED.fetch_add(segment.len() as u64, Ordering::Relaxed) + segment.len() as u64 > memory {
         unmap(segment);
         return Err(io::Error::other("rings of other connections have all memory"));

@@ -55,6 +55,12 @@ impl Key {
         bytes
     }
 
+    /// The other way round.
+    pub fn from_bytes(bytes: &[u8; 48]) -> Key {
+        let (words, _) = bytes.as_chunks::<8>();
+        Key { words: std::array::from_fn(|word| u64::from_le_bytes(words[word])) }
+    }
+
     /// The two addresses in a message ([`Key::to_bytes`]), which both hosts know the connection by.
     pub fn addresses(bytes: &[u8; 48]) -> &[u8; 40] {
         bytes.last_chunk().expect("48 bytes")

@@ -6,15 +6,16 @@ use crate::board::Key;
 /// What begins an offer from the other end of a connection, and one from the relay.
 const OFFER: &[u8; 8] = b"thruway1";
 const RELAYED: &[u8; 8] = b"thrurly1";
-/// What begins a request.
-const REQUEST: &[u8; 8] = b"thruask1";
+/// What begins a request from the end whose address is the lower, from the other, and the news that a segment is used.
+const REQUEST_LOWER: &[u8; 8] = b"thrulow1";
+const REQUEST_HIGHER: &[u8; 8] = b"thruhig1";
+const ADOPTED_LOWER: &[u8; 8] = b"thruuse1";
+const ADOPTED_HIGHER: &[u8; 8] = b"thruuse2";
 
 /// Bytes of an offer, with which goes the segment's descriptor.
 pub const OFFER_LEN: usize = 8 + 48 + 8;
-/// Bytes of a request, with which goes a descriptor of the connection.
+/// Bytes of a request. Shorter messages only wake the relay.
 pub const REQUEST_LEN: usize = 8 + 48 + 8;
-/// Bytes of a message that only wakes the relay.
-pub const WAKE_LEN: usize = 1;
 
 /// A segment for a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,25 +42,41 @@ impl Offer {
     }
 }
 
-/// A process asks the relay for a segment.
+/// What a process says to the relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// The connection.
     pub key: [u8; 48],
-    /// The number in the name of the process's Unix socket.
-    pub service: u64,
+    /// The process has the end whose address is [the higher](Key::is_higher).
+    pub is_higher: bool,
+    /// The number in the name of the process's Unix socket, to which the relay may offer a segment. `None`: it has offered one, and the
+    /// process uses it from now on; with this goes a descriptor of the connection, for doorbells.
+    pub service: Option<u64>,
 }
 
 impl Request {
     /// As a message.
     pub fn encode(&self) -> [u8; REQUEST_LEN] {
-        message(REQUEST, &self.key, self.service)
+        let magic = match (self.service, self.is_higher) {
+            (Some(_), false) => REQUEST_LOWER,
+            (Some(_), true) => REQUEST_HIGHER,
+            (None, false) => ADOPTED_LOWER,
+            (None, true) => ADOPTED_HIGHER,
+        };
+        message(magic, &self.key, self.service.unwrap_or(0))
     }
 
     /// The other way round.
     pub fn decode(message: &[u8]) -> Option<Request> {
         let (magic, key, service) = parts(message)?;
-        (magic == REQUEST).then_some(Request { key, service })
+        let (service, is_higher) = match magic {
+            REQUEST_LOWER => (Some(service), false),
+            REQUEST_HIGHER => (Some(service), true),
+            ADOPTED_LOWER => (None, false),
+            ADOPTED_HIGHER => (None, true),
+            _ => return None,
+        };
+        Some(Request { key, is_higher, service })
     }
 }
 
@@ -119,7 +136,11 @@ mod tests {
             assert_eq!(Offer::decode(&offer.encode()), Some(offer));
             assert_eq!(Request::decode(&offer.encode()), None);
         }
-        let request = Request { key: [3; 48], service: 1 << 63 };
+        for (service, is_higher) in [(None, false), (None, true), (Some(1 << 63), false)] {
+            let request = Request { key: [3; 48], is_higher, service };
+            assert_eq!(Request::decode(&request.encode()), Some(request));
+        }
+        let request = Request { key: [3; 48], is_higher: true, service: Some(0) };
         assert_eq!(Request::decode(&request.encode()), Some(request));
         assert_eq!(Offer::decode(&request.encode()), None);
         assert_eq!(Request::decode(&request.encode()[..63]), None);

@@ -320,6 +320,11 @@ impl Outlet {
         }
     }
 
+    /// Whether the writer knows that its bytes are read there.
+    pub fn is_open(&self) -> bool {
+        self.peer.reader & crate::segment::READY != 0
+    }
+
     /// Whether all that the writer has done has come to the other host.
     pub fn is_drained(&self, segment: &Segment) -> bool {
         let control = segment.control(self.direction);
@@ -472,6 +477,11 @@ impl Inlet {
             self.sent = feedback;
         }
         Ok(is_worth.then_some(feedback))
+    }
+
+    /// Whether the writer has been told that its bytes are read here.
+    pub fn is_open(&self) -> bool {
+        self.sent.reader & crate::segment::READY != 0
     }
 
     /// Whether nothing reads any more.

@@ -100,7 +100,9 @@ struct Head {
     asleep: AtomicU32,
     /// Relayed: a number of [`Over`].
     over: AtomicU32,
-    _to_the_end: [u8; 116],
+    /// Relayed: the process does not use it any more, or never will.
+    is_let_go: AtomicU32,
+    _to_the_end: [u8; 112],
 }
 
 /// What has become of a relayed segment's way to the other host.
@@ -265,6 +267,19 @@ impl Segment {
         if asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::SeqCst) != 0 && !tcp.wake_relay() {
             self.set_over(Over::Lost);
         }
+    }
+
+    /// This process does not use it any more.
+    pub fn let_go(&self, tcp: &impl Tcp) {
+        if self.is_relayed {
+            self.head().is_let_go.store(1, Ordering::SeqCst);
+            self.wake_relay(tcp);
+        }
+    }
+
+    /// Whether the process that was given it does not use it any more.
+    pub fn is_let_go(&self) -> bool {
+        self.head().is_let_go.load(Ordering::Acquire) != 0
     }
 
     /// Something is waited for that the relay does: it may have gone.

@@ -11,6 +11,7 @@ mod keys;
 mod log;
 mod ls;
 mod output;
+mod relay;
 mod remote;
 mod run;
 mod serve;
@@ -40,8 +41,10 @@ enum Command {
     Ls(ls::LsArgs),
     /// Run the daemon
     Serve(Box<serve::ServeArgs>),
-    /// Run a program whose TCP connections within this host go on through shared memory
-    Run(run::RunArgs),
+    /// Run a program whose TCP connections go on through shared memory, and to other hosts by RDMA
+    Run(Box<run::RunArgs>),
+    /// Carry connections of such programs to other hosts
+    Relay(relay::RelayArgs),
     /// Make a key pair for access to daemons
     Keygen(keys::KeygenArgs),
     /// Run a self-contained demonstration on this machine
@@ -72,6 +75,7 @@ fn main() -> ExitCode {
         Command::Ls(args) => ls::run(&args, &cli.common),
         Command::Serve(args) => serve::run(&args, &cli.common),
         Command::Run(args) => run::run(&args, &cli.common),
+        Command::Relay(args) => relay::run(&args, &cli.common),
         Command::Keygen(args) => keys::run(&args, &cli.common),
         Command::Demo(args) => demo::run(&args, &cli.common),
         #[cfg(feature = "bench")]

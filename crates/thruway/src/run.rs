@@ -1,5 +1,6 @@
 //! `thruway run`: a program whose TCP connections go on through shared memory where they can.
 
+use crate::relay::{self, RelayOptions};
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::{OsStr, OsString};
@@ -45,6 +46,12 @@ pub(crate) struct RunArgs {
     /// Microseconds for which a thread looks again and again before it sleeps; 0 to sleep at once
     #[arg(long, value_name = "MICROSECONDS")]
     spin: Option<u32>,
+    /// Accelerate connections to other hosts, too, whose programs run so and whose relays know each other's keys; starts a relay if
+    /// there is none
+    #[arg(long)]
+    remote: bool,
+    #[command(flatten)]
+    relay: RelayOptions,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -83,6 +90,7 @@ struct PolicyRule {
 enum PolicyMode {
     Auto,
     Tcp,
+    Relay,
 }
 
 /// A number of bytes, as a number or as `256K`.
@@ -106,6 +114,10 @@ impl Size {
 pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
     let library = library().map_err(|why| Failed::operation("run", why))?;
+    if args.remote {
+        settings.relay = args.relay.relay_port;
+        relay::ensure(&args.relay, settings.ring, &settings.board).map_err(|why| Failed::operation("run", why))?;
+    }
     let (program, rest) = args.program.split_first().expect("clap requires one");
     let mut command = if startup::ignores_sigpipe() {
         // What this runtime starts has the default action, unless something between ignores it again.
@@ -182,13 +194,14 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
         let mode = match rule.mode {
             PolicyMode::Auto => Mode::Auto,
             PolicyMode::Tcp => Mode::Tcp,
+            PolicyMode::Relay => Mode::Relay,
         };
         settings.rules.push(Rule { first, last, mode });
     }
     Ok(())
 }
 
-fn ring_size(bytes: u64) -> Result<usize, String> {
+pub(crate) fn ring_size(bytes: u64) -> Result<usize, String> {
     let size = usize::try_from(bytes).unwrap_or(usize::MAX);
     if size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size) {
         Ok(size)

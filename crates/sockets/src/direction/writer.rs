@@ -87,7 +87,9 @@ impl Writer {
         if !self.is_tcp || self.is_pinned {
             return Ok(!self.is_tcp);
         }
-        if control.reader.load(Ordering::Acquire) != READY {
+        // Nothing takes from the ring where its way to the other host has gone.
+        let has_way = !segment.is_relayed() || segment.over() == Over::No;
+        if control.reader.load(Ordering::Acquire) != READY || !has_way {
             return Ok(false);
         }
         // There must be a run left for when the ring is full.
@@ -332,7 +334,8 @@ impl Writer {
 
     /// Whether nothing reads at the other end any more: what is written now must go by TCP, which knows what becomes of it.
     pub fn is_reader_gone(&self, segment: &Segment) -> bool {
-        segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0
+        let is_gone = segment.control(self.direction).reader.load(Ordering::Relaxed) & GONE != 0;
+        is_gone || segment.is_relayed() && segment.over() != Over::No
     }
 
     /// Whether the peer has said that it ends the other direction. A process that is killed does not.

@@ -1,0 +1,57 @@
+//! The relay: carries accelerated TCP connections between hosts.
+//!
+//! A process that runs under `thruway run` and has a connection to another host asks its host's relay for a segment of shared memory, and
+//! so does the process at the other end. Each relay stands for the other process: it keeps its host's segment like the far one
+//! ([`thruway_sockets::Outlet`], [`thruway_sockets::Inlet`]). Between two relays there is a *link*, one RDMA connection for all.
+//!
+//! ```text
+//! process -- segment -- relay ===== link: messages on an RDMA connection ===== relay -- segment -- process
+//!    \__________________________________ the TCP connection ___________________________________/
+//! ```
+//!
+//! Keys and RDMA devices are the relay's alone: the programs have neither. Whether two ends belong together is decided by the addresses of
+//! the TCP connection, of which each relay knows its own end from a process of its own user, and believes the other relay for the address
+//! that the link has reached it by, and no other.
+//!
+//! [`meet`](crate::meet) is how two relays come to have a link, [`link`](crate::link) what is sent on it, [`local`](crate::local) what
+//! processes say and are given, [`relay`](crate::relay) the loop.
+
+mod link;
+mod local;
+mod meet;
+mod relay;
+
+pub use meet::Peers;
+pub use relay::{Config, Relay};
+
+/// Why a relay cannot work.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another one of this user's serves this port.
+    #[error("another relay of this user serves port {0}")]
+    Taken(u16),
+    /// Other hosts cannot reach it, or processes.
+    #[error("{what}: {source}")]
+    Io {
+        /// What could not be done.
+        what: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The RDMA device, or the link.
+    #[error(transparent)]
+    Stream(#[from] thruway_streams::Error),
+    /// Keys.
+    #[error(transparent)]
+    Auth(#[from] thruway_auth::AuthError),
+    /// The other relay.
+    #[error("{0}")]
+    Peer(String),
+}
+
+impl Error {
+    fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Error {
+        let what = what.into();
+        |source| Error::Io { what, source }
+    }
+}

@@ -1,0 +1,751 @@
+//! The loop: one thread that looks at what processes have done and what links bring, and sleeps when nothing has happened for a while.
+//!
+//! Nothing in it waits for a process or another relay. A connection whose two ends have asked (`wishes`, and `finds` of other relays)
+//! becomes a [`Carried`]; links are met in threads of their own, which hand them over.
+
+use crate::Error;
+use crate::link::{Addresses, Link, Message, PIECE_MAX, lies};
+use crate::local::{self, Door, Said};
+use crate::meet::{Host, Peers};
+use rustix::event::{EventfdFlags, epoll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::net::SendFlags;
+use std::collections::{HashMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+use thruway_auth::KeyPair;
+use thruway_fabric::Provider;
+use thruway_sockets::board::{Board, Key};
+use thruway_sockets::meeting::Request;
+use thruway_sockets::{Broken, Inlet, Outlet, Over, Segment};
+
+/// What a relay is set up with.
+#[derive(Clone)]
+pub struct Config {
+    /// The port at which other relays reach this one, and this one them.
+    pub port: u16,
+    /// The addresses to listen at; every one of this host's if there is none.
+    pub listen: Vec<IpAddr>,
+    /// What carries links.
+    pub provider: Provider,
+    /// This relay's own key.
+    pub keys: KeyPair,
+    /// The keys of others.
+    pub peers: Peers,
+    /// Seal what is sent. Without, it is sealed where the other relay wants that.
+    pub encrypt: bool,
+    /// Bytes of a ring, a power of two.
+    pub ring: usize,
+    /// The directory of boards.
+    pub board: PathBuf,
+    /// How long to look again and again before sleeping.
+    pub spin: Duration,
+    /// End when no process of this host has used it for so long.
+    pub until_unused: Option<Duration>,
+}
+
+/// Handshakes at a time.
+const MEETINGS_MAX: usize = 64;
+/// Connections that other relays look for and no process here has asked for yet, of each link.
+const FINDS_MAX: usize = 16 << 10;
+/// How long such a search, or a process's wish, is kept.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a segment may wait for its process to take it.
+const OFFER_PATIENCE: Duration = Duration::from_secs(60);
+/// After a link could not be made.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
+/// An idle link is tried so often.
+const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// Messages of a link, or updates of a connection, at a time.
+const TURN: usize = 16;
+/// Looks between two at what processes say: wake-ups are for who sleeps.
+const LOCAL_EVERY: u32 = 64;
+
+/// A relay that other hosts and processes can reach.
+pub struct Relay {
+    config: Config,
+    host: Arc<Host>,
+    door: Door,
+    listeners: Vec<TcpListener>,
+    board: Board,
+}
+
+impl Relay {
+    /// Opens the device, and what others reach it by.
+    ///
+    /// # Errors
+    /// [`Error::Taken`], or what cannot be opened.
+    pub fn open(config: Config) -> Result<Relay, Error> {
+        let door = Door::open(config.port)?;
+        config.peers.all()?;
+        let listen = |at: IpAddr| {
+            let listener = TcpListener::bind((at, config.port));
+            listener.map_err(Error::io(format!("cannot listen at {}", SocketAddr::new(at, config.port))))
+        };
+        let listeners = match &config.listen[..] {
+            [] => vec![listen(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| listen(Ipv4Addr::UNSPECIFIED.into()))?],
+            some => some.iter().map(|at| listen(*at)).collect::<Result<_, _>>()?,
+        };
+        let uid = rustix::process::geteuid().as_raw();
+        let board = Board::open(&config.board, uid).map_err(Error::io("no board"))?;
+        let host = Host::new(config.provider.clone(), config.keys.clone(), config.peers.clone(), config.encrypt)?;
+        Ok(Relay { config, host: Arc::new(host), door, listeners, board })
+    }
+
+    /// Carries connections. Returns if that cannot go on, or when the relay is not used any more.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn run(self) -> Result<(), Error> {
+        let failed = || Error::io("no relay");
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = Arc::new(bell.map_err(|error| failed()(error.into()))?);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| failed()(error.into()))?;
+        let watch = |fd: &OwnedFd, token: u64| {
+            let added = epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
+            added.map_err(|error| failed()(error.into()))
+        };
+        watch(&bell, BELL)?;
+        watch(&self.door.0, DOOR)?;
+        let (send, events) = channel();
+        let post = Post { events: send, bell: Arc::clone(&bell) };
+        for listener in self.listeners {
+            let (host, post) = (Arc::clone(&self.host), post.clone());
+            std::thread::spawn(move || answer_all(&host, &listener, &post));
+        }
+        tracing::info!(port = self.config.port, provider = self.host.provider(), key = %self.config.keys.public(), "relay");
+        let mut state = State {
+            host: self.host,
+            config: self.config,
+            board: self.board,
+            door: self.door,
+            post,
+            epoll,
+            bell,
+            next: 1,
+            clients: HashMap::new(),
+            links: HashMap::new(),
+            ways: HashMap::new(),
+            wishes: HashMap::new(),
+            asked: HashMap::new(),
+            finds: HashMap::new(),
+            carried: HashMap::new(),
+            by_end: HashMap::new(),
+        };
+        state.run(&events)
+    }
+}
+
+/// In the epoll set: what is no process and no link.
+const BELL: u64 = 0;
+const DOOR: u64 = 1;
+
+/// What threads that meet other relays have to say.
+enum Event {
+    /// A link; of the call for this way, if it was called for.
+    Met(Box<Link>, Option<Way>),
+    Failed(Way),
+}
+
+#[derive(Clone)]
+struct Post {
+    events: Sender<Event>,
+    bell: Arc<OwnedFd>,
+}
+
+impl Post {
+    fn send(&self, event: Event) {
+        // The loop has ended, or gets it.
+        let _ = self.events.send(event);
+        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+    }
+}
+
+/// Meets those who call.
+fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) {
+    let meetings = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        let Ok(stream) = stream else {
+            // No descriptors left, most likely.
+            std::thread::sleep(Duration::from_millis(100));
+            continue;
+        };
+        if meetings.fetch_add(1, Ordering::SeqCst) >= MEETINGS_MAX {
+            meetings.fetch_sub(1, Ordering::SeqCst);
+            continue;
+        }
+        let (host, post, meetings) = (Arc::clone(host), post.clone(), Arc::clone(&meetings));
+        std::thread::spawn(move || {
+            answer(&host, stream, &post);
+            meetings.fetch_sub(1, Ordering::SeqCst);
+        });
+    }
+}
+
+fn answer(host: &Host, stream: TcpStream, post: &Post) {
+    let peer = stream.peer_addr().map_or_else(|error| error.to_string(), |peer| peer.to_string());
+    match host.answer(stream) {
+        Ok(link) => post.send(Event::Met(Box::new(link), None)),
+        Err(error) => tracing::warn!(%peer, %error, "a relay has called in vain"),
+    }
+}
+
+/// From an address of this host to one of another.
+type Way = (IpAddr, IpAddr);
+
+/// How far it is known.
+enum WayState {
+    Calling,
+    Link(u64),
+    Failed(Instant),
+}
+
+/// A process's end of a connection.
+type End = (Addresses, bool);
+
+/// A process that has asked for a segment.
+struct Wish {
+    client: u64,
+    key: [u8; 48],
+    service: u64,
+    since: Instant,
+}
+
+/// A connection that is carried.
+struct Carried {
+    end: End,
+    client: u64,
+    link: u64,
+    /// Its number at the other relay.
+    peer: u32,
+    segment: Segment,
+    outlet: Outlet,
+    inlet: Inlet,
+    /// For doorbells. The process hands it over when it begins to use the segment.
+    tcp: Option<OwnedFd>,
+    since: Instant,
+}
+
+struct State {
+    host: Arc<Host>,
+    config: Config,
+    board: Board,
+    door: Door,
+    post: Post,
+    epoll: OwnedFd,
+    bell: Arc<OwnedFd>,
+    /// The next number, of anything.
+    next: u32,
+    clients: HashMap<u64, OwnedFd>,
+    links: HashMap<u64, Link>,
+    ways: HashMap<Way, WayState>,
+    wishes: HashMap<End, Wish>,
+    /// Wishes that another relay was asked for, by their numbers.
+    asked: HashMap<u32, (End, u64)>,
+    /// What other relays look for: the link, the number there, and since when.
+    finds: HashMap<End, (u64, u32, Instant)>,
+    carried: HashMap<u32, Carried>,
+    by_end: HashMap<End, u32>,
+}
+
+impl State {
+    fn run(&mut self, events: &Receiver<Event>) -> Result<(), Error> {
+        let (mut looks, mut busy) = (0u32, Instant::now());
+        let (mut used, mut pinged, mut cleaned) = (Instant::now(), Instant::now(), Instant::now());
+        loop {
+            looks = looks.wrapping_add(1);
+            let mut did = self.hear_links() | self.pump(false);
+            if looks.is_multiple_of(LOCAL_EVERY) {
+                did |= self.hear_local(Duration::ZERO)?;
+                while let Ok(event) = events.try_recv() {
+                    self.take(event);
+                }
+            }
+            if did {
+                busy = Instant::now();
+                continue;
+            }
+            // Nothing is urgent: what others may want to know later.
+            if self.pump(true) {
+                continue;
+            }
+            if busy.elapsed() < self.config.spin {
+                std::thread::yield_now();
+                continue;
+            }
+            let now = Instant::now();
+            if !self.clients.is_empty() {
+                used = now;
+            }
+            if self.config.until_unused.is_some_and(|limit| now - used > limit) {
+                return Ok(());
+            }
+            if now - pinged > PING_INTERVAL {
+                pinged = now;
+                self.ping();
+            }
+            if now - cleaned > Duration::from_secs(1) {
+                cleaned = now;
+                self.clean(now);
+            }
+            self.carried.values().for_each(|one| one.segment.set_asleep(true));
+            self.links.values().for_each(Link::silence);
+            // What was done before this was said.
+            let did = self.hear_links() | self.pump(true);
+            let time = match (did, self.config.until_unused) {
+                (true, _) => Duration::ZERO,
+                (false, Some(limit)) if self.clients.is_empty() => limit / 4,
+                (false, _) => Duration::from_secs(1),
+            };
+            self.hear_local(time)?;
+            self.carried.values().for_each(|one| one.segment.set_asleep(false));
+            while let Ok(event) = events.try_recv() {
+                self.take(event);
+            }
+            busy = Instant::now();
+        }
+    }
+
+    fn number(&mut self) -> u32 {
+        self.next = self.next.wrapping_add(1).max(1);
+        self.next
+    }
+
+    fn watch(&self, fd: impl AsFd, token: u64) {
+        if let Err(error) = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN) {
+            tracing::warn!(%error, "cannot be watched");
+        }
+    }
+
+    /// Waits, at most so long, for processes and whatever wakes, and takes what processes have said.
+    fn hear_local(&mut self, time: Duration) -> Result<bool, Error> {
+        let mut found = [std::mem::MaybeUninit::uninit(); 64];
+        let time = rustix::time::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+        let ready = match epoll::wait(&self.epoll, &mut found, Some(&time)) {
+            Ok((ready, _)) => ready,
+            Err(rustix::io::Errno::INTR) => return Ok(false),
+            Err(error) => return Err(Error::io("waiting")(error.into())),
+        };
+        let tokens: Vec<u64> = ready.iter().map(|event| event.data.u64()).collect();
+        let mut did = false;
+        for token in tokens {
+            match token {
+                BELL => drop(rustix::io::read(&*self.bell, &mut [0; 8])),
+                DOOR => {
+                    while let Some(socket) = self.door.accept() {
+                        let number = 2 + u64::from(self.number());
+                        self.watch(&socket, number);
+                        self.clients.insert(number, socket);
+                    }
+                }
+                number => {
+                    did |= self.hear(number);
+                }
+            }
+        }
+        Ok(did)
+    }
+
+    /// What a process has said.
+    fn hear(&mut self, client: u64) -> bool {
+        let mut did = false;
+        while let Some(said) = self.clients.get(&client).and_then(local::hear) {
+            did = true;
+            match said {
+                Said::Wake => {}
+                Said::Request(request, file) => self.request(client, &request, file),
+                Said::Gone => {
+                    self.clients.remove(&client);
+                    self.wishes.retain(|_, wish| wish.client != client);
+                }
+            }
+        }
+        did
+    }
+
+    fn request(&mut self, client: u64, request: &Request, file: Option<OwnedFd>) {
+        let end = (*Key::addresses(&request.key), request.is_higher);
+        let Some(service) = request.service else {
+            if let Some(one) = self.by_end.get(&end).and_then(|id| self.carried.get_mut(id))
+                && one.client == client
+            {
+                one.tcp = file;
+            }
+            return;
+        };
+        self.wishes.insert(end, Wish { client, key: request.key, service, since: Instant::now() });
+        if request.is_higher {
+            if let Some((link, id, _)) = self.finds.remove(&end) {
+                self.found(end, link, id);
+            }
+            return;
+        }
+        let way = way(&end);
+        match self.ways.get(&way) {
+            Some(WayState::Link(link)) => {
+                let link = *link;
+                self.ask(end, link);
+            }
+            Some(WayState::Calling) => {}
+            Some(WayState::Failed(at)) if at.elapsed() < RETRY_AFTER => drop(self.wishes.remove(&end)),
+            _ => self.call(way),
+        }
+    }
+
+    /// Calls the relay of another host.
+    fn call(&mut self, way: Way) {
+        self.ways.insert(way, WayState::Calling);
+        let (host, post, port) = (Arc::clone(&self.host), self.post.clone(), self.config.port);
+        let spawned = std::thread::Builder::new().spawn(move || match host.call(way.0, SocketAddr::new(way.1, port)) {
+            Ok(link) => post.send(Event::Met(Box::new(link), Some(way))),
+            Err(error) => {
+                tracing::warn!(peer = %way.1, %error, "connections stay with TCP");
+                post.send(Event::Failed(way));
+            }
+        });
+        if spawned.is_err() {
+            self.ways.insert(way, WayState::Failed(Instant::now()));
+        }
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Failed(way) => {
+                self.ways.insert(way, WayState::Failed(Instant::now()));
+                self.wishes.retain(|end, _| end.1 || self::way(end) != way);
+            }
+            Event::Met(link, called) => {
+                let number = 2 + u64::from(self.number());
+                let (peer, encrypted, by) = (link.peer, link.is_encrypted(), link.detail());
+                tracing::info!(%peer, encrypted, by, "a link");
+                self.watch(link.descriptor(), number);
+                let way = called.unwrap_or((link.local, link.peer));
+                self.links.insert(number, *link);
+                self.ways.entry(way).and_modify(|state| {
+                    // Two that have called each other at once: each goes on with its own.
+                    if called.is_some() || !matches!(state, WayState::Link(_) | WayState::Calling) {
+                        *state = WayState::Link(number);
+                    }
+                });
+                self.ways.entry(way).or_insert(WayState::Link(number));
+                if matches!(self.ways.get(&way), Some(WayState::Link(link)) if *link == number) {
+                    let waiting: Vec<End> =
+                        self.wishes.keys().filter(|end| !end.1 && self::way(end) == way).copied().collect();
+                    waiting.into_iter().for_each(|end| self.ask(end, number));
+                }
+            }
+        }
+    }
+
+    /// Asks another relay for the other end of a connection.
+    fn ask(&mut self, end: End, link: u64) {
+        let id = self.number();
+        self.asked.insert(id, (end, link));
+        self.send(link, &Message::Find { id, addresses: end.0 });
+    }
+
+    fn send(&mut self, link: u64, message: &Message<'_>) {
+        if let Some(Err(error)) = self.links.get_mut(&link).map(|one| one.send(message)) {
+            self.lose(link, &error);
+        }
+    }
+
+    /// The other relay's process and one of this host have found each other: this one has the higher end.
+    fn found(&mut self, end: End, link: u64, peer: u32) {
+        if let Some(own) = self.carry(end, link, peer) {
+            self.send(link, &Message::Found { id: peer, own });
+        } else {
+            self.send(link, &Message::Finish { id: peer });
+        }
+    }
+
+    /// Hands a process a segment. `None` if that cannot be.
+    fn carry(&mut self, end: End, link: u64, peer: u32) -> Option<u32> {
+        let wish = self.wishes.remove(&end)?;
+        if self.by_end.contains_key(&end) {
+            return None;
+        }
+        let offered = Segment::create(self.config.ring).and_then(|(segment, fd)| {
+            local::offer(wish.service, wish.key, &fd).inspect_err(|_| {
+                // SAFETY: nothing else knows it.
+                unsafe { segment.unmap() };
+            })?;
+            Ok(segment)
+        });
+        let segment = match offered {
+            Ok(segment) => segment,
+            Err(error) => {
+                tracing::info!(%error, "a process could not be handed a segment");
+                return None;
+            }
+        };
+        if let Some((ticket, _)) = self.board.find(Key::from_bytes(&wish.key)) {
+            self.board.answer(ticket);
+        }
+        let id = self.number();
+        let one = Carried {
+            end,
+            client: wish.client,
+            link,
+            peer,
+            segment,
+            outlet: Outlet::default(),
+            inlet: Inlet::default(),
+            tcp: None,
+            since: Instant::now(),
+        };
+        self.carried.insert(id, one);
+        self.by_end.insert(end, id);
+        Some(id)
+    }
+
+    fn hear_links(&mut self) -> bool {
+        let mut did = false;
+        let numbers: Vec<u64> = self.links.keys().copied().collect();
+        for number in numbers {
+            for _ in 0..TURN {
+                match self.hear_link(number) {
+                    Ok(true) => did = true,
+                    Ok(false) => break,
+                    Err(error) => {
+                        self.lose(number, &error);
+                        did = true;
+                        break;
+                    }
+                }
+            }
+        }
+        did
+    }
+
+    /// A message of another relay, if there is one.
+    fn hear_link(&mut self, number: u64) -> Result<bool, Error> {
+        let State { links, carried, .. } = self;
+        let Some(link) = links.get_mut(&number) else { return Ok(false) };
+        link.flush()?;
+        let way = (link.local, link.peer);
+        let Some(message) = link.receive()? else { return Ok(false) };
+        match message {
+            Message::Update { id, update, bytes } => {
+                // One that has gone meanwhile was ended by a message of this relay's.
+                if let Some(one) = carried.get_mut(&id).filter(|one| one.link == number)
+                    && one.inlet.apply(&one.segment, &update, bytes).is_err()
+                {
+                    self.end(id, Over::Lost);
+                }
+            }
+            Message::Feedback { id, feedback } => {
+                if let Some(one) = carried.get_mut(&id).filter(|one| one.link == number)
+                    && one.outlet.receive(&one.segment, &feedback).is_err()
+                {
+                    self.end(id, Over::Lost);
+                }
+            }
+            Message::Finish { id } => {
+                if carried.get(&id).is_some_and(|one| one.link == number) {
+                    self.end(id, Over::Finished);
+                } else if let Some((end, _)) = self.asked.remove(&id) {
+                    self.wishes.remove(&end);
+                }
+            }
+            Message::Found { id, own } => {
+                let asked = self.asked.remove(&id).filter(|(_, link)| *link == number);
+                let (end, _) = asked.ok_or_else(lies)?;
+                if self.carry(end, number, own).is_none() {
+                    self.send(number, &Message::Finish { id: own });
+                }
+            }
+            Message::Abort { id } => {
+                if carried.get(&id).is_some_and(|one| one.link == number) {
+                    self.end(id, Over::Lost);
+                }
+            }
+            Message::Find { id, addresses } => {
+                let end = (addresses, true);
+                // The other relay is believed for its own address alone.
+                if self::way(&end) != way {
+                    return Err(lies());
+                }
+                if self.wishes.contains_key(&end) {
+                    self.found(end, number, id);
+                } else if self.finds.len() < FINDS_MAX {
+                    self.finds.insert(end, (number, id, Instant::now()));
+                }
+            }
+            Message::Ping => {}
+        }
+        Ok(true)
+    }
+
+    /// Moves what processes have done. True if there was anything.
+    fn pump(&mut self, is_idle: bool) -> bool {
+        let State { carried, links, clients, .. } = self;
+        let mut did = false;
+        let (mut over, mut broken) = (Vec::new(), Vec::new());
+        for (id, one) in &mut *carried {
+            let Some(link) = links.get_mut(&one.link) else { continue };
+            match one.pump(link, is_idle, clients.contains_key(&one.client)) {
+                Ok(Pumped::Nothing) => {}
+                Ok(Pumped::Some) => did = true,
+                Ok(Pumped::Over) => over.push((*id, Over::Finished)),
+                Err(Failed::Here) => over.push((*id, Over::Lost)),
+                Err(Failed::Link(error)) => broken.push((one.link, error)),
+            }
+        }
+        did |= !over.is_empty() || !broken.is_empty();
+        for (id, how) in over {
+            let Some(one) = self.carried.get(&id) else { continue };
+            let (link, peer) = (one.link, one.peer);
+            self.end(id, how);
+            if how == Over::Finished {
+                self.send(link, &Message::Finish { id: peer });
+            }
+        }
+        for (link, error) in broken {
+            self.lose(link, &error);
+        }
+        did
+    }
+
+    /// A connection is carried no more.
+    fn end(&mut self, id: u32, over: Over) {
+        let Some(one) = self.carried.remove(&id) else { return };
+        self.by_end.remove(&one.end);
+        // Where neither end has begun to use it, TCP has all of it and goes on.
+        let is_unused = !one.outlet.is_open() && !one.inlet.is_open();
+        let over = if is_unused { Over::Finished } else { over };
+        one.segment.set_over(over);
+        if over == Over::Lost {
+            tracing::warn!("a connection is lost");
+            let peer = one.peer;
+            self.send(one.link, &Message::Abort { id: peer });
+            if let Some(tcp) = &one.tcp {
+                // What sleeps on it wakes, at both ends.
+                let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
+            }
+        }
+        // SAFETY: it was the only value that this process uses.
+        unsafe { one.segment.unmap() };
+    }
+
+    /// A link has ended, and with it everything that it carries.
+    fn lose(&mut self, number: u64, error: &Error) {
+        let Some(link) = self.links.remove(&number) else { return };
+        tracing::warn!(peer = %link.peer, %error, "a link has ended");
+        drop(link);
+        self.ways.retain(|_, state| !matches!(state, WayState::Link(link) if *link == number));
+        self.finds.retain(|_, (link, ..)| *link != number);
+        self.asked.retain(|_, (_, link)| *link != number);
+        let carried: Vec<u32> = self.carried.iter().filter(|(_, one)| one.link == number).map(|(id, _)| *id).collect();
+        carried.into_iter().for_each(|id| self.end(id, Over::Lost));
+    }
+
+    fn ping(&mut self) {
+        let idle: Vec<u64> = self
+            .links
+            .iter_mut()
+            .filter_map(|(number, link)| (!std::mem::replace(&mut link.has_sent, false)).then_some(*number))
+            .collect();
+        idle.into_iter().for_each(|link| self.send(link, &Message::Ping));
+    }
+
+    /// Forgets what has waited too long.
+    fn clean(&mut self, now: Instant) {
+        self.wishes.retain(|_, wish| now - wish.since < PATIENCE);
+        let wishes = &self.wishes;
+        self.asked.retain(|_, (end, _)| wishes.contains_key(end));
+        self.finds.retain(|_, (_, _, since)| now - *since < PATIENCE);
+        let clients: HashSet<u64> = self.clients.keys().copied().collect();
+        self.wishes.retain(|_, wish| clients.contains(&wish.client));
+    }
+}
+
+enum Pumped {
+    Nothing,
+    Some,
+    /// The process has gone, and all of it has come to the other host.
+    Over,
+}
+
+enum Failed {
+    /// The process has written nonsense.
+    Here,
+    Link(Error),
+}
+
+impl From<Broken> for Failed {
+    fn from(_: Broken) -> Failed {
+        Failed::Here
+    }
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed::Link(error)
+    }
+}
+
+impl Carried {
+    fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
+        let mut did = false;
+        let tcp = self.tcp.as_ref();
+        self.outlet.serve(&self.segment, || {
+            tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
+        });
+        for _ in 0..TURN {
+            if !link.has_room() {
+                break;
+            }
+            let mut message = Message::begin_update(self.peer);
+            if !self.outlet.take(&self.segment, PIECE_MAX, &mut message)? {
+                break;
+            }
+            link.send_bytes(message)?;
+            did = true;
+        }
+        let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
+        let is_late = self.tcp.is_none() && self.since.elapsed() > OFFER_PATIENCE;
+        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late;
+        if link.has_room()
+            && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?
+        {
+            link.send(&Message::Feedback { id: self.peer, feedback })?;
+            did = true;
+        }
+        // A word that the process has begun to say is not waited for: it has gone.
+        if is_going && !did && self.outlet.is_drained(&self.segment) {
+            return Ok(Pumped::Over);
+        }
+        Ok(if did { Pumped::Some } else { Pumped::Nothing })
+    }
+}
+
+/// From which address to which the relays of a connection's ends reach each other, as seen from this end.
+fn way((addresses, is_higher): &End) -> Way {
+    let ip = |at: usize| {
+        let half = |at: usize| u64::from_le_bytes(addresses[at..at + 8].try_into().expect("eight bytes"));
+        let bits = u128::from(half(at)) << 64 | u128::from(half(at + 8));
+        IpAddr::V6(Ipv6Addr::from_bits(bits)).to_canonical()
+    };
+    let (low, high) = (ip(0), ip(16));
+    if *is_higher { (high, low) } else { (low, high) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_way_is_from_this_ends_address_to_the_others() {
+        let (a, b): (SocketAddr, SocketAddr) = ("10.0.0.1:40000".parse().unwrap(), "10.0.0.2:80".parse().unwrap());
+        let key = Key::new(7, a, b).to_bytes();
+        let addresses = *Key::addresses(&key);
+        assert!(Key::is_higher(a, b));
+        assert_eq!(way(&(addresses, true)), (a.ip(), b.ip()));
+        assert_eq!(way(&(addresses, false)), (b.ip(), a.ip()));
+    }
+}
