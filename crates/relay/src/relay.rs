@@ -456,18 +456,19 @@ impl State {
 
     /// The other relay's process and one of this host have found each other: this one has the higher end.
     fn found(&mut self, end: End, link: u64, peer: u32) {
-        if let Some(own) = self.carry(end, link, peer) {
+        let own = self.number();
+        if self.carry(end, link, peer, own) {
             self.send(link, &Message::Found { id: peer, own });
         } else {
             self.send(link, &Message::Finish { id: peer });
         }
     }
 
-    /// Hands a process a segment. `None` if that cannot be.
-    fn carry(&mut self, end: End, link: u64, peer: u32) -> Option<u32> {
-        let wish = self.wishes.remove(&end)?;
+    /// Hands a process a segment. False if that cannot be. The other relay knows the connection by the number `own`.
+    fn carry(&mut self, end: End, link: u64, peer: u32, own: u32) -> bool {
+        let Some(wish) = self.wishes.remove(&end) else { return false };
         if self.by_end.contains_key(&end) {
-            return None;
+            return false;
         }
         let offered = Segment::create(self.config.ring).and_then(|(segment, fd)| {
             local::offer(wish.service, wish.key, &fd).inspect_err(|_| {
@@ -480,13 +481,12 @@ impl State {
             Ok(segment) => segment,
             Err(error) => {
                 tracing::info!(%error, "a process could not be handed a segment");
-                return None;
+                return false;
             }
         };
         if let Some((ticket, _)) = self.board.find(Key::from_bytes(&wish.key)) {
             self.board.answer(ticket);
         }
-        let id = self.number();
         let one = Carried {
             end,
             client: wish.client,
@@ -498,9 +498,9 @@ impl State {
             tcp: None,
             since: Instant::now(),
         };
-        self.carried.insert(id, one);
-        self.by_end.insert(end, id);
-        Some(id)
+        self.carried.insert(own, one);
+        self.by_end.insert(end, own);
+        true
     }
 
     fn hear_links(&mut self) -> bool {
@@ -555,7 +555,7 @@ impl State {
             Message::Found { id, own } => {
                 let asked = self.asked.remove(&id).filter(|(_, link)| *link == number);
                 let (end, _) = asked.ok_or_else(lies)?;
-                if self.carry(end, number, own).is_none() {
+                if !self.carry(end, number, own, id) {
                     self.send(number, &Message::Finish { id: own });
                 }
             }

@@ -753,3 +753,43 @@ fn sources_that_are_withdrawn_while_they_are_asked_for() {
         });
     }
 }
+
+/// Large messages, by calls that never wait, between ends of one context and of two.
+#[test]
+fn large_messages_come_whole_without_waiting_for_them() {
+    for lab in labs() {
+        for apart in [true, false] {
+            let settings = Settings { messages: true, ring_len: 4 << 20, stage_len: 2 << 20, ..Settings::of(Scheme::Adaptive) };
+            let (server, mut client) = lab.contexts();
+            if !apart {
+                client = server.clone();
+            }
+            let listener = server.listen((lab.at, 0).into()).unwrap();
+            let at = listener.local_addr();
+            let connecting = std::thread::spawn(move || connect(&client, at, &settings));
+            let b = server.accept(&settings, TOKEN, LIMIT).unwrap();
+            let a = connecting.join().unwrap();
+            let mut buffer = vec![0; 70_000];
+            for round in 0..50 {
+                let lens = [65_598, 4_526, 26, 66_000];
+                for (n, len) in lens.into_iter().enumerate() {
+                    let bytes = pattern((round * 4 + n) as u64, len);
+                    while let Err(error) = a.try_send(&bytes) {
+                        assert!(matches!(error, Error::WouldBlock), "{error}");
+                    }
+                }
+                for (n, len) in lens.into_iter().enumerate() {
+                    let until = Instant::now() + LIMIT;
+                    let received = loop {
+                        match b.try_recv_message(&mut buffer) {
+                            Err(Error::WouldBlock) if Instant::now() < until => std::thread::yield_now(),
+                            received => break received.unwrap().unwrap(),
+                        }
+                    };
+                    assert_eq!((received.len, received.truncated), (len, false), "round {round}, message {n}");
+                    assert!(buffer[..len] == pattern((round * 4 + n) as u64, len), "round {round}, message {n}");
+                }
+            }
+        }
+    }
+}
