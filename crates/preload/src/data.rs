@@ -277,7 +277,8 @@ const CATCH_UP_MAX: Duration = Duration::from_secs(10);
 
 /// At the end of the TCP connection: whether everything before it has come, too.
 fn is_all_here(slot: &Slot, fd: c_int) -> bool {
-    is_explained(slot, fd, true)
+    // An end of this process's own making says nothing of the peer.
+    slot.shut.load(Ordering::Relaxed) & 1 != 0 || is_explained(slot, fd, true)
 }
 
 /// Whether it is known what the kernel has.
@@ -448,6 +449,16 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
         Ok(Found::Nothing) => reader.discard_doorbells(segment, &connection),
         _ => {}
     }
+    take_tcp_back(segment, fd);
+}
+
+/// Longest time that a call which closes waits for the relay to let go of the connection.
+const CLOSE_MAX: Duration = Duration::from_millis(200);
+
+/// Has the relay let go of the connection, so that closing it here closes it.
+fn take_tcp_back(segment: &Segment, fd: c_int) {
+    let mut pause = Pause::new();
+    while segment.is_relayed() && !segment.take_tcp_back(&Connection::new(fd)) && pause.pass(CLOSE_MAX) {}
 }
 
 /// A call that sends on a connection which may be accelerated: `plain` sends the rest of the list as it is, with the same flags.
@@ -723,6 +734,9 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let _ = enter_tcp(slot, fd, true);
     honour_before_end(slot, fd);
     connection.restore_options(slot);
+    if let Ok(Some(receiving)) = slot.receiving() {
+        take_tcp_back(&receiving.segment, fd);
+    }
     left
 }
 

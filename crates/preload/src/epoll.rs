@@ -468,7 +468,10 @@ impl Registration {
             readable = self.told != tail;
             self.told = tail;
         }
-        let is_kernels = reader.is_ended(segment) || reader.has_run(segment) || slot.shut.load(Ordering::Relaxed) != 0;
+        // From another host, the end of the connection comes before it is said.
+        let is_late = readable && segment.is_relayed();
+        let is_shut = slot.shut.load(Ordering::Relaxed) != 0;
+        let is_kernels = is_late || is_shut || reader.is_ended(segment) || reader.has_run(segment);
         drop(receiving);
         if is_edge && !readable {
             return 0;

@@ -227,6 +227,7 @@ struct Carried {
     inlet: Inlet,
     /// For doorbells. The process hands it over when it begins to use the segment.
     tcp: Option<OwnedFd>,
+    is_used: bool,
     since: Instant,
 }
 
@@ -373,7 +374,7 @@ impl State {
             if let Some(one) = self.by_end.get(&end).and_then(|id| self.carried.get_mut(id))
                 && one.client == client
             {
-                one.tcp = file;
+                (one.tcp, one.is_used) = (file, true);
             }
             return;
         };
@@ -496,6 +497,7 @@ impl State {
             outlet: Outlet::default(),
             inlet: Inlet::default(),
             tcp: None,
+            is_used: false,
             since: Instant::now(),
         };
         self.carried.insert(own, one);
@@ -692,6 +694,11 @@ impl From<Error> for Failed {
 impl Carried {
     fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
         let mut did = false;
+        if self.is_used && self.segment.is_tcp_wanted_back() {
+            // What sleeps at the other end is woken by the end of the connection.
+            self.tcp = None;
+            self.segment.set_tcp_back();
+        }
         let tcp = self.tcp.as_ref();
         self.outlet.serve(&self.segment, || {
             tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
@@ -708,7 +715,7 @@ impl Carried {
             did = true;
         }
         let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
-        let is_late = self.tcp.is_none() && self.since.elapsed() > OFFER_PATIENCE;
+        let is_late = !self.is_used && self.since.elapsed() > OFFER_PATIENCE;
         let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late;
         if link.has_room()
             && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?

@@ -91,6 +91,11 @@ pub(crate) const BELL_RELAY: u32 = 1;
 /// In [`Control::bell`]: the writer begins a run, so none may be.
 pub(crate) const BELL_WRITER: u32 = 2;
 
+/// In [`Head::tcp_back`].
+const ASKED: u32 = 1;
+/// In [`Head::tcp_back`].
+const DONE: u32 = 2;
+
 /// The head of a segment.
 #[repr(C, align(128))]
 struct Head {
@@ -102,7 +107,9 @@ struct Head {
     over: AtomicU32,
     /// Relayed: the process does not use it any more, or never will.
     is_let_go: AtomicU32,
-    _to_the_end: [u8; 112],
+    /// Relayed: the relay is to hold no descriptor of the connection any more ([`ASKED`]), and does not ([`DONE`]).
+    tcp_back: AtomicU32,
+    _to_the_end: [u8; 108],
 }
 
 /// What has become of a relayed segment's way to the other host.
@@ -275,6 +282,27 @@ impl Segment {
             self.head().is_let_go.store(1, Ordering::SeqCst);
             self.wake_relay(tcp);
         }
+    }
+
+    /// Has the relay close its descriptor of the connection: else the connection stays open after this process has closed its own. False
+    /// if it has not done so yet.
+    pub fn take_tcp_back(&self, tcp: &impl Tcp) -> bool {
+        let back = &self.head().tcp_back;
+        let asked = back.compare_exchange(0, ASKED, Ordering::SeqCst, Ordering::Relaxed);
+        if asked.is_ok() || asked == Err(ASKED) {
+            self.check_relay(tcp);
+        }
+        back.load(Ordering::Acquire) == DONE || self.over() != Over::No
+    }
+
+    /// Whether the process wants that.
+    pub fn is_tcp_wanted_back(&self) -> bool {
+        self.head().tcp_back.load(Ordering::Acquire) == ASKED
+    }
+
+    /// The relay has done so.
+    pub fn set_tcp_back(&self) {
+        self.head().tcp_back.store(DONE, Ordering::SeqCst);
     }
 
     /// Whether the process that was given it does not use it any more.

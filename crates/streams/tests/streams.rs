@@ -759,7 +759,8 @@ fn sources_that_are_withdrawn_while_they_are_asked_for() {
 fn large_messages_come_whole_without_waiting_for_them() {
     for lab in labs() {
         for apart in [true, false] {
-            let settings = Settings { messages: true, ring_len: 4 << 20, stage_len: 2 << 20, ..Settings::of(Scheme::Adaptive) };
+            let settings =
+                Settings { messages: true, ring_len: 4 << 20, stage_len: 2 << 20, ..Settings::of(Scheme::Adaptive) };
             let (server, mut client) = lab.contexts();
             if !apart {
                 client = server.clone();

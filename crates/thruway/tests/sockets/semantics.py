@@ -5,7 +5,8 @@ Prints a line for each call: its result, or its error. The test runs this with a
     semantics.py SEED SEQUENCES
 
 Both ends are in this process. No call waits, and less is on its way than any buffer holds, so TCP over the loopback
-interface is as deterministic as memory is.
+interface is as deterministic as memory is. With LATE in the environment each call waits until what was sent before it has
+arrived, as between hosts it does some time later.
 """
 import errno
 import fcntl
@@ -17,8 +18,12 @@ import socket
 import struct
 import sys
 import termios
+import time
 
 LIMIT = 48 << 10
+LATE = "LATE" in os.environ
+# Longest time for that.
+PATIENCE = 5
 
 
 def pair(listener):
@@ -26,6 +31,9 @@ def pair(listener):
     b, _ = listener.accept()
     # Long enough for both ends to find each other. What was exchanged is read whole.
     for _ in range(12):
+        if LATE:
+            # A relay's answer takes as long as it takes.
+            time.sleep(0.001)
         for one, other in ((a, b), (b, a)):
             one.sendall(b"hello")
             got = b""
@@ -55,6 +63,11 @@ class Pair:
         self.next = 0
         # Something has come since an edge was last looked for.
         self.fresh = {"a": False, "b": False}
+        # Ends that have sent all that they will.
+        self.over = set()
+        self.known = set()
+        # An end receives nothing more.
+        self.is_deaf = False
         self.epolls = {}
         for side, sock in self.ends.items():
             level, edge = select.epoll(), select.epoll()
@@ -75,8 +88,34 @@ class Pair:
     def sizes(self):
         return self.rng.choice([1, 2, 7, 64, 500, 4096, 9000])
 
+    def arrive(self):
+        """Waits until everything has come."""
+        until = time.monotonic() + PATIENCE
+        if self.over != self.known:
+            self.known = set(self.over)
+            # That an end has gone is known to the kernel before it is known to the other process.
+            time.sleep(0.02)
+        for side, other in (("a", "b"), ("b", "a")):
+            sock = self.ends[side]
+            if self.is_deaf:
+                # What comes to it is not counted, and may end the connection.
+                time.sleep(0.005)
+                break
+            while sock.fileno() >= 0 and time.monotonic() < until:
+                p = select.poll()
+                p.register(sock, 0x2000)
+                events = p.poll(0)
+                ended = bool(events and events[0][1] & (0x2000 | select.POLLHUP | select.POLLERR))
+                if "reset" in self.over:
+                    if ended:
+                        break
+                elif self.unread(side, other, sock) == self.on_way[other] and ended >= (other in self.over):
+                    break
+
     def step(self):
         rng = self.rng
+        if LATE:
+            self.arrive()
         side = rng.choice("ab")
         other = "b" if side == "a" else "a"
         sock = self.ends[side]
@@ -233,14 +272,22 @@ class Pair:
     def shutdown(self, side, other, sock):
         how = self.rng.choice([socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR])
         sock.shutdown(how)
+        self.is_deaf |= how != socket.SHUT_WR
+        if how != socket.SHUT_RD:
+            self.over.add(side)
         return how
 
     def close(self, side, other, sock):
+        if self.on_way[other]:
+            # TCP resets a connection whose end has not read all.
+            self.over.add("reset")
+        self.over.add(side)
         sock.close()
         return "closed"
 
     def reset(self, side, other, sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.over |= {side, "reset"}
         sock.close()
         return "reset"
 
