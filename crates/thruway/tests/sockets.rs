@@ -357,3 +357,132 @@ fn extended_sockets_meet_over_connections_that_are_accelerated_or_not() {
         assert_eq!((calling.line(), serving.line()), ("ok".to_owned(), "ok".to_owned()), "{server}, {client}");
     }
 }
+
+/// Has a relay carry connections that would be within this host: what `thruway run` is given for that.
+struct Relayed {
+    lab: support::Lab,
+    options: Vec<String>,
+}
+
+impl Relayed {
+    fn new(more: &[&str]) -> Relayed {
+        let lab = support::Lab::new();
+        let path = |name: &str| lab.path(name).to_str().unwrap().to_owned();
+        let key = path("key");
+        let made = finish(program(None, &[THRUWAY, "keygen", "--quiet", "--output", &key]));
+        assert!(made.status.success(), "{}", support::stderr(&made));
+        std::fs::rename(lab.path("key.pub"), lab.path("peers")).unwrap();
+        std::fs::write(lab.path("policy.toml"), "[[rule]]\nports = \"1-65535\"\nmode = \"relay\"\n").unwrap();
+        // Free for now. It is taken again at once.
+        let free = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = free.local_addr().unwrap().port().to_string();
+        let options = ["--remote", "--relay-port", &port, "--provider", "iwarp", "--key", &key];
+        let options = options.map(str::to_owned).into_iter();
+        let options = options.chain(["--peers".to_owned(), path("peers"), "--policy".to_owned(), path("policy.toml")]);
+        let options = options.chain(more.iter().map(|&option| option.to_owned())).collect();
+        Relayed { lab, options }
+    }
+
+    fn run(&self, options: &[&str], args: &[&str]) -> Command {
+        let options: Vec<&str> = self.options.iter().map(String::as_str).chain(options.iter().copied()).collect();
+        let mut command = program(Some(&options), args);
+        command.env("SLOW", "1");
+        command
+    }
+
+    fn peers(&self, options: &[&str], args: &[&str]) -> Command {
+        let path = script("peers.py");
+        self.run(options, &[&["/usr/bin/python3", path.to_str().unwrap()], args].concat())
+    }
+}
+
+const COUNTED: &[&str] = &["--stats", "--json"];
+
+#[test]
+fn calls_through_a_relay_return_what_tcp_returns() {
+    let relayed = Relayed::new(&[]);
+    let path = script("semantics.py");
+    let seeds = std::env::var("THRUWAY_RELAYED_SEEDS").unwrap_or("0..40".to_owned());
+    let (first, end) = seeds.split_once("..").unwrap();
+    let count = end.parse::<u64>().unwrap() - first.parse::<u64>().unwrap();
+    let args = ["/usr/bin/python3", path.to_str().unwrap(), first, &count.to_string()];
+    let mut plain = program(None, &args);
+    let plain = finish(std::mem::replace(plain.env("LATE", "1"), Command::new("true")));
+    let mut relayed = relayed.run(COUNTED, &args);
+    let relayed = finish(std::mem::replace(relayed.env("LATE", "1"), Command::new("true")));
+    let counted = counters(&relayed);
+    assert_eq!(counted["relayed"], 2 * count, "both ends of all: {counted:?}");
+    assert!(counted["ring_bytes"] > 2_000 * count, "{counted:?}");
+    let (plain, relayed) = (String::from_utf8_lossy(&plain.stdout), String::from_utf8_lossy(&relayed.stdout));
+    assert!(plain.lines().count() as u64 > 50 * count);
+    for (plain, relayed) in plain.lines().zip(relayed.lines()) {
+        assert_eq!(plain, relayed, "sequence and call, end, what it has returned");
+    }
+}
+
+#[test]
+fn bytes_arrive_through_a_relay_in_every_kind_of_server() {
+    for (kind, more) in [
+        ("echo_server", &[][..]),
+        ("epoll_server", &["--plaintext"]),
+        ("prefork_server", &["--ring", "4K"]),
+        ("fork_server", &[]),
+    ] {
+        let relayed = Relayed::new(more);
+        let (_server, port) = Running::server(relayed.peers(&[], &[kind]));
+        let counted = counters(&finish(relayed.peers(COUNTED, &["echo_client", &port, "3", "12"])));
+        assert_eq!(counted["relayed"], 3, "{kind}: {counted:?}");
+        assert!(counted["ring_bytes"] > 50_000, "{kind}: {counted:?}");
+    }
+}
+
+#[test]
+fn who_waits_through_a_relay_for_a_process_that_is_killed_learns_it() {
+    let relayed = Relayed::new(&[]);
+    for how in ["recv", "poll", "select", "epoll", "send", "flood"] {
+        let (mut server, port) = Running::server(relayed.peers(&[], &["silent_server"]));
+        let mut victim = Running::start(relayed.peers(&[], &["victim", &port, how]));
+        assert_eq!(victim.line(), "ready", "{how}");
+        server.kill();
+        assert_eq!(victim.line(), "over", "{how}");
+    }
+}
+
+#[test]
+fn both_ends_may_send_much_through_a_relay_before_they_read() {
+    let relayed = Relayed::new(&[]);
+    let (mut server, port) = Running::server(relayed.peers(&[], &["both_ways_server", "20000000"]));
+    let counted = counters(&finish(relayed.peers(COUNTED, &["both_ways", &port, "20000000"])));
+    assert!(counted["ring_bytes"] > 100_000, "not only by TCP: {counted:?}");
+    assert!(server.0.wait().unwrap().success());
+    assert!(finish(relayed.peers(&[], &["alone"])).status.success());
+    assert!(finish(relayed.peers(&[], &["limits"])).status.success());
+}
+
+#[test]
+fn connections_through_a_relay_that_are_shared_or_handed_over_go_on_by_tcp() {
+    let relayed = Relayed::new(&[]);
+    let (_server, port) = Running::server(relayed.peers(&[], &["echo_server"]));
+    let counted = counters(&finish(relayed.peers(COUNTED, &["shared", &port])));
+    assert!(counted["relayed"] == 1 && counted["demoted"] == 1, "{counted:?}");
+    for how in ["spawn", "fork"] {
+        for pause in ["0", "0.2"] {
+            let (_server, port) = Running::server(relayed.peers(&[], &["hand_over_server", how]));
+            let counted = counters(&finish(relayed.peers(COUNTED, &["hand_over_client", &port, pause])));
+            assert_eq!(counted["relayed"], 1, "{how}: {counted:?}");
+        }
+    }
+}
+
+#[test]
+fn a_relay_that_cannot_start_is_an_error_that_says_why() {
+    let relayed = Relayed::new(&[]);
+    let peers = relayed.lab.path("peers");
+    std::fs::write(&peers, "no key\n").unwrap();
+    let output = finish(relayed.run(&[], &["true"]));
+    assert!(output.status.code() == Some(1) && support::stderr(&output).contains("peers:1"), "{output:?}");
+    std::fs::remove_file(&peers).unwrap();
+    let output = finish(relayed.run(&[], &["true"]));
+    let told = support::stderr(&output);
+    assert!(output.status.code() == Some(1) && told.contains(peers.to_str().unwrap()), "{told}");
+}

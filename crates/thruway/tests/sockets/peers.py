@@ -13,6 +13,10 @@ import threading
 import time
 
 
+# Where servers listen.
+ADDRESS = os.environ.get("ADDRESS", "127.0.0.1")
+
+
 def stream(seed, length):
     """Bytes that say where they are from."""
     return random.Random(seed).randbytes(length)
@@ -28,7 +32,7 @@ def exactly(sock, length):
 
 
 def listen():
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    listener = socket.create_server((ADDRESS, 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
     return listener
 
@@ -37,6 +41,8 @@ def greet(sock, is_first):
     """Calls enough for both ends to find each other."""
     for turn in range(12):
         if is_first:
+            # A relay takes some time for that.
+            time.sleep(0.02 if "SLOW" in os.environ else 0)
             sock.sendall(b"greet")
             assert exactly(sock, 5) == b"reply"
         else:
@@ -150,7 +156,7 @@ def echo_client():
     def one(seed):
         try:
             rng = random.Random(seed)
-            sock = socket.create_connection(("127.0.0.1", port))
+            sock = socket.create_connection((ADDRESS, port))
             greet(sock, True)
             for turn in range(rounds):
                 length = rng.choice([1, 13, 64, 1000, 5000, 65536, 300_000, 1_500_000])
@@ -185,7 +191,7 @@ def silent_server():
 def victim():
     """Is connected to a server that is killed, and waits for it in each way there is."""
     port, how = int(sys.argv[2]), sys.argv[3]
-    sock = socket.create_connection(("127.0.0.1", port))
+    sock = socket.create_connection((ADDRESS, port))
     greet(sock, True)
     print("ready", flush=True)
     try:
@@ -220,7 +226,7 @@ def victim():
 def both_ways():
     """Both ends send without reading until all is sent, each by a thread of its own."""
     port, length = int(sys.argv[2]), int(sys.argv[3])
-    sock = socket.create_connection(("127.0.0.1", port))
+    sock = socket.create_connection((ADDRESS, port))
     greet(sock, True)
     data = stream(1, length)
     sender = threading.Thread(target=lambda: (sock.sendall(data), sock.shutdown(socket.SHUT_WR)))
@@ -277,7 +283,7 @@ def alone():
 def shared():
     """Two processes have one connection, and write and read in turn."""
     port = int(sys.argv[2])
-    sock = socket.create_connection(("127.0.0.1", port))
+    sock = socket.create_connection((ADDRESS, port))
     greet(sock, True)
 
     def turn(text):
@@ -319,7 +325,7 @@ def hand_over_server():
 
 def hand_over_client():
     port = int(sys.argv[2])
-    sock = socket.create_connection(("127.0.0.1", port))
+    sock = socket.create_connection((ADDRESS, port))
     greet(sock, True)
     # The other program begins to read at its own time: what is sent before is for it, too.
     time.sleep(float(sys.argv[3]))
