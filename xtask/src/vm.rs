@@ -196,7 +196,7 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 
 /// With a variable for the tests, and so many times as patient.
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
-    run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway"])?;
+    run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway", "--package", "thruway-preload"])?;
     let verbs_tests = built_test("thruway-fabric", "verbs")?;
     let stream_tests = built_test("thruway-streams", "streams")?;
     let tests = tests(filter)?;
@@ -205,11 +205,12 @@ fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String
     }
     run("fio's engine", "bash", &["crates/fio/build"])?;
     let environment = format!(
-        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' FIO_ENGINE='{}'; . '{}'",
+        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' FIO_ENGINE='{}' PEERS_PY='{}'; . '{}'",
         top().join("target/release/thruway").display(),
         verbs_tests.display(),
         stream_tests.display(),
         top().join("target/release/thruway-fio.so").display(),
+        top().join("crates/thruway/tests/sockets/peers.py").display(),
         top().join("testbed/lib.sh").display(),
     );
     // They are built one after the other, before anything runs.
