@@ -196,7 +196,11 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 
 /// With a variable for the tests, and so many times as patient.
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
-    run("release program", "cargo", &["build", "--release", "--quiet", "--package", "thruway", "--package", "thruway-preload"])?;
+    run(
+        "release program",
+        "cargo",
+        &["build", "--release", "--quiet", "--package", "thruway", "--package", "thruway-preload"],
+    )?;
     let verbs_tests = built_test("thruway-fabric", "verbs")?;
     let stream_tests = built_test("thruway-streams", "streams")?;
     let tests = tests(filter)?;

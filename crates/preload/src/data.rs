@@ -330,25 +330,28 @@ fn is_settled(sending: &Sending<'_>, fd: c_int) -> bool {
     is_settled
 }
 
+/// How long such a wait does not sleep.
+const PAUSE_SPIN: Duration = Duration::from_millis(1);
+
 /// A wait for the relay, which is at work.
 struct Pause {
     begin: Instant,
-    looks: u32,
 }
 
 impl Pause {
     fn new() -> Pause {
-        Pause { begin: Instant::now(), looks: 0 }
+        Pause { begin: Instant::now() }
     }
 
     /// Lets others run for a moment. False if it has taken longer than `limit`.
     fn pass(&mut self, limit: Duration) -> bool {
-        self.looks += 1;
-        match self.looks {
-            ..100 => std::thread::yield_now(),
-            _ => std::thread::sleep(Duration::from_micros(50)),
+        let waited = self.begin.elapsed();
+        if waited < PAUSE_SPIN {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_micros(50));
         }
-        self.begin.elapsed() < limit
+        waited < limit
     }
 }
 

@@ -3,7 +3,6 @@
 use crate::Error;
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
 use thruway_engine::aead::{KEY_LEN, Sealer, TAG_LEN};
 use thruway_sockets::{Broken, Feedback, UPDATE_HEAD, Update};
 use thruway_streams::Connection;
@@ -117,10 +116,8 @@ impl Link {
         local: IpAddr,
         peer: IpAddr,
         keys: Option<([u8; KEY_LEN], [u8; KEY_LEN])>,
-    ) -> Result<Link, Error> {
-        // It is made when it is asked for.
-        connection.descriptor()?;
-        Ok(Link {
+    ) -> Link {
+        Link {
             connection,
             local: local.to_canonical(),
             peer: peer.to_canonical(),
@@ -128,7 +125,7 @@ impl Link {
             waiting: VecDeque::new(),
             buffer: vec![0; MESSAGE_MAX],
             has_sent: false,
-        })
+        }
     }
 
     pub(crate) fn is_encrypted(&self) -> bool {
@@ -138,16 +135,6 @@ impl Link {
     /// What carries it, for people.
     pub(crate) fn detail(&self) -> String {
         self.connection.info().map_or_else(String::new, |info| info.detail)
-    }
-
-    /// Readable when there is something to receive, or room after there was none.
-    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.connection.descriptor().expect("it has been made")
-    }
-
-    /// Before a last look.
-    pub(crate) fn silence(&self) {
-        self.connection.silence();
     }
 
     /// Whether the last message could be sent: if not, others wait, and may become one meanwhile.

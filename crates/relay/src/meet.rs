@@ -72,7 +72,7 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) fn new(provider: Provider, keys: KeyPair, peers: Peers, encrypt: bool) -> Result<Host, Error> {
-        let context = Context::open(&provider)?;
+        let context = Context::open_attended(&provider)?;
         Ok(Host { context, provider, keys, peers, encrypt, listeners: Mutex::default() })
     }
 
@@ -88,7 +88,7 @@ impl Host {
         let timeout = deadline.saturating_duration_since(Instant::now());
         let connection = self.context.connect(at, &settings(), &invitation.token, timeout)?;
         let keys = invitation.encrypted.then_some((invitation.keys[0], invitation.keys[1]));
-        Link::new(connection, local, peer.ip(), keys)
+        Ok(Link::new(connection, local, peer.ip(), keys))
     }
 
     /// Answers a relay that has called.
@@ -108,7 +108,7 @@ impl Host {
         let timeout = deadline.saturating_duration_since(Instant::now());
         let connection = self.context.accept(&settings(), &invitation.token, timeout)?;
         let keys = encrypted.then_some((invitation.keys[1], invitation.keys[0]));
-        Link::new(connection, address, peer.ip().to_canonical(), keys)
+        Ok(Link::new(connection, address, peer.ip().to_canonical(), keys))
     }
 
     fn check(&self, talk: &Talk) -> Result<(), Error> {

@@ -8,7 +8,7 @@ use crate::link::{Addresses, Link, Message, PIECE_MAX, lies};
 use crate::local::{self, Door, Said};
 use crate::meet::{Host, Peers};
 use rustix::event::{EventfdFlags, epoll};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::net::SendFlags;
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -105,12 +105,13 @@ impl Relay {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = Arc::new(bell.map_err(|error| failed()(error.into()))?);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| failed()(error.into()))?;
-        let watch = |fd: &OwnedFd, token: u64| {
+        let watch = |fd: BorrowedFd<'_>, token: u64| {
             let added = epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
             added.map_err(|error| failed()(error.into()))
         };
-        watch(&bell, BELL)?;
-        watch(&self.door.0, DOOR)?;
+        watch(bell.as_fd(), BELL)?;
+        watch(self.door.0.as_fd(), DOOR)?;
+        watch(self.host.context.wait_fd(), DEVICE)?;
         let (send, events) = channel();
         let post = Post { events: send, bell: Arc::clone(&bell) };
         for listener in self.listeners {
@@ -143,6 +144,9 @@ impl Relay {
 /// In the epoll set: what is no process and no link.
 const BELL: u64 = 0;
 const DOOR: u64 = 1;
+const DEVICE: u64 = 2;
+/// Where the numbers of processes and links begin.
+const NUMBERS: u64 = 3;
 
 /// What threads that meet other relays have to say.
 enum Event {
@@ -259,6 +263,7 @@ impl State {
         let (mut used, mut pinged, mut cleaned) = (Instant::now(), Instant::now(), Instant::now());
         loop {
             looks = looks.wrapping_add(1);
+            self.host.context.poll();
             let mut did = self.hear_links() | self.pump(false);
             if looks.is_multiple_of(LOCAL_EVERY) {
                 did |= self.hear_local(Duration::ZERO)?;
@@ -294,9 +299,9 @@ impl State {
                 self.clean(now);
             }
             self.carried.values().for_each(|one| one.segment.set_asleep(true));
-            self.links.values().for_each(Link::silence);
+            let is_quiet = self.host.context.arm();
             // What was done before this was said.
-            let did = self.hear_links() | self.pump(true);
+            let did = !is_quiet | self.hear_links() | self.pump(true);
             let time = match (did, self.config.until_unused) {
                 (true, _) => Duration::ZERO,
                 (false, Some(limit)) if self.clients.is_empty() => limit / 4,
@@ -336,9 +341,11 @@ impl State {
         for token in tokens {
             match token {
                 BELL => drop(rustix::io::read(&*self.bell, &mut [0; 8])),
+                // It is looked at in any case.
+                DEVICE => {}
                 DOOR => {
                     while let Some(socket) = self.door.accept() {
-                        let number = 2 + u64::from(self.number());
+                        let number = NUMBERS + u64::from(self.number());
                         self.watch(&socket, number);
                         self.clients.insert(number, socket);
                     }
@@ -420,10 +427,9 @@ impl State {
                 self.wishes.retain(|end, _| end.1 || self::way(end) != way);
             }
             Event::Met(link, called) => {
-                let number = 2 + u64::from(self.number());
+                let number = NUMBERS + u64::from(self.number());
                 let (peer, encrypted, by) = (link.peer, link.is_encrypted(), link.detail());
                 tracing::info!(%peer, encrypted, by, "a link");
-                self.watch(link.descriptor(), number);
                 let way = called.unwrap_or((link.local, link.peer));
                 self.links.insert(number, *link);
                 self.ways.entry(way).and_modify(|state| {

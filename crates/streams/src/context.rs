@@ -10,6 +10,7 @@ use crate::settings::Settings;
 use crate::wire::HELLO_LEN;
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
@@ -104,6 +105,19 @@ impl Context {
     /// # Errors
     /// If there is none, or no thread for it.
     pub fn open(provider: &Provider) -> Result<Context, Error> {
+        let context = Context::open_attended(provider)?;
+        let served = Arc::clone(&context.0.0);
+        let spawned = std::thread::Builder::new().name("thruway-streams".into()).spawn(move || served.serve());
+        spawned.map_err(Error::Memory)?;
+        Ok(context)
+    }
+
+    /// Opens a device that the program sees to itself, with [`Context::poll`] again and again: for one that has a loop and waits for other
+    /// things, too. There is no thread; descriptors of connections and requests to connect wait until the program polls.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn open_attended(provider: &Provider) -> Result<Context, Error> {
         let device = provider.open()?;
         let shared = Arc::new(Shared {
             device,
@@ -123,10 +137,23 @@ impl Context {
             leaderless: Condvar::new(),
             ended: AtomicBool::new(false),
         });
-        let served = Arc::clone(&shared);
-        let spawned = std::thread::Builder::new().name("thruway-streams".into()).spawn(move || served.serve());
-        spawned.map_err(Error::Memory)?;
         Ok(Context(Arc::new(Handle(shared))))
+    }
+
+    /// Takes note of what has happened. Returns how much that was.
+    pub fn poll(&self) -> usize {
+        self.0.poll()
+    }
+
+    /// Before the program sleeps until [`Context::wait_fd`] is readable. False if there is something to poll already.
+    #[must_use]
+    pub fn arm(&self) -> bool {
+        self.0.device.arm()
+    }
+
+    /// Readable when there is something to poll, if the last [`Context::arm`] has found nothing.
+    pub fn wait_fd(&self) -> BorrowedFd<'_> {
+        self.0.device.wait_fd()
     }
 
     /// The device.
