@@ -13,9 +13,11 @@
 //! the TCP connection, of which each relay knows its own end from a process of its own user, and believes the other relay for the address
 //! that the link has reached it by, and no other.
 //!
-//! [`meet`](crate::meet) is how two relays come to have a link, [`link`](crate::link) what is sent on it, [`local`](crate::local) what
-//! processes say and are given, [`relay`](crate::relay) the loop.
+//! `meet` is how two relays come to have a link, `link` what is sent on it, `local` what
+//! processes say and are given, `relay` the loop.
 
+#[doc(hidden)]
+pub mod fuzzing;
 mod link;
 mod local;
 mod meet;

@@ -174,6 +174,11 @@ struct Invitation {
     encrypted: bool,
 }
 
+/// Whether an invitation is understood.
+pub(crate) fn invitation(bytes: &[u8]) -> bool {
+    Invitation::decode(bytes).is_ok()
+}
+
 const INVITATION_LEN: usize = 16 + 2 + TOKEN_MAX + 2 * KEY_LEN + 1;
 
 impl Invitation {
