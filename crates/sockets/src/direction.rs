@@ -92,4 +92,4 @@ impl From<Broken> for io::Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -403,14 +403,13 @@ impl Inlet {
         self.closed |= update.closed.is_some();
         let is_rung = update.ringing > self.ringing;
         self.ringing = update.ringing;
-        control.ringing.store(self.ringing, Ordering::SeqCst);
-        control.rung.store(self.ringing, Ordering::SeqCst);
         let publish = |by_tcp: bool, closed: bool| {
             let flags = if by_tcp { BY_TCP } else { 0 } | if closed { CLOSED } else { 0 };
             control.tail.store(self.tail << POSITION | flags, Ordering::SeqCst);
         };
         // The closed bit comes last: who waits for it finds the rest done.
         publish(self.end == OPEN, was_closed);
+        between();
         if let Some((ring, start)) = update.run {
             let run = &control.runs[self.opened as usize % RUNS];
             run.ring.store(ring, Ordering::Relaxed);
@@ -426,10 +425,18 @@ impl Inlet {
         if update.ended {
             control.ended.store(1, Ordering::SeqCst);
         }
+        between();
+        // Behind what they belong to: a reader that knows of a doorbell discards it.
+        control.ringing.store(self.ringing, Ordering::SeqCst);
+        control.rung.store(self.ringing, Ordering::SeqCst);
+        between();
         fence(Ordering::SeqCst);
-        let slept =
-            len > 0 && control.armed.load(Ordering::Relaxed) != 0 && control.armed.swap(0, Ordering::SeqCst) != 0;
-        self.owes_bell = (self.owes_bell || slept) && !is_rung;
+        if is_rung {
+            // On its way, or it has come and the reader has found what it belongs to. Then that sleeps again, and has asked for another.
+            self.owes_bell = false;
+        } else if len > 0 && control.armed.load(Ordering::Relaxed) != 0 {
+            self.owes_bell |= control.armed.swap(0, Ordering::SeqCst) != 0;
+        }
         Ok(())
     }
 
@@ -488,6 +495,13 @@ impl Inlet {
     pub fn is_reader_gone(&self, segment: &Segment) -> bool {
         segment.control(self.direction).reader.load(Ordering::Acquire) & crate::segment::GONE != 0
     }
+}
+
+/// Lets other threads of a test see what has been published so far.
+#[inline]
+fn between() {
+    #[cfg(test)]
+    std::thread::yield_now();
 }
 
 #[cfg(test)]

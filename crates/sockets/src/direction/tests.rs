@@ -7,7 +7,7 @@ use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// Half a TCP connection, in which doorbells are bytes as any others.
-struct Fake {
+pub(crate) struct Fake {
     state: Mutex<State>,
     changed: Condvar,
     /// Bytes that it takes before it is full.
@@ -21,11 +21,11 @@ struct State {
 }
 
 impl Fake {
-    fn new(capacity: usize) -> Fake {
+    pub(crate) fn new(capacity: usize) -> Fake {
         Fake { state: Mutex::default(), changed: Condvar::new(), capacity }
     }
 
-    fn send(&self, bytes: &[u8]) -> usize {
+    pub(crate) fn send(&self, bytes: &[u8]) -> usize {
         let mut state = self.state.lock().unwrap();
         let len = bytes.len().min(self.capacity - state.bytes.len().min(self.capacity));
         state.bytes.extend(&bytes[..len]);
@@ -35,7 +35,7 @@ impl Fake {
     }
 
     /// As a thread that sleeps in the kernel. False if nothing comes for too long.
-    fn sleep(&self) -> bool {
+    pub(crate) fn sleep(&self) -> bool {
         let state = self.state.lock().unwrap();
         let limit = Duration::from_secs(20);
         let (state, _) = self.changed.wait_timeout_while(state, limit, |state| state.bytes.is_empty()).unwrap();

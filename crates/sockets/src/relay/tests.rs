@@ -1,10 +1,12 @@
 use super::*;
+use crate::direction::tests::Fake;
 use crate::direction::{Found, PEEK_MAX, Reader, Tcp, Writer};
 use crate::iovecs::Pieces;
 use crate::segment::{Over, RING_MIN};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::AtomicBool;
 
 /// A TCP connection between two hosts: bytes are on their way for some time.
 #[derive(Default)]
@@ -432,5 +434,83 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
                 let _ = outlet.receive(&world.here, &feedback);
             }
         }
+    }
+}
+
+/// A writer, a reader that sleeps whenever it has found nothing, and the relays between them, each a thread of its own: a wake-up that
+/// is lost ends the test.
+#[test]
+fn no_wake_up_is_lost_between_hosts() {
+    for seed in 0..8u64 {
+        let world = World::new(seed);
+        let (here, there) = (world.here, world.there);
+        let tcp = Fake::new(if seed % 2 == 0 { 1 << 20 } else { 3000 });
+        let total = 60_000u64;
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut random = fastrand::Rng::with_seed(seed);
+                let mut writer = Writer::new(End::Taker);
+                let mut sent = 0u64;
+                while sent < total {
+                    let limit = if random.u32(0..20) == 0 { 5000 } else { 100 };
+                    let len = random.u64(1..limit).min(total - sent);
+                    let mut bytes: Vec<u8> = (sent..sent + len).map(byte).collect();
+                    let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }];
+                    // SAFETY: of a vector of ours.
+                    let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+                    if writer.is_tcp() {
+                        writer.leave_tcp(&here, &tcp).unwrap();
+                    }
+                    if !writer.is_tcp() {
+                        // SAFETY: of a vector of ours.
+                        unsafe { writer.write(&here, &tcp, &mut pieces) }.unwrap();
+                    }
+                    let mut done = len as usize - pieces.left();
+                    if pieces.left() > 0 && writer.is_settled(&here) {
+                        writer.enter_tcp(&here, &tcp, false).unwrap();
+                        done += tcp.send(&bytes[done..]);
+                    }
+                    sent += done as u64;
+                    // Mostly the reader has caught up, and sleeps.
+                    for _ in 0..random.u32(0..30) {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            scope.spawn(|| {
+                let (mut outlet, mut inlet) = (Outlet::default(), Inlet::default());
+                while !is_over.load(Ordering::Relaxed) {
+                    outlet.serve(&here, || tcp.send(&[0]) == 1);
+                    let mut out = Vec::new();
+                    if outlet.take(&here, 3000, &mut out).unwrap() {
+                        let (update, bytes) = Update::decode(&out).unwrap();
+                        inlet.apply(&there, &update, bytes).unwrap();
+                    }
+                    if let Some(feedback) = inlet.feedback(&there, true).unwrap() {
+                        outlet.receive(&here, &feedback).unwrap();
+                    }
+                    std::thread::yield_now();
+                }
+            });
+            let mut reader = Reader::new(End::Taker, 0);
+            reader.set_ready(&there, &tcp);
+            let mut got = 0;
+            while got < total {
+                let mut bytes = vec![0; 700];
+                let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }];
+                // SAFETY: of a vector of ours.
+                let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+                // SAFETY: of a vector of ours.
+                let len = unsafe { reader.read(&there, &tcp, &mut pieces) }.unwrap();
+                check(&bytes[..len], &mut got, "threads");
+                if len == 0 && reader.is_explained(&there, &tcp, false).unwrap() && reader.arm(&there).unwrap() {
+                    let is_woken = tcp.sleep();
+                    is_over.fetch_or(!is_woken, Ordering::Relaxed);
+                    assert!(is_woken, "seed {seed}: sleeps through what comes after {got}");
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
     }
 }

@@ -1,0 +1,404 @@
+"""Real programs, unmodified: what they do by `thruway run` is what they do over TCP, and their connections are accelerated.
+
+    programs.py THRUWAY [NAME...]
+
+Each is run as it is, by `thruway run`, and through a relay (`--remote`, in user space on this host). What its client gets is compared.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+THRUWAY = sys.argv[1]
+HERE = pathlib.Path(tempfile.mkdtemp(prefix="thruway-programs-"))
+PROGRAMS = {}
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def relay():
+    """What `thruway run` is given to have a relay carry connections within this host."""
+    key, policy = HERE / "key", HERE / "policy.toml"
+    subprocess.run([THRUWAY, "keygen", "--quiet", "--output", key], check=True)
+    policy.write_text('[[rule]]\nports = "1-65535"\nmode = "relay"\n')
+    options = ["--relay-port", str(free_port()), "--provider", "iwarp", "--key", key, "--peers", HERE / "key.pub"]
+    return [THRUWAY, "run", "--remote", *map(str, options), "--policy", str(policy)]
+
+
+class Way:
+    def __init__(self, name, run):
+        self.name, self.run, self.counted = name, run, {}
+
+    def server(self, args, **more):
+        return [*self.run, "--", *args] if self.run else args
+
+    def client(self, args, user=None, **more):
+        """Runs it to its end, and returns its output; counts what its connections have become."""
+        command = [*self.run, "--stats", "--json", "--", *args] if self.run else args
+        done = subprocess.run([*(user or []), *command], capture_output=True, timeout=180, **more)
+        out = done.stdout
+        if self.run:
+            out, _, last = out.rstrip().rpartition(b"{")
+            for name, count in json.loads(b"{" + last).items():
+                self.counted[name] = self.counted.get(name, 0) + count
+        if done.returncode != 0:
+            raise RuntimeError(f"{args} by {self.name}: status {done.returncode}: {(out + done.stderr)[-1500:].decode()}")
+        return out.decode(errors="replace")
+
+    def accelerated(self):
+        return self.counted.get("accelerated", 0) + self.counted.get("relayed", 0)
+
+
+@contextlib.contextmanager
+def running(args, port, **more):
+    """A server, until the end of the block."""
+    log = open(HERE / "server.log", "ab")
+    process = subprocess.Popen(args, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **more)
+    try:
+        until = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{args} does not listen: {(HERE / 'server.log').read_text()[-1500:]}") from None
+                time.sleep(0.05)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def digest(data):
+    return hashlib.sha256(data if isinstance(data, bytes) else data.encode()).hexdigest()[:16]
+
+
+@program
+def postgresql(way):
+    """pgbench, sums, and a table as text."""
+    tools = sorted(pathlib.Path("/usr/lib/postgresql").glob("*/bin"))[-1]
+    home, port = HERE / f"postgresql-{way.name}", free_port()
+    home.mkdir()
+    shutil.chown(home, "nobody", "nogroup")
+    os.chmod(HERE, 0o755)
+    user = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "env", f"HOME={home}"]
+    subprocess.run([*user, tools / "initdb", "-D", home / "d", "-A", "trust"], check=True, capture_output=True)
+    options = ["-c", "listen_addresses=127.0.0.1", "-p", str(port), "-c", f"unix_socket_directories={home}", "-c", "fsync=off"]
+    to = ["-h", "127.0.0.1", "-p", str(port), "-U", "nobody"]
+    with running([*user, *way.server([str(tools / "postgres"), "-D", str(home / "d"), *options])], port):
+        pgbench, psql = str(tools / "pgbench"), [str(tools / "psql"), *to, "postgres", "-Atc"]
+        for _ in range(100):
+            if subprocess.run([tools / "pg_isready", "-q", *to[:4]]).returncode == 0:
+                break
+            time.sleep(0.1)
+        subprocess.run([*user, pgbench, *to, "-i", "-q", "postgres"], check=True, capture_output=True)
+        out = way.client([pgbench, *to, "-c", "4", "-j", "2", "-t", "250", "--random-seed", "7", "postgres"], user)
+        done = re.findall(r"actually processed: (\S+)|failed transactions: (\d+)", out)
+        sums = "select count(*), (select sum(abalance) from pgbench_accounts) = sum(delta) from pgbench_history"
+        sums = way.client([*psql, sums], user)
+        many = ";".join(["select aid, bid, abalance, filler from pgbench_accounts where aid % 7 = 0 order by aid"] * 20)
+        return done, sums.strip(), digest(way.client([*psql, f"update pgbench_accounts set abalance = 1; {many}"], user))
+
+
+@program
+def memcached(way):
+    """libmemcached's own tests of a server."""
+    port = free_port()
+    with running(way.server(["memcached", "-u", "nobody", "-l", "127.0.0.1", "-p", str(port), "-U", "0"]), port):
+        out = way.client(["memccapable", "-h", "127.0.0.1", "-p", str(port)])
+        values = way.client(["/usr/bin/python3", "-c", MEMCACHED, str(port)])
+        return sorted(out.splitlines()), values
+
+
+MEMCACHED = """
+import random, socket, sys
+sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+stream, rng = sock.makefile("rb"), random.Random(1)
+values = {f"key{n}": rng.randbytes(rng.choice([1, 100, 3000, 500_000])) for n in range(100)}
+for key, value in values.items():
+    sock.sendall(f"set {key} 0 0 {len(value)}\\r\\n".encode() + value + b"\\r\\n")
+    assert stream.readline() == b"STORED\\r\\n"
+for key, value in values.items():
+    sock.sendall(f"get {key}\\r\\n".encode())
+    assert stream.readline() == f"VALUE {key} 0 {len(value)}\\r\\n".encode()
+    assert stream.read(len(value)) == value and stream.readline() + stream.readline() == b"\\r\\nEND\\r\\n"
+print("all values")
+"""
+
+
+@program
+def redis(way):
+    """Keys set through a pipe, read back, and the benchmark's own errors."""
+    port, rng = free_port(), random.Random(2)
+    commands = b"".join(b"SET key%d %s\r\n" % (n, rng.randbytes(rng.choice([8, 200, 20_000])).hex().encode()) for n in range(2000))
+    with running(way.server(["redis-server", "--port", str(port), "--save", "", "--daemonize", "no"]), port):
+        cli = ["redis-cli", "-p", str(port)]
+        piped = way.client([*cli, "--pipe"], input=commands)
+        out = way.client(["redis-benchmark", "-p", str(port), "-q", "-n", "5000", "-c", "20", "-P", "4", "-t", "set,get,lpush,lrange_100"])
+        keys = "\n".join(f"GET key{n}" for n in range(2000)).encode()
+        return piped.splitlines()[-1], len(re.findall("requests per second", out)), digest(way.client(cli, input=keys))
+
+
+@program
+def nginx(way):
+    """Files of all sizes, whole and in parts, by curl, one connection for all."""
+    port, home, rng = free_port(), HERE / f"nginx-{way.name}", random.Random(3)
+    (home / "html").mkdir(parents=True)
+    os.chmod(HERE, 0o755)
+    for n, size in enumerate([0, 1, 1000, 70_000, 3_000_000, 20_000_000]):
+        (home / f"html/{n}").write_bytes(rng.randbytes(size))
+    (home / "conf").write_text(f"""worker_processes 2; user root; daemon off; pid {home}/pid; error_log {home}/err;
+events {{ worker_connections 1024; }}
+http {{ access_log off; sendfile on; tcp_nopush on; server {{ listen 127.0.0.1:{port}; root {home}/html; }} }}""")
+    with running(way.server(["nginx", "-c", str(home / "conf")]), port):
+        urls = [f"http://127.0.0.1:{port}/{n}" for n in range(6)] * 5
+        got = [digest(way.client(["curl", "-s", *urls]))]
+        got.append(digest(way.client(["curl", "-s", "-r", "500000-2500000", *urls[4:6] * 8])))
+        out = way.client(["wrk", "-t1", "-c20", "-d1", urls[3]])
+        return *got, re.findall("Socket errors|Non-2xx", out)
+
+
+@program
+def openmpi(way):
+    """Open MPI over its TCP transport: latency and bandwidth tests, each message checked."""
+    source, binary = HERE / "ping.c", HERE / "ping"
+    source.write_text(MPI)
+    subprocess.run(["mpicc", "-O2", "-o", binary, source], check=True)
+    options = ["--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,tcp", "--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", "lo"]
+    return way.client(["mpirun", *options, "-n", "3", str(binary)], env={**os.environ, "OMPI_MCA_plm_rsh_agent": "false"})
+
+
+MPI = r"""
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+static unsigned char at(int from, int turn, int i) { return (unsigned char)(from * 31 + turn * 7 + i * 13 + (i >> 8)); }
+int main(int argc, char **argv) {
+    int me, all, wrong = 0;
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &me);
+    MPI_Comm_size(MPI_COMM_WORLD, &all);
+    for (int size = 1; size <= 4 << 20; size *= 8) {
+        unsigned char *out = malloc(size), *in = malloc(size);
+        for (int turn = 0; turn < (size < 4096 ? 500 : 20); turn++) {
+            int next = (me + 1) % all, last = (me + all - 1) % all;
+            for (int i = 0; i < size; i++) out[i] = at(me, turn, i);
+            MPI_Sendrecv(out, size, MPI_BYTE, next, 1, in, size, MPI_BYTE, last, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+            for (int i = 0; i < size; i++) wrong += in[i] != at(last, turn, i);
+        }
+        free(out);
+        free(in);
+    }
+    int sum = 0;
+    MPI_Allreduce(&wrong, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    if (me == 0) printf("%d processes, %d wrong bytes\n", all, sum);
+    MPI_Finalize();
+    return sum != 0;
+}
+"""
+
+
+@program
+def java(way):
+    """Sockets that wait, and channels with a selector."""
+    home = HERE / "java"
+    if not home.exists():
+        home.mkdir()
+        (home / "Echo.java").write_text(JAVA)
+        subprocess.run(["javac", "-d", home, home / "Echo.java"], check=True)
+    port = free_port()
+    with running(way.server(["java", "-cp", str(home), "Echo", "serve", str(port)]), port):
+        return way.client(["java", "-cp", str(home), "Echo", "call", str(port)])
+
+
+JAVA = r"""
+import java.io.*;
+import java.net.*;
+import java.nio.*;
+import java.nio.channels.*;
+import java.util.*;
+public class Echo {
+    public static void main(String[] args) throws Exception {
+        int port = Integer.parseInt(args[1]);
+        if (args[0].equals("serve")) serve(port); else call(port);
+    }
+    static void serve(int port) throws Exception {
+        Selector selector = Selector.open();
+        ServerSocketChannel listener = ServerSocketChannel.open();
+        listener.bind(new InetSocketAddress("127.0.0.1", port));
+        listener.configureBlocking(false);
+        listener.register(selector, SelectionKey.OP_ACCEPT);
+        while (true) {
+            selector.select();
+            for (Iterator<SelectionKey> keys = selector.selectedKeys().iterator(); keys.hasNext();) {
+                SelectionKey key = keys.next();
+                keys.remove();
+                if (key.isAcceptable()) {
+                    SocketChannel channel = listener.accept();
+                    channel.configureBlocking(false);
+                    channel.register(selector, SelectionKey.OP_READ, ByteBuffer.allocate(1 << 16));
+                    continue;
+                }
+                SocketChannel channel = (SocketChannel) key.channel();
+                ByteBuffer buffer = (ByteBuffer) key.attachment();
+                if (key.isReadable() && channel.read(buffer) < 0) { channel.close(); continue; }
+                buffer.flip();
+                channel.write(buffer);
+                buffer.compact();
+                key.interestOps((buffer.position() < buffer.capacity() ? SelectionKey.OP_READ : 0) | (buffer.position() > 0 ? SelectionKey.OP_WRITE : 0));
+            }
+        }
+    }
+    static void call(int port) throws Exception {
+        Random random = new Random(4);
+        try (Socket socket = new Socket("127.0.0.1", port)) {
+            socket.setTcpNoDelay(true);
+            OutputStream out = socket.getOutputStream();
+            DataInputStream in = new DataInputStream(socket.getInputStream());
+            long bytes = 0;
+            for (int turn = 0; turn < 600; turn++) {
+                byte[] sent = new byte[new int[] {1, 100, 5000, 60000, 700000}[random.nextInt(turn < 500 ? 3 : 5)]];
+                random.nextBytes(sent);
+                Thread sender = new Thread(() -> { try { out.write(sent); } catch (IOException error) { throw new UncheckedIOException(error); } });
+                sender.start();
+                byte[] got = new byte[sent.length];
+                in.readFully(got);
+                sender.join();
+                if (!Arrays.equals(sent, got)) throw new RuntimeException("turn " + turn + ": other bytes");
+                bytes += got.length;
+            }
+            System.out.println(bytes + " bytes");
+        }
+    }
+}
+"""
+
+
+@program
+def golang(way):
+    """Go makes its own system calls: TCP, without disturbance."""
+    home, port = HERE / "go", free_port()
+    if not home.exists():
+        home.mkdir()
+        (home / "main.go").write_text(GO)
+        environment = {**os.environ, "GOFLAGS": "-mod=mod", "GOCACHE": str(home / "cache"), "CGO_ENABLED": "0", "GO111MODULE": "off"}
+        subprocess.run(["go", "build", "-o", home / "echo", home / "main.go"], check=True, env=environment)
+    with running(way.server([str(home / "echo"), "serve", f"127.0.0.1:{port}"]), port):
+        return way.client([str(home / "echo"), "call", f"127.0.0.1:{port}"])
+
+
+golang.is_plain = True
+
+GO = r"""
+package main
+import ("bytes"; "fmt"; "io"; "math/rand"; "net"; "os")
+func main() {
+	if os.Args[1] == "serve" {
+		listener, _ := net.Listen("tcp", os.Args[2])
+		for { conn, err := listener.Accept(); if err != nil { return }; go func() { io.Copy(conn, conn); conn.Close() }() }
+	}
+	conn, err := net.Dial("tcp", os.Args[2])
+	if err != nil { panic(err) }
+	for turn := 0; turn < 200; turn++ {
+		sent := make([]byte, 1+turn*500)
+		rand.Read(sent)
+		go conn.Write(sent)
+		got := make([]byte, len(sent))
+		if _, err := io.ReadFull(conn, got); err != nil || !bytes.Equal(sent, got) { panic("other bytes") }
+	}
+	fmt.Println("all bytes")
+}
+"""
+
+
+@program
+def ssh(way):
+    """rsync over ssh: a tree there and back."""
+    home, port = HERE / f"ssh-{way.name}", free_port()
+    home.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", home / name], check=True)
+    os.chmod(HERE, 0o755)
+    os.makedirs("/run/sshd", exist_ok=True)
+    options = {"HostKey": home / "host", "AuthorizedKeysFile": home / "user.pub", "StrictModes": "no", "PidFile": "none", "UsePAM": "no"}
+    listen = ["-o", "ListenAddress=127.0.0.1", "-p", str(port), *(f"-o{name}={value}" for name, value in options.items())]
+    known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
+    with running(way.server(["/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *listen]), port):
+        rsh = " ".join(["ssh", "-i", str(home / "user"), "-p", str(port), *known])
+        tree = HERE / "tree"
+        if not tree.exists():
+            tree.mkdir()
+            for n in range(300):
+                (tree / str(n)).write_bytes(random.Random(n).randbytes(n * 337 + 11))
+        way.client(["rsync", "-a", "-e", rsh, f"{tree}/", f"127.0.0.1:{home}/there/"])
+        way.client(["rsync", "-a", "-e", rsh, f"127.0.0.1:{home}/there/", f"{home}/back/"])
+        return subprocess.run(["diff", "-r", tree, home / "back"], capture_output=True).stdout or "the same tree"
+
+
+@program
+def qperf(way):
+    """Latency and bandwidth by qperf, which opens a second connection for its data."""
+    port = free_port()
+    with running(way.server(["qperf", "-lp", str(port)]), port):
+        out = way.client(["qperf", "-lp", str(port), "-t", "1", "127.0.0.1", "tcp_lat", "tcp_bw"])
+        return re.findall(r"(latency|bw) +=", out)
+
+
+@program
+def socat(way):
+    """Bulk through socat, to a file."""
+    port, data, to = free_port(), HERE / "bulk", HERE / f"bulk-{way.name}"
+    data.write_bytes(random.Random(5).randbytes(60_000_000))
+    with running(way.server(["socat", f"TCP-LISTEN:{port},bind=127.0.0.1,fork,reuseaddr", f"OPEN:{to},creat,trunc"]), port):
+        way.client(["socat", "-u", f"FILE:{data}", f"TCP:127.0.0.1:{port}"])
+        until = time.monotonic() + 30
+        while to.stat().st_size < data.stat().st_size and time.monotonic() < until:
+            time.sleep(0.05)
+        return digest(to.read_bytes())
+
+
+def main():
+    ways = [("tcp", None), ("run", [THRUWAY, "run", "--after-calls", "4"]), ("relay", [*relay(), "--after-calls", "4"])]
+    failed = []
+    for name in sys.argv[2:] or PROGRAMS:
+        results = {}
+        for label, run in ways:
+            way = Way(label, run)
+            try:
+                result = PROGRAMS[name](way)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is a failure of this program
+                result = f"failed: {error}"
+            results[label] = result
+            is_plain = run is None or getattr(PROGRAMS[name], "is_plain", False)
+            is_same = not str(result).startswith("failed") and result == results["tcp"]
+            is_good = is_same and (is_plain or way.accelerated() > 0)
+            if not is_good:
+                failed.append(f"{name} by {label}")
+            count = f"{way.accelerated()} accelerated, {way.counted.get('ring_bytes', 0)} bytes" if run else ""
+            print(f"{'ok    ' if is_good else 'FAILED'} {name:<11} {label:<6} {count:<36} {'' if is_good else str(result)[-900:]}", flush=True)
+    shutil.rmtree(HERE, ignore_errors=True)
+    if failed:
+        sys.exit(f"other results than over TCP: {', '.join(failed)}")
+
+
+main()
