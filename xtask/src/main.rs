@@ -22,6 +22,7 @@ cargo xtask TASK
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
   soak-sockets MINUTES  sequences of calls on accelerated sockets beside the same on TCP, from new seeds
+  programs      PostgreSQL, memcached, redis, nginx, Open MPI, Java, ssh and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
   replay POINTS the guest test in which the power fails at points of what a disk was told, at so many of them
@@ -87,6 +88,7 @@ fn main() -> ExitCode {
         ["fio"] => setup().and_then(|()| run("fio's engine", "bash", &["crates/fio/build"])),
         ["install-extended", prefix] => extended::install(prefix),
         ["soak", minutes] => soak(minutes),
+        ["programs", rest @ ..] => setup().and_then(|()| programs(rest)),
         ["soak-sockets", minutes] => soak_sockets(minutes),
         ["soak-nfs", minutes] => setup().and_then(|()| soak_nfs(minutes)),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
@@ -148,15 +150,7 @@ fn has(program: &str) -> bool {
 }
 
 fn setup() -> Result<(), String> {
-    let missing: Vec<&str> = PACKAGES.iter().chain(&vm::PACKAGES).copied().filter(|p| !installed(p)).collect();
-    if !missing.is_empty() {
-        let sudo = if has("sudo") { "sudo " } else { "" };
-        let names = missing.join(" ");
-        run("package lists", "sh", &["-c", &format!("{sudo}apt-get update -q")])?;
-        let install =
-            format!("{sudo}env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends {names}");
-        run("packages", "sh", &["-c", &install])?;
-    }
+    install(PACKAGES.iter().chain(&vm::PACKAGES).copied())?;
     for component in ["rustfmt", "clippy"] {
         if !has(if component == "clippy" { "cargo-clippy" } else { component }) {
             run(component, "rustup", &["component", "add", component])?;
@@ -166,6 +160,48 @@ fn setup() -> Result<(), String> {
         run("cargo-deny", "cargo", &["install", "--locked", "cargo-deny"])?;
     }
     Ok(())
+}
+
+/// Installs the packages that are missing.
+fn install<'a>(packages: impl Iterator<Item = &'a str>) -> Result<(), String> {
+    let missing: Vec<&str> = packages.filter(|package| !installed(package)).collect();
+    if !missing.is_empty() {
+        let sudo = if has("sudo") { "sudo " } else { "" };
+        let names = missing.join(" ");
+        run("package lists", "sh", &["-c", &format!("{sudo}apt-get update -q")])?;
+        let install =
+            format!("{sudo}env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends {names}");
+        run("packages", "sh", &["-c", &install])?;
+    }
+    Ok(())
+}
+
+/// What `programs` runs: a command, and the package that has it, if nothing else does.
+const PROGRAMS: [(&str, &str); 15] = [
+    ("curl", "curl"),
+    ("javac", "default-jdk-headless"),
+    ("go", "golang-go"),
+    ("memccapable", "libmemcached-tools"),
+    ("mpicc", "libopenmpi-dev"),
+    ("memcached", "memcached"),
+    ("/usr/sbin/nginx", "nginx-light"),
+    ("mpirun", "openmpi-bin"),
+    ("ssh", "openssh-client"),
+    ("/usr/sbin/sshd", "openssh-server"),
+    ("pg_ctlcluster", "postgresql"),
+    ("redis-benchmark", "redis-tools"),
+    ("rsync", "rsync"),
+    ("socat", "socat"),
+    ("wrk", "wrk"),
+];
+
+/// Real programs by `thruway run`, all or some.
+fn programs(names: &[&str]) -> Result<(), String> {
+    install(PROGRAMS.into_iter().filter(|(command, _)| !has(command)).map(|(_, package)| package))?;
+    install(["qperf", "redis-server"].into_iter())?;
+    run("release program", "cargo", &["build", "--release", "--quiet", "-p", "thruway", "-p", "thruway-preload"])?;
+    let script = ["crates/thruway/tests/sockets/programs.py", "target/release/thruway"];
+    run("programs", "python3", &[&script[..], names].concat())
 }
 
 /// Both programs are crates; they are built once.

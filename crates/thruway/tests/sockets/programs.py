@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 
-THRUWAY = sys.argv[1]
+THRUWAY = os.path.abspath(sys.argv[1])
 HERE = pathlib.Path(tempfile.mkdtemp(prefix="thruway-programs-"))
 PROGRAMS = {}
 
@@ -34,12 +34,13 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def relay():
-    """What `thruway run` is given to have a relay carry connections within this host."""
-    key, policy = HERE / "key", HERE / "policy.toml"
+def relay(user="root"):
+    """What `thruway run` is given to have a relay of this user's carry connections within this host."""
+    key, policy = HERE / f"key-{user}", HERE / "policy.toml"
     subprocess.run([THRUWAY, "keygen", "--quiet", "--output", key], check=True)
+    shutil.chown(key, user)
     policy.write_text('[[rule]]\nports = "1-65535"\nmode = "relay"\n')
-    options = ["--relay-port", str(free_port()), "--provider", "iwarp", "--key", key, "--peers", HERE / "key.pub"]
+    options = ["--relay-port", str(free_port()), "--provider", "iwarp", "--key", key, "--peers", f"{key}.pub"]
     return [THRUWAY, "run", "--remote", *map(str, options), "--policy", str(policy)]
 
 
@@ -101,6 +102,8 @@ def postgresql(way):
     home.mkdir()
     shutil.chown(home, "nobody", "nogroup")
     os.chmod(HERE, 0o755)
+    if way.name == "relay":
+        way.run = [*relay("nobody"), "--after-calls", "4"]
     user = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "env", f"HOME={home}"]
     subprocess.run([*user, tools / "initdb", "-D", home / "d", "-A", "trust"], check=True, capture_output=True)
     options = ["-c", "listen_addresses=127.0.0.1", "-p", str(port), "-c", f"unix_socket_directories={home}", "-c", "fsync=off"]
@@ -124,7 +127,7 @@ def postgresql(way):
 def memcached(way):
     """libmemcached's own tests of a server."""
     port = free_port()
-    with running(way.server(["memcached", "-u", "nobody", "-l", "127.0.0.1", "-p", str(port), "-U", "0"]), port):
+    with running(way.server(["memcached", "-u", "root", "-l", "127.0.0.1", "-p", str(port), "-U", "0"]), port):
         out = way.client(["memccapable", "-h", "127.0.0.1", "-p", str(port)])
         values = way.client(["/usr/bin/python3", "-c", MEMCACHED, str(port)])
         return sorted(out.splitlines()), values
@@ -355,6 +358,10 @@ def ssh(way):
         return subprocess.run(["diff", "-r", tree, home / "back"], capture_output=True).stdout or "the same tree"
 
 
+# sshd starts itself again for each connection, which it has inherited then.
+ssh.is_plain = True
+
+
 @program
 def qperf(way):
     """Latency and bandwidth by qperf, which opens a second connection for its data."""
@@ -375,6 +382,10 @@ def socat(way):
         while to.stat().st_size < data.stat().st_size and time.monotonic() < until:
             time.sleep(0.05)
         return digest(to.read_bytes())
+
+
+# It shuts down the direction that it does not use, before anything else.
+socat.is_plain = True
 
 
 def main():
