@@ -207,6 +207,7 @@ unsafe fn receive_accelerated(
             Ok(true) => woken += 1,
             Ok(false) if is_lost(slot) => {}
             Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
+            Ok(false) if reclaims(slot) => {}
             // The end: nothing comes behind what the ring has by now.
             Ok(false) if !is_readable(slot) => {
                 return if sum == 0 && has_lost(slot) { Err(libc::ECONNRESET) } else { Ok(sum) };
@@ -279,6 +280,17 @@ const CATCH_UP_MAX: Duration = Duration::from_secs(10);
 fn is_all_here(slot: &Slot, fd: c_int) -> bool {
     // An end of this process's own making says nothing of the peer.
     slot.shut.load(Ordering::Relaxed) & 1 != 0 || is_explained(slot, fd, true)
+}
+
+/// Whether there is something in a ring that the peer was to send again, and has not before it has gone.
+fn reclaims(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.reclaim(segment)
+        }
+        _ => false,
+    }
 }
 
 /// Whether it is known what the kernel has.
@@ -420,6 +432,13 @@ pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
 fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     if error.kind() == io::ErrorKind::InvalidData {
         stays(slot, fd, Reason::Failed, &": the peer broke the ring in shared memory");
+        if let Some(receiving) = slot.try_receiving()
+            && receiving.segment.is_relayed()
+        {
+            // The other end must not take what follows for an end that was meant.
+            receiving.segment.set_over(Over::Lost);
+            receiving.segment.check_relay(&Connection::new(fd));
+        }
         Connection::new(fd).reset_at_close();
         // SAFETY: a descriptor of the program's.
         unsafe { real::shutdown(fd, libc::SHUT_RDWR) };
@@ -669,7 +688,7 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     let shut = slot.shut.fetch_or(directions, Ordering::SeqCst) | directions;
     let connection = Connection::new(fd);
     if !slot.is_accelerated() {
-        return;
+        return switch::give_up_before_end(slot, fd);
     }
     if directions & 2 != 0 {
         // What comes behind goes nowhere, and TCP says so.

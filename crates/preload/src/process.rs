@@ -31,6 +31,7 @@ pub(crate) fn watch_forks() {
 }
 
 extern "C" fn before_fork() {
+    switch::FORKING.store(true, Ordering::SeqCst);
     // A relay knows one process by a connection.
     slots::each(|number, fd| {
         let slot = slots::slot(number);
@@ -53,6 +54,7 @@ extern "C" fn before_fork() {
 
 /// Also if it has failed: then connections count as shared, which costs them their speed at most.
 extern "C" fn after_fork_in_parent() {
+    switch::FORKING.store(false, Ordering::SeqCst);
     // SAFETY: see `Held`.
     drop(unsafe { (*HELD.0.get()).take() });
 }
@@ -61,6 +63,7 @@ extern "C" fn after_fork_in_child() {
     lock::forget_thread();
     slots::set_process();
     epoll::after_fork();
+    switch::FORKING.store(false, Ordering::SeqCst);
     switch::after_fork();
     // SAFETY: see `Held`.
     std::mem::forget(unsafe { (*HELD.0.get()).take() });

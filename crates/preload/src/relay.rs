@@ -40,6 +40,14 @@ fn connect(port: u16) -> io::Result<i32> {
     Ok(fd)
 }
 
+/// Has the relay know of this process from the beginning: one that was started for programs stays while there are any.
+pub(crate) fn start(port: u16) {
+    if port != 0 {
+        // If it is not there, it may be when it is wanted.
+        let _ = connect(port);
+    }
+}
+
 /// Says something to it, with a descriptor.
 pub(crate) fn ask(port: u16, request: Request, with: Option<i32>) -> io::Result<()> {
     for attempt in 0..2 {
@@ -92,5 +100,6 @@ pub(crate) fn after_fork() {
     let relay = CONNECTION.swap(-1, Ordering::Relaxed);
     if relay >= 0 {
         slots::close_hidden(relay);
+        start(PORT.load(Ordering::Relaxed) as u16);
     }
 }

@@ -416,11 +416,14 @@ fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd)
         let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
         let port = SETTINGS.get().map_or(0, |settings| settings.relay);
         if segment.over() != Over::No {
-            unmap(segment);
+            // SAFETY: nothing else knows it.
+            unsafe { segment.unmap() };
             return Err(io::Error::other("the relay has taken it back"));
         }
         if let Err(error) = relay::ask(port, request, Some(fd)) {
-            unmap(segment);
+            segment.let_go(&Connection::new(fd));
+            // SAFETY: as above.
+            unsafe { segment.unmap() };
             return Err(error);
         }
     }
@@ -450,6 +453,13 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     };
     if !slot.is_only_ours(number) {
         return give_up(Reason::Shared, &"");
+    }
+    if segment.is_relayed() && slot.shut.load(Ordering::SeqCst) != 0 {
+        return give_up(Reason::Unsupported, &": one end has been shut down already");
+    }
+    if segment.is_relayed() && FORKING.load(Ordering::SeqCst) {
+        // The child would have a connection that the relay knows another process by.
+        return;
     }
     let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return };
     // What begins a plain call now sees this and waits for the locks.
@@ -486,6 +496,34 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     }
 }
 
+/// A connection is about to be shut down that has not been accelerated yet: it will not be. The other end, on another host, may be already,
+/// and must not wait for this one.
+pub(crate) fn give_up_before_end(slot: &Slot, fd: i32) {
+    let Ok(guard) = slot.upgrading.lock() else { return };
+    let phase = slot.phase.load(Ordering::Acquire);
+    if !slot.upgrade(&guard).by_relay || !matches!(phase, phase::LISTED | phase::OFFERED) {
+        return;
+    }
+    decline(slot, &guard);
+    if let Some(segment) = slot.set_segment(&guard, None) {
+        unmap(segment);
+    }
+    never(slot, fd, Reason::Unsupported, &": one end has been shut down already");
+}
+
+/// Tells the relay that the segment it was asked for is not wanted any more.
+fn decline(slot: &Slot, guard: &Guard<'_>) {
+    let upgrade = slot.upgrade(guard);
+    withdraw(upgrade);
+    if let (true, Some((_, key)), Some(settings)) = (upgrade.by_relay, upgrade.meeting, SETTINGS.get()) {
+        let request = Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None };
+        let _ = relay::ask(settings.relay, request, None);
+    }
+}
+
+/// A thread forks.
+pub(crate) static FORKING: AtomicBool = AtomicBool::new(false);
+
 /// The end of a connection of which nothing has become.
 pub(crate) fn account(slot: &Slot, guard: &Guard<'_>, fd: i32) {
     match slot.phase.load(Ordering::Relaxed) {
@@ -505,7 +543,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
     let is_last = last == Last::Everywhere;
     if let Ok(guard) = slot.upgrading.lock() {
         if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
-            withdraw(slot.upgrade(&guard));
+            decline(slot, &guard);
         }
         if is_last {
             account(slot, &guard, fd);

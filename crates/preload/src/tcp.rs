@@ -220,6 +220,10 @@ impl Tcp for Connection {
         let _ = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
+    fn is_at_end(&self) -> bool {
+        self.ends() != 0
+    }
+
     fn wake_relay(&self) -> bool {
         crate::relay::wake()
     }

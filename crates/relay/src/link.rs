@@ -18,9 +18,9 @@ pub(crate) type Addresses = [u8; 40];
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Message<'a> {
     /// Does the relay have the higher end of this connection? The number is the sending relay's.
-    Find { id: u32, addresses: Addresses },
-    /// It has, by this number of its own.
-    Found { id: u32, own: u32 },
+    Find { id: u32, ring: u32, addresses: Addresses },
+    /// It has, by this number of its own. Rings at both ends have this size, which is no larger than what was asked with.
+    Found { id: u32, own: u32, ring: u32 },
     /// What a writer has done.
     Update { id: u32, update: Update, bytes: &'a [u8] },
     /// What a reader has done.
@@ -41,8 +41,8 @@ impl Message<'_> {
 
     fn encode(&self) -> Vec<u8> {
         match self {
-            Message::Find { id, addresses } => [&begin(1, *id)[..], addresses].concat(),
-            Message::Found { id, own } => [&begin(2, *id)[..], &own.to_le_bytes()].concat(),
+            Message::Find { id, ring, addresses } => [&begin(1, *id)[..], &ring.to_le_bytes(), addresses].concat(),
+            Message::Found { id, own, ring } => [&begin(2, *id)[..], &own.to_le_bytes(), &ring.to_le_bytes()].concat(),
             Message::Update { id, update, bytes } => [&begin(3, *id)[..], &update.encode(), bytes].concat(),
             Message::Feedback { id, feedback } => [&begin(4, *id)[..], &feedback.encode()].concat(),
             Message::Finish { id } => begin(5, *id),
@@ -56,8 +56,16 @@ impl Message<'_> {
         let (id, rest) = rest.split_first_chunk::<4>().ok_or(Broken)?;
         let id = u32::from_le_bytes(*id);
         Ok(match kind {
-            1 => Message::Find { id, addresses: rest.try_into().map_err(|_| Broken)? },
-            2 => Message::Found { id, own: u32::from_le_bytes(rest.try_into().map_err(|_| Broken)?) },
+            1 => {
+                let (ring, addresses) = rest.split_first_chunk().ok_or(Broken)?;
+                let addresses = addresses.try_into().map_err(|_| Broken)?;
+                Message::Find { id, ring: u32::from_le_bytes(*ring), addresses }
+            }
+            2 => {
+                let (own, ring) = rest.split_first_chunk().ok_or(Broken)?;
+                let ring = u32::from_le_bytes(ring.try_into().map_err(|_| Broken)?);
+                Message::Found { id, own: u32::from_le_bytes(*own), ring }
+            }
             3 => {
                 let (update, bytes) = Update::decode(rest)?;
                 Message::Update { id, update, bytes }
@@ -105,8 +113,10 @@ pub(crate) struct Link {
     /// Messages that there was no room for.
     waiting: VecDeque<Vec<u8>>,
     buffer: Vec<u8>,
-    /// Something has been sent, or received, since this was last looked at.
+    /// Something has been sent since this was last looked at.
     pub(crate) has_sent: bool,
+    /// Connections that the other relay looks for, about.
+    pub(crate) finds: usize,
 }
 
 impl Link {
@@ -125,6 +135,7 @@ impl Link {
             waiting: VecDeque::new(),
             buffer: vec![0; MESSAGE_MAX],
             has_sent: false,
+            finds: 0,
         }
     }
 
@@ -203,8 +214,8 @@ mod tests {
     fn messages_are_understood_and_cut_ones_are_refused() {
         let update = Update { tail: 3, end: 5, run: Some((3, 6)), closed: Some(true), ended: true, ringing: 7 };
         let messages = [
-            Message::Find { id: 1, addresses: [4; 40] },
-            Message::Found { id: 2, own: 3 },
+            Message::Find { id: 1, ring: 4096, addresses: [4; 40] },
+            Message::Found { id: 2, own: 3, ring: 1 << 22 },
             Message::Update { id: 3, update, bytes: b"abc" },
             Message::Feedback { id: 4, feedback: Feedback { head: 9, is_armed: true, ..Feedback::default() } },
             Message::Finish { id: 5 },

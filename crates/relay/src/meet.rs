@@ -84,6 +84,9 @@ impl Host {
         self.check(&talk)?;
         talk.send(&[u8::from(self.encrypt)])?;
         let invitation = Invitation::decode(&talk.receive()?)?;
+        if invitation.address != peer.ip().to_canonical() || self.encrypt && !invitation.encrypted {
+            return Err(Error::Peer(format!("the relay at {peer} invites to another address, or without encryption")));
+        }
         let at = SocketAddr::new(invitation.address, invitation.port);
         let timeout = deadline.saturating_duration_since(Instant::now());
         let connection = self.context.connect(at, &settings(), &invitation.token, timeout)?;

@@ -10,18 +10,18 @@ use crate::meet::{Host, Peers};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::net::SendFlags;
+use rustix::process::{Resource, Rlimit};
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thruway_auth::KeyPair;
 use thruway_fabric::Provider;
 use thruway_sockets::board::{Board, Key};
 use thruway_sockets::meeting::Request;
-use thruway_sockets::{Broken, Inlet, Outlet, Over, Segment};
+use thruway_sockets::{Broken, Inlet, Outlet, Over, RING_MIN, Segment};
 
 /// What a relay is set up with.
 #[derive(Clone)]
@@ -48,10 +48,15 @@ pub struct Config {
     pub until_unused: Option<Duration>,
 }
 
-/// Handshakes at a time.
-const MEETINGS_MAX: usize = 64;
+/// Relays that are called at a time.
+const CALLS_MAX: usize = 32;
+/// Handshakes at a time, and of one address: a stranger that keeps them waiting has its own.
+const MEETINGS_MAX: usize = 256;
+const MEETINGS_OF_ONE_MAX: usize = 8;
+/// Links with one address: two, if both have called, and others that are about to end.
+const LINKS_OF_ONE_MAX: usize = 8;
 /// Connections that other relays look for and no process here has asked for yet, of each link.
-const FINDS_MAX: usize = 16 << 10;
+const FINDS_MAX: usize = 4096;
 /// How long such a search, or a process's wish, is kept.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a segment may wait for its process to take it.
@@ -80,6 +85,9 @@ impl Relay {
     /// # Errors
     /// [`Error::Taken`], or what cannot be opened.
     pub fn open(config: Config) -> Result<Relay, Error> {
+        // One for each connection that is carried.
+        let limit = rustix::process::getrlimit(Resource::Nofile);
+        let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
         let door = Door::open(config.port)?;
         config.peers.all()?;
         let listen = |at: IpAddr| {
@@ -171,22 +179,48 @@ impl Post {
 
 /// Meets those who call.
 fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) {
-    let meetings = Arc::new(AtomicUsize::new(0));
+    let meetings: Arc<Mutex<HashMap<IpAddr, usize>>> = Arc::default();
     for stream in listener.incoming() {
         let Ok(stream) = stream else {
             // No descriptors left, most likely.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
-        if meetings.fetch_add(1, Ordering::SeqCst) >= MEETINGS_MAX {
-            meetings.fetch_sub(1, Ordering::SeqCst);
-            continue;
+        let Ok(from) = stream.peer_addr().map(|peer| peer.ip()) else { continue };
+        {
+            let mut meetings = meetings.lock().unwrap_or_else(PoisonError::into_inner);
+            let all: usize = meetings.values().sum();
+            let of_one = meetings.get(&from).copied().unwrap_or(0);
+            if all >= MEETINGS_MAX || of_one >= MEETINGS_OF_ONE_MAX {
+                continue;
+            }
+            meetings.insert(from, of_one + 1);
         }
-        let (host, post, meetings) = (Arc::clone(host), post.clone(), Arc::clone(&meetings));
-        std::thread::spawn(move || {
+        let over = Meeting { meetings: Arc::clone(&meetings), from };
+        let (host, post) = (Arc::clone(host), post.clone());
+        // Without a thread for it, it is over.
+        let _ = std::thread::Builder::new().spawn(move || {
             answer(&host, stream, &post);
-            meetings.fetch_sub(1, Ordering::SeqCst);
+            drop(over);
         });
+    }
+}
+
+/// One that is in progress.
+struct Meeting {
+    meetings: Arc<Mutex<HashMap<IpAddr, usize>>>,
+    from: IpAddr,
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        let mut meetings = self.meetings.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = meetings.get_mut(&self.from) {
+            *count -= 1;
+            if *count == 0 {
+                meetings.remove(&self.from);
+            }
+        }
     }
 }
 
@@ -219,6 +253,15 @@ struct Wish {
     since: Instant,
 }
 
+/// What another relay looks for.
+struct Find {
+    link: u64,
+    /// The connection's number there.
+    id: u32,
+    ring: u32,
+    since: Instant,
+}
+
 /// A connection that is carried.
 struct Carried {
     end: End,
@@ -232,6 +275,7 @@ struct Carried {
     /// For doorbells. The process hands it over when it begins to use the segment.
     tcp: Option<OwnedFd>,
     is_used: bool,
+    is_declined: bool,
     since: Instant,
 }
 
@@ -251,8 +295,8 @@ struct State {
     wishes: HashMap<End, Wish>,
     /// Wishes that another relay was asked for, by their numbers.
     asked: HashMap<u32, (End, u64)>,
-    /// What other relays look for: the link, the number there, and since when.
-    finds: HashMap<End, (u64, u32, Instant)>,
+    /// What other relays look for.
+    finds: HashMap<End, Find>,
     carried: HashMap<u32, Carried>,
     by_end: HashMap<End, u32>,
 }
@@ -378,17 +422,20 @@ impl State {
     fn request(&mut self, client: u64, request: &Request, file: Option<OwnedFd>) {
         let end = (*Key::addresses(&request.key), request.is_higher);
         let Some(service) = request.service else {
-            if let Some(one) = self.by_end.get(&end).and_then(|id| self.carried.get_mut(id))
-                && one.client == client
-            {
-                (one.tcp, one.is_used) = (file, true);
+            let id = self.by_end.get(&end).copied();
+            let one = id.and_then(|id| self.carried.get_mut(&id)).filter(|one| one.client == client);
+            match (one, file) {
+                (Some(one), Some(file)) => (one.tcp, one.is_used) = (Some(file), true),
+                // The process does not want it any more, or this one has no descriptors left: TCP goes on.
+                (Some(one), None) => one.is_declined = true,
+                (None, _) => self.wishes.retain(|other, wish| *other != end || wish.client != client),
             }
             return;
         };
         self.wishes.insert(end, Wish { client, key: request.key, service, since: Instant::now() });
         if request.is_higher {
-            if let Some((link, id, _)) = self.finds.remove(&end) {
-                self.found(end, link, id);
+            if let Some(find) = self.finds.remove(&end) {
+                self.found(end, find.link, find.id, find.ring);
             }
             return;
         }
@@ -400,6 +447,9 @@ impl State {
             }
             Some(WayState::Calling) => {}
             Some(WayState::Failed(at)) if at.elapsed() < RETRY_AFTER => drop(self.wishes.remove(&end)),
+            _ if self.ways.values().filter(|way| matches!(way, WayState::Calling)).count() >= CALLS_MAX => {
+                self.wishes.remove(&end);
+            }
             _ => self.call(way),
         }
     }
@@ -426,6 +476,12 @@ impl State {
                 self.ways.insert(way, WayState::Failed(Instant::now()));
                 self.wishes.retain(|end, _| end.1 || self::way(end) != way);
             }
+            Event::Met(link, called) if self.links_with(link.peer) >= LINKS_OF_ONE_MAX => {
+                tracing::warn!(peer = %link.peer, "a relay wants more links than are of use");
+                if let Some(way) = called {
+                    self.take(Event::Failed(way));
+                }
+            }
             Event::Met(link, called) => {
                 let number = NUMBERS + u64::from(self.number());
                 let (peer, encrypted, by) = (link.peer, link.is_encrypted(), link.detail());
@@ -448,11 +504,16 @@ impl State {
         }
     }
 
+    fn links_with(&self, peer: IpAddr) -> usize {
+        self.links.values().filter(|link| link.peer == peer).count()
+    }
+
     /// Asks another relay for the other end of a connection.
     fn ask(&mut self, end: End, link: u64) {
         let id = self.number();
         self.asked.insert(id, (end, link));
-        self.send(link, &Message::Find { id, addresses: end.0 });
+        let ring = self.config.ring as u32;
+        self.send(link, &Message::Find { id, ring, addresses: end.0 });
     }
 
     fn send(&mut self, link: u64, message: &Message<'_>) {
@@ -462,22 +523,25 @@ impl State {
     }
 
     /// The other relay's process and one of this host have found each other: this one has the higher end.
-    fn found(&mut self, end: End, link: u64, peer: u32) {
+    fn found(&mut self, end: End, link: u64, peer: u32, ring: u32) {
         let own = self.number();
-        if self.carry(end, link, peer, own) {
-            self.send(link, &Message::Found { id: peer, own });
+        let ring = ring.min(self.config.ring as u32);
+        if self.carry(end, link, (peer, own), ring) {
+            self.send(link, &Message::Found { id: peer, own, ring });
         } else {
             self.send(link, &Message::Finish { id: peer });
         }
     }
 
     /// Hands a process a segment. False if that cannot be. The other relay knows the connection by the number `own`.
-    fn carry(&mut self, end: End, link: u64, peer: u32, own: u32) -> bool {
+    fn carry(&mut self, end: End, link: u64, (peer, own): (u32, u32), ring: u32) -> bool {
         let Some(wish) = self.wishes.remove(&end) else { return false };
-        if self.by_end.contains_key(&end) {
+        let ring = ring as usize;
+        let is_legal = ring.is_power_of_two() && (RING_MIN..=self.config.ring).contains(&ring);
+        if self.by_end.contains_key(&end) || !is_legal {
             return false;
         }
-        let offered = Segment::create(self.config.ring).and_then(|(segment, fd)| {
+        let offered = Segment::create(ring).and_then(|(segment, fd)| {
             local::offer(wish.service, wish.key, &fd).inspect_err(|_| {
                 // SAFETY: nothing else knows it.
                 unsafe { segment.unmap() };
@@ -504,6 +568,7 @@ impl State {
             inlet: Inlet::default(),
             tcp: None,
             is_used: false,
+            is_declined: false,
             since: Instant::now(),
         };
         self.carried.insert(own, one);
@@ -528,6 +593,12 @@ impl State {
             }
         }
         did
+    }
+
+    /// What this link's relay was asked for by this number. It is answered once.
+    fn asked_by(&mut self, id: u32, link: u64) -> Option<End> {
+        self.asked.get(&id).filter(|(_, asked)| *asked == link)?;
+        self.asked.remove(&id).map(|(end, _)| end)
     }
 
     /// A message of another relay, if there is one.
@@ -556,14 +627,14 @@ impl State {
             Message::Finish { id } => {
                 if carried.get(&id).is_some_and(|one| one.link == number) {
                     self.end(id, Over::Finished);
-                } else if let Some((end, _)) = self.asked.remove(&id) {
+                } else if let Some(end) = self.asked_by(id, number) {
                     self.wishes.remove(&end);
                 }
             }
-            Message::Found { id, own } => {
-                let asked = self.asked.remove(&id).filter(|(_, link)| *link == number);
-                let (end, _) = asked.ok_or_else(lies)?;
-                if !self.carry(end, number, own, id) {
+            Message::Found { id, own, ring } => {
+                // The process that has asked may have gone meanwhile.
+                let asked = self.asked_by(id, number);
+                if !asked.is_some_and(|end| self.carry(end, number, (own, id), ring)) {
                     self.send(number, &Message::Finish { id: own });
                 }
             }
@@ -572,16 +643,17 @@ impl State {
                     self.end(id, Over::Lost);
                 }
             }
-            Message::Find { id, addresses } => {
+            Message::Find { id, ring, addresses } => {
                 let end = (addresses, true);
                 // The other relay is believed for its own address alone.
                 if self::way(&end) != way {
                     return Err(lies());
                 }
                 if self.wishes.contains_key(&end) {
-                    self.found(end, number, id);
-                } else if self.finds.len() < FINDS_MAX {
-                    self.finds.insert(end, (number, id, Instant::now()));
+                    self.found(end, number, id, ring);
+                } else if link.finds < FINDS_MAX {
+                    link.finds += 1;
+                    self.finds.insert(end, Find { link: number, id, ring, since: Instant::now() });
                 }
             }
             Message::Ping => {}
@@ -646,7 +718,7 @@ impl State {
         tracing::warn!(peer = %link.peer, %error, "a link has ended");
         drop(link);
         self.ways.retain(|_, state| !matches!(state, WayState::Link(link) if *link == number));
-        self.finds.retain(|_, (link, ..)| *link != number);
+        self.finds.retain(|_, find| find.link != number);
         self.asked.retain(|_, (_, link)| *link != number);
         let carried: Vec<u32> = self.carried.iter().filter(|(_, one)| one.link == number).map(|(id, _)| *id).collect();
         carried.into_iter().for_each(|id| self.end(id, Over::Lost));
@@ -664,9 +736,16 @@ impl State {
     /// Forgets what has waited too long.
     fn clean(&mut self, now: Instant) {
         self.wishes.retain(|_, wish| now - wish.since < PATIENCE);
+        self.ways.retain(|_, state| !matches!(state, WayState::Failed(at) if now - *at > RETRY_AFTER));
         let wishes = &self.wishes;
         self.asked.retain(|_, (end, _)| wishes.contains_key(end));
-        self.finds.retain(|_, (_, _, since)| now - *since < PATIENCE);
+        self.finds.retain(|_, find| now - find.since < PATIENCE);
+        self.links.values_mut().for_each(|link| link.finds = 0);
+        for find in self.finds.values() {
+            if let Some(link) = self.links.get_mut(&find.link) {
+                link.finds += 1;
+            }
+        }
         let clients: HashSet<u64> = self.clients.keys().copied().collect();
         self.wishes.retain(|_, wish| clients.contains(&wish.client));
     }
@@ -720,9 +799,12 @@ impl Carried {
             link.send_bytes(message)?;
             did = true;
         }
+        if self.segment.over() == Over::Lost {
+            return Err(Failed::Here);
+        }
         let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
         let is_late = !self.is_used && self.since.elapsed() > OFFER_PATIENCE;
-        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late;
+        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late || self.is_declined;
         if link.has_room()
             && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?
         {
@@ -731,6 +813,10 @@ impl Carried {
         }
         // A word that the process has begun to say is not waited for: it has gone.
         if is_going && !did && self.outlet.is_drained(&self.segment) {
+            if !lives && !has_said_all && !self.segment.is_let_go() && !self.inlet.is_closed() {
+                // It was killed. Or it was not, and has a relative that would go on without what is on its way.
+                let _ = self.tcp.as_ref().map(|tcp| rustix::net::shutdown(tcp, rustix::net::Shutdown::Both));
+            }
             return Ok(Pumped::Over);
         }
         Ok(if did { Pumped::Some } else { Pumped::Nothing })

@@ -72,6 +72,11 @@ pub trait Tcp {
     /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
     fn doorbell(&self);
 
+    /// Whether the peer has ended its direction, for whatever reason: nothing comes any more that has not been sent.
+    fn is_at_end(&self) -> bool {
+        false
+    }
+
     /// Wakes this host's relay. Needed where the other end is on another host only. False if there is no relay any more.
     fn wake_relay(&self) -> bool {
         true

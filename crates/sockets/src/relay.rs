@@ -491,6 +491,11 @@ impl Inlet {
         self.sent.reader & crate::segment::READY != 0
     }
 
+    /// Whether the ring is closed.
+    pub fn is_closed(&self) -> bool {
+        self.closed
+    }
+
     /// Whether nothing reads any more.
     pub fn is_reader_gone(&self, segment: &Segment) -> bool {
         segment.control(self.direction).reader.load(Ordering::Acquire) & crate::segment::GONE != 0

@@ -127,7 +127,10 @@ fn is_there(port: u16) -> bool {
     let uid = rustix::process::geteuid().as_raw();
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let name = SocketAddrUnix::new_abstract_name(&relay_name(uid, port));
-    matches!((socket, name), (Ok(socket), Ok(name)) if rustix::net::connect(&socket, &name).is_ok())
+    let (Ok(socket), Ok(name)) = (socket, name) else { return false };
+    // The name is nobody's own: another user may have taken it, who serves none but itself.
+    rustix::net::connect(&socket, &name).is_ok()
+        && rustix::net::sockopt::socket_peercred(&socket).is_ok_and(|peer| peer.uid.as_raw() == uid)
 }
 
 /// Starts a relay in the background, if this user has none at the port. It stays for as long as programs use it.

@@ -413,6 +413,14 @@ impl Reader {
         }
     }
 
+    /// At the end of the TCP connection: if the peer was to send again what was in the ring that this end has closed, and has gone before,
+    /// takes it from the ring after all. True if there is any.
+    pub fn reclaim(&mut self, segment: &Segment) -> bool {
+        let is_waiting = self.comes_again && !self.has_run(segment);
+        self.comes_again &= !is_waiting;
+        is_waiting && self.ring_len(segment).is_ok_and(|len| len > 0)
+    }
+
     /// Whether the peer has ended its direction of the TCP connection, or is about to: the kernel has more to say than the ring.
     pub fn is_ended(&self, segment: &Segment) -> bool {
         segment.control(self.direction).ended.load(Ordering::Relaxed) != 0
@@ -489,7 +497,10 @@ impl Reader {
         self.is_closed = true;
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
-            self.comes_again = word & BY_TCP == 0;
+            // A peer that has gone sends nothing again.
+            let is_gone =
+                self.is_ended(segment) || segment.is_relayed() && segment.over() != Over::No || tcp.is_at_end();
+            self.comes_again = word & BY_TCP == 0 && !is_gone;
             // Steps over runs that have ended.
             self.find(segment, tcp)?;
             // Bytes of the ring before a run that had begun would come again behind it.
