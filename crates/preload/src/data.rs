@@ -439,9 +439,7 @@ fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
             receiving.segment.set_over(Over::Lost);
             receiving.segment.check_relay(&Connection::new(fd));
         }
-        Connection::new(fd).reset_at_close();
-        // SAFETY: a descriptor of the program's.
-        unsafe { real::shutdown(fd, libc::SHUT_RDWR) };
+        Connection::new(fd).reset();
     }
     code(error)
 }

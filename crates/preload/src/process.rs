@@ -147,9 +147,7 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     if left > 0 && is_read {
         // It would miss bytes without a sign. So that it does not, it has none.
         crate::report::tell(fd, &format_args!("reset: a program that was started would have missed {left} bytes"));
-        crate::tcp::Connection::new(fd).reset_at_close();
-        // SAFETY: a descriptor of the program's.
-        unsafe { crate::real::shutdown(fd, libc::SHUT_RDWR) };
+        crate::tcp::Connection::new(fd).reset();
     }
 }
 

@@ -144,6 +144,16 @@ impl Connection {
         let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
     }
 
+    /// Resets the connection now: both ends learn it by an error, and none takes it for an end that was meant.
+    pub(crate) fn reset(self) {
+        if rustix::net::connect_unspec(slots::borrow(self.fd)).is_err() {
+            // Some kernels do not while another thread waits for it.
+            self.reset_at_close();
+            // SAFETY: a descriptor of the program's.
+            unsafe { real::shutdown(self.fd, libc::SHUT_RDWR) };
+        }
+    }
+
     /// Waits until something can be sent, or for so long.
     pub(crate) fn wait_for_room(self, time: std::time::Duration) {
         let mut one = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };

@@ -704,8 +704,10 @@ impl State {
             let peer = one.peer;
             self.send(one.link, &Message::Abort { id: peer });
             if let Some(tcp) = &one.tcp {
-                // What sleeps on it wakes, at both ends.
-                let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
+                // What sleeps on it wakes, at both ends. Some kernels do not reset what another thread waits for.
+                if rustix::net::connect_unspec(tcp).is_err() {
+                    let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
+                }
             }
         }
         // SAFETY: it was the only value that this process uses.

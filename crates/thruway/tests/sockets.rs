@@ -475,6 +475,18 @@ fn connections_through_a_relay_that_are_shared_or_handed_over_go_on_by_tcp() {
 }
 
 #[test]
+fn what_a_peer_that_has_gone_has_sent_through_a_relay_is_read_to_its_end() {
+    let relayed = Relayed::new(&[]);
+    for (server, client) in [("unread_server", "unread"), ("early_server", "early")] {
+        let (_server, port) = Running::server(relayed.peers(&[], &[server]));
+        for _ in 0..3 {
+            let output = finish(relayed.peers(&[], &[client, &port]));
+            assert!(output.status.success(), "{client}: {}", support::stderr(&output));
+        }
+    }
+}
+
+#[test]
 fn a_relay_that_cannot_start_is_an_error_that_says_why() {
     let relayed = Relayed::new(&[]);
     let peers = relayed.lab.path("peers");

@@ -307,6 +307,53 @@ def shared():
     sock.close()
 
 
+def unread_server():
+    """Sends something and ends."""
+    listener = listen()
+    while True:
+        sock, _ = listener.accept()
+        greet(sock, False)
+        sock.sendall(stream(3, 50_000))
+        sock.close()
+
+
+def unread():
+    """Forks while bytes of a peer that has gone are unread."""
+    sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
+    greet(sock, True)
+    # All of it, and the end, has come.
+    poller = select.poll()
+    poller.register(sock, 0x2000)
+    poller.poll()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert exactly(sock, 50_000) == stream(3, 50_000)
+    assert sock.recv(1) == b""
+
+
+def early_server():
+    """Reads to the end, byte by byte, and answers."""
+    listener = listen()
+    while True:
+        sock, _ = listener.accept()
+        while sock.recv(1):
+            pass
+        sock.sendall(b"answer")
+        sock.close()
+
+
+def early():
+    """Ends its direction when the other end may have been accelerated, and this one has not looked since."""
+    sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
+    for _ in range(14):
+        sock.sendall(b"x")
+    time.sleep(0.6)
+    sock.shutdown(socket.SHUT_WR)
+    assert exactly(sock, 6) == b"answer" and sock.recv(1) == b""
+
+
 def hand_over_server():
     """Hands the connection to another program as its standard input and output, as inetd does; but after some talk."""
     listener = listen()
