@@ -373,13 +373,22 @@ impl Relayed {
         assert!(made.status.success(), "{}", support::stderr(&made));
         std::fs::rename(lab.path("key.pub"), lab.path("peers")).unwrap();
         std::fs::write(lab.path("policy.toml"), "[[rule]]\nports = \"1-65535\"\nmode = \"relay\"\n").unwrap();
-        // Free for now. It is taken again at once.
-        let free = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
-        let port = free.local_addr().unwrap().port().to_string();
-        let options = ["--remote", "--relay-port", &port, "--provider", "iwarp", "--key", &key];
-        let options = options.map(str::to_owned).into_iter();
-        let options = options.chain(["--peers".to_owned(), path("peers"), "--policy".to_owned(), path("policy.toml")]);
-        let options = options.chain(more.iter().map(|&option| option.to_owned())).collect();
+        let started = |port: u16| {
+            let port = port.to_string();
+            let options = ["--remote", "--relay-port", &port, "--provider", "iwarp", "--key", &key];
+            let options = options.map(str::to_owned).into_iter();
+            let files = ["--peers".to_owned(), path("peers"), "--policy".to_owned(), path("policy.toml")];
+            let options = options.chain(files).chain(more.iter().map(|&option| option.to_owned()));
+            let options: Vec<String> = options.collect();
+            let run: Vec<&str> = options.iter().map(String::as_str).collect();
+            let output = finish(program(Some(&run), &["true"]));
+            let is_taken = support::stderr(&output).contains("in use");
+            assert!(output.status.success() || is_taken, "{}", support::stderr(&output));
+            output.status.success().then_some(options)
+        };
+        // Free for now: what makes connections meanwhile may take it.
+        let free = || std::net::TcpListener::bind("0.0.0.0:0").unwrap().local_addr().unwrap().port();
+        let options = std::iter::repeat_with(free).take(10).find_map(started).expect("a port");
         Relayed { lab, options }
     }
 
@@ -488,7 +497,10 @@ fn what_a_peer_that_has_gone_has_sent_through_a_relay_is_read_to_its_end() {
 
 #[test]
 fn a_relay_that_cannot_start_is_an_error_that_says_why() {
-    let relayed = Relayed::new(&[]);
+    let mut relayed = Relayed::new(&[]);
+    // Another one than the one that runs already. It does not come so far as to listen there.
+    let port = relayed.options.iter().position(|option| option == "--relay-port").unwrap() + 1;
+    relayed.options[port] = (relayed.options[port].parse::<u16>().unwrap() ^ 1).to_string();
     let peers = relayed.lab.path("peers");
     std::fs::write(&peers, "no key\n").unwrap();
     let output = finish(relayed.run(&[], &["true"]));
