@@ -328,7 +328,7 @@ pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_
             return Ok(());
         }
         if !pause.pass(CATCH_UP_MAX) {
-            return Err(broken(slot, fd, &io::Error::new(io::ErrorKind::InvalidData, "")));
+            return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
         }
     }
 }
@@ -428,10 +428,16 @@ pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
     }
 }
 
-/// The peer has written nonsense, or the connection below has an error.
+/// The peer has written nonsense, the relay does not answer, or the connection below has an error.
 fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
-    if error.kind() == io::ErrorKind::InvalidData {
-        stays(slot, fd, Reason::Failed, &": the peer broke the ring in shared memory");
+    let is_ours = error.raw_os_error().is_none();
+    let why = match error.kind() {
+        io::ErrorKind::InvalidData if is_ours => Some(": the peer broke the ring in shared memory"),
+        io::ErrorKind::TimedOut if is_ours => Some(": this host's relay, or the other one, does not answer"),
+        _ => None,
+    };
+    if let Some(why) = why {
+        stays(slot, fd, Reason::Failed, &why);
         if let Some(receiving) = slot.try_receiving()
             && receiving.segment.is_relayed()
         {
@@ -626,7 +632,7 @@ fn settle_down(slot: &Slot, fd: c_int, pause: &mut Pause) -> Result<(), c_int> {
     if pause.pass(CATCH_UP_MAX) {
         return Ok(());
     }
-    Err(broken(slot, fd, &io::ErrorKind::InvalidData.into()))
+    Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()))
 }
 
 /// Whether a call that sends may have found no room: it goes by TCP now.

@@ -265,7 +265,7 @@ fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Err
 /// Gives a segment's memory back. Nothing may use it any more.
 pub(crate) fn unmap(segment: Segment) {
     MAPPED.fetch_sub(segment.len() as u64, Ordering::Relaxed);
-    // Its end of the connection is for nobody to hold open.
+    // Held by the relay, it would stay open.
     segment.let_go(&Connection::new(-1));
     // SAFETY: callers have taken it out of its slot, under its locks.
     unsafe { segment.unmap() };

@@ -305,12 +305,24 @@ impl State {
     fn run(&mut self, events: &Receiver<Event>) -> Result<(), Error> {
         let (mut looks, mut busy) = (0u32, Instant::now());
         let (mut used, mut pinged, mut cleaned) = (Instant::now(), Instant::now(), Instant::now());
+        let mut housekeep = |state: &mut State, now: Instant| {
+            if now - pinged > PING_INTERVAL {
+                pinged = now;
+                state.ping();
+            }
+            if now - cleaned > Duration::from_secs(1) {
+                cleaned = now;
+                state.clean(now);
+            }
+        };
         loop {
             looks = looks.wrapping_add(1);
             self.host.context.poll();
             let mut did = self.hear_links() | self.pump(false);
             if looks.is_multiple_of(LOCAL_EVERY) {
                 did |= self.hear_local(Duration::ZERO)?;
+                // Also where there is never nothing to do.
+                housekeep(self, Instant::now());
                 while let Ok(event) = events.try_recv() {
                     self.take(event);
                 }
@@ -334,14 +346,7 @@ impl State {
             if self.config.until_unused.is_some_and(|limit| now - used > limit) {
                 return Ok(());
             }
-            if now - pinged > PING_INTERVAL {
-                pinged = now;
-                self.ping();
-            }
-            if now - cleaned > Duration::from_secs(1) {
-                cleaned = now;
-                self.clean(now);
-            }
+            housekeep(self, now);
             self.carried.values().for_each(|one| one.segment.set_asleep(true));
             let is_quiet = self.host.context.arm();
             // What was done before this was said.

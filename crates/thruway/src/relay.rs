@@ -128,7 +128,7 @@ fn is_there(port: u16) -> bool {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let name = SocketAddrUnix::new_abstract_name(&relay_name(uid, port));
     let (Ok(socket), Ok(name)) = (socket, name) else { return false };
-    // The name is nobody's own: another user may have taken it, who serves none but itself.
+    // Another user may have taken the name, whose relay serves that user only.
     rustix::net::connect(&socket, &name).is_ok()
         && rustix::net::sockopt::socket_peercred(&socket).is_ok_and(|peer| peer.uid.as_raw() == uid)
 }
