@@ -655,10 +655,7 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
     if writer.unread(segment) == 0 {
         return false;
     }
-    // By the C library: rustix takes a kernel without this in its vDSO (User Mode Linux) for none.
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes to `now`.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut now) };
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
     let now = (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000);
     if slot.looked_at.swap(now, Ordering::Relaxed) == now {
         return false;

@@ -25,7 +25,8 @@ fn stack() -> usize {
 pub(crate) fn thread() -> u32 {
     THREAD.with(|thread| {
         if thread.get() == 0 {
-            thread.set(rustix::thread::gettid().as_raw_nonzero().get().cast_unsigned());
+            // SAFETY: without preconditions.
+            thread.set(unsafe { libc::gettid() }.cast_unsigned());
         }
         thread.get()
     })

@@ -9,13 +9,21 @@ use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+/// How many processors this thread may run on: 1 if the kernel does not say.
+fn processors() -> i32 {
+    // SAFETY: all zero is an empty set, and the call writes to that.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) == 0 { libc::CPU_COUNT(&set) } else { 1 }
+    }
+}
+
 /// Whether there is a second processor for the peer to run on while this thread looks again and again.
 fn may_spin() -> bool {
     static ANSWER: AtomicU8 = AtomicU8::new(0);
     match ANSWER.load(Ordering::Relaxed) {
         0 => {
-            let set = rustix::thread::sched_getaffinity(None);
-            let answer = set.is_ok_and(|set| set.count() > 1);
+            let answer = processors() > 1;
             ANSWER.store(1 + u8::from(answer), Ordering::Relaxed);
             answer
         }
