@@ -81,7 +81,18 @@ victims lose_there
 victims lose_here
 echo "relays that were killed: both ends learned it"
 # And what comes afterwards finds the new ones, some seconds after the old ones were missed.
-sleep 11
+rm -f /tmp/port
+ADDRESS=10.0.0.2 run b -- /usr/bin/python3 "$peers" echo_server >/tmp/port &
+server=$!
+until_written /tmp/port
+is_relayed() {
+    ADDRESS=10.0.0.2 run a --stats --json -- /usr/bin/python3 "$peers" echo_client "$(cat /tmp/port)" 1 12 >/tmp/counted
+    (($(counted relayed /tmp/counted) >= 1))
+}
+wait_until 60 is_relayed
+kill $server
+pkill -P $server || true
+wait $server || true
 talk "after that" b 10.0.0.2 a
 kill $relay_b
 wait $relay_b || true
