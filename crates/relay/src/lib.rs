@@ -13,9 +13,12 @@
 //! the TCP connection, of which each relay knows its own end from a process of its own user, and believes the other relay for the address
 //! that the link has reached it by, and no other.
 //!
-//! `meet` is how two relays come to have a link, `link` what is sent on it, `local` what
-//! processes say and are given, `relay` the loop.
+//! `meet` is how two relays come to have a link, `calls` the threads in which they do, `link` what is sent on it, `local` what processes
+//! say and are given, `carried` a connection, `relay` the loop over all of them.
 
+mod calls;
+mod carried;
+mod ends;
 #[doc(hidden)]
 pub mod fuzzing;
 mod link;

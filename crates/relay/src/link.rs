@@ -1,6 +1,7 @@
 //! What two relays send each other: messages on an RDMA connection, sealed unless both do without.
 
 use crate::Error;
+use crate::ends::Addresses;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use thruway_engine::aead::{KEY_LEN, Sealer, TAG_LEN};
@@ -10,9 +11,6 @@ use thruway_streams::Connection;
 /// Bytes for a ring in a message, and of a message.
 pub(crate) const PIECE_MAX: usize = 64 << 10;
 const MESSAGE_MAX: usize = 5 + UPDATE_HEAD + PIECE_MAX + TAG_LEN;
-
-/// A connection's addresses, the lower first.
-pub(crate) type Addresses = [u8; 40];
 
 /// A message. Numbers of connections are the receiving relay's, unless said otherwise.
 #[derive(Debug, PartialEq, Eq)]

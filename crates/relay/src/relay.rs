@@ -4,24 +4,26 @@
 //! becomes a [`Carried`]; links are met in threads of their own, which hand them over.
 
 use crate::Error;
-use crate::link::{Addresses, Link, Message, PIECE_MAX, lies};
+use crate::calls::{self, Event, Post};
+use crate::carried::{Carried, Failed, Pumped};
+use crate::ends::{End, Way};
+use crate::link::{Link, Message, lies};
 use crate::local::{self, Door, Said};
 use crate::meet::{Host, Peers};
-use rustix::event::{EventfdFlags, epoll};
+use rustix::event::epoll;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::net::SendFlags;
 use rustix::process::{Resource, Rlimit};
 use std::collections::{HashMap, HashSet};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use thruway_auth::KeyPair;
 use thruway_fabric::Provider;
 use thruway_sockets::board::{Board, Key};
 use thruway_sockets::meeting::Request;
-use thruway_sockets::{Broken, Inlet, Outlet, Over, RING_MIN, Segment};
+use thruway_sockets::{Over, RING_MIN, Segment};
 
 /// What a relay is set up with.
 #[derive(Clone)]
@@ -50,22 +52,17 @@ pub struct Config {
 
 /// Relays that are called at a time.
 const CALLS_MAX: usize = 32;
-/// Handshakes at a time, and of one address: a stranger that keeps them waiting has its own.
-const MEETINGS_MAX: usize = 256;
-const MEETINGS_OF_ONE_MAX: usize = 8;
 /// Links with one address: two, if both have called, and others that are about to end.
 const LINKS_OF_ONE_MAX: usize = 8;
 /// Connections that other relays look for and no process here has asked for yet, of each link.
 const FINDS_MAX: usize = 4096;
 /// How long such a search, or a process's wish, is kept.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a segment may wait for its process to take it.
-const OFFER_PATIENCE: Duration = Duration::from_secs(60);
 /// After a link could not be made.
 const RETRY_AFTER: Duration = Duration::from_secs(10);
 /// An idle link is tried so often.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
-/// Messages of a link, or updates of a connection, at a time.
+/// Messages of a link at a time.
 const TURN: usize = 16;
 /// Looks between two at what processes say: wake-ups are for who sleeps.
 const LOCAL_EVERY: u32 = 64;
@@ -110,21 +107,18 @@ impl Relay {
     /// What the system refuses.
     pub fn run(self) -> Result<(), Error> {
         let failed = || Error::io("no relay");
-        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = Arc::new(bell.map_err(|error| failed()(error.into()))?);
+        let (post, events) = Post::new()?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| failed()(error.into()))?;
         let watch = |fd: BorrowedFd<'_>, token: u64| {
             let added = epoll::add(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
             added.map_err(|error| failed()(error.into()))
         };
-        watch(bell.as_fd(), BELL)?;
+        watch(post.bell(), BELL)?;
         watch(self.door.0.as_fd(), DOOR)?;
         watch(self.host.context.wait_fd(), DEVICE)?;
-        let (send, events) = channel();
-        let post = Post { events: send, bell: Arc::clone(&bell) };
         for listener in self.listeners {
             let (host, post) = (Arc::clone(&self.host), post.clone());
-            std::thread::spawn(move || answer_all(&host, &listener, &post));
+            std::thread::spawn(move || calls::answer_all(&host, &listener, &post));
         }
         tracing::info!(port = self.config.port, provider = self.host.provider(), key = %self.config.keys.public(), "relay");
         let mut state = State {
@@ -134,7 +128,6 @@ impl Relay {
             door: self.door,
             post,
             epoll,
-            bell,
             next: 1,
             clients: HashMap::new(),
             links: HashMap::new(),
@@ -156,94 +149,12 @@ const DEVICE: u64 = 2;
 /// Where the numbers of processes and links begin.
 const NUMBERS: u64 = 3;
 
-/// What threads that meet other relays have to say.
-enum Event {
-    /// A link; of the call for this way, if it was called for.
-    Met(Box<Link>, Option<Way>),
-    Failed(Way),
-}
-
-#[derive(Clone)]
-struct Post {
-    events: Sender<Event>,
-    bell: Arc<OwnedFd>,
-}
-
-impl Post {
-    fn send(&self, event: Event) {
-        // The loop has ended, or gets it.
-        let _ = self.events.send(event);
-        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
-    }
-}
-
-/// Meets those who call.
-fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) {
-    let meetings: Arc<Mutex<HashMap<IpAddr, usize>>> = Arc::default();
-    for stream in listener.incoming() {
-        let Ok(stream) = stream else {
-            // No descriptors left, most likely.
-            std::thread::sleep(Duration::from_millis(100));
-            continue;
-        };
-        let Ok(from) = stream.peer_addr().map(|peer| peer.ip()) else { continue };
-        {
-            let mut meetings = meetings.lock().unwrap_or_else(PoisonError::into_inner);
-            let all: usize = meetings.values().sum();
-            let of_one = meetings.get(&from).copied().unwrap_or(0);
-            if all >= MEETINGS_MAX || of_one >= MEETINGS_OF_ONE_MAX {
-                continue;
-            }
-            meetings.insert(from, of_one + 1);
-        }
-        let over = Meeting { meetings: Arc::clone(&meetings), from };
-        let (host, post) = (Arc::clone(host), post.clone());
-        // Without a thread for it, it is over.
-        let _ = std::thread::Builder::new().spawn(move || {
-            answer(&host, stream, &post);
-            drop(over);
-        });
-    }
-}
-
-/// One that is in progress.
-struct Meeting {
-    meetings: Arc<Mutex<HashMap<IpAddr, usize>>>,
-    from: IpAddr,
-}
-
-impl Drop for Meeting {
-    fn drop(&mut self) {
-        let mut meetings = self.meetings.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = meetings.get_mut(&self.from) {
-            *count -= 1;
-            if *count == 0 {
-                meetings.remove(&self.from);
-            }
-        }
-    }
-}
-
-fn answer(host: &Host, stream: TcpStream, post: &Post) {
-    let peer = stream.peer_addr().map_or_else(|error| error.to_string(), |peer| peer.to_string());
-    match host.answer(stream) {
-        Ok(link) => post.send(Event::Met(Box::new(link), None)),
-        Err(error) => tracing::warn!(%peer, %error, "a relay has called in vain"),
-    }
-}
-
-/// From an address of this host to one of another.
-type Way = (IpAddr, IpAddr);
-
 /// How far it is known.
 enum WayState {
     Calling,
     Link(u64),
     Failed(Instant),
 }
-
-/// A process's end of a connection.
-type End = (Addresses, bool);
 
 /// A process that has asked for a segment.
 struct Wish {
@@ -262,23 +173,6 @@ struct Find {
     since: Instant,
 }
 
-/// A connection that is carried.
-struct Carried {
-    end: End,
-    client: u64,
-    link: u64,
-    /// Its number at the other relay.
-    peer: u32,
-    segment: Segment,
-    outlet: Outlet,
-    inlet: Inlet,
-    /// For doorbells. The process hands it over when it begins to use the segment.
-    tcp: Option<OwnedFd>,
-    is_used: bool,
-    is_declined: bool,
-    since: Instant,
-}
-
 struct State {
     host: Arc<Host>,
     config: Config,
@@ -286,7 +180,6 @@ struct State {
     door: Door,
     post: Post,
     epoll: OwnedFd,
-    bell: Arc<OwnedFd>,
     /// The next number, of anything.
     next: u32,
     clients: HashMap<u64, OwnedFd>,
@@ -389,7 +282,7 @@ impl State {
         let mut did = false;
         for token in tokens {
             match token {
-                BELL => drop(rustix::io::read(&*self.bell, &mut [0; 8])),
+                BELL => self.post.quiet(),
                 // It is looked at in any case.
                 DEVICE => {}
                 DOOR => {
@@ -425,14 +318,13 @@ impl State {
     }
 
     fn request(&mut self, client: u64, request: &Request, file: Option<OwnedFd>) {
-        let end = (*Key::addresses(&request.key), request.is_higher);
+        let end = End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher };
         let Some(service) = request.service else {
             let id = self.by_end.get(&end).copied();
             let one = id.and_then(|id| self.carried.get_mut(&id)).filter(|one| one.client == client);
             match (one, file) {
-                (Some(one), Some(file)) => (one.tcp, one.is_used) = (Some(file), true),
-                // The process does not want it any more, or this one has no descriptors left: TCP goes on.
-                (Some(one), None) => one.is_declined = true,
+                (Some(one), Some(tcp)) => one.use_with(tcp),
+                (Some(one), None) => one.decline(),
                 (None, _) => self.wishes.retain(|other, wish| *other != end || wish.client != client),
             }
             return;
@@ -444,7 +336,7 @@ impl State {
             }
             return;
         }
-        let way = way(&end);
+        let way = end.way();
         match self.ways.get(&way) {
             Some(WayState::Link(link)) => {
                 let link = *link;
@@ -455,23 +347,10 @@ impl State {
             _ if self.ways.values().filter(|way| matches!(way, WayState::Calling)).count() >= CALLS_MAX => {
                 self.wishes.remove(&end);
             }
-            _ => self.call(way),
-        }
-    }
-
-    /// Calls the relay of another host.
-    fn call(&mut self, way: Way) {
-        self.ways.insert(way, WayState::Calling);
-        let (host, post, port) = (Arc::clone(&self.host), self.post.clone(), self.config.port);
-        let spawned = std::thread::Builder::new().spawn(move || match host.call(way.0, SocketAddr::new(way.1, port)) {
-            Ok(link) => post.send(Event::Met(Box::new(link), Some(way))),
-            Err(error) => {
-                tracing::warn!(peer = %way.1, %error, "connections stay with TCP");
-                post.send(Event::Failed(way));
+            _ => {
+                let is_called = calls::call(&self.host, way, self.config.port, &self.post);
+                self.ways.insert(way, if is_called { WayState::Calling } else { WayState::Failed(Instant::now()) });
             }
-        });
-        if spawned.is_err() {
-            self.ways.insert(way, WayState::Failed(Instant::now()));
         }
     }
 
@@ -479,7 +358,7 @@ impl State {
         match event {
             Event::Failed(way) => {
                 self.ways.insert(way, WayState::Failed(Instant::now()));
-                self.wishes.retain(|end, _| end.1 || self::way(end) != way);
+                self.wishes.retain(|end, _| end.is_higher || end.way() != way);
             }
             Event::Met(link, called) if self.links_with(link.peer) >= LINKS_OF_ONE_MAX => {
                 tracing::warn!(peer = %link.peer, "a relay wants more links than are of use");
@@ -501,8 +380,8 @@ impl State {
                 });
                 self.ways.entry(way).or_insert(WayState::Link(number));
                 if matches!(self.ways.get(&way), Some(WayState::Link(link)) if *link == number) {
-                    let waiting: Vec<End> =
-                        self.wishes.keys().filter(|end| !end.1 && self::way(end) == way).copied().collect();
+                    let waiting = self.wishes.keys().filter(|end| !end.is_higher && end.way() == way);
+                    let waiting: Vec<End> = waiting.copied().collect();
                     waiting.into_iter().for_each(|end| self.ask(end, number));
                 }
             }
@@ -518,7 +397,7 @@ impl State {
         let id = self.number();
         self.asked.insert(id, (end, link));
         let ring = self.config.ring as u32;
-        self.send(link, &Message::Find { id, ring, addresses: end.0 });
+        self.send(link, &Message::Find { id, ring, addresses: end.addresses });
     }
 
     fn send(&mut self, link: u64, message: &Message<'_>) {
@@ -563,19 +442,7 @@ impl State {
         if let Some((ticket, _)) = self.board.find(Key::from_bytes(&wish.key)) {
             self.board.answer(ticket);
         }
-        let one = Carried {
-            end,
-            client: wish.client,
-            link,
-            peer,
-            segment,
-            outlet: Outlet::default(),
-            inlet: Inlet::default(),
-            tcp: None,
-            is_used: false,
-            is_declined: false,
-            since: Instant::now(),
-        };
+        let one = Carried::new(end, wish.client, link, peer, segment);
         self.carried.insert(own, one);
         self.by_end.insert(end, own);
         true
@@ -649,9 +516,9 @@ impl State {
                 }
             }
             Message::Find { id, ring, addresses } => {
-                let end = (addresses, true);
+                let end = End { addresses, is_higher: true };
                 // The other relay is believed for its own address alone.
-                if self::way(&end) != way {
+                if end.way() != way {
                     return Err(lies());
                 }
                 if self.wishes.contains_key(&end) {
@@ -700,23 +567,11 @@ impl State {
     fn end(&mut self, id: u32, over: Over) {
         let Some(one) = self.carried.remove(&id) else { return };
         self.by_end.remove(&one.end);
-        // Where neither end has begun to use it, TCP has all of it and goes on.
-        let is_unused = !one.outlet.is_open() && !one.inlet.is_open();
-        let over = if is_unused { Over::Finished } else { over };
-        one.segment.set_over(over);
-        if over == Over::Lost {
+        let (link, peer) = (one.link, one.peer);
+        if one.end(over) == Over::Lost {
             tracing::warn!("a connection is lost");
-            let peer = one.peer;
-            self.send(one.link, &Message::Abort { id: peer });
-            if let Some(tcp) = &one.tcp {
-                // What sleeps on it wakes, at both ends. Some kernels do not reset what another thread waits for.
-                if rustix::net::connect_unspec(tcp).is_err() {
-                    let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
-                }
-            }
+            self.send(link, &Message::Abort { id: peer });
         }
-        // SAFETY: it was the only value that this process uses.
-        unsafe { one.segment.unmap() };
     }
 
     /// A link has ended, and with it everything that it carries.
@@ -755,103 +610,5 @@ impl State {
         }
         let clients: HashSet<u64> = self.clients.keys().copied().collect();
         self.wishes.retain(|_, wish| clients.contains(&wish.client));
-    }
-}
-
-enum Pumped {
-    Nothing,
-    Some,
-    /// The process has gone, and all of it has come to the other host.
-    Over,
-}
-
-enum Failed {
-    /// The process has written nonsense.
-    Here,
-    Link(Error),
-}
-
-impl From<Broken> for Failed {
-    fn from(_: Broken) -> Failed {
-        Failed::Here
-    }
-}
-
-impl From<Error> for Failed {
-    fn from(error: Error) -> Failed {
-        Failed::Link(error)
-    }
-}
-
-impl Carried {
-    fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
-        let mut did = false;
-        if self.is_used && self.segment.is_tcp_wanted_back() {
-            // What sleeps at the other end is woken by the end of the connection.
-            self.tcp = None;
-            self.segment.set_tcp_back();
-        }
-        let tcp = self.tcp.as_ref();
-        self.outlet.serve(&self.segment, || {
-            tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
-        });
-        for _ in 0..TURN {
-            if !link.has_room() {
-                break;
-            }
-            let mut message = Message::begin_update(self.peer);
-            if !self.outlet.take(&self.segment, PIECE_MAX, &mut message)? {
-                break;
-            }
-            link.send_bytes(message)?;
-            did = true;
-        }
-        if self.segment.over() == Over::Lost {
-            return Err(Failed::Here);
-        }
-        let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
-        let is_late = !self.is_used && self.since.elapsed() > OFFER_PATIENCE;
-        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late || self.is_declined;
-        if link.has_room()
-            && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?
-        {
-            link.send(&Message::Feedback { id: self.peer, feedback })?;
-            did = true;
-        }
-        // A word that the process has begun to say is not waited for: it has gone.
-        if is_going && !did && self.outlet.is_drained(&self.segment) {
-            if !lives && !has_said_all && !self.segment.is_let_go() && !self.inlet.is_closed() {
-                // It was killed. Or it was not, and has a relative that would go on without what is on its way.
-                let _ = self.tcp.as_ref().map(|tcp| rustix::net::shutdown(tcp, rustix::net::Shutdown::Both));
-            }
-            return Ok(Pumped::Over);
-        }
-        Ok(if did { Pumped::Some } else { Pumped::Nothing })
-    }
-}
-
-/// From which address to which the relays of a connection's ends reach each other, as seen from this end.
-fn way((addresses, is_higher): &End) -> Way {
-    let ip = |at: usize| {
-        let half = |at: usize| u64::from_le_bytes(addresses[at..at + 8].try_into().expect("eight bytes"));
-        let bits = u128::from(half(at)) << 64 | u128::from(half(at + 8));
-        IpAddr::V6(Ipv6Addr::from_bits(bits)).to_canonical()
-    };
-    let (low, high) = (ip(0), ip(16));
-    if *is_higher { (high, low) } else { (low, high) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_way_is_from_this_ends_address_to_the_others() {
-        let (a, b): (SocketAddr, SocketAddr) = ("10.0.0.1:40000".parse().unwrap(), "10.0.0.2:80".parse().unwrap());
-        let key = Key::new(7, a, b).to_bytes();
-        let addresses = *Key::addresses(&key);
-        assert!(Key::is_higher(a, b));
-        assert_eq!(way(&(addresses, true)), (a.ip(), b.ip()));
-        assert_eq!(way(&(addresses, false)), (b.ip(), a.ip()));
     }
 }

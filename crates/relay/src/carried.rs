@@ -1,0 +1,153 @@
+//! A connection that is carried: one process of this host, and one of another, for which the link stands.
+
+use crate::Error;
+use crate::ends::End;
+use crate::link::{Link, Message, PIECE_MAX};
+use rustix::fd::OwnedFd;
+use rustix::net::SendFlags;
+use std::time::{Duration, Instant};
+use thruway_sockets::{Broken, Inlet, Outlet, Over, Segment};
+
+/// How long a segment may wait for its process to take it.
+const OFFER_PATIENCE: Duration = Duration::from_secs(60);
+/// Updates at a time.
+const TURN: usize = 16;
+
+/// See the module.
+pub(crate) struct Carried {
+    pub(crate) end: End,
+    /// The process, and the link, by the loop's numbers.
+    pub(crate) client: u64,
+    pub(crate) link: u64,
+    /// Its number at the other relay.
+    pub(crate) peer: u32,
+    pub(crate) segment: Segment,
+    pub(crate) outlet: Outlet,
+    pub(crate) inlet: Inlet,
+    /// For doorbells. The process hands it over when it begins to use the segment.
+    tcp: Option<OwnedFd>,
+    is_used: bool,
+    is_declined: bool,
+    since: Instant,
+}
+
+/// What [`Carried::pump`] has done.
+pub(crate) enum Pumped {
+    Nothing,
+    Some,
+    /// The process has gone, and all of it has come to the other host.
+    Over,
+}
+
+/// Why it could not.
+pub(crate) enum Failed {
+    /// The process has written nonsense.
+    Here,
+    Link(Error),
+}
+
+impl From<Broken> for Failed {
+    fn from(_: Broken) -> Failed {
+        Failed::Here
+    }
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed::Link(error)
+    }
+}
+
+impl Carried {
+    /// One that its process has just been handed a segment for.
+    pub(crate) fn new(end: End, client: u64, link: u64, peer: u32, segment: Segment) -> Carried {
+        Carried {
+            end,
+            client,
+            link,
+            peer,
+            segment,
+            outlet: Outlet::default(),
+            inlet: Inlet::default(),
+            tcp: None,
+            is_used: false,
+            is_declined: false,
+            since: Instant::now(),
+        }
+    }
+
+    /// The process uses the segment from now on.
+    pub(crate) fn use_with(&mut self, tcp: OwnedFd) {
+        (self.tcp, self.is_used) = (Some(tcp), true);
+    }
+
+    /// The process does not want it any more, or this one has no descriptors left: TCP goes on.
+    pub(crate) fn decline(&mut self) {
+        self.is_declined = true;
+    }
+
+    /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know.
+    pub(crate) fn end(self, over: Over) -> Over {
+        // Where neither end has begun to use it, TCP has all of it and goes on.
+        let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
+        let over = if is_unused { Over::Finished } else { over };
+        self.segment.set_over(over);
+        if over == Over::Lost
+            && let Some(tcp) = &self.tcp
+        {
+            // What sleeps on it wakes, at both ends. Some kernels do not reset what another thread waits for.
+            if rustix::net::connect_unspec(tcp).is_err() {
+                let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
+            }
+        }
+        // SAFETY: it was the only value that this process uses.
+        unsafe { self.segment.unmap() };
+        over
+    }
+
+    /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
+    pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
+        let mut did = false;
+        if self.is_used && self.segment.is_tcp_wanted_back() {
+            // What sleeps at the other end is woken by the end of the connection.
+            self.tcp = None;
+            self.segment.set_tcp_back();
+        }
+        let tcp = self.tcp.as_ref();
+        self.outlet.serve(&self.segment, || {
+            tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
+        });
+        for _ in 0..TURN {
+            if !link.has_room() {
+                break;
+            }
+            let mut message = Message::begin_update(self.peer);
+            if !self.outlet.take(&self.segment, PIECE_MAX, &mut message)? {
+                break;
+            }
+            link.send_bytes(message)?;
+            did = true;
+        }
+        if self.segment.over() == Over::Lost {
+            return Err(Failed::Here);
+        }
+        let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
+        let is_late = !self.is_used && self.since.elapsed() > OFFER_PATIENCE;
+        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late || self.is_declined;
+        if link.has_room()
+            && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?
+        {
+            link.send(&Message::Feedback { id: self.peer, feedback })?;
+            did = true;
+        }
+        // A word that the process has begun to say is not waited for: it has gone.
+        if is_going && !did && self.outlet.is_drained(&self.segment) {
+            if !lives && !has_said_all && !self.segment.is_let_go() && !self.inlet.is_closed() {
+                // It was killed. Or it was not, and has a relative that would go on without what is on its way.
+                let _ = self.tcp.as_ref().map(|tcp| rustix::net::shutdown(tcp, rustix::net::Shutdown::Both));
+            }
+            return Ok(Pumped::Over);
+        }
+        Ok(if did { Pumped::Some } else { Pumped::Nothing })
+    }
+}
