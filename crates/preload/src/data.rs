@@ -10,7 +10,7 @@ use crate::tcp::Connection;
 use crate::{SETTINGS, real, switch, wait};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, Reader, Segment, Writer};
@@ -345,14 +345,23 @@ fn is_settled(sending: &Sending<'_>, fd: c_int) -> bool {
 /// How long such a wait does not sleep.
 const PAUSE_SPIN: Duration = Duration::from_millis(1);
 
+/// Milliseconds that the relay has been waited for in vain since it last answered.
+static UNANSWERED: AtomicU32 = AtomicU32::new(0);
+
+/// Time for a connection that is to end: what the relay has already had does not come again for each, but it has a little for any.
+fn at_end(limit: Duration) -> Duration {
+    limit.saturating_sub(Duration::from_millis(UNANSWERED.load(Ordering::Relaxed).into())).max(limit / 100)
+}
+
 /// A wait for the relay, which is at work.
 struct Pause {
     begin: Instant,
+    has_waited: bool,
 }
 
 impl Pause {
     fn new() -> Pause {
-        Pause { begin: Instant::now() }
+        Pause { begin: Instant::now(), has_waited: false }
     }
 
     /// Lets others run for a moment. False if it has taken longer than `limit`.
@@ -363,7 +372,19 @@ impl Pause {
         } else {
             std::thread::sleep(Duration::from_micros(50));
         }
-        waited < limit
+        self.has_waited = waited < limit;
+        if !self.has_waited {
+            UNANSWERED.fetch_max(waited.as_millis() as u32, Ordering::Relaxed);
+        }
+        self.has_waited
+    }
+}
+
+impl Drop for Pause {
+    fn drop(&mut self) {
+        if self.has_waited {
+            UNANSWERED.store(0, Ordering::Relaxed);
+        }
     }
 }
 
@@ -483,8 +504,8 @@ const CLOSE_MAX: Duration = Duration::from_millis(200);
 
 /// Has the relay let go of the connection, so that closing it here closes it.
 fn take_tcp_back(segment: &Segment, fd: c_int) {
-    let mut pause = Pause::new();
-    while segment.is_relayed() && !segment.take_tcp_back(&Connection::new(fd)) && pause.pass(CLOSE_MAX) {}
+    let (mut pause, limit) = (Pause::new(), at_end(CLOSE_MAX));
+    while segment.is_relayed() && !segment.take_tcp_back(&Connection::new(fd)) && pause.pass(limit) {}
 }
 
 /// A call that sends on a connection which may be accelerated: `plain` sends the rest of the list as it is, with the same flags.
@@ -588,7 +609,7 @@ unsafe fn send_accelerated(
             if is_gone || is_plain {
                 if !is_settled(&sending, fd) {
                     drop(sending);
-                    settle_down(slot, fd, &mut pause)?;
+                    settle_down(slot, fd, &mut pause, CATCH_UP_MAX)?;
                     continue;
                 }
                 let Sending { segment, writer, .. } = &mut sending;
@@ -615,7 +636,7 @@ unsafe fn send_accelerated(
         if has_waited && sent == 0 {
             if !is_settled(&sending, fd) {
                 drop(sending);
-                settle_down(slot, fd, &mut pause)?;
+                settle_down(slot, fd, &mut pause, CATCH_UP_MAX)?;
                 continue;
             }
             let Sending { segment, writer, .. } = &mut sending;
@@ -628,8 +649,8 @@ unsafe fn send_accelerated(
     }
 }
 
-fn settle_down(slot: &Slot, fd: c_int, pause: &mut Pause) -> Result<(), c_int> {
-    if pause.pass(CATCH_UP_MAX) {
+fn settle_down(slot: &Slot, fd: c_int, pause: &mut Pause, limit: Duration) -> Result<(), c_int> {
+    if pause.pass(limit) {
         return Ok(());
     }
     Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()))
@@ -671,12 +692,22 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do.
 pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
+    enter_tcp_within(slot, fd, for_good, CATCH_UP_MAX)
+}
+
+/// Before a connection ends here.
+pub(crate) fn enter_tcp_at_end(slot: &Slot, fd: c_int) {
+    // What cannot come to the other end any more is an error there.
+    let _ = enter_tcp_within(slot, fd, true, at_end(CATCH_UP_MAX));
+}
+
+fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> Result<(), c_int> {
     let mut pause = Pause::new();
     loop {
         let Some(mut sending) = slot.sending()? else { return Ok(()) };
         if !is_settled(&sending, fd) {
             drop(sending);
-            settle_down(slot, fd, &mut pause)?;
+            settle_down(slot, fd, &mut pause, limit)?;
             continue;
         }
         let Sending { segment, writer, .. } = &mut sending;
@@ -736,6 +767,9 @@ fn waits(fd: c_int) -> bool {
     rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|flags| !flags.contains(rustix::fs::OFlags::NONBLOCK))
 }
 
+/// Longest time that a peer on another host has to take note of a ring that is closed: there and back, where the end is there.
+const DEMOTE_MAX: Duration = Duration::from_secs(3);
+
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
 /// bytes that would be missing.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
@@ -744,9 +778,8 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
         // To another host and back, where the end is there.
-        let patience = Duration::from_millis(if receiving.segment.is_relayed() { 3000 } else { 100 });
-        let limit = Instant::now() + patience;
         let Receiving { segment, reader, .. } = &mut receiving;
+        let limit = Instant::now() + if segment.is_relayed() { at_end(DEMOTE_MAX) } else { Duration::from_millis(100) };
         let patience = || {
             std::thread::yield_now();
             Instant::now() < limit
@@ -757,7 +790,7 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
         // So that the peer sends again what is left, though it may wait for an answer to that.
         sending.writer.call(&sending.segment, &connection);
     }
-    let _ = enter_tcp(slot, fd, true);
+    enter_tcp_at_end(slot, fd);
     honour_before_end(slot, fd);
     connection.restore_options(slot);
     if let Ok(Some(receiving)) = slot.receiving() {

@@ -166,7 +166,7 @@ pub(crate) fn at_exit() {
         }
         if slot.is_accelerated() {
             // What other parts of the program still send goes by calls that know nothing of rings.
-            let _ = data::enter_tcp(slot, fd, true);
+            data::enter_tcp_at_end(slot, fd);
             if let Some(receiving) = slot.try_receiving() {
                 data::settle(slot, fd, receiving);
             }
