@@ -14,6 +14,7 @@ mod region;
 mod report;
 mod rping;
 mod server;
+mod sockets;
 mod stream;
 mod suite;
 
@@ -31,6 +32,7 @@ use thruway_fabric::{Provider, iwarp, shm, verbs};
   thruway bench bw --listen 0.0.0.0:7118          on one host, then on the other:
   thruway bench bw --connect host:7118 --op read --qps 4
   thruway bench stream --loopback --scheme packetized,adaptive --size 64,1M
+  thruway bench sockets --loopback --test lat,in,web
   thruway bench devices
   thruway bench nfs --connect host:2049 --share data --op read,getattr --depth 32
   thruway bench suite --output report
@@ -49,6 +51,8 @@ enum What {
     Bw(TestArgs),
     /// Streams over the fabric, by each of their schemes
     Stream(stream::StreamArgs),
+    /// A program with TCP sockets, to be run as it is and by `thruway run`
+    Sockets(sockets::SocketsArgs),
     /// Lend memory to fio, which reads and writes it with the engine that `cargo xtask fio` builds
     Region(region::RegionArgs),
     /// The ping of rdmacm-utils' rping, in either role
@@ -318,6 +322,7 @@ pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
         What::Lat(test) => measure(test, true, common),
         What::Bw(test) => measure(test, false, common),
         What::Stream(args) => stream::run(args, common),
+        What::Sockets(args) => sockets::run(args, common),
         What::Region(args) => region::run(args, common),
         What::Rping(args) => rping::run(args, common),
         What::Suite(args) => suite::run(args, common),
