@@ -46,40 +46,85 @@ pub(crate) unsafe fn receive(
     flags: c_int,
     plain: impl Fn() -> ssize_t,
 ) -> ssize_t {
-    let slot = slots::slot(number);
-    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
-        return plain();
-    }
-    if !slot.is_accelerated() {
-        slot.plain_receives.fetch_add(1, Ordering::SeqCst);
-        if !slot.is_accelerated() {
-            slot.receives.store(true, Ordering::Relaxed);
-            let result = plain();
-            slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
-            if result > 0 {
-                switch::after_plain_call(number, fd, result as usize);
-            }
+    loop {
+        if let Some(result) = receive_plain(number, fd, &plain) {
             return result;
         }
+        if flags & (libc::MSG_OOB | libc::MSG_ERRQUEUE) != 0 {
+            return plain();
+        }
+        // SAFETY: the caller's promise.
+        let Some(mut to) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+        let which = Which::new(number, fd);
+        let result = if flags & libc::MSG_TRUNC != 0 {
+            discard(which, to.left(), flags)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { receive_accelerated(which, &mut to, flags) }
+        };
+        match result {
+            Ok(len) => return len as ssize_t,
+            Err(NOT_ACCELERATED) => {}
+            Err(error) => return fail(error),
+        }
+    }
+}
+
+/// No error of the kernel's: the connection is not accelerated after all, and nothing of the call has been done.
+const NOT_ACCELERATED: c_int = -1;
+
+/// Makes a call that receives on a connection which is not accelerated. `None` if it is.
+pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t) -> Option<ssize_t> {
+    let slot = slots::slot(number);
+    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
+        return Some(plain());
+    }
+    if slot.is_accelerated() {
+        return None;
+    }
+    let which = Which::new(number, fd);
+    slot.plain_receives.fetch_add(1, Ordering::SeqCst);
+    if slot.is_accelerated() {
         slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+        return None;
     }
-    if flags & (libc::MSG_OOB | libc::MSG_ERRQUEUE) != 0 {
-        return plain();
+    slot.receives.store(true, Ordering::Relaxed);
+    let result = plain();
+    // Another connection's counter was never raised.
+    if which.is_still_it() {
+        slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+        if result > 0 {
+            switch::after_plain_call(number, fd, result as usize, false);
+        }
     }
-    // SAFETY: the caller's promise.
-    let Some(mut to) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
-    if flags & libc::MSG_TRUNC != 0 {
-        return discard(slot, number, fd, to.left(), flags);
+    Some(result)
+}
+
+/// A connection, as a call has found it. Where the call has slept, another thread may have closed the descriptor, and it and the slot may
+/// be another connection's.
+#[derive(Clone, Copy)]
+struct Which {
+    slot: &'static Slot,
+    number: u32,
+    fd: c_int,
+    generation: u32,
+}
+
+impl Which {
+    fn new(number: u32, fd: c_int) -> Which {
+        let slot = slots::slot(number);
+        Which { slot, number, fd, generation: slot.generation.load(Ordering::Relaxed) }
     }
-    // SAFETY: the caller's promise.
-    match unsafe { receive_accelerated(slot, number, fd, &mut to, flags) } {
-        Ok(len) => len as ssize_t,
-        Err(error) => fail(error),
+
+    /// Under one of the slot's locks, that stays so until it is given back: what closes takes the descriptor out of the table first, and
+    /// then waits for the locks.
+    fn is_still_it(&self) -> bool {
+        slots::find(self.fd) == Some(self.number) && self.slot.generation.load(Ordering::Relaxed) == self.generation
     }
 }
 
 /// `MSG_TRUNC`: bytes are taken and thrown away.
-fn discard(slot: &Slot, number: u32, fd: c_int, mut left: usize, flags: c_int) -> ssize_t {
+fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> {
     let mut sum = 0;
     let mut sink = [0u8; 4096];
     while left > 0 {
@@ -88,31 +133,26 @@ fn discard(slot: &Slot, number: u32, fd: c_int, mut left: usize, flags: c_int) -
         let Some(mut to) = (unsafe { Pieces::new(&list) }) else { break };
         let flags = if sum > 0 { flags | libc::MSG_DONTWAIT } else { flags };
         // SAFETY: as above.
-        match unsafe { receive_accelerated(slot, number, fd, &mut to, flags) } {
+        match unsafe { receive_accelerated(which, &mut to, flags) } {
             Ok(0) => break,
             Ok(len) => {
                 sum += len;
                 left -= len;
             }
             Err(error) if sum > 0 => {
-                if error != libc::EAGAIN {
-                    slot.error.store(error, Ordering::Relaxed);
+                if error != libc::EAGAIN && error != NOT_ACCELERATED {
+                    which.slot.error.store(error, Ordering::Relaxed);
                 }
                 break;
             }
-            Err(error) => return fail(error),
+            Err(error) => return Err(error),
         }
     }
-    sum as ssize_t
+    Ok(sum)
 }
 
-unsafe fn receive_accelerated(
-    slot: &Slot,
-    number: u32,
-    fd: c_int,
-    to: &mut Pieces<'_>,
-    flags: c_int,
-) -> Result<usize, c_int> {
+unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -> Result<usize, c_int> {
+    let Which { slot, number, fd, .. } = which;
     if to.left() == 0 {
         return Ok(0);
     }
@@ -123,7 +163,13 @@ unsafe fn receive_accelerated(
     let mut woken = 0u32;
     loop {
         let before = to.left();
-        let mut receiving = slot.receiving()?.ok_or(libc::EBADF)?;
+        let receiving = slot.receiving()?;
+        if !which.is_still_it() {
+            return if sum > 0 { Ok(sum) } else { Err(libc::EBADF) };
+        }
+        let Some(mut receiving) = receiving else {
+            return if sum > 0 { Ok(sum) } else { Err(NOT_ACCELERATED) };
+        };
         if !slot.receives.swap(true, Ordering::Relaxed) {
             receiving.reader.set_ready(&receiving.segment, &connection);
         }
@@ -136,7 +182,10 @@ unsafe fn receive_accelerated(
         match read {
             Ok(len) => sum += len,
             Err(_) if sum > 0 => return Ok(sum),
-            Err(error) => return Err(broken(slot, fd, &error.into())),
+            Err(error) => {
+                drop(receiving);
+                return Err(broken(slot, fd, &error.into()));
+            }
         }
         let is_done = to.left() == 0 || is_peek && sum > 0;
         if is_done {
@@ -149,8 +198,13 @@ unsafe fn receive_accelerated(
             }
             return Ok(sum);
         }
-        let is_drained =
-            quiesce(slot, number, &connection, segment, reader).map_err(|error| broken(slot, fd, &error))?;
+        let is_drained = match quiesce(slot, number, &connection, segment, reader) {
+            Ok(is_drained) => is_drained,
+            Err(error) => {
+                drop(receiving);
+                return Err(broken(slot, fd, &error));
+            }
+        };
         if sum > 0 && is_drained && !waits_for_all {
             count(&counters().ring_receives, 1);
             drop(receiving);
@@ -172,8 +226,10 @@ unsafe fn receive_accelerated(
             if segment.over() == Over::Lost {
                 return if sum > 0 { Ok(sum) } else { Err(libc::ECONNRESET) };
             }
-            if !reader.is_explained(segment, &connection, false).map_err(|error| broken(slot, fd, &error.into()))? {
+            let is_explained = reader.is_explained(segment, &connection, false);
+            if is_explained != Ok(true) {
                 drop(receiving);
+                is_explained.map_err(|error| broken(slot, fd, &error.into()))?;
                 catch_up(slot, fd, false)?;
                 continue;
             }
@@ -188,7 +244,10 @@ unsafe fn receive_accelerated(
                     sum += len;
                     continue;
                 }
-                Err(error) => return Err(broken(slot, fd, &error.into())),
+                Err(error) => {
+                    drop(receiving);
+                    return Err(broken(slot, fd, &error.into()));
+                }
             }
         }
         drop(receiving);
@@ -486,7 +545,9 @@ pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
 pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
     receiving.reader.set_gone(&receiving.segment, &connection);
-    honour_before_end(slot, fd);
+    if !honour_before_end(slot, fd) {
+        connection.reset_at_close();
+    }
     if let Ok(Some(sending)) = slot.sending() {
         sending.writer.set_ended(&sending.segment, &connection);
     }
@@ -520,35 +581,29 @@ pub(crate) unsafe fn transmit(
     let slot = slots::slot(number);
     // SAFETY: the caller's promise.
     let Some(mut from) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
-    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
-        return plain(&from);
-    }
-    if !slot.is_accelerated() {
-        slot.plain_sends.fetch_add(1, Ordering::SeqCst);
-        if !slot.is_accelerated() {
-            let result = plain(&from);
-            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
-            if result > 0 {
-                switch::after_plain_call(number, fd, result as usize);
-            }
-            return result;
-        }
-        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
-    }
+    let which = Which::new(number, fd);
     let total = from.left();
     let is_plain = is_plain || total == 0;
     loop {
+        if from.left() == total
+            && let Some(result) = transmit_plain(which, || plain(&from))
+        {
+            return result;
+        }
         // SAFETY: the caller's promise.
-        match unsafe { send_accelerated(slot, fd, &mut from, flags, is_plain) } {
+        match unsafe { send_accelerated(which, &mut from, flags, is_plain) } {
             Ok(true) => return total as ssize_t,
             Ok(false) => {}
+            Err(NOT_ACCELERATED) if from.left() == total => continue,
             Err(_) if from.left() < total => return (total - from.left()) as ssize_t,
             Err(error) => return fail(error),
         }
         // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile.
         let piece = if is_plain { from } else { from.limited(OVERFLOW) };
         let result = plain(&piece);
-        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        if which.is_still_it() {
+            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        }
         if result > 0 {
             count(&counters().overflow_bytes, result as usize);
         }
@@ -566,18 +621,38 @@ pub(crate) unsafe fn transmit(
     }
 }
 
+/// Makes a call that sends on a connection which is not accelerated. `None` if it is.
+fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> {
+    let Which { slot, number, fd, .. } = which;
+    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
+        return Some(plain());
+    }
+    if slot.is_accelerated() {
+        return None;
+    }
+    slot.plain_sends.fetch_add(1, Ordering::SeqCst);
+    if slot.is_accelerated() {
+        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        return None;
+    }
+    let result = plain();
+    // Another connection's counter was never raised.
+    if which.is_still_it() {
+        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        if result > 0 {
+            switch::after_plain_call(number, fd, result as usize, true);
+        }
+    }
+    Some(result)
+}
+
 /// Bytes that go by TCP when the ring is full, before it is looked at again.
 const OVERFLOW: usize = 256 << 10;
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
 /// so that no other one leaves TCP meanwhile.
-unsafe fn send_accelerated(
-    slot: &Slot,
-    fd: c_int,
-    from: &mut Pieces<'_>,
-    flags: c_int,
-    is_plain: bool,
-) -> Result<bool, c_int> {
+unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is_plain: bool) -> Result<bool, c_int> {
+    let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);
     let mut has_waited = false;
     let mut pause = Pause::new();
@@ -586,7 +661,11 @@ unsafe fn send_accelerated(
         error => return Err(error),
     }
     loop {
-        let mut sending = slot.sending()?.ok_or(libc::EBADF)?;
+        let sending = slot.sending()?;
+        if !which.is_still_it() {
+            return Err(libc::EBADF);
+        }
+        let mut sending = sending.ok_or(NOT_ACCELERATED)?;
         let Sending { segment, writer, .. } = &mut sending;
         let failed = |error: &io::Error| broken(slot, fd, error);
         if segment.is_relayed() && segment.over() == Over::Lost {
@@ -725,7 +804,9 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     if directions & 2 != 0 {
         // What comes behind goes nowhere, and TCP says so.
         let _ = enter_tcp(slot, fd, true);
-        honour_before_end(slot, fd);
+        if !honour_before_end(slot, fd) {
+            connection.reset();
+        }
         if let Ok(Some(sending)) = slot.sending() {
             sending.writer.set_ended(&sending.segment, &connection);
         }
@@ -748,18 +829,20 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
     }
 }
 
-/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most.
-fn honour_before_end(slot: &Slot, fd: c_int) {
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been
+/// sent all of it by then: what follows must not look like the end.
+fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
     for _ in 0..20 {
-        let Ok(Some(mut sending)) = slot.sending() else { return };
+        let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
         if !matches!(writer.send_again(segment, &connection), Ok(false)) {
-            return;
+            return true;
         }
         drop(sending);
         connection.wait_for_room(Duration::from_millis(100));
     }
+    false
 }
 
 /// Whether calls on a descriptor wait.
@@ -791,7 +874,9 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
         sending.writer.call(&sending.segment, &connection);
     }
     enter_tcp_at_end(slot, fd);
-    honour_before_end(slot, fd);
+    if !honour_before_end(slot, fd) {
+        connection.reset();
+    }
     connection.restore_options(slot);
     if let Ok(Some(receiving)) = slot.receiving() {
         take_tcp_back(&receiving.segment, fd);

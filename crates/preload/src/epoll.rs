@@ -597,12 +597,18 @@ pub(crate) unsafe fn wait(
     let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
     let Some((number, instance)) = found else { return plain() };
     let limit = limit();
-    let is_plain = instance.connections.load(Ordering::Relaxed) == 0 || instance.is_foreign.load(Ordering::Relaxed);
-    if is_plain || max <= 0 || events.is_null() || !switch::has_accelerated() {
-        // Connections may be accelerated while this thread sleeps.
+    let is_plain = || {
+        let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
+        has_none || instance.is_foreign.load(Ordering::Relaxed) || max <= 0 || events.is_null()
+    };
+    let mut plain_ready = None;
+    if is_plain() {
+        // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
-        let ready = plain();
+        plain_ready = is_plain().then(plain);
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+    if let Some(ready) = plain_ready {
         if ready <= 0 || instance.bell.load(Ordering::Relaxed) <= 0 {
             return ready;
         }

@@ -14,6 +14,7 @@ mod real;
 mod relay;
 mod report;
 mod slots;
+mod spares;
 mod switch;
 mod tcp;
 mod wait;

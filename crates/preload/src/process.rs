@@ -3,7 +3,7 @@
 use crate::lock::Guard;
 use crate::report::{Reason, stays};
 use crate::slots::{self, Last, Slot};
-use crate::{data, epoll, lock, switch};
+use crate::{data, epoll, lock, spares, switch};
 use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering;
@@ -16,12 +16,13 @@ fn give_back(number: u32) {
     }
 }
 
-/// What is held while the process forks.
+/// What is held while the process forks, [`slots::CHANGING`] last.
 static HELD: Held = Held(UnsafeCell::new(None));
 
-struct Held(UnsafeCell<Option<Vec<Guard<'static>>>>);
+struct Held(UnsafeCell<Option<(Vec<Guard<'static>>, Option<Guard<'static>>)>>);
 
-// SAFETY: between `before_fork` and what follows it, of which the C library lets one thread at a time through.
+// SAFETY: used between `before_fork` and what follows it, under `slots::CHANGING`: of threads that fork at once, the C library lets all
+// into their handlers.
 unsafe impl Sync for Held {}
 
 /// Has the C library call what follows whenever it forks, also by `daemon` and `forkpty`.
@@ -31,7 +32,7 @@ pub(crate) fn watch_forks() {
 }
 
 extern "C" fn before_fork() {
-    switch::FORKING.store(true, Ordering::SeqCst);
+    switch::FORKING.fetch_add(1, Ordering::SeqCst);
     // A relay knows one process by a connection.
     slots::each(|number, fd| {
         let slot = slots::slot(number);
@@ -40,33 +41,43 @@ extern "C" fn before_fork() {
             data::demote(slot, fd);
         }
     });
+    // None, if this is a signal handler that has interrupted a change.
+    let changing = slots::CHANGING.lock().ok();
+    slots::FORKS.fetch_add(1, Ordering::SeqCst);
     // The child has all descriptors, too.
     slots::each(|number, _| {
         let references = slots::local(number).references.load(Ordering::SeqCst);
         slots::slot(number).references.fetch_add(references, Ordering::SeqCst);
+        slots::slot(number).was_shared.store(true, Ordering::SeqCst);
         // What a sibling reads is not for this process to look at by itself.
         arm(slots::slot(number));
     });
+    spares::discard_all();
     let locks = epoll::lock_all();
     // SAFETY: see `Held`.
-    unsafe { *HELD.0.get() = Some(locks) };
+    unsafe { *HELD.0.get() = Some((locks, changing)) };
 }
 
-/// Also if it has failed: then connections count as shared, which costs them their speed at most.
+/// Also if it has failed: then connections count as shared for good, and are closed by TCP alone.
 extern "C" fn after_fork_in_parent() {
-    switch::FORKING.store(false, Ordering::SeqCst);
+    switch::FORKING.fetch_sub(1, Ordering::SeqCst);
     // SAFETY: see `Held`.
-    drop(unsafe { (*HELD.0.get()).take() });
+    if let Some((locks, changing)) = unsafe { (*HELD.0.get()).take() } {
+        drop(locks);
+        drop(changing);
+    }
 }
 
 extern "C" fn after_fork_in_child() {
     lock::forget_thread();
     slots::set_process();
     epoll::after_fork();
-    switch::FORKING.store(false, Ordering::SeqCst);
+    switch::FORKING.store(0, Ordering::SeqCst);
     switch::after_fork();
+    spares::after_fork();
     // SAFETY: see `Held`.
     std::mem::forget(unsafe { (*HELD.0.get()).take() });
+    slots::CHANGING.reset();
 }
 
 /// `_Fork`, which calls none of those.

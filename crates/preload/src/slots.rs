@@ -5,6 +5,7 @@
 //! before it is known whether a connection will be accelerated, so that it is known who else may hold it.
 
 use crate::lock::{Guard, Lock, Reentered};
+use crate::spares;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -52,6 +53,8 @@ pub(crate) struct Upgrade {
     /// Then, whether this end's address is the higher.
     pub(crate) is_higher: bool,
     pub(crate) end: End,
+    /// As what the segment may be had again by another connection.
+    pub(crate) spare: Option<spares::Name>,
     /// The number of calls at which this end looks again.
     pub(crate) next_look: u32,
     pub(crate) looks: u32,
@@ -61,6 +64,8 @@ pub(crate) struct Upgrade {
 #[repr(C, align(64))]
 pub(crate) struct Slot {
     pub(crate) phase: AtomicU32,
+    /// How many connections the slot has been.
+    pub(crate) generation: AtomicU32,
     /// Descriptors of it, of all processes that share the slot.
     pub(crate) references: AtomicU32,
     pub(crate) receiving: Lock,
@@ -74,12 +79,17 @@ pub(crate) struct Slot {
     /// Calls that have sent or received, and their bytes.
     pub(crate) calls: AtomicU32,
     pub(crate) bytes: AtomicU64,
+    /// What they count towards acceleration, and the direction of the last one.
+    pub(crate) counted: AtomicU32,
+    pub(crate) direction: AtomicU8,
     /// A call that receives has been seen, so the program receives by calls that are seen.
     pub(crate) receives: AtomicBool,
     /// What the program waits with has been seen.
     pub(crate) is_watched: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
+    /// A process has been forked that had it, too.
+    pub(crate) was_shared: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
     pub(crate) shut: AtomicU8,
     /// The program knows that the peer was killed with bytes unread.
@@ -206,13 +216,16 @@ pub(crate) fn find_epoll(fd: i32) -> Option<u32> {
 }
 
 /// Descriptors of the library's own; -1 where there is none. Apart from the table because their numbers are high.
-static HIDDEN_ONES: [AtomicI32; 256] = [const { AtomicI32::new(-1) }; 256];
+static HIDDEN_ONES: [AtomicI32; 4096] = [const { AtomicI32::new(-1) }; 4096];
+
+/// How far below the limit of descriptors their numbers begin.
+const HIDDEN_BELOW: u64 = 512;
 
 /// Moves a descriptor of the library's own out of the way of programs that count theirs or hand them to `select`, and keeps them from
 /// closing it. `None` if there are too many.
 pub(crate) fn hide(fd: OwnedFd) -> Option<i32> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
-    let high = limit.min(DESCRIPTORS as u64).saturating_sub(2 * HIDDEN_ONES.len() as u64).max(3);
+    let high = limit.min(DESCRIPTORS as u64).saturating_sub(HIDDEN_BELOW).max(3);
     let fd = rustix::io::fcntl_dupfd_cloexec(&fd, high as i32).unwrap_or(fd);
     let entry = entry(fd.as_raw_fd())?;
     let is_free =
@@ -262,8 +275,16 @@ pub(crate) fn forget_all() {
     });
 }
 
-/// A new socket has this descriptor. Does nothing if there is no slot for it.
-pub(crate) fn add(fd: i32) {
+/// Held while the tables change, and by a thread that forks: its child has all of a change or nothing. Taken before any other lock.
+pub(crate) static CHANGING: Lock = Lock::new();
+
+/// How often this process has forked.
+pub(crate) static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// A new socket has this descriptor. Does nothing if there is no slot for it. `forks`: what [`FORKS`] was before there was a socket. A
+/// child that was forked since may have it, too, and does not know it.
+pub(crate) fn add(fd: i32, forks: u32) {
+    let _changing = CHANGING.lock();
     let Some(entry) = entry(fd) else { return };
     entry.store(0, Ordering::Release);
     note_highest(fd);
@@ -272,15 +293,19 @@ pub(crate) fn add(fd: i32) {
     for counter in [&slot.plain_receives, &slot.plain_sends, &slot.sleepers, &slot.calls, &slot.looked_at] {
         counter.store(0, Ordering::Relaxed);
     }
-    for flag in [&slot.has_told_reset, &slot.receives, &slot.is_watched, &slot.is_foreign, &slot.no_delay, &slot.cork] {
+    for flag in [&slot.has_told_reset, &slot.receives, &slot.is_watched, &slot.was_shared, &slot.no_delay, &slot.cork] {
         flag.store(false, Ordering::Relaxed);
     }
     for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
         lock.reset();
     }
+    slot.is_foreign.store(FORKS.load(Ordering::SeqCst) != forks, Ordering::Relaxed);
+    slot.generation.fetch_add(1, Ordering::Relaxed);
     slot.bytes.store(0, Ordering::Relaxed);
+    slot.counted.store(0, Ordering::Relaxed);
+    slot.direction.store(0, Ordering::Relaxed);
     slot.error.store(0, Ordering::Relaxed);
-    slot.luck.store(4, Ordering::Relaxed);
+    slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);
     slot.reason.store(0, Ordering::Relaxed);
     slot.shut.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
@@ -291,6 +316,7 @@ pub(crate) fn add(fd: i32) {
             by_relay: false,
             is_higher: false,
             end: End::Maker,
+            spare: None,
             next_look: 0,
             looks: 0,
         });
@@ -308,6 +334,7 @@ pub(crate) fn add(fd: i32) {
 
 /// A descriptor is another one of a connection.
 pub(crate) fn add_duplicate(fd: i32, number: u32) {
+    let _changing = CHANGING.lock();
     let Some(entry) = entry(fd) else { return };
     note_highest(fd);
     slot(number).references.fetch_add(1, Ordering::SeqCst);
@@ -328,6 +355,9 @@ pub(crate) enum Last {
 
 /// A descriptor is closed, or about to be: the connection that it was.
 pub(crate) fn remove(fd: i32) -> Option<(u32, Last)> {
+    // Both counts at once: of two threads that close two descriptors, one has closed this process's last one, and that is the one that
+    // may have closed the last of all.
+    let _changing = CHANGING.lock();
     let entry = entry(fd)?;
     let value = entry.load(Ordering::Acquire);
     if value == 0

@@ -11,7 +11,7 @@ use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, relay, report};
+use crate::{SETTINGS, relay, report, spares};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -22,15 +22,16 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
-use thruway_sockets::meeting::{OFFER_LEN, Offer, Request, relayed_key, service_name};
+use thruway_sockets::meeting::{OFFER_LEN, Offer, Offered, Request, relayed_key, service_name};
 use thruway_sockets::settings::Mode;
 use thruway_sockets::{End, Over, Reader, Segment, Writer};
 
-/// How often an end looks for the other's entry, at calls that are further and further apart; and how many calls an end waits for an
-/// answer to its own.
-const LOOKS: u32 = 12;
+/// How often an end looks for the other's entry, at calls that are further and further apart, of which it makes so many looks at the same
+/// distance; and how many calls an end waits for an answer to its own.
+const LOOKS: u32 = 56;
+const LOOKS_ALIKE: u32 = 4;
 const PATIENCE: u32 = 1 << 16;
 
 /// Whether a connection of this process has ever been accelerated. Until then, calls that wait are the kernel's alone.
@@ -49,18 +50,27 @@ pub(crate) fn address(any: &SocketAddrAny) -> Option<SocketAddr> {
     SocketAddr::try_from(any.clone()).ok()
 }
 
+/// What a call counts towards `--after-calls`: one where the direction has changed, and else a part. So both ends of a connection come to
+/// that number at about the same time, into however many calls each divides what it sends and receives.
+const WHOLE: u32 = 8;
+const PART: u32 = 1;
+
 /// After a call on a connection that is not accelerated.
 #[inline]
-pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize) {
+pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize, has_sent: bool) {
     let slot = slots::slot(number);
     let calls = slot.calls.fetch_add(1, Ordering::Relaxed) + 1;
+    let direction = 1 + u8::from(has_sent);
+    let is_turn = slot.direction.swap(direction, Ordering::Relaxed) != direction;
+    let by = if is_turn { WHOLE } else { PART };
+    let counted = slot.counted.fetch_add(by, Ordering::Relaxed).saturating_add(by) / WHOLE;
     let sum = slot.bytes.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
     let phase = slot.phase.load(Ordering::Relaxed);
     if phase == phase::NEVER {
         return;
     }
     let Some(settings) = SETTINGS.get() else { return };
-    if phase != phase::PLAIN || calls >= settings.after_calls || sum >= settings.after_bytes {
+    if phase != phase::PLAIN || counted >= settings.after_calls || sum >= settings.after_bytes {
         consider(number, fd, calls);
     }
 }
@@ -178,7 +188,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     let (Some((board, key)), Some(settings)) = (upgrade.meeting, SETTINGS.get()) else { return };
     let Some((ticket, listing)) = board.find(key) else {
         upgrade.looks += 1;
-        upgrade.next_look = calls.saturating_add(4 << upgrade.looks.min(20));
+        upgrade.next_look = calls.saturating_add(1 << (upgrade.looks / LOOKS_ALIKE));
         if upgrade.looks > LOOKS {
             never(slot, fd, Reason::NotFound, &"");
         }
@@ -186,9 +196,10 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     };
     // An entry that an earlier connection between the same addresses has left names another socket.
     match offer(fd, key, listing, settings.ring, settings.memory) {
-        Ok(segment) => {
+        Ok((segment, name)) => {
             board.answer(ticket);
             upgrade.end = End::Maker;
+            upgrade.spare = Some(name);
             slot.set_segment(guard, Some(segment));
             slot.phase.store(phase::OFFERED, Ordering::Release);
         }
@@ -199,7 +210,14 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
 /// Nanoseconds that a process which has connected may take to send it.
 const OFFER_PATIENCE: i64 = 200_000_000;
 
-fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
+/// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one.
+fn offer(
+    fd: i32,
+    key: Key,
+    listing: Listing,
+    ring: usize,
+    memory: u64,
+) -> Result<(Segment, spares::Name), (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
     prove(fd, listing.cookie)?;
     let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
@@ -210,12 +228,22 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
     if !is_trusted(&socket) {
         return Err((Reason::Failed, io::Error::other("the process found there is another user's")));
     }
-    let (segment, file) = make(ring, memory)?;
-    let message = Offer { key: key.to_bytes(), cookie, is_relayed: false }.encode();
+    let (segment, name, file) = match spares::claim(listing.service, ring) {
+        Some((segment, name)) => (segment, name, None),
+        None => {
+            let number = random().map_err(failed)?;
+            let (segment, file) = make(ring, memory)?;
+            (segment, spares::Name { number, service: listing.service }, Some(file))
+        }
+    };
+    let what = if file.is_some() { Offered::New(name.number) } else { Offered::Again(name.number) };
+    let message = Offer { key: key.to_bytes(), cookie, what }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = [file.as_fd()];
-    control.push(SendAncillaryMessage::ScmRights(&files));
+    let files = file.as_ref().map(|file| [file.as_fd()]);
+    if let Some(files) = &files {
+        control.push(SendAncillaryMessage::ScmRights(files));
+    }
     let sent = rustix::net::sendmsg(
         &socket,
         &[IoSlice::new(&message)],
@@ -223,10 +251,19 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
         SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
     );
     if let Err(error) = sent {
-        unmap(segment);
+        drop_unused(segment);
         return Err(failed(error));
     }
-    Ok(segment)
+    if file.is_none() {
+        count(&counters().reused, 1);
+    }
+    Ok((segment, name))
+}
+
+fn random() -> Result<u64, rustix::io::Errno> {
+    let mut number = [0u8; 8];
+    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())?;
+    Ok(u64::from_ne_bytes(number))
 }
 
 /// That the socket at the other end of a connection is the one with this cookie, in this network namespace, and of a user who may.
@@ -254,7 +291,11 @@ pub(crate) fn is_trusted(socket: &OwnedFd) -> bool {
 }
 
 fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
-    if MAPPED.load(Ordering::Relaxed) + 2 * ring as u64 > memory {
+    let is_too_much = || MAPPED.load(Ordering::Relaxed) + 2 * ring as u64 > memory;
+    if is_too_much() {
+        spares::discard_all();
+    }
+    if is_too_much() {
         return Err((Reason::Memory, io::Error::other("rings of other connections have it all")));
     }
     let made = Segment::create(ring).map_err(|error| (Reason::Memory, error))?;
@@ -269,6 +310,14 @@ pub(crate) fn unmap(segment: Segment) {
     segment.let_go(&Connection::new(-1));
     // SAFETY: callers have taken it out of its slot, under its locks.
     unsafe { segment.unmap() };
+}
+
+/// As [`unmap`], of one that has become nothing: the other end is not to keep it either.
+fn drop_unused(segment: Segment) {
+    if !segment.is_relayed() {
+        segment.discard();
+    }
+    unmap(segment);
 }
 
 /// Boards of the users that this process has been; they are few, and stay.
@@ -318,9 +367,7 @@ fn service() -> Option<u64> {
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-    let mut number = [0u8; 8];
-    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty()).ok()?;
-    let number = u64::from_ne_bytes(number);
+    let number = random().ok()?;
     rustix::net::bind(&socket, &name(number).ok()?).ok()?;
     rustix::net::listen(&socket, 4096).ok()?;
     let socket = slots::hide(socket)?;
@@ -371,7 +418,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         _ => None,
     });
     let mut files = files.flatten();
-    let (Some(file), None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
+    let (file, None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
     let offer = Offer::decode(&message[..received.bytes]).ok_or(io::ErrorKind::InvalidData)?;
     // The connection that it is for: one that has an entry on the board.
     let mut result = Err(io::ErrorKind::NotFound.into());
@@ -383,7 +430,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         }
         if let Ok(guard) = slot.upgrading.lock()
             && slot.upgrade(&guard).meeting.is_some_and(|(_, key)| key.is(&offer.key))
-            && slot.upgrade(&guard).by_relay == offer.is_relayed
+            && slot.upgrade(&guard).by_relay == (offer.what == Offered::Relayed)
         {
             wanted = Some((number, fd));
         }
@@ -394,7 +441,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
             withdraw(slot.upgrade(&guard));
-            result = adopt(slot, &guard, fd, &offer, &file);
+            result = adopt(slot, &guard, fd, &offer, file);
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
                 Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
@@ -404,37 +451,59 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     result
 }
 
-fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
-    // A relay has proved to another who it is, and is this user's.
-    if !offer.is_relayed {
-        prove(fd, offer.cookie).map_err(|(_, error)| error)?;
-    }
-    let memory = SETTINGS.get().map_or(0, |settings| settings.memory);
-    let segment = Segment::adopt(file)?;
-    let segment = if offer.is_relayed { segment.as_relayed() } else { segment };
-    if offer.is_relayed {
-        let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
-        let port = SETTINGS.get().map_or(0, |settings| settings.relay);
-        if segment.over() != Over::No {
-            // SAFETY: nothing else knows it.
-            unsafe { segment.unmap() };
-            return Err(io::Error::other("the relay has taken it back"));
+fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: Option<OwnedFd>) -> io::Result<()> {
+    let (segment, spare) = match (offer.what, file) {
+        (Offered::New(number), Some(file)) => {
+            prove(fd, offer.cookie).map_err(|(_, error)| error)?;
+            (count_in(Segment::adopt(&file)?)?, Some(spares::Name { number, service: 0 }))
         }
-        if let Err(error) = relay::ask(port, request, Some(fd)) {
-            segment.let_go(&Connection::new(fd));
-            // SAFETY: as above.
-            unsafe { segment.unmap() };
-            return Err(error);
+        (Offered::Again(number), None) => {
+            prove(fd, offer.cookie).map_err(|(_, error)| error)?;
+            let again = spares::take_again(number);
+            let (segment, name) =
+                again.ok_or_else(|| io::Error::other("what is offered again is not kept any more"))?;
+            count(&counters().reused, 1);
+            (segment, Some(name))
         }
-    }
-    if MAPPED.fetch_add(segment.len() as u64, Ordering::Relaxed) + segment.len() as u64 > memory {
-        unmap(segment);
-        return Err(io::Error::other("rings of other connections have all memory"));
-    }
-    slot.upgrade(guard).end = End::Taker;
+        // A relay has proved to another who it is, and is this user's.
+        (Offered::Relayed, Some(file)) => {
+            let segment = Segment::adopt(&file)?.as_relayed();
+            let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
+            let port = SETTINGS.get().map_or(0, |settings| settings.relay);
+            if segment.over() != Over::No {
+                // SAFETY: nothing else knows it.
+                unsafe { segment.unmap() };
+                return Err(io::Error::other("the relay has taken it back"));
+            }
+            if let Err(error) = relay::ask(port, request, Some(fd)) {
+                segment.let_go(&Connection::new(fd));
+                // SAFETY: as above.
+                unsafe { segment.unmap() };
+                return Err(error);
+            }
+            (count_in(segment)?, None)
+        }
+        _ => return Err(io::ErrorKind::InvalidData.into()),
+    };
+    let upgrade = slot.upgrade(guard);
+    (upgrade.end, upgrade.spare) = (End::Taker, spare);
     slot.set_segment(guard, Some(segment));
     slot.phase.store(phase::OFFERED, Ordering::Release);
     Ok(())
+}
+
+/// Counts a segment that this process has been given.
+fn count_in(segment: Segment) -> io::Result<Segment> {
+    let memory = SETTINGS.get().map_or(0, |settings| settings.memory);
+    let len = segment.len() as u64;
+    if MAPPED.fetch_add(len, Ordering::Relaxed) + len > memory {
+        spares::discard_all();
+    }
+    if MAPPED.load(Ordering::Relaxed) > memory {
+        drop_unused(segment);
+        return Err(io::Error::other("rings of other connections have all memory"));
+    }
+    Ok(segment)
 }
 
 /// Has calls go through the segment from now on, if nothing is inside a plain call that receives: such a call would take what is not
@@ -447,7 +516,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     }
     let give_up = |reason, detail: &dyn std::fmt::Display| {
         if let Some(segment) = slot.set_segment(guard, None) {
-            unmap(segment);
+            drop_unused(segment);
         }
         never(slot, fd, reason, detail);
     };
@@ -457,14 +526,16 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     if segment.is_relayed() && slot.shut.load(Ordering::SeqCst) != 0 {
         return give_up(Reason::Unsupported, &": one end has been shut down already");
     }
-    if segment.is_relayed() && FORKING.load(Ordering::SeqCst) {
-        // The child would have a connection that the relay knows another process by.
+    // Neither would be for long; the first is the rule while a thread waits for what comes.
+    if slot.plain_receives.load(Ordering::SeqCst) > 0 || segment.is_relayed() && FORKING.load(Ordering::SeqCst) > 0 {
         return;
     }
     let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return };
     // What begins a plain call now sees this and waits for the locks.
     slot.phase.store(phase::ACCELERATED, Ordering::SeqCst);
-    if slot.plain_receives.load(Ordering::SeqCst) > 0 {
+    // A child would have a connection that the relay knows another process by. A thread that forks sees the phase, or this sees it.
+    let is_forking = segment.is_relayed() && FORKING.load(Ordering::SeqCst) > 0;
+    if is_forking || slot.plain_receives.load(Ordering::SeqCst) > 0 {
         slot.phase.store(phase::OFFERED, Ordering::SeqCst);
         return;
     }
@@ -521,8 +592,8 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
     }
 }
 
-/// A thread forks.
-pub(crate) static FORKING: AtomicBool = AtomicBool::new(false);
+/// Threads that fork.
+pub(crate) static FORKING: AtomicU32 = AtomicU32::new(0);
 
 /// The end of a connection of which nothing has become.
 pub(crate) fn account(slot: &Slot, guard: &Guard<'_>, fd: i32) {
@@ -565,8 +636,15 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
                 // Another process goes on with it.
                 slot.segment(&guard)
             };
-            if let Some(segment) = segment {
-                unmap(segment);
+            let upgrade = slot.upgrade(&guard);
+            let is_ours = !slot.was_shared.load(Ordering::SeqCst) && !slot.is_foreign.load(Ordering::SeqCst);
+            match (segment, upgrade.spare) {
+                (Some(segment), Some(name)) if was_accelerated && is_last && is_ours => {
+                    spares::keep(segment, name, upgrade.end);
+                }
+                (Some(segment), _) if is_last => drop_unused(segment),
+                (Some(segment), _) => unmap(segment),
+                (None, _) => {}
             }
         }
     }

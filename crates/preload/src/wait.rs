@@ -6,7 +6,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::{data, epoll, real, report};
 use libc::{c_int, pollfd, timespec};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 /// How many processors this thread may run on: 1 if the kernel does not say.
@@ -38,12 +38,22 @@ const LUCK_MAX: i32 = 8;
 const RETRY_AFTER: i32 = 32;
 const PROBE: i32 = 2;
 
-/// Looks again and again for some microseconds, if that has paid lately. True if `is_ready` then.
-pub(crate) fn spin(slot: &Slot, is_ready: impl Fn() -> bool) -> bool {
-    spin_with(&slot.luck, data::spin_time(), is_ready)
+/// What the connection that has last waited has found: what a new one begins with, which may be over before it could learn.
+static RECENT: AtomicI32 = AtomicI32::new(LUCK_MAX / 2);
+
+/// How often it has lately paid to look again and again, in this process.
+pub(crate) fn recent_luck() -> i32 {
+    RECENT.load(Ordering::Relaxed)
 }
 
-pub(crate) fn spin_with(luck: &std::sync::atomic::AtomicI32, time: Duration, is_ready: impl Fn() -> bool) -> bool {
+/// Looks again and again for some microseconds, if that has paid lately. True if `is_ready` then.
+pub(crate) fn spin(slot: &Slot, is_ready: impl Fn() -> bool) -> bool {
+    let has_come = spin_with(&slot.luck, data::spin_time(), is_ready);
+    RECENT.store(slot.luck.load(Ordering::Relaxed), Ordering::Relaxed);
+    has_come
+}
+
+pub(crate) fn spin_with(luck: &AtomicI32, time: Duration, is_ready: impl Fn() -> bool) -> bool {
     if time.is_zero() || !may_spin() {
         return false;
     }
@@ -236,13 +246,16 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             slot.is_watched.store(true, Ordering::Relaxed);
             slot.sleepers.fetch_add(1, Ordering::SeqCst);
         });
-        let ready = real(limit.left());
+        // One may have been meanwhile, by a thread that has seen no sleeper.
+        let ready = (!polled.iter().any(|one| wants(one).is_some())).then(|| real(limit.left()));
         let error = data::errno();
         connections(polled, &|slot| {
             slot.sleepers.fetch_sub(1, Ordering::SeqCst);
         });
         data::fail(error);
-        return ready;
+        if let Some(ready) = ready {
+            return ready;
+        }
     }
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
     let any = |polled: &[pollfd]| polled.iter().any(|one| wants(one).is_some_and(Watched::is_readable));

@@ -9,7 +9,7 @@ use rustix::net::{
 };
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use thruway_sockets::meeting::{Offer, REQUEST_LEN, Request, relay_name, service_name};
+use thruway_sockets::meeting::{Offer, Offered, REQUEST_LEN, Request, relay_name, service_name};
 
 /// The Unix socket to which processes connect.
 pub(crate) struct Door(pub(crate) OwnedFd);
@@ -86,7 +86,7 @@ pub(crate) fn offer(service: u64, key: [u8; 48], segment: &OwnedFd) -> io::Resul
     if !is_ours(&socket) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    let message = Offer { key, cookie: 0, is_relayed: true }.encode();
+    let message = Offer { key, cookie: 0, what: Offered::Relayed }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = [segment.as_fd()];

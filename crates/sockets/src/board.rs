@@ -164,7 +164,7 @@ impl Board {
     pub fn list(&self, key: Key, listing: Listing) -> Option<Ticket> {
         let bucket = key.bucket();
         let is_ours = |at: &usize| self.read(*at).is_some_and(|(_, words)| words[..6] == key.words);
-        let is_free = |at: &usize| self.entry(*at).version.load(Ordering::Relaxed) == 0;
+        let is_free = |at: &usize| self.read(*at).is_some_and(|(_, words)| words == [0; 8]);
         let places = bucket..bucket + WAYS;
         // If none is free, the one that has been written least often: neither new nor in a crowded place.
         let oldest = || places.clone().min_by_key(|at| self.entry(*at).version.load(Ordering::Relaxed));

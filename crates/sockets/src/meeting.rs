@@ -3,17 +3,18 @@
 
 use crate::board::Key;
 
-/// What begins an offer from the other end of a connection, and one from the relay.
-const OFFER: &[u8; 8] = b"thruway1";
-const RELAYED: &[u8; 8] = b"thrurly1";
+/// What begins an offer from the other end of a connection, one of a segment that an earlier connection had, and one from the relay.
+const OFFER: &[u8; 8] = b"thruway2";
+const AGAIN: &[u8; 8] = b"thruagn2";
+const RELAYED: &[u8; 8] = b"thrurly2";
 /// What begins a request from the end whose address is the lower, from the other, and the news that a segment is used.
 const REQUEST_LOWER: &[u8; 8] = b"thrulow1";
 const REQUEST_HIGHER: &[u8; 8] = b"thruhig1";
 const ADOPTED_LOWER: &[u8; 8] = b"thruuse1";
 const ADOPTED_HIGHER: &[u8; 8] = b"thruuse2";
 
-/// Bytes of an offer, with which goes the segment's descriptor.
-pub const OFFER_LEN: usize = 8 + 48 + 8;
+/// Bytes of an offer. With it goes the segment's descriptor, unless both processes have the segment.
+pub const OFFER_LEN: usize = 8 + 48 + 8 + 8;
 /// Bytes of a request. Shorter messages only wake the relay.
 pub const REQUEST_LEN: usize = 8 + 48 + 8;
 
@@ -24,21 +25,47 @@ pub struct Offer {
     pub key: [u8; 48],
     /// `SO_COOKIE` of the socket at its other end; of no meaning from a relay.
     pub cookie: u64,
+    /// Who offers which segment.
+    pub what: Offered,
+}
+
+/// What is offered, and by which end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Offered {
+    /// A new segment, and the number by which it may be offered again.
+    New(u64),
+    /// One that both processes have from an earlier connection, by its number.
+    Again(u64),
     /// The other end is on another host, and the relay offers the segment.
-    pub is_relayed: bool,
+    Relayed,
 }
 
 impl Offer {
     /// As a message.
     pub fn encode(&self) -> [u8; OFFER_LEN] {
-        message(if self.is_relayed { RELAYED } else { OFFER }, &self.key, self.cookie)
+        let (magic, number) = match self.what {
+            Offered::New(number) => (OFFER, number),
+            Offered::Again(number) => (AGAIN, number),
+            Offered::Relayed => (RELAYED, 0),
+        };
+        let mut bytes = [0; OFFER_LEN];
+        bytes[..REQUEST_LEN].copy_from_slice(&message(magic, &self.key, self.cookie));
+        bytes[REQUEST_LEN..].copy_from_slice(&number.to_le_bytes());
+        bytes
     }
 
     /// The other way round.
     pub fn decode(message: &[u8]) -> Option<Offer> {
+        let (message, number) = message.split_last_chunk()?;
         let (magic, key, cookie) = parts(message)?;
-        let is_relayed = magic == RELAYED;
-        (is_relayed || magic == OFFER).then_some(Offer { key, cookie, is_relayed })
+        let number = u64::from_le_bytes(*number);
+        let what = match magic {
+            OFFER => Offered::New(number),
+            AGAIN => Offered::Again(number),
+            RELAYED => Offered::Relayed,
+            _ => return None,
+        };
+        Some(Offer { key, cookie, what })
     }
 }
 
@@ -100,8 +127,8 @@ pub fn relayed_key(namespace: u64, local: std::net::SocketAddr, peer: std::net::
     Key::new(namespace ^ role << 62, local, peer)
 }
 
-const SERVICE: &[u8] = b"thruway/sockets/1/";
-const RELAY: &[u8] = b"thruway/relay/1/";
+const SERVICE: &[u8] = b"thruway/sockets/2/";
+const RELAY: &[u8] = b"thruway/relay/2/";
 
 /// The name of a process's Unix socket, in the abstract namespace.
 pub fn service_name(number: u64) -> [u8; SERVICE.len() + 16] {
@@ -131,9 +158,10 @@ mod tests {
 
     #[test]
     fn messages_are_understood_and_nothing_else_is() {
-        for is_relayed in [false, true] {
-            let offer = Offer { key: [7; 48], cookie: 9, is_relayed };
+        for what in [Offered::New(3), Offered::Again(1 << 63), Offered::Relayed] {
+            let offer = Offer { key: [7; 48], cookie: 9, what };
             assert_eq!(Offer::decode(&offer.encode()), Some(offer));
+            assert_eq!(Offer::decode(&offer.encode()[..OFFER_LEN - 1]), None);
             assert_eq!(Request::decode(&offer.encode()), None);
         }
         for (service, is_higher) in [(None, false), (None, true), (Some(1 << 63), false)] {
@@ -145,7 +173,7 @@ mod tests {
         assert_eq!(Offer::decode(&request.encode()), None);
         assert_eq!(Request::decode(&request.encode()[..63]), None);
         assert_eq!(Request::decode(&[&request.encode()[..], &[0]].concat()), None);
-        assert_eq!(&service_name(0xab), b"thruway/sockets/1/00000000000000ab");
-        assert_eq!(&relay_name(1000, 7118), b"thruway/relay/1/0000000003e81bce");
+        assert_eq!(&service_name(0xab), b"thruway/sockets/2/00000000000000ab");
+        assert_eq!(&relay_name(1000, 7118), b"thruway/relay/2/0000000003e81bce");
     }
 }

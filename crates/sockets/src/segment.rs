@@ -109,8 +109,19 @@ struct Head {
     is_let_go: AtomicU32,
     /// Relayed: the relay is to hold no descriptor of the connection any more ([`ASKED`]), and does not ([`DONE`]).
     tcp_back: AtomicU32,
-    _to_the_end: [u8; 108],
+    /// Between two connections: one of [`IN_USE`] and what follows it.
+    spare: AtomicU32,
+    _to_the_end: [u8; 104],
 }
+
+/// In [`Head::spare`]: a connection uses it, at the taker's end at least.
+const IN_USE: u32 = 0;
+/// In [`Head::spare`]: the taker's connection has ended, and it keeps the memory mapped.
+const SPARE: u32 = 1;
+/// In [`Head::spare`]: the maker has made it as new for another connection, and is about to offer it again.
+const CLAIMED: u32 = 2;
+/// In [`Head::spare`]: one of the ends does not keep it.
+const DISCARDED: u32 = 3;
 
 /// What has become of a relayed segment's way to the other host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,14 +179,78 @@ impl Segment {
         assert!(size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size), "a ring of {size} bytes");
         let fd = sealed::create("thruway socket", Segment::file_len(size) as u64)?;
         let segment = Segment::map(&fd, size)?;
+        segment.begin();
+        Ok((segment, fd))
+    }
+
+    /// Everything but what is in the rings, as at the beginning of a connection.
+    fn begin(&self) {
+        self.head().accepted.store(0, Ordering::Relaxed);
         for direction in 0..2 {
-            let control = segment.control(direction);
+            let control = self.control(direction);
+            for word in [&control.ringing, &control.rung, &control.head, &control.settled] {
+                word.store(0, Ordering::Relaxed);
+            }
+            for word in [
+                &control.ended,
+                &control.done,
+                &control.reader,
+                &control.close_wanted,
+                &control.bell,
+                &control.call_wanted,
+            ] {
+                word.store(0, Ordering::Relaxed);
+            }
+            for run in &control.runs {
+                run.ring.store(0, Ordering::Relaxed);
+                run.start.store(0, Ordering::Relaxed);
+                run.end.store(0, Ordering::Relaxed);
+            }
             control.runs[0].end.store(OPEN, Ordering::Relaxed);
             control.armed.store(1, Ordering::Relaxed);
             control.tail.store(BY_TCP, Ordering::Relaxed);
             control.opened.store(1, Ordering::Release);
         }
-        Ok((segment, fd))
+    }
+
+    /// The taker's connection has ended, and it keeps the memory for another one between the same two processes. False if the maker
+    /// does not.
+    pub fn spare(&self) -> bool {
+        self.pass(IN_USE, SPARE)
+    }
+
+    /// The maker, whose own connection has ended, too, makes it as new for another one. False if the taker still uses it, or does not
+    /// keep it: see [`is_discarded`](Segment::is_discarded).
+    pub fn claim(&self) -> bool {
+        let is_spare = self.pass(SPARE, CLAIMED);
+        if is_spare {
+            self.begin();
+        }
+        is_spare
+    }
+
+    /// The taker has been offered it again.
+    pub fn take_again(&self) -> bool {
+        self.pass(CLAIMED, IN_USE)
+    }
+
+    /// The taker keeps it no longer. False if the maker is about to offer it again.
+    pub fn give_up(&self) -> bool {
+        self.pass(SPARE, DISCARDED) || self.is_discarded()
+    }
+
+    /// This end does not keep it, whatever the other end is about to do.
+    pub fn discard(&self) {
+        self.head().spare.store(DISCARDED, Ordering::SeqCst);
+    }
+
+    /// Whether one of the ends has said so.
+    pub fn is_discarded(&self) -> bool {
+        self.head().spare.load(Ordering::Acquire) == DISCARDED
+    }
+
+    fn pass(&self, from: u32, to: u32) -> bool {
+        self.head().spare.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
     /// Maps what a peer has made; refuses what could end this process when it is used.

@@ -35,6 +35,8 @@ counters! {
     connections = "connections",
     /// Ends of connections that went on through shared memory.
     accelerated = "accelerated",
+    /// Of these, the ends that have had the memory of an earlier connection between the same two processes.
+    reused = "reused",
     /// Ends of connections that went on through a relay, to another host.
     relayed = "relayed",
     /// Ends of accelerated connections that have gone back to TCP for good.

@@ -60,6 +60,20 @@ pub(crate) struct RelayOptions {
     plaintext: bool,
 }
 
+impl RelayOptions {
+    /// Options that are not as they are by default, but for the port.
+    fn given(&self) -> Vec<&'static str> {
+        let all = [
+            ("--provider", self.provider.name() != RelayProvider::Verbs.name()),
+            ("--device", self.device.is_some()),
+            ("--key", self.key.is_some()),
+            ("--peers", self.peers.is_some()),
+            ("--plaintext", self.plaintext),
+        ];
+        all.into_iter().filter_map(|(name, is_given)| is_given.then_some(name)).collect()
+    }
+}
+
 /// Arguments of `thruway relay`.
 #[derive(Args)]
 #[command(
@@ -134,8 +148,16 @@ fn is_there(port: u16) -> bool {
 }
 
 /// Starts a relay in the background, if this user has none at the port. It stays for as long as programs use it.
-pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path) -> Result<(), String> {
+pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path, quiet: bool) -> Result<(), String> {
     if is_there(options.relay_port) {
+        let given = options.given();
+        if !given.is_empty() && !quiet {
+            thruway_cli::say_error!(
+                "thruway run: the relay that runs already at port {} is used, with what it was started with: {} without effect",
+                options.relay_port,
+                given.join(", ")
+            );
+        }
         return Ok(());
     }
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;

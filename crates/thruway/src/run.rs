@@ -116,7 +116,8 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let library = library().map_err(|why| Failed::operation("run", why))?;
     if args.remote {
         settings.relay = args.relay.relay_port;
-        relay::ensure(&args.relay, settings.ring, &settings.board).map_err(|why| Failed::operation("run", why))?;
+        relay::ensure(&args.relay, settings.ring, &settings.board, common.quiet)
+            .map_err(|why| Failed::operation("run", why))?;
     }
     let (program, rest) = args.program.split_first().expect("clap requires one");
     let mut command = if startup::ignores_sigpipe() {

@@ -13,30 +13,33 @@ const KIND: c_int = 0xf;
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    let forks = slots::FORKS.load(Ordering::SeqCst);
     let fd = unsafe { real::socket(domain, kind, protocol) };
     let is_tcp = matches!(domain, libc::AF_INET | libc::AF_INET6)
         && kind & KIND == libc::SOCK_STREAM
         && matches!(protocol, 0 | libc::IPPROTO_TCP);
-    if fd >= 0 && is_tcp && crate::SETTINGS.get().is_some() {
+    if fd >= 0 && is_tcp && crate::SETTINGS.get().is_some() && !slots::is_in_borrowed_memory() {
         process::forget(fd);
-        slots::add(fd);
+        slots::add(fd, forks);
     }
     fd
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn accept(fd: c_int, addr: *mut c_void, len: *mut socklen_t) -> c_int {
+    let forks = slots::FORKS.load(Ordering::SeqCst);
     let new = unsafe { real::accept(fd, addr, len) };
-    accepted(fd, new)
+    accepted(fd, new, forks)
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn accept4(fd: c_int, addr: *mut c_void, len: *mut socklen_t, flags: c_int) -> c_int {
+    let forks = slots::FORKS.load(Ordering::SeqCst);
     let new = unsafe { real::accept4(fd, addr, len, flags) };
-    accepted(fd, new)
+    accepted(fd, new, forks)
 }
 
-fn accepted(listener: c_int, new: c_int) -> c_int {
+fn accepted(listener: c_int, new: c_int, forks: u32) -> c_int {
     if new < 0 || crate::SETTINGS.get().is_none() {
         return new;
     }
@@ -56,7 +59,7 @@ fn accepted(listener: c_int, new: c_int) -> c_int {
     };
     if is_tcp && !slots::is_in_borrowed_memory() {
         process::forget(new);
-        slots::add(new);
+        slots::add(new, forks);
         count(&counters().connections, 1);
     }
     fail(error);

@@ -1,6 +1,7 @@
 //! Hooks that receive.
 
 use super::{check, list, piece};
+use crate::data::fail;
 use crate::slots;
 use crate::wait::Limit;
 use crate::{data, real};
@@ -54,7 +55,22 @@ pub(crate) unsafe extern "C" fn preadv2(
     flags: c_int,
 ) -> ssize_t {
     if at == -1 && slots::find(fd).is_some() {
-        return unsafe { readv(fd, base, count) };
+        // `RWF_NOWAIT` is all of them that means something here.
+        let flags = if flags & libc::RWF_NOWAIT != 0 { libc::MSG_DONTWAIT } else { 0 };
+        let message = msghdr {
+            msg_name: std::ptr::null_mut(),
+            msg_namelen: 0,
+            msg_iov: base.cast_mut(),
+            msg_iovlen: count.max(0) as usize,
+            msg_control: std::ptr::null_mut(),
+            msg_controllen: 0,
+            msg_flags: 0,
+        };
+        return if count < 0 {
+            fail(libc::EINVAL)
+        } else {
+            unsafe { recvmsg(fd, (&raw const message).cast_mut(), flags) }
+        };
     }
     unsafe { real::preadv2(fd, base, count, at, flags) }
 }

@@ -2,6 +2,7 @@
 
 use super::receiving::recv;
 use super::{list, piece};
+use crate::data::fail;
 use crate::report::{Reason, stays};
 use crate::slots;
 use crate::{data, process, real};
@@ -175,6 +176,12 @@ pub(crate) unsafe extern "C" fn sendmmsg(fd: c_int, base: *mut mmsghdr, count: c
             return if i > 0 { i as c_int } else { -1 };
         }
         one.msg_len = sent as c_uint;
+        let header = &one.msg_hdr;
+        let pieces = (0..header.msg_iovlen).map(|at| unsafe { (*header.msg_iov.add(at)).iov_len });
+        if (sent as usize) < pieces.sum() {
+            // What follows would come into the gap.
+            return i as c_int + 1;
+        }
     }
     count as c_int
 }
@@ -223,6 +230,15 @@ pub(crate) unsafe extern "C" fn sendfile64(out: c_int, from: c_int, offset: *mut
     unsafe { sendfile(out, from, offset, len) }
 }
 
+/// What a pipe that can be written to has room for, without waiting.
+const PAGE: ssize_t = 4096;
+
+fn has_room_for_a_page(pipe: c_int) -> bool {
+    let mut list = [libc::pollfd { fd: pipe, events: libc::POLLOUT, revents: 0 }];
+    // SAFETY: one entry.
+    unsafe { real::poll(list.as_mut_ptr(), 1, 0) == 1 }
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn splice(
     from: c_int,
@@ -237,18 +253,34 @@ pub(crate) unsafe extern "C" fn splice(
         return unsafe { data::transmit(number, to, &[], 0, true, |_| plain()) };
     }
     let Some(number) = slots::find(from) else { return plain() };
-    if !slots::slot(number).is_accelerated() {
-        // Bytes taken by the kernel are bytes received.
-        return unsafe { data::receive(number, from, &[], 0, plain) };
+    // Bytes taken by the kernel are bytes received.
+    if let Some(result) = data::receive_plain(number, from, plain) {
+        return result;
     }
     let mut buffer = [0u8; 16 << 10];
-    let flags = if flags & libc::SPLICE_F_NONBLOCK != 0 { libc::MSG_DONTWAIT } else { 0 };
+    let is_impatient = flags & libc::SPLICE_F_NONBLOCK != 0;
+    if is_impatient && !has_room_for_a_page(to) {
+        return fail(libc::EAGAIN);
+    }
+    let flags = if is_impatient { libc::MSG_DONTWAIT } else { 0 };
     // Looked at first, and taken when they have gone: the pipe may be full.
     let got = unsafe { recv(from, buffer.as_mut_ptr().cast(), len.min(buffer.len()), flags | libc::MSG_PEEK) };
     if got <= 0 {
         return got;
     }
-    let put = unsafe { real::write(to, buffer.as_ptr().cast(), got as size_t) };
+    let mut put = 0;
+    while put < got {
+        let most = if is_impatient { (got - put).min(PAGE) } else { got - put };
+        let written = unsafe { real::write(to, buffer.as_ptr().add(put as usize).cast(), most as size_t) };
+        if written <= 0 {
+            put = if put > 0 { put } else { written };
+            break;
+        }
+        put += written;
+        if is_impatient && !has_room_for_a_page(to) {
+            break;
+        }
+    }
     if put > 0 {
         unsafe { recv(from, buffer.as_mut_ptr().cast(), put as size_t, libc::MSG_DONTWAIT) };
     }
