@@ -34,6 +34,7 @@ extern "C" fn begin() {
             return report::complain(&[VARIABLE, " has ", &part, ", which is not understood; nothing is accelerated"]);
         }
     };
+    process::end_with(settings.supervisor);
     report::start(settings.stats.as_ref(), settings.explain.clone());
     if slots::start() && SETTINGS.set(settings).is_ok() {
         process::watch_forks();

@@ -8,6 +8,19 @@ use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering;
 
+/// Has this process killed when its parent, the supervisor with this number, is.
+pub(crate) fn end_with(supervisor: u32) {
+    let is_its_child =
+        || rustix::process::getppid().is_some_and(|parent| parent.as_raw_pid().cast_unsigned() == supervisor);
+    if supervisor != 0 && is_its_child() {
+        let kill = Some(rustix::process::Signal::KILL);
+        let _ = rustix::process::set_parent_process_death_signal(kill);
+        if !is_its_child() {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        }
+    }
+}
+
 /// This process will not use its descriptors of a connection any more.
 fn give_back(number: u32) {
     let count = slots::local(number).references.swap(0, Ordering::SeqCst);

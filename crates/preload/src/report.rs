@@ -49,6 +49,7 @@ pub(crate) enum Reason {
     Shared,
     Unsupported,
     Memory,
+    Ended,
     Failed,
 }
 
@@ -56,12 +57,15 @@ impl Reason {
     fn text(self) -> &'static str {
         match self {
             Reason::Remote => "TCP: the peer is not on this host",
-            Reason::NoRelay => "TCP: no relay knows a process that runs under thruway at the other end",
+            Reason::NoRelay => {
+                "TCP: the relays have not found a process that runs under thruway at the other end, or each other: their logs say why"
+            }
             Reason::NotFound => "TCP: no process of this user's that runs under thruway is at the other end",
             Reason::Rule => "TCP: a rule says so",
             Reason::Shared => "TCP: other processes hold the descriptor, or may",
             Reason::Unsupported => "TCP: an option or use that only the kernel's TCP has",
             Reason::Memory => "TCP: no memory for rings within the limit",
+            Reason::Ended => "TCP: one end was shut down before it could be accelerated",
             Reason::Failed => "TCP: acceleration has failed",
         }
     }
@@ -76,6 +80,7 @@ impl Reason {
             Reason::Shared => &counters.shared_descriptor,
             Reason::Unsupported => &counters.unsupported_use,
             Reason::Memory => &counters.no_memory,
+            Reason::Ended => &counters.short,
             Reason::Failed => &counters.failed,
         }
     }

@@ -136,7 +136,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
         return never(slot, fd, Reason::Rule, &"");
     }
     if !Connection::new(fd).is_established() {
-        return never(slot, fd, Reason::Unsupported, &": one end has been shut down already");
+        return never(slot, fd, Reason::Ended, &"");
     }
     if Connection::new(fd).is_unsupported() {
         return never(slot, fd, Reason::Unsupported, &"");
@@ -524,7 +524,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         return give_up(Reason::Shared, &"");
     }
     if segment.is_relayed() && slot.shut.load(Ordering::SeqCst) != 0 {
-        return give_up(Reason::Unsupported, &": one end has been shut down already");
+        return give_up(Reason::Ended, &"");
     }
     // Neither would be for long; the first is the rule while a thread waits for what comes.
     if slot.plain_receives.load(Ordering::SeqCst) > 0 || segment.is_relayed() && FORKING.load(Ordering::SeqCst) > 0 {
@@ -579,7 +579,7 @@ pub(crate) fn give_up_before_end(slot: &Slot, fd: i32) {
     if let Some(segment) = slot.set_segment(&guard, None) {
         unmap(segment);
     }
-    never(slot, fd, Reason::Unsupported, &": one end has been shut down already");
+    never(slot, fd, if phase == phase::LISTED { Reason::NoRelay } else { Reason::Ended }, &"");
 }
 
 /// Tells the relay that the segment it was asked for is not wanted any more.

@@ -26,6 +26,7 @@ mod local;
 mod meet;
 mod relay;
 
+pub use local::{About, find};
 pub use meet::Peers;
 pub use relay::{Config, Relay};
 

@@ -9,6 +9,7 @@ use rustix::net::{
 };
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::time::Duration;
 use thruway_sockets::meeting::{Offer, Offered, REQUEST_LEN, Request, relay_name, service_name};
 
 /// The Unix socket to which processes connect.
@@ -17,6 +18,7 @@ pub(crate) struct Door(pub(crate) OwnedFd);
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
 impl Door {
+    /// Takes the name. Nothing can connect before [`Door::listen`].
     pub(crate) fn open(port: u16) -> Result<Door, Error> {
         let uid = rustix::process::geteuid().as_raw();
         let failed = |error: Errno| match error {
@@ -27,21 +29,86 @@ impl Door {
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None).map_err(failed)?;
         let name = SocketAddrUnix::new_abstract_name(&relay_name(uid, port)).map_err(failed)?;
         rustix::net::bind(&socket, &name).map_err(failed)?;
-        rustix::net::listen(&socket, 4096).map_err(failed)?;
         Ok(Door(socket))
     }
 
-    /// A process that has connected, if one has; others' are turned away.
-    pub(crate) fn accept(&self) -> Option<OwnedFd> {
+    /// Lets processes connect.
+    pub(crate) fn listen(&self) -> Result<(), Error> {
+        rustix::net::listen(&self.0, 4096).map_err(|error| Error::io("no Unix socket")(error.into()))
+    }
+
+    /// A process that has connected, if one has; others' are turned away. It is told what this relay is.
+    pub(crate) fn accept(&self, about: &About) -> Option<OwnedFd> {
         for _ in 0..64 {
             let socket = rustix::net::accept_with(&self.0, FLAGS).ok()?;
             if is_ours(&socket) {
+                let _ =
+                    rustix::net::send(&socket, about.encode().as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
                 return Some(socket);
             }
         }
         None
     }
 }
+
+/// What a relay says of itself to the processes that connect.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct About {
+    /// The name of what carries links.
+    pub provider: String,
+    /// Its own public key.
+    pub key: String,
+    /// The file of those that it trusts.
+    pub peers: String,
+    /// It seals what is sent.
+    pub encrypts: bool,
+}
+
+const ABOUT: &str = "thruway relay";
+
+impl About {
+    fn encode(&self) -> String {
+        [ABOUT, &self.provider, &self.key, if self.encrypts { "encrypts" } else { "plaintext" }, &self.peers].join("\n")
+    }
+
+    fn decode(text: &str) -> Option<About> {
+        let mut parts = text.splitn(5, '\n');
+        let (ABOUT, provider, key, how, peers) =
+            (parts.next()?, parts.next()?, parts.next()?, parts.next()?, parts.next()?)
+        else {
+            return None;
+        };
+        let encrypts = match how {
+            "encrypts" => true,
+            "plaintext" => false,
+            _ => return None,
+        };
+        Some(About { provider: provider.into(), key: key.into(), peers: peers.into(), encrypts })
+    }
+}
+
+/// The relay of this process's user at a port, if there is one.
+///
+/// # Errors
+/// It does not say what it is.
+pub fn find(port: u16) -> io::Result<Option<About>> {
+    let uid = rustix::process::geteuid();
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let name = SocketAddrUnix::new_abstract_name(&relay_name(uid.as_raw(), port))?;
+    // Another user may have taken the name, whose relay serves that user only.
+    if rustix::net::connect(&socket, &name).is_err() || !is_ours(&socket) {
+        return Ok(None);
+    }
+    let silent = || io::Error::new(io::ErrorKind::TimedOut, "a relay of this user is there and does not answer");
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(ABOUT_TIMEOUT))?;
+    let mut message = [0u8; 8192];
+    let (len, _) = rustix::net::recv(&socket, &mut message, RecvFlags::empty()).map_err(|_| silent())?;
+    let about = std::str::from_utf8(&message[..len]).ok().and_then(About::decode);
+    about.map(Some).ok_or_else(|| io::Error::other("what is there is no relay of this version"))
+}
+
+/// How long a relay may take to say what it is.
+const ABOUT_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn is_ours(socket: &OwnedFd) -> bool {
     sockopt::socket_peercred(socket).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
@@ -94,4 +161,20 @@ pub(crate) fn offer(service: u64, key: [u8; 48], segment: &OwnedFd) -> io::Resul
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     rustix::net::sendmsg(&socket, &[IoSlice::new(&message)], &mut control, flags)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_relay_says_of_itself_is_understood_and_nothing_else_is() {
+        for encrypts in [true, false] {
+            let about = About { provider: "iwarp".into(), key: "ab".into(), peers: "/with\nlines".into(), encrypts };
+            assert_eq!(About::decode(&about.encode()), Some(about));
+        }
+        for text in ["", "thruway relay", "thruway relay\niwarp\nab\nmaybe\n/x", "other\niwarp\nab\nencrypts\n/x"] {
+            assert_eq!(About::decode(text), None, "{text}");
+        }
+    }
 }

@@ -6,7 +6,7 @@ use crate::link::Link;
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -33,6 +33,11 @@ impl Peers {
         Peers(path)
     }
 
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Whether this key is there.
     ///
     /// # Errors
@@ -47,7 +52,8 @@ impl Peers {
     /// As [`Peers::contains`].
     pub fn all(&self) -> Result<Vec<PublicKey>, Error> {
         let name = self.0.display();
-        let text = std::fs::read_to_string(&self.0).map_err(Error::io(format!("cannot read {name}")))?;
+        let text = std::fs::read_to_string(&self.0)
+            .map_err(Error::io(format!("cannot read {name}, the public keys of the relays to trust, one a line")))?;
         let lines = text.lines().enumerate();
         let lines = lines.map(|(n, line)| (n + 1, line.split('#').next().unwrap_or("").trim()));
         lines
@@ -67,13 +73,21 @@ pub(crate) struct Host {
     keys: KeyPair,
     peers: Peers,
     encrypt: bool,
+    /// Where links are called, if that is free.
+    port: u16,
     listeners: Mutex<HashMap<IpAddr, Listener>>,
 }
 
 impl Host {
-    pub(crate) fn new(provider: Provider, keys: KeyPair, peers: Peers, encrypt: bool) -> Result<Host, Error> {
+    pub(crate) fn new(
+        provider: Provider,
+        keys: KeyPair,
+        peers: Peers,
+        encrypt: bool,
+        port: u16,
+    ) -> Result<Host, Error> {
         let context = Context::open_attended(&provider)?;
-        Ok(Host { context, provider, keys, peers, encrypt, listeners: Mutex::default() })
+        Ok(Host { context, provider, keys, peers, encrypt, port, listeners: Mutex::default() })
     }
 
     /// Calls the relay at an address, from an address of this host.
@@ -133,7 +147,9 @@ impl Host {
         if let Some(listener) = listeners.get(&at) {
             return Ok(listener.local_addr().port());
         }
-        let listener = self.context.listen(SocketAddr::new(at, 0))?;
+        // One that firewalls can be told of. If something else has it, any.
+        let listener = self.context.listen(SocketAddr::new(at, self.port));
+        let listener = listener.or_else(|_| self.context.listen(SocketAddr::new(at, 0)))?;
         let port = listener.local_addr().port();
         listeners.insert(at, listener);
         Ok(port)

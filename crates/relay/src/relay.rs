@@ -8,7 +8,7 @@ use crate::calls::{self, Event, Post};
 use crate::carried::{Carried, Failed, Pumped};
 use crate::ends::{End, Way};
 use crate::link::{Link, Message, lies};
-use crate::local::{self, Door, Said};
+use crate::local::{self, About, Door, Said};
 use crate::meet::{Host, Peers};
 use rustix::event::epoll;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -97,7 +97,11 @@ impl Relay {
         };
         let uid = rustix::process::geteuid().as_raw();
         let board = Board::open(&config.board, uid).map_err(Error::io("no board"))?;
-        let host = Host::new(config.provider.clone(), config.keys.clone(), config.peers.clone(), config.encrypt)?;
+        let data_port = config.port.checked_add(1).unwrap_or(0);
+        let (keys, peers) = (config.keys.clone(), config.peers.clone());
+        let host = Host::new(config.provider.clone(), keys, peers, config.encrypt, data_port)?;
+        // What is found by processes works.
+        door.listen()?;
         Ok(Relay { config, host: Arc::new(host), door, listeners, board })
     }
 
@@ -121,11 +125,18 @@ impl Relay {
             std::thread::spawn(move || calls::answer_all(&host, &listener, &post));
         }
         tracing::info!(port = self.config.port, provider = self.host.provider(), key = %self.config.keys.public(), "relay");
+        let about = About {
+            provider: self.host.provider().to_owned(),
+            key: self.config.keys.public().to_string(),
+            peers: self.config.peers.path().display().to_string(),
+            encrypts: self.config.encrypt,
+        };
         let mut state = State {
             host: self.host,
             config: self.config,
             board: self.board,
             door: self.door,
+            about,
             post,
             epoll,
             next: 1,
@@ -178,6 +189,7 @@ struct State {
     config: Config,
     board: Board,
     door: Door,
+    about: About,
     post: Post,
     epoll: OwnedFd,
     /// The next number, of anything.
@@ -286,7 +298,7 @@ impl State {
                 // It is looked at in any case.
                 DEVICE => {}
                 DOOR => {
-                    while let Some(socket) = self.door.accept() {
+                    while let Some(socket) = self.door.accept(&self.about) {
                         let number = NUMBERS + u64::from(self.number());
                         self.watch(&socket, number);
                         self.clients.insert(number, socket);

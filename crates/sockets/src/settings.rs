@@ -61,6 +61,8 @@ pub struct Settings {
     pub stats: Option<PathBuf>,
     /// A file to which what has become of each connection is appended.
     pub explain: Option<PathBuf>,
+    /// The number of the process that waits for the program, without which the program is to end; 0: there is none.
+    pub supervisor: u32,
 }
 
 impl Default for Settings {
@@ -76,6 +78,7 @@ impl Default for Settings {
             relay: 0,
             stats: None,
             explain: None,
+            supervisor: 0,
         }
     }
 }
@@ -105,6 +108,9 @@ impl Settings {
         }
         if self.relay != 0 {
             out += &format!(",relay={}", self.relay);
+        }
+        if self.supervisor != 0 {
+            out += &format!(",supervisor={}", self.supervisor);
         }
         for (name, file) in [("stats", &self.stats), ("explain", &self.explain)] {
             if let Some(file) = file {
@@ -144,6 +150,7 @@ impl Settings {
             "stats" => self.stats = Some(path()),
             "explain" => self.explain = Some(path()),
             "relay" => self.relay = value.parse().ok()?,
+            "supervisor" => self.supervisor = value.parse().ok()?,
             "auto" | "tcp" | "by-relay" => {
                 let (first, last) = value.split_once('-').unwrap_or((value, value));
                 let (first, last) = (first.parse().ok()?, last.parse().ok()?);
@@ -171,6 +178,7 @@ mod tests {
                 rule(0, 65535, Mode::Tcp),
             ],
             relay: 7118,
+            supervisor: 5,
             after_calls: 1,
             ring: 4096,
             board: "/tmp/a,b%2c".into(),

@@ -45,7 +45,7 @@ enum Command {
     Run(Box<run::RunArgs>),
     /// Carry connections of such programs to other hosts
     Relay(relay::RelayArgs),
-    /// Make a key pair for access to daemons
+    /// Make a key pair, by which daemons and relays know this user
     Keygen(keys::KeygenArgs),
     /// Run a self-contained demonstration on this machine
     Demo(demo::DemoArgs),

@@ -10,7 +10,6 @@ use thruway_cli::{Common, Failed};
 use thruway_engine::units;
 use thruway_fabric::{Provider, iwarp, verbs};
 use thruway_relay::{Config, Error, Peers, Relay};
-use thruway_sockets::meeting::relay_name;
 
 /// The port of relays, unless another one is named.
 pub(crate) const PORT: u16 = 7118;
@@ -61,16 +60,30 @@ pub(crate) struct RelayOptions {
 }
 
 impl RelayOptions {
-    /// Options that are not as they are by default, but for the port.
-    fn given(&self) -> Vec<&'static str> {
-        let all = [
-            ("--provider", self.provider.name() != RelayProvider::Verbs.name()),
-            ("--device", self.device.is_some()),
-            ("--key", self.key.is_some()),
-            ("--peers", self.peers.is_some()),
-            ("--plaintext", self.plaintext),
-        ];
-        all.into_iter().filter_map(|(name, is_given)| is_given.then_some(name)).collect()
+    /// Refuses to use a relay that is not what these options ask for.
+    fn agree_with(&self, about: &thruway_relay::About) -> Result<(), String> {
+        let differs = |what: String| {
+            let port = self.relay_port;
+            Err(format!("the relay that runs already at port {port} {what}: end it, or use another --relay-port"))
+        };
+        if !about.encrypts && !self.plaintext {
+            return differs("was started with --plaintext, and this program was not".to_owned());
+        }
+        if about.provider != self.provider.name() && (self.provider.name() != RelayProvider::Verbs.name()) {
+            return differs(format!("has --provider {}, not {}", about.provider, self.provider.name()));
+        }
+        if let Some(path) = &self.key {
+            let key = keys::identity(Some(path))?.public().to_string();
+            if key != about.key {
+                return differs(format!("has the key {}, not that of {}", about.key, path.display()));
+            }
+        }
+        if let Some(peers) = &self.peers
+            && std::path::absolute(peers).is_ok_and(|peers| peers.display().to_string() != about.peers)
+        {
+            return differs(format!("trusts the keys in {}, not in {}", about.peers, peers.display()));
+        }
+        Ok(())
     }
 }
 
@@ -135,34 +148,17 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
     relay.run().map_err(|error| failed(error.to_string()))
 }
 
-/// Whether this user has a relay at this port.
-fn is_there(port: u16) -> bool {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-    let uid = rustix::process::geteuid().as_raw();
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-    let name = SocketAddrUnix::new_abstract_name(&relay_name(uid, port));
-    let (Ok(socket), Ok(name)) = (socket, name) else { return false };
-    // Another user may have taken the name, whose relay serves that user only.
-    rustix::net::connect(&socket, &name).is_ok()
-        && rustix::net::sockopt::socket_peercred(&socket).is_ok_and(|peer| peer.uid.as_raw() == uid)
-}
-
 /// Starts a relay in the background, if this user has none at the port. It stays for as long as programs use it.
-pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path, quiet: bool) -> Result<(), String> {
-    if is_there(options.relay_port) {
-        let given = options.given();
-        if !given.is_empty() && !quiet {
-            thruway_cli::say_error!(
-                "thruway run: the relay that runs already at port {} is used, with what it was started with: {} without effect",
-                options.relay_port,
-                given.join(", ")
-            );
-        }
-        return Ok(());
+pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path) -> Result<(), String> {
+    let port = options.relay_port;
+    let find = || thruway_relay::find(port).map_err(|error| format!("no relay at port {port}: {error}"));
+    if let Some(about) = find()? {
+        return options.agree_with(&about);
     }
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-    // What it complains about at its start goes to a file: it outlives this process's standard error.
-    let mut log = tempfile::tempfile().map_err(|error| format!("no temporary file: {error}"))?;
+    // What it says goes to a file: it outlives this process's standard error.
+    let mut log =
+        log_file(port).or_else(|_| tempfile::tempfile()).map_err(|error| format!("no temporary file: {error}"))?;
     let mut command = Command::new(program);
     command.args(["relay", "--until-unused", "--relay-port", &options.relay_port.to_string()]);
     command.args(["--provider", options.provider.name(), "--ring", &ring.to_string()]);
@@ -187,8 +183,9 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
     let mut child = command.spawn().map_err(|error| format!("cannot start a relay: {error}"))?;
     let limit = Instant::now() + START_TIMEOUT;
     loop {
-        if is_there(options.relay_port) {
-            return Ok(());
+        if let Some(about) = find()? {
+            // Another program may have started it at the same time.
+            return options.agree_with(&about);
         }
         let ended = child.try_wait().ok().flatten();
         if ended.is_some_and(|status| !status.success()) || Instant::now() > limit {
@@ -200,4 +197,18 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Where a relay that a program has started says why connections stay with TCP.
+fn log_file(port: u16) -> std::io::Result<std::fs::File> {
+    let path = log_path(port);
+    std::fs::create_dir_all(path.parent().unwrap_or(&path))?;
+    std::fs::File::options().create(true).truncate(true).read(true).write(true).open(path)
+}
+
+/// Below `~/.local/state`, or what `XDG_STATE_HOME` names.
+fn log_path(port: u16) -> PathBuf {
+    let base = std::env::var_os("XDG_STATE_HOME").filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state")));
+    base.unwrap_or_else(std::env::temp_dir).join(format!("thruway/relay-{port}.log"))
 }

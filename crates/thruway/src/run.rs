@@ -4,12 +4,13 @@ use crate::relay::{self, RelayOptions};
 use clap::Args;
 use serde::Deserialize;
 use std::ffi::{OsStr, OsString};
+use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use thruway_cli::{Common, Failed, say, say_error};
+use thruway_cli::{Common, Failed, say_error};
 use thruway_engine::units;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
 use thruway_sockets::startup;
@@ -22,7 +23,7 @@ const LIBRARY: &str = "libthruway_preload.so";
 /// Arguments of `thruway run`.
 #[derive(Args)]
 #[command(
-    after_help = "Examples:\n  thruway run -- redis-server --port 6379           a server, and\n  thruway run -- redis-benchmark -p 6379            a client of the same host and user: connected through shared memory\n  thruway run --explain -- curl http://localhost/   says of each connection what has become of it\n  thruway run --stats -- nginx -g 'daemon off;'     counts what was sent which way"
+    after_help = "Examples:\n  thruway run -- redis-server --port 6379           a server, and\n  thruway run -- redis-benchmark -p 6379            a client of the same host and user: connected through shared memory\n  thruway run --explain -- curl http://localhost/   says of each connection what has become of it\n  thruway run --stats -- nginx -g 'daemon off;'     counts what was sent which way\n  thruway run --remote -- iperf3 -s                 and on another host, thruway run --remote -- iperf3 -c HOST: see 'thruway relay --help'\n\nExit status: the program's; 125 if this command itself has failed, 126 if the program cannot be run, 127 if there is none; 2 for wrong options."
 )]
 pub(crate) struct RunArgs {
     /// Rules and limits, from a file (TOML)
@@ -37,6 +38,9 @@ pub(crate) struct RunArgs {
     /// Print counters when the program has ended
     #[arg(long)]
     stats: bool,
+    /// Write what --explain and --stats say to this file rather than to standard error, and with --json to standard output
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
     /// Accelerate a connection after so many calls that send or receive
     #[arg(long, value_name = "CALLS")]
     after_calls: Option<u32>,
@@ -113,11 +117,11 @@ impl Size {
 /// Runs `thruway run`. Returns only if the program could not be started; else this process ends as the program has.
 pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
-    let library = library().map_err(|why| Failed::operation("run", why))?;
+    let library = library().unwrap_or_else(|why| give_up(OWN_FAILURE, why));
     if args.remote {
         settings.relay = args.relay.relay_port;
-        relay::ensure(&args.relay, settings.ring, &settings.board, common.quiet)
-            .map_err(|why| Failed::operation("run", why))?;
+        let relay = relay::ensure(&args.relay, settings.ring, &settings.board);
+        relay.unwrap_or_else(|why| give_up(OWN_FAILURE, why));
     }
     let (program, rest) = args.program.split_first().expect("clap requires one");
     let mut command = if startup::ignores_sigpipe() {
@@ -129,32 +133,107 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         Command::new(program)
     };
     command.args(rest).env("LD_PRELOAD", preload(&library));
-    let failed = |error: std::io::Error| {
-        Failed::operation("run", format_args!("cannot run {}: {error}", Path::new(program).display()))
+    let failed = |error: std::io::Error| -> ! {
+        let status = if error.kind() == std::io::ErrorKind::NotFound { NO_PROGRAM } else { CANNOT_RUN };
+        give_up(status, format_args!("cannot run {}: {error}", Path::new(program).display()))
     };
     if !args.explain && !args.stats {
         command.env(VARIABLE, settings.encode());
-        return Err(failed(command.exec()));
+        failed(command.exec());
     }
-    let directory = tempfile::Builder::new().prefix("thruway-run-").tempdir().map_err(failed)?;
-    let (stats, explain) = (directory.path().join("stats"), directory.path().join("explain"));
-    let file = std::fs::File::create(&stats).map_err(failed)?;
-    file.set_len(Counters::FILE_LEN).map_err(failed)?;
-    std::fs::File::create(&explain).map_err(failed)?;
-    settings.stats = Some(stats.clone());
-    settings.explain = args.explain.then(|| explain.clone());
+    let report = args.report.as_ref().map(|path| {
+        let file = std::fs::File::create(path);
+        file.unwrap_or_else(|error| give_up(OWN_FAILURE, format_args!("cannot write {}: {error}", path.display())))
+    });
+    let told = Told::new().unwrap_or_else(|error| {
+        let place = std::env::temp_dir();
+        give_up(
+            OWN_FAILURE,
+            format_args!("no place for what the program's library tells in {}: {error}", place.display()),
+        )
+    });
+    settings.stats = Some(told.stats());
+    // Who kills this process for good means the program.
+    settings.supervisor = std::process::id();
+    settings.explain = args.explain.then(|| told.explain());
     command.env(VARIABLE, settings.encode());
-    let status = supervise(&mut command).map_err(failed)?;
-    let file = std::fs::File::options().read(true).write(true).open(&stats).map_err(failed)?;
-    let counters = Counters::map(&file).map_err(failed)?;
-    if args.explain {
-        explain_all(&explain, counters);
+    let status = supervise(&mut command).unwrap_or_else(|error| failed(error));
+    let mut text = String::new();
+    let counters = told.counters();
+    match &counters {
+        Ok(counters) => {
+            if args.explain {
+                explain_all(&told.explain(), counters, &mut text);
+            }
+            if args.stats && !common.json {
+                list(counters, &mut text);
+            }
+        }
+        Err(error) => say_error!("thruway run: what was counted cannot be read: {error}"),
     }
-    if args.stats {
-        print(counters, common);
+    let json = counters.ok().filter(|_| args.stats && common.json).map(as_json);
+    drop(told);
+    let written = match report {
+        Some(mut file) => file.write_all((text + &json.unwrap_or_default()).as_bytes()),
+        None => {
+            let _ = std::io::stderr().write_all(text.as_bytes());
+            std::io::stdout().write_all(json.unwrap_or_default().as_bytes())
+        }
+    };
+    if let Err(error) = written {
+        // The program's own status matters more.
+        say_error!("thruway run: cannot write what was counted: {error}");
     }
-    drop(directory);
-    std::process::exit(status.code().or(status.signal().map(|signal| 128 + signal)).unwrap_or(1));
+    end_as(status)
+}
+
+/// Exit statuses as `env`, `nohup` and `timeout` have them.
+const OWN_FAILURE: i32 = 125;
+const CANNOT_RUN: i32 = 126;
+const NO_PROGRAM: i32 = 127;
+
+fn give_up(status: i32, why: impl std::fmt::Display) -> ! {
+    say_error!("thruway run: {why}");
+    std::process::exit(status)
+}
+
+/// Ends this process as the program has ended: a shell stops a script whose program has died of an interrupt.
+fn end_as(status: ExitStatus) -> ! {
+    if let Some(signal) = status.signal() {
+        // The program has left its core, if it was to.
+        let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
+        let _ = rustix::process::setrlimit(rustix::process::Resource::Core, none);
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
+        if let Some(signal) = rustix::process::Signal::from_named_raw(signal) {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), signal);
+        }
+        std::process::exit(128 + signal);
+    }
+    std::process::exit(status.code().unwrap_or(1))
+}
+
+/// Where the library in the program tells what it does.
+struct Told(tempfile::TempDir);
+
+impl Told {
+    fn new() -> std::io::Result<Told> {
+        let told = Told(tempfile::Builder::new().prefix("thruway-run-").tempdir()?);
+        std::fs::File::create(told.stats())?.set_len(Counters::FILE_LEN)?;
+        std::fs::File::create(told.explain())?;
+        Ok(told)
+    }
+
+    fn stats(&self) -> PathBuf {
+        self.0.path().join("stats")
+    }
+
+    fn explain(&self) -> PathBuf {
+        self.0.path().join("explain")
+    }
+
+    fn counters(&self) -> std::io::Result<&'static Counters> {
+        Counters::map(std::fs::File::options().read(true).write(true).open(self.stats())?)
+    }
 }
 
 fn settings(args: &RunArgs) -> Result<Settings, String> {
@@ -172,6 +251,10 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
     if let Some(ring) = args.ring {
         settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
     }
+    if settings.memory < 2 * settings.ring as u64 {
+        let (memory, ring) = (settings.memory, settings.ring);
+        return Err(format!("memory = {memory}: less than the two rings of a connection, of {ring} bytes each"));
+    }
     Ok(settings)
 }
 
@@ -188,6 +271,9 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
         settings.ring = size.bytes().and_then(ring_size).map_err(|why| format!("ring: {why}"))?;
     }
     if let Some(board) = &policy.board {
+        if !board.is_absolute() || !board.is_dir() {
+            return Err(format!("board = \"{}\": no directory, by its whole path", board.display()));
+        }
         settings.board.clone_from(board);
     }
     for rule in &policy.rule {
@@ -234,6 +320,11 @@ fn library() -> Result<PathBuf, String> {
 }
 
 fn preload(library: &Path) -> OsString {
+    if library.as_os_str().as_encoded_bytes().iter().any(|byte| b" :\t\n".contains(byte)) {
+        let why =
+            "has a space or a colon in its name, which LD_PRELOAD cannot have: name a link to it in THRUWAY_PRELOAD";
+        give_up(OWN_FAILURE, format_args!("{} {why}", library.display()));
+    }
     let mut value = library.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         value.push(OsStr::new(":"));
@@ -242,21 +333,39 @@ fn preload(library: &Path) -> OsString {
     value
 }
 
-/// Runs the program to its end, and hands it the signals that this process gets.
+/// Whether this process is what its terminal's keys are for.
+fn has_terminal() -> bool {
+    let terminal = std::fs::File::options().read(true).write(true).open("/dev/tty");
+    terminal.is_ok_and(|tty| rustix::termios::tcgetpgrp(tty).is_ok_and(|group| group == rustix::process::getpgrp()))
+}
+
+/// Runs the program to its end, and hands it the signals that this process gets, each once: those of the terminal's keys go to both by
+/// themselves, and what is sent to a whole group of processes reaches the program through this process alone, because without a terminal
+/// it has a group of its own.
 fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+    use signal_hook::low_level::siginfo::Cause;
+    let has_terminal = has_terminal();
+    if !has_terminal {
+        command.process_group(0);
+    }
     // What is ignored here is ignored by the program, too: a handler would undo that.
     let ignored = ignored_signals();
     let forwarded = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     let forwarded = forwarded.iter().filter(|signal| ignored >> (*signal - 1) & 1 == 0);
-    let mut signals = signal_hook::iterator::Signals::new(forwarded)?;
+    let mut signals =
+        signal_hook::iterator::SignalsInfo::<signal_hook::iterator::exfiltrator::WithOrigin>::new(forwarded)?;
     let mut child = command.spawn()?;
     let pid = Arc::new(AtomicU32::new(child.id()));
     let handle = signals.handle();
     let forward = {
         let pid = Arc::clone(&pid);
         std::thread::spawn(move || {
-            for signal in signals.forever() {
+            for origin in signals.forever() {
+                if has_terminal && origin.cause == Cause::Kernel {
+                    continue;
+                }
+                let signal = origin.signal;
                 let child = rustix::process::Pid::from_raw(pid.load(Ordering::SeqCst).cast_signed());
                 if let (Some(child), Some(signal)) = (child, rustix::process::Signal::from_named_raw(signal)) {
                     let _ = rustix::process::kill_process(child, signal);
@@ -279,35 +388,33 @@ fn ignored_signals() -> u64 {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-fn explain_all(log: &Path, counters: &Counters) {
+fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
     let count = |name| counters.list().find(|(other, _)| *other == name).map_or(0, |(_, count)| count);
     if count("processes") == 0 {
-        say_error!(
-            "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)"
+        *to += &format!(
+            "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)\n"
         );
     } else if count("connections") == 0 {
-        say_error!(
-            "thruway: no TCP connection was made by calls of the C library; programs that make their own system calls (as those in Go do) stay with TCP"
-        );
+        *to += "thruway: no TCP connection was made by calls of the C library; programs that make their own system calls (as those in Go do) stay with TCP\n";
     }
     for line in std::fs::read_to_string(log).unwrap_or_default().lines() {
-        say_error!("thruway: {line}");
+        *to += &format!("thruway: {line}\n");
     }
     let short = count("short");
     if short > 0 {
-        say_error!("thruway: {short} ends of connections with fewer calls than are worth it: TCP");
+        *to += &format!("thruway: {short} ends of connections with fewer calls than are worth it: TCP\n");
     }
 }
 
-fn print(counters: &Counters, common: &Common) {
-    if common.json {
-        let all: serde_json::Map<String, serde_json::Value> =
-            counters.list().map(|(name, count)| (name.to_owned(), count.into())).collect();
-        say!("{}", serde_json::Value::Object(all));
-    } else {
-        for (name, count) in counters.list().filter(|(_, count)| *count > 0) {
-            say_error!("thruway: {name:<18} {count}");
-        }
+fn as_json(counters: &Counters) -> String {
+    let all: serde_json::Map<String, serde_json::Value> =
+        counters.list().map(|(name, count)| (name.to_owned(), count.into())).collect();
+    format!("{}\n", serde_json::Value::Object(all))
+}
+
+fn list(counters: &Counters, to: &mut String) {
+    for (name, count) in counters.list().filter(|(_, count)| *count > 0) {
+        *to += &format!("thruway: {name:<18} {count}\n");
     }
 }
 

@@ -250,9 +250,15 @@ fn the_program_ends_as_it_would_alone() {
         assert_eq!(finish(program(Some(options), &["sh", "-c", "exit 7"])).status.code(), Some(7));
     }
     assert_eq!(finish(program(RUN, &["sh", "-c", "kill -9 $$"])).status.signal(), Some(9));
-    assert_eq!(finish(program(STATS, &["sh", "-c", "kill -9 $$"])).status.code(), Some(128 + 9));
+    for signal in [9, 15] {
+        let how = format!("kill -{signal} $$");
+        assert_eq!(finish(program(STATS, &["sh", "-c", &how])).status.signal(), Some(signal));
+    }
+    for options in [RUN, STATS] {
+        assert_eq!(finish(program(options, &["/etc/passwd"])).status.code(), Some(126));
+        assert_eq!(finish(program(options, &["/nonexistent/program"])).status.code(), Some(127));
+    }
     let output = finish(program(RUN, &["/nonexistent/program"]));
-    assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/nonexistent/program"));
     // What is ignored stays ignored.
     let ignored = |run: &str| {
@@ -274,6 +280,67 @@ fn the_program_ends_as_it_would_alone() {
     assert_eq!(waits.line(), "ready");
     rustix::process::kill_process(rustix::process::Pid::from_child(&waits.0), rustix::process::Signal::TERM).unwrap();
     assert_eq!(waits.0.wait().unwrap().code(), Some(5));
+}
+
+/// A program that counts its interrupts until there have been none for a while.
+const INTERRUPTED: &str = r#"
+import signal, sys, time
+last, count = time.time(), 0
+def interrupted(*_):
+    global last, count
+    last, count = time.time(), count + 1
+    print("interrupt", count, flush=True)
+signal.signal(signal.SIGINT, interrupted)
+print("ready", flush=True)
+while count == 0 or time.time() < last + 0.5:
+    time.sleep(0.01)
+"#;
+
+/// The terminal and `timeout` signal all processes of a group.
+#[test]
+fn a_program_is_interrupted_once_and_by_what_ends_it_ends_its_supervisor() {
+    let terminal = script("terminal.py");
+    let terminal = terminal.to_str().unwrap();
+    let interrupts = |output: &Output| String::from_utf8_lossy(&output.stdout).matches("interrupt").count();
+    for options in ["", "--stats", "--explain"] {
+        let options: Vec<&str> = options.split_terminator(' ').collect();
+        let run = [&[THRUWAY, "run"], &options[..], &["--", "/usr/bin/python3", "-c", INTERRUPTED]].concat();
+        let pressed = finish(program(None, &[&["/usr/bin/python3", terminal], &run[..]].concat()));
+        assert_eq!(interrupts(&pressed), 1, "{options:?}: {}", String::from_utf8_lossy(&pressed.stdout));
+        // To itself, and to its group.
+        let timed = finish(program(None, &[&["timeout", "-s", "INT", "2"], &run[..]].concat()));
+        assert!((1..=2).contains(&interrupts(&timed)), "{options:?}");
+        // A shell ends with a program that was interrupted, rather than to go on with the next.
+        let line = format!("{THRUWAY} run {} -- sh -c 'echo ready; exec sleep 60'; echo next", options.join(" "));
+        let script = finish(program(None, &["/usr/bin/python3", terminal, "bash", "-c", &line]));
+        let said = String::from_utf8_lossy(&script.stdout);
+        assert!(said.contains("signal 2") && !said.contains("next"), "{options:?}: {said}");
+    }
+    // Who kills the supervisor means the program.
+    let mut killed = Running::start(program(STATS, &["sh", "-c", "echo $$; exec sleep 60"]));
+    let pid: i32 = killed.line().parse().unwrap();
+    killed.0.kill().unwrap();
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    while rustix::process::test_kill_process(pid).is_ok() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn what_is_counted_goes_to_a_file_beside_the_programs_output() {
+    let lab = support::Lab::new();
+    let report = lab.path("report.json");
+    let options = ["--stats", "--json", "--report", report.to_str().unwrap()];
+    let output = finish(program(Some(&options), &["printf", "out"]));
+    assert_eq!(output.stdout, b"out");
+    let counted: BTreeMap<String, u64> = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+    assert_eq!(counted["processes"], 1);
+    // Where it cannot be written, the program's own status counts.
+    let full =
+        finish(program(None, &["sh", "-c", &format!("{THRUWAY} run --stats --json -- sh -c 'exit 3' >/dev/full")]));
+    assert_eq!(full.status.code(), Some(3));
+    let nowhere = finish(program(Some(&["--stats", "--report", "/nonexistent/report"]), &["true"]));
+    assert_eq!(nowhere.status.code(), Some(125));
 }
 
 #[test]
@@ -524,9 +591,40 @@ fn a_relay_that_cannot_start_is_an_error_that_says_why() {
     let peers = relayed.lab.path("peers");
     std::fs::write(&peers, "no key\n").unwrap();
     let output = finish(relayed.run(&[], &["true"]));
-    assert!(output.status.code() == Some(1) && support::stderr(&output).contains("peers:1"), "{output:?}");
+    assert!(output.status.code() == Some(125) && support::stderr(&output).contains("peers:1"), "{output:?}");
     std::fs::remove_file(&peers).unwrap();
-    let output = finish(relayed.run(&[], &["true"]));
-    let told = support::stderr(&output);
-    assert!(output.status.code() == Some(1) && told.contains(peers.to_str().unwrap()), "{told}");
+    // Also while it is about to fail, it is not taken for one that is there.
+    for _ in 0..10 {
+        let output = finish(relayed.run(&[], &["true"]));
+        let told = support::stderr(&output);
+        assert!(output.status.code() == Some(125) && told.contains(peers.to_str().unwrap()), "{told}");
+    }
+}
+
+#[test]
+fn a_relay_that_is_not_what_was_asked_for_is_refused() {
+    let relayed = Relayed::new(&["--plaintext"]);
+    let run = |options: &[&str], without: &str| {
+        let own = relayed.options.iter().map(String::as_str).filter(|option| *option != without);
+        let options: Vec<&str> = own.chain(options.iter().copied()).collect();
+        let output = finish(program(Some(&options), &["true"]));
+        (output.status.code(), support::stderr(&output))
+    };
+    assert_eq!(run(&[], "").0, Some(0));
+    let (status, told) = run(&[], "--plaintext");
+    assert!(status == Some(125) && told.contains("was started with --plaintext"), "{told}");
+    let other = relayed.lab.path("other");
+    let made = finish(program(None, &[THRUWAY, "keygen", "--quiet", "--output", other.to_str().unwrap()]));
+    assert!(made.status.success());
+    let changed = |name: &str, value: &str| {
+        let mut options: Vec<String> = relayed.options.clone();
+        let at = options.iter().position(|option| option == name).unwrap() + 1;
+        options[at] = value.to_owned();
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let output = finish(program(Some(&options), &["true"]));
+        assert_eq!(output.status.code(), Some(125));
+        support::stderr(&output)
+    };
+    assert!(changed("--key", other.to_str().unwrap()).contains("not that of"));
+    assert!(changed("--peers", "/elsewhere/peers").contains("/elsewhere/peers"));
 }

@@ -94,7 +94,12 @@ impl Config {
             None => {
                 let found = devices().map_err(|why| Error::io("opening an RDMA device", std::io::Error::other(why)))?;
                 let active = found.into_iter().find(|d| d.ports.iter().any(|p| p.active));
-                let none = || std::io::Error::new(std::io::ErrorKind::NotFound, "no RDMA device has an active port");
+                let none = || {
+                    std::io::Error::new(
+                        std::io::ErrorKind::NotFound,
+                        "no RDMA device has an active port (provider iwarp needs none)",
+                    )
+                };
                 active.ok_or_else(|| Error::io("opening an RDMA device", none()))?.name
             }
         };
