@@ -136,6 +136,15 @@ impl Peer {
         Peer::start(&["bench", "stream", "--listen", "127.0.0.1:0", "--provider", "iwarp"])
     }
 
+    /// A listening bench with ordinary sockets; `before` comes before it on the command line, and before the program's name.
+    pub(super) fn sockets(before: &[&str]) -> Result<Peer, String> {
+        let program = std::env::current_exe().map_err(|e| format!("this program's own path: {e}"))?;
+        let program = program.to_str().ok_or("this program's own path is not UTF-8")?;
+        let bench = ["bench", "sockets", "--listen", "127.0.0.1:0"];
+        let itself: &[&str] = if before.is_empty() { &[] } else { &[program] };
+        Peer::start(&[before, itself, &bench].concat())
+    }
+
     /// A server of memory by NFS.
     pub(super) fn nfs(options: &[&str]) -> Result<Peer, String> {
         Peer::start(&[&["bench", "nfs-server", "--listen", "127.0.0.1:0", "--size", "256M"], options].concat())

@@ -7,6 +7,7 @@ mod lab;
 mod nfs;
 mod page;
 mod rounds;
+mod sockets;
 mod streams;
 
 use clap::Args;
@@ -200,7 +201,7 @@ impl Machine {
 pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     if args.list {
         for family in &FAMILIES {
-            thruway_cli::say!("{:<14} {} ({})", family.id, family.title, family.source);
+            thruway_cli::say!("{:<16} {} ({})", family.id, family.title, family.source);
         }
         return Ok(());
     }
@@ -221,7 +222,7 @@ pub(super) fn run(args: &SuiteArgs, common: &Common) -> Result<(), String> {
     };
     for family in FAMILIES.iter().filter(wanted) {
         if !common.quiet && !common.json {
-            let _ = write!(std::io::stderr(), "{:<14} {} … ", family.id, family.title);
+            let _ = write!(std::io::stderr(), "{:<16} {} … ", family.id, family.title);
         }
         let (whole, error) = match measure(family, &lab, args.rounds as usize) {
             Ok(whole) => (whole, None),
