@@ -5,7 +5,6 @@
 //! before it is known whether a connection will be accelerated, so that it is known who else may hold it.
 
 use crate::lock::{Guard, Lock, Reentered};
-use crate::spares;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -53,8 +52,8 @@ pub(crate) struct Upgrade {
     /// Then, whether this end's address is the higher.
     pub(crate) is_higher: bool,
     pub(crate) end: End,
-    /// As what the segment may be had again by another connection.
-    pub(crate) spare: Option<spares::Name>,
+    /// Another connection may have the segment, between this process and the one with this Unix socket (if that is the taker).
+    pub(crate) spare: Option<u64>,
     /// The number of calls at which this end looks again.
     pub(crate) next_look: u32,
     pub(crate) looks: u32,

@@ -1,10 +1,10 @@
 //! Segments of connections that have ended, kept for the next ones between the same two processes: their pages are there already, and
 //! nothing has to be made, mapped and handed over.
 //!
-//! The maker of a segment keeps it by the number of the taker's Unix socket, the taker by the segment's own number; which of them may
-//! use it is a word in the segment ([`Segment::claim`]). The maker takes one that the taker has given back, and the taker accepts
-//! one that it has given back and no other: a connection that is still open is never given another one's segment, whatever the other
-//! process says.
+//! The maker of a segment keeps it by the number of the taker's Unix socket, and offers it again in the segment itself
+//! ([`Segment::offer_again`]): the taker looks through those that it keeps. The maker offers one that the taker has given back, and the
+//! taker takes one that it has given back and no other: a connection that is still open is never given another one's segment, whatever
+//! the other process says.
 
 use crate::lock::Lock;
 use crate::switch::unmap;
@@ -15,20 +15,12 @@ use thruway_sockets::{End, Segment};
 /// Segments that a process keeps.
 const SPARES: usize = 32;
 
-/// By what a segment is found again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Name {
-    /// Its own number.
-    pub(crate) number: u64,
-    /// That of the taker's Unix socket.
-    pub(crate) service: u64,
-}
-
 #[derive(Clone, Copy)]
 struct Spare {
     segment: Segment,
-    name: Name,
     end: End,
+    /// The number of the taker's Unix socket, at the maker's end.
+    service: u64,
     /// How many had been kept before it.
     before: u64,
 }
@@ -52,8 +44,8 @@ fn with<T>(act: impl FnOnce(&mut [Option<Spare>; SPARES]) -> T) -> Option<T> {
 }
 
 /// Keeps the segment of a connection that has ended, or does not.
-pub(crate) fn keep(segment: Segment, name: Name, end: End) {
-    let spare = Spare { segment, name, end, before: ALL.count.fetch_add(1, Ordering::Relaxed) };
+pub(crate) fn keep(segment: Segment, end: End, service: u64) {
+    let spare = Spare { segment, end, service, before: ALL.count.fetch_add(1, Ordering::Relaxed) };
     let kept = with(|all| {
         if segment.is_discarded() {
             return false;
@@ -93,30 +85,28 @@ fn make_room(all: &[Option<Spare>; SPARES]) -> Option<usize> {
     })
 }
 
-/// The maker: one for another connection to the process with this Unix socket, with rings of so many bytes.
-pub(crate) fn claim(service: u64, ring: usize) -> Option<(Segment, Name)> {
+/// The maker: offers one again, for the connection with this key to the process with this Unix socket.
+pub(crate) fn offer_again(service: u64, ring: usize, key: &[u8; 48]) -> Option<Segment> {
     with(|all| {
         let place = all.iter_mut().find(|place| {
             place.as_ref().is_some_and(|spare| {
                 spare.end == End::Maker
-                    && spare.name.service == service
+                    && spare.service == service
                     && spare.segment.ring_size() == ring
-                    && spare.segment.claim()
+                    && spare.segment.offer_again(key)
             })
         });
-        place.and_then(Option::take).map(|spare| (spare.segment, spare.name))
+        place.and_then(Option::take).map(|spare| spare.segment)
     })?
 }
 
-/// The taker: the one with this number, which it is offered again.
-pub(crate) fn take_again(number: u64) -> Option<(Segment, Name)> {
+/// The taker: the one that it is offered again for the connection with this key.
+pub(crate) fn take_again(key: &[u8; 48]) -> Option<Segment> {
     with(|all| {
-        let place = all.iter_mut().find(|place| {
-            place.as_ref().is_some_and(|spare| {
-                spare.end == End::Taker && spare.name.number == number && spare.segment.take_again()
-            })
-        });
-        place.and_then(Option::take).map(|spare| (spare.segment, spare.name))
+        let place = all
+            .iter_mut()
+            .find(|place| place.as_ref().is_some_and(|spare| spare.end == End::Taker && spare.segment.take_again(key)));
+        place.and_then(Option::take).map(|spare| spare.segment)
     })?
 }
 

@@ -92,8 +92,18 @@ fn consider(number: u32, fd: i32, calls: u32) {
             let entry = upgrade.meeting.zip(upgrade.ticket);
             match entry.and_then(|((board, _), ticket)| board.is_answered(ticket)) {
                 Some(true) => {
-                    drop(guard);
-                    take_offers();
+                    let again = upgrade.meeting.and_then(|(_, key)| spares::take_again(&key.to_bytes()));
+                    if let Some(segment) = again {
+                        count(&counters().reused, 1);
+                        withdraw(upgrade);
+                        (upgrade.end, upgrade.spare) = (End::Taker, Some(0));
+                        slot.set_segment(&guard, Some(segment));
+                        slot.phase.store(phase::OFFERED, Ordering::Release);
+                        switch(number, slot, &guard, fd);
+                    } else {
+                        drop(guard);
+                        take_offers();
+                    }
                 }
                 Some(false) if calls < upgrade.next_look => {}
                 // Overwritten, or in vain.
@@ -196,10 +206,9 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     };
     // An entry that an earlier connection between the same addresses has left names another socket.
     match offer(fd, key, listing, settings.ring, settings.memory) {
-        Ok((segment, name)) => {
+        Ok(segment) => {
             board.answer(ticket);
-            upgrade.end = End::Maker;
-            upgrade.spare = Some(name);
+            (upgrade.end, upgrade.spare) = (End::Maker, Some(listing.service));
             slot.set_segment(guard, Some(segment));
             slot.phase.store(phase::OFFERED, Ordering::Release);
         }
@@ -211,15 +220,13 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
 const OFFER_PATIENCE: i64 = 200_000_000;
 
 /// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one.
-fn offer(
-    fd: i32,
-    key: Key,
-    listing: Listing,
-    ring: usize,
-    memory: u64,
-) -> Result<(Segment, spares::Name), (Reason, io::Error)> {
+fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
-    prove(fd, listing.cookie)?;
+    prove(fd, key, listing.cookie)?;
+    if let Some(segment) = spares::offer_again(listing.service, ring, &key.to_bytes()) {
+        count(&counters().reused, 1);
+        return Ok(segment);
+    }
     let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
@@ -228,22 +235,12 @@ fn offer(
     if !is_trusted(&socket) {
         return Err((Reason::Failed, io::Error::other("the process found there is another user's")));
     }
-    let (segment, name, file) = match spares::claim(listing.service, ring) {
-        Some((segment, name)) => (segment, name, None),
-        None => {
-            let number = random().map_err(failed)?;
-            let (segment, file) = make(ring, memory)?;
-            (segment, spares::Name { number, service: listing.service }, Some(file))
-        }
-    };
-    let what = if file.is_some() { Offered::New(name.number) } else { Offered::Again(name.number) };
-    let message = Offer { key: key.to_bytes(), cookie, what }.encode();
+    let (segment, file) = make(ring, memory)?;
+    let message = Offer { key: key.to_bytes(), cookie, by: Offered::Peer }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = file.as_ref().map(|file| [file.as_fd()]);
-    if let Some(files) = &files {
-        control.push(SendAncillaryMessage::ScmRights(files));
-    }
+    let files = [file.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&files));
     let sent = rustix::net::sendmsg(
         &socket,
         &[IoSlice::new(&message)],
@@ -254,31 +251,44 @@ fn offer(
         drop_unused(segment);
         return Err(failed(error));
     }
-    if file.is_none() {
-        count(&counters().reused, 1);
-    }
-    Ok((segment, name))
-}
-
-fn random() -> Result<u64, rustix::io::Errno> {
-    let mut number = [0u8; 8];
-    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())?;
-    Ok(u64::from_ne_bytes(number))
+    Ok(segment)
 }
 
 /// That the socket at the other end of a connection is the one with this cookie, in this network namespace, and of a user who may.
-fn prove(fd: i32, cookie: u64) -> Result<(), (Reason, io::Error)> {
+fn prove(fd: i32, key: Key, cookie: u64) -> Result<(), (Reason, io::Error)> {
     let socket = slots::borrow(fd);
     let names = (rustix::net::getsockname(socket), rustix::net::getpeername(socket));
     let (Ok(local), Ok(Some(peer))) = names else { return Err((Reason::Failed, io::ErrorKind::NotConnected.into())) };
     let (Some(local), Some(peer)) = (address(&local), address(&peer)) else {
         return Err((Reason::Failed, io::ErrorKind::NotConnected.into()));
     };
-    match thruway_tcp::local_socket(peer, local) {
+    match local_socket(key.namespace(), peer, local) {
         Ok(Some(found)) if found.is_open && found.cookie == cookie && is_trusted_user(found.uid) => Ok(()),
         Ok(_) => Err((Reason::NotFound, io::Error::other("what is at the other end is not what was found"))),
         Err(error) => Err((Reason::Failed, error)),
     }
+}
+
+/// The kernel's socket diagnostics, of the network namespace with this number.
+static DIAGNOSTICS: AtomicI32 = AtomicI32::new(-1);
+static DIAGNOSTICS_OF: AtomicU64 = AtomicU64::new(0);
+static ASKED: AtomicU32 = AtomicU32::new(0);
+static ASKING: crate::lock::Lock = crate::lock::Lock::new();
+
+/// As [`thruway_tcp::local_socket`], by a socket that this process keeps.
+fn local_socket(namespace: u64, local: SocketAddr, peer: SocketAddr) -> io::Result<Option<thruway_tcp::LocalSocket>> {
+    let Ok(_guard) = ASKING.lock() else { return thruway_tcp::local_socket(local, peer) };
+    let mut fd = DIAGNOSTICS.load(Ordering::Relaxed);
+    if fd >= 0 && DIAGNOSTICS_OF.load(Ordering::Relaxed) != namespace {
+        DIAGNOSTICS.store(-1, Ordering::Relaxed);
+        slots::close_hidden(std::mem::replace(&mut fd, -1));
+    }
+    if fd < 0 {
+        fd = slots::hide(thruway_tcp::diagnostics()?).ok_or(io::ErrorKind::OutOfMemory)?;
+        DIAGNOSTICS_OF.store(namespace, Ordering::Relaxed);
+        DIAGNOSTICS.store(fd, Ordering::Relaxed);
+    }
+    thruway_tcp::ask(slots::borrow(fd), ASKED.fetch_add(1, Ordering::Relaxed), local, peer)
 }
 
 fn is_trusted_user(uid: u32) -> bool {
@@ -367,7 +377,9 @@ fn service() -> Option<u64> {
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-    let number = random().ok()?;
+    let mut number = [0u8; 8];
+    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty()).ok()?;
+    let number = u64::from_ne_bytes(number);
     rustix::net::bind(&socket, &name(number).ok()?).ok()?;
     rustix::net::listen(&socket, 4096).ok()?;
     let socket = slots::hide(socket)?;
@@ -381,6 +393,12 @@ pub(crate) fn after_fork() {
     STARTING.reset();
     BOARDS.lock.reset();
     relay::after_fork();
+    // Its answers would go to whoever asks first.
+    ASKING.reset();
+    let diagnostics = DIAGNOSTICS.swap(-1, Ordering::Relaxed);
+    if diagnostics >= 0 {
+        slots::close_hidden(diagnostics);
+    }
     let fd = SERVICE.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
         slots::close_hidden(fd);
@@ -418,7 +436,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         _ => None,
     });
     let mut files = files.flatten();
-    let (file, None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
+    let (Some(file), None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
     let offer = Offer::decode(&message[..received.bytes]).ok_or(io::ErrorKind::InvalidData)?;
     // The connection that it is for: one that has an entry on the board.
     let mut result = Err(io::ErrorKind::NotFound.into());
@@ -430,7 +448,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         }
         if let Ok(guard) = slot.upgrading.lock()
             && slot.upgrade(&guard).meeting.is_some_and(|(_, key)| key.is(&offer.key))
-            && slot.upgrade(&guard).by_relay == (offer.what == Offered::Relayed)
+            && slot.upgrade(&guard).by_relay == (offer.by == Offered::Relayed)
         {
             wanted = Some((number, fd));
         }
@@ -441,7 +459,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
             withdraw(slot.upgrade(&guard));
-            result = adopt(slot, &guard, fd, &offer, file);
+            result = adopt(slot, &guard, fd, &offer, &file);
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
                 Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
@@ -451,23 +469,16 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     result
 }
 
-fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: Option<OwnedFd>) -> io::Result<()> {
-    let (segment, spare) = match (offer.what, file) {
-        (Offered::New(number), Some(file)) => {
-            prove(fd, offer.cookie).map_err(|(_, error)| error)?;
-            (count_in(Segment::adopt(&file)?)?, Some(spares::Name { number, service: 0 }))
-        }
-        (Offered::Again(number), None) => {
-            prove(fd, offer.cookie).map_err(|(_, error)| error)?;
-            let again = spares::take_again(number);
-            let (segment, name) =
-                again.ok_or_else(|| io::Error::other("what is offered again is not kept any more"))?;
-            count(&counters().reused, 1);
-            (segment, Some(name))
+fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
+    let (segment, spare) = match offer.by {
+        Offered::Peer => {
+            let meeting = slot.upgrade(guard).meeting.ok_or(io::ErrorKind::NotFound)?;
+            prove(fd, meeting.1, offer.cookie).map_err(|(_, error)| error)?;
+            (count_in(Segment::adopt(file)?)?, Some(0))
         }
         // A relay has proved to another who it is, and is this user's.
-        (Offered::Relayed, Some(file)) => {
-            let segment = Segment::adopt(&file)?.as_relayed();
+        Offered::Relayed => {
+            let segment = Segment::adopt(file)?.as_relayed();
             let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
             let port = SETTINGS.get().map_or(0, |settings| settings.relay);
             if segment.over() != Over::No {
@@ -483,7 +494,6 @@ fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: Option<Ow
             }
             (count_in(segment)?, None)
         }
-        _ => return Err(io::ErrorKind::InvalidData.into()),
     };
     let upgrade = slot.upgrade(guard);
     (upgrade.end, upgrade.spare) = (End::Taker, spare);
@@ -639,8 +649,8 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
             let upgrade = slot.upgrade(&guard);
             let is_ours = !slot.was_shared.load(Ordering::SeqCst) && !slot.is_foreign.load(Ordering::SeqCst);
             match (segment, upgrade.spare) {
-                (Some(segment), Some(name)) if was_accelerated && is_last && is_ours => {
-                    spares::keep(segment, name, upgrade.end);
+                (Some(segment), Some(service)) if was_accelerated && is_last && is_ours => {
+                    spares::keep(segment, upgrade.end, service);
                 }
                 (Some(segment), _) if is_last => drop_unused(segment),
                 (Some(segment), _) => unmap(segment),

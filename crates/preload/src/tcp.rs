@@ -123,8 +123,12 @@ impl Connection {
         value = 0;
         let _ = self.option(libc::IPPROTO_TCP, libc::TCP_CORK, &mut value);
         slot.cork.store(value != 0, Ordering::Relaxed);
-        self.set(libc::IPPROTO_TCP, libc::TCP_CORK, 0);
-        self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+        if value != 0 {
+            self.set(libc::IPPROTO_TCP, libc::TCP_CORK, 0);
+        }
+        if !slot.no_delay.load(Ordering::Relaxed) {
+            self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+        }
     }
 
     /// As the program has set it.

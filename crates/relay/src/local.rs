@@ -153,7 +153,7 @@ pub(crate) fn offer(service: u64, key: [u8; 48], segment: &OwnedFd) -> io::Resul
     if !is_ours(&socket) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
-    let message = Offer { key, cookie: 0, what: Offered::Relayed }.encode();
+    let message = Offer { key, cookie: 0, by: Offered::Relayed }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let files = [segment.as_fd()];

@@ -46,6 +46,11 @@ impl Key {
         (one.port(), one.ip().to_canonical()) > (other.port(), other.ip().to_canonical())
     }
 
+    /// The network namespace.
+    pub fn namespace(self) -> u64 {
+        self.words[0]
+    }
+
     /// As it goes into messages.
     pub fn to_bytes(self) -> [u8; 48] {
         let mut bytes = [0; 48];

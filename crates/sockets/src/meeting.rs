@@ -3,9 +3,8 @@
 
 use crate::board::Key;
 
-/// What begins an offer from the other end of a connection, one of a segment that an earlier connection had, and one from the relay.
+/// What begins an offer from the other end of a connection, and one from the relay.
 const OFFER: &[u8; 8] = b"thruway2";
-const AGAIN: &[u8; 8] = b"thruagn2";
 const RELAYED: &[u8; 8] = b"thrurly2";
 /// What begins a request from the end whose address is the lower, from the other, and the news that a segment is used.
 const REQUEST_LOWER: &[u8; 8] = b"thrulow1";
@@ -13,8 +12,8 @@ const REQUEST_HIGHER: &[u8; 8] = b"thruhig1";
 const ADOPTED_LOWER: &[u8; 8] = b"thruuse1";
 const ADOPTED_HIGHER: &[u8; 8] = b"thruuse2";
 
-/// Bytes of an offer. With it goes the segment's descriptor, unless both processes have the segment.
-pub const OFFER_LEN: usize = 8 + 48 + 8 + 8;
+/// Bytes of an offer, with which goes the segment's descriptor.
+pub const OFFER_LEN: usize = 8 + 48 + 8;
 /// Bytes of a request. Shorter messages only wake the relay.
 pub const REQUEST_LEN: usize = 8 + 48 + 8;
 
@@ -25,17 +24,15 @@ pub struct Offer {
     pub key: [u8; 48],
     /// `SO_COOKIE` of the socket at its other end; of no meaning from a relay.
     pub cookie: u64,
-    /// Who offers which segment.
-    pub what: Offered,
+    /// Who offers it.
+    pub by: Offered,
 }
 
-/// What is offered, and by which end.
+/// Who offers a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offered {
-    /// A new segment, and the number by which it may be offered again.
-    New(u64),
-    /// One that both processes have from an earlier connection, by its number.
-    Again(u64),
+    /// The other end.
+    Peer,
     /// The other end is on another host, and the relay offers the segment.
     Relayed,
 }
@@ -43,29 +40,22 @@ pub enum Offered {
 impl Offer {
     /// As a message.
     pub fn encode(&self) -> [u8; OFFER_LEN] {
-        let (magic, number) = match self.what {
-            Offered::New(number) => (OFFER, number),
-            Offered::Again(number) => (AGAIN, number),
-            Offered::Relayed => (RELAYED, 0),
+        let magic = match self.by {
+            Offered::Peer => OFFER,
+            Offered::Relayed => RELAYED,
         };
-        let mut bytes = [0; OFFER_LEN];
-        bytes[..REQUEST_LEN].copy_from_slice(&message(magic, &self.key, self.cookie));
-        bytes[REQUEST_LEN..].copy_from_slice(&number.to_le_bytes());
-        bytes
+        message(magic, &self.key, self.cookie)
     }
 
     /// The other way round.
     pub fn decode(message: &[u8]) -> Option<Offer> {
-        let (message, number) = message.split_last_chunk()?;
         let (magic, key, cookie) = parts(message)?;
-        let number = u64::from_le_bytes(*number);
-        let what = match magic {
-            OFFER => Offered::New(number),
-            AGAIN => Offered::Again(number),
+        let by = match magic {
+            OFFER => Offered::Peer,
             RELAYED => Offered::Relayed,
             _ => return None,
         };
-        Some(Offer { key, cookie, what })
+        Some(Offer { key, cookie, by })
     }
 }
 
@@ -158,8 +148,8 @@ mod tests {
 
     #[test]
     fn messages_are_understood_and_nothing_else_is() {
-        for what in [Offered::New(3), Offered::Again(1 << 63), Offered::Relayed] {
-            let offer = Offer { key: [7; 48], cookie: 9, what };
+        for by in [Offered::Peer, Offered::Relayed] {
+            let offer = Offer { key: [7; 48], cookie: 9, by };
             assert_eq!(Offer::decode(&offer.encode()), Some(offer));
             assert_eq!(Offer::decode(&offer.encode()[..OFFER_LEN - 1]), None);
             assert_eq!(Request::decode(&offer.encode()), None);

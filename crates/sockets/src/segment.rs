@@ -111,17 +111,21 @@ struct Head {
     tcp_back: AtomicU32,
     /// Between two connections: one of [`IN_USE`] and what follows it.
     spare: AtomicU32,
-    _to_the_end: [u8; 104],
+    /// The connection that it is offered for again.
+    offered_for: [AtomicU64; 6],
+    _to_the_end: [u8; 56],
 }
 
 /// In [`Head::spare`]: a connection uses it, at the taker's end at least.
 const IN_USE: u32 = 0;
 /// In [`Head::spare`]: the taker's connection has ended, and it keeps the memory mapped.
 const SPARE: u32 = 1;
-/// In [`Head::spare`]: the maker has made it as new for another connection, and is about to offer it again.
+/// In [`Head::spare`]: the maker makes it as new for another connection.
 const CLAIMED: u32 = 2;
+/// In [`Head::spare`]: the maker has offered it again.
+const OFFERED: u32 = 3;
 /// In [`Head::spare`]: one of the ends does not keep it.
-const DISCARDED: u32 = 3;
+const DISCARDED: u32 = 4;
 
 /// What has become of a relayed segment's way to the other host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,6 +164,10 @@ pub struct Segment {
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
+
+fn words(key: &[u8; 48]) -> impl Iterator<Item = u64> {
+    key.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word))
+}
 
 fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
@@ -219,22 +227,28 @@ impl Segment {
         self.pass(IN_USE, SPARE)
     }
 
-    /// The maker, whose own connection has ended, too, makes it as new for another one. False if the taker still uses it, or does not
-    /// keep it: see [`is_discarded`](Segment::is_discarded).
-    pub fn claim(&self) -> bool {
+    /// The maker, whose own connection has ended, too, makes it as new and offers it for the connection with this key. False if the taker
+    /// still uses it, or does not keep it: see [`is_discarded`](Segment::is_discarded).
+    pub fn offer_again(&self, key: &[u8; 48]) -> bool {
         let is_spare = self.pass(SPARE, CLAIMED);
         if is_spare {
             self.begin();
+            for (place, word) in self.head().offered_for.iter().zip(words(key)) {
+                place.store(word, Ordering::Relaxed);
+            }
+            self.head().spare.store(OFFERED, Ordering::SeqCst);
         }
         is_spare
     }
 
-    /// The taker has been offered it again.
-    pub fn take_again(&self) -> bool {
-        self.pass(CLAIMED, IN_USE)
+    /// The taker takes it again, if it has been offered for the connection with this key.
+    pub fn take_again(&self, key: &[u8; 48]) -> bool {
+        self.head().spare.load(Ordering::Acquire) == OFFERED
+            && self.head().offered_for.iter().zip(words(key)).all(|(place, word)| place.load(Ordering::Relaxed) == word)
+            && self.pass(OFFERED, IN_USE)
     }
 
-    /// The taker keeps it no longer. False if the maker is about to offer it again.
+    /// The taker keeps it no longer. False if the maker has offered it again.
     pub fn give_up(&self) -> bool {
         self.pass(SPARE, DISCARDED) || self.is_discarded()
     }
@@ -411,4 +425,51 @@ impl Segment {
 /// The number of the direction that an end writes to; it reads the other one.
 pub(crate) fn outward(end: End) -> usize {
     usize::from(end == End::Taker)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_a_connection_that_has_ended_goes_on_only_as_both_ends_have_it() {
+        let (maker, fd) = Segment::create(RING_MIN).unwrap();
+        let taker = Segment::adopt(&fd).unwrap();
+        let (key, other) = ([7; 48], [8; 48]);
+        // A connection uses it.
+        assert!(!maker.offer_again(&key) && !taker.take_again(&key) && !taker.give_up());
+        taker.accept();
+        for direction in 0..2 {
+            let control = maker.control(direction);
+            control.tail.store(77 << POSITION, Ordering::Relaxed);
+            control.reader.store(GONE, Ordering::Relaxed);
+            control.ended.store(1, Ordering::Relaxed);
+            control.ringing.store(3, Ordering::Relaxed);
+            control.runs[3].end.store(5, Ordering::Relaxed);
+        }
+        // The taker has given it back: once, and it is as new.
+        assert!(taker.spare() && !taker.spare() && !taker.take_again(&key));
+        assert!(maker.offer_again(&key) && !maker.offer_again(&key));
+        assert!(!taker.give_up() && !taker.take_again(&other));
+        assert!(taker.take_again(&key) && !taker.take_again(&key));
+        assert!(!maker.is_accepted());
+        let (new, _fd) = Segment::create(RING_MIN).unwrap();
+        for direction in 0..2 {
+            let words = |segment: &Segment| {
+                // SAFETY: nothing writes just now.
+                unsafe { std::ptr::from_ref(segment.control(direction)).cast::<[u8; size_of::<Control>()]>().read() }
+            };
+            assert!(words(&maker) == words(&new), "direction {direction}");
+        }
+        // What either end does not keep is not used again.
+        assert!(taker.spare());
+        maker.discard();
+        assert!(!maker.offer_again(&key) && taker.give_up() && taker.is_discarded() && !taker.spare());
+        // SAFETY: they are not used any more.
+        unsafe {
+            maker.unmap();
+            taker.unmap();
+            new.unmap();
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! Who is at the other end of a connection from this very machine.
 
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -44,14 +45,35 @@ pub struct LocalSocket {
 /// # Errors
 /// Those of netlink sockets; [`io::ErrorKind::InvalidData`] for an answer that is none.
 pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
+    ask(&diagnostics()?, 0, local, peer)
+}
+
+/// The kernel's socket diagnostics, of this network namespace.
+///
+/// # Errors
+/// Those of `socket(2)`.
+pub fn diagnostics() -> io::Result<OwnedFd> {
+    let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::SOCK_DIAG));
+    Ok(rustix::net::socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?)
+}
+
+/// As [`local_socket`], by a socket of [`diagnostics`] that nothing else uses just now. `sequence` is another number each time.
+///
+/// # Errors
+/// As [`local_socket`].
+pub fn ask(
+    diagnostics: impl AsFd,
+    sequence: u32,
+    local: SocketAddr,
+    peer: SocketAddr,
+) -> io::Result<Option<LocalSocket>> {
     // What follows calls the socket looked for the peer's.
     let (peer, local) = (local, peer);
-    let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::SOCK_DIAG));
-    let socket = rustix::net::socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
     let mut message = [0u8; HEADER + REQUEST];
     message[0..4].copy_from_slice(&((HEADER + REQUEST) as u32).to_ne_bytes());
     message[4..6].copy_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
     message[6..8].copy_from_slice(&NLM_F_REQUEST.to_ne_bytes());
+    message[8..12].copy_from_slice(&sequence.to_ne_bytes());
     let request = &mut message[HEADER..];
     let (peer_ip, local_ip) = (peer.ip().to_canonical(), local.ip().to_canonical());
     request[0] = if peer_ip.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 };
@@ -64,9 +86,15 @@ pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<Lo
     put(&mut request[28..44], local_ip);
     // No cookie: whatever socket there is.
     request[48..56].fill(0xff);
-    rustix::net::send(&socket, &message, SendFlags::empty())?;
+    rustix::net::send(&diagnostics, &message, SendFlags::empty())?;
     let mut answer = [0u8; 512];
-    let (len, _) = rustix::net::recv(&socket, &mut answer, RecvFlags::empty())?;
+    let len = loop {
+        let (len, _) = rustix::net::recv(&diagnostics, &mut answer, RecvFlags::empty())?;
+        // Else the answer to a question whose asker was interrupted.
+        if len < HEADER || answer[8..12] == sequence.to_ne_bytes() {
+            break len;
+        }
+    };
     let kind = u16::from_ne_bytes([answer[4], answer[5]]);
     if len >= HEADER + 4 && kind == libc::NLMSG_ERROR as u16 {
         let code = i32::from_ne_bytes(answer[HEADER..HEADER + 4].try_into().expect("4 bytes"));
