@@ -90,12 +90,9 @@ pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t)
     }
     slot.receives.store(true, Ordering::Relaxed);
     let result = plain();
-    // Another connection's counter was never raised.
-    if which.is_still_it() {
-        slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
-        if result > 0 {
-            switch::after_plain_call(number, fd, result as usize, false);
-        }
+    slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+    if result > 0 && which.is_still_it() {
+        switch::after_plain_call(number, fd, result as usize, false);
     }
     Some(result)
 }
@@ -601,9 +598,7 @@ pub(crate) unsafe fn transmit(
         // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile.
         let piece = if is_plain { from } else { from.limited(OVERFLOW) };
         let result = plain(&piece);
-        if which.is_still_it() {
-            slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
-        }
+        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
         if result > 0 {
             count(&counters().overflow_bytes, result as usize);
         }
@@ -636,12 +631,9 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
         return None;
     }
     let result = plain();
-    // Another connection's counter was never raised.
-    if which.is_still_it() {
-        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
-        if result > 0 {
-            switch::after_plain_call(number, fd, result as usize, true);
-        }
+    slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+    if result > 0 && which.is_still_it() {
+        switch::after_plain_call(number, fd, result as usize, true);
     }
     Some(result)
 }

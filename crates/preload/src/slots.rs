@@ -3,6 +3,13 @@
 //! A connection has a *slot* in memory that this process shares with the children it forks, because they share the connection. A table
 //! says which slot a descriptor has; it is this process's own, as descriptors are. Slots are there from `socket` or `accept` on, long
 //! before it is known whether a connection will be accelerated, so that it is known who else may hold it.
+//!
+//! **Locks** are taken in this order, and none that stands before one that is held: [`CHANGING`]; an epoll instance's; a slot's
+//! `upgrading`, `receiving`, `sending`; those of `spares`, boards and the relay. So what holds `receiving` calls nothing of `epoll`.
+//!
+//! **Pairs of words**, of which each side writes its own before it reads the other's, so that one of the two sees the other: `phase` and
+//! `plain_receives` or `plain_sends` (a plain call and a switch); `sleepers` and what a thread that drains a ring looks at; the ring's
+//! tail and `armed` (a writer and a reader that is about to sleep); `phase` and `FORKING` (a switch to a relay and a fork).
 
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -289,7 +296,9 @@ pub(crate) fn add(fd: i32, forks: u32) {
     note_highest(fd);
     let Some(number) = claim() else { return };
     let (slot, local) = (slot(number), local(number));
-    for counter in [&slot.plain_receives, &slot.plain_sends, &slot.sleepers, &slot.calls, &slot.looked_at] {
+    // Not those of threads inside calls: one that has slept since an earlier connection takes itself off when it wakes. Of a process
+    // that was killed they stay, and its slots with TCP.
+    for counter in [&slot.calls, &slot.looked_at] {
         counter.store(0, Ordering::Relaxed);
     }
     for flag in [&slot.has_told_reset, &slot.receives, &slot.is_watched, &slot.was_shared, &slot.no_delay, &slot.cork] {

@@ -235,23 +235,23 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     // SAFETY: the caller's promise.
     let polled = unsafe { std::slice::from_raw_parts_mut(list, count as usize) };
     let wants = |one: &pollfd| if one.events & READABLE == 0 { None } else { watched(one.fd) };
-    let connections = |polled: &[pollfd], visit: &dyn Fn(&Slot)| {
-        for number in polled.iter().take(COUNTED).filter_map(|one| slots::find(one.fd)) {
-            visit(slots::slot(number));
-        }
-    };
     if !polled.iter().any(|one| wants(one).is_some()) {
         // Some may be accelerated while this thread sleeps.
-        connections(polled, &|slot| {
-            slot.is_watched.store(true, Ordering::Relaxed);
-            slot.sleepers.fetch_add(1, Ordering::SeqCst);
-        });
+        let mut counted = [0; COUNTED];
+        let mut count = 0;
+        for number in polled.iter().take(COUNTED).filter_map(|one| slots::find(one.fd)) {
+            slots::slot(number).is_watched.store(true, Ordering::Relaxed);
+            slots::slot(number).sleepers.fetch_add(1, Ordering::SeqCst);
+            counted[count] = number;
+            count += 1;
+        }
         // One may have been meanwhile, by a thread that has seen no sleeper.
         let ready = (!polled.iter().any(|one| wants(one).is_some())).then(|| real(limit.left()));
         let error = data::errno();
-        connections(polled, &|slot| {
-            slot.sleepers.fetch_sub(1, Ordering::SeqCst);
-        });
+        // The same ones, whatever their descriptors are by now.
+        for number in &counted[..count] {
+            slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
         data::fail(error);
         if let Some(ready) = ready {
             return ready;

@@ -12,7 +12,8 @@ use thruway_streams::Connection;
 pub(crate) const PIECE_MAX: usize = 64 << 10;
 const MESSAGE_MAX: usize = 5 + UPDATE_HEAD + PIECE_MAX + TAG_LEN;
 
-/// A message. Numbers of connections are the receiving relay's, unless said otherwise.
+/// A message. Numbers of connections are the receiving relay's, unless said otherwise. A relay that gets one which it does not know ends
+/// the link, and all connections with it: a change is another version of the greeting (`meet`).
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Message<'a> {
     /// Does the relay have the higher end of this connection? The number is the sending relay's.

@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
-    ($($(#[doc = $doc:literal])+ $name:ident = $title:literal,)*) => {
-        /// What is counted.
+    ($($(#[doc = $doc:literal])+ $name:ident,)*) => {
+        /// What is counted. The order is that of the file, which a program and the library in it share: new ones come last.
         #[repr(C)]
         #[derive(Debug)]
         pub struct Counters {
@@ -22,7 +22,7 @@ macro_rules! counters {
 
             /// Names and values.
             pub fn list(&self) -> impl Iterator<Item = (&'static str, u64)> {
-                [$(($title, self.$name.load(Ordering::Relaxed)),)*].into_iter()
+                [$((stringify!($name), self.$name.load(Ordering::Relaxed)),)*].into_iter()
             }
         }
     };
@@ -30,51 +30,51 @@ macro_rules! counters {
 
 counters! {
     /// Processes that have begun to use the library.
-    processes = "processes",
+    processes,
     /// Connections that were made or accepted by calls that the library saw.
-    connections = "connections",
+    connections,
     /// Ends of connections that went on through shared memory.
-    accelerated = "accelerated",
+    accelerated,
     /// Of these, the ends that have had the memory of an earlier connection between the same two processes.
-    reused = "reused",
+    reused,
     /// Ends of connections that went on through a relay, to another host.
-    relayed = "relayed",
+    relayed,
     /// Ends of accelerated connections that have gone back to TCP for good.
-    demoted = "demoted",
+    demoted,
     /// Ends that did not last long enough to be worth it.
-    short = "short",
+    short,
     /// Ends whose peer is not on this host.
-    remote = "remote",
+    remote,
     /// Ends whose peer's host has no relay that knows of it.
-    relay_not_found = "relay_not_found",
+    relay_not_found,
     /// Ends whose peer, on this host, has not been found on the board.
-    peer_not_found = "peer_not_found",
+    peer_not_found,
     /// Ends for which a rule has said TCP.
-    by_rule = "by_rule",
+    by_rule,
     /// Ends that other processes hold, or may.
-    shared_descriptor = "shared_descriptor",
+    shared_descriptor,
     /// Ends that have options or uses which only the kernel's TCP has.
-    unsupported_use = "unsupported_use",
+    unsupported_use,
     /// Ends for which there was no memory within the limit.
-    no_memory = "no_memory",
+    no_memory,
     /// Ends at which something has failed, or whose peer was not who it said.
-    failed = "failed",
+    failed,
     /// Bytes sent through rings.
-    ring_bytes = "ring_bytes",
+    ring_bytes,
     /// Bytes sent by TCP on accelerated connections, because a ring was full.
-    overflow_bytes = "overflow_bytes",
+    overflow_bytes,
     /// Calls that sent through a ring alone.
-    ring_sends = "ring_sends",
+    ring_sends,
     /// Calls that received from a ring.
-    ring_receives = "ring_receives",
+    ring_receives,
     /// Bytes of TCP sent only to wake a peer.
-    doorbells = "doorbells",
+    doorbells,
     /// Threads that have slept in the kernel for an accelerated connection.
-    sleeps = "sleeps",
+    sleeps,
     /// Waits that ended while the thread looked again and again.
-    spins_won = "spins_won",
+    spins_won,
     /// Waits in which that was in vain.
-    spins_lost = "spins_lost",
+    spins_lost,
 }
 
 impl Default for Counters {

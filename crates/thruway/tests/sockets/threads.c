@@ -6,11 +6,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -91,10 +93,29 @@ static void closed_twice(void) {
     printf("closed twice: %d\n", ends);
 }
 
+static atomic_int waiter;
+
 static void *waits(void *fd) {
     char bytes[64];
+    waiter = gettid();
     int n = recv((int)(long)fd, bytes, sizeof bytes, 0);
     return (void *)(long)(n > 0 ? bytes[0] : 0);
+}
+
+/* Until the thread that waits is inside the system call. */
+static void until_it_waits(void) {
+    char path[64], line[256];
+    while (waiter == 0)
+        sched_yield();
+    snprintf(path, sizeof path, "/proc/self/task/%d/syscall", waiter);
+    int number = -1;
+    while (number != SYS_recvfrom) {
+        FILE *file = fopen(path, "r");
+        must(file != NULL && fgets(line, sizeof line, file) != NULL, path);
+        fclose(file);
+        number = strncmp(line, "running", 7) == 0 ? -1 : atoi(line);
+    }
+    waiter = 0;
 }
 
 /* A thread waits for one connection, which another one closes; the next connection has the same number. */
@@ -105,8 +126,7 @@ static void closed_under(void) {
         pair(&one, &other);
         pthread_t thread;
         pthread_create(&thread, NULL, waits, (void *)(long)one);
-        struct timespec moment = {.tv_nsec = 2000000};
-        nanosleep(&moment, NULL);
+        until_it_waits();
         int number = one;
         close(one);
         pair(&next, &next_other);
@@ -276,6 +296,7 @@ static void spliced(void) {
 
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
+    alarm(600);
     listens();
     closed_twice();
     closed_under();
