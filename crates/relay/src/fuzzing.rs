@@ -27,3 +27,55 @@ pub fn messages(data: &[u8]) {
     // SAFETY: they were the only values.
     unsafe { (here.unmap(), there.unmap()) };
 }
+
+#[cfg(test)]
+#[path = "../../../fuzz/seeds.rs"]
+mod seeds;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use thruway_sockets::{Feedback, Update};
+
+    #[test]
+    fn seeds() {
+        let update = Update { tail: 3, end: 0, run: None, closed: None, ended: false, ringing: 0 };
+        let talks = [
+            // Bytes by the ring, a doorbell, then by TCP, then the end.
+            vec![
+                Message::Update { id: 1, update, bytes: b"abc" },
+                Message::Update { id: 1, update: Update { tail: 5, ringing: 1, ..update }, bytes: b"de" },
+                Message::Update {
+                    id: 1,
+                    update: Update { tail: 5, run: Some((5, 1)), ringing: 1, ..update },
+                    bytes: b"",
+                },
+                Message::Update {
+                    id: 1,
+                    update: Update { tail: 5, end: 9, ended: true, ringing: 1, ..update },
+                    bytes: b"",
+                },
+                Message::Finish { id: 1 },
+            ],
+            vec![
+                Message::Feedback { id: 1, feedback: Feedback { head: 0, is_armed: true, ..Feedback::default() } },
+                Message::Feedback { id: 1, feedback: Feedback { head: 9, ..Feedback::default() } },
+                Message::Abort { id: 1 },
+            ],
+            vec![
+                Message::Find { id: 1, ring: 4096, addresses: [4; 40] },
+                Message::Found { id: 2, own: 3, ring: 1 << 22 },
+                Message::Ping,
+            ],
+        ];
+        for (number, talk) in talks.iter().enumerate() {
+            let seed: Vec<u8> = talk
+                .iter()
+                .map(Message::encode)
+                .flat_map(|message| [&(message.len() as u16).to_le_bytes()[..], &message].concat())
+                .collect();
+            messages(&seed);
+            super::seeds::check("relay_messages", number, &seed);
+        }
+    }
+}

@@ -38,7 +38,7 @@ impl Message<'_> {
         begin(3, id)
     }
 
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Message::Find { id, ring, addresses } => [&begin(1, *id)[..], &ring.to_le_bytes(), addresses].concat(),
             Message::Found { id, own, ring } => [&begin(2, *id)[..], &own.to_le_bytes(), &ring.to_le_bytes()].concat(),
