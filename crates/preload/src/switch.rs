@@ -393,7 +393,7 @@ pub(crate) fn after_fork() {
     STARTING.reset();
     BOARDS.lock.reset();
     relay::after_fork();
-    // Its answers would go to whoever asks first.
+    // Parent and child would read each other's answers.
     ASKING.reset();
     let diagnostics = DIAGNOSTICS.swap(-1, Ordering::Relaxed);
     if diagnostics >= 0 {

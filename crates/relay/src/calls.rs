@@ -43,7 +43,7 @@ impl Post {
         self.bell.as_fd()
     }
 
-    /// What comes from now on is told by the bell again.
+    /// Silences the bell: what is posted from now on rings it again.
     pub(crate) fn quiet(&self) {
         let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
     }

@@ -37,7 +37,7 @@ impl Door {
         rustix::net::listen(&self.0, 4096).map_err(|error| Error::io("no Unix socket")(error.into()))
     }
 
-    /// A process that has connected, if one has; others' are turned away. It is told what this relay is.
+    /// A process that has connected, if one has; others' are turned away. It gets a description of this relay.
     pub(crate) fn accept(&self, about: &About) -> Option<OwnedFd> {
         for _ in 0..64 {
             let socket = rustix::net::accept_with(&self.0, FLAGS).ok()?;
@@ -56,6 +56,8 @@ impl Door {
 pub struct About {
     /// The name of what carries links.
     pub provider: String,
+    /// The RDMA device that it was started with; empty: the first one.
+    pub device: String,
     /// Its own public key.
     pub key: String,
     /// The file of those that it trusts.
@@ -68,13 +70,14 @@ const ABOUT: &str = "thruway relay";
 
 impl About {
     fn encode(&self) -> String {
-        [ABOUT, &self.provider, &self.key, if self.encrypts { "encrypts" } else { "plaintext" }, &self.peers].join("\n")
+        let how = if self.encrypts { "encrypts" } else { "plaintext" };
+        [ABOUT, &self.provider, &self.device, &self.key, how, &self.peers].join("\n")
     }
 
     fn decode(text: &str) -> Option<About> {
-        let mut parts = text.splitn(5, '\n');
-        let (ABOUT, provider, key, how, peers) =
-            (parts.next()?, parts.next()?, parts.next()?, parts.next()?, parts.next()?)
+        let mut parts = text.splitn(6, '\n');
+        let (ABOUT, provider, device, key, how, peers) =
+            (parts.next()?, parts.next()?, parts.next()?, parts.next()?, parts.next()?, parts.next()?)
         else {
             return None;
         };
@@ -83,7 +86,7 @@ impl About {
             "plaintext" => false,
             _ => return None,
         };
-        Some(About { provider: provider.into(), key: key.into(), peers: peers.into(), encrypts })
+        Some(About { provider: provider.into(), device: device.into(), key: key.into(), peers: peers.into(), encrypts })
     }
 }
 
@@ -95,6 +98,8 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     let uid = rustix::process::geteuid();
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let name = SocketAddrUnix::new_abstract_name(&relay_name(uid.as_raw(), port))?;
+    // Also where many wait to connect to a relay that does not accept.
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(ABOUT_TIMEOUT))?;
     // Another user may have taken the name, whose relay serves that user only.
     if rustix::net::connect(&socket, &name).is_err() || !is_ours(&socket) {
         return Ok(None);
@@ -170,10 +175,16 @@ mod tests {
     #[test]
     fn what_a_relay_says_of_itself_is_understood_and_nothing_else_is() {
         for encrypts in [true, false] {
-            let about = About { provider: "iwarp".into(), key: "ab".into(), peers: "/with\nlines".into(), encrypts };
+            let about = About {
+                provider: "iwarp".into(),
+                device: String::new(),
+                key: "ab".into(),
+                peers: "/with\nlines".into(),
+                encrypts,
+            };
             assert_eq!(About::decode(&about.encode()), Some(about));
         }
-        for text in ["", "thruway relay", "thruway relay\niwarp\nab\nmaybe\n/x", "other\niwarp\nab\nencrypts\n/x"] {
+        for text in ["", "thruway relay", "thruway relay\niwarp\n\nab\nmaybe\n/x", "other\niwarp\n\nab\nencrypts\n/x"] {
             assert_eq!(About::decode(text), None, "{text}");
         }
     }

@@ -127,6 +127,10 @@ impl Relay {
         tracing::info!(port = self.config.port, provider = self.host.provider(), key = %self.config.keys.public(), "relay");
         let about = About {
             provider: self.host.provider().to_owned(),
+            device: match &self.config.provider {
+                Provider::Verbs(config) => config.device.clone().unwrap_or_default(),
+                _ => String::new(),
+            },
             key: self.config.keys.public().to_string(),
             peers: self.config.peers.path().display().to_string(),
             encrypts: self.config.encrypt,

@@ -42,9 +42,9 @@ pub(crate) struct RelayOptions {
     /// TCP port at which relays reach each other
     #[arg(long, value_name = "PORT", default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) relay_port: u16,
-    /// What carries connections between relays
-    #[arg(long, value_enum, default_value_t = RelayProvider::Verbs)]
-    provider: RelayProvider,
+    /// What carries connections between relays [default: verbs, or what the relay that runs already has]
+    #[arg(long, value_enum)]
+    provider: Option<RelayProvider>,
     /// RDMA device, such as mlx5_0, rather than the first one
     #[arg(long, value_name = "NAME")]
     device: Option<String>,
@@ -60,6 +60,10 @@ pub(crate) struct RelayOptions {
 }
 
 impl RelayOptions {
+    fn provider(&self) -> RelayProvider {
+        self.provider.unwrap_or(RelayProvider::Verbs)
+    }
+
     /// Refuses to use a relay that is not what these options ask for.
     fn agree_with(&self, about: &thruway_relay::About) -> Result<(), String> {
         let differs = |what: String| {
@@ -69,8 +73,11 @@ impl RelayOptions {
         if !about.encrypts && !self.plaintext {
             return differs("was started with --plaintext, and this program was not".to_owned());
         }
-        if about.provider != self.provider.name() && (self.provider.name() != RelayProvider::Verbs.name()) {
-            return differs(format!("has --provider {}, not {}", about.provider, self.provider.name()));
+        if let Some(provider) = self.provider.filter(|provider| provider.name() != about.provider) {
+            return differs(format!("has --provider {}, not {}", about.provider, provider.name()));
+        }
+        if let Some(device) = self.device.as_ref().filter(|device| **device != about.device) {
+            return differs(format!("was not started with --device {device}"));
         }
         if let Some(path) = &self.key {
             let key = keys::identity(Some(path))?.public().to_string();
@@ -124,7 +131,7 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
     let config = Config {
         port: options.relay_port,
         listen: args.listen.clone(),
-        provider: match options.provider {
+        provider: match options.provider() {
             RelayProvider::Verbs => Provider::Verbs(verbs::Config { device: options.device.clone() }),
             RelayProvider::Iwarp => iwarp::Config::default().into(),
         },
@@ -143,7 +150,7 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
         Err(error) => return Err(failed(error.to_string())),
     };
     if !common.quiet && !args.until_unused {
-        thruway_cli::say_error!("thruway: relay at port {}, by {}", options.relay_port, options.provider.name());
+        thruway_cli::say_error!("thruway: relay at port {}, by {}", options.relay_port, options.provider().name());
     }
     relay.run().map_err(|error| failed(error.to_string()))
 }
@@ -161,7 +168,7 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
         log_file(port).or_else(|_| tempfile::tempfile()).map_err(|error| format!("no temporary file: {error}"))?;
     let mut command = Command::new(program);
     command.args(["relay", "--until-unused", "--relay-port", &options.relay_port.to_string()]);
-    command.args(["--provider", options.provider.name(), "--ring", &ring.to_string()]);
+    command.args(["--provider", options.provider().name(), "--ring", &ring.to_string()]);
     command.arg("--board").arg(board);
     for (name, value) in [("--key", &options.key), ("--peers", &options.peers)] {
         if let Some(value) = value {

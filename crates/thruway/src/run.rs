@@ -117,6 +117,9 @@ impl Size {
 /// Runs `thruway run`. Returns only if the program could not be started; else this process ends as the program has.
 pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
+    if args.report.is_some() && !args.explain && !args.stats {
+        return Err(Failed::usage("run", "--report needs --stats or --explain: there is nothing to write without"));
+    }
     let library = library().unwrap_or_else(|why| give_up(OWN_FAILURE, why));
     if args.remote {
         settings.relay = args.relay.relay_port;

@@ -339,6 +339,8 @@ fn what_is_counted_goes_to_a_file_beside_the_programs_output() {
     let full =
         finish(program(None, &["sh", "-c", &format!("{THRUWAY} run --stats --json -- sh -c 'exit 3' >/dev/full")]));
     assert_eq!(full.status.code(), Some(3));
+    let nothing = finish(program(Some(&["--report", report.to_str().unwrap()]), &["true"]));
+    assert_eq!(nothing.status.code(), Some(2));
     let nowhere = finish(program(Some(&["--stats", "--report", "/nonexistent/report"]), &["true"]));
     assert_eq!(nowhere.status.code(), Some(125));
 }
@@ -625,6 +627,8 @@ fn a_relay_that_is_not_what_was_asked_for_is_refused() {
         assert_eq!(output.status.code(), Some(125));
         support::stderr(&output)
     };
+    assert!(changed("--provider", "verbs").contains("has --provider iwarp, not verbs"));
+    assert!(run(&["--device", "mlx5_9"], "").1.contains("--device mlx5_9"));
     assert!(changed("--key", other.to_str().unwrap()).contains("not that of"));
     assert!(changed("--peers", "/elsewhere/peers").contains("/elsewhere/peers"));
 }
