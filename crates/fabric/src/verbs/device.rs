@@ -28,6 +28,14 @@ use thruway_rdma_types::{Access, Owner};
 const MAX_INLINE: u32 = 64;
 /// How often endpoints look at the clock.
 const TICK: Duration = Duration::from_millis(10);
+/// Polls for events ask the kernel so often: connections are rarer than completions, and asking costs two system calls.
+const ASK_INTERVAL: Duration = Duration::from_micros(50);
+/// What is ready, in the epoll set: events of connections and of the device.
+const KERNEL: u64 = 0;
+/// What is ready, in the epoll set: the completion channel.
+const COMPLETIONS: u64 = 1;
+/// What is ready, in the epoll set: another thread wakes the one that waits.
+const WAKE: u64 = 2;
 /// Longest wait between looks at the connection deadlines.
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -71,6 +79,8 @@ pub(super) struct Context {
     lost: AtomicBool,
     /// When the endpoints last looked at the clock.
     ticked: Mutex<Instant>,
+    /// When a poll for events has asked last; `None`: the next one asks, because it may have been woken for that.
+    asked: Mutex<Option<Instant>>,
 }
 
 // SAFETY: rdma-core's objects may be used from any thread.
@@ -271,12 +281,12 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         // SAFETY: descriptors of live objects.
         let fds = unsafe { [(*cm).fd, (*channel).fd, (*verbs).async_fd].map(|fd| BorrowedFd::borrow_raw(fd)) };
-        for fd in fds {
+        for (fd, kind) in fds.into_iter().zip([KERNEL, COMPLETIONS, KERNEL]) {
             let flags = rustix::fs::fcntl_getfl(fd)?;
             rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
-            epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+            epoll::add(&poll, fd, epoll::EventData::new_u64(kind), epoll::EventFlags::IN)?;
         }
-        epoll::add(&poll, &wake, epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
+        epoll::add(&poll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
         Ok((poll, wake))
     };
     let (epoll, wake) = setup().map_err(|e| {
@@ -316,6 +326,7 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         sysfs: sysfs_of(name),
         lost: AtomicBool::new(false),
         ticked: Mutex::new(Instant::now()),
+        asked: Mutex::new(None),
     });
     let mut known = lock(&CONTEXTS);
     known.retain(|c| c.strong_count() > 0);
@@ -398,8 +409,9 @@ impl Context {
     }
 
     fn rouse(&self) {
-        self.woken.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        // Behind it: what finds this reads that.
+        self.woken.store(true, Ordering::SeqCst);
     }
 
     /// Makes an endpoint known by the token of its connection identifier.
@@ -457,6 +469,18 @@ impl Context {
         if gone && !self.lost.load(Ordering::SeqCst) {
             device_lost(self.verbs);
         }
+    }
+
+    /// As [`Context::drive`], but only now and then, for what looks again and again.
+    fn drive_sometimes(self: &Arc<Context>) {
+        let now = Instant::now();
+        let mut asked = lock(&self.asked);
+        if asked.is_some_and(|at| now.duration_since(at) < ASK_INTERVAL) {
+            return;
+        }
+        *asked = Some(now);
+        drop(asked);
+        self.drive();
     }
 
     fn drive_connections(self: &Arc<Context>) {
@@ -727,21 +751,29 @@ impl DeviceOps for Handle {
     fn poll_event(&self) -> Option<Event> {
         let next = || lock(&self.0.events).pop_front();
         next().or_else(|| {
-            self.0.drive();
+            self.0.drive_sometimes();
             next()
         })
     }
 
     fn arm(&self) -> bool {
         // Level-triggered: what woke somebody before must not keep the descriptor readable for ever.
-        let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
+        let is_woken = self.0.woken.swap(false, Ordering::SeqCst);
+        if is_woken {
+            let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
+        }
         self.0.drain_channel();
         for queue in self.0.queues() {
             // SAFETY: a live queue of a live context.
             unsafe { ((*self.0.verbs).ops.req_notify_cq)(queue.raw, 0) };
         }
         // What came before the notification was asked for makes no event.
-        !(self.0.woken.swap(false, Ordering::SeqCst) || self.0.has_something())
+        let is_quiet = !(is_woken || self.0.has_something());
+        if is_quiet {
+            // What is waited for may be something that only the kernel knows of.
+            *lock(&self.0.asked) = None;
+        }
+        is_quiet
     }
 
     fn wait_fd(&self) -> BorrowedFd<'_> {
@@ -749,26 +781,26 @@ impl DeviceOps for Handle {
     }
 
     fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        self.0.drive();
+        self.0.drive_sometimes();
         if self.0.lost.load(Ordering::SeqCst) && lock(&self.0.events).is_empty() {
             let why = format!("the RDMA device {} was removed", self.0.attributes.name);
             return Err(Error::io("waiting", io::Error::new(io::ErrorKind::NotConnected, why)));
         }
         if !self.arm() {
-            let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
             return Ok(());
         }
         let limit = timeout.map_or(EVENT_POLL_INTERVAL, |t| t.min(EVENT_POLL_INTERVAL));
         let limit = rustix::time::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        let mut fds = [rustix::event::PollFd::new(&self.0.epoll, rustix::event::PollFlags::IN)];
-        match rustix::event::poll(&mut fds, Some(&limit)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        let mut found = [std::mem::MaybeUninit::uninit(); 4];
+        let found = match epoll::wait(&self.0.epoll, &mut found, Some(&limit)) {
+            Ok((found, _)) => found,
+            Err(rustix::io::Errno::INTR) => return Ok(()),
             Err(e) => return Err(Error::io("waiting", e)),
+        };
+        if found.is_empty() || found.iter().any(|event| event.data.u64() == KERNEL) {
+            self.0.drive();
         }
-        self.0.woken.store(false, Ordering::SeqCst);
-        let _ = rustix::io::read(&self.0.wake, &mut [0; 8]);
-        self.0.drain_channel();
-        self.0.drive();
+        *lock(&self.0.asked) = Some(Instant::now());
         Ok(())
     }
 
