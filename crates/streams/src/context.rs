@@ -97,6 +97,8 @@ pub(crate) struct Shared {
     is_parked: AtomicBool,
     leaderless: Condvar,
     ended: AtomicBool,
+    /// The program polls: calls that do not wait leave that to it.
+    is_attended: bool,
 }
 
 impl Context {
@@ -105,7 +107,7 @@ impl Context {
     /// # Errors
     /// If there is none, or no thread for it.
     pub fn open(provider: &Provider) -> Result<Context, Error> {
-        let context = Context::open_attended(provider)?;
+        let context = Context::open_with(provider, false)?;
         let served = Arc::clone(&context.0.0);
         let spawned = std::thread::Builder::new().name("thruway-streams".into()).spawn(move || served.serve());
         spawned.map_err(Error::Memory)?;
@@ -113,11 +115,16 @@ impl Context {
     }
 
     /// Opens a device that the program sees to itself, with [`Context::poll`] again and again: for one that has a loop and waits for other
-    /// things, too. There is no thread; descriptors of connections and requests to connect wait until the program polls.
+    /// things, too. There is no thread; descriptors of connections, requests to connect, and calls that do not wait for what they find
+    /// nothing of, need it to.
     ///
     /// # Errors
     /// If there is none.
     pub fn open_attended(provider: &Provider) -> Result<Context, Error> {
+        Context::open_with(provider, true)
+    }
+
+    fn open_with(provider: &Provider, is_attended: bool) -> Result<Context, Error> {
         let device = provider.open()?;
         let shared = Arc::new(Shared {
             device,
@@ -136,6 +143,7 @@ impl Context {
             is_parked: AtomicBool::new(false),
             leaderless: Condvar::new(),
             ended: AtomicBool::new(false),
+            is_attended,
         });
         Ok(Context(Arc::new(Handle(shared))))
     }
@@ -415,6 +423,13 @@ impl Shared {
             // A panic in one connection's code does not stop the others.
             Err(TryLockError::Poisoned(poisoned)) => self.poll_with(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => 0,
+        }
+    }
+
+    /// For a call that does not wait.
+    pub(crate) fn poll_unless_attended(&self) {
+        if !self.is_attended {
+            self.poll();
         }
     }
 

@@ -438,19 +438,25 @@ impl Inner {
         lock(&self.state)
     }
 
+    /// What `look` finds, if anything; an error if the connection has ended and it does not.
+    pub(crate) fn look<T>(
+        &self,
+        mut look: impl FnMut(&mut State) -> Option<Result<T, Error>>,
+    ) -> Option<Result<T, Error>> {
+        let mut state = lock(&self.state);
+        let found = look(&mut state);
+        self.post_actions(&mut state);
+        // What has come before the end counts.
+        found.or_else(|| state.check().err().map(Err))
+    }
+
     /// Waits until `look` finds what it looks for; an error if the connection ends before.
     pub(crate) fn wait<T>(
         &self,
         deadline: Option<Instant>,
         mut look: impl FnMut(&mut State) -> Option<Result<T, Error>>,
     ) -> Result<T, Error> {
-        let mut look = || {
-            let mut state = lock(&self.state);
-            let found = look(&mut state);
-            self.post_actions(&mut state);
-            // What has come before the end counts.
-            found.or_else(|| state.check().err().map(Err))
-        };
+        let mut look = || self.look(&mut look);
         if let Some(found) = look() {
             return found;
         }

@@ -154,7 +154,7 @@ impl Inner {
             return Ok(Taken { len: 0, ends: false, is_end: false });
         }
         if patience == Patience::None {
-            self.context.poll();
+            self.context.poll_unless_attended();
         }
         // Copying to memory that is being sent waits for the sender, which may need the lock that is held while copying.
         self.wait_until_sent(to.as_ptr() as usize, to.len(), patience)?;
@@ -218,6 +218,10 @@ impl Inner {
         patience: Patience,
         look: impl FnMut(&mut State) -> Option<Result<(), Error>>,
     ) -> Result<(), Error> {
+        if patience == Patience::None {
+            // The device was asked when the call began.
+            return self.look(look).unwrap_or(Err(Error::WouldBlock));
+        }
         match self.wait(patience.deadline(), look) {
             Err(Error::TimedOut) => Err(patience.over()),
             other => other,

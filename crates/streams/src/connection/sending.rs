@@ -33,7 +33,7 @@ impl Connection {
     pub fn try_send(&self, bytes: &[u8]) -> Result<usize, Error> {
         let inner = &self.0;
         let _turn = inner.turn(Direction::Send, Patience::None)?;
-        inner.context.poll();
+        inner.context.poll_unless_attended();
         let mut state = lock(&inner.state);
         let room = state.room()?;
         let most = inner.settings.stage_len;
