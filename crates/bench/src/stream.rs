@@ -289,7 +289,7 @@ fn serve(context: &Context, stop: impl Fn() -> bool) -> Result<(), String> {
             scope.spawn(move || {
                 let served = request
                     .accept(&context, &test.settings, Instant::now() + TIMEOUT)
-                    .and_then(|connection| answer(&connection, &test));
+                    .and_then(|connection| answer(connection, &test));
                 if let Err(error) = served {
                     thruway_cli::say_error!("thruway bench: accepting end: {error}");
                 }
@@ -299,22 +299,20 @@ fn serve(context: &Context, stop: impl Fn() -> bool) -> Result<(), String> {
     Ok(())
 }
 
-fn answer(connection: &Connection, test: &Test) -> Result<(), thruway_streams::Error> {
+fn answer(connection: Connection, test: &Test) -> Result<(), thruway_streams::Error> {
     let mut buffer = vec![0; (test.size as usize).max(64 << 10)];
     match test.kind {
         Kind::Lat => loop {
             let whole = &mut buffer[..test.size as usize];
-            if !fill(connection, whole)? {
+            if !fill(&connection, whole)? {
                 break;
             }
             connection.send(whole, None)?;
         },
         Kind::Bw => while connection.recv(&mut buffer, None)? > 0 {},
     }
-    connection.shutdown();
-    // The other end closes when it has that.
-    let _ = connection.recv(&mut buffer, Some(Instant::now() + TIMEOUT));
-    Ok(())
+    // Waits until the other end has all of it: to drop a connection is to drop what is on its way.
+    connection.close(Some(Instant::now() + TIMEOUT))
 }
 
 /// Receives all of it; false at the end of the stream.
