@@ -4,14 +4,17 @@
 //! other threads do to the descriptor are the kernel's business, as without acceleration. Before, it asks the peer for a doorbell.
 
 use crate::lock::Reentered;
+use crate::relayed::{
+    CATCH_UP_MAX, Pause, at_end, catch_up, closing_time, is_all_here, is_lost, is_settled, take_tcp_back, wait_for_room,
+};
 use crate::report::{Reason, count, counters, stays};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
 use crate::{SETTINGS, real, switch, wait};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, Reader, Segment, Writer};
 
@@ -319,25 +322,6 @@ fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
     result
 }
 
-/// Whether a connection goes on through a relay, to another host.
-pub(crate) fn is_relayed(slot: &Slot) -> bool {
-    matches!(slot.receiving(), Ok(Some(receiving)) if receiving.segment.is_relayed())
-}
-
-/// Whether the way to the other host was cut.
-fn is_lost(slot: &Slot) -> bool {
-    matches!(slot.receiving(), Ok(Some(receiving)) if receiving.segment.over() == Over::Lost)
-}
-
-/// Longest time that a call waits for the relay to say what the TCP connection has brought.
-const CATCH_UP_MAX: Duration = Duration::from_secs(10);
-
-/// At the end of the TCP connection: whether everything before it has come, too.
-fn is_all_here(slot: &Slot, fd: c_int) -> bool {
-    // An end of this process's own making says nothing of the peer.
-    slot.shut.load(Ordering::Relaxed) & 1 != 0 || is_explained(slot, fd, true)
-}
-
 /// Whether there is something in a ring that the peer was to send again, and has not before it has gone.
 fn reclaims(slot: &Slot) -> bool {
     match slot.receiving() {
@@ -346,101 +330,6 @@ fn reclaims(slot: &Slot) -> bool {
             reader.reclaim(segment)
         }
         _ => false,
-    }
-}
-
-/// Whether it is known what the kernel has.
-pub(crate) fn explains(slot: &Slot, fd: c_int) -> bool {
-    is_explained(slot, fd, false)
-}
-
-fn is_explained(slot: &Slot, fd: c_int, is_at_end: bool) -> bool {
-    match slot.receiving() {
-        Ok(Some(mut receiving)) => {
-            let Receiving { segment, reader, .. } = &mut receiving;
-            let is_explained = reader.is_explained(segment, &Connection::new(fd), is_at_end).unwrap_or(true);
-            keep_error(slot, reader);
-            is_explained
-        }
-        _ => true,
-    }
-}
-
-/// From another host, the TCP connection brings bytes, and its end, that are only known for what they are when the relay has said so:
-/// soon. Waits for that also where the call does not wait: the kernel has said that there is something, and says so once.
-pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_int> {
-    let connection = Connection::new(fd);
-    let mut pause = Pause::new();
-    loop {
-        let Some(mut receiving) = slot.receiving()? else { return Ok(()) };
-        let Receiving { segment, reader, .. } = &mut receiving;
-        let is_explained = reader.is_explained(segment, &connection, is_at_end);
-        keep_error(slot, reader);
-        if is_explained == Ok(false) {
-            segment.check_relay(&connection);
-        }
-        drop(receiving);
-        if is_explained.map_err(|error| broken(slot, fd, &error.into()))? {
-            return Ok(());
-        }
-        if !pause.pass(CATCH_UP_MAX) {
-            return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
-        }
-    }
-}
-
-/// Before bytes go by TCP to another host, what is in the ring has come there.
-fn is_settled(sending: &Sending<'_>, fd: c_int) -> bool {
-    let is_settled = sending.writer.is_settled(&sending.segment);
-    if !is_settled {
-        sending.segment.check_relay(&Connection::new(fd));
-    }
-    is_settled
-}
-
-/// How long such a wait does not sleep.
-const PAUSE_SPIN: Duration = Duration::from_millis(1);
-
-/// Milliseconds that the relay has been waited for in vain since it last answered.
-static UNANSWERED: AtomicU32 = AtomicU32::new(0);
-
-/// Time for a connection that is to end: what the relay has already had does not come again for each, but it has a little for any.
-fn at_end(limit: Duration) -> Duration {
-    limit.saturating_sub(Duration::from_millis(UNANSWERED.load(Ordering::Relaxed).into())).max(limit / 100)
-}
-
-/// A wait for the relay, which is at work.
-struct Pause {
-    begin: Instant,
-    has_waited: bool,
-}
-
-impl Pause {
-    fn new() -> Pause {
-        Pause { begin: Instant::now(), has_waited: false }
-    }
-
-    /// Lets others run for a moment. False if it has taken longer than `limit`.
-    fn pass(&mut self, limit: Duration) -> bool {
-        let waited = self.begin.elapsed();
-        if waited < PAUSE_SPIN {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        self.has_waited = waited < limit;
-        if !self.has_waited {
-            UNANSWERED.fetch_max(waited.as_millis() as u32, Ordering::Relaxed);
-        }
-        self.has_waited
-    }
-}
-
-impl Drop for Pause {
-    fn drop(&mut self) {
-        if self.has_waited {
-            UNANSWERED.store(0, Ordering::Relaxed);
-        }
     }
 }
 
@@ -506,7 +395,7 @@ pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
 }
 
 /// The peer has written nonsense, the relay does not answer, or the connection below has an error.
-fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
+pub(crate) fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     let is_ours = error.raw_os_error().is_none();
     let why = match error.kind() {
         io::ErrorKind::InvalidData if is_ours => Some(": the peer broke the ring in shared memory"),
@@ -555,15 +444,6 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
         _ => {}
     }
     take_tcp_back(segment, fd);
-}
-
-/// Longest time that a call which closes waits for the relay to let go of the connection.
-const CLOSE_MAX: Duration = Duration::from_millis(200);
-
-/// Has the relay let go of the connection, so that closing it here closes it.
-fn take_tcp_back(segment: &Segment, fd: c_int) {
-    let (mut pause, limit) = (Pause::new(), at_end(CLOSE_MAX));
-    while segment.is_relayed() && !segment.take_tcp_back(&Connection::new(fd)) && pause.pass(limit) {}
 }
 
 /// A call that sends on a connection which may be accelerated: `plain` sends the rest of the list as it is, with the same flags.
@@ -647,7 +527,7 @@ unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is
     let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);
     let mut has_waited = false;
-    let mut pause = Pause::new();
+    let mut pause = Pause::default();
     match slot.error.swap(0, Ordering::Relaxed) {
         0 => {}
         error => return Err(error),
@@ -678,9 +558,9 @@ unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is
         if !writer.is_tcp() {
             let is_gone = writer.is_reader_gone(segment) || looks_gone(slot, connection, segment, writer);
             if is_gone || is_plain {
-                if !is_settled(&sending, fd) {
+                if !is_settled(&sending, fd, &mut pause) {
                     drop(sending);
-                    settle_down(slot, fd, &mut pause, CATCH_UP_MAX)?;
+                    pause.settle_down(slot, fd, CATCH_UP_MAX)?;
                     continue;
                 }
                 let Sending { segment, writer, .. } = &mut sending;
@@ -705,26 +585,24 @@ unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is
             continue;
         }
         if has_waited && sent == 0 {
-            if !is_settled(&sending, fd) {
+            if !is_settled(&sending, fd, &mut pause) {
                 drop(sending);
-                settle_down(slot, fd, &mut pause, CATCH_UP_MAX)?;
+                pause.settle_down(slot, fd, CATCH_UP_MAX)?;
                 continue;
             }
             let Sending { segment, writer, .. } = &mut sending;
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
             continue;
         }
+        let is_relayed = segment.is_relayed();
         drop(sending);
-        let wanted = from.left();
-        has_waited = !wait::spin_for_room(flags & libc::MSG_DONTWAIT != 0, || has_room(slot, wanted));
+        let (wanted, is_impatient) = (from.left(), flags & libc::MSG_DONTWAIT != 0);
+        has_waited = if is_relayed && !is_impatient && waits(fd) {
+            !wait_for_room(slot, fd, wanted)
+        } else {
+            !wait::spin_for_room(is_impatient, || has_room(slot, wanted))
+        };
     }
-}
-
-fn settle_down(slot: &Slot, fd: c_int, pause: &mut Pause, limit: Duration) -> Result<(), c_int> {
-    if pause.pass(limit) {
-        return Ok(());
-    }
-    Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()))
 }
 
 /// Whether a call that sends may have found no room: it goes by TCP now.
@@ -773,12 +651,12 @@ pub(crate) fn enter_tcp_at_end(slot: &Slot, fd: c_int) {
 }
 
 fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> Result<(), c_int> {
-    let mut pause = Pause::new();
+    let mut pause = Pause::default();
     loop {
         let Some(mut sending) = slot.sending()? else { return Ok(()) };
-        if !is_settled(&sending, fd) {
+        if !is_settled(&sending, fd, &mut pause) {
             drop(sending);
-            settle_down(slot, fd, &mut pause, limit)?;
+            pause.settle_down(slot, fd, limit)?;
             continue;
         }
         let Sending { segment, writer, .. } = &mut sending;
@@ -842,9 +720,6 @@ fn waits(fd: c_int) -> bool {
     rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|flags| !flags.contains(rustix::fs::OFlags::NONBLOCK))
 }
 
-/// Longest time that a peer on another host has to take note of a ring that is closed: there and back, where the end is there.
-const DEMOTE_MAX: Duration = Duration::from_secs(3);
-
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
 /// bytes that would be missing.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
@@ -852,12 +727,12 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
-        // To another host and back, where the end is there.
         let Receiving { segment, reader, .. } = &mut receiving;
-        let limit = Instant::now() + if segment.is_relayed() { at_end(DEMOTE_MAX) } else { Duration::from_millis(100) };
+        let (mut pause, limit) = (Pause::default(), closing_time(segment));
         let patience = || {
-            std::thread::yield_now();
-            Instant::now() < limit
+            let goes_on = pause.pass(limit);
+            pause.look(segment, fd);
+            goes_on
         };
         left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
     }

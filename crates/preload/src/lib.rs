@@ -12,6 +12,7 @@ mod lock;
 mod process;
 mod real;
 mod relay;
+mod relayed;
 mod report;
 mod slots;
 mod spares;

@@ -3,7 +3,7 @@
 use crate::lock::Guard;
 use crate::report::{Reason, stays};
 use crate::slots::{self, Last, Slot};
-use crate::{data, epoll, lock, spares, switch};
+use crate::{data, epoll, lock, relayed, spares, switch};
 use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering;
@@ -49,7 +49,7 @@ extern "C" fn before_fork() {
     // A relay knows one process by a connection.
     slots::each(|number, fd| {
         let slot = slots::slot(number);
-        if data::is_relayed(slot) {
+        if relayed::is_relayed(slot) {
             stays(slot, fd, Reason::Shared, &", from here on");
             data::demote(slot, fd);
         }

@@ -4,7 +4,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real, report};
+use crate::{data, epoll, real, relayed, report};
 use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -342,9 +342,9 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     if !is_empty {
         return false;
     }
-    if data::is_relayed(slot) && !data::explains(slot, fd) {
+    if relayed::is_relayed(slot) && !relayed::explains(slot, fd) {
         // What comes with it is on its way.
-        return data::catch_up(slot, fd, false).is_ok() && is_doorbell(number, fd);
+        return relayed::catch_up(slot, fd, false).is_ok() && is_doorbell(number, fd);
     }
     data::honour_closed_ring(slot, fd);
     // The end of the stream is readable, too, and has no byte.

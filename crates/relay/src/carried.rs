@@ -92,6 +92,7 @@ impl Carried {
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
         let over = if is_unused { Over::Finished } else { over };
         self.segment.set_over(over);
+        self.segment.tell_news();
         if over == Over::Lost
             && let Some(tcp) = &self.tcp
         {

@@ -132,7 +132,7 @@ impl Relay {
                 _ => String::new(),
             },
             key: self.config.keys.public().to_string(),
-            peers: self.config.peers.path().display().to_string(),
+            peers: std::path::absolute(self.config.peers.path()).unwrap_or_default().display().to_string(),
             encrypts: self.config.encrypt,
         };
         let mut state = State {
@@ -563,6 +563,7 @@ impl State {
                 Err(Failed::Here) => over.push((*id, Over::Lost)),
                 Err(Failed::Link(error)) => broken.push((one.link, error)),
             }
+            one.segment.tell_news();
         }
         did |= !over.is_empty() || !broken.is_empty();
         for (id, how) in over {

@@ -9,6 +9,7 @@ pub mod board;
 mod direction;
 pub mod iovecs;
 pub mod meeting;
+mod news;
 mod relay;
 mod segment;
 pub mod settings;
@@ -16,5 +17,6 @@ pub mod startup;
 pub mod stats;
 
 pub use direction::{Broken, Found, PEEK_MAX, Reader, Tcp, Writer};
+pub use news::News;
 pub use relay::{Feedback, Inlet, Outlet, UPDATE_HEAD, Update};
 pub use segment::{End, Over, RING_MAX, RING_MIN, Segment};

@@ -6,6 +6,7 @@
 //! the peer's own connection.
 
 use crate::direction::Tcp;
+use crate::news::{News, Words};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -113,7 +114,9 @@ struct Head {
     spare: AtomicU32,
     /// The connection that it is offered for again.
     offered_for: [AtomicU64; 6],
-    _to_the_end: [u8; 56],
+    /// Relayed: for who waits until the relay has done something.
+    news: Words,
+    _to_the_end: [u8; 48],
 }
 
 /// In [`Head::spare`]: a connection uses it, at the taker's end at least.
@@ -353,8 +356,18 @@ impl Segment {
         fence(Ordering::SeqCst);
     }
 
+    /// Has the relay say what it does from now on. To be called before looking for what is wanted.
+    pub fn want_news(&self) -> News {
+        self.head().news.want()
+    }
+
+    /// The relay has done something: what waits for it looks again.
+    pub fn tell_news(&self) {
+        self.head().news.tell();
+    }
+
     /// Something that the relay has to know has changed.
-    pub(crate) fn wake_relay(&self, tcp: &impl Tcp) {
+    pub fn wake_relay(&self, tcp: &impl Tcp) {
         if !self.is_relayed {
             return;
         }
@@ -377,8 +390,7 @@ impl Segment {
     /// if it has not done so yet.
     pub fn take_tcp_back(&self, tcp: &impl Tcp) -> bool {
         let back = &self.head().tcp_back;
-        let asked = back.compare_exchange(0, ASKED, Ordering::SeqCst, Ordering::Relaxed);
-        if asked.is_ok() || asked == Err(ASKED) {
+        if back.compare_exchange(0, ASKED, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
             self.check_relay(tcp);
         }
         back.load(Ordering::Acquire) == DONE || self.over() != Over::No

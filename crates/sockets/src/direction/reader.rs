@@ -479,8 +479,8 @@ impl Reader {
         if segment.is_relayed() {
             // The last byte is where the writer is now, on the other host.
             control.close_wanted.store(1, Ordering::SeqCst);
+            segment.check_relay(tcp);
             while control.tail.load(Ordering::SeqCst) & CLOSED == 0 && segment.over() == Over::No {
-                segment.check_relay(tcp);
                 if !patience() {
                     return Err(Broken);
                 }
