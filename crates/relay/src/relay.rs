@@ -212,7 +212,8 @@ struct State {
 
 impl State {
     fn run(&mut self, events: &Receiver<Event>) -> Result<(), Error> {
-        let (mut looks, mut busy) = (0u32, Instant::now());
+        // Since when there is nothing to do.
+        let (mut looks, mut idle) = (0u32, None);
         let (mut used, mut pinged, mut cleaned) = (Instant::now(), Instant::now(), Instant::now());
         let mut housekeep = |state: &mut State, now: Instant| {
             if now - pinged > PING_INTERVAL {
@@ -237,14 +238,14 @@ impl State {
                 }
             }
             if did {
-                busy = Instant::now();
+                idle = None;
                 continue;
             }
             // Nothing is urgent: what others may want to know later.
             if self.pump(true) {
                 continue;
             }
-            if busy.elapsed() < self.config.spin {
+            if idle.get_or_insert_with(Instant::now).elapsed() < self.config.spin {
                 std::thread::yield_now();
                 continue;
             }
@@ -270,7 +271,7 @@ impl State {
             while let Ok(event) = events.try_recv() {
                 self.take(event);
             }
-            busy = Instant::now();
+            idle = None;
         }
     }
 

@@ -29,7 +29,7 @@ const MAX_INLINE: u32 = 64;
 /// How often endpoints look at the clock.
 const TICK: Duration = Duration::from_millis(10);
 /// Polls for events ask the kernel so often: connections are rarer than completions, and asking costs two system calls.
-const ASK_INTERVAL: Duration = Duration::from_micros(50);
+const ASK_INTERVAL: Duration = Duration::from_micros(500);
 /// What is ready, in the epoll set: events of connections and of the device.
 const KERNEL: u64 = 0;
 /// What is ready, in the epoll set: the completion channel.
