@@ -122,11 +122,10 @@ impl Carried {
             if !link.has_room() {
                 break;
             }
-            let mut message = Message::begin_update(self.peer);
-            if !self.outlet.take(&self.segment, PIECE_MAX, &mut message)? {
+            let (outlet, segment) = (&mut self.outlet, &self.segment);
+            if !link.send_update::<Failed>(self.peer, |out| Ok(outlet.take(segment, PIECE_MAX, out)?))? {
                 break;
             }
-            link.send_bytes(message)?;
             did = true;
         }
         if self.segment.over() == Over::Lost {

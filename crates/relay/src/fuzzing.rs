@@ -1,16 +1,14 @@
 //! For fuzz targets: what another relay says.
 
-use crate::link::Message;
+use crate::link::{Message, split};
 use thruway_sockets::{Inlet, Outlet, RING_MIN, Segment};
 
-/// Messages, each behind its length of two bytes, to a connection that is being carried.
+/// A bundle of messages to a connection that is being carried.
 pub fn messages(data: &[u8]) {
     let (Ok((here, _)), Ok((there, _))) = (Segment::create(RING_MIN), Segment::create(RING_MIN)) else { return };
     let (mut outlet, mut inlet) = (Outlet::default(), Inlet::default());
     let mut rest = data;
-    while let Some((len, more)) = rest.split_first_chunk::<2>() {
-        let len = usize::from(u16::from_le_bytes(*len)).min(more.len());
-        let (message, more) = more.split_at(len);
+    while let Ok((message, more)) = split(rest) {
         rest = more;
         let heard = match Message::decode(message) {
             Ok(Message::Update { update, bytes, .. }) => inlet.apply(&here, &update, bytes),
@@ -71,8 +69,11 @@ mod tests {
         for (number, talk) in talks.iter().enumerate() {
             let seed: Vec<u8> = talk
                 .iter()
-                .map(Message::encode)
-                .flat_map(|message| [&(message.len() as u16).to_le_bytes()[..], &message].concat())
+                .flat_map(|message| {
+                    let mut bytes = Vec::new();
+                    message.encode(&mut bytes);
+                    [&(bytes.len() as u32).to_le_bytes()[..], &bytes].concat()
+                })
                 .collect();
             messages(&seed);
             super::seeds::check("relay_messages", number, &seed);

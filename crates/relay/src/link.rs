@@ -1,4 +1,6 @@
-//! What two relays send each other: messages on an RDMA connection, sealed unless both do without.
+//! What two relays send each other: bundles of messages on an RDMA connection, sealed unless both do without.
+//!
+//! What is to be said in a turn of the relay's loop goes as one: each send costs as much as a message of some kilobytes.
 
 use crate::Error;
 use crate::ends::Addresses;
@@ -8,9 +10,12 @@ use thruway_engine::aead::{KEY_LEN, Sealer, TAG_LEN};
 use thruway_sockets::{Broken, Feedback, UPDATE_HEAD, Update};
 use thruway_streams::Connection;
 
-/// Bytes for a ring in a message, and of a message.
+/// Bytes for a ring in a message.
 pub(crate) const PIECE_MAX: usize = 64 << 10;
-const MESSAGE_MAX: usize = 5 + UPDATE_HEAD + PIECE_MAX + TAG_LEN;
+/// A bundle takes no more messages when it has so many bytes.
+const BUNDLE_FULL: usize = 16 << 10;
+/// Bytes of a bundle: each message has its length before it.
+const BUNDLE_MAX: usize = BUNDLE_FULL + 4 + 5 + UPDATE_HEAD + PIECE_MAX + TAG_LEN;
 
 /// A message. Numbers of connections are the receiving relay's, unless said otherwise. A relay that gets one which it does not know ends
 /// the link, and all connections with it: a change is another version of the greeting (`meet`).
@@ -33,20 +38,30 @@ pub(crate) enum Message<'a> {
 }
 
 impl Message<'_> {
-    /// What an update begins with, that [`thruway_sockets::Outlet::take`] appends to.
-    pub(crate) fn begin_update(id: u32) -> Vec<u8> {
-        begin(3, id)
-    }
-
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         match self {
-            Message::Find { id, ring, addresses } => [&begin(1, *id)[..], &ring.to_le_bytes(), addresses].concat(),
-            Message::Found { id, own, ring } => [&begin(2, *id)[..], &own.to_le_bytes(), &ring.to_le_bytes()].concat(),
-            Message::Update { id, update, bytes } => [&begin(3, *id)[..], &update.encode(), bytes].concat(),
-            Message::Feedback { id, feedback } => [&begin(4, *id)[..], &feedback.encode()].concat(),
-            Message::Finish { id } => begin(5, *id),
-            Message::Abort { id } => begin(6, *id),
-            Message::Ping => begin(7, 0),
+            Message::Find { id, ring, addresses } => {
+                begin(out, 1, *id);
+                out.extend(ring.to_le_bytes());
+                out.extend(addresses);
+            }
+            Message::Found { id, own, ring } => {
+                begin(out, 2, *id);
+                out.extend(own.to_le_bytes());
+                out.extend(ring.to_le_bytes());
+            }
+            Message::Update { id, update, bytes } => {
+                begin(out, 3, *id);
+                out.extend(update.encode());
+                out.extend(*bytes);
+            }
+            Message::Feedback { id, feedback } => {
+                begin(out, 4, *id);
+                out.extend(feedback.encode());
+            }
+            Message::Finish { id } => begin(out, 5, *id),
+            Message::Abort { id } => begin(out, 6, *id),
+            Message::Ping => begin(out, 7, 0),
         }
     }
 
@@ -78,11 +93,9 @@ impl Message<'_> {
     }
 }
 
-fn begin(kind: u8, id: u32) -> Vec<u8> {
-    let mut out = Vec::with_capacity(128);
+fn begin(out: &mut Vec<u8>, kind: u8, id: u32) {
     out.push(kind);
     out.extend(id.to_le_bytes());
-    out
 }
 
 /// A key, and how many messages it has sealed or opened.
@@ -109,9 +122,14 @@ pub(crate) struct Link {
     pub(crate) local: IpAddr,
     pub(crate) peer: IpAddr,
     seals: Option<(Seal, Seal)>,
-    /// Messages that there was no room for.
+    /// Messages of the bundle that is sent next.
+    gathered: Vec<u8>,
+    /// Bundles, sealed, that there was no room for.
     waiting: VecDeque<Vec<u8>>,
+    /// The bundle that has been received last: its bytes, and where the next of its messages begins.
     buffer: Vec<u8>,
+    received: usize,
+    next: usize,
     /// Something has been sent since this was last looked at.
     pub(crate) has_sent: bool,
     /// Connections that the other relay looks for, about.
@@ -131,8 +149,11 @@ impl Link {
             local: local.to_canonical(),
             peer: peer.to_canonical(),
             seals: keys.map(|(out, inwards)| (Seal::new(&out), Seal::new(&inwards))),
+            gathered: Vec::new(),
             waiting: VecDeque::new(),
-            buffer: vec![0; MESSAGE_MAX],
+            buffer: vec![0; BUNDLE_MAX],
+            received: 0,
+            next: 0,
             has_sent: false,
             finds: 0,
         }
@@ -147,31 +168,76 @@ impl Link {
         self.connection.info().map_or_else(String::new, |info| info.detail)
     }
 
-    /// Whether the last message could be sent: if not, others wait, and may become one meanwhile.
+    /// Whether the last bundle could be sent: if not, what there is to say waits, and may become less meanwhile.
     pub(crate) fn has_room(&self) -> bool {
         self.waiting.is_empty()
     }
 
+    /// Says something, with the next [`Link::flush`].
     pub(crate) fn send(&mut self, message: &Message<'_>) -> Result<(), Error> {
-        self.send_bytes(message.encode())
+        self.compose::<Error>(|out| {
+            message.encode(out);
+            Ok(true)
+        })?;
+        Ok(())
     }
 
-    pub(crate) fn send_bytes(&mut self, mut bytes: Vec<u8>) -> Result<(), Error> {
+    /// Says what a writer has done, if `take` appends that to the beginning of an update. Whether it has.
+    pub(crate) fn send_update<E: From<Error>>(
+        &mut self,
+        id: u32,
+        take: impl FnOnce(&mut Vec<u8>) -> Result<bool, E>,
+    ) -> Result<bool, E> {
+        self.compose(|out| {
+            begin(out, 3, id);
+            take(out)
+        })
+    }
+
+    fn compose<E: From<Error>>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<bool, E>) -> Result<bool, E> {
+        let start = self.gathered.len();
+        self.gathered.extend([0; 4]);
+        let written = write(&mut self.gathered);
+        if !matches!(written, Ok(true)) {
+            self.gathered.truncate(start);
+            return written;
+        }
+        let len = (self.gathered.len() - start - 4) as u32;
+        self.gathered[start..start + 4].copy_from_slice(&len.to_le_bytes());
+        if self.gathered.len() >= BUNDLE_FULL {
+            self.flush()?;
+        }
+        Ok(true)
+    }
+
+    /// Sends what has been said, as far as there is room.
+    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+        self.send_waiting()?;
+        // What there is no room for grows, rather than that there are more of them.
+        if self.gathered.is_empty() || !self.has_room() && self.gathered.len() < BUNDLE_FULL {
+            return Ok(());
+        }
+        let mut bundle = std::mem::take(&mut self.gathered);
         if let Some((seal, _)) = &mut self.seals {
             let count = seal.next();
-            let tag = seal.sealer.seal(count, b"", &mut bytes);
-            bytes.extend(tag);
+            let tag = seal.sealer.seal(count, b"", &mut bundle);
+            bundle.extend(tag);
         }
         self.has_sent = true;
-        self.waiting.push_back(bytes);
-        self.flush()
+        self.waiting.push_back(bundle);
+        self.send_waiting()
     }
 
-    /// Sends what waits, as far as there is room.
-    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+    fn send_waiting(&mut self) -> Result<(), Error> {
         while let Some(first) = self.waiting.front() {
             match self.connection.try_send(first) {
-                Ok(_) => drop(self.waiting.pop_front()),
+                Ok(_) => {
+                    let mut sent = self.waiting.pop_front().expect("the first");
+                    if self.gathered.capacity() == 0 {
+                        sent.clear();
+                        self.gathered = sent;
+                    }
+                }
                 Err(thruway_streams::Error::WouldBlock) => break,
                 Err(error) => return Err(error.into()),
             }
@@ -181,23 +247,41 @@ impl Link {
 
     /// The next message, if one has come.
     pub(crate) fn receive(&mut self) -> Result<Option<Message<'_>>, Error> {
+        if self.next == self.received && !self.receive_bundle()? {
+            return Ok(None);
+        }
+        let rest = &self.buffer[self.next..self.received];
+        let (message, after) = split(rest).map_err(|_| lies())?;
+        self.next = self.received - after.len();
+        Message::decode(message).map(Some).map_err(|_| lies())
+    }
+
+    fn receive_bundle(&mut self) -> Result<bool, Error> {
         let received = match self.connection.try_recv_message(&mut self.buffer) {
             Ok(Some(received)) if !received.truncated => received,
             Ok(Some(_)) => return Err(lies()),
             Ok(None) => return Err(Error::Peer("the other relay has ended the link".into())),
-            Err(thruway_streams::Error::WouldBlock) => return Ok(None),
+            Err(thruway_streams::Error::WouldBlock) => return Ok(false),
             Err(error) => return Err(error.into()),
         };
-        let mut bytes = &mut self.buffer[..received.len];
+        let mut len = received.len;
         if let Some((_, seal)) = &mut self.seals {
+            let bytes = &mut self.buffer[..len];
             let (sealed, tag) = bytes.split_last_chunk_mut::<TAG_LEN>().ok_or_else(lies)?;
             let count = seal.next();
             let opened = seal.sealer.open(count, b"", sealed, tag);
             opened.map_err(|_| Error::Peer("a message of the other relay was forged".into()))?;
-            bytes = sealed;
+            len = sealed.len();
         }
-        Message::decode(bytes).map(Some).map_err(|_| lies())
+        (self.received, self.next) = (len, 0);
+        Ok(len > 0)
     }
+}
+
+/// The first message of a bundle, and the others.
+pub(crate) fn split(bundle: &[u8]) -> Result<(&[u8], &[u8]), Broken> {
+    let (len, rest) = bundle.split_first_chunk::<4>().ok_or(Broken)?;
+    rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or(Broken)
 }
 
 /// What is said of a relay that sends what cannot be.
@@ -222,7 +306,8 @@ mod tests {
             Message::Ping,
         ];
         for message in messages {
-            let bytes = message.encode();
+            let mut bytes = Vec::new();
+            message.encode(&mut bytes);
             assert_eq!(Message::decode(&bytes).unwrap(), message);
             if !matches!(message, Message::Update { .. }) {
                 for len in 0..bytes.len() {
@@ -232,5 +317,17 @@ mod tests {
             }
         }
         assert_eq!(Message::decode(&[9, 0, 0, 0, 0]), Err(Broken));
+    }
+
+    #[test]
+    fn bundles_are_split_and_cut_ones_are_refused() {
+        let bundle = [2, 0, 0, 0, b'a', b'b', 0, 0, 0, 0, 1, 0, 0, 0, b'c'];
+        let (first, rest) = split(&bundle).unwrap();
+        let (second, rest) = split(rest).unwrap();
+        assert_eq!((first, second, split(rest)), (&b"ab"[..], &b""[..], Ok((&b"c"[..], &b""[..]))));
+        for cut in 0..6 {
+            assert_eq!(split(&bundle[..cut]), Err(Broken), "cut to {cut}");
+        }
+        assert_eq!(split(&[255; 8]), Err(Broken));
     }
 }

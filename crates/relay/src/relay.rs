@@ -494,7 +494,6 @@ impl State {
     fn hear_link(&mut self, number: u64) -> Result<bool, Error> {
         let State { links, carried, .. } = self;
         let Some(link) = links.get_mut(&number) else { return Ok(false) };
-        link.flush()?;
         let way = (link.local, link.peer);
         let Some(message) = link.receive()? else { return Ok(false) };
         match message {
@@ -573,6 +572,11 @@ impl State {
             self.end(id, how);
             if how == Over::Finished {
                 self.send(link, &Message::Finish { id: peer });
+            }
+        }
+        for (number, link) in &mut self.links {
+            if let Err(error) = link.flush() {
+                broken.push((*number, error));
             }
         }
         for (link, error) in broken {
