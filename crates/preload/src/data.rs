@@ -468,7 +468,7 @@ pub(crate) unsafe fn transmit(
             return result;
         }
         // SAFETY: the caller's promise.
-        match unsafe { send_accelerated(which, &mut from, flags, is_plain) } {
+        match unsafe { send_accelerated(which, &mut from, total, flags, is_plain) } {
             Ok(true) => return total as ssize_t,
             Ok(false) => {}
             Err(NOT_ACCELERATED) if from.left() == total => continue,
@@ -522,8 +522,14 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
 const OVERFLOW: usize = 256 << 10;
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
-/// so that no other one leaves TCP meanwhile.
-unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is_plain: bool) -> Result<bool, c_int> {
+/// so that no other one leaves TCP meanwhile. `total`: bytes of the whole call.
+unsafe fn send_accelerated(
+    which: Which,
+    from: &mut Pieces<'_>,
+    total: usize,
+    flags: c_int,
+    is_plain: bool,
+) -> Result<bool, c_int> {
     let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);
     let mut has_waited = false;
@@ -598,7 +604,7 @@ unsafe fn send_accelerated(which: Which, from: &mut Pieces<'_>, flags: c_int, is
         drop(sending);
         let (wanted, is_impatient) = (from.left(), flags & libc::MSG_DONTWAIT != 0);
         has_waited = if is_relayed && !is_impatient && waits(fd) {
-            !wait_for_room(slot, fd, wanted)
+            !wait_for_room(slot, fd, wanted, wanted < total)?
         } else {
             !wait::spin_for_room(is_impatient, || has_room(slot, wanted))
         };

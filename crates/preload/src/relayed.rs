@@ -5,6 +5,7 @@ use crate::slots::{Receiving, Sending, Slot};
 use crate::tcp::Connection;
 use libc::c_int;
 use std::io;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use thruway_sockets::{News, Over, Segment};
@@ -40,6 +41,8 @@ pub(crate) fn closing_time(segment: &Segment) -> Duration {
 #[derive(Default)]
 pub(crate) struct Pause {
     begin: Option<Instant>,
+    /// The relay was woken, if it slept: it may have to do something first.
+    has_called: bool,
     news: Option<News>,
     /// The relay is known to have lived when this began to sleep, or has had news since.
     is_alive: bool,
@@ -53,13 +56,14 @@ impl Pause {
     pub(crate) fn look(&mut self, segment: &Segment, fd: c_int) {
         let Some(begin) = self.begin else { return };
         let connection = Connection::new(fd);
+        if !std::mem::replace(&mut self.has_called, true) {
+            segment.wake_relay(&connection);
+        }
         if begin.elapsed() < SPIN {
-            return segment.wake_relay(&connection);
+            return;
         }
         self.news = Some(segment.want_news());
-        if std::mem::replace(&mut self.is_alive, true) {
-            segment.wake_relay(&connection);
-        } else {
+        if !std::mem::replace(&mut self.is_alive, true) {
             segment.check_relay(&connection);
         }
     }
@@ -152,25 +156,42 @@ pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_
 
 /// Waits until there is room in a ring, in a call that may wait: while the reader takes something, bytes that are sent stay in their order
 /// without a way by TCP, which costs a round trip to get to and another one to come back from, and does not encrypt. False if it takes
-/// nothing for long or a signal has come: TCP knows what becomes of the call then.
-pub(crate) fn wait_for_room(slot: &Slot, fd: c_int, wanted: usize) -> bool {
+/// nothing for long: TCP knows what becomes of the call then. `has_sent`: some bytes of the call have gone.
+pub(crate) fn wait_for_room(slot: &Slot, fd: c_int, wanted: usize, has_sent: bool) -> Result<bool, c_int> {
     let (mut pause, mut unread) = (Pause::default(), None);
     loop {
-        let Ok(Some(mut sending)) = slot.sending() else { return true };
+        let Some(mut sending) = slot.sending()? else { return Ok(true) };
         let Sending { segment, writer, .. } = &mut sending;
         pause.look(segment, fd);
         if writer.is_tcp() || writer.has_room(segment, wanted) != Ok(false) || segment.over() != Over::No {
-            return true;
+            return Ok(true);
         }
         let now = writer.unread(segment);
         drop(sending);
         if unread.replace(now).is_some_and(|before| before != now) {
             pause.begin = None;
         }
-        if pause.is_interrupted || !pause.pass(ROOM_MAX) {
-            return false;
+        // As the kernel does: some bytes are a success in any case.
+        if std::mem::take(&mut pause.is_interrupted) && (has_sent || !all_handlers_restart()) {
+            return Err(libc::EINTR);
+        }
+        if !pause.pass(ROOM_MAX) {
+            return Ok(false);
         }
     }
+}
+
+/// Whether each signal that the program handles has a call which it interrupts go on (`SA_RESTART`). Which one it was is not known.
+fn all_handlers_restart() -> bool {
+    (1..=libc::SIGRTMAX()).all(|signal| {
+        let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: changes nothing, and writes there.
+        let is_known = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) } == 0;
+        // SAFETY: zeroed is a valid value, too.
+        let action = unsafe { action.assume_init() };
+        let is_handled = is_known && !matches!(action.sa_sigaction, libc::SIG_DFL | libc::SIG_IGN);
+        !is_handled || action.sa_flags & libc::SA_RESTART != 0
+    })
 }
 
 /// Before bytes go by TCP to another host, what is in the ring has come there.

@@ -6,7 +6,7 @@ use crate::link::{Link, Message, PIECE_MAX};
 use rustix::fd::OwnedFd;
 use rustix::net::SendFlags;
 use std::time::{Duration, Instant};
-use thruway_sockets::{Broken, Inlet, Outlet, Over, Segment};
+use thruway_sockets::{Broken, Feedback, Inlet, Outlet, Over, Segment, Update};
 
 /// How long a segment may wait for its process to take it.
 const OFFER_PATIENCE: Duration = Duration::from_secs(60);
@@ -28,6 +28,8 @@ pub(crate) struct Carried {
     tcp: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
+    /// Something has happened that the process may wait for.
+    has_news: bool,
     since: Instant,
 }
 
@@ -72,6 +74,7 @@ impl Carried {
             tcp: None,
             is_used: false,
             is_declined: false,
+            has_news: false,
             since: Instant::now(),
         }
     }
@@ -106,6 +109,25 @@ impl Carried {
         over
     }
 
+    /// What the other relay says of its reader.
+    pub(crate) fn receive(&mut self, feedback: &Feedback) -> Result<(), Broken> {
+        self.has_news = true;
+        self.outlet.receive(&self.segment, feedback)
+    }
+
+    /// What the other relay says of its writer.
+    pub(crate) fn apply(&mut self, update: &Update, bytes: &[u8]) -> Result<(), Broken> {
+        self.has_news = true;
+        self.inlet.apply(&self.segment, update, bytes)
+    }
+
+    /// What its process waits for, if it does, may have happened.
+    pub(crate) fn tell_news(&mut self) {
+        if std::mem::take(&mut self.has_news) {
+            self.segment.tell_news();
+        }
+    }
+
     /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
     pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
         let mut did = false;
@@ -113,9 +135,11 @@ impl Carried {
             // What sleeps at the other end is woken by the end of the connection.
             self.tcp = None;
             self.segment.set_tcp_back();
+            self.has_news = true;
         }
-        let tcp = self.tcp.as_ref();
+        let (tcp, has_news) = (self.tcp.as_ref(), &mut self.has_news);
         self.outlet.serve(&self.segment, || {
+            *has_news = true;
             tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
         });
         for _ in 0..TURN {

@@ -500,14 +500,14 @@ impl State {
             Message::Update { id, update, bytes } => {
                 // One that has gone meanwhile was ended by a message of this relay's.
                 if let Some(one) = carried.get_mut(&id).filter(|one| one.link == number)
-                    && one.inlet.apply(&one.segment, &update, bytes).is_err()
+                    && one.apply(&update, bytes).is_err()
                 {
                     self.end(id, Over::Lost);
                 }
             }
             Message::Feedback { id, feedback } => {
                 if let Some(one) = carried.get_mut(&id).filter(|one| one.link == number)
-                    && one.outlet.receive(&one.segment, &feedback).is_err()
+                    && one.receive(&feedback).is_err()
                 {
                     self.end(id, Over::Lost);
                 }
@@ -563,7 +563,7 @@ impl State {
                 Err(Failed::Here) => over.push((*id, Over::Lost)),
                 Err(Failed::Link(error)) => broken.push((one.link, error)),
             }
-            one.segment.tell_news();
+            one.tell_news();
         }
         did |= !over.is_empty() || !broken.is_empty();
         for (id, how) in over {

@@ -555,6 +555,8 @@ fn both_ends_may_send_much_through_a_relay_before_they_read() {
     assert!(server.0.wait().unwrap().success());
     assert!(finish(relayed.peers(&[], &["alone"])).status.success());
     assert!(finish(relayed.peers(&[], &["limits"])).status.success());
+    let (_server, port) = Running::server(relayed.peers(&[], &["silent_server"]));
+    assert!(finish(relayed.peers(&[], &["interrupted", &port])).status.success());
 }
 
 #[test]

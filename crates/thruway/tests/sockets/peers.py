@@ -384,6 +384,30 @@ def hand_over_client():
     assert sock.recv(1) == b""
 
 
+def interrupted():
+    """A signal ends a call that sends to a peer which does not read, also if some bytes have gone."""
+
+    class Rung(Exception):
+        pass
+
+    def ring(*_):
+        raise Rung
+
+    signal.signal(signal.SIGALRM, ring)
+    for pause in (0.01, 0.3):
+        sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
+        greet(sock, True)
+        signal.setitimer(signal.ITIMER_REAL, pause)
+        try:
+            while True:
+                sock.send(bytes(64 << 20))
+        except Rung:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        sock.close()
+
+
 def limits():
     """Time limits and signals, of calls that wait."""
     listener = socket.create_server(("127.0.0.1", 0))
