@@ -198,10 +198,25 @@ const PROGRAMS: [(&str, &str); 15] = [
 /// Real programs by `thruway run`, all or some.
 fn programs(names: &[&str]) -> Result<(), String> {
     install(PROGRAMS.into_iter().filter(|(command, _)| !has(command)).map(|(_, package)| package))?;
-    install(["qperf", "redis-server"].into_iter())?;
+    install(["netpipe-tcp", "python3-venv", "qperf", "redis-server"].into_iter())?;
+    let redis_py = redis_py()?;
     run("release program", "cargo", &["build", "--release", "--quiet", "-p", "thruway", "-p", "thruway-preload"])?;
     let script = ["crates/thruway/tests/sockets/programs.py", "target/release/thruway"];
-    run("programs", "python3", &[&script[..], names].concat())
+    run_with("programs", "python3", &[&script[..], names].concat(), &[("REDIS_PY", &redis_py)])
+}
+
+/// redis-py's source, which has its tests, and what they need. Returns where.
+fn redis_py() -> Result<String, String> {
+    let home = top().join("target/tools/redis-py-5.0.8");
+    let to = home.to_str().ok_or("the checkout's path is not UTF-8")?.to_owned();
+    if !home.join("source/tests").exists() {
+        let script = format!(
+            "rm -rf {to} && python3 -m venv {to}/v && {to}/v/bin/pip -q install redis==5.0.8 'pytest<8.3' pytest-asyncio==0.23.8 mock packaging numpy ujson uvloop \
+             && cd {to} && v/bin/pip -q download --no-binary :all: --no-deps redis==5.0.8 && tar xzf redis-5.0.8.tar.gz && mv redis-5.0.8 source"
+        );
+        run("redis-py", "bash", &["-ec", &script])?;
+    }
+    Ok(to)
 }
 
 /// Both programs are crates; they are built once.

@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -54,7 +55,7 @@ class Way:
     def client(self, args, user=None, **more):
         """Runs it to its end, and returns its output; counts what its connections have become."""
         command = [*self.run, "--stats", "--json", "--", *args] if self.run else args
-        done = subprocess.run([*(user or []), *command], capture_output=True, timeout=180, **more)
+        done = subprocess.run([*(user or []), *command], capture_output=True, **{"timeout": 180, **more})
         out = done.stdout
         if self.run:
             out, _, last = out.rstrip().rpartition(b"{")
@@ -160,6 +161,30 @@ def redis(way):
         out = way.client(["redis-benchmark", "-p", str(port), "-q", "-n", "5000", "-c", "20", "-P", "4", "-t", "set,get,lpush,lrange_100"])
         keys = "\n".join(f"GET key{n}" for n in range(2000)).encode()
         return piped.splitlines()[-1], len(re.findall("requests per second", out)), digest(way.client(cli, input=keys))
+
+
+@program
+def redis_py(way):
+    """The tests of redis-py, a client with threads, asyncio, subscriptions and processes: each has the result that it has over TCP."""
+    home = pathlib.Path(os.environ.get("REDIS_PY", ""))
+    if not (home / "source/tests").is_dir():
+        raise RuntimeError("REDIS_PY is not where `cargo xtask programs` has put redis-py")
+    port = free_port()
+    chosen = "commands connection connection_pool encoding lock monitor multiprocessing pipeline pubsub scripting".split()
+    tests = [f"tests/test_{name}.py" for name in chosen]
+    tests += [f"tests/test_asyncio/test_{name}.py" for name in chosen if name != "multiprocessing"]
+    # Without what needs modules of the server, a cluster or certificates.
+    pytest = [home / "v/bin/python", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", f"--redis-url=redis://localhost:{port}/9",
+              "-m", "not redismod and not onlycluster and not ssl", *tests]
+    server = ["redis-server", "--port", str(port), "--save", "", "--enable-debug-command", "yes"]
+    with running(way.server(server), port):
+        # Some of its tests fail over TCP, too.
+        script = f"cd {home}/source; {shlex.join(map(str, pytest))}; true"
+        out = way.client(["sh", "-c", script], timeout=600)
+        results = re.findall(r"^(PASSED|FAILED|ERROR|XFAIL) (\S+)", out, re.MULTILINE)
+        if len(results) < 500:
+            raise RuntimeError(f"only {len(results)} tests: {out[-800:]}")
+        return sorted(results)
 
 
 @program
@@ -369,6 +394,23 @@ def qperf(way):
     with running(way.server(["qperf", "-lp", str(port)]), port):
         out = way.client(["qperf", "-lp", str(port), "-t", "1", "127.0.0.1", "tcp_lat", "tcp_bw"])
         return re.findall(r"(latency|bw) +=", out)
+
+
+@program
+def netpipe(way):
+    """NetPIPE's test that what arrives is what was sent, in messages of 1 byte to 128 KiB."""
+    port = str(free_port())
+    options = ["-i", "-u", "131072", "-p", "0", "-n", "20", "-P", port]
+    # It serves one client: looking whether it listens must be none.
+    with subprocess.Popen(way.server(["NPtcp", *options]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        until = time.monotonic() + 30
+        while not subprocess.run(["ss", "-Hltn", f"sport = :{port}"], capture_output=True).stdout and time.monotonic() < until:
+            time.sleep(0.05)
+        try:
+            out = way.client(["NPtcp", "-h", "127.0.0.1", "-o", str(HERE / "netpipe"), *options])
+            return re.findall(r"Integrity check passed|failed", out)
+        finally:
+            server.kill()
 
 
 @program
