@@ -3,6 +3,7 @@
 use super::report::Latency;
 use super::{BenchProvider, OnOff, Where};
 use clap::{Args, ValueEnum};
+use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 use serde::Serialize;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -43,6 +44,17 @@ impl SchemeName {
     }
 }
 
+/// What memory the buffers of the sending end are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Pages {
+    /// Wherever the allocator has them
+    Heap,
+    /// Whole pages of 4 KiB
+    Small,
+    /// Whole huge pages of 2 MiB, as the kernel has them for who asks (madvise)
+    Huge,
+}
+
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Kind {
@@ -81,6 +93,9 @@ pub(super) struct StreamArgs {
     /// Buffers that each send takes the next of
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     buffers: u16,
+    /// Where the buffers are: somewhere in the heap, or where pages of that size begin
+    #[arg(long, value_enum, default_value_t = Pages::Heap)]
+    pages: Pages,
     /// Write to every buffer right after it was sent
     #[arg(long)]
     touch: bool,
@@ -131,6 +146,7 @@ struct Row {
 pub(super) struct Program {
     /// Buffers that each send takes the next of.
     pub(super) buffers: u16,
+    pub(super) pages: Pages,
     /// Writes to every buffer right after it was sent.
     pub(super) touch: bool,
     /// Computes between sends.
@@ -217,7 +233,7 @@ pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
         };
         let context = args.provider.towards(at).and_then(|p| Context::open(&p).map_err(|e| e.to_string()))?;
         let compute = Duration::from_micros(args.compute);
-        let program = Program { buffers: args.buffers, touch: args.touch, compute };
+        let program = Program { buffers: args.buffers, pages: args.pages, touch: args.touch, compute };
         let mut measure = || {
             for &kind in &args.test {
                 for &size in &sizes {
@@ -327,9 +343,60 @@ fn fill(connection: &Connection, to: &mut [u8]) -> Result<bool, thruway_streams:
     Ok(true)
 }
 
+const HUGE_PAGE: usize = 2 << 20;
+
+/// What is sent from, a buffer at a time.
+struct Buffers {
+    memory: *mut u8,
+    mapped: usize,
+    first: usize,
+    /// From one to the next.
+    stride: usize,
+    len: usize,
+    count: usize,
+}
+
+impl Buffers {
+    fn new(count: usize, len: usize, pages: Pages) -> Result<Buffers, String> {
+        let stride = match pages {
+            // Their beginnings as the allocator's: 16 bytes behind that of a page.
+            Pages::Heap => (len + 16).next_multiple_of(4096),
+            Pages::Small => len.next_multiple_of(4096),
+            Pages::Huge => len.next_multiple_of(HUGE_PAGE),
+        };
+        let mapped = stride * count + HUGE_PAGE;
+        let failed = |e: rustix::io::Errno| format!("no memory for {count} buffers: {e}");
+        let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: new memory, at no address in particular.
+        let memory = unsafe { mm::mmap_anonymous(std::ptr::null_mut(), mapped, rights, flags) }.map_err(failed)?;
+        let first = (memory as usize).next_multiple_of(HUGE_PAGE) - memory as usize;
+        let advice = if pages == Pages::Huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        // SAFETY: the memory above.
+        let advised = unsafe { mm::madvise(memory, mapped, advice) };
+        let first = if pages == Pages::Heap { first + 16 } else { first };
+        let mut buffers = Buffers { memory: memory.cast(), mapped, first, stride, len, count };
+        advised.map_err(|e| format!("no choice of pages: {e}"))?;
+        (0..count).for_each(|number| buffers.get(number).fill(0x5a));
+        Ok(buffers)
+    }
+
+    fn get(&mut self, number: usize) -> &mut [u8] {
+        assert!(number < self.count);
+        // SAFETY: inside the mapping, which this is the only owner of.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.add(self.first + number * self.stride), self.len) }
+    }
+}
+
+impl Drop for Buffers {
+    fn drop(&mut self) {
+        // SAFETY: what was mapped, and no slice of it is left.
+        let _ = unsafe { mm::munmap(self.memory.cast(), self.mapped) };
+    }
+}
+
 fn client(context: &Context, at: SocketAddr, program: Program, test: Test, time: Duration) -> Result<Row, String> {
     let what = |e: thruway_streams::Error| format!("{}, {} bytes: {e}", test.settings.scheme.name(), test.size);
-    let mut buffers = vec![vec![0x5a; test.size as usize]; program.buffers.into()];
+    let mut buffers = Buffers::new(program.buffers.into(), test.size as usize, program.pages)?;
     // Behind the buffers, so that it is dropped before them.
     let connection = context.connect(at, &test.settings, &test.token(), TIMEOUT).map_err(what)?;
     let mut next = 0;
@@ -344,8 +411,8 @@ fn client(context: &Context, at: SocketAddr, program: Program, test: Test, time:
             samples.clear();
         }
         let began = Instant::now();
-        next = (next + 1) % buffers.len();
-        let bytes = &mut buffers[next];
+        next = (next + 1) % usize::from(program.buffers);
+        let bytes = buffers.get(next);
         match test.settings.scheme {
             // SAFETY: the buffers live longer than the connection, which is closed below or dropped at an error.
             Scheme::ZeroCopy => unsafe { connection.send_asynchronously(bytes, None) },
@@ -394,4 +461,29 @@ fn client(context: &Context, at: SocketAddr, program: Program, test: Test, time:
         faults,
         zero_copy_share: direct / (copied + direct).max(1.0),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_apart_and_where_pages_begin() {
+        for (pages, begin) in [(Pages::Heap, 16), (Pages::Small, 0), (Pages::Huge, 0)] {
+            for len in [1, 4096, 5000] {
+                let mut buffers = Buffers::new(3, len, pages).unwrap();
+                let mut end = 0;
+                for number in 0..3 {
+                    let buffer = buffers.get(number);
+                    assert!(buffer.len() == len && buffer.iter().all(|byte| *byte == 0x5a), "{pages:?} {len}");
+                    let at = buffer.as_ptr() as usize;
+                    let page = if pages == Pages::Huge { HUGE_PAGE } else { 4096 };
+                    assert!(at >= end && at % page == begin, "{pages:?} {len}: {at:#x}");
+                    buffer.fill(number as u8);
+                    end = at + len;
+                }
+                assert!((0..3).all(|number| buffers.get(number).iter().all(|byte| *byte == number as u8)));
+            }
+        }
+    }
 }

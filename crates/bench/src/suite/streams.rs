@@ -1,14 +1,14 @@
 //! Families of streams: by which scheme their bytes are moved.
 
 use super::super::BenchProvider;
-use super::super::stream::{Program, rate};
+use super::super::stream::{Pages, Program, rate};
 use super::families::{KIB, MIB, SIZE, chart, steps};
 use super::lab::{Lab, Peer};
 use super::{Axis, Findings, Series};
 use std::time::Duration;
 use thruway_streams::{Context, Scheme, Settings};
 
-const IDLE: Program = Program { buffers: 1, touch: false, compute: Duration::ZERO };
+const IDLE: Program = Program { buffers: 1, pages: Pages::Heap, touch: false, compute: Duration::ZERO };
 
 /// Calls of one peer, over iWARP.
 struct Caller {
