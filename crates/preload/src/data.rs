@@ -190,6 +190,7 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         let is_done = to.left() == 0 || is_peek && sum > 0;
         if is_done {
             count(&counters().ring_receives, 1);
+            switch::after_ring_call(slot);
             // What does not look by itself keeps the doorbell until a call has found nothing: something may come just now.
             if !is_peek && wait::looks_by_itself(slot, number) && reader.ring_len(segment) == Ok(0) {
                 let _ = quiesce(slot, number, &connection, segment, reader);
@@ -207,6 +208,7 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         };
         if sum > 0 && is_drained && !waits_for_all {
             count(&counters().ring_receives, 1);
+            switch::after_ring_call(slot);
             drop(receiving);
             wait::note_drained(number);
             return Ok(sum);
@@ -584,6 +586,7 @@ unsafe fn send_accelerated(
         count(&counters().ring_bytes, sent);
         if from.left() == 0 {
             count(&counters().ring_sends, 1);
+            switch::after_ring_call(slot);
             return Ok(true);
         }
         // The ring is full, or closed. If the reader is at work there is room soon, else TCP takes the rest.

@@ -7,6 +7,7 @@
 
 mod data;
 mod epoll;
+mod experience;
 mod hooks;
 mod lock;
 mod process;

@@ -15,7 +15,7 @@ use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Ticket};
 use thruway_sockets::{End, Reader, Segment, Writer};
 
@@ -88,6 +88,9 @@ pub(crate) struct Slot {
     /// What they count towards acceleration, and the direction of the last one.
     pub(crate) counted: AtomicU32,
     pub(crate) direction: AtomicU8,
+    /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
+    pub(crate) threshold: AtomicU32,
+    pub(crate) service: AtomicU16,
     /// A call that receives has been seen, so the program receives by calls that are seen.
     pub(crate) receives: AtomicBool,
     /// What the program waits with has been seen.
@@ -311,6 +314,8 @@ pub(crate) fn add(fd: i32, forks: u32) {
     slot.generation.fetch_add(1, Ordering::Relaxed);
     slot.bytes.store(0, Ordering::Relaxed);
     slot.counted.store(0, Ordering::Relaxed);
+    slot.threshold.store(crate::SETTINGS.get().map_or(0, |settings| settings.after_calls), Ordering::Relaxed);
+    slot.service.store(0, Ordering::Relaxed);
     slot.direction.store(0, Ordering::Relaxed);
     slot.error.store(0, Ordering::Relaxed);
     slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);

@@ -11,7 +11,7 @@ use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, relay, report, spares};
+use crate::{SETTINGS, experience, relay, report, spares};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -25,7 +25,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use thruway_sockets::board::{Board, Key, Listing};
 use thruway_sockets::meeting::{OFFER_LEN, Offer, Offered, Request, relayed_key, service_name};
-use thruway_sockets::settings::Mode;
+use thruway_sockets::settings::{Mode, Settings};
 use thruway_sockets::{End, Over, Reader, Segment, Writer};
 
 /// How often an end looks for the other's entry, at calls that are further and further apart, of which it makes so many looks at the same
@@ -70,9 +70,32 @@ pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize, has_sent: boo
         return;
     }
     let Some(settings) = SETTINGS.get() else { return };
-    if phase != phase::PLAIN || counted >= settings.after_calls || sum >= settings.after_bytes {
+    if phase != phase::PLAIN || counted >= slot.threshold.load(Ordering::Relaxed) || sum >= settings.after_bytes {
         consider(number, fd, calls);
     }
+}
+
+/// A call on a connection that is accelerated, under the lock of its direction.
+#[inline]
+pub(crate) fn after_ring_call(slot: &Slot) {
+    let counted = slot.counted.load(Ordering::Relaxed);
+    slot.counted.store(counted.saturating_add(WHOLE), Ordering::Relaxed);
+}
+
+/// Whether a connection is to be watched for longer before it is accelerated: others of the service have ended soon.
+fn waits_for_more(slot: &Slot, settings: &Settings, ports: [u16; 2]) -> bool {
+    // Ports that the system chooses for an end that connects are high ones.
+    let service = ports[0].min(ports[1]);
+    slot.service.store(service, Ordering::Relaxed);
+    let (long, bytes) = (settings.after_calls_of_short, slot.bytes.load(Ordering::Relaxed));
+    if slot.counted.load(Ordering::Relaxed) / WHOLE >= long || bytes >= settings.after_bytes {
+        return false;
+    }
+    let waits = experience::is_short(service, long);
+    if waits {
+        slot.threshold.store(long, Ordering::Relaxed);
+    }
+    waits
 }
 
 fn never(slot: &Slot, fd: i32, reason: Reason, detail: &dyn std::fmt::Display) {
@@ -150,6 +173,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     }
     if Connection::new(fd).is_unsupported() {
         return never(slot, fd, Reason::Unsupported, &"");
+    }
+    if waits_for_more(slot, settings, [local.port(), peer.port()]) {
+        return;
     }
     let namespace = Connection::new(fd).cookie(libc::SO_NETNS_COOKIE);
     let (Some(board), Ok(namespace)) = (board(), namespace) else {
@@ -628,6 +654,10 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         }
         if is_last {
             account(slot, &guard, fd);
+            if let (service @ 1.., Some(settings)) = (slot.service.load(Ordering::Relaxed), SETTINGS.get()) {
+                let calls = slot.counted.load(Ordering::Relaxed) / WHOLE;
+                experience::learn(service, calls, settings.after_calls_of_short);
+            }
         }
         let was_accelerated = slot.is_accelerated();
         if was_accelerated

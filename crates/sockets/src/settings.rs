@@ -45,6 +45,8 @@ pub struct Settings {
     pub rules: Vec<Rule>,
     /// Calls that send or receive after which a connection is worth accelerating.
     pub after_calls: u32,
+    /// Where connections of the same service have ended before so many calls, so many.
+    pub after_calls_of_short: u32,
     /// Bytes after which it is, if that is sooner.
     pub after_bytes: u64,
     /// Bytes of a ring, of which a connection has two: a power of two from [`RING_MIN`] to [`RING_MAX`].
@@ -70,6 +72,7 @@ impl Default for Settings {
         Settings {
             rules: Vec::new(),
             after_calls: 16,
+            after_calls_of_short: 128,
             after_bytes: 256 << 10,
             ring: 256 << 10,
             memory: 256 << 20,
@@ -94,8 +97,9 @@ impl Settings {
     pub fn encode(&self) -> String {
         let path = |path: &PathBuf| path.to_string_lossy().replace('%', "%25").replace(',', "%2c");
         let mut out = format!(
-            "after-calls={},after-bytes={},ring={},memory={},spin={},board={}",
+            "after-calls={},after-calls-of-short={},after-bytes={},ring={},memory={},spin={},board={}",
             self.after_calls,
+            self.after_calls_of_short,
             self.after_bytes,
             self.ring,
             self.memory,
@@ -137,6 +141,7 @@ impl Settings {
         let path = || PathBuf::from(value.replace("%2c", ",").replace("%25", "%"));
         match name {
             "after-calls" => self.after_calls = value.parse().ok()?,
+            "after-calls-of-short" => self.after_calls_of_short = value.parse().ok()?,
             "after-bytes" => self.after_bytes = value.parse().ok()?,
             "ring" => {
                 self.ring = value.parse().ok()?;
@@ -180,6 +185,7 @@ mod tests {
             relay: 7118,
             supervisor: 5,
             after_calls: 1,
+            after_calls_of_short: 2,
             ring: 4096,
             board: "/tmp/a,b%2c".into(),
             stats: Some("/tmp/s".into()),

@@ -41,7 +41,8 @@ pub(crate) struct RunArgs {
     /// Write what --explain and --stats say to this file rather than to standard error, and with --json to standard output
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
-    /// Accelerate a connection after so many calls that send or receive
+    /// Accelerate a connection after so many calls that send or receive [default: 16, or 128 if others to the same port have been over
+    /// sooner]
     #[arg(long, value_name = "CALLS")]
     after_calls: Option<u32>,
     /// Bytes on their way in each direction of a connection through shared memory, a power of two from 4K to 4M
@@ -249,7 +250,9 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
     // Options come before the file.
     let rules = args.tcp.iter().map(|&(first, last)| Rule { first, last, mode: Mode::Tcp });
     settings.rules.splice(0..0, rules);
-    settings.after_calls = args.after_calls.unwrap_or(settings.after_calls);
+    if let Some(calls) = args.after_calls {
+        set_after_calls(calls, &mut settings);
+    }
     settings.spin = args.spin.unwrap_or(settings.spin);
     if let Some(ring) = args.ring {
         settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
@@ -261,8 +264,15 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
     Ok(settings)
 }
 
+/// What was chosen holds for every service.
+fn set_after_calls(calls: u32, settings: &mut Settings) {
+    (settings.after_calls, settings.after_calls_of_short) = (calls, calls);
+}
+
 fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
-    settings.after_calls = policy.after_calls.unwrap_or(settings.after_calls);
+    if let Some(calls) = policy.after_calls {
+        set_after_calls(calls, settings);
+    }
     settings.spin = policy.spin.unwrap_or(settings.spin);
     if let Some(size) = &policy.after_bytes {
         settings.after_bytes = size.bytes().map_err(|why| format!("after-bytes: {why}"))?;
@@ -436,7 +446,8 @@ mod tests {
             "after-calls = 4\nring = \"1M\"\nmemory = 1048576\n[[rule]]\nports = \"22\"\nmode = \"tcp\"\n[[rule]]\nports = \"1-9\"\nmode = \"auto\"",
         )
         .unwrap();
-        assert_eq!((settings.after_calls, settings.ring, settings.memory), (4, 1 << 20, 1 << 20));
+        assert_eq!((settings.after_calls, settings.after_calls_of_short), (4, 4));
+        assert_eq!((settings.ring, settings.memory), (1 << 20, 1 << 20));
         assert_eq!(settings.mode([22, 40000]), Mode::Tcp);
         for (text, why) in [
             ("ring = 5000", "no power of two"),

@@ -182,6 +182,32 @@ fn peers_without_the_library_are_served_by_tcp() {
 }
 
 #[test]
+fn connections_where_others_were_over_soon_are_accelerated_later() {
+    let run = |options: &[&str], args: &[&str]| {
+        let path = script("peers.py");
+        let mut command = Command::new(THRUWAY);
+        command.arg("run").args(options).args(["--", "/usr/bin/python3"]).arg(path).args(args);
+        command.process_group(0).stdin(Stdio::null());
+        command
+    };
+    assert!(library().is_file());
+    let count = |options: &[&str], turns: &str| {
+        let (_server, port) = Running::server(run(options, &["echo_server"]));
+        let options = [options, COUNTED].concat();
+        counters(&finish(run(&options, &["short_then_long", &port, "30", turns])))
+    };
+    // 24 calls are enough at first; what has then been learnt is that they are all there are.
+    let counted = count(&[], "20");
+    assert!(counted["short"] >= 25 && counted["accelerated"] <= 3, "{counted:?}");
+    let counted = count(&[], "1000");
+    assert!(counted["short"] >= 25 && (1..=4).contains(&counted["accelerated"]), "{counted:?}");
+    assert!(counted["ring_sends"] > 100, "{counted:?}");
+    // A number that was chosen holds for all.
+    let counted = count(&["--after-calls", "4"], "20");
+    assert!(counted["short"] == 0 && counted["accelerated"] > 15, "{counted:?}");
+}
+
+#[test]
 fn who_waits_for_a_process_that_is_killed_learns_it() {
     for how in ["recv", "poll", "select", "epoll", "send", "flood"] {
         let (mut server, port) = Running::server(peers(RUN, &["silent_server"]));

@@ -178,6 +178,21 @@ def echo_client():
     assert not failures, failures
 
 
+def short_then_long():
+    """Connections that are over soon, one after the other, and one that is not."""
+    port, count, turns = (int(argument) for argument in sys.argv[2:5])
+    for _ in range(count):
+        sock = socket.create_connection((ADDRESS, port))
+        greet(sock, True)
+        sock.close()
+    sock = socket.create_connection((ADDRESS, port))
+    greet(sock, True)
+    for turn in range(turns):
+        data = b"%d" % turn
+        sock.sendall(struct.pack("!I", len(data)) + data)
+        assert exactly(sock, len(data)) == data
+
+
 def silent_server():
     """Reads nothing after the greeting."""
     listener = listen()
