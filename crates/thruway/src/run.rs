@@ -29,8 +29,8 @@ pub(crate) struct RunArgs {
     /// Rules and limits, from a file (TOML)
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
-    /// Leave connections with these ports to TCP, e.g. 22 or 8000-8100; repeat for more
-    #[arg(long, value_name = "PORTS", value_parser = ports)]
+    /// Leave connections with these ports to TCP, e.g. 22 or 8000-8100,9000
+    #[arg(long, value_name = "PORTS", value_parser = ports, value_delimiter = ',')]
     tcp: Vec<(u16, u16)>,
     /// Say of each connection, when the program has ended, what has become of it and why
     #[arg(long)]

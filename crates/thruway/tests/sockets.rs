@@ -254,8 +254,10 @@ fn a_program_that_is_given_a_connection_finds_the_whole_stream() {
 #[test]
 fn rules_leave_connections_to_tcp() {
     let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
-    let counted =
-        counters(&finish(peers(Some(&["--stats", "--json", "--tcp", &port]), &["echo_client", &port, "1", "3"])));
+    let counted = counters(&finish(peers(
+        Some(&["--stats", "--json", "--tcp", &format!("1,{port}")]),
+        &["echo_client", &port, "1", "3"],
+    )));
     assert_eq!((counted["accelerated"], counted["by_rule"]), (0, 1), "{counted:?}");
     let lab = support::Lab::new();
     let policy = lab.path("policy.toml");
