@@ -123,8 +123,19 @@ impl Which {
     }
 }
 
-/// `MSG_TRUNC`: bytes are taken and thrown away.
+/// Bytes that are counted without being taken, at most: more than a ring and what [`Reader::peek`] sees of TCP.
+const COUNTED_MAX: usize = 8 << 20;
+
+/// `MSG_TRUNC`: bytes are taken and thrown away; with `MSG_PEEK`, only counted.
 fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> {
+    if flags & libc::MSG_PEEK != 0 {
+        let mut sink = vec![0u8; left.min(COUNTED_MAX)];
+        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: sink.len() }];
+        // SAFETY: a buffer of ours.
+        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { return Ok(0) };
+        // SAFETY: as above.
+        return unsafe { receive_accelerated(which, &mut to, flags) };
+    }
     let mut sum = 0;
     let mut sink = [0u8; 4096];
     while left > 0 {

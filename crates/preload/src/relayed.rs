@@ -12,6 +12,8 @@ use thruway_sockets::{News, Over, Segment};
 
 /// Longest time that a call waits for the relay to say what the TCP connection has brought, or that the other host has what was sent.
 pub(crate) const CATCH_UP_MAX: Duration = Duration::from_secs(10);
+/// Longest time that waiting for readiness does: it may hold up what other threads wait for.
+const SOON: Duration = Duration::from_millis(50);
 /// Longest time that a peer on another host has to take note of a ring that is closed: there and back, where the end is there.
 const DEMOTE_MAX: Duration = Duration::from_secs(3);
 /// Longest time that a call which closes waits for the relay to let go of the connection.
@@ -139,18 +141,32 @@ fn is_explained(slot: &Slot, fd: c_int, is_at_end: bool) -> bool {
 /// From another host, the TCP connection brings bytes, and its end, that are only known for what they are when the relay has said so:
 /// soon. Waits for that also where the call does not wait: the kernel has said that there is something, and says so once.
 pub(crate) fn catch_up(slot: &Slot, fd: c_int, is_at_end: bool) -> Result<(), c_int> {
+    if catch_up_within(slot, fd, is_at_end, CATCH_UP_MAX)? {
+        return Ok(());
+    }
+    Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()))
+}
+
+/// As [`catch_up`], for who looks whether there is something: the call that receives waits for longer. False if it is not known yet.
+pub(crate) fn catch_up_soon(slot: &Slot, fd: c_int) -> bool {
+    catch_up_within(slot, fd, false, SOON) == Ok(true)
+}
+
+fn catch_up_within(slot: &Slot, fd: c_int, is_at_end: bool, limit: Duration) -> Result<bool, c_int> {
     let mut pause = Pause::default();
     loop {
-        let Some(mut receiving) = slot.receiving()? else { return Ok(()) };
+        let Some(mut receiving) = slot.receiving()? else { return Ok(true) };
         let Receiving { segment, reader, .. } = &mut receiving;
         pause.look(segment, fd);
         let is_explained = reader.is_explained(segment, &Connection::new(fd), is_at_end);
         keep_error(slot, reader);
         drop(receiving);
         if is_explained.map_err(|error| broken(slot, fd, &error.into()))? {
-            return Ok(());
+            return Ok(true);
         }
-        pause.settle_down(slot, fd, CATCH_UP_MAX)?;
+        if !pause.pass(limit) {
+            return Ok(false);
+        }
     }
 }
 

@@ -344,7 +344,7 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     }
     if relayed::is_relayed(slot) && !relayed::explains(slot, fd) {
         // What comes with it is on its way.
-        return relayed::catch_up(slot, fd, false).is_ok() && is_doorbell(number, fd);
+        return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
     }
     data::honour_closed_ring(slot, fd);
     // The end of the stream is readable, too, and has no byte.

@@ -472,6 +472,11 @@ def limits():
     thread.start()
     assert one.recv(100_005, socket.MSG_WAITALL) == b"12345" + b"6" * 100_000
     thread.join()
+    # What is counted stays, what is thrown away does not.
+    other.sendall(b"x" * 5000)
+    assert len(one.recv(10_000, socket.MSG_PEEK | socket.MSG_TRUNC)) == 5000
+    assert len(one.recv(3000, socket.MSG_TRUNC)) == 3000
+    assert exactly(one, 2000) == b"x" * 2000
 
 
 def main():
