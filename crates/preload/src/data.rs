@@ -580,6 +580,7 @@ unsafe fn send_accelerated(
                 if !is_settled(&sending, fd, &mut pause) {
                     drop(sending);
                     pause.settle_down(slot, fd, CATCH_UP_MAX)?;
+                    pause.check_signals(from.left() < total)?;
                     continue;
                 }
                 let Sending { segment, writer, .. } = &mut sending;
@@ -608,6 +609,7 @@ unsafe fn send_accelerated(
             if !is_settled(&sending, fd, &mut pause) {
                 drop(sending);
                 pause.settle_down(slot, fd, CATCH_UP_MAX)?;
+                pause.check_signals(from.left() < total)?;
                 continue;
             }
             let Sending { segment, writer, .. } = &mut sending;

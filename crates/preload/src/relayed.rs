@@ -88,6 +88,14 @@ impl Pause {
         self.has_waited
     }
 
+    /// Ends a call that sends if a signal has come while this waited, as the kernel does: some bytes are a success in any case.
+    pub(crate) fn check_signals(&mut self, has_sent: bool) -> Result<(), c_int> {
+        match std::mem::take(&mut self.is_interrupted) && (has_sent || !all_handlers_restart()) {
+            true => Err(libc::EINTR),
+            false => Ok(()),
+        }
+    }
+
     /// As [`Pause::pass`], for a connection that is broken if it takes longer.
     pub(crate) fn settle_down(&mut self, slot: &Slot, fd: c_int, limit: Duration) -> Result<(), c_int> {
         if self.pass(limit) {
@@ -187,13 +195,13 @@ pub(crate) fn wait_for_room(slot: &Slot, fd: c_int, wanted: usize, has_sent: boo
         if unread.replace(now).is_some_and(|before| before != now) {
             pause.begin = None;
         }
-        // As the kernel does: some bytes are a success in any case.
-        if std::mem::take(&mut pause.is_interrupted) && (has_sent || !all_handlers_restart()) {
-            return Err(libc::EINTR);
-        }
-        if !pause.pass(ROOM_MAX) {
+        pause.check_signals(has_sent)?;
+        if pause.begin.is_some_and(|begin| begin.elapsed() >= ROOM_MAX) {
             return Ok(false);
         }
+        // What is waited for here is the reader, which says nothing of the relay.
+        pause.pass(CATCH_UP_MAX);
+        pause.has_waited = false;
     }
 }
 

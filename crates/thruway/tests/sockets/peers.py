@@ -400,7 +400,8 @@ def hand_over_client():
 
 
 def interrupted():
-    """A signal ends a call that sends to a peer which does not read, also if some bytes have gone."""
+    """A signal ends a call that sends to a peer which does not read, also if some bytes have gone. One that comes while the call is not
+    waiting is followed by another."""
 
     class Rung(Exception):
         pass
@@ -412,7 +413,7 @@ def interrupted():
     for pause in (0.01, 0.3):
         sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
         greet(sock, True)
-        signal.setitimer(signal.ITIMER_REAL, pause)
+        signal.setitimer(signal.ITIMER_REAL, pause, 0.3)
         try:
             while True:
                 sock.send(bytes(64 << 20))
