@@ -90,6 +90,8 @@ pub(crate) struct Slot {
     pub(crate) direction: AtomicU8,
     /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
     pub(crate) threshold: AtomicU32,
+    /// This end has accepted it: the service is here.
+    pub(crate) is_accepted: AtomicBool,
     pub(crate) service: AtomicU16,
     /// A call that receives has been seen, so the program receives by calls that are seen.
     pub(crate) receives: AtomicBool,
@@ -290,9 +292,9 @@ pub(crate) static CHANGING: Lock = Lock::new();
 /// How often this process has forked.
 pub(crate) static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// A new socket has this descriptor. Does nothing if there is no slot for it. `forks`: what [`FORKS`] was before there was a socket. A
+/// A new socket has this descriptor, that was accepted or not. Does nothing if there is no slot for it. `forks`: what [`FORKS`] was before there was a socket. A
 /// child that was forked since may have it, too, and does not know it.
-pub(crate) fn add(fd: i32, forks: u32) {
+pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     let _changing = CHANGING.lock();
     let Some(entry) = entry(fd) else { return };
     entry.store(0, Ordering::Release);
@@ -316,6 +318,7 @@ pub(crate) fn add(fd: i32, forks: u32) {
     slot.counted.store(0, Ordering::Relaxed);
     slot.threshold.store(crate::SETTINGS.get().map_or(0, |settings| settings.after_calls), Ordering::Relaxed);
     slot.service.store(0, Ordering::Relaxed);
+    slot.is_accepted.store(is_accepted, Ordering::Relaxed);
     slot.direction.store(0, Ordering::Relaxed);
     slot.error.store(0, Ordering::Relaxed);
     slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);

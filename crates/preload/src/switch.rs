@@ -83,9 +83,8 @@ pub(crate) fn after_ring_call(slot: &Slot) {
 }
 
 /// Whether a connection is to be watched for longer before it is accelerated: others of the service have ended soon.
-fn waits_for_more(slot: &Slot, settings: &Settings, ports: [u16; 2]) -> bool {
-    // Ports that the system chooses for an end that connects are high ones.
-    let service = ports[0].min(ports[1]);
+fn waits_for_more(slot: &Slot, settings: &Settings, [local, peer]: [u16; 2]) -> bool {
+    let service = if slot.is_accepted.load(Ordering::Relaxed) { local } else { peer };
     slot.service.store(service, Ordering::Relaxed);
     let (long, bytes) = (settings.after_calls_of_short, slot.bytes.load(Ordering::Relaxed));
     if slot.counted.load(Ordering::Relaxed) / WHOLE >= long || bytes >= settings.after_bytes {

@@ -20,7 +20,7 @@ pub(crate) unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_i
         && matches!(protocol, 0 | libc::IPPROTO_TCP);
     if fd >= 0 && is_tcp && crate::SETTINGS.get().is_some() && !slots::is_in_borrowed_memory() {
         process::forget(fd);
-        slots::add(fd, forks);
+        slots::add(fd, forks, false);
     }
     fd
 }
@@ -59,7 +59,7 @@ fn accepted(listener: c_int, new: c_int, forks: u32) -> c_int {
     };
     if is_tcp && !slots::is_in_borrowed_memory() {
         process::forget(new);
-        slots::add(new, forks);
+        slots::add(new, forks, true);
         count(&counters().connections, 1);
     }
     fail(error);
