@@ -79,8 +79,10 @@ pub(super) struct Context {
     lost: AtomicBool,
     /// When the endpoints last looked at the clock.
     ticked: Mutex<Instant>,
-    /// When a poll for events has asked last; `None`: the next one asks, because it may have been woken for that.
-    asked: Mutex<Option<Instant>>,
+    /// When the kernel was last asked for events, or a wait has shown that it has none.
+    asked: Mutex<Instant>,
+    /// The next one asks in any case: it may have been woken for that.
+    asks_next: AtomicBool,
 }
 
 // SAFETY: rdma-core's objects may be used from any thread.
@@ -326,7 +328,8 @@ pub(super) fn open(name: &str) -> Result<crate::Device> {
         sysfs: sysfs_of(name),
         lost: AtomicBool::new(false),
         ticked: Mutex::new(Instant::now()),
-        asked: Mutex::new(None),
+        asked: Mutex::new(Instant::now()),
+        asks_next: AtomicBool::new(true),
     });
     let mut known = lock(&CONTEXTS);
     known.retain(|c| c.strong_count() > 0);
@@ -475,10 +478,12 @@ impl Context {
     fn drive_sometimes(self: &Arc<Context>) {
         let now = Instant::now();
         let mut asked = lock(&self.asked);
-        if asked.is_some_and(|at| now.duration_since(at) < ASK_INTERVAL) {
+        let is_asked = self.asks_next.swap(false, Ordering::SeqCst) || now.duration_since(*asked) >= ASK_INTERVAL;
+        // Waits that always end by completions put off the question, but not the clock.
+        if !is_asked && now.duration_since(*lock(&self.ticked)) < TICK {
             return;
         }
-        *asked = Some(now);
+        *asked = now;
         drop(asked);
         self.drive();
     }
@@ -771,7 +776,7 @@ impl DeviceOps for Handle {
         let is_quiet = !(is_woken || self.0.has_something());
         if is_quiet {
             // What is waited for may be something that only the kernel knows of.
-            *lock(&self.0.asked) = None;
+            self.0.asks_next.store(true, Ordering::SeqCst);
         }
         is_quiet
     }
@@ -799,8 +804,11 @@ impl DeviceOps for Handle {
         };
         if found.is_empty() || found.iter().any(|event| event.data.u64() == KERNEL) {
             self.0.drive();
+        } else {
+            // The kernel has just said that it has nothing.
+            *lock(&self.0.asked) = Instant::now();
+            self.0.asks_next.store(false, Ordering::SeqCst);
         }
-        *lock(&self.0.asked) = Some(Instant::now());
         Ok(())
     }
 
