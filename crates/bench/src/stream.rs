@@ -47,11 +47,11 @@ impl SchemeName {
 /// What memory the buffers of the sending end are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Pages {
-    /// Wherever the allocator has them
+    /// 16 bytes behind the beginning of a page, as the allocator has them
     Heap,
     /// Whole pages of 4 KiB
     Small,
-    /// Whole huge pages of 2 MiB, as the kernel has them for who asks (madvise)
+    /// Whole huge pages of 2 MiB, which the kernel must have for programs that ask (madvise)
     Huge,
 }
 
@@ -93,7 +93,7 @@ pub(super) struct StreamArgs {
     /// Buffers that each send takes the next of
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     buffers: u16,
-    /// Where the buffers are: somewhere in the heap, or where pages of that size begin
+    /// Where the buffers are: as the allocator has them, or where pages of that size begin
     #[arg(long, value_enum, default_value_t = Pages::Heap)]
     pages: Pages,
     /// Write to every buffer right after it was sent
@@ -199,6 +199,13 @@ pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
     }
     let seconds = Duration::try_from_secs_f64(args.seconds).map_err(|e| format!("--seconds {}: {e}", args.seconds))?;
     let sizes: Vec<u32> = args.size.iter().map(|text| size(text)).collect::<Result<_, _>>()?;
+    if args.pages == Pages::Huge {
+        let setting = "/sys/kernel/mm/transparent_hugepage/enabled";
+        let chosen = std::fs::read_to_string(setting).unwrap_or_default();
+        if chosen.is_empty() || chosen.contains("[never]") {
+            return Err(format!("no huge pages: {setting} must be madvise or always"));
+        }
+    }
     let stop = std::sync::atomic::AtomicBool::new(false);
     let mut rows = Vec::new();
     if !common.json {
@@ -215,26 +222,26 @@ pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
             "zero copy"
         );
     }
+    let compute = Duration::from_micros(args.compute);
+    let program = Program { buffers: args.buffers, pages: args.pages, touch: args.touch, compute };
     std::thread::scope(|scope| {
-        let at = match &args.place.connect {
-            Some(host) => super::resolve(host)?,
-            None => {
-                let local = SocketAddr::from(([127, 0, 0, 1], 0));
-                let context = Context::open(&args.provider.at(local)?).map_err(|e| e.to_string())?;
-                let listener = context.listen(local).map_err(|e| e.to_string())?;
-                let at = listener.local_addr();
-                let stop = &stop;
-                scope.spawn(move || {
-                    let _listener = listener;
-                    let _ = serve(&context, || stop.load(std::sync::atomic::Ordering::Relaxed));
-                });
-                at
-            }
-        };
-        let context = args.provider.towards(at).and_then(|p| Context::open(&p).map_err(|e| e.to_string()))?;
-        let compute = Duration::from_micros(args.compute);
-        let program = Program { buffers: args.buffers, pages: args.pages, touch: args.touch, compute };
-        let mut measure = || {
+        let mut measure = || -> Result<(), String> {
+            let at = match &args.place.connect {
+                Some(host) => super::resolve(host)?,
+                None => {
+                    let local = SocketAddr::from(([127, 0, 0, 1], 0));
+                    let context = Context::open(&args.provider.at(local)?).map_err(|e| e.to_string())?;
+                    let listener = context.listen(local).map_err(|e| e.to_string())?;
+                    let at = listener.local_addr();
+                    let stop = &stop;
+                    scope.spawn(move || {
+                        let _listener = listener;
+                        let _ = serve(&context, || stop.load(std::sync::atomic::Ordering::Relaxed));
+                    });
+                    at
+                }
+            };
+            let context = args.provider.towards(at).and_then(|p| Context::open(&p).map_err(|e| e.to_string()))?;
             for &kind in &args.test {
                 for &size in &sizes {
                     for scheme in &args.scheme {
@@ -249,7 +256,8 @@ pub(super) fn run(args: &StreamArgs, common: &Common) -> Result<(), String> {
             }
             Ok(())
         };
-        let result: Result<(), String> = measure();
+        let result = measure();
+        // In every case: the scope ends when the accepting end does.
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         result
     })?;
@@ -359,7 +367,6 @@ struct Buffers {
 impl Buffers {
     fn new(count: usize, len: usize, pages: Pages) -> Result<Buffers, String> {
         let stride = match pages {
-            // Their beginnings as the allocator's: 16 bytes behind that of a page.
             Pages::Heap => (len + 16).next_multiple_of(4096),
             Pages::Small => len.next_multiple_of(4096),
             Pages::Huge => len.next_multiple_of(HUGE_PAGE),
@@ -370,12 +377,16 @@ impl Buffers {
         // SAFETY: new memory, at no address in particular.
         let memory = unsafe { mm::mmap_anonymous(std::ptr::null_mut(), mapped, rights, flags) }.map_err(failed)?;
         let first = (memory as usize).next_multiple_of(HUGE_PAGE) - memory as usize;
-        let advice = if pages == Pages::Huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
-        // SAFETY: the memory above.
-        let advised = unsafe { mm::madvise(memory, mapped, advice) };
         let first = if pages == Pages::Heap { first + 16 } else { first };
         let mut buffers = Buffers { memory: memory.cast(), mapped, first, stride, len, count };
-        advised.map_err(|e| format!("no choice of pages: {e}"))?;
+        // SAFETY: the memory above.
+        let advise = |advice| unsafe { mm::madvise(memory, mapped, advice) };
+        match pages {
+            Pages::Heap => {}
+            // A kernel that refuses has no others.
+            Pages::Small => drop(advise(Advice::LinuxNoHugepage)),
+            Pages::Huge => advise(Advice::LinuxHugepage).map_err(|e| format!("no huge pages: {e}"))?,
+        }
         (0..count).for_each(|number| buffers.get(number).fill(0x5a));
         Ok(buffers)
     }
@@ -471,7 +482,11 @@ mod tests {
     fn buffers_are_apart_and_where_pages_begin() {
         for (pages, begin) in [(Pages::Heap, 16), (Pages::Small, 0), (Pages::Huge, 0)] {
             for len in [1, 4096, 5000] {
-                let mut buffers = Buffers::new(3, len, pages).unwrap();
+                // Some kernels have no huge pages.
+                let Ok(mut buffers) = Buffers::new(3, len, pages) else {
+                    assert_eq!(pages, Pages::Huge);
+                    continue;
+                };
                 let mut end = 0;
                 for number in 0..3 {
                     let buffer = buffers.get(number);
