@@ -176,7 +176,8 @@ def redis_py(way):
     # Without what needs modules of the server, a cluster or certificates.
     pytest = [home / "v/bin/python", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", f"--redis-url=redis://localhost:{port}/9",
               "-m", "not redismod and not onlycluster and not ssl", *tests]
-    server = ["redis-server", "--port", str(port), "--save", "", "--enable-debug-command", "yes"]
+    # Its tests have it save.
+    server = ["redis-server", "--port", str(port), "--save", "", "--dir", str(HERE), "--enable-debug-command", "yes"]
     with running(way.server(server), port):
         # Some of its tests fail over TCP, too.
         script = f"cd {home}/source; {shlex.join(map(str, pytest))}; true"
@@ -407,8 +408,11 @@ def netpipe(way):
         while not subprocess.run(["ss", "-Hltn", f"sport = :{port}"], capture_output=True).stdout and time.monotonic() < until:
             time.sleep(0.05)
         try:
-            out = way.client(["NPtcp", "-h", "127.0.0.1", "-o", str(HERE / "netpipe"), *options])
-            return re.findall(r"Integrity check passed|failed", out)
+            out = way.client(["sh", "-c", 'exec NPtcp "$@" 2>&1', "NPtcp", "-h", "127.0.0.1", "-o", str(HERE / "netpipe"), *options])
+            checks = re.findall(r"Integrity check passed|failed", out)
+            if len(checks) < 20 or "failed" in checks:
+                raise RuntimeError(f"{len(checks)} checks: {out[-800:]}")
+            return checks
         finally:
             server.kill()
 
