@@ -54,7 +54,7 @@ def measure(way, args):
             if way == "librspreload":
                 # It listens where ss does not see it.
                 time.sleep(1)
-            while way != "librspreload" and not listens():
+            while way != "librspreload" and not listens() and server.poll() is None:
                 time.sleep(0.02)
             client = subprocess.Popen(command(way, ["-h", ADDRESS, "-o", out.name, *args], counters.name), **quiet)
             is_by_rdma = way == "tcp"
@@ -107,14 +107,15 @@ def main():
                           cwd=TOP, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print("microseconds, medians (fastest to slowest) of", RUNS, "alternating runs")
-    print(f"{'':<27}" + "".join(f"{way:>24}" for way in WAYS) + f"{'relay against librspreload':>28}")
+    print(f"{'':<27}" + "".join(f"{way:>34}" for way in WAYS) + f"{'relay against librspreload':>28}")
     for row in rows:
         text, medians = f"{row['device']}, {row['row']:<22}", {}
         for way in WAYS:
             whole = [value for value in row["samples"][way] if value is not None]
             medians[way] = statistics.median(whole) if whole else float("nan")
-            spread = f"({min(whole):.0f} to {max(whole):.0f})" if whole else f"({len(row['samples'][way])} failed)"
-            text += f"{medians[way]:>10.1f} {spread:>13}"
+            lost = len(row["samples"][way]) - len(whole)
+            spread = f"({min(whole):.0f} to {max(whole):.0f})" if whole else ""
+            text += f"{medians[way]:>10.1f} {spread + (f' {lost} failed' if lost else ''):>23}"
         row["ratio"] = medians["librspreload"] / medians["relay"]
         print(f"{text}{row['ratio']:>28.2f}")
     if done.returncode:
