@@ -619,12 +619,24 @@ unsafe fn send_accelerated(
         let is_relayed = segment.is_relayed();
         drop(sending);
         let (wanted, is_impatient) = (from.left(), flags & libc::MSG_DONTWAIT != 0);
-        has_waited = if is_relayed && !is_impatient && waits(fd) {
-            !wait_for_room(slot, fd, wanted, wanted < total)?
-        } else {
-            !wait::spin_for_room(is_impatient, || has_room(slot, wanted))
-        };
+        has_waited = !find_room(slot, fd, wanted, wanted < total, is_relayed, is_impatient)?;
     }
+}
+
+/// Waits for room in a ring that is full. False if there is none soon: TCP takes the rest, and knows time limits. `has_sent`: some bytes of
+/// the call have gone.
+fn find_room(
+    slot: &Slot,
+    fd: c_int,
+    wanted: usize,
+    has_sent: bool,
+    is_relayed: bool,
+    is_impatient: bool,
+) -> Result<bool, c_int> {
+    if is_relayed && !is_impatient && waits(fd) && !Connection::new(fd).has_send_limit() {
+        return wait_for_room(slot, fd, wanted, has_sent);
+    }
+    Ok(wait::spin_for_room(is_impatient, || has_room(slot, wanted)))
 }
 
 /// Whether a call that sends may have found no room: it goes by TCP now.
@@ -795,11 +807,14 @@ pub(crate) fn send_from_file(
         }
         let Ok((at, room)) = writer.free_span(segment, len - sum) else { break };
         if room == 0 {
+            let is_relayed = segment.is_relayed();
             drop(sending);
-            if !wait::spin_for_room(false, || has_room(slot, len - sum)) {
-                break;
+            match find_room(slot, fd, len - sum, sum > 0, is_relayed, false) {
+                Ok(true) => continue,
+                // A signal has come.
+                Err(_) if sum > 0 => return (sum, true),
+                _ => break,
             }
-            continue;
         }
         let got = read(at, room);
         if got <= 0 {

@@ -38,7 +38,7 @@ pub(crate) fn closing_time(segment: &Segment) -> Duration {
     if segment.is_relayed() { at_end(DEMOTE_MAX) } else { Duration::from_millis(100) }
 }
 
-/// A wait for the relay, which is at work: [`Pause::look`], then a look at the segment, and if that does not find what is wanted,
+/// A wait for the relay, which is at work (or within a host for the peer, with looks alone): [`Pause::look`], then a look at the segment, and if that does not find what is wanted,
 /// [`Pause::pass`].
 #[derive(Default)]
 pub(crate) struct Pause {
@@ -56,7 +56,7 @@ pub(crate) struct Pause {
 impl Pause {
     /// Before a look at the segment.
     pub(crate) fn look(&mut self, segment: &Segment, fd: c_int) {
-        let Some(begin) = self.begin else { return };
+        let Some(begin) = self.begin.filter(|_| segment.is_relayed()) else { return };
         let connection = Connection::new(fd);
         if !std::mem::replace(&mut self.has_called, true) {
             segment.wake_relay(&connection);
@@ -82,7 +82,7 @@ impl Pause {
             }
         }
         self.has_waited = waited < limit;
-        if !self.has_waited {
+        if !self.has_waited && self.has_called {
             UNANSWERED.fetch_max(waited.as_millis() as u32, Ordering::Relaxed);
         }
         self.has_waited
@@ -107,7 +107,7 @@ impl Pause {
 
 impl Drop for Pause {
     fn drop(&mut self) {
-        if self.has_waited {
+        if self.has_waited && self.has_called {
             UNANSWERED.store(0, Ordering::Relaxed);
         }
     }

@@ -292,8 +292,8 @@ pub(crate) static CHANGING: Lock = Lock::new();
 /// How often this process has forked.
 pub(crate) static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// A new socket has this descriptor, that was accepted or not. Does nothing if there is no slot for it. `forks`: what [`FORKS`] was before there was a socket. A
-/// child that was forked since may have it, too, and does not know it.
+/// A new socket has this descriptor, that was accepted or not. Does nothing if there is no slot for it. `forks`: what [`FORKS`] was before
+/// there was a socket. A child that was forked since may have it, too, and does not know it.
 pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     let _changing = CHANGING.lock();
     let Some(entry) = entry(fd) else { return };

@@ -75,7 +75,7 @@ pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize, has_sent: boo
     }
 }
 
-/// A call on a connection that is accelerated, under the lock of its direction.
+/// A call on a connection that is accelerated. One in the other direction at the same time may be missed.
 #[inline]
 pub(crate) fn after_ring_call(slot: &Slot) {
     let counted = slot.counted.load(Ordering::Relaxed);

@@ -53,6 +53,12 @@ impl Connection {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(len as usize) }
     }
 
+    /// Whether calls that send have a time limit (`SO_SNDTIMEO`).
+    pub(crate) fn has_send_limit(self) -> bool {
+        let mut limit = [0i64; 2];
+        self.option(libc::SOL_SOCKET, libc::SO_SNDTIMEO, &mut limit).is_err() || limit != [0, 0]
+    }
+
     fn set(self, level: c_int, name: c_int, value: c_int) {
         let at = (&raw const value).cast::<c_void>();
         // SAFETY: `value` is readable for as long as the call takes.

@@ -53,8 +53,11 @@ impl News {
             let none = ptr::null::<u32>();
             libc::syscall(libc::SYS_futex, self.word, libc::FUTEX_WAIT, self.seen, &raw const limit, none, 0)
         };
+        if waited == 0 {
+            return Ok(());
+        }
         match io::Error::last_os_error() {
-            error if waited != 0 && matches!(error.raw_os_error(), Some(libc::ETIMEDOUT | libc::EINTR)) => Err(error),
+            error if matches!(error.raw_os_error(), Some(libc::ETIMEDOUT | libc::EINTR)) => Err(error),
             _ => Ok(()),
         }
     }

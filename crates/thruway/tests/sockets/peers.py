@@ -400,7 +400,7 @@ def hand_over_client():
 
 
 def interrupted():
-    """A signal ends a call that sends to a peer which does not read, also if some bytes have gone. One that comes while the call is not
+    """A signal, or a time limit, ends a call that sends to a peer which does not read, also if some bytes have gone. One that comes while the call is not
     waiting is followed by another."""
 
     class Rung(Exception):
@@ -422,6 +422,15 @@ def interrupted():
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         sock.close()
+    # And so does a time limit.
+    sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
+    greet(sock, True)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
+    try:
+        while True:
+            sock.send(bytes(64 << 20))
+    except BlockingIOError:
+        pass
 
 
 def limits():
