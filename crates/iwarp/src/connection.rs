@@ -249,6 +249,35 @@ impl Connection {
         Ok(())
     }
 
+    /// As [`Connection::post_send`], but what is short goes past the queues where nothing is before it: `send` is given all of its FPDU,
+    /// and returns how much of that the peer's side has taken. True if it was called; then the request is complete, or the rest of it
+    /// is what [`Connection::tx_fill`] gives next.
+    ///
+    /// # Errors
+    /// As [`Connection::post_send`]; then `send` was not called.
+    pub fn post_short(&mut self, request: &SendRequest<'_>, send: impl FnOnce(&[u8]) -> usize) -> Result<bool> {
+        self.check_postable()?;
+        if self.sq.entries.len() >= self.caps.max_send_wr as usize {
+            return Err(Error::QueueFull("send"));
+        }
+        let entry = self.resolve_send(request)?;
+        let is_first = self.sq.entries.is_empty() && !self.owes_responses();
+        let waits = entry.flags.contains(SendFlags::FENCE) && !self.outstanding.is_empty();
+        if !is_first || waits || !self.tx.build_short(&entry) {
+            self.sq.entries.push_back(entry);
+            return Ok(false);
+        }
+        let taken = send(self.tx.short());
+        if self.tx.advance_short(taken) {
+            self.report_send(&entry, Status::Success);
+            return Ok(true);
+        }
+        self.tx.mark_short(self.sq.started);
+        self.sq.started += 1;
+        self.sq.entries.push_back(entry);
+        Ok(true)
+    }
+
     /// Queues the completion of a window's binding behind what was posted before it.
     pub fn post_bind(&mut self, wr_id: u64) -> Result<()> {
         self.check_postable()?;

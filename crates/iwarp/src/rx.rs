@@ -304,7 +304,12 @@ impl Connection {
     fn parse_header(&mut self, bytes: &[u8]) -> Result<usize, TerminateCode> {
         let rx = &mut self.rx;
         // The length field and the first DDP byte tell how long the header is.
-        let need = if rx.head_len < 3 { 3 } else { 2 + Header::len_from_first_byte(rx.head[2]) };
+        let need = match (rx.head_len, bytes.get(2)) {
+            // Mostly it is all there.
+            (0, Some(&first)) => 2 + Header::len_from_first_byte(first),
+            (..3, _) => 3,
+            _ => 2 + Header::len_from_first_byte(rx.head[2]),
+        };
         let n = bytes.len().min(need - rx.head_len);
         rx.head[rx.head_len..rx.head_len + n].copy_from_slice(&bytes[..n]);
         // At once, because a marker may stand inside the header.

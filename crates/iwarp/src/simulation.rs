@@ -156,6 +156,21 @@ impl End {
     }
 }
 
+/// Posts on `a`, by either way; what goes past the queues is taken in whole, in part, or not at all.
+fn post_somehow(wr_id: u64, op: SendOp, sges: &[Sge], (a, b): (&mut End, &mut End), rng: &mut Rng) {
+    if rng.bool() {
+        return a.post(wr_id, op, sges);
+    }
+    let request = SendRequest { wr_id, op, payload: Payload::Sges(sges), flags: SendFlags::SIGNALED };
+    let posted = a.connection.post_short(&request, |bytes| {
+        let taken = [0, bytes.len(), rng.usize(..=bytes.len())][rng.usize(..3)];
+        b.wire.extend(&bytes[..taken]);
+        taken
+    });
+    posted.unwrap();
+    a.done.append(&mut a.connection.completions);
+}
+
 /// Runs both ends until nothing moves.
 pub(crate) fn settle(a: &mut End, b: &mut End, rng: &mut Rng, largest: u64) {
     loop {
@@ -225,19 +240,31 @@ fn exercise(seed: u64) {
                     .unwrap();
                 expected_b[recv_at..recv_at + len].copy_from_slice(&expected_a[from..from + len]);
                 recv_at += len;
-                a.post(id, SendOp::Send { invalidate: None }, &sges);
+                post_somehow(id, SendOp::Send { invalidate: None }, &sges, (&mut a, &mut b), &mut rng);
                 expected_recv.push((id, len, None));
             }
             1 => {
                 let at = half + rng.u64(..(half / 2 - len) as u64) as usize;
                 expected_b[at..at + len].copy_from_slice(&expected_a[from..from + len]);
-                a.post(id, SendOp::Write { remote: b.remote(at), immediate: None }, &sges);
+                post_somehow(
+                    id,
+                    SendOp::Write { remote: b.remote(at), immediate: None },
+                    &sges,
+                    (&mut a, &mut b),
+                    &mut rng,
+                );
             }
             2 => {
                 let at = half + rng.u64(..(half / 2 - len) as u64) as usize;
                 b.connection.post_recv(&RecvRequest { wr_id: id, sges: &[] }).unwrap();
                 expected_b[at..at + len].copy_from_slice(&expected_a[from..from + len]);
-                a.post(id, SendOp::Write { remote: b.remote(at), immediate: Some(id as u32) }, &sges);
+                post_somehow(
+                    id,
+                    SendOp::Write { remote: b.remote(at), immediate: Some(id as u32) },
+                    &sges,
+                    (&mut a, &mut b),
+                    &mut rng,
+                );
                 expected_recv.push((id, len, Some(id as u32)));
             }
             3 => {
@@ -245,7 +272,7 @@ fn exercise(seed: u64) {
                 let at = half + rng.u64(..(half - len) as u64) as usize;
                 let source = rng.u64(..(half - len) as u64) as usize;
                 let sinks = [a.sge(at, cut), a.sge(at + cut, len - cut)];
-                a.post(id, SendOp::Read { remote: b.remote(source) }, &sinks);
+                post_somehow(id, SendOp::Read { remote: b.remote(source) }, &sinks, (&mut a, &mut b), &mut rng);
                 expected_a[at..at + len].copy_from_slice(&expected_b[source..source + len]);
             }
             _ => {
@@ -254,12 +281,24 @@ fn exercise(seed: u64) {
                 let at = at.min(BUFFER - 8);
                 let old = u64::from_ne_bytes(expected_b[word..word + 8].try_into().unwrap());
                 let new = if rng.u64(..2) == 0 {
-                    a.post(id, SendOp::FetchAdd { remote: b.remote(word), add: seed }, &[a.sge(at, 8)]);
+                    post_somehow(
+                        id,
+                        SendOp::FetchAdd { remote: b.remote(word), add: seed },
+                        &[a.sge(at, 8)],
+                        (&mut a, &mut b),
+                        &mut rng,
+                    );
                     old.wrapping_add(seed)
                 } else {
                     let compare = if rng.u64(..2) == 0 { old } else { !old };
                     let swap = rng.u64(..);
-                    a.post(id, SendOp::CompareSwap { remote: b.remote(word), compare, swap }, &[a.sge(at, 8)]);
+                    post_somehow(
+                        id,
+                        SendOp::CompareSwap { remote: b.remote(word), compare, swap },
+                        &[a.sge(at, 8)],
+                        (&mut a, &mut b),
+                        &mut rng,
+                    );
                     if compare == old { swap } else { old }
                 };
                 expected_a[at..at + 8].copy_from_slice(&old.to_ne_bytes());
@@ -297,11 +336,23 @@ fn many_requests_at_once_complete_in_order() {
         for id in 0..200 {
             let len = rng.u64(..9000) as usize;
             match rng.u64(..3) {
-                0 => a.post(id, SendOp::Write { remote: b.remote(BUFFER / 2), immediate: None }, &[a.sge(0, len)]),
-                1 => a.post(id, SendOp::Read { remote: b.remote(0) }, &[a.sge(BUFFER / 2, len)]),
+                0 => post_somehow(
+                    id,
+                    SendOp::Write { remote: b.remote(BUFFER / 2), immediate: None },
+                    &[a.sge(0, len)],
+                    (&mut a, &mut b),
+                    &mut rng,
+                ),
+                1 => post_somehow(
+                    id,
+                    SendOp::Read { remote: b.remote(0) },
+                    &[a.sge(BUFFER / 2, len)],
+                    (&mut a, &mut b),
+                    &mut rng,
+                ),
                 _ => {
                     b.connection.post_recv(&RecvRequest { wr_id: id, sges: &[b.sge(BUFFER / 2, 9000)] }).unwrap();
-                    a.post(id, SendOp::Send { invalidate: None }, &[a.sge(0, len)]);
+                    post_somehow(id, SendOp::Send { invalidate: None }, &[a.sge(0, len)], (&mut a, &mut b), &mut rng);
                 }
             }
         }

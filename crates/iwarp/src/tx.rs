@@ -10,7 +10,7 @@
 //! revoke the right to it, after which none of it may be read any more.
 
 use crate::IoVecs;
-use crate::connection::{Connection, LocalData, Outstanding, Response};
+use crate::connection::{Connection, LocalData, Outstanding, Response, SendEntry};
 use crate::crc::RunningCrc;
 use crate::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
 use crate::mpa::{Agreement, ReadyToReceive};
@@ -61,12 +61,13 @@ enum Source {
     Control,
 }
 
-/// The message being segmented.
+/// The message being segmented. Small, because it is passed on by value.
+#[derive(Clone, Copy)]
 struct Message {
     source: Source,
     kind: Kind,
-    /// Payload that RDMAP itself defines; empty for consumer data.
-    fixed: SmallVec<[u8; FIXED_LEN]>,
+    /// The payload is the transmitter's `fixed`, not consumer data.
+    is_fixed: bool,
     len: u32,
     /// Payload bytes already in segments, `<= len`.
     sent: u32,
@@ -99,6 +100,8 @@ pub(crate) struct Transmitter {
     ready: Option<ReadyToReceive>,
     terminate: Option<SmallVec<[u8; FIXED_LEN]>>,
     current: Option<Message>,
+    /// Payload of the current message that RDMAP itself defines.
+    fixed: SmallVec<[u8; FIXED_LEN]>,
     /// The immediate that follows the write just segmented.
     immediate: Option<(u64, u32, bool)>,
     next_atomic_id: u32,
@@ -143,6 +146,7 @@ impl Transmitter {
             ready: None,
             terminate: None,
             current: None,
+            fixed: SmallVec::new(),
             immediate: None,
             next_atomic_id: 1,
             control_only: false,
@@ -382,6 +386,75 @@ impl Transmitter {
         left.div_ceil(left.div_ceil(most)).next_multiple_of(ALIGN).min(most)
     }
 
+    /// Builds all of a short message, which is then the whole batch. False, and nothing is built, if it is not short, or something is
+    /// under construction already.
+    pub(crate) fn build_short(&mut self, entry: &SendEntry) -> bool {
+        if self.hold || self.control_only || entry.local || entry.len as usize > COPY_BELOW || !self.is_idle() {
+            return false;
+        }
+        let (header, header_len) = match entry.op {
+            SendOp::Send { invalidate } => {
+                let opcode = Opcode::send(invalidate.is_some(), entry.flags.contains(SendFlags::SOLICITED));
+                let (qn, msn) = (queue::SEND, self.msn[queue::SEND as usize]);
+                let invalidate = invalidate.unwrap_or(0);
+                (Header::Untagged { opcode, last: true, invalidate, qn, msn, mo: 0 }, UNTAGGED_LEN)
+            }
+            SendOp::Write { remote, immediate: None } => {
+                let (stag, to) = (remote.rkey, remote.addr);
+                (Header::Tagged { opcode: Opcode::Write, last: true, stag, to }, TAGGED_LEN)
+            }
+            _ => return false,
+        };
+        let len = entry.len as usize;
+        if header_len + len > usize::from(self.max_ulpdu) {
+            return false;
+        }
+        if let SendOp::Send { .. } = entry.op {
+            self.next_msn(queue::SEND);
+        }
+        self.responded = false;
+        self.begin_fpdu(&header, len);
+        match &entry.data {
+            LocalData::Inline(bytes) => self.emit_bytes(bytes),
+            LocalData::Pieces(pieces) => {
+                pieces.iter().for_each(|piece| self.emit_memory(piece.ptr, piece.len as usize))
+            }
+        }
+        self.end_fpdu(header_len + len);
+        true
+    }
+
+    /// The bytes of the batch that [`Transmitter::build_short`] has built.
+    pub(crate) fn short(&self) -> &[u8] {
+        debug_assert!(matches!(self.pieces[..], [Piece::Scratch { at: 0, len }] if len == self.scratch.len()));
+        &self.scratch
+    }
+
+    /// So many of them have been taken. True if those are all.
+    pub(crate) fn advance_short(&mut self, taken: usize) -> bool {
+        self.taken += taken as u64;
+        if taken < self.scratch.len() {
+            self.taken_offset = taken;
+            return false;
+        }
+        self.clear_batch();
+        self.last_border = self.taken;
+        self.fpdu_ends.clear();
+        true
+    }
+
+    /// The rest of the batch completes this entry of the send queue.
+    pub(crate) fn mark_short(&mut self, seq: u64) {
+        self.marks.push_back((self.position, Source::Sq(seq)));
+    }
+
+    /// A message whose payload RDMAP itself defines.
+    fn fixed_message(&mut self, source: Source, kind: Kind, payload: &[u8]) -> Message {
+        self.fixed.clear();
+        self.fixed.extend_from_slice(payload);
+        Message { is_fixed: true, ..Message::data(source, kind, payload.len() as u32, true) }
+    }
+
     fn next_msn(&mut self, qn: u32) -> u32 {
         let msn = self.msn[qn as usize];
         self.msn[qn as usize] = msn.wrapping_add(1);
@@ -399,13 +472,13 @@ impl Connection {
                 && self.tx.scratch.len() < BATCH_SCRATCH
                 && self.tx.bounce.len() < BATCH_BOUNCE
             {
-                if self.tx.current.is_none() {
-                    self.tx.current = self.next_message();
-                }
-                let Some(message) = self.tx.current.take() else { break };
+                let Some(message) = self.tx.current.or_else(|| self.next_message()) else { break };
                 match self.build_segment(message) {
                     Ok(rest) => self.tx.current = rest,
-                    Err(code) => self.fail_protocol(code, None),
+                    Err(code) => {
+                        self.tx.current = None;
+                        self.fail_protocol(code, None);
+                    }
                 }
             }
         }
@@ -464,7 +537,7 @@ impl Connection {
         if let Some(payload) = self.tx.terminate.take() {
             let msn = self.tx.next_msn(queue::TERMINATE);
             let kind = Kind::Untagged { opcode: Opcode::Terminate, qn: queue::TERMINATE, msn, invalidate: 0 };
-            return Some(Message::fixed(Source::Control, kind, payload, true));
+            return Some(self.tx.fixed_message(Source::Control, kind, &payload));
         }
         if self.tx.control_only || self.tx.hold {
             return None;
@@ -477,9 +550,9 @@ impl Connection {
             let msn = self.tx.next_msn(queue::SEND);
             let kind = Kind::Untagged { opcode, qn: queue::SEND, msn, invalidate: 0 };
             let payload: [u8; IMMEDIATE_LEN] = u64::from(value).to_be_bytes();
-            return Some(Message::fixed(Source::Sq(seq), kind, SmallVec::from_slice(&payload), true));
+            return Some(self.tx.fixed_message(Source::Sq(seq), kind, &payload));
         }
-        let owed = self.responses.started < self.responses.head + self.responses.entries.len() as u64;
+        let owed = self.owes_responses();
         if owed && !std::mem::replace(&mut self.tx.responded, true) {
             return Some(self.response_message());
         }
@@ -493,6 +566,11 @@ impl Connection {
         }
     }
 
+    /// Whether there are responses that have not been started.
+    pub(crate) fn owes_responses(&self) -> bool {
+        self.responses.started < self.responses.head + self.responses.entries.len() as u64
+    }
+
     fn ready_message(&mut self, ready: ReadyToReceive) -> Message {
         let kind = match ready {
             ReadyToReceive::Write => Kind::Tagged { opcode: Opcode::Write, stag: 0, to: 0 },
@@ -503,10 +581,10 @@ impl Connection {
             ReadyToReceive::Read => {
                 let msn = self.tx.next_msn(queue::READ_REQUEST);
                 let kind = Kind::Untagged { opcode: Opcode::ReadRequest, qn: queue::READ_REQUEST, msn, invalidate: 0 };
-                return Message::fixed(Source::Control, kind, SmallVec::from_elem(0, ReadRequest::LEN), true);
+                return self.tx.fixed_message(Source::Control, kind, &[0; ReadRequest::LEN]);
             }
         };
-        Message::fixed(Source::Control, kind, SmallVec::new(), true)
+        self.tx.fixed_message(Source::Control, kind, &[])
     }
 
     fn response_message(&mut self) -> Message {
@@ -523,7 +601,7 @@ impl Connection {
                 let msn = self.tx.next_msn(queue::ATOMIC_RESPONSE);
                 let kind =
                     Kind::Untagged { opcode: Opcode::AtomicResponse, qn: queue::ATOMIC_RESPONSE, msn, invalidate: 0 };
-                Message::fixed(Source::Response, kind, SmallVec::from_slice(&payload), true)
+                self.tx.fixed_message(Source::Response, kind, &payload)
             }
         }
     }
@@ -596,7 +674,7 @@ impl Connection {
         let msn = self.tx.next_msn(queue::READ_REQUEST);
         let kind = Kind::Untagged { opcode, qn: queue::READ_REQUEST, msn, invalidate: 0 };
         // The entry is complete when its response is in, not when the request is out.
-        Message::fixed(Source::Control, kind, SmallVec::from_slice(payload), true)
+        self.tx.fixed_message(Source::Control, kind, payload)
     }
 
     /// Puts one segment into the batch; returns the message if more of it is left.
@@ -646,9 +724,11 @@ impl Connection {
     }
 
     fn emit_payload(&mut self, message: &mut Message, n: usize) {
-        if !message.fixed.is_empty() {
+        if message.is_fixed {
             let at = message.sent as usize;
-            self.tx.emit_bytes(&message.fixed[at..at + n]);
+            let fixed = std::mem::take(&mut self.tx.fixed);
+            self.tx.emit_bytes(&fixed[at..at + n]);
+            self.tx.fixed = fixed;
             return;
         }
         let pieces = match message.source {
@@ -700,11 +780,6 @@ impl Piece {
 
 impl Message {
     fn data(source: Source, kind: Kind, len: u32, completes: bool) -> Message {
-        Message { source, kind, fixed: SmallVec::new(), len, sent: 0, piece: 0, piece_offset: 0, completes }
-    }
-
-    fn fixed(source: Source, kind: Kind, fixed: SmallVec<[u8; FIXED_LEN]>, completes: bool) -> Message {
-        let len = fixed.len() as u32;
-        Message { fixed, ..Message::data(source, kind, len, completes) }
+        Message { source, kind, is_fixed: false, len, sent: 0, piece: 0, piece_offset: 0, completes }
     }
 }
