@@ -181,6 +181,8 @@ pub(super) struct Context {
     /// Counts changes to the set of live queue pairs.
     live_version: AtomicU64,
     ready: Mutex<VecDeque<u64>>,
+    /// There may be some: saves those who poll the lock.
+    has_ready: AtomicBool,
     events: Mutex<VecDeque<Queued>>,
     /// The consumer's handle has been dropped: events have no receiver any more. Changes under the lock of `events`.
     abandoned: AtomicBool,
@@ -267,6 +269,7 @@ impl Context {
             }),
             live_version: AtomicU64::new(1),
             ready: Mutex::new(VecDeque::new()),
+            has_ready: AtomicBool::new(false),
             events: Mutex::new(VecDeque::new()),
             abandoned: AtomicBool::new(false),
             sleepers: Mutex::default(),
@@ -429,7 +432,10 @@ impl Context {
 
     /// The queue pair could do more without waiting.
     pub(super) fn mark_ready(&self, id: u64) {
-        self.ready.lock_unpoisoned().push_back(id);
+        let mut ready = self.ready.lock_unpoisoned();
+        ready.push_back(id);
+        self.has_ready.store(true, Ordering::Release);
+        drop(ready);
         self.count_unpolled();
     }
 
@@ -547,8 +553,11 @@ impl Context {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        let waiting = std::mem::take(&mut *self.ready.lock_unpoisoned());
-        if !waiting.is_empty() {
+        if self.has_ready.load(Ordering::Acquire) {
+            let mut ready = self.ready.lock_unpoisoned();
+            self.has_ready.store(false, Ordering::Relaxed);
+            let waiting = std::mem::take(&mut *ready);
+            drop(ready);
             self.discount_unpolled(waiting.len());
             for id in waiting {
                 self.progress(id, Readiness::default());

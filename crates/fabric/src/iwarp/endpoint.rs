@@ -392,9 +392,7 @@ impl Endpoint {
     /// Moves an end on, after the queues have had their turn. True if the connection is no longer live.
     fn settle(&self, state: &mut State) -> bool {
         let Phase::Live(live) = &mut state.phase else { return true };
-        let mut completions = std::mem::take(&mut live.connection.completions);
-        self.deliver(&mut completions);
-        live.connection.completions = completions;
+        self.deliver(&mut live.connection.completions);
         let failed = live.connection.failure.is_some();
         if failed && live.connection.tx_idle() {
             self.wind_up(state);
@@ -528,10 +526,14 @@ impl Endpoint {
             return Err((0, Error::State { qp_num: self.number, state: name }));
         };
         let mut result = Ok(());
-        for (index, request) in requests.iter().enumerate() {
-            if let Err(error) = live.connection.post_send(request) {
-                result = Err((index, error));
-                break;
+        if let [request] = requests {
+            result = post_one(live, &mut state.iovecs, request).map_err(|error| (0, error));
+        } else {
+            for (index, request) in requests.iter().enumerate() {
+                if let Err(error) = live.connection.post_send(request) {
+                    result = Err((index, error));
+                    break;
+                }
             }
         }
         let sent = transmit(live, &mut state.iovecs);
@@ -624,6 +626,50 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
     Turn::Waiting
 }
 
+/// Posts a request that is alone, and sends it at once if it can be.
+fn post_one(live: &mut Live, iovecs: &mut IoVecs, request: &SendRequest<'_>) -> Result<()> {
+    let Live { transport, connection, preamble, writable, moved, .. } = live;
+    if !*writable || !preamble.is_empty() {
+        return connection.post_send(request);
+    }
+    let mut failed = None;
+    connection.post_short(request, |bytes| {
+        let piece = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+        // SAFETY: it describes the bytes.
+        match unsafe { transport.send(&[piece]) } {
+            Ok(Moved::Nothing) => {
+                *writable = false;
+                0
+            }
+            Ok(how @ (Moved::Last(n) | Moved::Some(n))) => {
+                *moved = true;
+                *writable = how == Moved::Some(n);
+                n
+            }
+            Err(error) => {
+                failed = Some(error);
+                0
+            }
+        }
+    })?;
+    if let Some(error) = failed {
+        send_failed(live, iovecs, &error);
+    }
+    Ok(())
+}
+
+fn send_failed(live: &mut Live, iovecs: &mut IoVecs, error: &std::io::Error) {
+    live.writable = false;
+    // What the peer said before it went (a Terminate, perhaps) tells more than EPIPE.
+    if live.connection.failure.is_none() {
+        live.readable = true;
+        receive(live, iovecs);
+    }
+    live.connection.fail_lost(ConnectionError::Lost(error.to_string()));
+    live.connection.tx_abandon();
+    live.ended = true;
+}
+
 fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
     while live.writable
         && !live.preamble.is_empty()
@@ -649,17 +695,7 @@ fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
                 live.connection.tx_advance(n);
                 live.writable = moved == Moved::Some(n);
             }
-            Err(e) => {
-                live.writable = false;
-                // What the peer said before it went (a Terminate, perhaps) tells more than EPIPE.
-                if live.connection.failure.is_none() {
-                    live.readable = true;
-                    receive(live, iovecs);
-                }
-                live.connection.fail_lost(ConnectionError::Lost(e.to_string()));
-                live.connection.tx_abandon();
-                live.ended = true;
-            }
+            Err(e) => send_failed(live, iovecs, &e),
         }
     }
     if live.connection.failure.is_some() && live.ended {

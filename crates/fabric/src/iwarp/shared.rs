@@ -4,6 +4,7 @@ use super::device::Context;
 use crate::provider::{CompletionQueueOps, SharedReceiveOps};
 use crate::reservation::{CqCapacity, Reservation, SharedCqCapacity};
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_iwarp::connection::SharedReceives;
 use thruway_rdma_types::sync::LockUnpoisoned;
@@ -15,6 +16,8 @@ pub(super) struct CompletionRing {
     pub(super) room: Reservation,
     /// `None` once its handle has been dropped.
     queue: Mutex<Option<VecDeque<WorkCompletion>>>,
+    /// There is nothing in it: saves those who poll the lock.
+    is_empty: AtomicBool,
 }
 
 impl CqCapacity for CompletionRing {
@@ -25,7 +28,12 @@ impl CqCapacity for CompletionRing {
 
 impl CompletionRing {
     pub(super) fn new(ctx: Arc<Context>, capacity: usize) -> CompletionRing {
-        CompletionRing { ctx, room: Reservation::new(capacity), queue: Mutex::new(Some(VecDeque::new())) }
+        CompletionRing {
+            ctx,
+            room: Reservation::new(capacity),
+            queue: Mutex::new(Some(VecDeque::new())),
+            is_empty: AtomicBool::new(true),
+        }
     }
 
     pub(super) fn push(&self, completion: WorkCompletion) {
@@ -33,14 +41,19 @@ impl CompletionRing {
         // Completions that cannot be polled any more must not keep the device awake.
         let Some(queue) = &mut *queue else { return };
         queue.push_back(completion);
+        self.is_empty.store(false, Ordering::Release);
         self.ctx.count_unpolled();
     }
 
     fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
+        if self.is_empty.load(Ordering::Acquire) {
+            return 0;
+        }
         let n = match &mut *self.queue.lock_unpoisoned() {
             Some(queue) => {
                 let n = queue.len().min(max);
                 out.extend(queue.drain(..n));
+                self.is_empty.store(queue.is_empty(), Ordering::Relaxed);
                 n
             }
             None => 0,
