@@ -1,30 +1,24 @@
 //! A device that the connections of a program share, and who sees to its progress.
 //!
 //! A thread that waits for something of a connection polls the device, for all connections. Of several, one does, and the others
-//! sleep until it has found something. While no thread waits, one of the context's does: it serves what peers do to registered memory,
+//! sleep until it has found something for them. While no thread waits, one of the context's does: it serves what peers do to registered memory,
 //! and makes descriptors readable.
 
 use crate::connection::{Connection, Inner};
 use crate::error::Error;
+use crate::leadership::Leadership;
 use crate::settings::Settings;
 use crate::wire::HELLO_LEN;
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 use thruway_fabric::{
     CompletionQueue, ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, WorkCompletion,
 };
 
-/// How long the context's thread leaves the device alone after another has polled it.
-const POLLING_LEASE: Duration = Duration::from_millis(1);
-/// Longest sleep on the device. A safety net: under load, with one thread that polled and one that slept on the same device, a connection
-/// has been seen to stand still, once in some hundred runs of the tests.
-const LOOK_INTERVAL: Duration = Duration::from_millis(250);
-/// Longest time that a thread looks for itself while another sleeps on the device.
-const FOLLOWER_SPIN_MAX_NS: u64 = 20_000;
 /// Bytes that a connecting program may send along.
 pub const TOKEN_MAX: usize = 16;
 /// Requests to connect that are kept until they are accepted.
@@ -54,21 +48,9 @@ impl std::ops::Deref for Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        let leader = lock(&self.leader);
-        self.leaderless.notify_all();
-        drop(leader);
+        self.leadership.rouse_server();
         self.device.wake();
     }
-}
-
-/// Which thread sleeps on the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Leader {
-    None,
-    /// One that waits for something of a connection.
-    Waiter,
-    /// The context's own.
-    Server,
 }
 
 pub(crate) struct Shared {
@@ -80,22 +62,9 @@ pub(crate) struct Shared {
     requests: Mutex<Vec<Incoming>>,
     /// Tokens of requests that may come; `None` if any may.
     expected: Mutex<Option<HashSet<Vec<u8>>>>,
-    leader: Mutex<Leader>,
-    /// Something has been found that a thread may wait for which does not sleep on the device, or no thread does any more.
-    found: Condvar,
-    /// Threads that wait for that.
-    waiting: AtomicU32,
-    /// How long such a thread looks for itself first: longer while that pays.
-    spin_ns: AtomicU64,
+    pub(crate) leadership: Leadership,
     /// A request to connect has come.
     requested: Condvar,
-    /// Counts what has been found.
-    epoch: AtomicU64,
-    /// Counts the polls of threads that wait for something.
-    polls: AtomicU64,
-    /// The context's thread sleeps until no thread sees to the device.
-    is_parked: AtomicBool,
-    leaderless: Condvar,
     ended: AtomicBool,
     /// The program polls: calls that do not wait leave that to it.
     is_attended: bool,
@@ -133,15 +102,8 @@ impl Context {
             connections: Mutex::default(),
             requests: Mutex::default(),
             expected: Mutex::default(),
-            leader: Mutex::new(Leader::None),
-            found: Condvar::new(),
-            waiting: AtomicU32::new(0),
-            spin_ns: AtomicU64::new(FOLLOWER_SPIN_MAX_NS),
+            leadership: Leadership::new(),
             requested: Condvar::new(),
-            epoch: AtomicU64::new(0),
-            polls: AtomicU64::new(0),
-            is_parked: AtomicBool::new(false),
-            leaderless: Condvar::new(),
             ended: AtomicBool::new(false),
             is_attended,
         });
@@ -302,117 +264,8 @@ impl Shared {
         Ok(made)
     }
 
-    /// What [`Shared::wait`] wants to know: taken before looking whether there is something to wait for.
-    pub(crate) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::SeqCst)
-    }
-
-    /// Returns when something may have been found since `epoch`, at the latest at the deadline.
-    pub(crate) fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<(), Error> {
-        self.polls.fetch_add(1, Ordering::Relaxed);
-        let mut leader = lock(&self.leader);
-        if *leader == Leader::Server {
-            // It gives way: what has been found is wanted here, without another thread in between.
-            self.waiting.fetch_add(1, Ordering::SeqCst);
-            self.device.wake();
-            while *leader == Leader::Server {
-                leader = self.found.wait(leader).unwrap_or_else(PoisonError::into_inner);
-            }
-            self.waiting.fetch_sub(1, Ordering::SeqCst);
-        }
-        if self.epoch() != epoch {
-            return Ok(());
-        }
-        let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        if *leader == Leader::Waiter {
-            drop(leader);
-            return self.follow(epoch, left());
-        }
-        self.lead(leader, Leader::Waiter, left())
-    }
-
-    /// Sleeps on the device, for all.
-    fn lead(&self, mut leader: MutexGuard<'_, Leader>, as_what: Leader, limit: Option<Duration>) -> Result<(), Error> {
-        *leader = as_what;
-        drop(leader);
-        let waited = self.device.wait(Some(limit.map_or(LOOK_INTERVAL, |limit| limit.min(LOOK_INTERVAL))));
-        let mut leader = lock(&self.leader);
-        *leader = Leader::None;
-        if self.is_parked.swap(false, Ordering::SeqCst) {
-            self.leaderless.notify_one();
-        }
-        // Another has to see to the device when this one goes away.
-        if self.waiting.load(Ordering::SeqCst) > 0 {
-            self.found.notify_all();
-        }
-        drop(leader);
-        // The device said once that there is something. A thread that polls just now may have looked before that.
-        self.poll_with(lock(&self.poller));
-        Ok(waited?)
-    }
-
-    /// Another thread sleeps on the device, and says what it finds.
-    fn follow(&self, epoch: u64, limit: Option<Duration>) -> Result<(), Error> {
-        let began = Instant::now();
-        let spin = Duration::from_nanos(self.spin_ns.load(Ordering::Relaxed));
-        while began.elapsed() < spin {
-            self.poll();
-            if self.epoch() != epoch {
-                self.spin_ns.store((spin.as_nanos() as u64 * 2).clamp(1000, FOLLOWER_SPIN_MAX_NS), Ordering::Relaxed);
-                return Ok(());
-            }
-            std::hint::spin_loop();
-        }
-        self.spin_ns.store((spin.as_nanos() as u64 / 2).max(1000), Ordering::Relaxed);
-        let leader = lock(&self.leader);
-        self.waiting.fetch_add(1, Ordering::SeqCst);
-        if self.epoch() == epoch && *leader != Leader::None {
-            let limit = limit.unwrap_or(Duration::from_secs(3600));
-            drop(self.found.wait_timeout(leader, limit).unwrap_or_else(PoisonError::into_inner));
-        }
-        self.waiting.fetch_sub(1, Ordering::SeqCst);
-        Ok(())
-    }
-
-    /// Sees to the device while nothing else does.
-    fn serve(&self) {
-        let mut seen = 0;
-        while !self.ended.load(Ordering::SeqCst) {
-            let epoch = self.epoch();
-            self.poll();
-            let polls = self.polls.load(Ordering::Relaxed);
-            if polls != seen {
-                seen = polls;
-                std::thread::sleep(POLLING_LEASE);
-                continue;
-            }
-            let leader = lock(&self.leader);
-            if self.ended.load(Ordering::SeqCst) {
-                return;
-            }
-            if *leader == Leader::None && self.waiting.load(Ordering::SeqCst) > 0 {
-                // One of them is about to lead, or has found what it waited for.
-                drop(leader);
-                std::thread::sleep(POLLING_LEASE);
-            } else if *leader != Leader::None {
-                self.is_parked.store(true, Ordering::SeqCst);
-                drop(self.leaderless.wait(leader));
-            } else if self.epoch() == epoch && self.lead(leader, Leader::Server, None).is_err() {
-                std::thread::sleep(Duration::from_secs(1));
-            }
-        }
-    }
-
-    /// Something has been found that others may wait for.
-    pub(crate) fn tell(&self) {
-        self.epoch.fetch_add(1, Ordering::SeqCst);
-        let leader = lock(&self.leader);
-        if self.waiting.load(Ordering::SeqCst) > 0 {
-            self.found.notify_all();
-        }
-        if *leader == Leader::Waiter {
-            self.device.wake();
-        }
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
     }
 
     /// Takes note of everything that has happened. Returns how much that was.
@@ -426,6 +279,11 @@ impl Shared {
         }
     }
 
+    /// As [`Shared::poll`], after the thread that does so.
+    pub(crate) fn poll_in_turn(&self) {
+        self.poll_with(lock(&self.poller));
+    }
+
     /// For a call that does not wait.
     pub(crate) fn poll_unless_attended(&self) {
         if !self.is_attended {
@@ -434,7 +292,6 @@ impl Shared {
     }
 
     fn poll_with(&self, mut completions: MutexGuard<'_, Vec<WorkCompletion>>) -> usize {
-        let mut others_wait = false;
         let mut count = 0;
         for queue in lock(&self.queues).iter() {
             while queue.poll(&mut completions, POLL_MAX) == POLL_MAX {}
@@ -445,7 +302,7 @@ impl Shared {
             let len = rest.iter().take_while(|wc| wc.qp_num == first.qp_num).count();
             let (own, others) = rest.split_at(len);
             if let Some(connection) = self.connection(first.qp_num) {
-                others_wait |= connection.complete(own);
+                connection.complete(own);
             }
             rest = others;
         }
@@ -471,7 +328,7 @@ impl Shared {
                 }
                 ConnectionEvent::Established { qp_num, private_data } => {
                     if let Some(connection) = self.connection(qp_num) {
-                        others_wait |= connection.established(&private_data);
+                        connection.established(&private_data);
                     }
                 }
                 ConnectionEvent::Disconnected { qp_num, cause } => {
@@ -482,18 +339,14 @@ impl Shared {
                         }
                         for wc in completions.drain(..) {
                             if let Some(connection) = self.connection(wc.qp_num) {
-                                others_wait |= connection.complete(&[wc]);
+                                connection.complete(&[wc]);
                             }
                         }
-                        others_wait |= connection.disconnected(cause);
+                        connection.disconnected(cause);
                     }
                 }
                 ConnectionEvent::Foreign { .. } => {}
             }
-        }
-        drop(completions);
-        if others_wait {
-            self.tell();
         }
         count
     }

@@ -9,6 +9,7 @@ pub mod core;
 mod error;
 #[doc(hidden)]
 pub mod fuzzing;
+mod leadership;
 mod memory;
 mod operations;
 mod protect;

@@ -76,11 +76,11 @@ impl Region {
         let Region { region, in_use, connection } = self;
         drop(region);
         while Arc::strong_count(&in_use) > 1 {
-            let epoch = connection.context.epoch();
+            let epoch = connection.awaited.epoch();
             connection.context.poll();
             if Arc::strong_count(&in_use) > 1 {
                 let soon = Instant::now() + Duration::from_millis(5);
-                let _ = connection.context.wait(epoch, Some(soon));
+                let _ = connection.context.wait(&connection.awaited, epoch, Some(soon));
             }
         }
     }

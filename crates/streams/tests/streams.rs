@@ -447,6 +447,62 @@ fn many_connections_share_a_device_and_threads_wait_for_each() {
     }
 }
 
+/// Times that this thread has gone to sleep.
+fn sleeps_of_this_thread() -> u64 {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    line.unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn a_message_wakes_only_threads_that_wait_for_it() {
+    for lab in labs() {
+        let settings = Settings { ring_len: 4096, stage_len: 4096, credits: 8, ..Settings::of(Scheme::Adaptive) };
+        let (server, client) = lab.contexts();
+        let listener = server.listen((lab.at, 0).into()).unwrap();
+        let at = listener.local_addr();
+        let idle = 20;
+        let mut pairs = Vec::new();
+        for _ in 0..=idle {
+            let connecting = std::thread::spawn({
+                let client = client.clone();
+                move || connect(&client, at, &settings)
+            });
+            let accepted = server.accept(&settings, TOKEN, LIMIT).unwrap();
+            pairs.push((connecting.join().unwrap(), accepted));
+        }
+        let (busy, quiet) = pairs.split_first().unwrap();
+        let rounds = 1000;
+        let mut sleeps: Vec<u64> = std::thread::scope(|scope| {
+            let waiting: Vec<_> = quiet
+                .iter()
+                .map(|(_, b)| {
+                    scope.spawn(|| {
+                        let before = sleeps_of_this_thread();
+                        assert_eq!(b.recv(&mut [0], deadline()).unwrap(), 1);
+                        sleeps_of_this_thread() - before
+                    })
+                })
+                .collect();
+            scope.spawn(|| {
+                for _ in 0..rounds {
+                    let len = busy.1.recv(&mut [0; 8], deadline()).unwrap();
+                    busy.1.send(&[1; 8][..len], deadline()).unwrap();
+                }
+            });
+            for _ in 0..rounds {
+                busy.0.send(&[1], deadline()).unwrap();
+                assert_eq!(busy.0.recv(&mut [0], deadline()).unwrap(), 1);
+            }
+            quiet.iter().for_each(|(a, _)| a.send(&[1], deadline()).unwrap());
+            waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        sleeps.sort_unstable();
+        // The leader sleeps for all; for the others, other connections' messages are none of their business.
+        assert!(sleeps[idle / 2] < rounds / 4, "sleeps of the threads of quiet connections: {sleeps:?}");
+    }
+}
+
 /// Memory that a program writes to while it is being sent: the peer has what was there when it was sent.
 #[test]
 fn buffers_that_are_sent_without_waiting_may_be_written_to_at_once() {

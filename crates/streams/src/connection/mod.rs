@@ -11,6 +11,7 @@ pub use receiving::Received;
 use crate::context::{Handle, lock};
 use crate::core::{Action, Counters, End};
 use crate::error::Error;
+use crate::leadership::Awaited;
 use crate::memory::{CLAIM_RESULT, LANDING_LEN, Memory, OPERATION, OPERATIONS_MAX, RECEIVE, Request, STREAM_QUEUE_LEN};
 use crate::operations::Operations;
 use crate::settings::Settings;
@@ -42,6 +43,7 @@ pub(crate) struct Inner {
     state: Mutex<State>,
     /// Threads that wait for something of this connection.
     waiting: AtomicU32,
+    pub(crate) awaited: Arc<Awaited>,
     /// Readable while there is something to take; made when it is asked for.
     bell: OnceLock<OwnedFd>,
     settings: Settings,
@@ -124,6 +126,7 @@ impl Connection {
                 requests: Vec::new(),
             }),
             waiting: AtomicU32::new(0),
+            awaited: Arc::default(),
             bell: OnceLock::new(),
             settings: *settings,
         });
@@ -293,13 +296,13 @@ impl Inner {
         self.handle(&mut state, &early);
     }
 
-    /// The peer has accepted. Returns whether a thread waits for this connection.
-    pub(crate) fn established(&self, private_data: &[u8]) -> bool {
+    /// The peer has accepted.
+    pub(crate) fn established(&self, private_data: &[u8]) {
         let hello = {
             let state = lock(&self.state);
             // The accepting end has known its peer since the request.
             if state.end.is_some() {
-                return self.waiting.load(Ordering::SeqCst) > 0;
+                return self.tell();
             }
             state.memory.hello(&self.settings)
         };
@@ -308,27 +311,29 @@ impl Inner {
             Ok(_) => self.fail(&mut lock(&self.state), mismatch(&self.settings)),
             Err(violation) => self.fail(&mut lock(&self.state), &violation.to_string()),
         }
-        self.waiting.load(Ordering::SeqCst) > 0
+        self.tell();
     }
 
-    /// The connection has ended. Returns whether a thread waits for it.
-    pub(crate) fn disconnected(&self, cause: ConnectionError) -> bool {
+    /// The connection has ended.
+    pub(crate) fn disconnected(&self, cause: ConnectionError) {
         let mut state = lock(&self.state);
         state.ended.get_or_insert(cause);
         state.release_all();
         self.notify(&mut state);
-        self.waiting.load(Ordering::SeqCst) > 0
+        drop(state);
+        self.tell();
     }
 
-    /// Requests have completed. Returns whether a thread waits for this connection.
-    pub(crate) fn complete(&self, completions: &[WorkCompletion]) -> bool {
+    /// Requests have completed.
+    pub(crate) fn complete(&self, completions: &[WorkCompletion]) {
         let mut state = lock(&self.state);
         if state.end.is_none() {
             state.early.extend(completions);
         } else {
             self.handle(&mut state, completions);
         }
-        self.waiting.load(Ordering::SeqCst) > 0
+        drop(state);
+        self.tell();
     }
 
     fn handle(&self, state: &mut State, completions: &[WorkCompletion]) {
@@ -427,10 +432,10 @@ impl Inner {
         }
     }
 
-    /// Something that other threads may wait for has changed without a completion.
+    /// Something that other threads may wait for has changed.
     pub(crate) fn tell(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {
-            self.context.tell();
+            self.context.tell(&self.awaited);
         }
     }
 
@@ -462,7 +467,7 @@ impl Inner {
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let result = loop {
-            let epoch = self.context.epoch();
+            let epoch = self.awaited.epoch();
             self.context.poll();
             if let Some(found) = look() {
                 break found;
@@ -470,7 +475,7 @@ impl Inner {
             if deadline.is_some_and(|at| Instant::now() >= at) {
                 break Err(Error::TimedOut);
             }
-            if let Err(error) = self.context.wait(epoch, deadline) {
+            if let Err(error) = self.context.wait(&self.awaited, epoch, deadline) {
                 break Err(error);
             }
         };
