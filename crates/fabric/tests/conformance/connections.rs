@@ -52,6 +52,44 @@ pub(crate) fn nobody_listens(lab: &Lab) {
     }
 }
 
+/// A connection that the peer neither accepts nor refuses is given up in time, also where the device's user only waits, and every wait
+/// ends by another connection's completion.
+pub(crate) fn an_unanswered_connection_is_given_up(lab: &Lab) {
+    let (mut a, mut b) = lab.pair();
+    let unanswered = Side::new(&lab.a, QueuePairCaps::default());
+    let params = ConnectParams { timeout: Duration::from_millis(300), ..ConnectParams::default() };
+    unanswered.qp.connect(lab.addr(), &params).unwrap();
+    let mut request = None;
+    lab.until("the request", || {
+        if let Some(ConnectionEvent::Request(r)) = lab.b.poll_event() {
+            request = Some(r);
+        }
+        request.is_some()
+    });
+    let start = Instant::now();
+    let by_waiting = |side: &mut Side, wr_id: u64| {
+        loop {
+            side.cq.poll(&mut side.seen, 64);
+            if let Some(at) = side.seen.iter().position(|wc| wc.wr_id == wr_id) {
+                return assert_eq!(side.seen.remove(at).status, Status::Success);
+            }
+            side.device.wait(Some(TIMEOUT)).unwrap();
+            assert!(start.elapsed() < TIMEOUT, "completion {wr_id} did not happen");
+        }
+    };
+    while unanswered.qp.error().is_none() {
+        b.recv(1, 0, 8);
+        a.recv(2, 0, 8);
+        a.post(3, send(), &[a.mr.sge(0, 8)]).unwrap();
+        by_waiting(&mut b, 1);
+        b.post(4, send(), &[b.mr.sge(0, 8)]).unwrap();
+        by_waiting(&mut b, 4);
+        by_waiting(&mut a, 3);
+        by_waiting(&mut a, 2);
+    }
+    assert_eq!(unanswered.qp.error(), Some(ConnectionError::TimedOut));
+}
+
 pub(crate) fn orderly_disconnect(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
     b.recv(1, 0, SIZE);

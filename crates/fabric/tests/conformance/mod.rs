@@ -234,6 +234,7 @@ pub(crate) const BEHAVIOURS: &[Behaviour] = behaviours! {
     private_data_and_depths,
     rejection,
     nobody_listens,
+    an_unanswered_connection_is_given_up,
     orderly_disconnect,
     the_end_that_comes_with_the_last_message,
     abrupt_disconnect_with_requests_under_way,
