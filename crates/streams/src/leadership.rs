@@ -1,7 +1,8 @@
 //! Which thread sleeps on the device, for all, and whom it wakes.
 //!
 //! Of the threads that wait, one leads: it sleeps on the device, and takes note of what has happened, for every connection. The others
-//! sleep each until something of their own connection has been found, so that a message wakes only threads that wait for it. A leader that has found its own wakes one of them to lead. While no thread waits, the context's own sleeps on the device.
+//! sleep each until something of their own connection has been found, so that a message wakes only threads that wait for it. A leader
+//! that has found its own wakes one of them to lead. While no thread waits, the context's own sleeps on the device.
 
 use crate::context::{Shared, lock};
 use crate::error::Error;
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 /// Longest sleep on the device. A safety net: under load, with one thread that polled and one that slept on the same device, a connection
 /// has been seen to stand still, once in some hundred runs of the tests.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+/// The same for a thread that sleeps while another leads: some change of its connection may have been told to no thread.
+const FOLLOWER_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest time that a thread looks for itself while another sleeps on the device.
 const FOLLOWER_SPIN_MAX_NS: u64 = 20_000;
 /// How long the context's thread leaves the device alone after another has polled it.
@@ -105,6 +108,15 @@ impl Leadership {
     }
 }
 
+/// A leader that panics leads no more.
+struct StepDown<'a>(&'a Leadership);
+
+impl Drop for StepDown<'_> {
+    fn drop(&mut self) {
+        self.0.step_down(&mut lock(&self.0.order));
+    }
+}
+
 impl Shared {
     /// Returns when something of this connection may have been found since `epoch`, at the latest at the deadline.
     pub(crate) fn wait(&self, own: &Arc<Awaited>, epoch: u64, deadline: Option<Instant>) -> Result<(), Error> {
@@ -150,7 +162,9 @@ impl Shared {
             let waited = self.device.wait(Some(left));
             lock(&self.leadership.order).leader = Leader::Awake;
             // The device said once that there is something. A thread that polls just now may have looked before that.
+            let unwinding = StepDown(&self.leadership);
             self.poll_in_turn();
+            std::mem::forget(unwinding);
             result = waited.map_err(Error::from);
             order = lock(&self.leadership.order);
         }
@@ -173,7 +187,8 @@ impl Shared {
         spin_ns.store((spin.as_nanos() as u64 / 2).max(1000), Ordering::Relaxed);
         let mut order = lock(&self.leadership.order);
         if own.epoch() == epoch && order.leader.is_waiter() {
-            let left = deadline.map_or(Duration::from_secs(3600), |at| at.saturating_duration_since(Instant::now()));
+            let left = deadline.map_or(FOLLOWER_LOOK_INTERVAL, |at| at.saturating_duration_since(Instant::now()));
+            let left = left.min(FOLLOWER_LOOK_INTERVAL);
             order.waiting += 1;
             order.asleep.push(Arc::clone(own));
             own.sleepers.fetch_add(1, Ordering::Relaxed);

@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use thruway_fabric::{Access, Buffer, Provider, iwarp, shm, verbs};
 use thruway_streams::{Connection, Context, Error, OnWrite, Received, RemoteRegion, Scheme, Settings};
@@ -412,18 +413,7 @@ fn ends_that_want_different_things_are_told_apart() {
 fn many_connections_share_a_device_and_threads_wait_for_each() {
     for lab in labs() {
         let settings = Settings { ring_len: 4096, stage_len: 4096, credits: 8, ..Settings::of(Scheme::Adaptive) };
-        let (server, client) = lab.contexts();
-        let listener = server.listen((lab.at, 0).into()).unwrap();
-        let at = listener.local_addr();
-        let mut pairs = Vec::new();
-        for _ in 0..120 {
-            let connecting = std::thread::spawn({
-                let client = client.clone();
-                move || connect(&client, at, &settings)
-            });
-            let accepted = server.accept(&settings, TOKEN, LIMIT).unwrap();
-            pairs.push((connecting.join().unwrap(), accepted));
-        }
+        let pairs = pairs(&lab, &[settings; 120]);
         std::thread::scope(|scope| {
             for (n, (a, b)) in pairs.iter().enumerate() {
                 scope.spawn(move || {
@@ -454,23 +444,103 @@ fn sleeps_of_this_thread() -> u64 {
     line.unwrap().trim().parse().unwrap()
 }
 
+/// Connections between two contexts.
+fn pairs(lab: &Lab, settings: &[Settings]) -> Vec<(Connection, Connection)> {
+    let (server, client) = lab.contexts();
+    let listener = server.listen((lab.at, 0).into()).unwrap();
+    let at = listener.local_addr();
+    let one = |settings: &Settings| {
+        let (client, own) = (client.clone(), *settings);
+        let connecting = std::thread::spawn(move || connect(&client, at, &own));
+        let accepted = server.accept(settings, TOKEN, LIMIT).unwrap();
+        (connecting.join().unwrap(), accepted)
+    };
+    settings.iter().map(one).collect()
+}
+
+/// Returns when this thread of the process sleeps, as far as that can be seen.
+fn until_asleep(thread: &AtomicU32) {
+    let is_asleep = || {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{}/stat", thread.load(Ordering::SeqCst)));
+        stat.is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")))
+    };
+    while !(0..100).all(|_| is_asleep()) {
+        std::thread::yield_now();
+    }
+}
+
+fn note_thread(at: &AtomicU32) {
+    let link = std::fs::read_link("/proc/thread-self").unwrap();
+    at.store(link.file_name().unwrap().to_str().unwrap().parse().unwrap(), Ordering::SeqCst);
+}
+
+/// Where many threads wait on a device, and so most of them only for what concerns their connection: calls of other threads end waits, too.
+#[test]
+fn a_shutdown_and_a_drop_end_waits_of_other_threads() {
+    for lab in labs() {
+        let settings = Settings { source_timeout: LIMIT, on_write: OnWrite::Block, ..small(Scheme::ZeroCopy) };
+        let settings = Settings { zero_copy_min: 16 << 10, ..settings };
+        let mut pairs = pairs(&lab, &[&[small(Scheme::Packetized); 7][..], &[settings]].concat());
+        let (dropped, _peer) = pairs.pop().unwrap();
+        let mut bytes = vec![7u8; 400_000];
+        // SAFETY: the buffer outlives the connection.
+        unsafe { dropped.send_asynchronously(&bytes, None) }.unwrap();
+        // What is not protected was copied: nothing waits for it.
+        let is_protected = dropped.asynchronous_sends().sends == 1;
+        let part = bytes[200_000..].as_mut_ptr() as usize;
+        pairs[1].1.send(&[1; 100], None).unwrap();
+        let threads: Vec<AtomicU32> = (0..pairs.len()).map(|_| AtomicU32::new(0)).collect();
+        std::thread::scope(|scope| {
+            let (pairs, threads) = (&pairs, &threads);
+            let mut quiet = Vec::new();
+            let mut wait_for_nothing = |which: usize| {
+                quiet.push(scope.spawn(move || {
+                    note_thread(&threads[which]);
+                    pairs[which].0.recv(&mut [0], None)
+                }));
+                while threads[which].load(Ordering::SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                until_asleep(&threads[which]);
+            };
+            wait_for_nothing(0);
+            let receiving = is_protected.then(|| {
+                scope.spawn(move || {
+                    note_thread(&threads[1]);
+                    // SAFETY: nothing else uses this part of the buffer but the send, which this call waits for.
+                    pairs[1].0.recv(unsafe { std::slice::from_raw_parts_mut(part as *mut u8, 100) }, None)
+                })
+            });
+            let sending = scope.spawn(move || {
+                note_thread(&threads[2]);
+                pairs[2].0.send(&[1; 100_000], None)
+            });
+            (3..pairs.len()).for_each(&mut wait_for_nothing);
+            if receiving.is_some() {
+                until_asleep(&threads[1]);
+            }
+            until_asleep(&threads[2]);
+            drop(dropped);
+            if let Some(receiving) = receiving {
+                assert_eq!(receiving.join().unwrap().unwrap(), 100);
+            }
+            pairs[2].0.shutdown();
+            assert!(matches!(sending.join().unwrap(), Err(Error::Shutdown)));
+            for (which, waiting) in [0, 3, 4, 5, 6].into_iter().zip(quiet) {
+                pairs[which].1.send(&[1], None).unwrap();
+                assert_eq!(waiting.join().unwrap().unwrap(), 1);
+            }
+        });
+        drop(bytes);
+    }
+}
+
 #[test]
 fn a_message_wakes_only_threads_that_wait_for_it() {
     for lab in labs() {
         let settings = Settings { ring_len: 4096, stage_len: 4096, credits: 8, ..Settings::of(Scheme::Adaptive) };
-        let (server, client) = lab.contexts();
-        let listener = server.listen((lab.at, 0).into()).unwrap();
-        let at = listener.local_addr();
         let idle = 20;
-        let mut pairs = Vec::new();
-        for _ in 0..=idle {
-            let connecting = std::thread::spawn({
-                let client = client.clone();
-                move || connect(&client, at, &settings)
-            });
-            let accepted = server.accept(&settings, TOKEN, LIMIT).unwrap();
-            pairs.push((connecting.join().unwrap(), accepted));
-        }
+        let pairs = pairs(&lab, &vec![settings; idle + 1]);
         let (busy, quiet) = pairs.split_first().unwrap();
         let rounds = 1000;
         let mut sleeps: Vec<u64> = std::thread::scope(|scope| {

@@ -63,7 +63,7 @@ pub(crate) struct State {
     /// A thread sends, and one receives.
     sends: bool,
     receives: bool,
-    /// Threads that wait to do so.
+    /// Threads that wait for one of those to end.
     waits_for_turn: u32,
     /// Some of a message has been sent, and not all; it never will be.
     in_message: bool,
@@ -191,6 +191,9 @@ impl Connection {
             end.shutdown();
         }
         self.0.post_actions(&mut state);
+        drop(state);
+        // Another thread's call that sends is over.
+        self.0.tell();
     }
 
     /// Ends the connection at once: calls of other threads that wait return [`Error::Reset`], and the peer's do. What it has not received is lost.
@@ -261,6 +264,8 @@ impl Drop for Connection {
         lock(&self.0.state).release_all();
         self.0.qp.disconnect();
         self.0.context.remove(self.0.qp.number());
+        // Threads may wait for memory that it was sending, and hear of it no other way any more.
+        self.0.tell();
     }
 }
 
@@ -373,6 +378,7 @@ impl Inner {
         self.qp.disconnect();
         state.release_all();
         self.notify(state);
+        self.tell();
     }
 
     /// Posts what the end wants posted.

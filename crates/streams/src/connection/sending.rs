@@ -157,6 +157,8 @@ impl Inner {
     fn wait_for_source(&self, source: u64) -> Result<usize, Error> {
         let patience = Instant::now() + self.settings.source_timeout;
         let done = |state: &mut State| state.source_sent.take().map(Ok);
+        // A thread that receives may end that.
+        lock(&self.state).waits_for_turn += 1;
         let first = self.wait(Some(patience), |state| {
             done(state).or_else(|| {
                 // Both ends wait for the other to read: neither would, unless another thread does.
@@ -164,6 +166,7 @@ impl Inner {
                 (both && !state.receives).then_some(Err(Error::WouldBlock))
             })
         });
+        lock(&self.state).waits_for_turn -= 1;
         match first {
             Err(Error::TimedOut | Error::WouldBlock) => {}
             other => return other,
