@@ -14,6 +14,8 @@ use thruway_streams::Connection;
 pub(crate) const PIECE_MAX: usize = 64 << 10;
 /// A bundle takes no more messages when it has so many bytes.
 const BUNDLE_FULL: usize = 16 << 10;
+/// Bundles that wait for room. What is answered to a relay that takes nothing would fill memory.
+const WAITING_MAX: usize = 256;
 /// Bytes of a bundle: each message has its length before it.
 const BUNDLE_MAX: usize = BUNDLE_FULL + 4 + 5 + UPDATE_HEAD + PIECE_MAX + TAG_LEN;
 
@@ -225,7 +227,11 @@ impl Link {
         }
         self.has_sent = true;
         self.waiting.push_back(bundle);
-        self.send_waiting()
+        self.send_waiting()?;
+        if self.waiting.len() > WAITING_MAX {
+            return Err(Error::Peer("the other relay does not take the answers to what it asks".into()));
+        }
+        Ok(())
     }
 
     fn send_waiting(&mut self) -> Result<(), Error> {
