@@ -142,16 +142,20 @@ fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> 
         let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: left.min(sink.len()) }];
         // SAFETY: an array of ours.
         let Some(mut to) = (unsafe { Pieces::new(&list) }) else { break };
-        let flags = if sum > 0 { flags | libc::MSG_DONTWAIT } else { flags };
+        let waits_for_all = flags & libc::MSG_WAITALL != 0;
+        let flags = if sum > 0 && !waits_for_all { flags | libc::MSG_DONTWAIT } else { flags };
+        let wanted = to.left();
         // SAFETY: as above.
         match unsafe { receive_accelerated(which, &mut to, flags) } {
-            Ok(0) => break,
             Ok(len) => {
                 sum += len;
                 left -= len;
+                if len == 0 || len < wanted && waits_for_all {
+                    break;
+                }
             }
             Err(error) if sum > 0 => {
-                if error != libc::EAGAIN && error != NOT_ACCELERATED {
+                if !matches!(error, libc::EAGAIN | libc::EINTR | NOT_ACCELERATED) {
                     which.slot.error.store(error, Ordering::Relaxed);
                 }
                 break;
@@ -596,6 +600,9 @@ unsafe fn send_accelerated(
         // SAFETY: the caller's promise.
         let sent = unsafe { writer.write(segment, &connection, from) }.map_err(|error| failed(&error.into()))?;
         count(&counters().ring_bytes, sent);
+        if sent > 0 {
+            pause.restart();
+        }
         if from.left() == 0 {
             count(&counters().ring_sends, 1);
             switch::after_ring_call(slot);

@@ -88,6 +88,15 @@ impl Pause {
         self.has_waited
     }
 
+    /// What was waited for has come: what is waited for next has time of its own.
+    pub(crate) fn restart(&mut self) {
+        if self.begin.is_some() {
+            let is_interrupted = self.is_interrupted;
+            *self = Pause::default();
+            self.is_interrupted = is_interrupted;
+        }
+    }
+
     /// Ends a call that sends if a signal has come while this waited, as the kernel does: some bytes are a success in any case.
     pub(crate) fn check_signals(&mut self, has_sent: bool) -> Result<(), c_int> {
         match std::mem::take(&mut self.is_interrupted) && (has_sent || !all_handlers_restart()) {

@@ -1,5 +1,8 @@
 //! A position in a list of pieces of memory, as `readv(2)` and `writev(2)` take it.
 
+/// Bytes of one call of `read`, `write` and their like: Linux's `MAX_RW_COUNT`.
+pub const CALL_MAX: usize = 0x7fff_f000;
+
 /// Pieces of memory, and how far one has come.
 #[derive(Clone, Copy)]
 pub struct Pieces<'a> {
@@ -10,13 +13,14 @@ pub struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// All of `pieces`. `None` if they have more bytes than a system call moves (`SSIZE_MAX`).
+    /// All of `pieces`, up to as many bytes as a system call moves (`MAX_RW_COUNT`, 2 GiB less a page). `None` if they have more
+    /// than it takes (`SSIZE_MAX`).
     ///
     /// # Safety
     /// Each piece must describe memory that may be used, until this is done with, in the way of the methods that take it.
     pub unsafe fn new(pieces: &'a [libc::iovec]) -> Option<Pieces<'a>> {
         let left = pieces.iter().try_fold(0usize, |sum, piece| sum.checked_add(piece.iov_len))?;
-        (left <= isize::MAX as usize).then_some(Pieces { pieces, skipped: 0, left })
+        (left <= isize::MAX as usize).then_some(Pieces { pieces, skipped: 0, left: left.min(CALL_MAX) })
     }
 
     /// Bytes that are left.

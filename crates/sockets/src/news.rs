@@ -15,8 +15,9 @@ pub(crate) struct Words {
 
 impl Words {
     pub(crate) fn want(&self) -> News {
-        self.wanted.store(1, Ordering::SeqCst);
+        // The number first: what the relay answers to an earlier wish changes it, and this wait looks again.
         let seen = self.count.load(Ordering::SeqCst);
+        self.wanted.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         News { word: self.count.as_ptr(), seen }
     }

@@ -8,7 +8,7 @@ use crate::slots;
 use crate::{data, process, real};
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t};
 use std::sync::atomic::Ordering;
-use thruway_sockets::iovecs::Pieces;
+use thruway_sockets::iovecs::{CALL_MAX, Pieces};
 
 /// The rest of a call, by `sendmsg`, which has all that the others have.
 unsafe fn send_rest(fd: c_int, rest: &Pieces<'_>, flags: c_int) -> ssize_t {
@@ -201,7 +201,7 @@ pub(crate) unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut o
     };
     if let Ok(begin) = begin {
         let mut at = begin;
-        let (sent, is_over) = data::send_from_file(number, out, len.min(0x7fff_f000), |to, room| {
+        let (sent, is_over) = data::send_from_file(number, out, len.min(CALL_MAX), |to, room| {
             // SAFETY: the span that the ring has free.
             let got = unsafe { libc::pread64(from, to.cast(), room, at as off64_t) };
             at += got.max(0) as u64;

@@ -487,6 +487,12 @@ def limits():
     assert len(one.recv(10_000, socket.MSG_PEEK | socket.MSG_TRUNC)) == 5000
     assert len(one.recv(3000, socket.MSG_TRUNC)) == 3000
     assert exactly(one, 2000) == b"x" * 2000
+    # All of it is waited for, too.
+    thread = threading.Thread(target=later)
+    thread.start()
+    assert len(one.recv(100_004, socket.MSG_WAITALL | socket.MSG_TRUNC)) == 100_004
+    thread.join()
+    assert exactly(one, 1) == b"6"
 
 
 def main():
