@@ -14,7 +14,7 @@ use crate::{SETTINGS, real, switch, wait};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, Reader, Segment, Writer};
 
@@ -176,6 +176,7 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
     let mut sum = 0;
     // The kernel has said that there is something.
     let mut woken = 0u32;
+    let mut began = None;
     loop {
         let before = to.left();
         let receiving = slot.receiving()?;
@@ -279,7 +280,11 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
         }
-        match sleep(slot, fd, flags) {
+        let began = *began.get_or_insert_with(|| waits_for_all.then(Instant::now));
+        // A limit is one of the call, which sleeps more than once only if it waits for all.
+        let left = began.filter(|_| sum > 0 && flags & libc::MSG_DONTWAIT == 0 && waits(fd));
+        let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
+        match sleep(slot, fd, flags, left) {
             Ok(true) => woken += 1,
             Ok(false) if is_lost(slot) => {}
             Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
@@ -308,8 +313,9 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
     }
 }
 
-/// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end.
-fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
+/// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end. For `left` at most; without
+/// that, for as long as the program's time limit says.
+fn sleep(slot: &Slot, fd: c_int, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
     slot.sleepers.fetch_add(1, Ordering::SeqCst);
     let is_armed = match slot.receiving() {
         Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
@@ -317,12 +323,17 @@ fn sleep(slot: &Slot, fd: c_int, flags: c_int) -> Result<bool, c_int> {
     };
     let result = if is_armed {
         let mut byte = 0u8;
-        let flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
+        let mut flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
         count(&counters().sleeps, 1);
+        let is_interrupted = left.is_some_and(|left| {
+            flags |= libc::MSG_DONTWAIT;
+            !Connection::new(fd).wait_for_bytes(left)
+        });
         // SAFETY: one byte.
         match unsafe { real::recv(fd, (&raw mut byte).cast(), 1, flags) } {
             0 => Ok(false),
             len if len > 0 => Ok(true),
+            _ if is_interrupted => Err(libc::EINTR),
             _ => Err(errno()),
         }
     } else {
@@ -492,8 +503,9 @@ pub(crate) unsafe fn transmit(
             Err(_) if from.left() < total => return (total - from.left()) as ssize_t,
             Err(error) => return fail(error),
         }
-        // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile.
-        let piece = if is_plain { from } else { from.limited(OVERFLOW) };
+        // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile. A time limit is the whole call's.
+        let is_whole = is_plain || from.left() > OVERFLOW && Connection::new(fd).has_send_limit();
+        let piece = if is_whole { from } else { from.limited(OVERFLOW) };
         let result = plain(&piece);
         slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
         if result > 0 {

@@ -7,6 +7,7 @@ use libc::{c_int, c_void};
 use rustix::net::{RecvFlags, SendFlags};
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{PEEK_MAX, Tcp};
 
@@ -57,6 +58,23 @@ impl Connection {
     pub(crate) fn has_send_limit(self) -> bool {
         let mut limit = [0i64; 2];
         self.option(libc::SOL_SOCKET, libc::SO_SNDTIMEO, &mut limit).is_err() || limit != [0, 0]
+    }
+
+    /// How long calls that receive may wait (`SO_RCVTIMEO`), if they have a limit.
+    pub(crate) fn receive_limit(self) -> Option<Duration> {
+        let mut limit = [0i64; 2];
+        self.option(libc::SOL_SOCKET, libc::SO_RCVTIMEO, &mut limit).ok()?;
+        let limit = Duration::new(limit[0].cast_unsigned(), limit[1] as u32 * 1000);
+        (!limit.is_zero()).then_some(limit)
+    }
+
+    /// Waits until there is something to receive, or an end. False if a signal handler has run before.
+    pub(crate) fn wait_for_bytes(self, time: Duration) -> bool {
+        let mut one = libc::pollfd { fd: self.fd, events: libc::POLLIN, revents: 0 };
+        // Rather longer than shorter: milliseconds are all that it takes.
+        let time = c_int::try_from(time.as_micros().div_ceil(1000)).unwrap_or(c_int::MAX);
+        // SAFETY: one element.
+        unsafe { real::poll(&raw mut one, 1, time) >= 0 }
     }
 
     fn set(self, level: c_int, name: c_int, value: c_int) {
@@ -165,7 +183,7 @@ impl Connection {
     }
 
     /// Waits until something can be sent, or for so long.
-    pub(crate) fn wait_for_room(self, time: std::time::Duration) {
+    pub(crate) fn wait_for_room(self, time: Duration) {
         let mut one = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
         // SAFETY: one element.
         unsafe { real::poll(&raw mut one, 1, c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX)) };

@@ -451,6 +451,38 @@ def limits():
         pass
     other.sendall(b"ab")
     assert one.recv(5, socket.MSG_WAITALL) == b"ab"
+    # They are those of the whole call, also if there is something now and then: all of it would take minutes.
+    enough = threading.Event()
+    moved = 0
+
+    def trickle():
+        nonlocal moved
+        while not enough.wait(0.01):
+            other.sendall(b"1")
+            moved += 1
+
+    def sip():
+        nonlocal moved
+        while not enough.wait(0.01):
+            moved += len(other.recv(64 << 10))
+
+    def slowly(what, call):
+        enough.clear()
+        thread = threading.Thread(target=what)
+        thread.start()
+        result = call()
+        enough.set()
+        thread.join()
+        return result
+
+    got = slowly(trickle, lambda: len(one.recv(10_000, socket.MSG_WAITALL)))
+    assert 0 < got < 10_000
+    exactly(one, moved - got)
+    moved = 0
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
+    sent = slowly(sip, lambda: one.send(bytes(1 << 30)))
+    assert 0 < sent < 1 << 30
+    exactly(other, sent - moved)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     hits = []
 
