@@ -16,7 +16,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Found, Over, Reader, Segment, Writer};
+use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, Writer};
 
 /// Sets `errno`.
 pub(crate) fn fail(error: c_int) -> ssize_t {
@@ -177,6 +177,9 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
     // The kernel has said that there is something.
     let mut woken = 0u32;
     let mut began = None;
+    // More of a connection that goes by TCP cannot be seen at a time.
+    let peeks_all = is_peek && waits_for_all && flags & libc::MSG_DONTWAIT == 0 && to.left() <= PEEK_MAX;
+    let (all, mut more) = (*to, None);
     loop {
         let before = to.left();
         let receiving = slot.receiving()?;
@@ -204,6 +207,12 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
             }
         }
         let is_done = to.left() == 0 || is_peek && sum > 0;
+        if is_done && peeks_all && to.left() > 0 && more != Some(false) && waits(fd) {
+            drop(receiving);
+            more = Some(wait_for_more(slot, fd, *began.get_or_insert_with(Instant::now)));
+            (*to, sum) = (all, 0);
+            continue;
+        }
         if is_done {
             count(&counters().ring_receives, 1);
             switch::after_ring_call(slot);
@@ -280,8 +289,10 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
         }
-        let began = *began.get_or_insert_with(|| waits_for_all.then(Instant::now));
         // A limit is one of the call, which sleeps more than once only if it waits for all.
+        if waits_for_all {
+            began.get_or_insert_with(Instant::now);
+        }
         let left = began.filter(|_| sum > 0 && flags & libc::MSG_DONTWAIT == 0 && waits(fd));
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
         match sleep(slot, fd, flags, left) {
@@ -311,6 +322,17 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
             }
         }
     }
+}
+
+/// Waits a little, for more than what has been seen and stays where it is: no doorbell says when that has come. False if the call is to
+/// return what there is.
+fn wait_for_more(slot: &Slot, fd: c_int, began: Instant) -> bool {
+    let connection = Connection::new(fd);
+    let is_over =
+        connection.ends() != 0 && is_all_here(slot, fd) || is_lost(slot) || slot.error.load(Ordering::Relaxed) != 0;
+    let is_late = || connection.receive_limit().is_some_and(|limit| began.elapsed() >= limit);
+    // SAFETY: no element.
+    !is_over && !is_late() && unsafe { real::poll(std::ptr::null_mut(), 0, 1) } == 0
 }
 
 /// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end. For `left` at most; without

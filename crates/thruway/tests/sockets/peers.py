@@ -525,6 +525,20 @@ def limits():
     assert len(one.recv(100_004, socket.MSG_WAITALL | socket.MSG_TRUNC)) == 100_004
     thread.join()
     assert exactly(one, 1) == b"6"
+    # It waits also for what stays there; and not for more at the end.
+    for ask, get in ((3000, 3000), (2000, 1500)):
+        def come():
+            other.sendall(b"a")
+            time.sleep(0.02)
+            other.sendall(b"b" * (get - 1))
+            if get < ask:
+                other.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        assert one.recv(ask, socket.MSG_PEEK | socket.MSG_WAITALL) == b"a" + b"b" * (get - 1)
+        thread.join()
+        exactly(one, get)
 
 
 def main():
