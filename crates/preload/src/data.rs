@@ -827,13 +827,14 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
 }
 
 /// Reads a file straight into the ring, for `sendfile`: as far as there is room, or to the file's end. The bytes, and whether the file
-/// has no more or cannot be read; else the rest must go by TCP, so that it is TCP which has no room.
+/// has no more or cannot be read; else the rest must go by TCP, so that it is TCP which has no room. `EINTR` if a signal has ended the call
+/// before anything was sent.
 pub(crate) fn send_from_file(
     number: u32,
     fd: c_int,
     len: usize,
     mut read: impl FnMut(*mut u8, usize) -> ssize_t,
-) -> (usize, bool) {
+) -> Result<(usize, bool), c_int> {
     let slot = slots::slot(number);
     let connection = Connection::new(fd);
     let mut sum = 0;
@@ -852,14 +853,14 @@ pub(crate) fn send_from_file(
             drop(sending);
             match find_room(slot, fd, len - sum, sum > 0, is_relayed, false) {
                 Ok(true) => continue,
-                // A signal has come.
-                Err(_) if sum > 0 => return (sum, true),
+                Err(_) if sum > 0 => return Ok((sum, true)),
+                Err(libc::EINTR) => return Err(libc::EINTR),
                 _ => break,
             }
         }
         let got = read(at, room);
         if got <= 0 {
-            return (sum, true);
+            return Ok((sum, true));
         }
         if !writer.commit(segment, &connection, got as usize) {
             // The reader has closed the ring: these bytes are sent again, by TCP.
@@ -868,7 +869,7 @@ pub(crate) fn send_from_file(
         sum += got as usize;
         count(&counters().ring_bytes, got as usize);
     }
-    (sum, false)
+    Ok((sum, false))
 }
 
 /// The time that a thread looks again and again before it sleeps.

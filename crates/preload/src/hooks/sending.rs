@@ -188,6 +188,8 @@ pub(crate) unsafe extern "C" fn sendmmsg(fd: c_int, base: *mut mmsghdr, count: c
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
+    // As the kernel does.
+    let len = len.min(CALL_MAX);
     let plain = || unsafe { real::sendfile(out, from, offset, len) };
     let Some(number) = slots::find(out) else { return plain() };
     let slot = slots::slot(number);
@@ -201,12 +203,16 @@ pub(crate) unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut o
     };
     if let Ok(begin) = begin {
         let mut at = begin;
-        let (sent, is_over) = data::send_from_file(number, out, len.min(CALL_MAX), |to, room| {
+        let through_ring = data::send_from_file(number, out, len, |to, room| {
             // SAFETY: the span that the ring has free.
             let got = unsafe { libc::pread64(from, to.cast(), room, at as off64_t) };
             at += got.max(0) as u64;
             got
         });
+        let (sent, is_over) = match through_ring {
+            Ok(done) => done,
+            Err(error) => return fail(error),
+        };
         if sent > 0 {
             match unsafe { offset.as_mut() } {
                 Some(offset) => *offset = begin as off64_t + sent as off64_t,

@@ -1,6 +1,7 @@
 """Programs with sockets, for the tests of `thruway run`. The first argument says which; all say what has gone wrong and
 end with status 1."""
 import hashlib
+import itertools
 import os
 import random
 import select
@@ -9,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -410,13 +412,16 @@ def interrupted():
         raise Rung
 
     signal.signal(signal.SIGALRM, ring)
-    for pause in (0.01, 0.3):
+    file = tempfile.TemporaryFile()
+    file.truncate(64 << 20)
+    calls = (lambda sock: sock.send(bytes(64 << 20)), lambda sock: os.sendfile(sock.fileno(), file.fileno(), 0, 64 << 20))
+    for pause, call in itertools.product((0.01, 0.3), calls):
         sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
         greet(sock, True)
         signal.setitimer(signal.ITIMER_REAL, pause, 0.3)
         try:
             while True:
-                sock.send(bytes(64 << 20))
+                call(sock)
         except Rung:
             pass
         finally:
