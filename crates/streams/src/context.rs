@@ -273,7 +273,7 @@ impl Shared {
     pub(crate) fn poll(&self) -> usize {
         match self.poller.try_lock() {
             Ok(completions) => self.poll_with(completions),
-            // A panic in one connection's code does not stop the others.
+            // A panic of a thread that polled does not stop the others.
             Err(TryLockError::Poisoned(poisoned)) => self.poll_with(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => 0,
         }
@@ -301,9 +301,7 @@ impl Shared {
         while let Some(first) = rest.first() {
             let len = rest.iter().take_while(|wc| wc.qp_num == first.qp_num).count();
             let (own, others) = rest.split_at(len);
-            if let Some(connection) = self.connection(first.qp_num) {
-                connection.complete(own);
-            }
+            self.note(first.qp_num, |connection| connection.complete(own));
             rest = others;
         }
         completions.clear();
@@ -327,28 +325,34 @@ impl Shared {
                     }
                 }
                 ConnectionEvent::Established { qp_num, private_data } => {
-                    if let Some(connection) = self.connection(qp_num) {
-                        connection.established(&private_data);
-                    }
+                    self.note(qp_num, |connection| connection.established(&private_data));
                 }
                 ConnectionEvent::Disconnected { qp_num, cause } => {
                     // All that came before: after the end there is no other poll.
-                    if let Some(connection) = self.connection(qp_num) {
+                    if self.connection(qp_num).is_some() {
                         for queue in lock(&self.queues).iter() {
                             while queue.poll(&mut completions, POLL_MAX) > 0 {}
                         }
                         for wc in completions.drain(..) {
-                            if let Some(connection) = self.connection(wc.qp_num) {
-                                connection.complete(&[wc]);
-                            }
+                            self.note(wc.qp_num, |connection| connection.complete(&[wc]));
                         }
-                        connection.disconnected(cause);
+                        self.note(qp_num, |connection| connection.disconnected(cause));
                     }
                 }
                 ConnectionEvent::Foreign { .. } => {}
             }
         }
         count
+    }
+
+    /// Has a connection take note of something. A panic, which would be a fault of ours that a peer has found, ends this connection and
+    /// no other.
+    fn note(&self, number: u32, note: impl FnOnce(&Inner)) {
+        let Some(connection) = self.connection(number) else { return };
+        let noted = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| note(&connection)));
+        if noted.is_err() {
+            connection.contain();
+        }
     }
 
     fn connection(&self, number: u32) -> Option<Arc<Inner>> {
@@ -358,4 +362,46 @@ impl Shared {
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use thruway_fabric::iwarp;
+
+    const TOKEN: &[u8] = b"0123456789abcdef";
+    const LIMIT: Duration = Duration::from_secs(30);
+
+    /// Whichever thread takes note: one that waits, the one of those that leads, or the context's own.
+    #[test]
+    fn a_panic_ends_its_connection_and_no_other() {
+        let provider: Provider = iwarp::Config::default().into();
+        let (server, client) = (Context::open(&provider).unwrap(), Context::open(&provider).unwrap());
+        let settings = Settings::of(crate::Scheme::Adaptive);
+        let listener = server.listen(([127, 0, 0, 1], 0).into()).unwrap();
+        let pair = || {
+            std::thread::scope(|scope| {
+                let connecting =
+                    scope.spawn(|| client.connect(listener.local_addr(), &settings, TOKEN, LIMIT).unwrap());
+                (server.accept(&settings, TOKEN, LIMIT).unwrap(), connecting.join().unwrap())
+            })
+        };
+        let deadline = || Some(Instant::now() + LIMIT);
+        for waiting in 0..=3 {
+            let pairs: Vec<_> = (0..4).map(|_| pair()).collect();
+            let (faulty, sound) = pairs.split_first().unwrap();
+            std::thread::scope(|scope| {
+                let receive = |one: &Connection| one.recv(&mut [0; 8], deadline()).map_err(|error| error.to_string());
+                let received: Vec<_> =
+                    sound.iter().take(waiting).map(|(one, _)| scope.spawn(move || receive(one))).collect();
+                faulty.0.0.panics_once.store(true, Ordering::SeqCst);
+                faulty.1.send(b"x", deadline()).unwrap();
+                assert!(matches!(faulty.0.recv(&mut [0; 8], deadline()), Err(Error::Reset)));
+                assert!(faulty.1.recv(&mut [0; 8], deadline()).is_err(), "the peer learns it");
+                sound.iter().for_each(|(_, other)| other.send(b"y", deadline()).unwrap());
+                received.into_iter().for_each(|thread| assert_eq!(thread.join().unwrap(), Ok(1)));
+                sound.iter().skip(waiting).for_each(|(one, _)| assert_eq!(receive(one), Ok(1)));
+            });
+        }
+    }
 }

@@ -47,6 +47,8 @@ pub(crate) struct Inner {
     /// Readable while there is something to take; made when it is asked for.
     bell: OnceLock<OwnedFd>,
     settings: Settings,
+    #[cfg(test)]
+    pub(crate) panics_once: std::sync::atomic::AtomicBool,
 }
 
 pub(crate) struct State {
@@ -129,6 +131,8 @@ impl Connection {
             awaited: Arc::default(),
             bell: OnceLock::new(),
             settings: *settings,
+            #[cfg(test)]
+            panics_once: false.into(),
         });
         context.add(inner.qp.number(), &inner);
         Ok(inner)
@@ -331,6 +335,8 @@ impl Inner {
 
     /// Requests have completed.
     pub(crate) fn complete(&self, completions: &[WorkCompletion]) {
+        #[cfg(test)]
+        assert!(!self.panics_once.swap(false, Ordering::SeqCst), "as a test has asked");
         let mut state = lock(&self.state);
         if state.end.is_none() {
             state.early.extend(completions);
@@ -370,6 +376,12 @@ impl Inner {
         if news(state) != before {
             self.notify(state);
         }
+    }
+
+    /// Ends a connection whose state cannot be trusted any more.
+    pub(crate) fn contain(&self) {
+        tracing::error!("the state machine of a connection panicked; please report this");
+        self.fail(&mut lock(&self.state), "an internal error");
     }
 
     fn fail(&self, state: &mut State, why: &str) {
