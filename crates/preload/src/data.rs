@@ -63,7 +63,7 @@ pub(crate) unsafe fn receive(
             discard(which, to.left(), flags)
         } else {
             // SAFETY: the caller's promise.
-            unsafe { receive_accelerated(which, &mut to, flags) }
+            unsafe { receive_accelerated(which, &mut to, flags, &mut None) }
         };
         match result {
             Ok(len) => return len as ssize_t,
@@ -134,9 +134,10 @@ fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> 
         // SAFETY: a buffer of ours.
         let Some(mut to) = (unsafe { Pieces::new(&list) }) else { return Ok(0) };
         // SAFETY: as above.
-        return unsafe { receive_accelerated(which, &mut to, flags) };
+        return unsafe { receive_accelerated(which, &mut to, flags, &mut None) };
     }
     let mut sum = 0;
+    let mut began = None;
     let mut sink = [0u8; 4096];
     while left > 0 {
         let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: left.min(sink.len()) }];
@@ -146,7 +147,7 @@ fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> 
         let flags = if sum > 0 && !waits_for_all { flags | libc::MSG_DONTWAIT } else { flags };
         let wanted = to.left();
         // SAFETY: as above.
-        match unsafe { receive_accelerated(which, &mut to, flags) } {
+        match unsafe { receive_accelerated(which, &mut to, flags, &mut began) } {
             Ok(len) => {
                 sum += len;
                 left -= len;
@@ -166,7 +167,13 @@ fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> 
     Ok(sum)
 }
 
-unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -> Result<usize, c_int> {
+/// `began`: when the call had to wait, if it had to before.
+unsafe fn receive_accelerated(
+    which: Which,
+    to: &mut Pieces<'_>,
+    flags: c_int,
+    began: &mut Option<Instant>,
+) -> Result<usize, c_int> {
     let Which { slot, number, fd, .. } = which;
     if to.left() == 0 {
         return Ok(0);
@@ -176,7 +183,6 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
     let mut sum = 0;
     // The kernel has said that there is something.
     let mut woken = 0u32;
-    let mut began = None;
     // More of a connection that goes by TCP cannot be seen at a time.
     let peeks_all = is_peek && waits_for_all && flags & libc::MSG_DONTWAIT == 0 && to.left() <= PEEK_MAX;
     let (all, mut more) = (*to, None);
@@ -289,11 +295,11 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
         }
-        // A limit is one of the call, which sleeps more than once only if it waits for all.
+        // A limit is one of the call, which sleeps more than once only if it waits for all. The first sleep is the kernel's to end.
+        let left = began.filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
         if waits_for_all {
             began.get_or_insert_with(Instant::now);
         }
-        let left = began.filter(|_| sum > 0 && flags & libc::MSG_DONTWAIT == 0 && waits(fd));
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
         match sleep(slot, fd, flags, left) {
             Ok(true) => woken += 1,

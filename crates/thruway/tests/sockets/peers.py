@@ -480,9 +480,11 @@ def limits():
         thread.join()
         return result
 
-    got = slowly(trickle, lambda: len(one.recv(10_000, socket.MSG_WAITALL)))
-    assert 0 < got < 10_000
-    exactly(one, moved - got)
+    for flags in (0, socket.MSG_TRUNC):
+        moved = 0
+        got = slowly(trickle, lambda: len(one.recv(10_000, socket.MSG_WAITALL | flags)))
+        assert 0 < got < 10_000
+        exactly(one, moved - got)
     moved = 0
     one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
     sent = slowly(sip, lambda: one.send(bytes(1 << 30)))
