@@ -56,14 +56,17 @@ impl Connection {
 
     /// Whether calls that send have a time limit (`SO_SNDTIMEO`).
     pub(crate) fn has_send_limit(self) -> bool {
-        let mut limit = [0i64; 2];
-        self.option(libc::SOL_SOCKET, libc::SO_SNDTIMEO, &mut limit).is_err() || limit != [0, 0]
+        self.time_limit(libc::SO_SNDTIMEO).is_some()
     }
 
     /// How long calls that receive may wait (`SO_RCVTIMEO`), if they have a limit.
     pub(crate) fn receive_limit(self) -> Option<Duration> {
+        self.time_limit(libc::SO_RCVTIMEO)
+    }
+
+    fn time_limit(self, name: c_int) -> Option<Duration> {
         let mut limit = [0i64; 2];
-        self.option(libc::SOL_SOCKET, libc::SO_RCVTIMEO, &mut limit).ok()?;
+        self.option(libc::SOL_SOCKET, name, &mut limit).ok()?;
         let limit = Duration::new(limit[0].cast_unsigned(), limit[1] as u32 * 1000);
         (!limit.is_zero()).then_some(limit)
     }

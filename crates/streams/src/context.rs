@@ -1,8 +1,8 @@
 //! A device that the connections of a program share, and who sees to its progress.
 //!
 //! A thread that waits for something of a connection polls the device, for all connections. Of several, one does, and the others
-//! sleep until it has found something for them. While no thread waits, one of the context's does: it serves what peers do to registered memory,
-//! and makes descriptors readable.
+//! sleep until it has found something for them. While no thread waits, one of the context's does: it serves what peers do to registered
+//! memory, and makes descriptors readable.
 
 use crate::connection::{Connection, Inner};
 use crate::error::Error;

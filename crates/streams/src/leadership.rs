@@ -159,10 +159,10 @@ impl Shared {
             }
             order.leader = Leader::Asleep(Arc::clone(own));
             drop(order);
+            let unwinding = StepDown(&self.leadership);
             let waited = self.device.wait(Some(left));
             lock(&self.leadership.order).leader = Leader::Awake;
             // The device said once that there is something. A thread that polls just now may have looked before that.
-            let unwinding = StepDown(&self.leadership);
             self.poll_in_turn();
             std::mem::forget(unwinding);
             result = waited.map_err(Error::from);
