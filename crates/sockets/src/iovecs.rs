@@ -82,6 +82,16 @@ mod tests {
     }
 
     #[test]
+    fn a_call_moves_no_more_than_the_kernels() {
+        let piece = |iov_len| libc::iovec { iov_base: std::ptr::null_mut(), iov_len };
+        // SAFETY: nothing of it is used.
+        let left = |list: &[libc::iovec]| unsafe { Pieces::new(list) }.map(|pieces| pieces.left());
+        assert_eq!(left(&[piece(1 << 30), piece(3 << 30)]), Some(CALL_MAX));
+        assert_eq!(left(&[piece(CALL_MAX)]), Some(CALL_MAX));
+        assert_eq!(left(&[piece(isize::MAX as usize), piece(1)]), None);
+    }
+
+    #[test]
     fn pieces_are_gone_through_once_however_they_are_cut() {
         let mut random = fastrand::Rng::with_seed(3);
         for _ in 0..300 {
