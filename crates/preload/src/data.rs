@@ -10,7 +10,7 @@ use crate::relayed::{
 use crate::report::{Reason, count, counters, stays};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, real, switch, wait};
+use crate::{SETTINGS, real, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::Ordering;
@@ -301,7 +301,7 @@ unsafe fn receive_accelerated(
             began.get_or_insert_with(Instant::now);
         }
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
-        match sleep(slot, fd, flags, left) {
+        match sleep(which, flags, left) {
             Ok(true) => woken += 1,
             Ok(false) if is_lost(slot) => {}
             Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
@@ -341,32 +341,57 @@ fn wait_for_more(slot: &Slot, fd: c_int, began: Instant) -> bool {
     !is_over && !is_late() && unsafe { real::poll(std::ptr::null_mut(), 0, 1) } == 0
 }
 
-/// Sleeps until the kernel has something: a byte of the stream, a doorbell. False at the connection's end. For `left` at most; without
+/// Waits, unless the flags say otherwise, until the kernel has something. False at the connection's end.
+fn peek(fd: c_int, flags: c_int) -> Result<bool, c_int> {
+    let mut byte = 0u8;
+    // SAFETY: one byte.
+    match unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK | flags) } {
+        0 => Ok(false),
+        len if len > 0 => Ok(true),
+        _ => Err(errno()),
+    }
+}
+
+/// Sleeps until the kernel has something: a byte of the stream, a doorbell, a wake-up by the relay. False at the connection's end. For `left` at most; without
 /// that, for as long as the program's time limit says.
-fn sleep(slot: &Slot, fd: c_int, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
+fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
+    let Which { slot, number, fd, .. } = which;
+    let connection = Connection::new(fd);
+    let waker = waker::of(number).filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
+    let limit = waker.and_then(|_| left.or_else(|| connection.receive_limit()));
+    let heard = waker.filter(|_| waker::is_like_recv(limit.is_some()));
+    let deaf = u32::from(waker.is_some() && heard.is_none());
     slot.sleepers.fetch_add(1, Ordering::SeqCst);
+    slot.deaf_sleepers.fetch_add(deaf, Ordering::SeqCst);
+    if heard.is_some() {
+        slot.is_watched.store(true, Ordering::Relaxed);
+    }
     let is_armed = match slot.receiving() {
-        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(false),
         _ => false,
     };
     let result = if is_armed {
-        let mut byte = 0u8;
-        let mut flags = libc::MSG_PEEK | flags & libc::MSG_DONTWAIT;
         count(&counters().sleeps, 1);
-        let is_interrupted = left.is_some_and(|left| {
-            flags |= libc::MSG_DONTWAIT;
-            !Connection::new(fd).wait_for_bytes(left)
-        });
-        // SAFETY: one byte.
-        match unsafe { real::recv(fd, (&raw mut byte).cast(), 1, flags) } {
-            0 => Ok(false),
-            len if len > 0 => Ok(true),
-            _ if is_interrupted => Err(libc::EINTR),
-            _ => Err(errno()),
+        match heard {
+            Some(waker) => match waker::sleep(fd, waker, wait::Limit::within(limit)) {
+                Ok(true) => peek(fd, libc::MSG_DONTWAIT).or_else(|error| match error {
+                    // Another thread has taken it.
+                    libc::EAGAIN => Ok(true),
+                    error => Err(error),
+                }),
+                Ok(false) => Ok(true),
+                Err(error) => Err(error),
+            },
+            None => match left.map(|left| connection.wait_for_bytes(left)) {
+                None => peek(fd, flags & libc::MSG_DONTWAIT),
+                Some(true) => peek(fd, libc::MSG_DONTWAIT),
+                Some(false) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),
+            },
         }
     } else {
         Ok(true)
     };
+    slot.deaf_sleepers.fetch_sub(deaf, Ordering::SeqCst);
     let was_last = slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1;
     // A call that does not wait says nothing of what the program waits with; that may need the doorbell.
     if result != Err(libc::EAGAIN) {
@@ -439,7 +464,7 @@ fn quiesce(
         // Something that comes now is seen at the next look.
         return Ok(reader.ring_len(segment)? == 0);
     }
-    Ok(reader.arm(segment)?)
+    Ok(reader.arm(segment, waker::wakes(number))?)
 }
 
 /// An error of the TCP connection that was met when something else was wanted of it comes behind what has been received before.

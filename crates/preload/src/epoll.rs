@@ -9,7 +9,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::wait::{self, Limit};
-use crate::{data, real, switch};
+use crate::{data, real, switch, waker};
 use libc::{c_int, epoll_event, timespec};
 use rustix::event::epoll::{EventData, EventFlags};
 use std::cell::UnsafeCell;
@@ -206,7 +206,7 @@ fn set_nested(number: u32, ep: c_int) {
     let state = instance.state(&mut guard);
     let mut is_quiet = true;
     for one in state.registrations.iter().filter(|one| one.fd >= 0) {
-        is_quiet &= arm_connection(slots::slot(one.number));
+        is_quiet &= arm_connection(one.number);
     }
     drop(guard);
     if !is_quiet {
@@ -228,6 +228,7 @@ pub(crate) fn after_fork() {
 
 fn forget(one: &Registration) {
     let local = slots::local(one.number);
+    local.is_waker_registered.store(false, Ordering::SeqCst);
     let _ = local
         .registrations
         .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(weight(one.events)));
@@ -283,6 +284,10 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
             state.unindex(at as u32);
             let one = &mut state.registrations[at];
+            if one.data != event.u64 || (one.events ^ event.events) & (SPECIAL | EDGE | libc::EPOLLIN as u32) != 0 {
+                // It is registered again before a thread sleeps, if it is still wanted.
+                waker::unregister(ep, connection);
+            }
             let local = slots::local(connection);
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
             local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
@@ -292,6 +297,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             is_new = Some(at as u32);
         }
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
+            waker::unregister(ep, connection);
             state.end(at);
             instance.connections.fetch_sub(1, Ordering::Relaxed);
         }
@@ -304,7 +310,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         state.heat(at);
         let one = &state.registrations[at as usize];
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
-        let must_ring = rings && !arm_connection(slots::slot(connection)) && one.events & READABLE != 0;
+        let must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         drop(guard);
         if must_ring {
             instance.ring(ep);
@@ -339,6 +345,8 @@ impl Instance {
         let Ok(mut guard) = self.lock.lock() else { return };
         let state = self.state(&mut guard);
         while let Some(at) = state.find(connection, None) {
+            // The relay has a descriptor of it, too: the kernel would not forget it.
+            waker::unregister(self.ep.load(Ordering::Relaxed), connection);
             state.end(at);
             self.connections.fetch_sub(1, Ordering::Relaxed);
         }
@@ -414,7 +422,7 @@ impl State {
                 } else {
                     one.idle += 1;
                 }
-                one.idle < IDLE_MAX || !arm_connection(slots::slot(one.number))
+                one.idle < IDLE_MAX || !arm_connection(one.number)
             } else {
                 true
             };
@@ -500,10 +508,10 @@ impl Registration {
     }
 }
 
-/// Has the peer ring with what comes next. False if something has come already.
-fn arm_connection(slot: &Slot) -> bool {
-    match slot.receiving() {
-        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(true),
+/// Has whatever sleeps be woken by what comes next. False if something has come already.
+fn arm_connection(number: u32) -> bool {
+    match slots::slot(number).receiving() {
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(true),
         _ => true,
     }
 }
@@ -525,7 +533,7 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     if let Some(at) = at {
         state.heat(at as u32);
         // A thread that has gone to sleep meanwhile has not seen it among those to look at.
-        if !looks_by_itself(number) && !arm_connection(slots::slot(connection)) {
+        if !looks_by_itself(number) && !arm_connection(connection) {
             let fd = instance.ep.load(Ordering::Relaxed);
             drop(guard);
             instance.ring(fd);
@@ -556,7 +564,10 @@ pub(crate) fn arm(number: u32) -> bool {
         let one = &mut state.registrations[at];
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
-            let is_empty = arm_connection(slot);
+            if one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
+                waker::register(instance.ep.load(Ordering::Relaxed), one.number, one.events, one.data);
+            }
+            let is_empty = arm_connection(one.number);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
             is_quiet &= is_empty || one.events & READABLE == 0 || one.events & EDGE != 0 && one.is_told(slot);
         }

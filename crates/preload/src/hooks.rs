@@ -10,6 +10,7 @@ mod descriptors;
 mod processes;
 mod receiving;
 mod sending;
+mod signals;
 mod waiting;
 
 use libc::{c_int, c_void, iovec, size_t};

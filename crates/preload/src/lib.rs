@@ -15,11 +15,13 @@ mod real;
 mod relay;
 mod relayed;
 mod report;
+mod signals;
 mod slots;
 mod spares;
 mod switch;
 mod tcp;
 mod wait;
+mod waker;
 
 use std::sync::OnceLock;
 use thruway_sockets::settings::{Settings, VARIABLE};

@@ -7,6 +7,7 @@ use crate::{data, epoll, lock, relayed, spares, switch};
 use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering;
+use thruway_sockets::WakeBy;
 
 /// Has this process killed when its parent, the supervisor with this number, is.
 pub(crate) fn end_with(supervisor: u32) {
@@ -138,7 +139,7 @@ pub(crate) fn exec(real: impl Fn() -> c_int) -> c_int {
 
 fn arm(slot: &Slot) {
     if let Ok(Some(receiving)) = slot.receiving() {
-        let _ = receiving.reader.arm(&receiving.segment);
+        let _ = receiving.reader.arm(&receiving.segment, WakeBy::Doorbell);
     }
 }
 

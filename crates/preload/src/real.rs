@@ -85,6 +85,13 @@ real! {
     epoll_ctl(ep: c_int, op: c_int, fd: c_int, event: *mut libc::epoll_event) -> c_int;
     epoll_pwait(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: c_int, mask: *const libc::sigset_t) -> c_int;
     epoll_pwait2(ep: c_int, events: *mut libc::epoll_event, max: c_int, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
+    sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
+    signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    ssignal(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    __sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    sigset(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    siginterrupt(signal: c_int, does: c_int) -> c_int;
     _Fork() -> libc::pid_t;
     execve(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
     execv(path: *const c_char, args: *const *const c_char) -> c_int;

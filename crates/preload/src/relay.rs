@@ -6,7 +6,6 @@
 use crate::lock::Lock;
 use crate::slots;
 use crate::switch::is_trusted;
-use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -48,16 +47,16 @@ pub(crate) fn start(port: u16) {
     }
 }
 
-/// Says something to it, with a descriptor.
-pub(crate) fn ask(port: u16, request: Request, with: Option<i32>) -> io::Result<()> {
+/// Says something to it, with two descriptors at most.
+pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
     for attempt in 0..2 {
         let relay = connect(port)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let connection = slots::borrow(with.unwrap_or(-1));
-        let files = [connection.as_fd()];
-        if with.is_some() {
-            control.push(SendAncillaryMessage::ScmRights(&files));
+        let mut files = [slots::borrow(-1); 2];
+        files.iter_mut().zip(with).for_each(|(place, fd)| *place = slots::borrow(*fd));
+        if !with.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&files[..with.len().min(2)]));
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = rustix::net::sendmsg(slots::borrow(relay), &[IoSlice::new(&request.encode())], &mut control, flags);

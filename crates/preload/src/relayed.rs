@@ -1,11 +1,11 @@
 //! Connections to another host: waits for what this host's relay has to say, or to do.
 
 use crate::data::{broken, keep_error};
+use crate::signals::{self, Handlers};
 use crate::slots::{Receiving, Sending, Slot};
 use crate::tcp::Connection;
 use libc::c_int;
 use std::io;
-use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use thruway_sockets::{News, Over, Segment};
@@ -99,7 +99,7 @@ impl Pause {
 
     /// Ends a call that sends if a signal has come while this waited, as the kernel does: some bytes are a success in any case.
     pub(crate) fn check_signals(&mut self, has_sent: bool) -> Result<(), c_int> {
-        match std::mem::take(&mut self.is_interrupted) && (has_sent || !all_handlers_restart()) {
+        match std::mem::take(&mut self.is_interrupted) && (has_sent || signals::handlers() != Handlers::Restart) {
             true => Err(libc::EINTR),
             false => Ok(()),
         }
@@ -212,19 +212,6 @@ pub(crate) fn wait_for_room(slot: &Slot, fd: c_int, wanted: usize, has_sent: boo
         pause.pass(CATCH_UP_MAX);
         pause.has_waited = false;
     }
-}
-
-/// Whether each signal that the program handles has a call which it interrupts go on (`SA_RESTART`). Which one it was is not known.
-fn all_handlers_restart() -> bool {
-    (1..=libc::SIGRTMAX()).all(|signal| {
-        let mut action = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: changes nothing, and writes there.
-        let is_known = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) } == 0;
-        // SAFETY: zeroed is a valid value, too.
-        let action = unsafe { action.assume_init() };
-        let is_handled = is_known && !matches!(action.sa_sigaction, libc::SIG_DFL | libc::SIG_IGN);
-        !is_handled || action.sa_flags & libc::SA_RESTART != 0
-    })
 }
 
 /// Before bytes go by TCP to another host, what is in the ring has come there.

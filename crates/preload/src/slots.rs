@@ -9,7 +9,7 @@
 //!
 //! **Pairs of words**, of which each side writes its own before it reads the other's, so that one of the two sees the other: `phase` and
 //! `plain_receives` or `plain_sends` (a plain call and a switch); `sleepers` and what a thread that drains a ring looks at; the ring's
-//! tail and `armed` (a writer and a reader that is about to sleep); `phase` and `FORKING` (a switch to a relay and a fork).
+//! tail and `armed` (a writer and a reader that is about to sleep); `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a relay and a fork).
 
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -82,6 +82,8 @@ pub(crate) struct Slot {
     pub(crate) plain_sends: AtomicU32,
     /// Threads that sleep in the kernel until something comes.
     pub(crate) sleepers: AtomicU32,
+    /// Those of them that do not wait for the connection's waker.
+    pub(crate) deaf_sleepers: AtomicU32,
     /// Calls that have sent or received, and their bytes.
     pub(crate) calls: AtomicU32,
     pub(crate) bytes: AtomicU64,
@@ -140,6 +142,9 @@ pub(crate) struct Local {
     pub(crate) instance: AtomicU32,
     /// Where in it the registration was last found.
     pub(crate) place: AtomicU32,
+    /// The connection's waker, or 0 (see [`crate::waker`]); and whether it is registered with the instance.
+    pub(crate) waker: AtomicI32,
+    pub(crate) is_waker_registered: AtomicBool,
 }
 
 /// In front of the slots.
@@ -343,6 +348,8 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     local.references.store(1, Ordering::Relaxed);
     local.fd.store(fd, Ordering::Relaxed);
     local.registrations.store(0, Ordering::Relaxed);
+    local.waker.store(0, Ordering::Relaxed);
+    local.is_waker_registered.store(false, Ordering::Relaxed);
     slot.references.store(1, Ordering::Relaxed);
     slot.phase.store(phase::PLAIN, Ordering::Release);
     entry.store(number + 1, Ordering::Release);

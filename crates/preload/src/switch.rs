@@ -11,7 +11,7 @@ use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, relay, report, spares};
+use crate::{SETTINGS, experience, relay, report, spares, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -200,7 +200,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
         && let Err(error) = relay::ask(
             settings.relay,
             Request { key: key.to_bytes(), is_higher: Key::is_higher(local, peer), service: Some(service) },
-            None,
+            &[],
         )
     {
         withdraw(slot.upgrade(guard));
@@ -484,7 +484,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
             withdraw(slot.upgrade(&guard));
-            result = adopt(slot, &guard, fd, &offer, &file);
+            result = adopt(number, &guard, fd, &offer, &file);
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
                 Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
@@ -494,7 +494,8 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     result
 }
 
-fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
+fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
+    let slot = slots::slot(number);
     let (segment, spare) = match offer.by {
         Offered::Peer => {
             let meeting = slot.upgrade(guard).meeting.ok_or(io::ErrorKind::NotFound)?;
@@ -511,7 +512,11 @@ fn adopt(slot: &Slot, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd)
                 unsafe { segment.unmap() };
                 return Err(io::Error::other("the relay has taken it back"));
             }
-            if let Err(error) = relay::ask(port, request, Some(fd)) {
+            let asked = match waker::make(number) {
+                Some(waker) => relay::ask(port, request, &[fd, waker]),
+                None => relay::ask(port, request, &[fd]),
+            };
+            if let Err(error) = asked {
                 segment.let_go(&Connection::new(fd));
                 // SAFETY: as above.
                 unsafe { segment.unmap() };
@@ -623,7 +628,7 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
     withdraw(upgrade);
     if let (true, Some((_, key)), Some(settings)) = (upgrade.by_relay, upgrade.meeting, SETTINGS.get()) {
         let request = Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None };
-        let _ = relay::ask(settings.relay, request, None);
+        let _ = relay::ask(settings.relay, request, &[]);
     }
 }
 
@@ -687,6 +692,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
             }
         }
     }
+    waker::close(number);
     if is_last {
         slots::release(number);
     }

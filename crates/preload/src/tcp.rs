@@ -265,6 +265,10 @@ impl Tcp for Connection {
         self.ends() != 0
     }
 
+    fn quiet_waker(&self) -> u32 {
+        crate::waker::quiet(self.fd)
+    }
+
     fn wake_relay(&self) -> bool {
         crate::relay::wake()
     }

@@ -4,7 +4,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real, relayed, report};
+use crate::{data, epoll, real, relayed, report, waker};
 use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -158,7 +158,9 @@ impl Watched {
                 slot.sleepers.fetch_add(1, Ordering::SeqCst);
                 slot.is_watched.store(true, Ordering::Relaxed);
                 match slot.receiving() {
-                    Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment).unwrap_or(false),
+                    Ok(Some(receiving)) => {
+                        receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(false)
+                    }
                     _ => true,
                 }
             }
@@ -214,6 +216,16 @@ impl Limit {
         Some(timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() })
     }
 
+    /// At most so long from now on; for ever without.
+    pub(crate) fn within(time: Option<Duration>) -> Limit {
+        Limit { end: time.and_then(|time| Instant::now().checked_add(time)) }
+    }
+
+    /// Whether there is one.
+    pub(crate) fn is_any(self) -> bool {
+        self.end.is_some()
+    }
+
     pub(crate) fn is_over(self) -> bool {
         self.end.is_some_and(|end| end <= Instant::now())
     }
@@ -242,6 +254,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         for number in polled.iter().take(COUNTED).filter_map(|one| slots::find(one.fd)) {
             slots::slot(number).is_watched.store(true, Ordering::Relaxed);
             slots::slot(number).sleepers.fetch_add(1, Ordering::SeqCst);
+            slots::slot(number).deaf_sleepers.fetch_add(1, Ordering::SeqCst);
             counted[count] = number;
             count += 1;
         }
@@ -251,6 +264,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         // The same ones, whatever their descriptors are by now.
         for number in &counted[..count] {
             slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
+            slots::slot(*number).deaf_sleepers.fetch_sub(1, Ordering::SeqCst);
         }
         data::fail(error);
         if let Some(ready) = ready {
@@ -279,7 +293,12 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         let sleepers: Vec<Watched> = polled.iter().filter_map(wants).collect();
         let may_sleep = sleepers.iter().fold(true, |may, one| one.arm() & may);
         report::count(&counters().sleeps, usize::from(!is_over));
-        let ready = if may_sleep { real(limit.left()) } else { real(Some(none)) };
+        let limit_now = if may_sleep { limit.left() } else { Some(none) };
+        let ready = match Wakers::new(polled, wants) {
+            None => real(limit_now),
+            // SAFETY: the caller's promise for the mask.
+            Some(wakers) => unsafe { wakers.poll(polled, limit_now, mask) },
+        };
         let error = data::errno();
         for one in &sleepers {
             one.disarm();
@@ -293,6 +312,46 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         if corrected > 0 || ready == 0 && may_sleep || limit.is_over() {
             return corrected;
         }
+    }
+}
+
+/// A list with entries for the wakers of its connections behind it.
+struct Wakers {
+    list: Vec<pollfd>,
+    /// Which of the program's entries each belongs to.
+    of: Vec<usize>,
+}
+
+impl Wakers {
+    /// `None` if there are none.
+    fn new(polled: &[pollfd], wants: impl Fn(&pollfd) -> Option<Watched>) -> Option<Wakers> {
+        let waker = |one: &pollfd| match wants(one) {
+            Some(Watched::Connection(number)) => waker::of(number),
+            _ => None,
+        };
+        let of: Vec<usize> = (0..polled.len()).filter(|at| waker(&polled[*at]).is_some()).collect();
+        let entry = |at: &usize| pollfd { fd: waker(&polled[*at]).unwrap_or(-1), events: libc::POLLIN, revents: 0 };
+        (!of.is_empty()).then(|| Wakers { list: polled.iter().copied().chain(of.iter().map(entry)).collect(), of })
+    }
+
+    /// As `ppoll`: a waker that was written to counts as its connection.
+    ///
+    /// # Safety
+    /// As `ppoll`, for the mask.
+    unsafe fn poll(mut self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
+        let timeout = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: a list of ours, and the caller's promise.
+        let ready = unsafe { real::ppoll(self.list.as_mut_ptr(), self.list.len() as libc::nfds_t, timeout, mask) };
+        if ready >= 0 {
+            let (own, wakers) = self.list.split_at(polled.len());
+            polled.copy_from_slice(own);
+            for (waker, at) in wakers.iter().zip(&self.of) {
+                if waker.revents & libc::POLLIN != 0 {
+                    polled[*at].revents |= polled[*at].events & READABLE;
+                }
+            }
+        }
+        ready
     }
 }
 
@@ -337,7 +396,7 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     reader.discard_doorbells(segment, &connection);
     data::keep_error(slot, reader);
     // What waits goes on waiting, for the next one.
-    let is_empty = reader.arm(segment).unwrap_or(false);
+    let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);
     drop(receiving);
     if !is_empty {
         return false;

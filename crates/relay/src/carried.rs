@@ -26,6 +26,8 @@ pub(crate) struct Carried {
     pub(crate) inlet: Inlet,
     /// For doorbells. The process hands it over when it begins to use the segment.
     tcp: Option<OwnedFd>,
+    /// An eventfd that the process's threads wait for when they sleep. It comes with the other.
+    waker: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
     /// Something has happened that the process may wait for.
@@ -72,6 +74,7 @@ impl Carried {
             outlet: Outlet::default(),
             inlet: Inlet::default(),
             tcp: None,
+            waker: None,
             is_used: false,
             is_declined: false,
             has_news: false,
@@ -80,8 +83,10 @@ impl Carried {
     }
 
     /// The process uses the segment from now on.
-    pub(crate) fn use_with(&mut self, tcp: OwnedFd) {
-        (self.tcp, self.is_used) = (Some(tcp), true);
+    pub(crate) fn use_with(&mut self, tcp: OwnedFd, waker: Option<OwnedFd>) {
+        // Nothing in the relay waits for a process.
+        let waker = waker.filter(|waker| rustix::fs::fcntl_setfl(waker, rustix::fs::OFlags::NONBLOCK).is_ok());
+        (self.tcp, self.waker, self.is_used) = (Some(tcp), waker, true);
     }
 
     /// The process does not want it any more, or this one has no descriptors left: TCP goes on.
@@ -118,7 +123,9 @@ impl Carried {
     /// What the other relay says of its writer.
     pub(crate) fn apply(&mut self, update: &Update, bytes: &[u8]) -> Result<(), Broken> {
         self.has_news = true;
-        self.inlet.apply(&self.segment, update, bytes)
+        let waker = self.waker.as_ref();
+        let wake = || waker.is_some_and(|waker| rustix::io::write(waker, &1u64.to_ne_bytes()).is_ok());
+        self.inlet.apply(&self.segment, update, bytes, wake)
     }
 
     /// What its process waits for, if it does, may have happened.
@@ -133,7 +140,7 @@ impl Carried {
         let mut did = false;
         if self.is_used && self.segment.is_tcp_wanted_back() {
             // What sleeps at the other end is woken by the end of the connection.
-            self.tcp = None;
+            (self.tcp, self.waker) = (None, None);
             self.segment.set_tcp_back();
             self.has_news = true;
         }

@@ -11,7 +11,7 @@ pub fn messages(data: &[u8]) {
     while let Ok((message, more)) = split(rest) {
         rest = more;
         let heard = match Message::decode(message) {
-            Ok(Message::Update { update, bytes, .. }) => inlet.apply(&here, &update, bytes),
+            Ok(Message::Update { update, bytes, .. }) => inlet.apply(&here, &update, bytes, || true),
             Ok(Message::Feedback { feedback, .. }) => outlet.receive(&there, &feedback),
             _ => Ok(()),
         };

@@ -123,7 +123,8 @@ fn is_ours(socket: &OwnedFd) -> bool {
 pub(crate) enum Said {
     /// Something it has done wants a look.
     Wake,
-    Request(Request, Option<OwnedFd>),
+    /// With its descriptors, if there are any.
+    Request(Request, [Option<OwnedFd>; 2]),
     /// It has gone.
     Gone,
 }
@@ -140,11 +141,14 @@ pub(crate) fn hear(socket: &OwnedFd) -> Option<Said> {
                 RecvAncillaryMessage::ScmRights(files) => Some(files),
                 _ => None,
             });
-            let file = files.flatten().next();
+            let mut files = files.flatten();
+            let files = [files.next(), files.next()];
             if received.bytes == 0 {
                 return Some(Said::Gone);
             }
-            Some(Request::decode(&message[..received.bytes]).map_or(Said::Wake, |request| Said::Request(request, file)))
+            Some(
+                Request::decode(&message[..received.bytes]).map_or(Said::Wake, |request| Said::Request(request, files)),
+            )
         }
         Err(Errno::AGAIN | Errno::INTR) => None,
         Err(_) => Some(Said::Gone),

@@ -82,7 +82,7 @@ impl Relay {
     /// # Errors
     /// [`Error::Taken`], or what cannot be opened.
     pub fn open(config: Config) -> Result<Relay, Error> {
-        // One for each connection that is carried.
+        // Two for each connection that is carried.
         let limit = rustix::process::getrlimit(Resource::Nofile);
         let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
         let door = Door::open(config.port)?;
@@ -324,7 +324,7 @@ impl State {
             did = true;
             match said {
                 Said::Wake => {}
-                Said::Request(request, file) => self.request(client, &request, file),
+                Said::Request(request, files) => self.request(client, &request, files),
                 Said::Gone => {
                     self.clients.remove(&client);
                     self.wishes.retain(|_, wish| wish.client != client);
@@ -334,14 +334,14 @@ impl State {
         did
     }
 
-    fn request(&mut self, client: u64, request: &Request, file: Option<OwnedFd>) {
+    fn request(&mut self, client: u64, request: &Request, files: [Option<OwnedFd>; 2]) {
         let end = End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher };
         let Some(service) = request.service else {
             let id = self.by_end.get(&end).copied();
             let one = id.and_then(|id| self.carried.get_mut(&id)).filter(|one| one.client == client);
-            match (one, file) {
-                (Some(one), Some(tcp)) => one.use_with(tcp),
-                (Some(one), None) => one.decline(),
+            match (one, files) {
+                (Some(one), [Some(tcp), waker]) => one.use_with(tcp, waker),
+                (Some(one), [None, _]) => one.decline(),
                 (None, _) => self.wishes.retain(|other, wish| *other != end || wish.client != client),
             }
             return;

@@ -77,6 +77,12 @@ pub trait Tcp {
         false
     }
 
+    /// Takes back what the relay has woken this end by ([`WakeBy::Waker`](crate::WakeBy::Waker)): whatever waits for that does so again. The
+    /// number of times.
+    fn quiet_waker(&self) -> u32 {
+        0
+    }
+
     /// Wakes this host's relay. Needed where the other end is on another host only. False if there is no relay any more.
     fn wake_relay(&self) -> bool {
         true

@@ -67,7 +67,8 @@ pub struct Request {
     /// The process has the end whose address is [the higher](Key::is_higher).
     pub is_higher: bool,
     /// The number in the name of the process's Unix socket, to which the relay may offer a segment. `None`: it has offered one, and the
-    /// process uses it from now on; with this goes a descriptor of the connection, for doorbells.
+    /// process uses it from now on; with this go a descriptor of the connection, for doorbells, and the process's waker, if it has one.
+    /// Without descriptors: the process does not want the segment.
     pub service: Option<u64>,
 }
 

@@ -9,12 +9,12 @@
 //!
 //! - the reader takes nothing from the TCP connection that it has no word of yet ([`Reader::is_explained`](crate::Reader::is_explained));
 //! - the writer begins a run of TCP bytes only where the ring has come to the reader's host ([`Writer::is_settled`](crate::Writer::is_settled));
-//! - doorbells are rung by the relay at the writer's host, never while a run of TCP bytes is open or its end not known to the reader,
-//!   because there they would be bytes of the stream;
+//! - a reader that sleeps is woken by its own host's relay; where only a doorbell wakes it, that is rung by the relay at the writer's host,
+//!   never while a run of TCP bytes is open or its end not known to the reader, because there it would be a byte of the stream;
 //! - the reader closes the ring where the writer is, not where it has come to know that the writer is: it asks, and waits.
 
 use crate::direction::Broken;
-use crate::segment::{BELL_FREE, BELL_RELAY, BY_TCP, CLOSED, End, OPEN, POSITION, RUNS, Segment, outward};
+use crate::segment::{BELL_FREE, BELL_RELAY, BY_TCP, CLOSED, End, OPEN, POSITION, RUNS, Segment, WakeBy, outward};
 use std::sync::atomic::{Ordering, fence};
 use thruway_memory::shared;
 
@@ -47,11 +47,11 @@ pub struct Feedback {
     pub done: u32,
     /// Bits of the reader: that it looks at the ring, that it has gone.
     pub reader: u32,
-    /// The reader sleeps, or is about to.
+    /// The reader sleeps, or is about to, and only a doorbell wakes it.
     pub is_armed: bool,
     /// The reader wants the ring closed. It has read as far as `head` says, and reads nothing more from the ring.
     pub close_wanted: bool,
-    /// The reader sleeps and has to be rung.
+    /// The reader sleeps and has to be rung: only a doorbell wakes it.
     pub owes_bell: bool,
     /// How far updates have come.
     pub tail: u64,
@@ -372,11 +372,17 @@ impl Default for Inlet {
 }
 
 impl Inlet {
-    /// Does to the segment what the writer has done.
+    /// Does to the segment what the writer has done. `wake` wakes the reader, and says whether it could.
     ///
     /// # Errors
     /// [`Broken`] if that cannot be, because of what the other host or this one's reader has written.
-    pub fn apply(&mut self, segment: &Segment, update: &Update, bytes: &[u8]) -> Result<(), Broken> {
+    pub fn apply(
+        &mut self,
+        segment: &Segment,
+        update: &Update,
+        bytes: &[u8],
+        wake: impl FnOnce() -> bool,
+    ) -> Result<(), Broken> {
         self.look(segment)?;
         let control = segment.control(self.direction);
         let len = update.tail.checked_sub(self.tail).ok_or(Broken)?;
@@ -435,7 +441,15 @@ impl Inlet {
             // On its way, or it has come and the reader has found what it belongs to. Then that sleeps again, and has asked for another.
             self.owes_bell = false;
         } else if len > 0 && control.armed.load(Ordering::Relaxed) != 0 {
-            self.owes_bell |= control.armed.swap(0, Ordering::SeqCst) != 0;
+            let by = control.armed.swap(0, Ordering::SeqCst);
+            let is_waker = by == WakeBy::Waker as u32;
+            // Before it is: the reader may run before this goes on.
+            control.woken.fetch_add(is_waker.into(), Ordering::SeqCst);
+            if is_waker && !wake() {
+                control.woken.fetch_sub(1, Ordering::SeqCst);
+                self.owes_bell = true;
+            }
+            self.owes_bell |= by != 0 && !is_waker;
         }
         Ok(())
     }
@@ -466,7 +480,7 @@ impl Inlet {
             head: self.head,
             done: self.done,
             reader: control.reader.load(Ordering::SeqCst) & READER_BITS,
-            is_armed: control.armed.load(Ordering::Relaxed) != 0,
+            is_armed: control.armed.load(Ordering::Relaxed) == WakeBy::Doorbell as u32,
             close_wanted,
             owes_bell: self.owes_bell,
             tail: self.tail,

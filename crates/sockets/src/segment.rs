@@ -65,7 +65,7 @@ pub(crate) struct Control {
     /// [`READY`] and [`GONE`].
     pub(crate) reader: AtomicU32,
     _reader: [u8; 112],
-    /// The reader wants a doorbell with what comes next.
+    /// The reader wants to be woken by what comes next: 0, or a number of [`WakeBy`].
     pub(crate) armed: AtomicU32,
     /// Relayed: the reader takes nothing more from the ring, and waits until the writer cannot put anything there.
     pub(crate) close_wanted: AtomicU32,
@@ -76,8 +76,21 @@ pub(crate) struct Control {
     pub(crate) bell: AtomicU32,
     /// Relayed: the writer wants the far end to look at what has been closed.
     pub(crate) call_wanted: AtomicU32,
-    _relay: [u8; 112],
+    /// Relayed: how often the reader has been woken by its own host's relay ([`WakeBy::Waker`]), or is about to be.
+    pub(crate) woken: AtomicU32,
+    _relay: [u8; 108],
     pub(crate) runs: [Run; RUNS],
+}
+
+/// What wakes a reader that sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum WakeBy {
+    /// A byte on the TCP connection, which wakes whatever waits for that.
+    Doorbell = 1,
+    /// Where the other end is on another host: this host's relay, by a descriptor that the process has handed over for that. All of the
+    /// process's threads that sleep wait for the descriptor, too.
+    Waker = 2,
 }
 
 /// In [`Control::reader`]: what reads this direction looks at the ring, too.
@@ -209,6 +222,7 @@ impl Segment {
                 &control.close_wanted,
                 &control.bell,
                 &control.call_wanted,
+                &control.woken,
             ] {
                 word.store(0, Ordering::Relaxed);
             }
@@ -218,7 +232,7 @@ impl Segment {
                 run.end.store(0, Ordering::Relaxed);
             }
             control.runs[0].end.store(OPEN, Ordering::Relaxed);
-            control.armed.store(1, Ordering::Relaxed);
+            control.armed.store(WakeBy::Doorbell as u32, Ordering::Relaxed);
             control.tail.store(BY_TCP, Ordering::Relaxed);
             control.opened.store(1, Ordering::Release);
         }

@@ -75,6 +75,8 @@ counters! {
     spins_won,
     /// Waits in which that was in vain.
     spins_lost,
+    /// Times that this host's relay has woken what sleeps on a connection to another host, without a doorbell.
+    woken,
 }
 
 impl Default for Counters {

@@ -587,6 +587,15 @@ fn both_ends_may_send_much_through_a_relay_before_they_read() {
     assert!(finish(relayed.peers(&[], &["interrupted", &port])).status.success());
 }
 
+/// What sleeps is woken by the relay, by whatever call it sleeps.
+#[test]
+fn programs_in_c_sleep_through_a_relay_as_on_tcp() {
+    let relayed = Relayed::new(&[]);
+    let options: Vec<&str> = relayed.options.iter().map(String::as_str).chain(COUNTED.iter().copied()).collect();
+    let counted = counters(&compare_in_c("sleeping", Some(&options)));
+    assert!(counted["relayed"] > 20 && counted["woken"] > 500, "{counted:?}");
+}
+
 #[test]
 fn connections_through_a_relay_that_are_shared_or_handed_over_go_on_by_tcp() {
     let relayed = Relayed::new(&[]);

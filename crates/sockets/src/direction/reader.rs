@@ -2,7 +2,7 @@
 
 use super::{Broken, PEEK_MAX, PIECES, Tcp};
 use crate::iovecs::Pieces;
-use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, outward};
+use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, WakeBy, outward};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use thruway_memory::shared;
@@ -30,6 +30,8 @@ pub struct Reader {
     run: u32,
     /// Doorbells that have been discarded.
     discarded: u64,
+    /// Wake-ups by the relay that have been taken back.
+    woken: u32,
     /// How far the ring had been read when the relay was last woken for that.
     shown: u64,
     /// This end has closed the ring.
@@ -51,6 +53,7 @@ impl Reader {
             position,
             run: 0,
             discarded: 0,
+            woken: 0,
             shown: 0,
             is_closed: false,
             comes_again: false,
@@ -403,6 +406,9 @@ impl Reader {
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, so that the kernel calls the connection readable
     /// only when there is something new.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
+        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
+            self.woken = self.woken.wrapping_add(tcp.quiet_waker());
+        }
         if self.has_run(segment) || self.bells(segment) == 0 {
             return;
         }
@@ -441,18 +447,22 @@ impl Reader {
         Ok(if is_at_end { has_come } else { self.available(tcp) == 0 || has_come })
     }
 
-    /// Asks for a doorbell with what comes next. False if there is something already; then the doorbell may come nevertheless.
+    /// Asks to be woken by what comes next. False if there is something already; then the wake-up may come nevertheless.
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn arm(&self, segment: &Segment) -> Result<bool, Broken> {
-        let control = segment.control(self.direction);
-        control.armed.store(1, Ordering::SeqCst);
+    pub fn arm(&self, segment: &Segment, by: WakeBy) -> Result<bool, Broken> {
+        let armed = &segment.control(self.direction).armed;
+        match by {
+            WakeBy::Doorbell => armed.store(by as u32, Ordering::SeqCst),
+            // A doorbell that another thread has asked for wakes this one, too, and the waker might not wake that.
+            WakeBy::Waker => _ = armed.compare_exchange(0, by as u32, Ordering::SeqCst, Ordering::Relaxed),
+        }
         fence(Ordering::SeqCst);
         Ok(self.ring_len(segment)? == 0)
     }
 
-    /// Asks for no doorbell: this end looks by itself.
+    /// Asks for no wake-up: this end looks by itself.
     pub fn disarm(&self, segment: &Segment) {
         segment.control(self.direction).armed.store(0, Ordering::Relaxed);
     }

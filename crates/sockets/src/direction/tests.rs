@@ -1,5 +1,5 @@
 use super::*;
-use crate::segment::{End, POSITION, RUNS, Segment};
+use crate::segment::{End, POSITION, RUNS, Segment, WakeBy};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +18,8 @@ pub(crate) struct Fake {
 struct State {
     bytes: VecDeque<u8>,
     written: u64,
+    /// How often the relay has woken this end since that was taken back.
+    woken: u32,
 }
 
 impl Fake {
@@ -34,16 +36,27 @@ impl Fake {
         len
     }
 
+    /// As the relay does.
+    pub(crate) fn wake(&self) {
+        self.state.lock().unwrap().woken += 1;
+        self.changed.notify_all();
+    }
+
     /// As a thread that sleeps in the kernel. False if nothing comes for too long.
-    pub(crate) fn sleep(&self) -> bool {
+    pub(crate) fn sleep(&self, by: WakeBy) -> bool {
         let state = self.state.lock().unwrap();
         let limit = Duration::from_secs(20);
-        let (state, _) = self.changed.wait_timeout_while(state, limit, |state| state.bytes.is_empty()).unwrap();
-        !state.bytes.is_empty()
+        let sleeps = |state: &mut State| state.bytes.is_empty() && !(by == WakeBy::Waker && state.woken > 0);
+        let slept = self.changed.wait_timeout_while(state, limit, sleeps).unwrap();
+        !slept.1.timed_out()
     }
 }
 
 impl Tcp for Fake {
+    fn quiet_waker(&self) -> u32 {
+        std::mem::take(&mut self.state.lock().unwrap().woken)
+    }
+
     fn written(&self) -> io::Result<u64> {
         Ok(self.state.lock().unwrap().written)
     }
@@ -217,7 +230,7 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
                         assert_eq!(tcp.available().unwrap(), 0, "{why}: a drained connection is not readable");
                         is_armed = random.bool();
                         if is_armed {
-                            assert!(reader.arm(&other).unwrap());
+                            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
                         } else {
                             reader.disarm(&other);
                         }
@@ -225,7 +238,7 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
                 }
                 9 if random.bool() => {
                     // A thread that is about to sleep.
-                    if reader.arm(&other).unwrap() {
+                    if reader.arm(&other, WakeBy::Doorbell).unwrap() {
                         is_armed = true;
                         let is_empty = got == sent || tcp.available().unwrap() > 0;
                         assert!(is_empty, "{why}: bytes {got} to {sent} are hidden");
@@ -337,8 +350,8 @@ fn no_wake_up_is_lost_between_threads() {
                     reader.discard_doorbells(&other, &tcp);
                     if random.bool() {
                         reader.disarm(&other);
-                    } else if reader.arm(&other).unwrap() {
-                        assert!(tcp.sleep(), "woken, at {got} of {total}");
+                    } else if reader.arm(&other, WakeBy::Doorbell).unwrap() {
+                        assert!(tcp.sleep(WakeBy::Doorbell), "woken, at {got} of {total}");
                     }
                 }
             }
@@ -439,7 +452,7 @@ fn scribbled_words_end_nothing_but_the_connection() {
                         _ = reader.close_ring(&other, &tcp, patience);
                     }
                     reader.discard_doorbells(&other, &tcp);
-                    _ = reader.arm(&other);
+                    _ = reader.arm(&other, WakeBy::Doorbell);
                 }
             }
         }

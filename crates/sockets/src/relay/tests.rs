@@ -15,6 +15,8 @@ struct Path {
     arrived: RefCell<VecDeque<u8>>,
     written: Cell<u64>,
     capacity: usize,
+    /// How often the reader's relay has woken it since that was taken back.
+    woken: Cell<u32>,
 }
 
 impl Path {
@@ -35,6 +37,10 @@ impl Path {
 }
 
 impl Tcp for Path {
+    fn quiet_waker(&self) -> u32 {
+        self.woken.take()
+    }
+
     fn written(&self) -> io::Result<u64> {
         Ok(self.written.get())
     }
@@ -133,7 +139,13 @@ impl World {
             1 => {
                 let Some(update) = self.updates.borrow_mut().pop_front() else { return false };
                 let (update, bytes) = Update::decode(&update).unwrap();
-                self.inlet.borrow_mut().apply(&self.there, &update, bytes).unwrap();
+                // Now and then it cannot.
+                let wakes = self.random(4) > 0;
+                let wake = || {
+                    self.path.woken.set(self.path.woken.get() + u32::from(wakes));
+                    wakes
+                };
+                self.inlet.borrow_mut().apply(&self.there, &update, bytes, wake).unwrap();
                 true
             }
             2 => {
@@ -171,6 +183,11 @@ impl World {
             let any = (0..5).fold(false, |any, which| self.step(which, true) | any);
             idle = if any { 0 } else { idle + 1 };
         }
+    }
+
+    /// Whether the kernel has something for a reader that waits for that.
+    fn wakes(&self, by: WakeBy) -> bool {
+        self.path.available().unwrap() > 0 || by == WakeBy::Waker && self.path.woken.get() > 0
     }
 
     fn send(&self, writer: &mut Writer, at: u64, len: usize, may_leave: bool) -> usize {
@@ -237,6 +254,7 @@ fn bytes_come_once_and_in_order_between_hosts() {
         let (mut writer, mut reader) = (Writer::new(End::Taker), Reader::new(End::Taker, 0));
         let (mut sent, mut got) = (0u64, 0u64);
         let (mut sleeps, mut is_closed, mut is_plain) = (false, false, false);
+        let mut waits_for = WakeBy::Doorbell;
         let mut closing = (world.random(3) == 0).then(|| world.random(600));
         for step in 0..600 {
             match world.random(16) {
@@ -247,7 +265,7 @@ fn bytes_come_once_and_in_order_between_hosts() {
                     by_ring += u64::from(!writer.is_tcp());
                 }
                 4..=6 if !is_plain => {
-                    if sleeps && world.path.available().unwrap() == 0 {
+                    if sleeps && !world.wakes(waits_for) {
                         continue;
                     }
                     sleeps = false;
@@ -266,14 +284,15 @@ fn bytes_come_once_and_in_order_between_hosts() {
                     let is_quiet = reader.find(&world.there, &world.path).unwrap() == Found::Nothing
                         && reader.is_explained(&world.there, &world.path, false).unwrap()
                         && reader.find(&world.there, &world.path).unwrap() == Found::Nothing;
-                    if is_quiet && reader.arm(&world.there).unwrap() {
-                        sleeps = true;
+                    let by = if world.random(2) == 0 { WakeBy::Waker } else { WakeBy::Doorbell };
+                    if is_quiet && reader.arm(&world.there, by).unwrap() {
+                        (sleeps, waits_for) = (true, by);
                         slept += 1;
                     }
                 }
                 8 if world.random(20) == 0 => {
                     world.settle();
-                    let is_woken = world.path.available().unwrap() > 0;
+                    let is_woken = world.wakes(waits_for);
                     assert!(
                         got == sent || !sleeps || is_woken || is_closed,
                         "{why}, step {step}: sleeps through {got} to {sent}"
@@ -315,7 +334,7 @@ fn bytes_come_once_and_in_order_between_hosts() {
         let mut rounds = 0;
         while got < sent {
             world.settle();
-            let is_woken = world.path.available().unwrap() > 0;
+            let is_woken = world.wakes(waits_for);
             // What is in a closed ring comes when its writer, who is called by other means, sends it again.
             assert!(!sleeps || is_woken || is_closed, "{why}: sleeps through {got} to {sent}");
             sleeps = false;
@@ -355,7 +374,8 @@ fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
     let world = World::new(1);
     let mut inlet = Inlet::default();
     let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, ringing: 0 };
-    inlet.apply(&world.there, &good, &[]).unwrap();
+    let no = || false;
+    inlet.apply(&world.there, &good, &[], no).unwrap();
     let some = [7; 100];
     let size = RING_MIN as u64;
     for (update, bytes) in [
@@ -369,15 +389,15 @@ fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
         (Update { run: Some((0, 9)), ..good }, &[]),
         (Update { run: Some((0, u64::MAX)), ..good }, &[]),
     ] {
-        assert_eq!(inlet.apply(&world.there, &update, bytes), Err(Broken), "{update:?}");
+        assert_eq!(inlet.apply(&world.there, &update, bytes, no), Err(Broken), "{update:?}");
     }
-    inlet.apply(&world.there, &Update { tail: 100, ringing: 1, ..good }, &some).unwrap();
-    assert_eq!(inlet.apply(&world.there, &Update { tail: 100, ..good }, &[]), Err(Broken), "fewer doorbells");
+    inlet.apply(&world.there, &Update { tail: 100, ringing: 1, ..good }, &some, no).unwrap();
+    assert_eq!(inlet.apply(&world.there, &Update { tail: 100, ..good }, &[], no), Err(Broken), "fewer doorbells");
     // More runs than there is room for.
     let mut end = 10;
     for n in 1.. {
         let update = Update { tail: 100, end, run: Some((100, 20 * n)), ringing: 1, ..good };
-        let applied = inlet.apply(&world.there, &update, &[]);
+        let applied = inlet.apply(&world.there, &update, &[], no);
         if n as usize >= RUNS {
             assert_eq!(applied, Err(Broken));
             break;
@@ -428,7 +448,7 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
                 out = std::iter::repeat_with(|| random.u8(..)).take(len).collect();
             }
             if let Ok((update, bytes)) = Update::decode(&out) {
-                let _ = inlet.apply(&world.there, &update, bytes);
+                let _ = inlet.apply(&world.there, &update, bytes, || random.bool());
             }
             if let Ok(Some(feedback)) = inlet.feedback(&world.there, random.bool()) {
                 let _ = outlet.receive(&world.here, &feedback);
@@ -485,7 +505,11 @@ fn no_wake_up_is_lost_between_hosts() {
                     let mut out = Vec::new();
                     if outlet.take(&here, 3000, &mut out).unwrap() {
                         let (update, bytes) = Update::decode(&out).unwrap();
-                        inlet.apply(&there, &update, bytes).unwrap();
+                        let wake = || {
+                            tcp.wake();
+                            true
+                        };
+                        inlet.apply(&there, &update, bytes, wake).unwrap();
                     }
                     if let Some(feedback) = inlet.feedback(&there, true).unwrap() {
                         outlet.receive(&here, &feedback).unwrap();
@@ -504,8 +528,9 @@ fn no_wake_up_is_lost_between_hosts() {
                 // SAFETY: of a vector of ours.
                 let len = unsafe { reader.read(&there, &tcp, &mut pieces) }.unwrap();
                 check(&bytes[..len], &mut got, "threads");
-                if len == 0 && reader.is_explained(&there, &tcp, false).unwrap() && reader.arm(&there).unwrap() {
-                    let is_woken = tcp.sleep();
+                let by = if fastrand::bool() { WakeBy::Waker } else { WakeBy::Doorbell };
+                if len == 0 && reader.is_explained(&there, &tcp, false).unwrap() && reader.arm(&there, by).unwrap() {
+                    let is_woken = tcp.sleep(by);
                     is_over.fetch_or(!is_woken, Ordering::Relaxed);
                     assert!(is_woken, "seed {seed}: sleeps through what comes after {got}");
                 }

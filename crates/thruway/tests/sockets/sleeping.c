@@ -1,0 +1,314 @@
+/* Threads that sleep until something comes, by every call that does, and what ends their sleep. Prints results that the test compares
+ * with those of plain TCP. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/select.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+enum { ROUNDS = 400 };
+static int one, other;
+
+static void must(int holds, const char *what) {
+    if (!holds) {
+        printf("%s: %s\n", what, strerror(errno));
+        exit(1);
+    }
+}
+
+static void exactly(int fd, int length) {
+    char buffer[1024];
+    while (length > 0) {
+        int n = recv(fd, buffer, length, 0);
+        must(n > 0, "recv");
+        length -= n;
+    }
+}
+
+/* Long enough for both ends to be accelerated, mostly. */
+static void connect_both(void) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1;
+    must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
+    getsockname(listener, (void *)&address, &length);
+    one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    must(connect(one, (void *)&address, length) == 0, "connect");
+    other = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    setsockopt(one, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+    setsockopt(other, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+    must(other >= 0, "accept");
+    close(listener);
+    for (int i = 0; i < 1000; i++) {
+        must(send(one, "hello", 5, 0) == 5, "send");
+        exactly(other, 5);
+        must(send(other, "reply", 5, 0) == 5, "send");
+        exactly(one, 5);
+    }
+}
+
+static void close_both(void) {
+    close(one);
+    close(other);
+}
+
+/* The other end sends back each byte, some time later or at once. */
+static void *echo(void *unused) {
+    char byte;
+    for (int i = 0; recv(other, &byte, 1, 0) == 1; i++) {
+        if (i % 3)
+            usleep(i % 7 * 50);
+        must(send(other, &byte, 1, 0) == 1, "send back");
+    }
+    shutdown(other, SHUT_WR);
+    return unused;
+}
+
+static void start(pthread_t *thread) {
+    connect_both();
+    pthread_create(thread, NULL, echo, NULL);
+}
+
+static void stop(pthread_t thread, const char *what) {
+    shutdown(one, SHUT_WR);
+    char byte;
+    int end = recv(one, &byte, 1, 0);
+    pthread_join(thread, NULL);
+    close_both();
+    printf("%s, end %d\n", what, end);
+}
+
+static void by_recv(int limit) {
+    pthread_t thread;
+    start(&thread);
+    struct timeval time = {.tv_sec = limit};
+    setsockopt(one, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time);
+    for (int i = 0; i < ROUNDS; i++) {
+        send(one, "x", 1, 0);
+        exactly(one, 1);
+    }
+    stop(thread, limit ? "recv with a limit" : "recv");
+}
+
+static void by_poll(void) {
+    pthread_t thread;
+    start(&thread);
+    for (int i = 0; i < ROUNDS; i++) {
+        struct pollfd list[] = {{.fd = -1}, {.fd = one, .events = POLLIN}, {.fd = 0, .events = 0}, {.fd = one, .events = POLLRDNORM}};
+        send(one, "x", 1, 0);
+        /* It may come when the kernel has looked at the first of the two. */
+        must(poll(list, 4, 20000) > 0 && (list[1].revents == POLLIN || list[3].revents == POLLRDNORM), "poll");
+        exactly(one, 1);
+    }
+    struct pollfd none = {.fd = one, .events = POLLIN};
+    printf("nothing more: %d\n", poll(&none, 1, 1));
+    stop(thread, "poll");
+}
+
+static void by_select(void) {
+    pthread_t thread;
+    start(&thread);
+    for (int i = 0; i < ROUNDS; i++) {
+        fd_set set;
+        FD_ZERO(&set);
+        FD_SET(one, &set);
+        send(one, "x", 1, 0);
+        must(select(one + 1, &set, NULL, NULL, NULL) == 1 && FD_ISSET(one, &set), "select");
+        exactly(one, 1);
+    }
+    stop(thread, "select");
+}
+
+/* The data of the registration changes now and then, and the connection is taken out and put back. */
+static void by_epoll(unsigned events, const char *what) {
+    pthread_t thread;
+    start(&thread);
+    int ep = epoll_create1(EPOLL_CLOEXEC);
+    struct epoll_event wanted = {.events = events, .data.u64 = 1}, got[4];
+    must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    for (int i = 0; i < ROUNDS; i++) {
+        if (i % 50 == 49) {
+            epoll_ctl(ep, EPOLL_CTL_DEL, one, NULL);
+            must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        } else if (i % 10 == 9 || events & EPOLLONESHOT) {
+            wanted.data.u64++;
+            must(epoll_ctl(ep, EPOLL_CTL_MOD, one, &wanted) == 0, "epoll_ctl");
+        }
+        send(one, "x", 1, 0);
+        int ready;
+        do
+            ready = epoll_wait(ep, got, 4, 20000);
+        while (ready == 1 && !(got[0].events & EPOLLIN));
+        must(ready == 1 && got[0].data.u64 == wanted.data.u64, "epoll_wait");
+        exactly(one, 1);
+    }
+    if (!(events & EPOLLOUT))
+        printf("nothing more: %d\n", epoll_wait(ep, got, 4, 1));
+    stop(thread, what);
+    close(ep);
+}
+
+/* A connection that is registered with two instances, and one of these with another. */
+static void by_several(void) {
+    pthread_t thread;
+    start(&thread);
+    int inner = epoll_create1(EPOLL_CLOEXEC), outer = epoll_create1(EPOLL_CLOEXEC), second = epoll_create1(EPOLL_CLOEXEC);
+    struct epoll_event wanted = {.events = EPOLLIN}, got;
+    must(epoll_ctl(inner, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    must(epoll_ctl(outer, EPOLL_CTL_ADD, inner, &wanted) == 0, "epoll_ctl");
+    for (int i = 0; i < ROUNDS; i++) {
+        if (i == ROUNDS / 2)
+            must(epoll_ctl(second, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        send(one, "x", 1, 0);
+        struct pollfd list = {.fd = inner, .events = POLLIN};
+        switch (i % 4) {
+        case 0:
+            must(epoll_wait(outer, &got, 1, 20000) == 1, "outer");
+            break;
+        case 1:
+            must(poll(&list, 1, 20000) == 1, "poll of an epoll instance");
+            break;
+        case 2:
+            must(epoll_wait(i < ROUNDS / 2 ? inner : second, &got, 1, 20000) == 1, "second");
+            break;
+        }
+        must(epoll_wait(inner, &got, 1, 20000) == 1, "inner");
+        exactly(one, 1);
+    }
+    stop(thread, "several");
+    close(inner);
+    close(outer);
+    close(second);
+}
+
+/* Others use the numbers and the memory of connections that are closed while they are registered. */
+static void closed_while_registered(void) {
+    int ep = epoll_create1(EPOLL_CLOEXEC);
+    struct epoll_event got[4];
+    for (unsigned long i = 1; i <= 6; i++) {
+        pthread_t thread;
+        start(&thread);
+        struct epoll_event wanted = {.events = i % 2 ? EPOLLIN : EPOLLIN | EPOLLET, .data.u64 = i};
+        must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        for (int round = 0; round < 50; round++) {
+            send(one, "x", 1, 0);
+            must(epoll_wait(ep, got, 4, 20000) == 1 && got[0].data.u64 == i, "only the new one");
+            exactly(one, 1);
+        }
+        send(one, "x", 1, 0);
+        shutdown(one, SHUT_WR);
+        close(one);
+        pthread_join(thread, NULL);
+        close(other);
+        printf("closed while registered: %d\n", epoll_wait(ep, got, 4, 0));
+    }
+    close(ep);
+}
+
+static atomic_int handled;
+static void handler(int signal) { handled += signal != 0; }
+
+static void handle(int signal, int flags) {
+    struct sigaction action = {.sa_handler = handler, .sa_flags = flags};
+    sigaction(signal, &action, NULL);
+}
+
+static atomic_int result, reason;
+static void *receiver(void *unused) {
+    char byte;
+    int n = recv(one, &byte, 1, 0);
+    reason = errno;
+    result = n;
+    return unused;
+}
+
+/* Sends a signal until it has been handled often enough, or has ended the call. */
+static void interrupt(pthread_t thread, int signal, int times) {
+    handled = 0;
+    while (handled < times && result == 2) {
+        pthread_kill(thread, signal);
+        usleep(2000);
+    }
+}
+
+/* One signal whose handler lets calls go on, and one whose does not. */
+static void by_signals(void) {
+    for (int how = 0; how < 4; how++) {
+        connect_both();
+        signal(SIGUSR1, SIG_DFL);
+        signal(SIGUSR2, SIG_DFL);
+        if (how != 1)
+            handle(SIGUSR1, SA_RESTART);
+        if (how != 0)
+            handle(SIGUSR2, 0);
+        if (how == 3) {
+            struct timeval time = {.tv_sec = 1000};
+            setsockopt(one, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time);
+        }
+        result = 2;
+        pthread_t thread;
+        pthread_create(&thread, NULL, receiver, NULL);
+        if (how == 0 || how == 2)
+            interrupt(thread, SIGUSR1, 20);
+        printf("signals, %d: goes on %d\n", how, result == 2);
+        if (how == 1 || how == 2)
+            interrupt(thread, SIGUSR2, 1000000);
+        else if (how == 3)
+            interrupt(thread, SIGUSR1, 1000000);
+        else
+            send(other, "x", 1, 0);
+        pthread_join(thread, NULL);
+        int ended = result, why = ended < 0 ? reason : 0;
+        printf("signals, %d: %d %d\n", how, ended, why);
+        close_both();
+    }
+    /* While a handler that does not is there, calls sleep as before, also beside others. */
+    signal(SIGUSR1, SIG_DFL);
+    handle(SIGUSR1, SA_RESTART);
+    by_recv(0);
+    by_poll();
+    signal(SIGUSR1, SIG_DFL);
+    signal(SIGUSR2, SIG_DFL);
+}
+
+static void a_limit(void) {
+    connect_both();
+    struct timeval time = {.tv_usec = 30000};
+    setsockopt(one, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time);
+    char byte;
+    for (int i = 0; i < 2; i++) {
+        int n = recv(one, &byte, 1, 0);
+        printf("limit: %d %d\n", n, n < 0 ? errno : 0);
+        send(other, "x", 1, 0);
+        exactly(one, 1);
+    }
+    close_both();
+}
+
+int main(void) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    by_recv(0);
+    by_recv(100);
+    by_poll();
+    by_select();
+    by_epoll(EPOLLIN, "level");
+    by_epoll(EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, "edge");
+    by_epoll(EPOLLIN | EPOLLONESHOT, "once");
+    by_several();
+    closed_while_registered();
+    by_signals();
+    a_limit();
+    return 0;
+}
