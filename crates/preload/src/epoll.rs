@@ -248,9 +248,21 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         return set_nested(inner, fd);
     }
     let Some(connection) = slots::find(fd) else { return };
+    // One that stays with TCP is the kernel's alone. There may be a registration from before that was known.
+    let is_kernels = slots::slot(connection).phase.load(Ordering::Relaxed) == slots::phase::NEVER;
+    if is_kernels && slots::local(connection).registrations.load(Ordering::SeqCst) == 0 {
+        return;
+    }
     let Ok(mut guard) = instance.lock.lock() else { return };
     let state = instance.state(&mut guard);
     let at = state.find(connection, Some(fd));
+    if is_kernels {
+        if let Some(at) = at {
+            state.end(at);
+            instance.connections.fetch_sub(1, Ordering::Relaxed);
+        }
+        return;
+    }
     match (operation, at, event) {
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
             let one = Registration {
