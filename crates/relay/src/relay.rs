@@ -64,6 +64,10 @@ const RETRY_AFTER: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
+/// How long there is nothing to do before what is not urgent is said.
+const LAZY: Duration = Duration::from_micros(30);
+/// How long that waits where there is always something to do.
+const LATE: Duration = Duration::from_millis(1);
 /// Looks between two at what processes say: wake-ups are for who sleeps.
 const LOCAL_EVERY: u32 = 64;
 
@@ -214,6 +218,8 @@ impl State {
     fn run(&mut self, events: &Receiver<Event>) -> Result<(), Error> {
         // Since when there is nothing to do.
         let (mut looks, mut idle) = (0u32, None);
+        // When what is not urgent was last said.
+        let mut told = Instant::now();
         let (mut used, mut pinged, mut cleaned) = (Instant::now(), Instant::now(), Instant::now());
         let mut housekeep = |state: &mut State, now: Instant| {
             if now - pinged > PING_INTERVAL {
@@ -228,11 +234,14 @@ impl State {
         loop {
             looks = looks.wrapping_add(1);
             self.host.context.poll();
-            let mut did = self.hear_links() | self.pump(false);
+            let now = Instant::now();
+            let is_late = now - told >= LATE;
+            let mut did = self.hear_links() | self.pump(is_late);
+            told = if is_late { now } else { told };
             if looks.is_multiple_of(LOCAL_EVERY) {
                 did |= self.hear_local(Duration::ZERO)?;
                 // Also where there is never nothing to do.
-                housekeep(self, Instant::now());
+                housekeep(self, now);
                 while let Ok(event) = events.try_recv() {
                     self.take(event);
                 }
@@ -241,15 +250,18 @@ impl State {
                 idle = None;
                 continue;
             }
-            // Nothing is urgent: what others may want to know later.
-            if self.pump(true) {
-                continue;
+            // Nothing is urgent: what others may want to know later. An answer that comes before saves a message.
+            let since = now - *idle.get_or_insert(now);
+            if since >= LAZY {
+                told = now;
+                if self.pump(true) {
+                    continue;
+                }
             }
-            if idle.get_or_insert_with(Instant::now).elapsed() < self.config.spin {
+            if since < self.config.spin {
                 std::thread::yield_now();
                 continue;
             }
-            let now = Instant::now();
             if !self.clients.is_empty() {
                 used = now;
             }
