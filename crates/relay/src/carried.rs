@@ -95,7 +95,8 @@ impl Carried {
     }
 
     /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know.
-    pub(crate) fn end(self, over: Over) -> Over {
+    pub(crate) fn end(mut self, over: Over) -> Over {
+        self.wake();
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
         let over = if is_unused { Over::Finished } else { over };
@@ -123,9 +124,14 @@ impl Carried {
     /// What the other relay says of its writer.
     pub(crate) fn apply(&mut self, update: &Update, bytes: &[u8]) -> Result<(), Broken> {
         self.has_news = true;
+        self.inlet.apply(&self.segment, update, bytes)
+    }
+
+    /// Wakes its process, if that sleeps and something has come.
+    fn wake(&mut self) {
         let waker = self.waker.as_ref();
         let wake = || waker.is_some_and(|waker| rustix::io::write(waker, &1u64.to_ne_bytes()).is_ok());
-        self.inlet.apply(&self.segment, update, bytes, wake)
+        self.inlet.wake(&self.segment, wake);
     }
 
     /// What its process waits for, if it does, may have happened.
@@ -138,6 +144,7 @@ impl Carried {
     /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
     pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
         let mut did = false;
+        self.wake();
         if self.is_used && self.segment.is_tcp_wanted_back() {
             // What sleeps at the other end is woken by the end of the connection.
             (self.tcp, self.waker) = (None, None);

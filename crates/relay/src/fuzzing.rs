@@ -11,10 +11,11 @@ pub fn messages(data: &[u8]) {
     while let Ok((message, more)) = split(rest) {
         rest = more;
         let heard = match Message::decode(message) {
-            Ok(Message::Update { update, bytes, .. }) => inlet.apply(&here, &update, bytes, || true),
+            Ok(Message::Update { update, bytes, .. }) => inlet.apply(&here, &update, bytes),
             Ok(Message::Feedback { feedback, .. }) => outlet.receive(&there, &feedback),
             _ => Ok(()),
         };
+        inlet.wake(&here, || true);
         outlet.serve(&there, || true);
         let mut out = Vec::new();
         if heard.is_err() || outlet.take(&there, 1 << 16, &mut out).is_err() || inlet.feedback(&here, true).is_err() {

@@ -350,6 +350,7 @@ pub struct Inlet {
     closed: bool,
     ringing: u64,
     owes_bell: bool,
+    owes_waking: bool,
     /// What has been sent last.
     sent: Feedback,
 }
@@ -366,23 +367,18 @@ impl Default for Inlet {
             closed: false,
             ringing: 0,
             owes_bell: false,
+            owes_waking: false,
             sent: Feedback { opened: 1, ..Feedback::default() },
         }
     }
 }
 
 impl Inlet {
-    /// Does to the segment what the writer has done. `wake` wakes the reader, and says whether it could.
+    /// Does to the segment what the writer has done. [`Inlet::wake`] is to be called soon: once for several updates.
     ///
     /// # Errors
     /// [`Broken`] if that cannot be, because of what the other host or this one's reader has written.
-    pub fn apply(
-        &mut self,
-        segment: &Segment,
-        update: &Update,
-        bytes: &[u8],
-        wake: impl FnOnce() -> bool,
-    ) -> Result<(), Broken> {
+    pub fn apply(&mut self, segment: &Segment, update: &Update, bytes: &[u8]) -> Result<(), Broken> {
         self.look(segment)?;
         let control = segment.control(self.direction);
         let len = update.tail.checked_sub(self.tail).ok_or(Broken)?;
@@ -443,15 +439,23 @@ impl Inlet {
         } else if len > 0 && control.armed.load(Ordering::Relaxed) != 0 {
             let by = control.armed.swap(0, Ordering::SeqCst);
             let is_waker = by == WakeBy::Waker as u32;
-            // Before it is: the reader may run before this goes on.
-            control.woken.fetch_add(is_waker.into(), Ordering::SeqCst);
-            if is_waker && !wake() {
-                control.woken.fetch_sub(1, Ordering::SeqCst);
-                self.owes_bell = true;
-            }
+            self.owes_waking |= is_waker;
             self.owes_bell |= by != 0 && !is_waker;
         }
         Ok(())
+    }
+
+    /// Wakes the reader, if it sleeps and something has come. `wake` does that, and says whether it could: if not, it is rung.
+    pub fn wake(&mut self, segment: &Segment, wake: impl FnOnce() -> bool) {
+        if std::mem::take(&mut self.owes_waking) {
+            let woken = &segment.control(self.direction).woken;
+            // Before it is: the reader may run before this goes on.
+            woken.fetch_add(1, Ordering::SeqCst);
+            if !wake() {
+                woken.fetch_sub(1, Ordering::SeqCst);
+                self.owes_bell = true;
+            }
+        }
     }
 
     fn look(&mut self, segment: &Segment) -> Result<(), Broken> {

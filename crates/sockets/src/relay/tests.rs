@@ -139,13 +139,7 @@ impl World {
             1 => {
                 let Some(update) = self.updates.borrow_mut().pop_front() else { return false };
                 let (update, bytes) = Update::decode(&update).unwrap();
-                // Now and then it cannot.
-                let wakes = self.random(4) > 0;
-                let wake = || {
-                    self.path.woken.set(self.path.woken.get() + u32::from(wakes));
-                    wakes
-                };
-                self.inlet.borrow_mut().apply(&self.there, &update, bytes, wake).unwrap();
+                self.inlet.borrow_mut().apply(&self.there, &update, bytes).unwrap();
                 true
             }
             2 => {
@@ -157,6 +151,16 @@ impl World {
                 let feedback = self.inlet.borrow_mut().feedback(&self.there, is_idle).unwrap();
                 self.feedback.borrow_mut().extend(feedback.map(|feedback| feedback.encode()));
                 feedback.is_some()
+            }
+            4 => {
+                // Now and then it cannot.
+                let (wakes, mut did) = (self.random(4) > 0, false);
+                self.inlet.borrow_mut().wake(&self.there, || {
+                    self.path.woken.set(self.path.woken.get() + u32::from(wakes));
+                    did = true;
+                    wakes
+                });
+                did
             }
             _ => {
                 let mut outlet = self.outlet.borrow_mut();
@@ -180,7 +184,7 @@ impl World {
     fn settle(&self) {
         let mut idle = 0;
         while idle < 3 {
-            let any = (0..5).fold(false, |any, which| self.step(which, true) | any);
+            let any = (0..6).fold(false, |any, which| self.step(which, true) | any);
             idle = if any { 0 } else { idle + 1 };
         }
     }
@@ -306,7 +310,7 @@ fn bytes_come_once_and_in_order_between_hosts() {
                     closing = None;
                     sleeps = false;
                     let patience = || {
-                        let which = world.random(5);
+                        let which = world.random(6);
                         world.step(which, true);
                         true
                     };
@@ -327,7 +331,7 @@ fn bytes_come_once_and_in_order_between_hosts() {
                     }
                 }
                 which => {
-                    world.step(u32::from(which as u8) % 5, world.random(2) == 0);
+                    world.step(u32::from(which as u8) % 6, world.random(2) == 0);
                 }
             }
         }
@@ -374,8 +378,7 @@ fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
     let world = World::new(1);
     let mut inlet = Inlet::default();
     let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, ringing: 0 };
-    let no = || false;
-    inlet.apply(&world.there, &good, &[], no).unwrap();
+    inlet.apply(&world.there, &good, &[]).unwrap();
     let some = [7; 100];
     let size = RING_MIN as u64;
     for (update, bytes) in [
@@ -389,15 +392,15 @@ fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
         (Update { run: Some((0, 9)), ..good }, &[]),
         (Update { run: Some((0, u64::MAX)), ..good }, &[]),
     ] {
-        assert_eq!(inlet.apply(&world.there, &update, bytes, no), Err(Broken), "{update:?}");
+        assert_eq!(inlet.apply(&world.there, &update, bytes), Err(Broken), "{update:?}");
     }
-    inlet.apply(&world.there, &Update { tail: 100, ringing: 1, ..good }, &some, no).unwrap();
-    assert_eq!(inlet.apply(&world.there, &Update { tail: 100, ..good }, &[], no), Err(Broken), "fewer doorbells");
+    inlet.apply(&world.there, &Update { tail: 100, ringing: 1, ..good }, &some).unwrap();
+    assert_eq!(inlet.apply(&world.there, &Update { tail: 100, ..good }, &[]), Err(Broken), "fewer doorbells");
     // More runs than there is room for.
     let mut end = 10;
     for n in 1.. {
         let update = Update { tail: 100, end, run: Some((100, 20 * n)), ringing: 1, ..good };
-        let applied = inlet.apply(&world.there, &update, &[], no);
+        let applied = inlet.apply(&world.there, &update, &[]);
         if n as usize >= RUNS {
             assert_eq!(applied, Err(Broken));
             break;
@@ -448,7 +451,8 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
                 out = std::iter::repeat_with(|| random.u8(..)).take(len).collect();
             }
             if let Ok((update, bytes)) = Update::decode(&out) {
-                let _ = inlet.apply(&world.there, &update, bytes, || random.bool());
+                let _ = inlet.apply(&world.there, &update, bytes);
+                inlet.wake(&world.there, || random.bool());
             }
             if let Ok(Some(feedback)) = inlet.feedback(&world.there, random.bool()) {
                 let _ = outlet.receive(&world.here, &feedback);
@@ -505,12 +509,12 @@ fn no_wake_up_is_lost_between_hosts() {
                     let mut out = Vec::new();
                     if outlet.take(&here, 3000, &mut out).unwrap() {
                         let (update, bytes) = Update::decode(&out).unwrap();
-                        let wake = || {
-                            tcp.wake();
-                            true
-                        };
-                        inlet.apply(&there, &update, bytes, wake).unwrap();
+                        inlet.apply(&there, &update, bytes).unwrap();
                     }
+                    inlet.wake(&there, || {
+                        tcp.wake();
+                        true
+                    });
                     if let Some(feedback) = inlet.feedback(&there, true).unwrap() {
                         outlet.receive(&here, &feedback).unwrap();
                     }
