@@ -179,7 +179,7 @@ unsafe fn receive_accelerated(
         return Ok(0);
     }
     let (is_peek, waits_for_all) = (flags & libc::MSG_PEEK != 0, flags & libc::MSG_WAITALL != 0);
-    let connection = Connection::new(fd);
+    let connection = Connection::of(number, fd);
     let mut sum = 0;
     // The kernel has said that there is something.
     let mut woken = 0u32;
@@ -397,7 +397,7 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
     if result != Err(libc::EAGAIN) {
         slot.is_watched.store(true, Ordering::Relaxed);
         if was_last {
-            disarm(slot);
+            disarm(slot, number);
         }
     }
     result
@@ -432,9 +432,9 @@ fn has_lost(slot: &Slot) -> bool {
 }
 
 /// Asks for no doorbell, because this end looks by itself.
-pub(crate) fn disarm(slot: &Slot) {
+pub(crate) fn disarm(slot: &Slot, number: u32) {
     if let Some(receiving) = slot.try_receiving()
-        && slot.sleepers.load(Ordering::SeqCst) == 0
+        && wait::looks_by_itself(slot, number)
     {
         receiving.reader.disarm(&receiving.segment);
     }

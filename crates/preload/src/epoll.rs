@@ -182,6 +182,13 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     slots::set_epoll(fd, None);
     let Some(instance) = instance(number) else { return };
     if instance.descriptors.fetch_sub(1, Ordering::SeqCst) > 1 {
+        if instance.ep.load(Ordering::Relaxed) == fd {
+            slots::each_descriptor(0, u32::MAX, |other| {
+                if slots::find_epoll(other) == Some(number) {
+                    instance.ep.store(other, Ordering::Relaxed);
+                }
+            });
+        }
         return;
     }
     let bell = instance.bell.swap(0, Ordering::SeqCst);
@@ -191,6 +198,8 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     if let Ok(mut guard) = instance.lock.lock() {
         let state = std::mem::take(instance.state(&mut guard));
         for one in state.registrations.iter().filter(|one| one.fd >= 0) {
+            // What waits for it by another descriptor is told nothing any more, either.
+            waker::unregister(number, fd, one.number);
             forget(one);
         }
     }
@@ -228,7 +237,6 @@ pub(crate) fn after_fork() {
 
 fn forget(one: &Registration) {
     let local = slots::local(one.number);
-    local.is_waker_registered.store(false, Ordering::SeqCst);
     let _ = local
         .registrations
         .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(weight(one.events)));
@@ -258,6 +266,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     let at = state.find(connection, Some(fd));
     if is_kernels {
         if let Some(at) = at {
+            waker::unregister(number, ep, connection);
             state.end(at);
             instance.connections.fetch_sub(1, Ordering::Relaxed);
         }
@@ -287,7 +296,8 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             state.index(event.u64, at as u32);
             instance.connections.fetch_add(1, Ordering::Relaxed);
             let local = slots::local(connection);
-            local.instance.store(number, Ordering::Relaxed);
+            let is_first = local.registrations.load(Ordering::SeqCst) == 0;
+            local.instance.store(if is_first { number } else { slots::SEVERAL }, Ordering::Relaxed);
             local.place.store(at as u32, Ordering::Relaxed);
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
             slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
@@ -298,7 +308,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             let one = &mut state.registrations[at];
             if one.data != event.u64 || (one.events ^ event.events) & (SPECIAL | EDGE | libc::EPOLLIN as u32) != 0 {
                 // It is registered again before a thread sleeps, if it is still wanted.
-                waker::unregister(ep, connection);
+                waker::unregister(number, ep, connection);
             }
             let local = slots::local(connection);
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
@@ -309,7 +319,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             is_new = Some(at as u32);
         }
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
-            waker::unregister(ep, connection);
+            waker::unregister(number, ep, connection);
             state.end(at);
             instance.connections.fetch_sub(1, Ordering::Relaxed);
         }
@@ -337,20 +347,20 @@ pub(crate) fn forget_connection(connection: u32) {
     if is_registered()
         && let Some(instance) = instance(local.instance.load(Ordering::Relaxed))
     {
-        instance.forget_connection(connection);
+        instance.forget_connection(local.instance.load(Ordering::Relaxed), connection);
     }
-    for place in &ALL {
+    for (number, place) in ALL.iter().enumerate() {
         let at = place.load(Ordering::Acquire);
         // SAFETY: instances are leaked.
         match unsafe { at.as_ref() } {
-            Some(instance) if is_registered() => instance.forget_connection(connection),
+            Some(instance) if is_registered() => instance.forget_connection(number as u32, connection),
             _ => return,
         }
     }
 }
 
 impl Instance {
-    fn forget_connection(&self, connection: u32) {
+    fn forget_connection(&self, number: u32, connection: u32) {
         if self.connections.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -358,7 +368,7 @@ impl Instance {
         let state = self.state(&mut guard);
         while let Some(at) = state.find(connection, None) {
             // The relay has a descriptor of it, too: the kernel would not forget it.
-            waker::unregister(self.ep.load(Ordering::Relaxed), connection);
+            waker::unregister(number, self.ep.load(Ordering::Relaxed), connection);
             state.end(at);
             self.connections.fetch_sub(1, Ordering::Relaxed);
         }
@@ -577,7 +587,7 @@ pub(crate) fn arm(number: u32) -> bool {
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
             if one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
-                waker::register(instance.ep.load(Ordering::Relaxed), one.number, one.events, one.data);
+                waker::register(number, instance.ep.load(Ordering::Relaxed), one.number, one.events, one.data);
             }
             let is_empty = arm_connection(one.number);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
@@ -599,7 +609,7 @@ pub(crate) fn disarm(number: u32) {
         let one = &state.registrations[*at as usize];
         let slot = slots::slot(one.number);
         if one.fd >= 0 && one.events & SPECIAL == 0 && wait::looks_by_itself(slot, one.number) {
-            data::disarm(slot);
+            data::disarm(slot, one.number);
         }
     }
 }
@@ -632,11 +642,12 @@ pub(crate) unsafe fn wait(
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
     if let Some(ready) = plain_ready {
-        if ready <= 0 || instance.bell.load(Ordering::Relaxed) <= 0 {
+        // One that has been accelerated meanwhile may have its waker there.
+        if ready <= 0 || instance.bell.load(Ordering::Relaxed) <= 0 && is_plain() {
             return ready;
         }
         // SAFETY: the kernel has written as many.
-        let kept = correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
+        let kept = correct(number, instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
         if kept > 0 {
             return kept as c_int;
         }
@@ -664,7 +675,7 @@ pub(crate) unsafe fn wait(
         if found == 0 && asks_kernel && has_hot {
             let ready = real(out.as_mut_ptr(), max, Some(none));
             if ready > 0 {
-                found = correct(instance, &mut out[..ready as usize]);
+                found = correct(number, instance, &mut out[..ready as usize]);
             }
             if found == 0 && out.len() == 1 {
                 continue;
@@ -676,7 +687,7 @@ pub(crate) unsafe fn wait(
                 let rest = &mut out[found..];
                 let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none));
                 if more > 0 {
-                    found = merge(instance, out, found, more as usize);
+                    found = merge(number, instance, out, found, more as usize);
                 }
             }
             return found as c_int;
@@ -690,7 +701,7 @@ pub(crate) unsafe fn wait(
         if limit.is_over() {
             // Only a look.
             let ready = real(out.as_mut_ptr(), max, Some(none));
-            return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
+            return if ready > 0 { correct(number, instance, &mut out[..ready as usize]) as c_int } else { ready };
         }
         let may_sleep = arm(number);
         count(&counters().sleeps, 1);
@@ -700,7 +711,7 @@ pub(crate) unsafe fn wait(
         if ready < 0 {
             return data::fail(error) as c_int;
         }
-        let kept = correct(instance, &mut out[..ready as usize]);
+        let kept = correct(number, instance, &mut out[..ready as usize]);
         if kept > 0 || ready == 0 && may_sleep || limit.is_over() {
             return kept as c_int;
         }
@@ -708,8 +719,8 @@ pub(crate) unsafe fn wait(
 }
 
 /// What the kernel has said comes behind what the rings have said, and is about some of the same.
-fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
-    let kept = correct(instance, &mut out[first..first + more]);
+fn merge(number: u32, instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
+    let kept = correct(number, instance, &mut out[first..first + more]);
     let mut end = first;
     for i in first..first + kept {
         let one = out[i];
@@ -725,7 +736,7 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 }
 
 /// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
-fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
+fn correct(number: u32, instance: &Instance, events: &mut [epoll_event]) -> usize {
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
     let state = instance.state(&mut guard);
     let mut kept = 0;
@@ -770,9 +781,18 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
                 }
             }
         }
-        if events_now != 0 {
-            events[kept] = epoll_event { events: events_now, u64: event.u64 };
-            kept += 1;
+        if events_now == 0 {
+            continue;
+        }
+        // The connection and its waker are one to the program, which may free what it knows of it at the first event.
+        let has_waker = at.is_some_and(|at| waker::is_registered_with(number, state.registrations[at as usize].number));
+        let same = events[..kept].iter_mut().find(|other| has_waker && { other.u64 } == { event.u64 });
+        match same {
+            Some(same) => same.events |= events_now,
+            None => {
+                events[kept] = epoll_event { events: events_now, u64: event.u64 };
+                kept += 1;
+            }
         }
     }
     kept

@@ -84,6 +84,8 @@ pub(crate) struct Slot {
     pub(crate) sleepers: AtomicU32,
     /// Those of them that do not wait for the connection's waker.
     pub(crate) deaf_sleepers: AtomicU32,
+    /// The program wants a signal when something comes (`O_ASYNC`): the kernel sends it for doorbells.
+    pub(crate) is_asynchronous: AtomicBool,
     /// Calls that have sent or received, and their bytes.
     pub(crate) calls: AtomicU32,
     pub(crate) bytes: AtomicU64,
@@ -137,15 +139,19 @@ pub(crate) struct Local {
     pub(crate) references: AtomicU32,
     /// One of them.
     pub(crate) fd: AtomicI32,
-    /// Registrations with epoll instances, and the instance if there is one registration.
+    /// Registrations with epoll instances; and the instance, or [`SEVERAL`] if there has been more than one since there was none.
     pub(crate) registrations: AtomicU32,
     pub(crate) instance: AtomicU32,
     /// Where in it the registration was last found.
     pub(crate) place: AtomicU32,
-    /// The connection's waker, or 0 (see [`crate::waker`]); and whether it is registered with the instance.
+    /// The connection's waker, or 0 (see [`crate::waker`]); and one more than the number of the epoll instance that it is registered with,
+    /// or 0.
     pub(crate) waker: AtomicI32,
-    pub(crate) is_waker_registered: AtomicBool,
+    pub(crate) waker_instance: AtomicU32,
 }
+
+/// In [`Local::instance`]: it is not known which.
+pub(crate) const SEVERAL: u32 = u32::MAX;
 
 /// In front of the slots.
 #[repr(C, align(64))]
@@ -311,7 +317,15 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     for counter in [&slot.calls, &slot.looked_at] {
         counter.store(0, Ordering::Relaxed);
     }
-    for flag in [&slot.has_told_reset, &slot.receives, &slot.is_watched, &slot.was_shared, &slot.no_delay, &slot.cork] {
+    for flag in [
+        &slot.is_asynchronous,
+        &slot.has_told_reset,
+        &slot.receives,
+        &slot.is_watched,
+        &slot.was_shared,
+        &slot.no_delay,
+        &slot.cork,
+    ] {
         flag.store(false, Ordering::Relaxed);
     }
     for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
@@ -349,7 +363,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     local.fd.store(fd, Ordering::Relaxed);
     local.registrations.store(0, Ordering::Relaxed);
     local.waker.store(0, Ordering::Relaxed);
-    local.is_waker_registered.store(false, Ordering::Relaxed);
+    local.waker_instance.store(0, Ordering::Relaxed);
     slot.references.store(1, Ordering::Relaxed);
     slot.phase.store(phase::PLAIN, Ordering::Release);
     entry.store(number + 1, Ordering::Release);

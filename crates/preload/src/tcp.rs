@@ -15,6 +15,8 @@ use thruway_sockets::{PEEK_MAX, Tcp};
 #[derive(Clone, Copy)]
 pub(crate) struct Connection {
     fd: c_int,
+    /// Its number, if it is known: the descriptor may be another connection's by now.
+    number: Option<u32>,
 }
 
 /// Fields of the kernel's `struct tcp_info` (linux/tcp.h), which have kept their places since Linux 4.19.
@@ -44,7 +46,12 @@ const PIECES: usize = 16;
 
 impl Connection {
     pub(crate) fn new(fd: c_int) -> Connection {
-        Connection { fd }
+        Connection { fd, number: None }
+    }
+
+    /// The one with this number.
+    pub(crate) fn of(number: u32, fd: c_int) -> Connection {
+        Connection { fd, number: Some(number) }
     }
 
     fn option<T>(self, level: c_int, name: c_int, value: &mut T) -> io::Result<usize> {
@@ -266,7 +273,7 @@ impl Tcp for Connection {
     }
 
     fn quiet_waker(&self) -> u32 {
-        crate::waker::quiet(self.fd)
+        self.number.or_else(|| slots::find(self.fd)).map_or(0, crate::waker::quiet)
     }
 
     fn wake_relay(&self) -> bool {

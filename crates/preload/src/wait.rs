@@ -173,7 +173,7 @@ impl Watched {
             Watched::Connection(number) => {
                 let slot = slots::slot(number);
                 if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 {
-                    data::disarm(slot);
+                    data::disarm(slot, number);
                 }
             }
             Watched::Epoll(number) => epoll::disarm(number),
@@ -289,20 +289,18 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         {
             continue;
         }
-        // To be disarmed later. On the heap: programs poll many, and signal handlers none.
-        let sleepers: Vec<Watched> = polled.iter().filter_map(wants).collect();
-        let may_sleep = sleepers.iter().fold(true, |may, one| one.arm() & may);
+        let asleep = Asleep::begin(polled, wants);
         report::count(&counters().sleeps, usize::from(!is_over));
-        let limit_now = if may_sleep { limit.left() } else { Some(none) };
-        let ready = match Wakers::new(polled, wants) {
-            None => real(limit_now),
+        let limit_now = if asleep.may_sleep { limit.left() } else { Some(none) };
+        let ready = if asleep.wakers.is_empty() {
+            real(limit_now)
+        } else {
             // SAFETY: the caller's promise for the mask.
-            Some(wakers) => unsafe { wakers.poll(polled, limit_now, mask) },
+            unsafe { asleep.poll(polled, limit_now, mask) }
         };
         let error = data::errno();
-        for one in &sleepers {
-            one.disarm();
-        }
+        let may_sleep = asleep.may_sleep;
+        asleep.end();
         if ready < 0 {
             data::fail(error);
             return ready;
@@ -315,43 +313,89 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     }
 }
 
-/// A list with entries for the wakers of its connections behind it.
-struct Wakers {
-    list: Vec<pollfd>,
-    /// Which of the program's entries each belongs to.
-    of: Vec<usize>,
+/// What a thread that sleeps in `poll` is counted for. On the heap: programs poll many, and signal handlers none.
+struct Asleep {
+    /// Connections that may be accelerated meanwhile.
+    plain: Vec<u32>,
+    watched: Vec<Watched>,
+    /// Wakers that are polled, too, and which of the program's entries each belongs to.
+    wakers: Vec<(usize, c_int)>,
+    /// Connections whose wakers are not.
+    deaf: Vec<u32>,
+    may_sleep: bool,
 }
 
-impl Wakers {
-    /// `None` if there are none.
-    fn new(polled: &[pollfd], wants: impl Fn(&pollfd) -> Option<Watched>) -> Option<Wakers> {
-        let waker = |one: &pollfd| match wants(one) {
-            Some(Watched::Connection(number)) => waker::of(number),
-            _ => None,
-        };
-        let of: Vec<usize> = (0..polled.len()).filter(|at| waker(&polled[*at]).is_some()).collect();
-        let entry = |at: &usize| pollfd { fd: waker(&polled[*at]).unwrap_or(-1), events: libc::POLLIN, revents: 0 };
-        (!of.is_empty()).then(|| Wakers { list: polled.iter().copied().chain(of.iter().map(entry)).collect(), of })
+fn count_deaf(numbers: &[u32]) {
+    for number in numbers {
+        slots::slot(*number).deaf_sleepers.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Asleep {
+    fn begin(polled: &[pollfd], wants: impl Fn(&pollfd) -> Option<Watched>) -> Asleep {
+        let is_plain = |one: &&pollfd| one.events & READABLE != 0 && watched(one.fd).is_none();
+        let plain: Vec<u32> = polled.iter().filter(is_plain).filter_map(|one| slots::find(one.fd)).collect();
+        for number in &plain {
+            slots::slot(*number).sleepers.fetch_add(1, Ordering::SeqCst);
+        }
+        count_deaf(&plain);
+        let (mut watched, mut wakers, mut deaf) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, one) in polled.iter().enumerate().filter_map(|(at, one)| Some((at, wants(one)?))) {
+            watched.push(one);
+            if let Watched::Connection(number) = one
+                && let Some(waker) = waker::of(number)
+            {
+                wakers.push((at, waker));
+                deaf.push(number);
+            }
+        }
+        // The kernel takes no longer lists.
+        let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+        if !wakers.is_empty() && (polled.len() + wakers.len()) as u64 <= most {
+            deaf.clear();
+        } else {
+            wakers.clear();
+        }
+        count_deaf(&deaf);
+        let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
+        Asleep { plain, watched, wakers, deaf, may_sleep }
     }
 
-    /// As `ppoll`: a waker that was written to counts as its connection.
+    /// As `ppoll`, with an entry for each waker: one that was written to counts as its connection.
     ///
     /// # Safety
     /// As `ppoll`, for the mask.
-    unsafe fn poll(mut self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
+    unsafe fn poll(&self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
+        let entry = |&(_, fd): &(usize, c_int)| pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let mut list: Vec<pollfd> = polled.iter().copied().chain(self.wakers.iter().map(entry)).collect();
         let timeout = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: a list of ours, and the caller's promise.
-        let ready = unsafe { real::ppoll(self.list.as_mut_ptr(), self.list.len() as libc::nfds_t, timeout, mask) };
+        let ready = unsafe { real::ppoll(list.as_mut_ptr(), list.len() as libc::nfds_t, timeout, mask) };
         if ready >= 0 {
-            let (own, wakers) = self.list.split_at(polled.len());
-            polled.copy_from_slice(own);
-            for (waker, at) in wakers.iter().zip(&self.of) {
+            let (own, wakers) = list.split_at(polled.len());
+            // Nothing else of the program's list, which another thread may have changed meanwhile.
+            for (one, own) in polled.iter_mut().zip(own) {
+                one.revents = own.revents;
+            }
+            for (waker, (at, _)) in wakers.iter().zip(&self.wakers) {
                 if waker.revents & libc::POLLIN != 0 {
                     polled[*at].revents |= polled[*at].events & READABLE;
                 }
             }
         }
         ready
+    }
+
+    fn end(self) {
+        for one in &self.watched {
+            one.disarm();
+        }
+        for number in &self.plain {
+            slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
+        for number in self.plain.iter().chain(&self.deaf) {
+            slots::slot(*number).deaf_sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 }
 
@@ -388,7 +432,7 @@ fn correct(polled: &mut [pollfd]) -> c_int {
 pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     let slot = slots::slot(number);
     let Ok(Some(mut receiving)) = slot.receiving() else { return false };
-    let connection = crate::tcp::Connection::new(fd);
+    let connection = crate::tcp::Connection::of(number, fd);
     let slots::Receiving { segment, reader, .. } = &mut receiving;
     if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
         return false;
@@ -469,7 +513,11 @@ pub(crate) unsafe fn is_select_for_us(count: c_int, set: *mut u64) -> bool {
     if !set.is_null() && count <= 1024 * 64 {
         for fd in (0..count).filter(|fd| is_in(*fd)) {
             if let Some(number) = slots::find(fd) {
-                slots::slot(number).is_watched.store(true, Ordering::Relaxed);
+                let slot = slots::slot(number);
+                slot.is_watched.store(true, Ordering::Relaxed);
+                // Another thread may accelerate it while this one sleeps.
+                let is_used = slot.calls.load(Ordering::Relaxed) > 0;
+                answer |= is_used && slot.phase.load(Ordering::Relaxed) != slots::phase::NEVER;
             }
             answer |= watched(fd).is_some();
         }

@@ -51,20 +51,22 @@ pub(crate) fn of(number: u32) -> Option<c_int> {
 pub(crate) fn wakes(number: u32) -> WakeBy {
     let (slot, local) = (slots::slot(number), slots::local(number));
     let is_heard = of(number).is_some()
+        // Else it is not known what would have to hear it.
         && slot.is_watched.load(Ordering::Relaxed)
+        && !slot.is_asynchronous.load(Ordering::Relaxed)
         && slot.deaf_sleepers.load(Ordering::SeqCst) == 0
         && match local.registrations.load(Ordering::SeqCst) {
             0 => true,
-            1 => local.is_waker_registered.load(Ordering::SeqCst),
+            1 => is_registered_with(local.instance.load(Ordering::Relaxed), number),
             _ => false,
         };
     if is_heard { WakeBy::Waker } else { WakeBy::Doorbell }
 }
 
 /// Takes back what has been written to it: how often.
-pub(crate) fn quiet(fd: c_int) -> u32 {
+pub(crate) fn quiet(number: u32) -> u32 {
     let mut written = [0u8; 8];
-    let waker = slots::find(fd).and_then(of);
+    let waker = of(number);
     if waker.is_none_or(|waker| rustix::io::read(slots::borrow(waker), &mut written) != Ok(8)) {
         // About to be written, perhaps.
         return 0;
@@ -73,11 +75,13 @@ pub(crate) fn quiet(fd: c_int) -> u32 {
     u64::from_ne_bytes(written) as u32
 }
 
-/// Registers it where its connection is, with a level or for edges as that: its events look like the connection's. Not if the connection
-/// is registered elsewhere, too.
-pub(crate) fn register(ep: c_int, number: u32, events: u32, data: u64) {
+/// Registers it with the epoll instance where its connection is, with a level or for edges as that: its events look like the connection's.
+/// Not if the connection is registered elsewhere, too.
+pub(crate) fn register(instance: u32, ep: c_int, number: u32, events: u32, data: u64) {
     let local = slots::local(number);
-    if local.registrations.load(Ordering::SeqCst) != 1 || local.is_waker_registered.load(Ordering::SeqCst) {
+    let is_only_here =
+        local.registrations.load(Ordering::SeqCst) == 1 && local.instance.load(Ordering::Relaxed) == instance;
+    if !is_only_here || local.waker_instance.load(Ordering::SeqCst) != 0 {
         return;
     }
     if let Some(waker) = of(number) {
@@ -85,15 +89,25 @@ pub(crate) fn register(ep: c_int, number: u32, events: u32, data: u64) {
         let mut event = epoll_event { events, u64: data };
         // SAFETY: one event.
         let result = unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, waker, &raw mut event) };
-        local.is_waker_registered.store(result == 0, Ordering::SeqCst);
+        if result == 0 {
+            local.waker_instance.store(instance + 1, Ordering::SeqCst);
+        }
     }
 }
 
-/// The other way round.
-pub(crate) fn unregister(ep: c_int, number: u32) {
-    if slots::local(number).is_waker_registered.swap(false, Ordering::SeqCst)
-        && let Some(waker) = of(number)
-    {
+/// Whether it is registered with this epoll instance.
+pub(crate) fn is_registered_with(instance: u32, number: u32) -> bool {
+    slots::local(number).waker_instance.load(Ordering::SeqCst) == instance.wrapping_add(1) && instance != slots::SEVERAL
+}
+
+/// Before its connection's registration with this instance changes or ends, or the instance does: what that has been told of the
+/// connection is not told any more.
+pub(crate) fn unregister(instance: u32, ep: c_int, number: u32) {
+    if !is_registered_with(instance, number) {
+        return;
+    }
+    slots::local(number).waker_instance.store(0, Ordering::SeqCst);
+    if let Some(waker) = of(number) {
         // SAFETY: no event.
         unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, waker, std::ptr::null_mut()) };
     }

@@ -587,6 +587,12 @@ fn both_ends_may_send_much_through_a_relay_before_they_read() {
     assert!(finish(relayed.peers(&[], &["interrupted", &port])).status.success());
 }
 
+#[test]
+fn programs_in_c_sleep_as_on_tcp() {
+    let counted = counters(&compare_in_c("sleeping", STATS));
+    assert!(counted["accelerated"] > 20 && counted["doorbells"] > 100, "{counted:?}");
+}
+
 /// What sleeps is woken by the relay, by whatever call it sleeps.
 #[test]
 fn programs_in_c_sleep_through_a_relay_as_on_tcp() {

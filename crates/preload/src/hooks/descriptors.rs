@@ -154,12 +154,27 @@ fn onto(fd: c_int, to: c_int, real: impl Fn() -> c_int) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fcntl(fd: c_int, command: c_int, arg: c_ulong) -> c_int {
+    note_flags(fd, command, arg);
     duplicated(fd, command, unsafe { real::fcntl(fd, command, arg) })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, arg: c_ulong) -> c_int {
+    note_flags(fd, command, arg);
     duplicated(fd, command, unsafe { real::fcntl64(fd, command, arg) })
+}
+
+fn note_flags(fd: c_int, command: c_int, arg: c_ulong) {
+    if command == libc::F_SETFL && arg as c_int & libc::O_ASYNC != 0 {
+        set_asynchronous(fd);
+    }
+}
+
+/// Signals are to say when something comes, which only doorbells bring about.
+fn set_asynchronous(fd: c_int) {
+    if let Some(number) = slots::find(fd) {
+        slots::slot(number).is_asynchronous.store(true, Ordering::Relaxed);
+    }
 }
 
 fn duplicated(fd: c_int, command: c_int, result: c_int) -> c_int {
@@ -180,6 +195,9 @@ pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong)
     {
         unsafe { (arg as *mut c_int).write_unaligned(c_int::try_from(len).unwrap_or(c_int::MAX)) };
         return 0;
+    }
+    if request as u32 == libc::FIOASYNC as u32 {
+        set_asynchronous(fd);
     }
     unsafe { real::ioctl(fd, request, arg) }
 }
@@ -243,7 +261,11 @@ pub(crate) unsafe extern "C" fn setsockopt(
             }
             (
                 libc::SOL_SOCKET,
-                libc::SO_ATTACH_FILTER | libc::SO_ATTACH_BPF | libc::SO_ZEROCOPY | libc::SO_PEEK_OFF,
+                libc::SO_ATTACH_FILTER
+                | libc::SO_ATTACH_BPF
+                | libc::SO_ZEROCOPY
+                | libc::SO_PEEK_OFF
+                | libc::SO_TIMESTAMPING,
             )
             | (libc::IPPROTO_TCP, libc::TCP_ULP | libc::TCP_REPAIR | libc::TCP_MD5SIG) => keep_plain(number, fd),
             _ => {}

@@ -193,6 +193,116 @@ static void by_several(void) {
     close(second);
 }
 
+static void *say_last(void *unused) {
+    send(other, "x", 1, 0);
+    shutdown(other, SHUT_WR);
+    return unused;
+}
+
+/* The last byte and the end of the connection come together, and are one event: the program may free its data then. */
+static void one_event(void) {
+    for (int i = 0; i < 8; i++) {
+        connect_both();
+        int ep = epoll_create1(EPOLL_CLOEXEC), ready = 1, all = 0;
+        struct epoll_event wanted = {.events = EPOLLIN | EPOLLRDHUP | (i % 2 ? EPOLLET : 0)}, got[4];
+        must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        /* A thread that sleeps once is registered to be woken. */
+        epoll_wait(ep, got, 4, 1);
+        pthread_t thread;
+        pthread_create(&thread, NULL, say_last, NULL);
+        while (ready == 1 && !(all & EPOLLRDHUP)) {
+            ready = epoll_wait(ep, got, 4, 20000);
+            all |= got[0].events;
+        }
+        must(ready == 1, "one event");
+        exactly(one, 1);
+        pthread_join(thread, NULL);
+        close_both();
+        close(ep);
+    }
+    printf("one event\n");
+}
+
+/* What an instance has been told of a connection is over when that is taken out, also if it has been with another one meanwhile. */
+static void taken_out(void) {
+    pthread_t thread;
+    start(&thread);
+    int first = epoll_create1(EPOLL_CLOEXEC), second = epoll_create1(EPOLL_CLOEXEC), wrong = 0;
+    struct epoll_event wanted = {.events = EPOLLIN, .data.u64 = 7}, got;
+    must(epoll_ctl(first, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    epoll_wait(first, &got, 1, 1);
+    must(epoll_ctl(second, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    must(epoll_ctl(second, EPOLL_CTL_DEL, one, NULL) == 0, "epoll_ctl");
+    must(epoll_ctl(first, EPOLL_CTL_DEL, one, NULL) == 0, "epoll_ctl");
+    for (int i = 0; i < 100; i++) {
+        send(one, "x", 1, 0);
+        exactly(one, 1);
+        wrong += epoll_wait(first, &got, 1, 0) != 0;
+    }
+    stop(thread, "taken out");
+    printf("told of it nevertheless: %d\n", wrong);
+    close(first);
+    close(second);
+}
+
+static struct pollfd list[2];
+static int ends[2];
+static void *change(void *unused) {
+    usleep(20000);
+    list[1].fd = ends[0];
+    must(write(ends[1], "x", 1) == 1, "write");
+    return unused;
+}
+
+/* Another thread changes the list of one that sleeps. */
+static void changed_list(void) {
+    connect_both();
+    must(pipe(ends) == 0, "pipe");
+    list[0] = (struct pollfd){.fd = one, .events = POLLIN};
+    list[1] = (struct pollfd){.fd = -1, .events = POLLIN};
+    pthread_t thread;
+    pthread_create(&thread, NULL, change, NULL);
+    int ready = poll(list, 2, 200);
+    pthread_join(thread, NULL);
+    if (ready == 0)
+        ready = poll(list, 2, 20000);
+    printf("changed list: %d %d\n", list[1].fd == ends[0], ready);
+    close(ends[0]);
+    close(ends[1]);
+    close_both();
+}
+
+static void *wait_for_events(void *ep) {
+    struct epoll_event got;
+    for (int i = 0; i < 50; i++) {
+        must(epoll_wait(*(int *)ep, &got, 1, 20000) == 1, "the thread beside one that polls");
+        exactly(one, 1);
+        must(send(one, "y", 1, 0) == 1, "send");
+    }
+    return NULL;
+}
+
+/* A thread that gives up waiting takes nothing from another that waits. */
+static void beside_each_other(void) {
+    connect_both();
+    int ep = epoll_create1(EPOLL_CLOEXEC);
+    struct epoll_event wanted = {.events = EPOLLIN};
+    must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    pthread_t thread;
+    pthread_create(&thread, NULL, wait_for_events, &ep);
+    for (int i = 0; i < 50; i++) {
+        struct pollfd none = {.fd = one, .events = POLLIN};
+        usleep(200);
+        poll(&none, 1, 1);
+        send(other, "x", 1, 0);
+        exactly(other, 1);
+    }
+    pthread_join(thread, NULL);
+    printf("beside each other\n");
+    close(ep);
+    close_both();
+}
+
 /* Others use the numbers and the memory of connections that are closed while they are registered. */
 static void closed_while_registered(void) {
     int ep = epoll_create1(EPOLL_CLOEXEC);
@@ -307,6 +417,10 @@ int main(void) {
     by_epoll(EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, "edge");
     by_epoll(EPOLLIN | EPOLLONESHOT, "once");
     by_several();
+    one_event();
+    taken_out();
+    changed_list();
+    beside_each_other();
     closed_while_registered();
     by_signals();
     a_limit();
