@@ -1,7 +1,7 @@
 //! Epoll: readiness in rings and in the kernel as one.
 //!
 //! Descriptors are registered with the kernel's epoll as the program says, so whatever waits by other means still works, woken by
-//! doorbells. Beside that, registrations of connections are remembered here. A call that waits looks at the rings of those that are
+//! doorbells; connections to other hosts have a descriptor beside them that their relay wakes them by ([`crate::waker`]). Beside that, registrations of connections are remembered here. A call that waits looks at the rings of those that are
 //! busy ("hot") before it asks the kernel; those that have been idle for long are left to doorbells.
 
 use crate::lock::{Guard, Lock};

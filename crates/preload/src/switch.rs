@@ -487,7 +487,10 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             result = adopt(number, &guard, fd, &offer, &file);
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
-                Err(error) => never(slot, fd, Reason::Failed, &format_args!(": {error}")),
+                Err(error) => {
+                    waker::close(number);
+                    never(slot, fd, Reason::Failed, &format_args!(": {error}"));
+                }
             }
         }
     }
@@ -558,6 +561,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         if let Some(segment) = slot.set_segment(guard, None) {
             drop_unused(segment);
         }
+        waker::close(number);
         never(slot, fd, reason, detail);
     };
     if !slot.is_only_ours(number) {

@@ -1,6 +1,7 @@
 //! Calls that wait for several descriptors: `poll` and `select`. See [`crate::epoll`] for the third.
 //!
-//! They look at the rings first, and ask the kernel when there is nothing. Before they sleep they ask peers for doorbells.
+//! They look at the rings first, and ask the kernel when there is nothing. Before they sleep they ask to be woken: by doorbells,
+//! or, from other hosts, by this host's relay ([`crate::waker`]).
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
@@ -428,7 +429,8 @@ fn correct(polled: &mut [pollfd]) -> c_int {
     ready
 }
 
-/// Whether all that the kernel has for a connection is doorbells that nothing in the ring belongs to; discards them.
+/// Whether all that the kernel has for a connection is doorbells, and wake-ups by the relay, that nothing in the ring belongs to; takes them
+/// back.
 pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     let slot = slots::slot(number);
     let Ok(Some(mut receiving)) = slot.receiving() else { return false };

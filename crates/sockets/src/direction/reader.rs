@@ -403,8 +403,8 @@ impl Reader {
         }
     }
 
-    /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, so that the kernel calls the connection readable
-    /// only when there is something new.
+    /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
+    /// kernel calls the connection readable only when there is something new.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
         if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
             self.woken = self.woken.wrapping_add(tcp.quiet_waker());
