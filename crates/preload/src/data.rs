@@ -352,8 +352,8 @@ fn peek(fd: c_int, flags: c_int) -> Result<bool, c_int> {
     }
 }
 
-/// Sleeps until the kernel has something: a byte of the stream, a doorbell, a wake-up by the relay. False at the connection's end. For `left` at most; without
-/// that, for as long as the program's time limit says.
+/// Sleeps until the kernel has something: a byte of the stream, a doorbell, a wake-up by the relay. False at the connection's end. For
+/// `left` at most; without that, for as long as the program's time limit says.
 fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
     let Which { slot, number, fd, .. } = which;
     let connection = Connection::new(fd);

@@ -1,8 +1,9 @@
 //! Epoll: readiness in rings and in the kernel as one.
 //!
 //! Descriptors are registered with the kernel's epoll as the program says, so whatever waits by other means still works, woken by
-//! doorbells; connections to other hosts have a descriptor beside them that their relay wakes them by ([`crate::waker`]). Beside that, registrations of connections are remembered here. A call that waits looks at the rings of those that are
-//! busy ("hot") before it asks the kernel; those that have been idle for long are left to doorbells.
+//! doorbells; connections to other hosts have a descriptor beside them that their relay wakes them by ([`crate::waker`]). Beside that,
+//! registrations of connections are remembered here. A call that waits looks at the rings of those that are busy ("hot") before it
+//! asks the kernel; those that have been idle for long are left to doorbells.
 
 use crate::lock::{Guard, Lock};
 use crate::report::{count, counters};
@@ -647,7 +648,7 @@ pub(crate) unsafe fn wait(
             return ready;
         }
         // SAFETY: the kernel has written as many.
-        let kept = correct(number, instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
+        let kept = correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
         if kept > 0 {
             return kept as c_int;
         }
@@ -675,7 +676,7 @@ pub(crate) unsafe fn wait(
         if found == 0 && asks_kernel && has_hot {
             let ready = real(out.as_mut_ptr(), max, Some(none));
             if ready > 0 {
-                found = correct(number, instance, &mut out[..ready as usize]);
+                found = correct(instance, &mut out[..ready as usize]);
             }
             if found == 0 && out.len() == 1 {
                 continue;
@@ -687,7 +688,7 @@ pub(crate) unsafe fn wait(
                 let rest = &mut out[found..];
                 let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none));
                 if more > 0 {
-                    found = merge(number, instance, out, found, more as usize);
+                    found = merge(instance, out, found, more as usize);
                 }
             }
             return found as c_int;
@@ -701,7 +702,7 @@ pub(crate) unsafe fn wait(
         if limit.is_over() {
             // Only a look.
             let ready = real(out.as_mut_ptr(), max, Some(none));
-            return if ready > 0 { correct(number, instance, &mut out[..ready as usize]) as c_int } else { ready };
+            return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
         }
         let may_sleep = arm(number);
         count(&counters().sleeps, 1);
@@ -711,7 +712,7 @@ pub(crate) unsafe fn wait(
         if ready < 0 {
             return data::fail(error) as c_int;
         }
-        let kept = correct(number, instance, &mut out[..ready as usize]);
+        let kept = correct(instance, &mut out[..ready as usize]);
         if kept > 0 || ready == 0 && may_sleep || limit.is_over() {
             return kept as c_int;
         }
@@ -719,8 +720,8 @@ pub(crate) unsafe fn wait(
 }
 
 /// What the kernel has said comes behind what the rings have said, and is about some of the same.
-fn merge(number: u32, instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
-    let kept = correct(number, instance, &mut out[first..first + more]);
+fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
+    let kept = correct(instance, &mut out[first..first + more]);
     let mut end = first;
     for i in first..first + kept {
         let one = out[i];
@@ -736,7 +737,7 @@ fn merge(number: u32, instance: &Instance, out: &mut [epoll_event], first: usize
 }
 
 /// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
-fn correct(number: u32, instance: &Instance, events: &mut [epoll_event]) -> usize {
+fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
     let state = instance.state(&mut guard);
     let mut kept = 0;
@@ -785,7 +786,7 @@ fn correct(number: u32, instance: &Instance, events: &mut [epoll_event]) -> usiz
             continue;
         }
         // The connection and its waker are one to the program, which may free what it knows of it at the first event.
-        let has_waker = at.is_some_and(|at| waker::is_registered_with(number, state.registrations[at as usize].number));
+        let has_waker = at.is_some_and(|at| waker::of(state.registrations[at as usize].number).is_some());
         let same = events[..kept].iter_mut().find(|other| has_waker && { other.u64 } == { event.u64 });
         match same {
             Some(same) => same.events |= events_now,

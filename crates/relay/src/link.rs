@@ -298,6 +298,10 @@ pub(crate) fn lies() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::meet::{Host, Peers};
+    use std::net::{Ipv4Addr, TcpListener};
+    use std::sync::Arc;
+    use thruway_auth::KeyPair;
 
     #[test]
     fn messages_are_understood_and_cut_ones_are_refused() {
@@ -323,6 +327,71 @@ mod tests {
             }
         }
         assert_eq!(Message::decode(&[9, 0, 0, 0, 0]), Err(Broken));
+    }
+
+    /// Two relays that have met, each with a device of its own.
+    fn met() -> ((Arc<Host>, Link), (Arc<Host>, Link)) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("peers");
+        let (here, there) = (KeyPair::generate(), KeyPair::generate());
+        std::fs::write(&path, format!("{}\n{}\n", here.public(), there.public())).unwrap();
+        let host = |keys: KeyPair| {
+            let provider = thruway_fabric::iwarp::Config::default().into();
+            Arc::new(Host::new(provider, keys, Peers::file(path.clone()), true, 0).unwrap())
+        };
+        let (here, there) = (host(here), host(there));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let at = listener.local_addr().unwrap();
+        let (called, answered) = std::thread::scope(|scope| {
+            let answer = scope.spawn(|| there.answer(listener.accept().unwrap().0).unwrap());
+            let call = scope.spawn(|| here.call(at.ip(), at).unwrap());
+            // As the loop does.
+            while !(answer.is_finished() && call.is_finished()) {
+                here.context.poll();
+                there.context.poll();
+                std::thread::yield_now();
+            }
+            (call.join().unwrap(), answer.join().unwrap())
+        });
+        ((here, called), (there, answered))
+    }
+
+    #[test]
+    fn a_relay_that_takes_nothing_ends_the_link_before_it_fills_memory() {
+        let ((host, mut link), (other_host, mut other)) = met();
+        let feedback = |head| Message::Feedback { id: 1, feedback: Feedback { head, ..Feedback::default() } };
+        // While it takes what it is sent, there is no end.
+        let mut received = 0;
+        for sent in 0..20_000 {
+            link.send(&feedback(sent)).unwrap();
+            link.flush().unwrap();
+            host.context.poll();
+            other_host.context.poll();
+            while let Some(message) = other.receive().unwrap() {
+                assert_eq!(message, feedback(received));
+                received += 1;
+            }
+        }
+        while received < 20_000 {
+            link.flush().unwrap();
+            host.context.poll();
+            other_host.context.poll();
+            while let Some(message) = other.receive().unwrap() {
+                assert_eq!(message, feedback(received));
+                received += 1;
+            }
+        }
+        let mut bytes = 0;
+        let error = loop {
+            if let Err(error) = link.send(&feedback(0)).and_then(|()| link.flush()) {
+                break error;
+            }
+            host.context.poll();
+            bytes += 4 + 5 + 26;
+            assert!(bytes < 64 << 20, "no end");
+        };
+        assert!(error.to_string().contains("does not take the answers"), "{error}");
+        assert!(link.waiting.iter().map(Vec::len).sum::<usize>() <= (WAITING_MAX + 1) * BUNDLE_MAX);
     }
 
     #[test]
