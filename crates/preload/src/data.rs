@@ -830,6 +830,8 @@ fn waits(fd: c_int) -> bool {
 /// bytes that would be missing.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     count(&counters().demoted, 1);
+    // How long it lasts is not counted from here on, and says nothing of others.
+    slot.service.store(0, Ordering::Relaxed);
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {

@@ -65,6 +65,7 @@ pub(crate) struct RunArgs {
 fn ports(text: &str) -> Result<(u16, u16), String> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     match (first.parse(), last.parse()) {
+        (Ok(_), Ok(0)) => Err("no connection has port 0".to_owned()),
         (Ok(first), Ok(last)) if first <= last => Ok((first, last)),
         _ => Err("a port or a range of ports, as 8000-8100".to_owned()),
     }
@@ -453,6 +454,7 @@ mod tests {
             ("ring = 5000", "no power of two"),
             ("ring = \"x\"", "ring"),
             ("[[rule]]\nports = \"9-1\"\nmode = \"tcp\"", "9-1"),
+            ("[[rule]]\nports = \"0\"\nmode = \"tcp\"", "port 0"),
             ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
             ("aftercalls = 1", "aftercalls"),
         ] {
