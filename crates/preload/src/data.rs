@@ -13,7 +13,7 @@ use crate::tcp::Connection;
 use crate::{SETTINGS, real, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, Writer};
@@ -398,6 +398,7 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
         slot.is_watched.store(true, Ordering::Relaxed);
         if was_last {
             disarm(slot, number);
+            wait::note_drained(number);
         }
     }
     result
@@ -461,8 +462,12 @@ fn quiesce(
     keep_error(slot, reader);
     if wait::looks_by_itself(slot, number) {
         reader.disarm(segment);
-        // Something that comes now is seen at the next look.
-        return Ok(reader.ring_len(segment)? == 0);
+        fence(Ordering::SeqCst);
+        if wait::looks_by_itself(slot, number) {
+            // Something that comes now is seen at the next look.
+            return Ok(reader.ring_len(segment)? == 0);
+        }
+        // A thread has gone to sleep meanwhile.
     }
     Ok(reader.arm(segment, waker::wakes(number))?)
 }

@@ -30,8 +30,9 @@ const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
 const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 const EDGE: u32 = libc::EPOLLET as u32;
+const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
 /// With these, the kernel's own bookkeeping counts.
-const SPECIAL: u32 = (libc::EPOLLONESHOT | libc::EPOLLEXCLUSIVE) as u32;
+const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
 
 struct Registration {
     /// The connection, and one of its descriptors: the one that was registered.
@@ -43,6 +44,10 @@ struct Registration {
     idle: u32,
     /// What the peer's position was when the program was last told, for edges.
     told: u64,
+    /// Good for one event, or exclusive: the ring had something that no doorbell has rung for.
+    is_owed: bool,
+    /// Good for one event: that was nothing, and the kernel's registration was made good for another.
+    is_renewed: bool,
 }
 
 #[derive(Default)]
@@ -120,7 +125,7 @@ pub(crate) fn add(fd: c_int) {
         if let Ok(mut guard) = instance.lock.lock() {
             *instance.state(&mut guard) = State::default();
         }
-        instance.sleepers.store(0, Ordering::Relaxed);
+        // Not the threads that sleep: one that has since an earlier instance takes itself off when it wakes.
         instance.connections.store(0, Ordering::Relaxed);
         instance.is_foreign.store(false, Ordering::Relaxed);
         instance.is_nested.store(false, Ordering::Relaxed);
@@ -199,7 +204,7 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     if let Ok(mut guard) = instance.lock.lock() {
         let state = std::mem::take(instance.state(&mut guard));
         for one in state.registrations.iter().filter(|one| one.fd >= 0) {
-            // What waits for it by another descriptor is told nothing any more, either.
+            // Also for what waits for the instance by another descriptor.
             waker::unregister(number, fd, one.number);
             forget(one);
         }
@@ -231,6 +236,7 @@ pub(crate) fn after_fork() {
         // SAFETY: instances are leaked.
         if let Some(instance) = unsafe { at.as_ref() } {
             instance.lock.reset();
+            instance.sleepers.store(0, Ordering::SeqCst);
             instance.is_foreign.store(true, Ordering::SeqCst);
         }
     }
@@ -283,6 +289,8 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 is_hot: false,
                 idle: 0,
                 told: u64::MAX,
+                is_owed: false,
+                is_renewed: false,
             };
             let at = state.free.pop().map_or_else(
                 || {
@@ -315,7 +323,11 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
             local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
             // What is there is an event again, as with the kernel.
-            (one.events, one.data, one.told) = (event.events, event.u64, u64::MAX);
+            (one.events, one.data, one.told, one.is_owed) = (event.events, event.u64, u64::MAX, false);
+            if std::mem::take(&mut one.is_renewed) {
+                // That may have been after the program's own call, with what was wanted before.
+                one.renew(ep, one.events);
+            }
             state.index(event.u64, at as u32);
             is_new = Some(at as u32);
         }
@@ -331,9 +343,15 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         && slots::slot(connection).is_accelerated()
     {
         state.heat(at);
-        let one = &state.registrations[at as usize];
+        let one = &mut state.registrations[at as usize];
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
-        let must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
+        let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
+        one.is_owed = must_ring && one.events & SPECIAL != 0;
+        if one.is_owed && one.events & ONE_SHOT != 0 {
+            // The kernel has to give the event, and to be done with it then. That something can be sent is one that it gives now.
+            one.renew(ep, one.events | libc::EPOLLOUT as u32);
+            must_ring = false;
+        }
         drop(guard);
         if must_ring {
             instance.ring(ep);
@@ -464,9 +482,9 @@ impl State {
         let hot = std::mem::take(&mut self.hot);
         let found = hot.iter().any(|at| {
             let one = &mut self.registrations[*at as usize];
-            let told = one.told;
+            let before = (one.told, one.is_owed);
             let is_ready = one.fd >= 0 && one.ready() != 0;
-            one.told = told;
+            (one.told, one.is_owed) = before;
             is_ready
         });
         self.hot = hot;
@@ -475,6 +493,37 @@ impl State {
 }
 
 impl Registration {
+    /// A descriptor of the connection: the one that was registered may be another file by now.
+    fn descriptor(&self) -> c_int {
+        slots::local(self.number).fd.load(Ordering::Relaxed)
+    }
+
+    /// Changes the kernel's registration.
+    fn renew(&self, ep: c_int, events: u32) {
+        let mut event = epoll_event { events, u64: self.data };
+        // SAFETY: one event. It fails if the program has just taken it out.
+        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) };
+    }
+
+    /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
+    fn one_shot(&mut self, ep: c_int, said: u32) -> u32 {
+        self.is_owed = false;
+        // Without what the kernel was asked for in place of the program.
+        let mut events = said & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
+        if data::is_readable(slots::slot(self.number)) {
+            return events | self.events & libc::EPOLLIN as u32;
+        }
+        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | libc::EPOLLPRI as u32) == 0;
+        if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
+            events &= !READABLE;
+        }
+        if events == 0 {
+            self.renew(ep, self.events);
+            self.is_renewed = true;
+        }
+        events
+    }
+
     /// Whether the program has been told of all that the ring has.
     fn is_told(&self, slot: &Slot) -> bool {
         match slot.receiving() {
@@ -486,7 +535,8 @@ impl Registration {
     /// What is to be said of it without waiting for the kernel to say something.
     fn ready(&mut self) -> u32 {
         let slot = slots::slot(self.number);
-        if self.events & SPECIAL != 0 || !slot.is_accelerated() {
+        let is_exclusive = self.events & libc::EPOLLEXCLUSIVE as u32 != 0;
+        if self.events & SPECIAL != 0 && !(is_exclusive && self.is_owed) || !slot.is_accelerated() {
             return 0;
         }
         // If another thread reads, that finds what there is.
@@ -494,6 +544,10 @@ impl Registration {
         let (segment, reader) = (&receiving.segment, &receiving.reader);
         let is_edge = self.events & EDGE != 0;
         let mut readable = reader.ring_len(segment) != Ok(0);
+        if is_exclusive {
+            self.is_owed = readable && !is_edge;
+            return if readable { READABLE & self.events } else { 0 };
+        }
         if is_edge && readable {
             let tail = reader.tail(segment).load(Ordering::Acquire);
             readable = self.told != tail;
@@ -514,8 +568,8 @@ impl Registration {
             events |= WRITABLE;
         }
         if is_kernels || may_have_blocked {
-            let said = Connection::new(self.fd).poll();
-            let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.fd);
+            let said = Connection::new(self.descriptor()).poll();
+            let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.descriptor());
             events |= if is_spurious { said & !READABLE } else { said };
             if slot.error.load(Ordering::Relaxed) != 0 {
                 events |= libc::EPOLLERR as u32;
@@ -592,7 +646,11 @@ pub(crate) fn arm(number: u32) -> bool {
             }
             let is_empty = arm_connection(one.number);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
-            is_quiet &= is_empty || one.events & READABLE == 0 || one.events & EDGE != 0 && one.is_told(slot);
+            is_quiet &= is_empty
+                || one.events & READABLE == 0
+                || one.events & EDGE != 0 && one.is_told(slot)
+                // The kernel tells of it, by the doorbell that has not been discarded.
+                || one.events & SPECIAL != 0 && !one.is_owed;
         }
     }
     is_quiet
@@ -755,7 +813,13 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             // Taken from the kernel, and not yet told.
             events_now |= libc::EPOLLERR as u32;
         }
+        let is_one_shot = |one: &Registration| one.events & ONE_SHOT != 0 && slots::slot(one.number).is_accelerated();
         if let Some(at) = at
+            && is_one_shot(&state.registrations[at as usize])
+        {
+            let ep = instance.ep.load(Ordering::Relaxed);
+            events_now = state.registrations[at as usize].one_shot(ep, events_now);
+        } else if let Some(at) = at
             && events_now & READABLE != 0
             && events_now & (ENDS | libc::EPOLLPRI as u32) == 0
         {
@@ -773,10 +837,12 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
                         one.told = tail;
                     }
                     state.heat(at);
-                } else if one.events & SPECIAL == 0 && wait::is_doorbell(one.number, one.fd) {
-                    // Writable it may be nevertheless, which only a level tells again and again.
+                } else if one.events & SPECIAL == 0 && wait::is_doorbell(one.number, one.descriptor()) {
+                    // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
                     events_now &= !READABLE;
-                    if one.events & EDGE != 0 && !data::may_have_blocked(slot) {
+                    let is_first = one.told == u64::MAX;
+                    one.told = one.told.min(u64::MAX - 1);
+                    if one.events & EDGE != 0 && !is_first && !data::may_have_blocked(slot) {
                         events_now = 0;
                     }
                 }

@@ -213,11 +213,17 @@ pub(crate) fn before_close(fd: c_int) {
     if slots::find(fd).is_none() || slots::is_in_borrowed_memory() {
         return;
     }
-    if let Some((number, last)) = slots::remove(fd)
-        && last != Last::No
-    {
-        epoll::forget_connection(number);
-        switch::tear_down(number, fd, last);
+    match slots::remove(fd) {
+        Some((number, Last::No)) => {
+            // What is inside a call on it is done with this descriptor, which may be another file soon.
+            let slot = slots::slot(number);
+            let _inside = (slot.receiving.lock(), slot.sending.lock());
+        }
+        Some((number, last)) => {
+            epoll::forget_connection(number);
+            switch::tear_down(number, fd, last);
+        }
+        None => {}
     }
 }
 

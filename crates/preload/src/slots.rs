@@ -9,7 +9,8 @@
 //!
 //! **Pairs of words**, of which each side writes its own before it reads the other's, so that one of the two sees the other: `phase` and
 //! `plain_receives` or `plain_sends` (a plain call and a switch); `sleepers` and what a thread that drains a ring looks at; the ring's
-//! tail and `armed` (a writer and a reader that is about to sleep); `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a relay and a fork).
+//! tail and `armed` (a writer and a reader that is about to sleep); `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a
+//! relay and a fork).
 
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};

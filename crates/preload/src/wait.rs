@@ -175,6 +175,8 @@ impl Watched {
                 let slot = slots::slot(number);
                 if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 {
                     data::disarm(slot, number);
+                    // An epoll instance that has left it to a doorbell looks at it again.
+                    note_drained(number);
                 }
             }
             Watched::Epoll(number) => epoll::disarm(number),
@@ -351,13 +353,13 @@ impl Asleep {
             }
         }
         // The kernel takes no longer lists.
-        let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-        if !wakers.is_empty() && (polled.len() + wakers.len()) as u64 <= most {
-            deaf.clear();
-        } else {
+        let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+        if !wakers.is_empty() && (polled.len() + wakers.len()) as u64 > most() {
             wakers.clear();
+            count_deaf(&deaf);
+        } else {
+            deaf.clear();
         }
-        count_deaf(&deaf);
         let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
         Asleep { plain, watched, wakers, deaf, may_sleep }
     }
@@ -504,7 +506,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut u64; 3], limit: Limit, mas
     ready
 }
 
-/// Whether a set that `select` is given has an accelerated connection.
+/// Whether a set that `select` is given has a connection that is accelerated, or may be meanwhile.
 ///
 /// # Safety
 /// As [`select`].

@@ -100,8 +100,8 @@ pub(crate) fn is_registered_with(instance: u32, number: u32) -> bool {
     slots::local(number).waker_instance.load(Ordering::SeqCst) == instance.wrapping_add(1) && instance != slots::SEVERAL
 }
 
-/// Before its connection's registration with this instance changes or ends, or the instance does: what that has been told of the
-/// connection is not told any more.
+/// Before its connection's registration with this instance changes or ends, or the instance does: no event comes with the data of
+/// that registration any more.
 pub(crate) fn unregister(instance: u32, ep: c_int, number: u32) {
     if !is_registered_with(instance, number) {
         return;

@@ -196,7 +196,7 @@ pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong)
         unsafe { (arg as *mut c_int).write_unaligned(c_int::try_from(len).unwrap_or(c_int::MAX)) };
         return 0;
     }
-    if request as u32 == libc::FIOASYNC as u32 {
+    if request as u32 == libc::FIOASYNC as u32 && arg != 0 && unsafe { (arg as *const c_int).read_unaligned() } != 0 {
         set_asynchronous(fd);
     }
     unsafe { real::ioctl(fd, request, arg) }

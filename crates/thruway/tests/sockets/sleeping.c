@@ -1,41 +1,22 @@
 /* Threads that sleep until something comes, by every call that does, and what ends their sleep. Prints results that the test compares
  * with those of plain TCP. */
 #define _GNU_SOURCE
+#include "common.h"
 #include <arpa/inet.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <sys/select.h>
-#include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
 
 enum { ROUNDS = 400 };
 static int one, other;
-
-static void must(int holds, const char *what) {
-    if (!holds) {
-        printf("%s: %s\n", what, strerror(errno));
-        exit(1);
-    }
-}
-
-static void exactly(int fd, int length) {
-    char buffer[1024];
-    while (length > 0) {
-        int n = recv(fd, buffer, length, 0);
-        must(n > 0, "recv");
-        length -= n;
-    }
-}
 
 /* Long enough for both ends to be accelerated, mostly. */
 static void connect_both(void) {
@@ -303,6 +284,153 @@ static void beside_each_other(void) {
     close_both();
 }
 
+static void *send_later(void *unused) {
+    usleep(30000);
+    send(other, "x", 1, 0);
+    return unused;
+}
+
+/* A connection that has been idle for long is looked at by other means than epoll, which is to tell of it afterwards. */
+static void looked_at(void) {
+    for (int how = 0; how < 3; how++) {
+        connect_both();
+        int ep = epoll_create1(EPOLL_CLOEXEC);
+        struct epoll_event wanted = {.events = EPOLLIN | (how == 1 ? EPOLLET : 0)}, got;
+        must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        for (int i = 0; i < 500; i++)
+            must(epoll_wait(ep, &got, 1, 0) == 0, "nothing yet");
+        struct pollfd now = {.fd = one, .events = POLLIN};
+        char byte;
+        int found = how < 2 ? poll(&now, 1, 0) : recv(one, &byte, 1, MSG_DONTWAIT);
+        pthread_t thread;
+        pthread_create(&thread, NULL, send_later, NULL);
+        int ready = epoll_wait(ep, &got, 1, 3000);
+        pthread_join(thread, NULL);
+        printf("looked at, %d: %d %d\n", how, found, ready);
+        close(ep);
+        close_both();
+    }
+}
+
+/* A registration that is good for one event, of bytes that are there already, some of which have been read; and none while they are not. */
+static void once_of_what_is_there(void) {
+    for (int how = 0; how < 3; how++) {
+        connect_both();
+        int ep = epoll_create1(EPOLL_CLOEXEC);
+        struct epoll_event wanted = {.events = EPOLLIN, .data.u64 = 3}, got;
+        if (how == 1)
+            must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        must(send(other, "hello", 5, 0) == 5, "send");
+        exactly(one, 1);
+        wanted.events = EPOLLIN | (how == 2 ? EPOLLEXCLUSIVE : EPOLLONESHOT);
+        must(epoll_ctl(ep, how == 1 ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+        int ready = epoll_wait(ep, &got, 1, 3000);
+        printf("once, %d: %d %x %d\n", how, ready, ready == 1 ? got.events : 0, ready == 1 && got.data.u64 == 3);
+        if (how < 2) {
+            printf("and no more: %d\n", epoll_wait(ep, &got, 1, 200));
+            must(epoll_ctl(ep, EPOLL_CTL_MOD, one, &wanted) == 0, "epoll_ctl");
+            ready = epoll_wait(ep, &got, 1, 3000);
+            printf("again: %d %x\n", ready, ready == 1 ? got.events : 0);
+            exactly(one, 4);
+            must(epoll_ctl(ep, EPOLL_CTL_MOD, one, &wanted) == 0, "epoll_ctl");
+            printf("nothing: %d\n", epoll_wait(ep, &got, 1, 20));
+            send(other, "x", 1, 0);
+            ready = epoll_wait(ep, &got, 1, 3000);
+            printf("new: %d %x\n", ready, ready == 1 ? got.events : 0);
+        }
+        close(ep);
+        close_both();
+    }
+}
+
+/* The number of a descriptor of which a copy is open is another connection's. */
+static void copies(void) {
+    connect_both();
+    int ep = epoll_create1(EPOLL_CLOEXEC), number = one, peer = other, copy;
+    struct epoll_event wanted = {.events = EPOLLIN, .data.u64 = 1}, got;
+    must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    copy = dup(one);
+    close(one);
+    connect_both();
+    dup2(one, number);
+    close(one);
+    one = number;
+    int wrong = 0;
+    for (int i = 0; i < 200; i++) {
+        send(peer, "a", 1, 0);
+        send(i % 2 ? one : other, "bcd", 3, 0);
+        int ready = epoll_wait(ep, &got, 1, 3000);
+        wrong += ready != 1 || got.data.u64 != 1;
+        char byte, rest[3];
+        wrong += recv(copy, &byte, 1, 0) != 1 || byte != 'a';
+        wrong += recv(i % 2 ? other : one, rest, 3, MSG_WAITALL) != 3 || memcmp(rest, "bcd", 3) != 0;
+        if (i % 20 == 0)
+            epoll_wait(ep, &got, 1, 1);
+    }
+    printf("copies: %d\n", wrong);
+    close(copy);
+    close(peer);
+    close(ep);
+    close_both();
+}
+
+/* A list as long as lists may be. */
+static void long_list(void) {
+    pthread_t thread;
+    start(&thread);
+    struct rlimit limit, low;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    low = limit;
+    low.rlim_cur = 64;
+    setrlimit(RLIMIT_NOFILE, &low);
+    struct pollfd all[64];
+    int wrong = 0;
+    for (int i = 0; i < 64; i++)
+        all[i] = (struct pollfd){.fd = -1, .events = POLLIN};
+    all[40].fd = one;
+    for (int i = 0; i < 100; i++) {
+        send(one, "x", 1, 0);
+        wrong += poll(all, 64, 3000) != 1;
+        exactly(one, 1);
+    }
+    setrlimit(RLIMIT_NOFILE, &limit);
+    stop(thread, "long list");
+    printf("long list: %d\n", wrong);
+}
+
+/* Signals say when something comes, also where the program has polled before. */
+static void by_signal(void) {
+    connect_both();
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGIO);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+    struct pollfd now = {.fd = one, .events = POLLIN};
+    poll(&now, 1, 1);
+    fcntl(one, F_SETOWN, getpid());
+    fcntl(one, F_SETFL, O_NONBLOCK | O_ASYNC);
+    struct timespec time = {.tv_sec = 3}, none = {0};
+    int wrong = 0;
+    char byte;
+    for (int i = 0; i < 50; i++) {
+        while (recv(one, &byte, 1, 0) == 1)
+            ;
+        while (sigtimedwait(&set, NULL, &none) > 0)
+            ;
+        if (recv(one, &byte, 1, 0) == 1)
+            continue;
+        send(other, "x", 1, 0);
+        wrong += sigtimedwait(&set, NULL, &time) != SIGIO;
+        for (int tries = 0; recv(one, &byte, 1, 0) != 1 && tries < 3000; tries++)
+            usleep(1000);
+    }
+    printf("by signal: %d\n", wrong);
+    close_both();
+    while (sigtimedwait(&set, NULL, &none) > 0)
+        ;
+    pthread_sigmask(SIG_UNBLOCK, &set, NULL);
+}
+
 /* Others use the numbers and the memory of connections that are closed while they are registered. */
 static void closed_while_registered(void) {
     int ep = epoll_create1(EPOLL_CLOEXEC);
@@ -421,6 +549,11 @@ int main(void) {
     taken_out();
     changed_list();
     beside_each_other();
+    looked_at();
+    once_of_what_is_there();
+    copies();
+    long_list();
+    by_signal();
     closed_while_registered();
     by_signals();
     a_limit();

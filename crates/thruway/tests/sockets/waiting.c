@@ -1,41 +1,21 @@
 /* What waits for connections in C, and what becomes of them when other programs start. Prints results that the test compares
  * with those of plain TCP. */
 #define _GNU_SOURCE
+#include "common.h"
 #include <arpa/inet.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/select.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 extern char **environ;
 static int one, other;
-
-static void must(int holds, const char *what) {
-    if (!holds) {
-        printf("%s: %s\n", what, strerror(errno));
-        exit(1);
-    }
-}
-
-static void exactly(int fd, int length) {
-    char buffer[1 << 16];
-    while (length > 0) {
-        int n = recv(fd, buffer, length < (int)sizeof buffer ? length : (int)sizeof buffer, 0);
-        must(n > 0, "recv");
-        length -= n;
-    }
-}
 
 static void connect_both(int flags) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
