@@ -280,6 +280,7 @@ impl State {
             };
             self.hear_local(time)?;
             self.carried.values().for_each(|one| one.segment.set_asleep(false));
+            told = Instant::now();
             while let Ok(event) = events.try_recv() {
                 self.take(event);
             }

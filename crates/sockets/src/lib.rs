@@ -1,8 +1,8 @@
 //! Accelerated sockets, without the sockets: what two processes of one host do to carry on a TCP connection through shared memory.
 //!
 //! The TCP connection stays. It is the descriptor that the program knows, it tells of the peer's end and death, and it wakes what
-//! sleeps on it, unless the other end is on another host. Each direction is a sequence of *runs*: bytes that go by TCP, then bytes that go through a ring, then by TCP again,
-//! each ending at a byte that both ends agree on ([`Writer`], [`Reader`]). So a connection can be accelerated long after it was made,
+//! sleeps on it, unless the other end is on another host. Each direction is a sequence of *runs*: bytes that go by TCP, then bytes that
+//! go through a ring, then by TCP again, each ending at a byte that both ends agree on ([`Writer`], [`Reader`]). So a connection can be accelerated long after it was made,
 //! and go back to plain TCP at any byte; a ring that is full overflows into TCP, which then blocks, refuses or times out as TCP does.
 
 pub mod board;
