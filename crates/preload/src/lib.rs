@@ -10,6 +10,7 @@ mod epoll;
 mod experience;
 mod hooks;
 mod lock;
+mod peers;
 mod process;
 mod real;
 mod relay;

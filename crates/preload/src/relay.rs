@@ -4,8 +4,8 @@
 //! that way, and wake-ups.
 
 use crate::lock::Lock;
+use crate::peers;
 use crate::slots;
-use crate::switch::is_trusted;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -30,7 +30,7 @@ fn connect(port: u16) -> io::Result<i32> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     let uid = rustix::process::geteuid().as_raw();
     rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(&relay_name(uid, port))?)?;
-    if !is_trusted(&socket) {
+    if !peers::is_own(&socket) {
         return Err(io::Error::other("it is another user's"));
     }
     let fd = slots::hide(socket).ok_or(io::ErrorKind::OutOfMemory)?;

@@ -1,5 +1,6 @@
 //! What the library counts and tells.
 
+use crate::SETTINGS;
 use crate::slots::Slot;
 use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
@@ -59,6 +60,9 @@ impl Reason {
             Reason::Remote => "TCP: the peer is not on this host",
             Reason::NoRelay => {
                 "TCP: the relays have not found a process that runs under thruway at the other end, or each other: their logs say why"
+            }
+            Reason::NotFound if SETTINGS.get().is_some_and(|settings| settings.group.is_some()) => {
+                "TCP: no process of a member of the group that runs under thruway with that group is at the other end"
             }
             Reason::NotFound => "TCP: no process of this user's that runs under thruway is at the other end",
             Reason::Rule => "TCP: a rule says so",

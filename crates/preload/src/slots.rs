@@ -62,9 +62,12 @@ pub(crate) struct Upgrade {
     pub(crate) end: End,
     /// Another connection may have the segment, between this process and the one with this Unix socket (if that is the taker).
     pub(crate) spare: Option<u64>,
-    /// The number of calls at which this end looks again.
+    /// The user at the other end, where that is on this host.
+    pub(crate) peer_user: u32,
+    /// The number of calls at which this end looks again, and the one at which it does not wait any longer.
     pub(crate) next_look: u32,
     pub(crate) looks: u32,
+    pub(crate) last_look: u32,
 }
 
 /// A connection.
@@ -353,8 +356,10 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
             is_higher: false,
             end: End::Maker,
             spare: None,
+            peer_user: u32::MAX,
             next_look: 0,
             looks: 0,
+            last_look: 0,
         });
         slot.segment.get().write(None);
         slot.writer.get().write(None);

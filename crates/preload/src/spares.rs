@@ -21,6 +21,8 @@ struct Spare {
     end: End,
     /// The number of the taker's Unix socket, at the maker's end.
     service: u64,
+    /// The user of the other process. Who writes on a board that a connection is to be met there may be another one.
+    user: u32,
     /// How many had been kept before it.
     before: u64,
 }
@@ -44,8 +46,8 @@ fn with<T>(act: impl FnOnce(&mut [Option<Spare>; SPARES]) -> T) -> Option<T> {
 }
 
 /// Keeps the segment of a connection that has ended, or does not.
-pub(crate) fn keep(segment: Segment, end: End, service: u64) {
-    let spare = Spare { segment, end, service, before: ALL.count.fetch_add(1, Ordering::Relaxed) };
+pub(crate) fn keep(segment: Segment, end: End, service: u64, user: u32) {
+    let spare = Spare { segment, end, service, user, before: ALL.count.fetch_add(1, Ordering::Relaxed) };
     let kept = with(|all| {
         if segment.is_discarded() {
             return false;
@@ -85,13 +87,14 @@ fn make_room(all: &[Option<Spare>; SPARES]) -> Option<usize> {
     })
 }
 
-/// The maker: offers one again, for the connection with this key to the process with this Unix socket.
-pub(crate) fn offer_again(service: u64, ring: usize, key: &[u8; 48]) -> Option<Segment> {
+/// The maker: offers one again, for the connection with this key to the process with this Unix socket, which is this user's.
+pub(crate) fn offer_again(service: u64, user: u32, ring: usize, key: &[u8; 48]) -> Option<Segment> {
     with(|all| {
         let place = all.iter_mut().find(|place| {
             place.as_ref().is_some_and(|spare| {
                 spare.end == End::Maker
                     && spare.service == service
+                    && spare.user == user
                     && spare.segment.ring_size() == ring
                     && spare.segment.offer_again(key)
             })
@@ -100,13 +103,18 @@ pub(crate) fn offer_again(service: u64, ring: usize, key: &[u8; 48]) -> Option<S
     })?
 }
 
-/// The taker: the one that it is offered again for the connection with this key.
-pub(crate) fn take_again(key: &[u8; 48]) -> Option<Segment> {
+/// The taker: the one that it is offered again for the connection with this key, if the user at its other end is the one that it had; and
+/// that user.
+pub(crate) fn take_again(key: &[u8; 48], user_at_other_end: impl FnOnce() -> Option<u32>) -> Option<(Segment, u32)> {
+    let is_offered = |spare: &Spare| spare.end == End::Taker && spare.segment.is_offered_for(key);
+    let user = with(|all| all.iter().flatten().any(is_offered)).filter(|is| *is).and_then(|_| user_at_other_end())?;
     with(|all| {
-        let place = all
-            .iter_mut()
-            .find(|place| place.as_ref().is_some_and(|spare| spare.end == End::Taker && spare.segment.take_again(key)));
-        place.and_then(Option::take).map(|spare| spare.segment)
+        let place = all.iter_mut().find(|place| {
+            place
+                .as_ref()
+                .is_some_and(|spare| spare.user == user && spare.end == End::Taker && spare.segment.take_again(key))
+        });
+        place.and_then(Option::take).map(|spare| (spare.segment, user))
     })?
 }
 

@@ -11,11 +11,11 @@ use crate::lock::Guard;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, relay, report, spares, waker};
+use crate::{SETTINGS, experience, peers, relay, report, spares, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+    SendFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType,
 };
 use std::cell::UnsafeCell;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -111,14 +111,21 @@ fn consider(number: u32, fd: i32, calls: u32) {
         phase::LOOKING => look(slot, &guard, fd, calls),
         phase::LISTED => {
             let upgrade = slot.upgrade(&guard);
+            if calls < upgrade.next_look {
+                return;
+            }
             let entry = upgrade.meeting.zip(upgrade.ticket);
             match entry.and_then(|((board, _), ticket)| board.is_answered(ticket)) {
                 Some(true) => {
-                    let again = upgrade.meeting.and_then(|(_, key)| spares::take_again(&key.to_bytes()));
-                    if let Some(segment) = again {
+                    let again = upgrade.meeting.and_then(|(_, key)| {
+                        // The key alone could be that of another connection, which a member of the group has written there.
+                        let may = || peers::user_at(fd, key);
+                        spares::take_again(&key.to_bytes(), may)
+                    });
+                    if let Some((segment, user)) = again {
                         count(&counters().reused, 1);
                         withdraw(upgrade);
-                        (upgrade.end, upgrade.spare) = (End::Taker, Some(0));
+                        (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, Some(0), user);
                         slot.set_segment(&guard, Some(segment));
                         slot.phase.store(phase::OFFERED, Ordering::Release);
                         switch(number, slot, &guard, fd);
@@ -127,7 +134,12 @@ fn consider(number: u32, fd: i32, calls: u32) {
                         take_offers();
                     }
                 }
-                Some(false) if calls < upgrade.next_look => {}
+                Some(false) if calls < upgrade.last_look => {
+                    // A look at memory costs next to nothing.
+                    if upgrade.meeting.is_some_and(|(board, _)| board.is_of_group()) {
+                        look_later(upgrade, calls);
+                    }
+                }
                 // Overwritten, or in vain.
                 _ => {
                     withdraw(upgrade);
@@ -177,7 +189,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
         return;
     }
     let namespace = Connection::new(fd).cookie(libc::SO_NETNS_COOKIE);
-    let (Some(board), Ok(namespace)) = (board(), namespace) else {
+    // The relay is of this user.
+    let group = settings.group.filter(|_| !by_relay);
+    let (Some(board), Ok(namespace)) = (board(group), namespace) else {
         return never(slot, fd, Reason::Failed, &", there is no board");
     };
     let key = if by_relay { relayed_key(namespace, local, peer) } else { Key::new(namespace, local, peer) };
@@ -193,7 +207,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
         return never(slot, fd, Reason::Failed, &", there is no Unix socket");
     };
     upgrade.ticket = board.list(key, Listing { service, cookie });
-    upgrade.next_look = calls.saturating_add(PATIENCE);
+    (upgrade.next_look, upgrade.looks, upgrade.last_look) = (calls, 0, calls.saturating_add(PATIENCE));
     slot.phase.store(phase::LISTED, Ordering::Release);
     upgrade.is_higher = Key::is_higher(local, peer);
     if by_relay
@@ -214,6 +228,12 @@ fn withdraw(upgrade: &mut Upgrade) {
     }
 }
 
+/// This end looks again after some calls, which become more and more.
+fn look_later(upgrade: &mut Upgrade, calls: u32) {
+    upgrade.looks += 1;
+    upgrade.next_look = calls.saturating_add(1 << (upgrade.looks / LOOKS_ALIKE));
+}
+
 /// Looks for the other end's entry.
 fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     let upgrade = slot.upgrade(guard);
@@ -222,8 +242,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     }
     let (Some((board, key)), Some(settings)) = (upgrade.meeting, SETTINGS.get()) else { return };
     let Some((ticket, listing)) = board.find(key) else {
-        upgrade.looks += 1;
-        upgrade.next_look = calls.saturating_add(1 << (upgrade.looks / LOOKS_ALIKE));
+        look_later(upgrade, calls);
         if upgrade.looks > LOOKS {
             never(slot, fd, Reason::NotFound, &"");
         }
@@ -231,9 +250,9 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     };
     // An entry that an earlier connection between the same addresses has left names another socket.
     match offer(fd, key, listing, settings.ring, settings.memory) {
-        Ok(segment) => {
+        Ok((segment, user)) => {
             board.answer(ticket);
-            (upgrade.end, upgrade.spare) = (End::Maker, Some(listing.service));
+            (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Maker, Some(listing.service), user);
             slot.set_segment(guard, Some(segment));
             slot.phase.store(phase::OFFERED, Ordering::Release);
         }
@@ -244,21 +263,25 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
 /// Nanoseconds that a process which has connected may take to send it.
 const OFFER_PATIENCE: i64 = 200_000_000;
 
-/// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one.
-fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<Segment, (Reason, io::Error)> {
+/// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one. Returns it, and the
+/// user whom it is offered to.
+fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<(Segment, u32), (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
-    prove(fd, key, listing.cookie)?;
-    if let Some(segment) = spares::offer_again(listing.service, ring, &key.to_bytes()) {
+    let user = peers::prove(fd, key, listing.cookie)?;
+    if let Some(segment) = spares::offer_again(listing.service, user, ring, &key.to_bytes()) {
         count(&counters().reused, 1);
-        return Ok(segment);
+        return Ok((segment, user));
     }
     let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
     let name = name(listing.service).map_err(failed)?;
     rustix::net::connect(&socket, &name).map_err(failed)?;
-    if !is_trusted(&socket) {
-        return Err((Reason::Failed, io::Error::other("the process found there is another user's")));
+    if peers::user_of(&socket) != Some(user) {
+        return Err((
+            Reason::Failed,
+            io::Error::other("the process found there is another user's, or not in the group"),
+        ));
     }
     let (segment, file) = make(ring, memory)?;
     let message = Offer { key: key.to_bytes(), cookie, by: Offered::Peer }.encode();
@@ -276,53 +299,7 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
         drop_unused(segment);
         return Err(failed(error));
     }
-    Ok(segment)
-}
-
-/// That the socket at the other end of a connection is the one with this cookie, in this network namespace, and of a user who may.
-fn prove(fd: i32, key: Key, cookie: u64) -> Result<(), (Reason, io::Error)> {
-    let socket = slots::borrow(fd);
-    let names = (rustix::net::getsockname(socket), rustix::net::getpeername(socket));
-    let (Ok(local), Ok(Some(peer))) = names else { return Err((Reason::Failed, io::ErrorKind::NotConnected.into())) };
-    let (Some(local), Some(peer)) = (address(&local), address(&peer)) else {
-        return Err((Reason::Failed, io::ErrorKind::NotConnected.into()));
-    };
-    match local_socket(key.namespace(), peer, local) {
-        Ok(Some(found)) if found.is_open && found.cookie == cookie && is_trusted_user(found.uid) => Ok(()),
-        Ok(_) => Err((Reason::NotFound, io::Error::other("what is at the other end is not what was found"))),
-        Err(error) => Err((Reason::Failed, error)),
-    }
-}
-
-/// The kernel's socket diagnostics, of the network namespace with this number.
-static DIAGNOSTICS: AtomicI32 = AtomicI32::new(-1);
-static DIAGNOSTICS_OF: AtomicU64 = AtomicU64::new(0);
-static ASKED: AtomicU32 = AtomicU32::new(0);
-static ASKING: crate::lock::Lock = crate::lock::Lock::new();
-
-/// As [`thruway_tcp::local_socket`], by a socket that this process keeps.
-fn local_socket(namespace: u64, local: SocketAddr, peer: SocketAddr) -> io::Result<Option<thruway_tcp::LocalSocket>> {
-    let Ok(_guard) = ASKING.lock() else { return thruway_tcp::local_socket(local, peer) };
-    let mut fd = DIAGNOSTICS.load(Ordering::Relaxed);
-    if fd >= 0 && DIAGNOSTICS_OF.load(Ordering::Relaxed) != namespace {
-        DIAGNOSTICS.store(-1, Ordering::Relaxed);
-        slots::close_hidden(std::mem::replace(&mut fd, -1));
-    }
-    if fd < 0 {
-        fd = slots::hide(thruway_tcp::diagnostics()?).ok_or(io::ErrorKind::OutOfMemory)?;
-        DIAGNOSTICS_OF.store(namespace, Ordering::Relaxed);
-        DIAGNOSTICS.store(fd, Ordering::Relaxed);
-    }
-    thruway_tcp::ask(slots::borrow(fd), ASKED.fetch_add(1, Ordering::Relaxed), local, peer)
-}
-
-fn is_trusted_user(uid: u32) -> bool {
-    uid == rustix::process::geteuid().as_raw()
-}
-
-/// Whether the process at the other end of a Unix socket is one of this user's.
-pub(crate) fn is_trusted(socket: &OwnedFd) -> bool {
-    sockopt::socket_peercred(socket).is_ok_and(|peer| is_trusted_user(peer.uid.as_raw()))
+    Ok((segment, user))
 }
 
 fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
@@ -355,32 +332,43 @@ fn drop_unused(segment: Segment) {
     unmap(segment);
 }
 
-/// Boards of the users that this process has been; they are few, and stay.
+/// Whose board it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Circle {
+    User(u32),
+    Group(u32),
+}
+
+/// Boards of the users that this process has been, and of its group; they are few, and stay.
 struct Boards {
     lock: crate::lock::Lock,
-    #[allow(clippy::type_complexity, reason = "a user and its board")]
-    known: UnsafeCell<[Option<(u32, Option<Board>)>; 4]>,
+    #[allow(clippy::type_complexity, reason = "whose it is, and the board")]
+    known: UnsafeCell<[Option<(Circle, Option<Board>)>; 6]>,
 }
 
 // SAFETY: the cell is used under the lock.
 unsafe impl Sync for Boards {}
 
-static BOARDS: Boards = Boards { lock: crate::lock::Lock::new(), known: UnsafeCell::new([None; 4]) };
+static BOARDS: Boards = Boards { lock: crate::lock::Lock::new(), known: UnsafeCell::new([None; 6]) };
 
-/// This process's board, of the user that it is now.
-fn board() -> Option<Board> {
+/// The group's board, or that of the user that this process is now.
+fn board(group: Option<u32>) -> Option<Board> {
     let uid = rustix::process::geteuid().as_raw();
+    let circle = group.map_or(Circle::User(uid), Circle::Group);
     let _guard = BOARDS.lock.lock().ok()?;
     // SAFETY: under the lock.
     let known = unsafe { &mut *BOARDS.known.get() };
-    let place = known.iter_mut().find(|place| place.is_none_or(|(user, _)| user == uid))?;
+    let place = known.iter_mut().find(|place| place.is_none_or(|(other, _)| other == circle))?;
     let directory = &SETTINGS.get()?.board;
     let (_, board) = place.get_or_insert_with(|| {
-        let board = Board::open(directory, uid);
+        let board = match circle {
+            Circle::User(uid) => Board::of_user(directory, uid),
+            Circle::Group(gid) => Board::of_group(directory, gid),
+        };
         if let Err(error) = &board {
             report::complain(&["no board in ", &directory.to_string_lossy(), ": ", &error.to_string()]);
         }
-        (uid, board.ok())
+        (circle, board.ok())
     });
     *board
 }
@@ -391,14 +379,20 @@ fn name(service: u64) -> Result<SocketAddrUnix, rustix::io::Errno> {
 
 /// The Unix socket to which segments come, of this process, and the number in its name.
 static SERVICE: AtomicI32 = AtomicI32::new(-1);
+/// The user that this process was when it was made, whom the kernel tells others.
+static SERVICE_OF: AtomicU32 = AtomicU32::new(0);
 static SERVICE_NUMBER: AtomicU64 = AtomicU64::new(0);
 static STARTING: crate::lock::Lock = crate::lock::Lock::new();
 
 /// Starts it, the first time.
 fn service() -> Option<u64> {
     let _guard = STARTING.lock().ok()?;
+    let uid = rustix::process::geteuid().as_raw();
     if SERVICE.load(Ordering::Relaxed) >= 0 {
-        return Some(SERVICE_NUMBER.load(Ordering::Relaxed));
+        if SERVICE_OF.load(Ordering::Relaxed) == uid {
+            return Some(SERVICE_NUMBER.load(Ordering::Relaxed));
+        }
+        slots::close_hidden(SERVICE.swap(-1, Ordering::Relaxed));
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
@@ -409,6 +403,7 @@ fn service() -> Option<u64> {
     rustix::net::listen(&socket, 4096).ok()?;
     let socket = slots::hide(socket)?;
     SERVICE_NUMBER.store(number, Ordering::Relaxed);
+    SERVICE_OF.store(uid, Ordering::Relaxed);
     SERVICE.store(socket, Ordering::Relaxed);
     Some(number)
 }
@@ -418,12 +413,7 @@ pub(crate) fn after_fork() {
     STARTING.reset();
     BOARDS.lock.reset();
     relay::after_fork();
-    // Parent and child would read each other's answers.
-    ASKING.reset();
-    let diagnostics = DIAGNOSTICS.swap(-1, Ordering::Relaxed);
-    if diagnostics >= 0 {
-        slots::close_hidden(diagnostics);
-    }
+    peers::after_fork();
     let fd = SERVICE.swap(-1, Ordering::Relaxed);
     if fd >= 0 {
         slots::close_hidden(fd);
@@ -445,7 +435,8 @@ fn take_offers() {
 }
 
 fn take_offer(socket: &OwnedFd) -> io::Result<()> {
-    if !is_trusted(socket) {
+    let user = peers::user_of(socket);
+    if user.is_none() && !peers::is_own(socket) {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
     let mut message = [0u8; OFFER_LEN + 1];
@@ -484,7 +475,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
             withdraw(slot.upgrade(&guard));
-            result = adopt(number, &guard, fd, &offer, &file);
+            result = adopt(number, &guard, fd, &offer, &file, (socket, user));
             match &result {
                 Ok(()) => switch(number, slot, &guard, fd),
                 Err(error) => {
@@ -497,15 +488,28 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     result
 }
 
-fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd) -> io::Result<()> {
+fn adopt(
+    number: u32,
+    guard: &Guard<'_>,
+    fd: i32,
+    offer: &Offer,
+    file: &OwnedFd,
+    (by, user): (&OwnedFd, Option<u32>),
+) -> io::Result<()> {
     let slot = slots::slot(number);
     let (segment, spare) = match offer.by {
         Offered::Peer => {
             let meeting = slot.upgrade(guard).meeting.ok_or(io::ErrorKind::NotFound)?;
-            prove(fd, meeting.1, offer.cookie).map_err(|(_, error)| error)?;
+            let owner = peers::prove(fd, meeting.1, offer.cookie).map_err(|(_, error)| error)?;
+            if user != Some(owner) {
+                return Err(io::Error::other(
+                    "it is offered by another user than the one at the other end, or not by a member",
+                ));
+            }
             (count_in(Segment::adopt(file)?)?, Some(0))
         }
         // A relay has proved to another who it is, and is this user's.
+        Offered::Relayed if !peers::is_own(by) => return Err(io::ErrorKind::PermissionDenied.into()),
         Offered::Relayed => {
             let segment = Segment::adopt(file)?.as_relayed();
             let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
@@ -529,7 +533,7 @@ fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd)
         }
     };
     let upgrade = slot.upgrade(guard);
-    (upgrade.end, upgrade.spare) = (End::Taker, spare);
+    (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, spare, user.unwrap_or(u32::MAX));
     slot.set_segment(guard, Some(segment));
     slot.phase.store(phase::OFFERED, Ordering::Release);
     Ok(())
@@ -688,7 +692,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
             let is_ours = !slot.was_shared.load(Ordering::SeqCst) && !slot.is_foreign.load(Ordering::SeqCst);
             match (segment, upgrade.spare) {
                 (Some(segment), Some(service)) if was_accelerated && is_last && is_ours => {
-                    spares::keep(segment, upgrade.end, service);
+                    spares::keep(segment, upgrade.end, service, upgrade.peer_user);
                 }
                 (Some(segment), _) if is_last => drop_unused(segment),
                 (Some(segment), _) => unmap(segment),

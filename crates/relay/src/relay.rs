@@ -100,7 +100,7 @@ impl Relay {
             some => some.iter().map(|at| listen(*at)).collect::<Result<_, _>>()?,
         };
         let uid = rustix::process::geteuid().as_raw();
-        let board = Board::open(&config.board, uid).map_err(Error::io("no board"))?;
+        let board = Board::of_user(&config.board, uid).map_err(Error::io("no board"))?;
         let data_port = config.port.checked_add(1).unwrap_or(0);
         let (keys, peers) = (config.keys.clone(), config.peers.clone());
         let host = Host::new(config.provider.clone(), keys, peers, config.encrypt, data_port)?;

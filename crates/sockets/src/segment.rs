@@ -258,11 +258,15 @@ impl Segment {
         is_spare
     }
 
-    /// The taker takes it again, if it has been offered for the connection with this key.
-    pub fn take_again(&self, key: &[u8; 48]) -> bool {
+    /// Whether it has been offered again for the connection with this key.
+    pub fn is_offered_for(&self, key: &[u8; 48]) -> bool {
         self.head().spare.load(Ordering::Acquire) == OFFERED
             && self.head().offered_for.iter().zip(words(key)).all(|(place, word)| place.load(Ordering::Relaxed) == word)
-            && self.pass(OFFERED, IN_USE)
+    }
+
+    /// The taker takes it again, if it has been offered for the connection with this key.
+    pub fn take_again(&self, key: &[u8; 48]) -> bool {
+        self.is_offered_for(key) && self.pass(OFFERED, IN_USE)
     }
 
     /// The taker keeps it no longer. False if the maker has offered it again.

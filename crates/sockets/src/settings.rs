@@ -57,6 +57,8 @@ pub struct Settings {
     pub spin: u32,
     /// The directory of boards, in memory.
     pub board: PathBuf,
+    /// The group whose members' programs are accelerated with each other, by its number. `None`: programs of one user are.
+    pub group: Option<u32>,
     /// The port of the relay, through which connections to other hosts go on; 0: they stay with TCP.
     pub relay: u16,
     /// A file of counters, mapped by each process.
@@ -78,6 +80,7 @@ impl Default for Settings {
             memory: 256 << 20,
             spin: 20,
             board: "/dev/shm".into(),
+            group: None,
             relay: 0,
             stats: None,
             explain: None,
@@ -109,6 +112,9 @@ impl Settings {
         for rule in &self.rules {
             let mode = rule.mode.name();
             out += &format!(",{mode}={}-{}", rule.first, rule.last);
+        }
+        if let Some(group) = self.group {
+            out += &format!(",group={group}");
         }
         if self.relay != 0 {
             out += &format!(",relay={}", self.relay);
@@ -152,6 +158,7 @@ impl Settings {
             "memory" => self.memory = value.parse().ok()?,
             "spin" => self.spin = value.parse().ok()?,
             "board" => self.board = path(),
+            "group" => self.group = Some(value.parse().ok()?),
             "stats" => self.stats = Some(path()),
             "explain" => self.explain = Some(path()),
             "relay" => self.relay = value.parse().ok()?,
@@ -183,6 +190,7 @@ mod tests {
                 rule(0, 65535, Mode::Tcp),
             ],
             relay: 7118,
+            group: Some(0),
             supervisor: 5,
             after_calls: 1,
             after_calls_of_short: 2,
@@ -196,7 +204,7 @@ mod tests {
         assert_eq!(settings.mode([40000, 22]), Mode::Tcp);
         assert_eq!(settings.mode([8050, 40000]), Mode::Auto);
         assert_eq!(settings.mode([80, 40000]), Mode::Tcp);
-        for wrong in ["ring=5000", "ring=0", "x=1", "spin=a", "tcp=1-b", "memory"] {
+        for wrong in ["ring=5000", "ring=0", "x=1", "spin=a", "group=-1", "tcp=1-b", "memory"] {
             assert_eq!(Settings::parse(&format!("spin=3,{wrong}")).unwrap_err(), wrong);
         }
     }

@@ -5,6 +5,7 @@ use clap::Args;
 use serde::Deserialize;
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -32,6 +33,10 @@ pub(crate) struct RunArgs {
     /// Leave connections with these ports to TCP, e.g. 22 or 8000-8100,9000
     #[arg(long, value_name = "PORTS", value_parser = ports, value_delimiter = ',')]
     tcp: Vec<(u16, u16)>,
+    /// Accelerate connections between programs of this group's members, whichever users they are, that are run with the same group; by
+    /// default, between programs of one user
+    #[arg(long, value_name = "GROUP")]
+    group: Option<String>,
     /// Say of each connection, when the program has ended, what has become of it and why
     #[arg(long)]
     explain: bool,
@@ -81,6 +86,7 @@ struct Policy {
     memory: Option<Size>,
     spin: Option<u32>,
     board: Option<PathBuf>,
+    group: Option<Group>,
     rule: Vec<PolicyRule>,
 }
 
@@ -97,6 +103,14 @@ enum PolicyMode {
     Auto,
     Tcp,
     Relay,
+}
+
+/// A group, by its number or its name.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Group {
+    Number(u32),
+    Name(String),
 }
 
 /// A number of bytes, as a number or as `256K`.
@@ -225,6 +239,13 @@ impl Told {
         let told = Told(tempfile::Builder::new().prefix("thruway-run-").tempdir()?);
         std::fs::File::create(told.stats())?.set_len(Counters::FILE_LEN)?;
         std::fs::File::create(told.explain())?;
+        if rustix::process::geteuid().is_root() {
+            // For programs that become another user: those who know the name of the directory.
+            let permit = |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
+            permit(told.0.path(), 0o711)?;
+            permit(&told.stats(), 0o666)?;
+            permit(&told.explain(), 0o622)?;
+        }
         Ok(told)
     }
 
@@ -255,6 +276,9 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
         set_after_calls(calls, &mut settings);
     }
     settings.spin = args.spin.unwrap_or(settings.spin);
+    if let Some(group) = &args.group {
+        settings.group = Some(group_number(group).map_err(|why| format!("--group: {why}"))?);
+    }
     if let Some(ring) = args.ring {
         settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
     }
@@ -290,6 +314,13 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
         }
         settings.board.clone_from(board);
     }
+    if let Some(group) = &policy.group {
+        let name = match group {
+            Group::Number(number) => &number.to_string(),
+            Group::Name(name) => name,
+        };
+        settings.group = Some(group_number(name).map_err(|why| format!("group = \"{name}\": {why}"))?);
+    }
     for rule in &policy.rule {
         let (first, last) = ports(&rule.ports).map_err(|why| format!("ports = \"{}\": {why}", rule.ports))?;
         let mode = match rule.mode {
@@ -300,6 +331,22 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
         settings.rules.push(Rule { first, last, mode });
     }
     Ok(())
+}
+
+/// The number of a group, which this process has to be in: programs could not open its board.
+fn group_number(name: &str) -> Result<u32, String> {
+    let number = match nix::unistd::Group::from_name(name) {
+        Ok(Some(group)) => group.gid.as_raw(),
+        _ => name.parse().map_err(|_| format!("there is no group '{name}'"))?,
+    };
+    let groups = rustix::process::getgroups().unwrap_or_default();
+    let is_in = groups.into_iter().chain([rustix::process::getegid()]).any(|group| group.as_raw() == number);
+    if is_in || rustix::process::geteuid().is_root() {
+        return Ok(number);
+    }
+    Err(format!(
+        "this process is not in the group '{name}': add its user (usermod -aG), and log in again; or use newgrp, or SupplementaryGroups= of systemd"
+    ))
 }
 
 pub(crate) fn ring_size(bytes: u64) -> Result<usize, String> {
@@ -450,6 +497,9 @@ mod tests {
         assert_eq!((settings.after_calls, settings.after_calls_of_short), (4, 4));
         assert_eq!((settings.ring, settings.memory), (1 << 20, 1 << 20));
         assert_eq!(settings.mode([22, 40000]), Mode::Tcp);
+        let own = rustix::process::getegid().as_raw();
+        assert_eq!(parse(&format!("group = {own}")).unwrap().group, Some(own));
+        assert_eq!(parse(&format!("group = \"{own}\"")).unwrap().group, Some(own));
         for (text, why) in [
             ("ring = 5000", "no power of two"),
             ("ring = \"x\"", "ring"),
@@ -457,6 +507,8 @@ mod tests {
             ("[[rule]]\nports = \"0\"\nmode = \"tcp\"", "port 0"),
             ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
             ("aftercalls = 1", "aftercalls"),
+            ("group = \"no such group\"", "no such group"),
+            ("group = -1", "group"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(why), "{text}: {error}");

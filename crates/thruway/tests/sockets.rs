@@ -1,5 +1,8 @@
 //! `thruway run`: unmodified programs whose connections go on through shared memory.
 
+#[path = "sockets/users.rs"]
+mod users;
+
 mod support;
 
 use std::collections::BTreeMap;
@@ -371,28 +374,6 @@ fn what_is_counted_goes_to_a_file_beside_the_programs_output() {
     assert_eq!(nothing.status.code(), Some(2));
     let nowhere = finish(program(Some(&["--stats", "--report", "/nonexistent/report"]), &["true"]));
     assert_eq!(nowhere.status.code(), Some(125));
-}
-
-#[test]
-fn another_user_is_served_by_tcp() {
-    // Nobody, on Debian.
-    const OTHER: u32 = 65534;
-    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
-    let lab = support::Lab::new();
-    let here = lab.program_for_all();
-    let library_for_all = lab.path("libthruway_preload.so");
-    std::fs::copy(library(), &library_for_all).unwrap();
-    let copy = lab.path("peers.py");
-    std::fs::copy(script("peers.py"), &copy).unwrap();
-    use std::os::unix::fs::PermissionsExt;
-    for path in [lab.dir.path(), &here, &library_for_all, &copy] {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    }
-    let mut command = Command::new(&here);
-    command.args(["run", "--after-calls", "1", "--stats", "--json", "--", "/usr/bin/python3"]).arg(&copy);
-    command.args(["echo_client", &port, "1", "3"]).uid(OTHER).gid(OTHER).env("TMPDIR", "/tmp").process_group(0);
-    let counted = counters(&finish(command));
-    assert_eq!(counted["accelerated"], 0, "{counted:?}");
 }
 
 /// Results of CPython's own tests by name: the interpreter is a program that uses sockets in all ways that there are.

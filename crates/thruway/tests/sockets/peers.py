@@ -180,6 +180,39 @@ def echo_client():
     assert not failures, failures
 
 
+def connect_from(side, port):
+    """A connection from a port that is lower, or higher, than the server's."""
+    refused = []
+    while True:
+        sock = socket.socket()
+        sock.bind((ADDRESS, 0))
+        if (sock.getsockname()[1] < port) == (side == "low"):
+            sock.connect((ADDRESS, port))
+            return sock
+        # Kept, so that it is not given again.
+        refused.append(sock)
+
+
+def talks():
+    """Says something again and again until its standard input has ended. Before, it may have had a connection to another server."""
+    side, port, *before = sys.argv[2:]
+    for other in before:
+        sock = connect_from(side, int(other))
+        greet(sock, True)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+        sock.close()
+    sock = connect_from(side, int(port))
+    greet(sock, True)
+    print("talks", flush=True)
+    turn = 0
+    while not select.select([sys.stdin], [], [], 0.001)[0]:
+        data = stream(turn, 100)
+        sock.sendall(struct.pack("!I", len(data)) + data)
+        assert exactly(sock, len(data)) == data
+        turn += 1
+
+
 def short_then_long():
     """Connections that are over soon, one after the other, and one that is not."""
     port, count, turns = (int(argument) for argument in sys.argv[2:5])
@@ -548,7 +581,17 @@ def limits():
         exactly(one, get)
 
 
+def become(who):
+    """As a server does that begins as root."""
+    uid, gid, *groups = (int(number) for number in who.split(":"))
+    os.setgroups(groups)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
 def main():
+    if "BECOME" in os.environ:
+        become(os.environ["BECOME"])
     globals()[sys.argv[1]]()
 
 

@@ -1,0 +1,120 @@
+//! Who may be at the other end of a connection, and how that is proved.
+//!
+//! Without a group, a process of the same user; with one, a process of any member of it, or of root. Of the other end two things are
+//! known: which socket it is and who has made that, from the kernel's socket diagnostics; and who the process is that one meets through a
+//! Unix socket, and what groups it has. Both have to be the same user: another member can write on the board that a connection is to be
+//! met at a Unix socket of its own, and who has made the connection cannot know.
+
+use crate::report::Reason;
+use crate::{SETTINGS, real, slots};
+use rustix::fd::OwnedFd;
+use rustix::net::sockopt;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use thruway_sockets::board::Key;
+use thruway_tcp::LocalSocket;
+
+/// include/uapi/asm-generic/socket.h.
+const SO_PEERGROUPS: i32 = 59;
+/// Groups of a process that are looked through. The kernel's limit is 65536; what has more than these is no member of any.
+const GROUPS: usize = 1024;
+
+/// The group whose members may be at the other end.
+fn group() -> Option<u32> {
+    SETTINGS.get().and_then(|settings| settings.group)
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Whether the process at the other end of a Unix socket is one of this user's.
+pub(crate) fn is_own(socket: &OwnedFd) -> bool {
+    sockopt::socket_peercred(socket).is_ok_and(|peer| peer.uid.as_raw() == own_user())
+}
+
+/// The user of the process at the other end of a Unix socket, if it may be at the other end of a connection.
+pub(crate) fn user_of(socket: &OwnedFd) -> Option<u32> {
+    let peer = sockopt::socket_peercred(socket).ok()?;
+    let may = match group() {
+        None => peer.uid.as_raw() == own_user(),
+        Some(group) => peer.uid.is_root() || peer.gid.as_raw() == group || has_group(socket, group),
+    };
+    may.then_some(peer.uid.as_raw())
+}
+
+fn has_group(socket: &OwnedFd, group: u32) -> bool {
+    let mut groups = [0u32; GROUPS];
+    let mut len = size_of_val(&groups) as libc::socklen_t;
+    let to = (&raw mut groups).cast();
+    // SAFETY: `to` and `len` describe memory for writing, of integers.
+    let known = unsafe { real::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERGROUPS, to, &raw mut len) } == 0;
+    known && groups.iter().take(len as usize / size_of::<u32>()).any(|one| *one == group)
+}
+
+/// The socket at the other end of a connection.
+fn other_end(fd: i32, key: Key) -> io::Result<Option<LocalSocket>> {
+    let socket = slots::borrow(fd);
+    let names = (rustix::net::getsockname(socket), rustix::net::getpeername(socket));
+    let (Ok(local), Ok(Some(peer))) = names else { return Err(io::ErrorKind::NotConnected.into()) };
+    let (Ok(local), Ok(peer)) = (SocketAddr::try_from(local), SocketAddr::try_from(peer)) else {
+        return Err(io::ErrorKind::NotConnected.into());
+    };
+    local_socket(key.namespace(), peer, local)
+}
+
+/// That the socket at the other end of a connection is the one with this cookie, in this network namespace; and the user who has made it.
+pub(crate) fn prove(fd: i32, key: Key, cookie: u64) -> Result<u32, (Reason, io::Error)> {
+    match other_end(fd, key) {
+        Ok(Some(found))
+            if found.is_open && found.cookie == cookie && (group().is_some() || found.uid == own_user()) =>
+        {
+            Ok(found.uid)
+        }
+        Ok(_) => Err((Reason::NotFound, io::Error::other("what is at the other end is not what was found"))),
+        Err(error) => Err((Reason::Failed, error)),
+    }
+}
+
+/// The user who has made the socket at the other end of a connection, of which this user's or group's board says that it can be
+/// accelerated.
+pub(crate) fn user_at(fd: i32, key: Key) -> Option<u32> {
+    match group() {
+        // Nobody else can open the board.
+        None => Some(own_user()),
+        Some(_) => other_end(fd, key).ok().flatten().filter(|found| found.is_open).map(|found| found.uid),
+    }
+}
+
+/// The kernel's socket diagnostics, of the network namespace with this number.
+static DIAGNOSTICS: AtomicI32 = AtomicI32::new(-1);
+static DIAGNOSTICS_OF: AtomicU64 = AtomicU64::new(0);
+static ASKED: AtomicU32 = AtomicU32::new(0);
+static ASKING: crate::lock::Lock = crate::lock::Lock::new();
+
+/// As [`thruway_tcp::local_socket`], by a socket that this process keeps.
+fn local_socket(namespace: u64, local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
+    let Ok(_guard) = ASKING.lock() else { return thruway_tcp::local_socket(local, peer) };
+    let mut fd = DIAGNOSTICS.load(Ordering::Relaxed);
+    if fd >= 0 && DIAGNOSTICS_OF.load(Ordering::Relaxed) != namespace {
+        DIAGNOSTICS.store(-1, Ordering::Relaxed);
+        slots::close_hidden(std::mem::replace(&mut fd, -1));
+    }
+    if fd < 0 {
+        fd = slots::hide(thruway_tcp::diagnostics()?).ok_or(io::ErrorKind::OutOfMemory)?;
+        DIAGNOSTICS_OF.store(namespace, Ordering::Relaxed);
+        DIAGNOSTICS.store(fd, Ordering::Relaxed);
+    }
+    thruway_tcp::ask(slots::borrow(fd), ASKED.fetch_add(1, Ordering::Relaxed), local, peer)
+}
+
+/// In a child that has just been forked: it and its parent would read each other's answers.
+pub(crate) fn after_fork() {
+    ASKING.reset();
+    let diagnostics = DIAGNOSTICS.swap(-1, Ordering::Relaxed);
+    if diagnostics >= 0 {
+        slots::close_hidden(diagnostics);
+    }
+}
