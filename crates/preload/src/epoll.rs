@@ -305,10 +305,14 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             state.index(event.u64, at as u32);
             instance.connections.fetch_add(1, Ordering::Relaxed);
             let local = slots::local(connection);
-            let is_first = local.registrations.load(Ordering::SeqCst) == 0;
-            local.instance.store(if is_first { number } else { slots::SEVERAL }, Ordering::Relaxed);
-            local.place.store(at as u32, Ordering::Relaxed);
-            local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+            {
+                // Another thread may register it with another instance at this moment.
+                let alone = slots::slot(connection).upgrading.lock();
+                let is_first = alone.is_ok() && local.registrations.load(Ordering::SeqCst) == 0;
+                local.instance.store(if is_first { number } else { slots::SEVERAL }, Ordering::Relaxed);
+                local.place.store(at as u32, Ordering::Relaxed);
+                local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+            }
             slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
             is_new = Some(at as u32);
         }
@@ -424,8 +428,20 @@ impl State {
 
     fn unindex(&mut self, at: u32) {
         let data = self.registrations[at as usize].data;
-        if self.by_data.get(&data) == Some(&Some(at)) {
-            self.by_data.remove(&data);
+        match self.by_data.get(&data) {
+            Some(&Some(one)) if one == at => drop(self.by_data.remove(&data)),
+            Some(None) => {
+                // Several have the same. One of those that are left is known by it again, if it is the only one.
+                let is_other =
+                    |(place, one): &(usize, &Registration)| one.fd >= 0 && one.data == data && *place != at as usize;
+                let mut others = self.registrations.iter().enumerate().filter(is_other).map(|(place, _)| place as u32);
+                match (others.next(), others.next()) {
+                    (Some(only), None) => drop(self.by_data.insert(data, Some(only))),
+                    (None, _) => drop(self.by_data.remove(&data)),
+                    _ => {}
+                }
+            }
+            _ => {}
         }
     }
 

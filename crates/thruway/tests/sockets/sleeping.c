@@ -374,6 +374,32 @@ static void copies(void) {
     close_both();
 }
 
+/* Two connections with the same data, of which one is taken out: what the kernel says is of the other. An event comes with bytes. */
+static void same_data(void) {
+    connect_both();
+    int first = one, peer = other, ep = epoll_create1(EPOLL_CLOEXEC), wrong = 0;
+    pthread_t thread;
+    start(&thread);
+    struct epoll_event wanted = {.events = EPOLLIN, .data.u64 = 0}, got[4];
+    must(epoll_ctl(ep, EPOLL_CTL_ADD, first, &wanted) == 0, "epoll_ctl");
+    must(epoll_ctl(ep, EPOLL_CTL_ADD, one, &wanted) == 0, "epoll_ctl");
+    must(epoll_ctl(ep, EPOLL_CTL_DEL, first, NULL) == 0, "epoll_ctl");
+    for (int i = 0; i < ROUNDS; i++) {
+        send(one, "x", 1, 0);
+        wrong += epoll_wait(ep, got, 4, 20000) != 1;
+        char byte;
+        int n = recv(one, &byte, 1, MSG_DONTWAIT);
+        wrong += n != 1;
+        if (n != 1)
+            exactly(one, 1);
+    }
+    printf("the same data: %d, nothing more: %d\n", wrong, epoll_wait(ep, got, 4, 1));
+    stop(thread, "the same data");
+    close(ep);
+    close(first);
+    close(peer);
+}
+
 /* A list as long as lists may be. */
 static void long_list(void) {
     pthread_t thread;
@@ -552,6 +578,7 @@ int main(void) {
     looked_at();
     once_of_what_is_there();
     copies();
+    same_data();
     long_list();
     by_signal();
     closed_while_registered();
