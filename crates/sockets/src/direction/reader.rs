@@ -7,6 +7,9 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use thruway_memory::shared;
 
+/// Runs without bytes, and lots of doorbells, on the way to the next bytes: a writer has a few.
+const ROUNDS_MAX: usize = 1024;
+
 /// Where the next bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
@@ -86,6 +89,7 @@ impl Reader {
             let next = &control.runs[run as usize % RUNS];
             let is_over = run != control.opened.load(Ordering::Acquire)
                 && next.ring.load(Ordering::Relaxed) == self.head
+                && next.start.load(Ordering::Relaxed) <= self.position
                 && next.end.load(Ordering::Acquire) == self.position;
             if !is_over {
                 break;
@@ -129,7 +133,7 @@ impl Reader {
     /// [`Broken`].
     pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
         let control = segment.control(self.direction);
-        loop {
+        for _ in 0..ROUNDS_MAX {
             let opened = control.opened.load(Ordering::Acquire);
             let pending = opened.wrapping_sub(self.run);
             if pending as usize > RUNS {
@@ -147,6 +151,9 @@ impl Reader {
             }
             let run = &control.runs[self.run as usize % RUNS];
             let start = run.start.load(Ordering::Relaxed);
+            if run.end.load(Ordering::Acquire) < start {
+                return Err(Broken);
+            }
             if self.position < start {
                 let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(self.available(tcp));
                 if bells == 0 || !self.discard(tcp, bells) {
@@ -175,6 +182,8 @@ impl Reader {
             control.done.store(self.run, Ordering::Release);
             segment.wake_relay(tcp);
         }
+        // A peer that begins runs as fast as they are passed, or sends doorbells without end.
+        Err(Broken)
     }
 
     fn available(&mut self, tcp: &impl Tcp) -> usize {

@@ -406,6 +406,39 @@ fn a_peer_that_lies_breaks_its_own_connection() {
     writer.leave_tcp(&segment, &tcp).unwrap_err();
 }
 
+/// A reader finds nothing or that the peer has broken the ring, soon, and no call goes on for as long as the peer wants.
+#[test]
+fn a_peer_does_not_hold_a_reader_up() {
+    // A run that ends where the reader is and begins behind that: bytes of the ring follow it, and cannot be read.
+    let (segment, _fd) = Segment::create(RING).unwrap();
+    let (mut reader, tcp) = (Reader::new(End::Taker, 7), Fake::new(1 << 20));
+    let control = segment.control(0);
+    for (word, value) in [(&control.runs[0].ring, 0), (&control.runs[0].start, 1007), (&control.runs[0].end, 7)] {
+        word.store(value, Ordering::SeqCst);
+    }
+    control.tail.store(10 << POSITION, Ordering::SeqCst);
+    control.opened.store(1, Ordering::SeqCst);
+    assert_eq!(reader.ring_len(&segment), Ok(0));
+    assert_eq!(reader.find(&segment, &tcp), Err(Broken));
+
+    // Runs without bytes, as fast as the reader passes them.
+    let (segment, _fd) = Segment::create(RING).unwrap();
+    let mut reader = Reader::new(End::Taker, 0);
+    let control = segment.control(0);
+    control.runs[0].end.store(0, Ordering::SeqCst);
+    let has_ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::SeqCst) {
+                control.opened.store(control.done.load(Ordering::SeqCst) + RUNS as u32 - 1, Ordering::SeqCst);
+            }
+        });
+        // It may find the writer asleep now and then.
+        while reader.find(&segment, &tcp).is_ok() {}
+        has_ended.store(true, Ordering::SeqCst);
+    });
+}
+
 /// Whatever is written over the control words, by a peer that never tires: the ends may say anything, and end.
 #[test]
 fn scribbled_words_end_nothing_but_the_connection() {
@@ -431,6 +464,10 @@ fn scribbled_words_end_nothing_but_the_connection() {
                 };
                 // SAFETY: inside the mapping, and aligned; words of 32 bits are written in pairs.
                 unsafe { &*control.cast::<AtomicU64>().add(word) }.store(value, Ordering::SeqCst);
+            }
+            // Else who waits would look again and again for what it is told that there is.
+            if reader.find(&other, &tcp) == Ok(Found::Nothing) {
+                assert!(matches!(reader.ring_len(&other), Ok(0) | Err(Broken)));
             }
             let calls = Cell::new(0);
             match random.u32(0..4) {
