@@ -37,6 +37,16 @@ struct Entry {
 /// The place of [`Entry::answered`].
 const ANSWERED: usize = 8;
 
+/// Whether the process may write as far into a file: where it may not (`RLIMIT_FSIZE`), it would be ended for that.
+fn may_write() -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+    limit.is_none_or(|limit| limit >= (ENTRIES * ENTRY_LEN) as u64)
+}
+
+fn write(file: &OwnedFd, bytes: &[u8], at: u64) -> Option<()> {
+    (may_write() && rustix::io::pwrite(file, bytes, at) == Ok(bytes.len())).then_some(())
+}
+
 fn random() -> Option<u32> {
     let mut bytes = [0; 4];
     let len = rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty()).ok()?;
@@ -116,8 +126,7 @@ fn read_entry(file: &OwnedFd, entry: usize) -> Entry {
 }
 
 fn write_entry(file: &OwnedFd, at: usize, entry: &Entry) -> Option<()> {
-    let written = rustix::io::pwrite(file, &entry.encode(), place(at));
-    (written == Ok(ENTRY_LEN)).then_some(())
+    write(file, &entry.encode(), place(at))
 }
 
 /// Those that a connection may be in.
@@ -130,6 +139,7 @@ fn read_bucket(file: &OwnedFd, bucket: usize) -> [Entry; WAYS] {
 
 impl File {
     pub(super) fn open(directory: &Path, gid: u32) -> io::Result<File> {
+        may_write().then_some(()).ok_or(io::ErrorKind::FileTooLarge)?;
         let path = directory.join(format!("thruway-sockets-1-group-{gid}"));
         let path = CString::new(path.into_os_string().into_vec()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let file = File { path, gid };
@@ -177,7 +187,8 @@ impl File {
         let file = rustix::fs::open(&*self.path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&file)?;
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-        if !is_file || stat.st_gid != self.gid || stat.st_mode & 0o007 != 0 {
+        // Another name would be that of a file for something else.
+        if !is_file || stat.st_gid != self.gid || stat.st_mode & 0o007 != 0 || stat.st_nlink != 1 {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         Ok(file)
@@ -208,13 +219,13 @@ impl File {
     pub(super) fn answer(&self, ticket: Ticket) {
         if let Ok(file) = self.opened() {
             let at = place(ticket.entry) + ANSWERED as u64;
-            let _ = rustix::io::pwrite(&file, &ticket.version.to_ne_bytes(), at);
+            let _ = write(&file, &ticket.version.to_ne_bytes(), at);
         }
     }
 
     pub(super) fn is_answered(&self, ticket: Ticket) -> Option<bool> {
         let entry = read_entry(&self.opened().ok()?, ticket.entry);
-        (entry.version == ticket.version).then_some(entry.answered == ticket.version)
+        (entry.is_whole() && entry.version == ticket.version).then_some(entry.answered == ticket.version)
     }
 
     pub(super) fn withdraw(&self, ticket: Ticket) {
@@ -251,8 +262,8 @@ mod tests {
         let (board, file) = board(directory.path());
         let listing = Listing { service: 1, cookie: 2 };
         let ticket = board.list(key(5), listing).unwrap();
-        let end = place(ticket.entry) + 8 * (3 + WORDS as u64);
-        for len in [end - 1, place(ticket.entry) + 3, 0] {
+        let check = place(ticket.entry) + 8 * (2 + WORDS as u64);
+        for len in [check, place(ticket.entry) + 3, 0] {
             file.set_len(len).unwrap();
             assert_eq!((board.find(key(5)), board.is_answered(ticket)), (None, None), "{len}");
             board.withdraw(ticket);
@@ -289,6 +300,13 @@ mod tests {
         std::fs::remove_file(path).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, path, FileType::Fifo, Mode::from_raw_mode(0o660), 0).unwrap();
         assert_eq!((board.find(key(5)), board.list(key(5), Listing { service: 1, cookie: 2 })), (None, None));
+        assert!(File::open(directory.path(), board.gid).is_err());
+        // Nor is a file that has another name.
+        std::fs::remove_file(path).unwrap();
+        let other = directory.path().join("other");
+        std::fs::write(&other, b"").unwrap();
+        std::fs::set_permissions(&other, std::fs::Permissions::from_mode(0o660)).unwrap();
+        std::fs::hard_link(&other, path).unwrap();
         assert!(File::open(directory.path(), board.gid).is_err());
     }
 }
