@@ -8,12 +8,13 @@ use crate::relayed::{
     CATCH_UP_MAX, Pause, at_end, catch_up, closing_time, is_all_here, is_lost, is_settled, take_tcp_back, wait_for_room,
 };
 use crate::report::{Reason, count, counters, stays};
+use crate::signals::{self, Handlers};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
 use crate::{SETTINGS, real, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, Writer};
@@ -619,6 +620,7 @@ unsafe fn send_accelerated(
 ) -> Result<bool, c_int> {
     let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);
+    let begin = Instant::now();
     let mut has_waited = false;
     let mut pause = Pause::default();
     match slot.error.swap(0, Ordering::Relaxed) {
@@ -639,10 +641,14 @@ unsafe fn send_accelerated(
         let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
         if is_alone && !writer.send_again(segment, &connection).map_err(|error| failed(&error))? {
             drop(sending);
-            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) {
+            let limit = connection.send_limit().map_or(Duration::MAX, |limit| limit.saturating_sub(begin.elapsed()));
+            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) || limit.is_zero() {
                 return Err(libc::EAGAIN);
             }
-            connection.wait_for_room(Duration::from_secs(1));
+            if !connection.wait_for_room(limit.min(Duration::from_secs(1))) && signals::handlers() != Handlers::Restart
+            {
+                return Err(libc::EINTR);
+            }
             continue;
         }
         if writer.is_tcp() && is_alone && !is_plain {
@@ -810,10 +816,15 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
     }
 }
 
-/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been
-/// sent all of it by then: what follows must not look like the end.
+/// Steps of a tenth of a second that calls of this process have waited for peers which are other users.
+static WAITED_FOR_OTHERS: AtomicU32 = AtomicU32::new(0);
+const WAITS_FOR_OTHERS: u32 = 20;
+
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most, and for peers which are other users
+/// for as long all together. False if the reader has not been sent all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
+    let is_others = slot.is_others.load(Ordering::Relaxed);
     for _ in 0..20 {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
@@ -821,6 +832,9 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
             return true;
         }
         drop(sending);
+        if is_others && WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) >= WAITS_FOR_OTHERS {
+            return false;
+        }
         connection.wait_for_room(Duration::from_millis(100));
     }
     false

@@ -9,6 +9,7 @@
 mod descriptors;
 mod processes;
 mod receiving;
+mod rights;
 mod sending;
 mod signals;
 mod waiting;

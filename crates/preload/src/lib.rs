@@ -43,6 +43,7 @@ extern "C" fn begin() {
     report::start(settings.stats.as_ref(), settings.explain.clone());
     if slots::start() && SETTINGS.set(settings).is_ok() {
         process::watch_forks();
+        process::note_user();
         relay::start(SETTINGS.get().map_or(0, |settings| settings.relay));
         report::count(&report::counters().processes, 1);
     }

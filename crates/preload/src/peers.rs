@@ -6,6 +6,7 @@
 //! met at a Unix socket of its own, and who has made the connection cannot know.
 
 use crate::report::Reason;
+use crate::tcp::Connection;
 use crate::{SETTINGS, real, slots};
 use rustix::fd::OwnedFd;
 use rustix::net::sockopt;
@@ -18,8 +19,14 @@ use thruway_tcp::LocalSocket;
 
 /// include/uapi/asm-generic/socket.h.
 const SO_PEERGROUPS: i32 = 59;
+const SO_NETNS_COOKIE: i32 = 71;
+/// Since Linux 6.16.
+const SO_PASSRIGHTS: i32 = 83;
 /// Groups of a process that are looked through. The kernel's limit is 65536; what has more than these is no member of any.
 const GROUPS: usize = 1024;
+
+/// The user whom the kernel says in place of those that the process's user namespace does not know: that is many, and none of them.
+const UNKNOWN_USER: u32 = 65534;
 
 /// The group whose members may be at the other end.
 fn group() -> Option<u32> {
@@ -40,9 +47,16 @@ pub(crate) fn user_of(socket: &OwnedFd) -> Option<u32> {
     let peer = sockopt::socket_peercred(socket).ok()?;
     let may = match group() {
         None => peer.uid.as_raw() == own_user(),
-        Some(group) => peer.uid.is_root() || peer.gid.as_raw() == group || has_group(socket, group),
+        Some(group) => {
+            is_known(peer.uid.as_raw())
+                && (peer.uid.is_root() || peer.gid.as_raw() == group || has_group(socket, group))
+        }
     };
     may.then_some(peer.uid.as_raw())
+}
+
+fn is_known(user: u32) -> bool {
+    user != UNKNOWN_USER
 }
 
 fn has_group(socket: &OwnedFd, group: u32) -> bool {
@@ -52,6 +66,38 @@ fn has_group(socket: &OwnedFd, group: u32) -> bool {
     // SAFETY: `to` and `len` describe memory for writing, of integers.
     let known = unsafe { real::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERGROUPS, to, &raw mut len) } == 0;
     known && groups.iter().take(len as usize / size_of::<u32>()).any(|one| *one == group)
+}
+
+/// Has a Unix socket take no files: the release of one may last as long as who has sent it wants. Where the kernel knows that.
+pub(crate) fn take_no_files(socket: &OwnedFd) {
+    Connection::new(socket.as_raw_fd()).set(libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
+}
+
+/// Sockets that were refused, and have to stay open.
+static ASIDE: AtomicU32 = AtomicU32::new(0);
+const ASIDE_MAX: u32 = 32;
+
+/// Whether no more can be refused.
+pub(crate) fn is_full() -> bool {
+    ASIDE.load(Ordering::Relaxed) >= ASIDE_MAX
+}
+
+/// Closes a file that has come with an offer which is refused, if this user has sent it. Those of others stay open: the release of one may
+/// last as long as who has sent it wants.
+pub(crate) fn put_away(file: OwnedFd, is_own: bool) {
+    if !is_own {
+        ASIDE.fetch_add(1, Ordering::Relaxed);
+        // As it is: its file system would be told if a copy were closed.
+        std::mem::forget(file);
+    }
+}
+
+/// Closes the socket of an offer that is refused, if it is this user's, or puts it aside: to close it is to release what was sent with it.
+pub(crate) fn release(socket: OwnedFd) {
+    if !is_own(&socket) {
+        ASIDE.fetch_add(1, Ordering::Relaxed);
+        let _ = slots::hide(socket);
+    }
 }
 
 /// The socket at the other end of a connection.
@@ -69,7 +115,9 @@ fn other_end(fd: i32, key: Key) -> io::Result<Option<LocalSocket>> {
 pub(crate) fn prove(fd: i32, key: Key, cookie: u64) -> Result<u32, (Reason, io::Error)> {
     match other_end(fd, key) {
         Ok(Some(found))
-            if found.is_open && found.cookie == cookie && (group().is_some() || found.uid == own_user()) =>
+            if found.is_open
+                && found.cookie == cookie
+                && if group().is_some() { is_known(found.uid) } else { found.uid == own_user() } =>
         {
             Ok(found.uid)
         }
@@ -84,7 +132,10 @@ pub(crate) fn user_at(fd: i32, key: Key) -> Option<u32> {
     match group() {
         // Nobody else can open the board.
         None => Some(own_user()),
-        Some(_) => other_end(fd, key).ok().flatten().filter(|found| found.is_open).map(|found| found.uid),
+        Some(_) => {
+            let found = other_end(fd, key).ok().flatten();
+            found.filter(|found| found.is_open && is_known(found.uid)).map(|found| found.uid)
+        }
     }
 }
 
@@ -94,16 +145,25 @@ static DIAGNOSTICS_OF: AtomicU64 = AtomicU64::new(0);
 static ASKED: AtomicU32 = AtomicU32::new(0);
 static ASKING: crate::lock::Lock = crate::lock::Lock::new();
 
+/// Whether a socket that this process has just made is in a network namespace: its thread may be in another than a connection.
+pub(crate) fn is_in(socket: i32, namespace: u64) -> bool {
+    Connection::new(socket).cookie(SO_NETNS_COOKIE).is_ok_and(|cookie| cookie == namespace)
+}
+
 /// As [`thruway_tcp::local_socket`], by a socket that this process keeps.
 fn local_socket(namespace: u64, local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
-    let Ok(_guard) = ASKING.lock() else { return thruway_tcp::local_socket(local, peer) };
+    let Ok(_guard) = ASKING.lock() else { return Err(io::ErrorKind::Interrupted.into()) };
     let mut fd = DIAGNOSTICS.load(Ordering::Relaxed);
     if fd >= 0 && DIAGNOSTICS_OF.load(Ordering::Relaxed) != namespace {
         DIAGNOSTICS.store(-1, Ordering::Relaxed);
         slots::close_hidden(std::mem::replace(&mut fd, -1));
     }
     if fd < 0 {
-        fd = slots::hide(thruway_tcp::diagnostics()?).ok_or(io::ErrorKind::OutOfMemory)?;
+        let diagnostics = thruway_tcp::diagnostics()?;
+        if !is_in(diagnostics.as_raw_fd(), namespace) {
+            return Err(io::Error::other("the connection is in another network namespace than this thread"));
+        }
+        fd = slots::hide(diagnostics).ok_or(io::ErrorKind::OutOfMemory)?;
         DIAGNOSTICS_OF.store(namespace, Ordering::Relaxed);
         DIAGNOSTICS.store(fd, Ordering::Relaxed);
     }

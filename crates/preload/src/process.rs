@@ -6,7 +6,7 @@ use crate::slots::{self, Last, Slot};
 use crate::{data, epoll, lock, relayed, spares, switch};
 use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use thruway_sockets::WakeBy;
 
 /// Has this process killed when its parent, the supervisor with this number, is.
@@ -104,6 +104,42 @@ pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
         after_fork_in_parent()
     }
     child
+}
+
+/// The user that this process was when it last shared its memory with relatives.
+static USER: AtomicU32 = AtomicU32::new(u32::MAX);
+
+/// The process is as it was started.
+pub(crate) fn note_user() {
+    USER.store(rustix::process::geteuid().as_raw(), Ordering::Relaxed);
+}
+
+/// The process has become another user, or has other groups. What others know it by is that of before: its Unix socket, and memory of
+/// earlier connections.
+pub(crate) fn after_change_of_rights() {
+    if slots::is_in_borrowed_memory() {
+        return;
+    }
+    switch::close_service();
+    spares::discard_all();
+    let user = rustix::process::geteuid().as_raw();
+    // Without relatives there is nobody to part from. Threads of this process would use what is exchanged.
+    let has_relatives = slots::FORKS.load(Ordering::SeqCst) > 0;
+    if USER.swap(user, Ordering::Relaxed) == user || !has_relatives || !is_single_threaded() {
+        return;
+    }
+    slots::each(|number, fd| {
+        let slot = slots::slot(number);
+        if slot.is_accelerated() && !slot.is_only_ours(number) {
+            stays(slot, fd, Reason::Shared, &", from here on");
+            data::demote(slot, fd);
+        }
+    });
+    slots::part();
+}
+
+fn is_single_threaded() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
 /// Starts another program in this process, which returns only if that fails.

@@ -92,6 +92,16 @@ real! {
     __sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
     sigset(signal: c_int, handler: *mut c_void) -> *mut c_void;
     siginterrupt(signal: c_int, does: c_int) -> c_int;
+    setuid(uid: libc::uid_t) -> c_int;
+    seteuid(uid: libc::uid_t) -> c_int;
+    setreuid(real: libc::uid_t, effective: libc::uid_t) -> c_int;
+    setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t) -> c_int;
+    setgid(gid: libc::gid_t) -> c_int;
+    setegid(gid: libc::gid_t) -> c_int;
+    setregid(real: libc::gid_t, effective: libc::gid_t) -> c_int;
+    setresgid(real: libc::gid_t, effective: libc::gid_t, saved: libc::gid_t) -> c_int;
+    setgroups(count: size_t, groups: *const libc::gid_t) -> c_int;
+    initgroups(user: *const c_char, group: libc::gid_t) -> c_int;
     _Fork() -> libc::pid_t;
     execve(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
     execv(path: *const c_char, args: *const *const c_char) -> c_int;

@@ -107,6 +107,8 @@ pub(crate) struct Slot {
     pub(crate) is_watched: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
+    /// The other end, on this host, is another user's.
+    pub(crate) is_others: AtomicBool,
     /// A process has been forked that had it, too.
     pub(crate) was_shared: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
@@ -178,7 +180,7 @@ pub(crate) fn start() -> bool {
         // SAFETY: a new mapping, of whose addresses nothing knows yet.
         unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, rights, flags | MapFlags::NORESERVE) }
     };
-    let arena = map(size_of::<Free>() + SLOTS * size_of::<Slot>(), MapFlags::SHARED);
+    let arena = map(ARENA_LEN, MapFlags::SHARED);
     let table = map(DESCRIPTORS * size_of::<AtomicU32>(), MapFlags::PRIVATE);
     let locals = map(SLOTS * size_of::<Local>(), MapFlags::PRIVATE);
     let (Ok(arena), Ok(table), Ok(locals)) = (arena, table, locals) else { return false };
@@ -326,6 +328,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
         &slot.has_told_reset,
         &slot.receives,
         &slot.is_watched,
+        &slot.is_others,
         &slot.was_shared,
         &slot.no_delay,
         &slot.cork,
@@ -458,6 +461,65 @@ pub(crate) fn release(number: u32) {
             return;
         }
     }
+}
+
+/// The memory of all slots.
+const ARENA_LEN: usize = size_of::<Free>() + SLOTS * size_of::<Slot>();
+
+/// This process becomes another user: the memory that it shares with its relatives would be a way to them. It goes on with a copy. What
+/// it has together with them stays with TCP, and is not accelerated now; no other thread of this process runs. False if there is no memory:
+/// then nothing has changed.
+pub(crate) fn part() -> bool {
+    let _changing = CHANGING.lock();
+    let shared = ARENA.load(Ordering::Acquire);
+    if shared.is_null() {
+        return true;
+    }
+    let rights = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+    // SAFETY: a new mapping, of whose addresses nothing knows yet.
+    let Ok(copy) = (unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), ARENA_LEN, rights, flags) }) else {
+        return false;
+    };
+    let used = (free().used.load(Ordering::Acquire) as usize).min(SLOTS);
+    // SAFETY: so much of both is mapped; relatives may change what is copied, which is theirs then and not used here.
+    unsafe { thruway_memory::shared::copy(copy.cast(), shared.cast(), size_of::<Free>() + used * size_of::<Slot>()) };
+    let mut others = Vec::new();
+    each(|number, _| {
+        let (slot, own) = (slot(number), local(number).references.load(Ordering::SeqCst));
+        // Before the relatives count it as theirs alone.
+        let is_others = slot.references.load(Ordering::SeqCst) != own;
+        if is_others {
+            slot.is_foreign.store(true, Ordering::SeqCst);
+            others.push(number);
+        }
+        if slot.references.fetch_sub(own, Ordering::SeqCst) == own {
+            release(number);
+        }
+    });
+    // SAFETY: both are mappings of ours of this length; nothing has a reference into the first just now, and addresses stay.
+    let moved = unsafe {
+        use rustix::mm::MremapFlags;
+        rustix::mm::mremap_fixed(copy, ARENA_LEN, ARENA_LEN, MremapFlags::MAYMOVE, shared.cast())
+    };
+    if moved.is_err() {
+        // It has given its connections up already. Whatever is done with them goes by TCP.
+        forget_all();
+        return false;
+    }
+    for number in 0..used as u32 {
+        let slot = slot(number);
+        // A relative may have held one.
+        for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
+            lock.reset();
+        }
+    }
+    each(|number, _| slot(number).references.store(local(number).references.load(Ordering::SeqCst), Ordering::SeqCst));
+    for number in others {
+        slot(number).is_foreign.store(true, Ordering::SeqCst);
+        slot(number).was_shared.store(true, Ordering::SeqCst);
+    }
+    true
 }
 
 /// Every connection of which this process has a descriptor, with one of its descriptors.

@@ -23,6 +23,7 @@ use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use thruway_sockets::board::{Board, Key, Listing};
 use thruway_sockets::meeting::{OFFER_LEN, Offer, Offered, Request, relayed_key, service_name};
 use thruway_sockets::settings::{Mode, Settings};
@@ -130,6 +131,14 @@ fn consider(number: u32, fd: i32, calls: u32) {
                         slot.phase.store(phase::OFFERED, Ordering::Release);
                         switch(number, slot, &guard, fd);
                     } else {
+                        if upgrade.meeting.is_some_and(|(board, _)| board.is_of_group()) {
+                            // Another member may have written that.
+                            if calls >= upgrade.last_look {
+                                withdraw(upgrade);
+                                return never(slot, fd, Reason::NotFound, &"");
+                            }
+                            look_later(upgrade, calls);
+                        }
                         drop(guard);
                         take_offers();
                     }
@@ -203,7 +212,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
         slot.phase.store(phase::LOOKING, Ordering::Release);
         return look(slot, guard, fd, calls);
     }
-    let (Some(service), Ok(cookie)) = (service(), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
+    let (Some(service), Ok(cookie)) = (service(namespace), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
         return never(slot, fd, Reason::Failed, &", there is no Unix socket");
     };
     upgrade.ticket = board.list(key, Listing { service, cookie });
@@ -260,8 +269,13 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     }
 }
 
-/// Nanoseconds that a process which has connected may take to send it.
-const OFFER_PATIENCE: i64 = 200_000_000;
+/// How long a call may wait for processes that have connected to send what they offer; and this process in all for those of other users
+/// that have sent nothing.
+const OFFER_PATIENCE: Duration = Duration::from_millis(200);
+const OFFER_PATIENCE_OTHERS: Duration = Duration::from_secs(2);
+static WAITED_FOR_OFFERS: AtomicU64 = AtomicU64::new(0);
+/// Offers that a call takes.
+const OFFERS_AT_ONCE: usize = 16;
 
 /// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one. Returns it, and the
 /// user whom it is offered to.
@@ -275,9 +289,14 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
     let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
+    if !peers::is_in(socket.as_raw_fd(), key.namespace()) || peers::is_full() {
+        return Err((Reason::Failed, io::Error::other("the process that is met would be another one")));
+    }
+    peers::take_no_files(&socket);
     let name = name(listing.service).map_err(failed)?;
     rustix::net::connect(&socket, &name).map_err(failed)?;
     if peers::user_of(&socket) != Some(user) {
+        peers::release(socket);
         return Err((
             Reason::Failed,
             io::Error::other("the process found there is another user's, or not in the group"),
@@ -366,7 +385,15 @@ fn board(group: Option<u32>) -> Option<Board> {
             Circle::Group(gid) => Board::of_group(directory, gid),
         };
         if let Err(error) = &board {
-            report::complain(&["no board in ", &directory.to_string_lossy(), ": ", &error.to_string()]);
+            let (name, needs) = match circle {
+                Circle::User(uid) => (format!("thruway-sockets-1-{uid}"), "it has to be this user's alone"),
+                Circle::Group(gid) => (
+                    format!("thruway-sockets-1-group-{gid}"),
+                    "it has to be that group's alone, and this process in the group",
+                ),
+            };
+            let (directory, error) = (directory.to_string_lossy(), error.to_string());
+            report::complain(&["no board ", &directory, "/", &name, ": ", &error, "; ", needs]);
         }
         (circle, board.ok())
     });
@@ -385,7 +412,7 @@ static SERVICE_NUMBER: AtomicU64 = AtomicU64::new(0);
 static STARTING: crate::lock::Lock = crate::lock::Lock::new();
 
 /// Starts it, the first time.
-fn service() -> Option<u64> {
+fn service(namespace: u64) -> Option<u64> {
     let _guard = STARTING.lock().ok()?;
     let uid = rustix::process::geteuid().as_raw();
     if SERVICE.load(Ordering::Relaxed) >= 0 {
@@ -396,6 +423,9 @@ fn service() -> Option<u64> {
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    if !peers::is_in(socket.as_raw_fd(), namespace) {
+        return None;
+    }
     let mut number = [0u8; 8];
     rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty()).ok()?;
     let number = u64::from_ne_bytes(number);
@@ -406,6 +436,16 @@ fn service() -> Option<u64> {
     SERVICE_OF.store(uid, Ordering::Relaxed);
     SERVICE.store(socket, Ordering::Relaxed);
     Some(number)
+}
+
+/// The process is not who it was: others would still be told so.
+pub(crate) fn close_service() {
+    if let Ok(_guard) = STARTING.lock() {
+        let fd = SERVICE.swap(-1, Ordering::SeqCst);
+        if fd >= 0 {
+            slots::close_hidden(fd);
+        }
+    }
 }
 
 /// In a child that has just been forked: its parent's Unix socket is not its own.
@@ -427,24 +467,48 @@ fn take_offers() {
         return;
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    while let Ok(socket) = rustix::net::accept_with(slots::borrow(fd), flags) {
-        if let Err(error) = take_offer(&socket) {
-            tell(socket.as_raw_fd(), &format_args!("an offer of shared memory is refused: {error}"));
+    let begin = Instant::now();
+    for _ in 0..OFFERS_AT_ONCE {
+        if peers::is_full() {
+            return;
+        }
+        let Ok(socket) = rustix::net::accept_with(slots::borrow(fd), flags) else { return };
+        // However many have connected: this call is the program's.
+        let mut patience = OFFER_PATIENCE.saturating_sub(begin.elapsed());
+        let is_own = peers::is_own(&socket);
+        if !is_own && Duration::from_micros(WAITED_FOR_OFFERS.load(Ordering::Relaxed)) > OFFER_PATIENCE_OTHERS {
+            patience = Duration::ZERO;
+        }
+        let waits = Instant::now();
+        if !has_sent(&socket, patience) && !is_own {
+            WAITED_FOR_OFFERS.fetch_add(waits.elapsed().as_micros() as u64, Ordering::Relaxed);
+        }
+        match take_offer(&socket) {
+            Ok(()) => drop(socket),
+            Err(error) => {
+                tell(socket.as_raw_fd(), &format_args!("an offer of shared memory is refused: {error}"));
+                peers::release(socket);
+            }
         }
     }
 }
 
+/// Waits for what a process that has connected, and may offer something, is about to send. Whether it has.
+fn has_sent(socket: &OwnedFd, patience: Duration) -> bool {
+    let may = peers::is_own(socket) || peers::user_of(socket).is_some();
+    let mut list = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
+    let patience = rustix::time::Timespec { tv_sec: 0, tv_nsec: patience.subsec_nanos().into() };
+    may && rustix::event::poll(&mut list, Some(&patience)).is_ok_and(|ready| ready > 0)
+}
+
 fn take_offer(socket: &OwnedFd) -> io::Result<()> {
-    let user = peers::user_of(socket);
-    if user.is_none() && !peers::is_own(socket) {
+    let (user, is_own) = (peers::user_of(socket), peers::is_own(socket));
+    if user.is_none() && !is_own {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
     let mut message = [0u8; OFFER_LEN + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    // Who has just connected is about to send.
-    let mut list = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
-    let _ = rustix::event::poll(&mut list, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: OFFER_PATIENCE }));
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, flags)?;
     let files = control.drain().filter_map(|part| match part {
@@ -452,8 +516,12 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         _ => None,
     });
     let mut files = files.flatten();
-    let (Some(file), None) = (files.next(), files.next()) else { return Err(io::ErrorKind::InvalidData.into()) };
-    let offer = Offer::decode(&message[..received.bytes]).ok_or(io::ErrorKind::InvalidData)?;
+    let (first, second) = (files.next(), files.next());
+    let (None, Some(offer)) = (&second, Offer::decode(&message[..received.bytes])) else {
+        [first, second].into_iter().flatten().for_each(|file| peers::put_away(file, is_own));
+        return Err(io::ErrorKind::InvalidData.into());
+    };
+    let file = first.ok_or(io::ErrorKind::InvalidData)?;
     // The connection that it is for: one that has an entry on the board.
     let mut result = Err(io::ErrorKind::NotFound.into());
     let mut wanted = None;
@@ -474,42 +542,60 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
         if let Ok(guard) = slot.upgrading.lock()
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
         {
+            let meeting = slot.upgrade(&guard).meeting.map(|(_, key)| key);
+            let prove = |key| peers::prove(fd, key, offer.cookie).ok();
+            // Others cannot end what goes on with who has the other end.
+            match offer.by {
+                Offered::Peer => {
+                    if user.is_none() || meeting.and_then(prove) != user {
+                        peers::put_away(file, is_own);
+                        return Err(io::Error::other(
+                            "it is not offered by the user at the other end, or not by a member",
+                        ));
+                    }
+                }
+                // A relay has proved to another who it is, and is this user's.
+                Offered::Relayed if !is_own => {
+                    peers::put_away(file, is_own);
+                    return Err(io::ErrorKind::PermissionDenied.into());
+                }
+                Offered::Relayed => {}
+            }
             withdraw(slot.upgrade(&guard));
-            result = adopt(number, &guard, fd, &offer, &file, (socket, user));
+            result = adopt(number, &guard, fd, &offer, &file, user);
             match &result {
-                Ok(()) => switch(number, slot, &guard, fd),
+                Ok(()) => {
+                    drop(file);
+                    switch(number, slot, &guard, fd);
+                }
                 Err(error) => {
                     waker::close(number);
                     never(slot, fd, Reason::Failed, &format_args!(": {error}"));
+                    peers::put_away(file, is_own);
                 }
             }
+            return result;
         }
     }
+    peers::put_away(file, is_own);
     result
 }
 
-fn adopt(
-    number: u32,
-    guard: &Guard<'_>,
-    fd: i32,
-    offer: &Offer,
-    file: &OwnedFd,
-    (by, user): (&OwnedFd, Option<u32>),
-) -> io::Result<()> {
+fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd, user: Option<u32>) -> io::Result<()> {
     let slot = slots::slot(number);
     let (segment, spare) = match offer.by {
         Offered::Peer => {
-            let meeting = slot.upgrade(guard).meeting.ok_or(io::ErrorKind::NotFound)?;
-            let owner = peers::prove(fd, meeting.1, offer.cookie).map_err(|(_, error)| error)?;
-            if user != Some(owner) {
+            let segment = Segment::adopt(file)?;
+            let most = SETTINGS.get().map_or(0, |settings| settings.ring);
+            if user != Some(rustix::process::geteuid().as_raw()) && segment.ring_size() > most {
+                // SAFETY: nothing else knows it.
+                unsafe { segment.unmap() };
                 return Err(io::Error::other(
-                    "it is offered by another user than the one at the other end, or not by a member",
+                    "its rings are larger than those of this process (--ring), and it is another user's",
                 ));
             }
-            (count_in(Segment::adopt(file)?)?, Some(0))
+            (count_in(segment)?, Some(0))
         }
-        // A relay has proved to another who it is, and is this user's.
-        Offered::Relayed if !peers::is_own(by) => return Err(io::ErrorKind::PermissionDenied.into()),
         Offered::Relayed => {
             let segment = Segment::adopt(file)?.as_relayed();
             let request = Request { key: offer.key, is_higher: slot.upgrade(guard).is_higher, service: None };
@@ -606,6 +692,8 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         segment.accept();
     }
     HAS_ACCELERATED.store(true, Ordering::SeqCst);
+    let is_own = slot.upgrade(guard).peer_user == rustix::process::geteuid().as_raw();
+    slot.is_others.store(!segment.is_relayed() && !is_own, Ordering::Relaxed);
     if segment.is_relayed() {
         count(&counters().relayed, 1);
         tell(fd, &"accelerated: to another host, through the relay");

@@ -61,9 +61,14 @@ impl Connection {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(len as usize) }
     }
 
-    /// Whether calls that send have a time limit (`SO_SNDTIMEO`).
+    /// Whether calls that send have a time limit.
     pub(crate) fn has_send_limit(self) -> bool {
-        self.time_limit(libc::SO_SNDTIMEO).is_some()
+        self.send_limit().is_some()
+    }
+
+    /// How long calls that send may wait (`SO_SNDTIMEO`), if they have a limit.
+    pub(crate) fn send_limit(self) -> Option<Duration> {
+        self.time_limit(libc::SO_SNDTIMEO)
     }
 
     /// How long calls that receive may wait (`SO_RCVTIMEO`), if they have a limit.
@@ -87,7 +92,8 @@ impl Connection {
         unsafe { real::poll(&raw mut one, 1, time) >= 0 }
     }
 
-    fn set(self, level: c_int, name: c_int, value: c_int) {
+    /// Sets an option, if the kernel knows it.
+    pub(crate) fn set(self, level: c_int, name: c_int, value: c_int) {
         let at = (&raw const value).cast::<c_void>();
         // SAFETY: `value` is readable for as long as the call takes.
         let _ = unsafe { real::setsockopt(self.fd, level, name, at, size_of::<c_int>() as libc::socklen_t) };
@@ -192,11 +198,11 @@ impl Connection {
         }
     }
 
-    /// Waits until something can be sent, or for so long.
-    pub(crate) fn wait_for_room(self, time: Duration) {
+    /// Waits until something can be sent, or for so long. False if a signal handler has run before.
+    pub(crate) fn wait_for_room(self, time: Duration) -> bool {
         let mut one = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
         // SAFETY: one element.
-        unsafe { real::poll(&raw mut one, 1, c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX)) };
+        unsafe { real::poll(&raw mut one, 1, c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX)) >= 0 }
     }
 
     /// What the kernel says of it, as bits of `poll` and `epoll`, which are the same.

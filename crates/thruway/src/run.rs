@@ -5,7 +5,6 @@ use clap::Args;
 use serde::Deserialize;
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -239,13 +238,6 @@ impl Told {
         let told = Told(tempfile::Builder::new().prefix("thruway-run-").tempdir()?);
         std::fs::File::create(told.stats())?.set_len(Counters::FILE_LEN)?;
         std::fs::File::create(told.explain())?;
-        if rustix::process::geteuid().is_root() {
-            // For programs that become another user: those who know the name of the directory.
-            let permit = |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
-            permit(told.0.path(), 0o711)?;
-            permit(&told.stats(), 0o666)?;
-            permit(&told.explain(), 0o622)?;
-        }
         Ok(told)
     }
 

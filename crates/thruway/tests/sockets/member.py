@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 MASK = (1 << 64) - 1
@@ -89,6 +90,8 @@ def be_found(board, port):
     write(board, connection, service)
     listener.settimeout(30)
     caller, _ = listener.accept()
+    print("met", flush=True)
+    # A program that refuses may keep it open to its end.
     message, files, _, _ = socket.recv_fds(caller, 100, 4)
     print(f"{len(message)} bytes, {len(files)} files", flush=True)
 
@@ -115,13 +118,10 @@ def offer(board, port):
     with open(board, "r+b") as file:
         file.seek(place * ENTRY + 8)
         file.write(struct.pack("=Q", version))
-    # The program closes it when it has looked.
-    try:
-        rest = caller.recv(1)
-    except ConnectionResetError:
-        rest = b""
-    assert rest == b"", rest
-    print("closed", flush=True)
+    # Until the program has taken it. It may keep the connection open to its end, or close it.
+    while struct.unpack("i", fcntl.ioctl(caller, termios.TIOCOUTQ, b"\0" * 4))[0] > 0:
+        time.sleep(0.001)
+    print("taken", flush=True)
 
 
 board, what, *args = sys.argv[1:]

@@ -205,12 +205,58 @@ def talks():
     sock = connect_from(side, int(port))
     greet(sock, True)
     print("talks", flush=True)
-    turn = 0
-    while not select.select([sys.stdin], [], [], 0.001)[0]:
+    turn, end = 0, None
+    while turn != end:
         data = stream(turn, 100)
         sock.sendall(struct.pack("!I", len(data)) + data)
         assert exactly(sock, len(data)) == data
         turn += 1
+        if end is None and select.select([sys.stdin], [], [], 0.001)[0]:
+            # So many more that it looks at the board once more: it does so less and less often.
+            end = turn + turn // 2 + 50
+
+
+def shared_memory(pid):
+    """What a process shares with others, of memory without a file."""
+    with open(f"/proc/{pid}/maps") as maps:
+        return {line.split()[4] for line in maps if "rw-s" in line and "/dev/zero (deleted)" in line}
+
+
+def part():
+    """A child that becomes another user has no memory in common with its parent any more. Both go on with connections."""
+    port = int(sys.argv[2])
+
+    def connect():
+        sock = socket.create_connection((ADDRESS, port))
+        greet(sock, True)
+        return sock
+
+    def talk(sock, turns):
+        for turn in range(turns):
+            data = stream(turn, 100 + turn)
+            sock.sendall(struct.pack("!I", len(data)) + data)
+            assert exactly(sock, len(data)) == data
+
+    own, common = connect(), connect()
+    theirs, ours = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        own.close()
+        become(os.environ["PART"])
+        theirs.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+        talk(common, 20)
+        talk(connect(), 20)
+        os._exit(0)
+    assert ours.recv(1) == b"x"
+    mine, child_has = shared_memory(os.getpid()), shared_memory(child)
+    assert mine and child_has and not mine & child_has, (mine, child_has)
+    talk(own, 10)
+    ours.sendall(b"x")
+    talk(own, 10)
+    assert os.waitpid(child, 0)[1] == 0
+    talk(common, 20)
+    talk(connect(), 20)
 
 
 def short_then_long():
