@@ -106,8 +106,9 @@ pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
     child
 }
 
-/// The user that this process was when it last shared its memory with relatives.
+/// The user that this process was last, and how often it had forked when it last parted from its relatives.
 static USER: AtomicU32 = AtomicU32::new(u32::MAX);
+static PARTED: AtomicU32 = AtomicU32::new(0);
 
 /// The process is as it was started.
 pub(crate) fn note_user() {
@@ -124,7 +125,8 @@ pub(crate) fn after_change_of_rights() {
     spares::discard_all();
     let user = rustix::process::geteuid().as_raw();
     // Without relatives there is nobody to part from. Threads of this process would use what is exchanged.
-    let has_relatives = slots::FORKS.load(Ordering::SeqCst) > 0;
+    let forks = slots::FORKS.load(Ordering::SeqCst);
+    let has_relatives = PARTED.load(Ordering::Relaxed) != forks;
     if USER.swap(user, Ordering::Relaxed) == user || !has_relatives || !is_single_threaded() {
         return;
     }
@@ -135,7 +137,9 @@ pub(crate) fn after_change_of_rights() {
             data::demote(slot, fd);
         }
     });
-    slots::part();
+    if slots::part() {
+        PARTED.store(forks, Ordering::Relaxed);
+    }
 }
 
 fn is_single_threaded() -> bool {

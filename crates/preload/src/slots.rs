@@ -484,6 +484,9 @@ pub(crate) fn part() -> bool {
     let used = (free().used.load(Ordering::Acquire) as usize).min(SLOTS);
     // SAFETY: so much of both is mapped; relatives may change what is copied, which is theirs then and not used here.
     unsafe { thruway_memory::shared::copy(copy.cast(), shared.cast(), size_of::<Free>() + used * size_of::<Slot>()) };
+    // Relatives have taken from the list of free slots, and given back to it, while it was copied: it may go round in a circle.
+    // SAFETY: new memory that nothing else knows, and aligned.
+    unsafe { &*copy.cast::<Free>() }.head.store(0, Ordering::Relaxed);
     let mut others = Vec::new();
     each(|number, _| {
         let (slot, own) = (slot(number), local(number).references.load(Ordering::SeqCst));
