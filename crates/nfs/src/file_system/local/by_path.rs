@@ -351,12 +351,18 @@ mod tests {
             for n in 0..10 {
                 fs::remove_file(dir.path().join(n.to_string())).unwrap();
             }
-            let second = Subject::open(dir.path(), None);
-            let found = futures_util::future::join_all(ids.iter().map(|id| second.number(id))).await;
-            assert!(found[..10].iter().all(|found| *found == Err(Errno::STALE)), "{found:?}");
-            assert!(found[10..].iter().all(Result::is_ok), "{found:?}");
-            // One that came when a search had begun needs the next one.
-            assert!(second.searches() < 10, "{}", second.searches());
+            // On a busy machine each may have ended before the next is asked for.
+            for attempt in 1.. {
+                let second = Subject::open(dir.path(), None);
+                let found = futures_util::future::join_all(ids.iter().map(|id| second.number(id))).await;
+                assert!(found[..10].iter().all(|found| *found == Err(Errno::STALE)), "{found:?}");
+                assert!(found[10..].iter().all(Result::is_ok), "{found:?}");
+                // One that came when a search had begun needs the next one.
+                if second.searches() < 10 {
+                    break;
+                }
+                assert!(attempt < 50, "never fewer than {}", second.searches());
+            }
         });
     }
 
