@@ -70,7 +70,7 @@ fn main() -> ExitCode {
                     .and_then(|()| loom())
                     .and_then(|()| sanitize())
                     .and_then(|()| vm::test(""))
-                    .and_then(|()| fuzz("20"))
+                    .and_then(|()| fuzz("10"))
             };
             setup().and_then(|()| check()).and_then(|()| tests())
         }
