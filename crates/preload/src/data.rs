@@ -620,7 +620,8 @@ unsafe fn send_accelerated(
 ) -> Result<bool, c_int> {
     let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);
-    let begin = Instant::now();
+    // When this first waited for TCP to take what is owed to a reader that has closed the ring.
+    let mut begin = None;
     let mut has_waited = false;
     let mut pause = Pause::default();
     match slot.error.swap(0, Ordering::Relaxed) {
@@ -641,12 +642,15 @@ unsafe fn send_accelerated(
         let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
         if is_alone && !writer.send_again(segment, &connection).map_err(|error| failed(&error))? {
             drop(sending);
-            let limit = connection.send_limit().map_or(Duration::MAX, |limit| limit.saturating_sub(begin.elapsed()));
-            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) || limit.is_zero() {
+            let waited = begin.get_or_insert_with(Instant::now).elapsed();
+            let limit = connection.send_limit();
+            let left = limit.map_or(Duration::from_secs(1), |limit| limit.saturating_sub(waited));
+            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) || left.is_zero() {
                 return Err(libc::EAGAIN);
             }
-            if !connection.wait_for_room(limit.min(Duration::from_secs(1))) && signals::handlers() != Handlers::Restart
-            {
+            // As in the kernel: a call with a time limit is not begun again behind a signal handler.
+            let is_over = limit.is_some() || signals::handlers() != Handlers::Restart;
+            if !connection.wait_for_room(left.min(Duration::from_secs(1))) && is_over {
                 return Err(libc::EINTR);
             }
             continue;
@@ -820,11 +824,15 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
 static WAITED_FOR_OTHERS: AtomicU32 = AtomicU32::new(0);
 const WAITS_FOR_OTHERS: u32 = 20;
 
+/// Whether a call that ends something may wait another such step for the peer: for other users two seconds in all.
+fn may_wait_for_peer(slot: &Slot) -> bool {
+    !slot.is_others.load(Ordering::Relaxed) || WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) < WAITS_FOR_OTHERS
+}
+
 /// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most, and for peers which are other users
 /// for as long all together. False if the reader has not been sent all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
-    let is_others = slot.is_others.load(Ordering::Relaxed);
     for _ in 0..20 {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
@@ -832,7 +840,7 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
             return true;
         }
         drop(sending);
-        if is_others && WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) >= WAITS_FOR_OTHERS {
+        if !may_wait_for_peer(slot) {
             return false;
         }
         connection.wait_for_room(Duration::from_millis(100));
@@ -855,9 +863,13 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
         let Receiving { segment, reader, .. } = &mut receiving;
-        let (mut pause, limit) = (Pause::default(), closing_time(segment));
+        let (mut pause, mut limit) = (Pause::default(), None);
         let patience = || {
-            let goes_on = pause.pass(limit);
+            let limit = limit.get_or_insert_with(|| match may_wait_for_peer(slot) {
+                true => closing_time(segment),
+                false => Duration::ZERO,
+            });
+            let goes_on = pause.pass(*limit);
             pause.look(segment, fd);
             goes_on
         };

@@ -44,6 +44,7 @@ extern "C" fn begin() {
     if slots::start() && SETTINGS.set(settings).is_ok() {
         process::watch_forks();
         process::note_user();
+        peers::start();
         relay::start(SETTINGS.get().map_or(0, |settings| settings.relay));
         report::count(&report::counters().processes, 1);
     }

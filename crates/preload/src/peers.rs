@@ -19,14 +19,23 @@ use thruway_tcp::LocalSocket;
 
 /// include/uapi/asm-generic/socket.h.
 const SO_PEERGROUPS: i32 = 59;
-const SO_NETNS_COOKIE: i32 = 71;
 /// Since Linux 6.16.
 const SO_PASSRIGHTS: i32 = 83;
 /// Groups of a process that are looked through. The kernel's limit is 65536; what has more than these is no member of any.
 const GROUPS: usize = 1024;
 
 /// The user whom the kernel says in place of those that the process's user namespace does not know: that is many, and none of them.
-const UNKNOWN_USER: u32 = 65534;
+static UNKNOWN_USER: AtomicU32 = AtomicU32::new(65534);
+
+/// At the beginning: the host may have another number for that.
+pub(crate) fn start() {
+    if group().is_some()
+        && let Ok(text) = std::fs::read_to_string("/proc/sys/kernel/overflowuid")
+        && let Ok(user) = text.trim().parse()
+    {
+        UNKNOWN_USER.store(user, Ordering::Relaxed);
+    }
+}
 
 /// The group whose members may be at the other end.
 fn group() -> Option<u32> {
@@ -42,21 +51,54 @@ pub(crate) fn is_own(socket: &OwnedFd) -> bool {
     sockopt::socket_peercred(socket).is_ok_and(|peer| peer.uid.as_raw() == own_user())
 }
 
-/// The user of the process at the other end of a Unix socket, if it may be at the other end of a connection.
-pub(crate) fn user_of(socket: &OwnedFd) -> Option<u32> {
-    let peer = sockopt::socket_peercred(socket).ok()?;
-    let may = match group() {
-        None => peer.uid.as_raw() == own_user(),
-        Some(group) => {
-            is_known(peer.uid.as_raw())
-                && (peer.uid.is_root() || peer.gid.as_raw() == group || has_group(socket, group))
-        }
-    };
-    may.then_some(peer.uid.as_raw())
+fn is_known(user: u32) -> bool {
+    user != UNKNOWN_USER.load(Ordering::Relaxed)
 }
 
-fn is_known(user: u32) -> bool {
-    user != UNKNOWN_USER
+/// Who is at the other end of a Unix socket.
+pub(crate) struct Sender {
+    /// The user, if that may be at the other end of a connection.
+    pub(crate) user: Option<u32>,
+    /// It is this process's.
+    pub(crate) is_own: bool,
+}
+
+impl Sender {
+    pub(crate) fn of(socket: &OwnedFd) -> Sender {
+        let Ok(peer) = sockopt::socket_peercred(socket) else { return Sender { user: None, is_own: false } };
+        let user = peer.uid.as_raw();
+        let is_own = user == own_user();
+        let may = match group() {
+            None => is_own,
+            Some(group) => {
+                is_known(user) && (peer.uid.is_root() || peer.gid.as_raw() == group || has_group(socket, group))
+            }
+        };
+        Sender { user: may.then_some(user), is_own }
+    }
+
+    /// Whether it may be a peer, or this user's relay.
+    pub(crate) fn may_offer(&self) -> bool {
+        self.user.is_some() || self.is_own
+    }
+
+    /// Closes a file that has come with an offer which is refused, if this user has sent it. Those of others stay open: the release of one
+    /// may last as long as who has sent it wants.
+    pub(crate) fn put_away(&self, file: OwnedFd) {
+        if !self.is_own {
+            ASIDE.fetch_add(1, Ordering::Relaxed);
+            // As it is: its file system would hear of it if a copy were closed.
+            std::mem::forget(file);
+        }
+    }
+
+    /// Closes the socket that an offer was to come by which is refused, or puts it aside: to close it is to release what was sent with it.
+    pub(crate) fn release(&self, socket: OwnedFd) {
+        if !self.is_own {
+            ASIDE.fetch_add(1, Ordering::Relaxed);
+            let _ = slots::hide(socket);
+        }
+    }
 }
 
 fn has_group(socket: &OwnedFd, group: u32) -> bool {
@@ -73,31 +115,13 @@ pub(crate) fn take_no_files(socket: &OwnedFd) {
     Connection::new(socket.as_raw_fd()).set(libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
 }
 
-/// Sockets that were refused, and have to stay open.
+/// Sockets and files that were refused, and have to stay open.
 static ASIDE: AtomicU32 = AtomicU32::new(0);
 const ASIDE_MAX: u32 = 32;
 
 /// Whether no more can be refused.
 pub(crate) fn is_full() -> bool {
     ASIDE.load(Ordering::Relaxed) >= ASIDE_MAX
-}
-
-/// Closes a file that has come with an offer which is refused, if this user has sent it. Those of others stay open: the release of one may
-/// last as long as who has sent it wants.
-pub(crate) fn put_away(file: OwnedFd, is_own: bool) {
-    if !is_own {
-        ASIDE.fetch_add(1, Ordering::Relaxed);
-        // As it is: its file system would be told if a copy were closed.
-        std::mem::forget(file);
-    }
-}
-
-/// Closes the socket of an offer that is refused, if it is this user's, or puts it aside: to close it is to release what was sent with it.
-pub(crate) fn release(socket: OwnedFd) {
-    if !is_own(&socket) {
-        ASIDE.fetch_add(1, Ordering::Relaxed);
-        let _ = slots::hide(socket);
-    }
 }
 
 /// The socket at the other end of a connection.
@@ -130,7 +154,7 @@ pub(crate) fn prove(fd: i32, key: Key, cookie: u64) -> Result<u32, (Reason, io::
 /// accelerated.
 pub(crate) fn user_at(fd: i32, key: Key) -> Option<u32> {
     match group() {
-        // Nobody else can open the board.
+        // No other user can open the board.
         None => Some(own_user()),
         Some(_) => {
             let found = other_end(fd, key).ok().flatten();
@@ -147,7 +171,12 @@ static ASKING: crate::lock::Lock = crate::lock::Lock::new();
 
 /// Whether a socket that this process has just made is in a network namespace: its thread may be in another than a connection.
 pub(crate) fn is_in(socket: i32, namespace: u64) -> bool {
-    Connection::new(socket).cookie(SO_NETNS_COOKIE).is_ok_and(|cookie| cookie == namespace)
+    Connection::new(socket).cookie(libc::SO_NETNS_COOKIE).is_ok_and(|cookie| cookie == namespace)
+}
+
+/// What is said if it is not.
+pub(crate) fn in_another_namespace() -> io::Error {
+    io::Error::other("the connection is in another network namespace than this thread")
 }
 
 /// As [`thruway_tcp::local_socket`], by a socket that this process keeps.
@@ -161,7 +190,7 @@ fn local_socket(namespace: u64, local: SocketAddr, peer: SocketAddr) -> io::Resu
     if fd < 0 {
         let diagnostics = thruway_tcp::diagnostics()?;
         if !is_in(diagnostics.as_raw_fd(), namespace) {
-            return Err(io::Error::other("the connection is in another network namespace than this thread"));
+            return Err(in_another_namespace());
         }
         fd = slots::hide(diagnostics).ok_or(io::ErrorKind::OutOfMemory)?;
         DIAGNOSTICS_OF.store(namespace, Ordering::Relaxed);

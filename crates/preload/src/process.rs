@@ -124,7 +124,7 @@ pub(crate) fn after_change_of_rights() {
     switch::close_service();
     spares::discard_all();
     let user = rustix::process::geteuid().as_raw();
-    // Without relatives there is nobody to part from. Threads of this process would use what is exchanged.
+    // Without relatives there is no one to part from. Threads of this process would use what is exchanged.
     let forks = slots::FORKS.load(Ordering::SeqCst);
     let has_relatives = PARTED.load(Ordering::Relaxed) != forks;
     if USER.swap(user, Ordering::Relaxed) == user || !has_relatives || !is_single_threaded() {

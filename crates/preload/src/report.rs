@@ -59,7 +59,7 @@ impl Reason {
         match self {
             Reason::Remote => "TCP: the peer is not on this host",
             Reason::NoRelay => {
-                "TCP: the relays have not found a process that runs under thruway at the other end, or each other: their logs say why"
+                "TCP: the relays have not found each other (their logs say why), or the program at the other end does not run under thruway run --remote"
             }
             Reason::NotFound if SETTINGS.get().is_some_and(|settings| settings.group.is_some()) => {
                 "TCP: no process of a member of the group that runs under thruway with that group is at the other end"

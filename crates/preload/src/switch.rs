@@ -8,6 +8,7 @@
 //! Where the other end is on another host, both write to the board and ask their host's relay (`relay`), which hands each a segment.
 
 use crate::lock::Guard;
+use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
@@ -24,7 +25,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use thruway_sockets::board::{Board, Key, Listing};
+use thruway_sockets::board::{Board, Circle, Key, Listing};
 use thruway_sockets::meeting::{OFFER_LEN, Offer, Offered, Request, relayed_key, service_name};
 use thruway_sockets::settings::{Mode, Settings};
 use thruway_sockets::{End, Over, Reader, Segment, Writer};
@@ -289,14 +290,18 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
     let cookie = Connection::new(fd).cookie(libc::SO_COOKIE).map_err(|error| (Reason::Failed, error))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).map_err(failed)?;
-    if !peers::is_in(socket.as_raw_fd(), key.namespace()) || peers::is_full() {
-        return Err((Reason::Failed, io::Error::other("the process that is met would be another one")));
+    if peers::is_full() {
+        return Err((Reason::Failed, io::Error::other("too much that others have sent had to be refused")));
+    }
+    if !peers::is_in(socket.as_raw_fd(), key.namespace()) {
+        return Err((Reason::Failed, peers::in_another_namespace()));
     }
     peers::take_no_files(&socket);
     let name = name(listing.service).map_err(failed)?;
     rustix::net::connect(&socket, &name).map_err(failed)?;
-    if peers::user_of(&socket) != Some(user) {
-        peers::release(socket);
+    let met = Sender::of(&socket);
+    if met.user != Some(user) {
+        met.release(socket);
         return Err((
             Reason::Failed,
             io::Error::other("the process found there is another user's, or not in the group"),
@@ -351,13 +356,6 @@ fn drop_unused(segment: Segment) {
     unmap(segment);
 }
 
-/// Whose board it is.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Circle {
-    User(u32),
-    Group(u32),
-}
-
 /// Boards of the users that this process has been, and of its group; they are few, and stay.
 struct Boards {
     lock: crate::lock::Lock,
@@ -380,20 +378,14 @@ fn board(group: Option<u32>) -> Option<Board> {
     let place = known.iter_mut().find(|place| place.is_none_or(|(other, _)| other == circle))?;
     let directory = &SETTINGS.get()?.board;
     let (_, board) = place.get_or_insert_with(|| {
-        let board = match circle {
-            Circle::User(uid) => Board::of_user(directory, uid),
-            Circle::Group(gid) => Board::of_group(directory, gid),
-        };
+        let board = Board::open(directory, circle);
         if let Err(error) = &board {
-            let (name, needs) = match circle {
-                Circle::User(uid) => (format!("thruway-sockets-1-{uid}"), "it has to be this user's alone"),
-                Circle::Group(gid) => (
-                    format!("thruway-sockets-1-group-{gid}"),
-                    "it has to be that group's alone, and this process in the group",
-                ),
+            let needs = match circle {
+                Circle::User(_) => "it has to be this user's alone",
+                Circle::Group(_) => "it has to be that group's alone, and this process in the group",
             };
-            let (directory, error) = (directory.to_string_lossy(), error.to_string());
-            report::complain(&["no board ", &directory, "/", &name, ": ", &error, "; ", needs]);
+            let path = directory.join(circle.file_name());
+            report::complain(&["no board ", &path.to_string_lossy(), ": ", &error.to_string(), "; ", needs]);
         }
         (circle, board.ok())
     });
@@ -473,37 +465,35 @@ fn take_offers() {
             return;
         }
         let Ok(socket) = rustix::net::accept_with(slots::borrow(fd), flags) else { return };
+        let sender = Sender::of(&socket);
         // However many have connected: this call is the program's.
         let mut patience = OFFER_PATIENCE.saturating_sub(begin.elapsed());
-        let is_own = peers::is_own(&socket);
-        if !is_own && Duration::from_micros(WAITED_FOR_OFFERS.load(Ordering::Relaxed)) > OFFER_PATIENCE_OTHERS {
+        if !sender.is_own && Duration::from_micros(WAITED_FOR_OFFERS.load(Ordering::Relaxed)) > OFFER_PATIENCE_OTHERS {
             patience = Duration::ZERO;
         }
         let waits = Instant::now();
-        if !has_sent(&socket, patience) && !is_own {
+        if sender.may_offer() && !has_sent(&socket, patience) && !sender.is_own {
             WAITED_FOR_OFFERS.fetch_add(waits.elapsed().as_micros() as u64, Ordering::Relaxed);
         }
-        match take_offer(&socket) {
+        match take_offer(&socket, &sender) {
             Ok(()) => drop(socket),
             Err(error) => {
                 tell(socket.as_raw_fd(), &format_args!("an offer of shared memory is refused: {error}"));
-                peers::release(socket);
+                sender.release(socket);
             }
         }
     }
 }
 
-/// Waits for what a process that has connected, and may offer something, is about to send. Whether it has.
+/// Waits for what a process that has just connected is about to send. Whether it has.
 fn has_sent(socket: &OwnedFd, patience: Duration) -> bool {
-    let may = peers::is_own(socket) || peers::user_of(socket).is_some();
     let mut list = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
     let patience = rustix::time::Timespec { tv_sec: 0, tv_nsec: patience.subsec_nanos().into() };
-    may && rustix::event::poll(&mut list, Some(&patience)).is_ok_and(|ready| ready > 0)
+    rustix::event::poll(&mut list, Some(&patience)).is_ok_and(|ready| ready > 0)
 }
 
-fn take_offer(socket: &OwnedFd) -> io::Result<()> {
-    let (user, is_own) = (peers::user_of(socket), peers::is_own(socket));
-    if user.is_none() && !is_own {
+fn take_offer(socket: &OwnedFd, sender: &Sender) -> io::Result<()> {
+    if !sender.may_offer() {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
     let mut message = [0u8; OFFER_LEN + 1];
@@ -518,7 +508,7 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
     let mut files = files.flatten();
     let (first, second) = (files.next(), files.next());
     let (None, Some(offer)) = (&second, Offer::decode(&message[..received.bytes])) else {
-        [first, second].into_iter().flatten().for_each(|file| peers::put_away(file, is_own));
+        [first, second].into_iter().flatten().for_each(|file| sender.put_away(file));
         return Err(io::ErrorKind::InvalidData.into());
     };
     let file = first.ok_or(io::ErrorKind::InvalidData)?;
@@ -547,22 +537,22 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
             // Others cannot end what goes on with who has the other end.
             match offer.by {
                 Offered::Peer => {
-                    if user.is_none() || meeting.and_then(prove) != user {
-                        peers::put_away(file, is_own);
+                    if sender.user.is_none() || meeting.and_then(prove) != sender.user {
+                        sender.put_away(file);
                         return Err(io::Error::other(
                             "it is not offered by the user at the other end, or not by a member",
                         ));
                     }
                 }
                 // A relay has proved to another who it is, and is this user's.
-                Offered::Relayed if !is_own => {
-                    peers::put_away(file, is_own);
+                Offered::Relayed if !sender.is_own => {
+                    sender.put_away(file);
                     return Err(io::ErrorKind::PermissionDenied.into());
                 }
                 Offered::Relayed => {}
             }
             withdraw(slot.upgrade(&guard));
-            result = adopt(number, &guard, fd, &offer, &file, user);
+            result = adopt(number, &guard, fd, &offer, &file, sender.user);
             match &result {
                 Ok(()) => {
                     drop(file);
@@ -571,13 +561,13 @@ fn take_offer(socket: &OwnedFd) -> io::Result<()> {
                 Err(error) => {
                     waker::close(number);
                     never(slot, fd, Reason::Failed, &format_args!(": {error}"));
-                    peers::put_away(file, is_own);
+                    sender.put_away(file);
                 }
             }
             return result;
         }
     }
-    peers::put_away(file, is_own);
+    sender.put_away(file);
     result
 }
 

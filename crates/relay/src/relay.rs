@@ -21,7 +21,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 use thruway_auth::KeyPair;
 use thruway_fabric::Provider;
-use thruway_sockets::board::{Board, Key};
+use thruway_sockets::board::{Board, Circle, Key};
 use thruway_sockets::meeting::Request;
 use thruway_sockets::{Over, RING_MIN, Segment};
 
@@ -100,7 +100,7 @@ impl Relay {
             some => some.iter().map(|at| listen(*at)).collect::<Result<_, _>>()?,
         };
         let uid = rustix::process::geteuid().as_raw();
-        let board = Board::of_user(&config.board, uid).map_err(Error::io("no board"))?;
+        let board = Board::open(&config.board, Circle::User(uid)).map_err(Error::io("no board"))?;
         let data_port = config.port.checked_add(1).unwrap_or(0);
         let (keys, peers) = (config.keys.clone(), config.peers.clone());
         let host = Host::new(config.provider.clone(), keys, peers, config.encrypt, data_port)?;

@@ -5,14 +5,14 @@
 //! descriptor of it, which a program that closes what it does not know would make one of a file of its own. What a member can do is to
 //! keep others from finding each other.
 
-use super::{ENTRIES, ENTRY_LEN, Key, Listing, Ticket, WAYS, WORDS};
+use super::{ENTRIES, ENTRY_LEN, Key, Listing, Ticket, WAYS, WORDS, hash};
 use rustix::fs::{FileType, Mode, OFlags, RenameFlags};
 use rustix::rand::GetRandomFlags;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
-use std::path::Path;
+use std::path::PathBuf;
 
 /// Where to find the file, and whose it has to be.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct File {
 }
 
 /// An entry: these words, in this order, in the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy)]
 struct Entry {
     /// How often it has been written, in the high half, and a random number.
     version: u64,
@@ -60,11 +60,7 @@ impl Entry {
     }
 
     fn check(version: u64, words: [u64; WORDS]) -> u64 {
-        let all = [version].into_iter().chain(words);
-        all.fold(0xcbf2_9ce4_8422_2325, |hash: u64, word| {
-            let hash = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            hash ^ hash >> 29
-        })
+        hash([version].into_iter().chain(words))
     }
 
     /// Whether it was written whole.
@@ -138,9 +134,8 @@ fn read_bucket(file: &OwnedFd, bucket: usize) -> [Entry; WAYS] {
 }
 
 impl File {
-    pub(super) fn open(directory: &Path, gid: u32) -> io::Result<File> {
+    pub(super) fn open(path: PathBuf, gid: u32) -> io::Result<File> {
         may_write().then_some(()).ok_or(io::ErrorKind::FileTooLarge)?;
-        let path = directory.join(format!("thruway-sockets-1-group-{gid}"));
         let path = CString::new(path.into_os_string().into_vec()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let file = File { path, gid };
         match file.opened() {
@@ -181,7 +176,7 @@ impl File {
         }
     }
 
-    /// Opens the file, if it is the group's alone: whoever has made it may have put another one there.
+    /// Opens the file, if it is the group's alone: the user who has made it may have put another one there.
     fn opened(&self) -> io::Result<OwnedFd> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
         let file = rustix::fs::open(&*self.path, flags, Mode::empty())?;
@@ -242,14 +237,17 @@ impl File {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::board::Circle;
     use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
 
     fn key(port: u16) -> Key {
         Key::new(7, ([127, 0, 0, 1], 80).into(), ([127, 0, 0, 1], port).into())
     }
 
     fn board(directory: &Path) -> (File, std::fs::File) {
-        let board = File::open(directory, rustix::process::getegid().as_raw()).unwrap();
+        let gid = rustix::process::getegid().as_raw();
+        let board = File::open(directory.join(Circle::Group(gid).file_name()), gid).unwrap();
         let path = Path::new(std::str::from_utf8(board.path.to_bytes()).unwrap());
         assert_eq!(std::fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o660);
         let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
@@ -300,13 +298,13 @@ mod tests {
         std::fs::remove_file(path).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, path, FileType::Fifo, Mode::from_raw_mode(0o660), 0).unwrap();
         assert_eq!((board.find(key(5)), board.list(key(5), Listing { service: 1, cookie: 2 })), (None, None));
-        assert!(File::open(directory.path(), board.gid).is_err());
+        assert!(File::open(path.to_owned(), board.gid).is_err());
         // Nor is a file that has another name.
         std::fs::remove_file(path).unwrap();
         let other = directory.path().join("other");
         std::fs::write(&other, b"").unwrap();
         std::fs::set_permissions(&other, std::fs::Permissions::from_mode(0o660)).unwrap();
         std::fs::hard_link(&other, path).unwrap();
-        assert!(File::open(directory.path(), board.gid).is_err());
+        assert!(File::open(path.to_owned(), board.gid).is_err());
     }
 }

@@ -23,6 +23,13 @@ const WAYS: usize = 4;
 const ENTRY_LEN: usize = 128;
 const WORDS: usize = 8;
 
+fn hash(words: impl IntoIterator<Item = u64>) -> u64 {
+    words.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, word| {
+        let hash = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        hash ^ hash >> 29
+    })
+}
+
 /// A connection as both its ends know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key {
@@ -80,12 +87,7 @@ impl Key {
     }
 
     fn bucket(self) -> usize {
-        let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        for word in self.words {
-            hash = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            hash ^= hash >> 29;
-        }
-        (hash as usize % (ENTRIES / WAYS)) * WAYS
+        (hash(self.words) as usize % (ENTRIES / WAYS)) * WAYS
     }
 }
 
@@ -117,6 +119,25 @@ impl Listing {
     }
 }
 
+/// Whose processes find each other on a board.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Circle {
+    /// Those of the user with this number.
+    User(u32),
+    /// Those of the members of the group with this number.
+    Group(u32),
+}
+
+impl Circle {
+    /// The name of the file, in the directory of boards.
+    pub fn file_name(self) -> String {
+        match self {
+            Circle::User(uid) => format!("thruway-sockets-1-{uid}"),
+            Circle::Group(gid) => format!("thruway-sockets-1-group-{gid}"),
+        }
+    }
+}
+
 /// A board. It stays open.
 #[derive(Debug, Clone, Copy)]
 pub struct Board(Kind);
@@ -128,20 +149,18 @@ enum Kind {
 }
 
 impl Board {
-    /// The board of user `uid` in a directory, usually `/dev/shm`; makes it if there is none.
+    /// The board of a user or a group in a directory, usually `/dev/shm`; makes it if there is none.
     ///
     /// # Errors
-    /// [`io::ErrorKind::PermissionDenied`] if the file there is not that user's alone; those of `open(2)` and `mmap(2)`.
-    pub fn of_user(directory: &Path, uid: u32) -> io::Result<Board> {
-        Ok(Board(Kind::User(user::Mapped::open(directory, uid)?)))
-    }
-
-    /// The board of a group in a directory; makes it if there is none.
-    ///
-    /// # Errors
-    /// [`io::ErrorKind::PermissionDenied`] if the file there is not the group's, or this process is no member of it; those of `open(2)`.
-    pub fn of_group(directory: &Path, gid: u32) -> io::Result<Board> {
-        Ok(Board(Kind::Group(Box::leak(Box::new(group::File::open(directory, gid)?)))))
+    /// [`io::ErrorKind::PermissionDenied`] if the file there is not that user's or group's alone, or this process is not in the group;
+    /// [`io::ErrorKind::FileTooLarge`] if it may not write files as large as that of a group (`RLIMIT_FSIZE`); those of `open(2)` and
+    /// `mmap(2)`.
+    pub fn open(directory: &Path, circle: Circle) -> io::Result<Board> {
+        let path = directory.join(circle.file_name());
+        Ok(Board(match circle {
+            Circle::User(uid) => Kind::User(user::Mapped::open(&path, uid)?),
+            Circle::Group(gid) => Kind::Group(Box::leak(Box::new(group::File::open(path, gid)?))),
+        }))
     }
 
     /// Whether a look costs system calls.
@@ -206,9 +225,9 @@ mod tests {
     /// A board of each kind, opened twice.
     fn each(test: impl Fn(Board, Board)) {
         let directory = tempfile::tempdir().unwrap();
-        let uid = || Board::of_user(directory.path(), rustix::process::geteuid().as_raw()).unwrap();
+        let uid = || Board::open(directory.path(), Circle::User(rustix::process::geteuid().as_raw())).unwrap();
         test(uid(), uid());
-        let group = || Board::of_group(directory.path(), rustix::process::getegid().as_raw()).unwrap();
+        let group = || Board::open(directory.path(), Circle::Group(rustix::process::getegid().as_raw())).unwrap();
         let (one, other) = (group(), group());
         STAY.lock().unwrap().extend([one, other]);
         test(one, other);
@@ -261,21 +280,20 @@ mod tests {
     fn a_file_that_others_can_write_to_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        let user = (format!("thruway-sockets-1-{uid}"), Board::of_user as fn(&Path, u32) -> io::Result<Board>, uid);
-        let group = (format!("thruway-sockets-1-group-{gid}"), Board::of_group as _, gid);
-        for (name, open, id) in [user, group] {
-            let path = directory.path().join(name);
+        for circle in [Circle::User(uid), Circle::Group(gid)] {
+            let open = || Board::open(directory.path(), circle);
+            let path = directory.path().join(circle.file_name());
             std::fs::write(&path, b"").unwrap();
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
-            assert_eq!(open(directory.path(), id).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+            assert_eq!(open().unwrap_err().kind(), io::ErrorKind::PermissionDenied);
             std::fs::remove_file(&path).unwrap();
             std::os::unix::fs::symlink(directory.path().join("elsewhere"), &path).unwrap();
-            open(directory.path(), id).unwrap_err();
+            open().unwrap_err();
             assert!(!directory.path().join("elsewhere").exists());
             std::fs::remove_file(&path).unwrap();
         }
         if uid != 0 {
-            Board::of_user(directory.path(), uid + 1).unwrap_err();
+            Board::open(directory.path(), Circle::User(uid + 1)).unwrap_err();
         }
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "nothing is left");
     }

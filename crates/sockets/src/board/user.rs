@@ -33,10 +33,9 @@ unsafe impl Sync for Mapped {}
 const _: () = assert!(size_of::<Entry>() == ENTRY_LEN);
 
 impl Mapped {
-    pub(super) fn open(directory: &Path, uid: u32) -> io::Result<Mapped> {
+    pub(super) fn open(path: &Path, uid: u32) -> io::Result<Mapped> {
         let len = ENTRIES * ENTRY_LEN;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let path = directory.join(format!("thruway-sockets-1-{uid}"));
         let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?;
         let stat = rustix::fs::fstat(&file)?;
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;

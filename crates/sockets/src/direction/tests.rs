@@ -421,22 +421,58 @@ fn a_peer_does_not_hold_a_reader_up() {
     assert_eq!(reader.ring_len(&segment), Ok(0));
     assert_eq!(reader.find(&segment, &tcp), Err(Broken));
 
-    // Runs without bytes, as fast as the reader passes them.
+    // Doorbells without end, on the way to a run that never comes.
     let (segment, _fd) = Segment::create(RING).unwrap();
-    let mut reader = Reader::new(End::Taker, 0);
+    segment.control(0).runs[0].start.store(u64::MAX, Ordering::SeqCst);
+    assert_eq!(Reader::new(End::Taker, 0).find(&segment, &Bells), Err(Broken));
+
+    // Runs without bytes, as fast as the reader passes them: each is the first of as many as there can be.
+    let (segment, _fd) = Segment::create(RING).unwrap();
     let control = segment.control(0);
-    control.runs[0].end.store(0, Ordering::SeqCst);
-    let has_ended = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !has_ended.load(Ordering::SeqCst) {
-                control.opened.store(control.done.load(Ordering::SeqCst) + RUNS as u32 - 1, Ordering::SeqCst);
-            }
-        });
-        // It may find the writer asleep now and then.
-        while reader.find(&segment, &tcp).is_ok() {}
-        has_ended.store(true, Ordering::SeqCst);
-    });
+    for run in &control.runs {
+        run.end.store(0, Ordering::SeqCst);
+    }
+    let mut reader = Reader::new(End::Taker, 0);
+    let mut passed = 0;
+    for _ in 0..100 {
+        control.opened.store(control.done.load(Ordering::SeqCst) + RUNS as u32, Ordering::SeqCst);
+        assert_eq!(reader.find(&segment, &Bells), Ok(Found::Nothing));
+        passed += RUNS as u32;
+        assert_eq!(control.done.load(Ordering::SeqCst), passed);
+    }
+}
+
+/// A TCP connection that always has another doorbell.
+struct Bells;
+
+impl Tcp for Bells {
+    fn written(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        Ok(1)
+    }
+
+    fn read(&self, _: &Pieces<'_>, _: usize) -> io::Result<usize> {
+        unreachable!("nothing of it is for the program")
+    }
+
+    fn peek(&self, _: &Pieces<'_>, _: usize, _: usize) -> io::Result<usize> {
+        unreachable!("nothing of it is for the program")
+    }
+
+    fn skip(&self, max: usize) -> io::Result<usize> {
+        Ok(max)
+    }
+
+    unsafe fn send(&self, _: *const u8, _: usize) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn flush(&self) {}
+
+    fn doorbell(&self) {}
 }
 
 /// Whatever is written over the control words, by a peer that never tires: the ends may say anything, and end.
@@ -465,7 +501,7 @@ fn scribbled_words_end_nothing_but_the_connection() {
                 // SAFETY: inside the mapping, and aligned; words of 32 bits are written in pairs.
                 unsafe { &*control.cast::<AtomicU64>().add(word) }.store(value, Ordering::SeqCst);
             }
-            // Else who waits would look again and again for what it is told that there is.
+            // Else a call that waits would look again and again for what it finds that there is.
             if reader.find(&other, &tcp) == Ok(Found::Nothing) {
                 assert!(matches!(reader.ring_len(&other), Ok(0) | Err(Broken)));
             }
