@@ -11,7 +11,7 @@ use crate::report::{Reason, count, counters, stays};
 use crate::signals::{self, Handlers};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, real, switch, wait, waker};
+use crate::{SETTINGS, real, relay, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -313,6 +313,10 @@ unsafe fn receive_accelerated(
             }
             Ok(false) => {}
             Err(error) => {
+                if error == libc::ECONNRESET && !is_lost(slot) && !is_all_here(slot, fd) {
+                    // Why, this host's relay knows, or it has gone as well.
+                    catch_up(slot, fd, true)?;
+                }
                 let has_more = is_readable(slot);
                 let is_of_the_call = matches!(error, libc::EINTR | libc::EAGAIN | libc::EBADF);
                 if !is_of_the_call && (has_more || sum > 0) {
@@ -321,7 +325,9 @@ unsafe fn receive_accelerated(
                 }
                 match error {
                     // A process that was killed has left a doorbell, and nothing else.
-                    libc::ECONNRESET if !has_more && was_killed(slot) && !has_lost(slot) => return Ok(sum),
+                    libc::ECONNRESET if !has_more && was_killed(slot) && !is_lost(slot) && !has_lost(slot) => {
+                        return Ok(sum);
+                    }
                     _ if has_more && error != libc::EINTR => {}
                     _ if sum > 0 => return Ok(sum),
                     error => return Err(error),
@@ -358,13 +364,19 @@ fn peek(fd: c_int, flags: c_int) -> Result<bool, c_int> {
 fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
     let Which { slot, number, fd, .. } = which;
     let connection = Connection::new(fd);
-    let waker = waker::of(number).filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
-    let limit = waker.and_then(|_| left.or_else(|| connection.receive_limit()));
-    let heard = waker.filter(|_| waker::is_like_recv(limit.is_some()));
-    let deaf = u32::from(waker.is_some() && heard.is_none());
+    let waker = waker::of(number);
+    // Where the relay has no descriptor to wake it by, it has gone one day nevertheless.
+    let may_wait =
+        (waker.is_some() || relay::lifeline_of(number).is_some()) && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
+    let limit = if may_wait { left.or_else(|| connection.receive_limit()) } else { None };
+    let hears = may_wait && waker::is_like_recv(limit.is_some());
+    let deaf = u32::from(waker.is_some() && may_wait && !hears);
+    if !may_wait {
+        relay::glance(number);
+    }
     slot.sleepers.fetch_add(1, Ordering::SeqCst);
     slot.deaf_sleepers.fetch_add(deaf, Ordering::SeqCst);
-    if heard.is_some() {
+    if hears {
         slot.is_watched.store(true, Ordering::Relaxed);
     }
     let is_armed = match slot.receiving() {
@@ -373,8 +385,8 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
     };
     let result = if is_armed {
         count(&counters().sleeps, 1);
-        match heard {
-            Some(waker) => match waker::sleep(fd, waker, wait::Limit::within(limit)) {
+        match hears {
+            true => match waker::sleep(number, fd, waker.unwrap_or(-1), wait::Limit::within(limit)) {
                 Ok(true) => peek(fd, libc::MSG_DONTWAIT).or_else(|error| match error {
                     // Another thread has taken it.
                     libc::EAGAIN => Ok(true),
@@ -383,7 +395,7 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
                 Ok(false) => Ok(true),
                 Err(error) => Err(error),
             },
-            None => match left.map(|left| connection.wait_for_bytes(left)) {
+            false => match left.map(|left| connection.wait_for_bytes(left)) {
                 None => peek(fd, flags & libc::MSG_DONTWAIT),
                 Some(true) => peek(fd, libc::MSG_DONTWAIT),
                 Some(false) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),

@@ -10,7 +10,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::wait::{self, Limit};
-use crate::{data, real, switch, waker};
+use crate::{data, real, relay, switch, waker};
 use libc::{c_int, epoll_event, timespec};
 use rustix::event::epoll::{EventData, EventFlags};
 use std::cell::UnsafeCell;
@@ -78,6 +78,8 @@ pub(crate) struct Instance {
     descriptors: AtomicU32,
     /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, and -1 where it cannot be had.
     bell: AtomicI32,
+    /// This process's connection to the relay, if it is registered with it; 0 if there was none, and -1 if it has ended.
+    relay: AtomicI32,
     luck: AtomicI32,
     /// One of its descriptors.
     ep: AtomicI32,
@@ -93,6 +95,12 @@ fn instance(number: u32) -> Option<&'static Instance> {
     let at = ALL.get(number as usize)?.load(Ordering::Acquire);
     // SAFETY: instances are leaked.
     (!at.is_null()).then(|| unsafe { &*at })
+}
+
+/// All that there have been: places are taken in their order.
+fn instances() -> impl Iterator<Item = &'static Instance> {
+    // SAFETY: instances are leaked.
+    ALL.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
 }
 
 impl Instance {
@@ -131,6 +139,7 @@ pub(crate) fn add(fd: c_int) {
         instance.is_nested.store(false, Ordering::Relaxed);
         instance.descriptors.store(1, Ordering::Relaxed);
         instance.bell.store(0, Ordering::Relaxed);
+        instance.relay.store(0, Ordering::Relaxed);
         instance.luck.store(4, Ordering::Relaxed);
         instance.ep.store(fd, Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
@@ -138,8 +147,9 @@ pub(crate) fn add(fd: c_int) {
     slots::set_epoll(fd, None);
 }
 
-/// What the kernel tells of an instance's own bell.
+/// What the kernel tells of an instance's own bell, and of the relay's end.
 const BELL: u64 = 0x7468_7275_7761_7962;
+const RELAY: u64 = 0x7468_7275_7761_7972;
 
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
@@ -173,6 +183,41 @@ fn make_bell(ep: c_int) -> Option<c_int> {
         return None;
     }
     Some(bell)
+}
+
+impl Instance {
+    /// Has what waits for it learn that the relay has gone.
+    fn watch_relay(&self, relay: c_int) {
+        let before = self.relay.swap(relay, Ordering::SeqCst);
+        if before != relay {
+            let mut event = epoll_event { events: EDGE, u64: RELAY };
+            let ep = self.ep.load(Ordering::Relaxed);
+            // SAFETY: one event.
+            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, relay, &raw mut event) };
+        }
+    }
+}
+
+/// The relay carries a connection of this process's from now on, which may be registered with any instance, where threads may sleep now.
+pub(crate) fn watch_relay() {
+    let Some(relay) = relay::lifeline() else { return };
+    for instance in instances() {
+        let is_used = instance.is_used.load(Ordering::SeqCst) && !instance.is_foreign.load(Ordering::Relaxed);
+        if is_used && instance.connections.load(Ordering::SeqCst) > 0 {
+            instance.watch_relay(relay);
+        }
+    }
+}
+
+/// That relay has gone.
+pub(crate) fn forget_relay(relay: c_int) {
+    for instance in instances() {
+        if instance.relay.compare_exchange(relay, -1, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            let ep = instance.ep.load(Ordering::Relaxed);
+            // SAFETY: no event.
+            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, relay, std::ptr::null_mut()) };
+        }
+    }
 }
 
 /// Another descriptor is the same instance.
@@ -231,14 +276,10 @@ fn set_nested(number: u32, ep: c_int) {
 
 /// In a child that has just been forked, all are its parent's, too.
 pub(crate) fn after_fork() {
-    for place in &ALL {
-        let at = place.load(Ordering::Acquire);
-        // SAFETY: instances are leaked.
-        if let Some(instance) = unsafe { at.as_ref() } {
-            instance.lock.reset();
-            instance.sleepers.store(0, Ordering::SeqCst);
-            instance.is_foreign.store(true, Ordering::SeqCst);
-        }
+    for instance in instances() {
+        instance.lock.reset();
+        instance.sleepers.store(0, Ordering::SeqCst);
+        instance.is_foreign.store(true, Ordering::SeqCst);
     }
 }
 
@@ -303,7 +344,10 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             let is_hot = state.registrations[at].is_hot;
             state.registrations[at] = Registration { is_hot, ..one };
             state.index(event.u64, at as u32);
-            instance.connections.fetch_add(1, Ordering::Relaxed);
+            instance.connections.fetch_add(1, Ordering::SeqCst);
+            if let Some(relay) = relay::lifeline() {
+                instance.watch_relay(relay);
+            }
             let local = slots::local(connection);
             {
                 // Another thread may register it with another instance at this moment.
@@ -718,7 +762,9 @@ pub(crate) unsafe fn wait(
     }
     if let Some(ready) = plain_ready {
         // One that has been accelerated meanwhile may have its waker there.
-        if ready <= 0 || instance.bell.load(Ordering::Relaxed) <= 0 && is_plain() {
+        let has_others =
+            || instance.bell.load(Ordering::Relaxed) > 0 || instance.relay.load(Ordering::Relaxed) != 0 || !is_plain();
+        if ready <= 0 || !has_others() {
             return ready;
         }
         // SAFETY: the kernel has written as many.
@@ -812,6 +858,11 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 
 /// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
 fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
+    let is_relays = |event: &epoll_event| { event.u64 } == RELAY && instance.relay.load(Ordering::Relaxed) != 0;
+    let is_over = events.iter().any(is_relays);
+    if is_over {
+        relay::look();
+    }
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
     let state = instance.state(&mut guard);
     let mut kept = 0;
@@ -821,6 +872,9 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         let mut events_now = event.events;
         if { event.u64 } == BELL && instance.bell.load(Ordering::Relaxed) > 0 {
             instance.quiet_bell();
+            continue;
+        }
+        if is_over && { event.u64 } == RELAY {
             continue;
         }
         if let Some(at) = at
@@ -883,11 +937,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
 
 /// Held over `fork`, so that no other thread is inside when the child gets its copy.
 pub(crate) fn lock_all() -> Vec<Guard<'static>> {
-    ALL.iter()
-        // SAFETY: instances are leaked.
-        .map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
-        .filter_map(|instance| instance.lock.lock().ok())
-        .collect()
+    instances().filter_map(|instance| instance.lock.lock().ok()).collect()
 }
 
 /// `epoll_pwait` with a limit as `epoll_pwait2` has it, rounded up to milliseconds.

@@ -1,30 +1,59 @@
 //! This host's relay, which stands for the other end of a connection to another host.
 //!
-//! Each process has a connection of its own to the relay's Unix socket, by which the relay knows that it lives. Asking for a segment goes
-//! that way, and wake-ups.
+//! Each process has a connection of its own to the relay's Unix socket, by which each knows that the other lives. Asking for a segment goes
+//! that way, and wake-ups. What sleeps on a connection to another host waits for its end, too: [`lifeline`].
 
 use crate::lock::Lock;
-use crate::peers;
+use crate::report::tell;
 use crate::slots;
+use crate::tcp::Connection;
+use crate::{epoll, peers};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use thruway_sockets::Over;
 use thruway_sockets::meeting::{Request, relay_name};
 
-/// The connection, or -1; and the port that the relay is known by, which is 0 before it has been asked for anything.
-static CONNECTION: AtomicI32 = AtomicI32::new(-1);
+/// A connection to the relay, or that there is none since this one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Connected {
+    fd: Option<i32>,
+    /// How many there have been.
+    count: u32,
+}
+
+impl Connected {
+    fn now() -> Connected {
+        let word = CONNECTED.load(Ordering::SeqCst);
+        Connected { fd: (word as u32).checked_sub(1).map(u32::cast_signed), count: (word >> 32) as u32 }
+    }
+
+    fn word(self) -> u64 {
+        u64::from(self.count) << 32 | u64::from(self.fd.map_or(0, |fd| fd.cast_unsigned() + 1))
+    }
+
+    /// Takes note that it has ended. False if that is known.
+    fn end(self) -> bool {
+        let ended = Connected { fd: None, ..self };
+        let was = CONNECTED.compare_exchange(self.word(), ended.word(), Ordering::SeqCst, Ordering::Relaxed);
+        self.fd.is_some() && was.is_ok()
+    }
+}
+
+static CONNECTED: AtomicU64 = AtomicU64::new(0);
+/// The port that the relay is known by, which is 0 before it has been asked for anything.
 static PORT: AtomicU32 = AtomicU32::new(0);
 static CONNECTING: Lock = Lock::new();
 
-fn connect(port: u16) -> io::Result<i32> {
+fn connect(port: u16) -> io::Result<(Connected, i32)> {
     let _guard = CONNECTING.lock().map_err(|_| io::Error::from(io::ErrorKind::Interrupted))?;
-    let fd = CONNECTION.load(Ordering::Relaxed);
-    if fd >= 0 {
-        return Ok(fd);
+    let before = Connected::now();
+    if let Some(fd) = before.fd {
+        return Ok((before, fd));
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -35,8 +64,9 @@ fn connect(port: u16) -> io::Result<i32> {
     }
     let fd = slots::hide(socket).ok_or(io::ErrorKind::OutOfMemory)?;
     PORT.store(port.into(), Ordering::Relaxed);
-    CONNECTION.store(fd, Ordering::Release);
-    Ok(fd)
+    let connected = Connected { fd: Some(fd), count: before.count + 1 };
+    CONNECTED.store(connected.word(), Ordering::SeqCst);
+    Ok((connected, fd))
 }
 
 /// Has the relay know of this process from the beginning: one that was started for programs stays while there are any.
@@ -49,8 +79,12 @@ pub(crate) fn start(port: u16) {
 
 /// Says something to it, with two descriptors at most.
 pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
+    send(port, request, with).map(drop)
+}
+
+fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {
     for attempt in 0..2 {
-        let relay = connect(port)?;
+        let (connected, relay) = connect(port)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let mut files = [slots::borrow(-1); 2];
@@ -61,9 +95,9 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = rustix::net::sendmsg(slots::borrow(relay), &[IoSlice::new(&request.encode())], &mut control, flags);
         match sent {
-            Ok(_) => return Ok(()),
+            Ok(_) => return Ok(connected),
             // It has ended, and another one may have been started.
-            Err(Errno::PIPE | Errno::CONNRESET) if attempt == 0 => forget(relay),
+            Err(Errno::PIPE | Errno::CONNRESET) if attempt == 0 => forget_gone(relay),
             Err(error) => return Err(error.into()),
         }
     }
@@ -72,13 +106,13 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
 
 /// Wakes it. False if it has gone.
 pub(crate) fn wake() -> bool {
-    let relay = match CONNECTION.load(Ordering::Acquire) {
-        -1 => match connect(PORT.load(Ordering::Relaxed) as u16) {
-            Ok(relay) => relay,
+    let relay = match Connected::now().fd {
+        None => match connect(PORT.load(Ordering::Relaxed) as u16) {
+            Ok((_, relay)) => relay,
             // The call that this is for has interrupted one that connects.
             Err(error) => return error.kind() == io::ErrorKind::Interrupted,
         },
-        relay => relay,
+        Some(relay) => relay,
     };
     match rustix::net::send(slots::borrow(relay), &[0], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
         // What has not been able to take a wake-up has others before it.
@@ -87,17 +121,90 @@ pub(crate) fn wake() -> bool {
     }
 }
 
-fn forget(relay: i32) {
-    if CONNECTION.compare_exchange(relay, -1, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
-        slots::close_hidden(relay);
+/// A connection of this process's is handed over to a relay, from which on this process loses it when the relay goes.
+pub(crate) fn hand_over(number: u32, port: u16, request: Request, with: &[i32]) -> io::Result<()> {
+    let connected = send(port, request, with)?;
+    slots::local(number).relay.store(connected.count, Ordering::SeqCst);
+    CARRIES.store(true, Ordering::SeqCst);
+    epoll::watch_relay();
+    if is_there(number) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
+}
+
+/// It has been handed over at least one connection.
+static CARRIES: AtomicBool = AtomicBool::new(false);
+
+/// Whether the relay that a connection was handed over to has not been found to have gone. One that goes from now on takes the connection
+/// with it, if that is accelerated.
+pub(crate) fn is_there(number: u32) -> bool {
+    let now = Connected::now();
+    now.fd.is_some() && now.count == slots::local(number).relay.load(Ordering::SeqCst)
+}
+
+/// What has to be polled, for no event, by everything that sleeps on connections of which a relay may carry one: its end is the relay's.
+pub(crate) fn lifeline() -> Option<i32> {
+    if CARRIES.load(Ordering::SeqCst) { Connected::now().fd } else { None }
+}
+
+/// As [`lifeline`], for what sleeps on this connection.
+pub(crate) fn lifeline_of(number: u32) -> Option<i32> {
+    if slots::local(number).relay.load(Ordering::Relaxed) == 0 { None } else { lifeline() }
+}
+
+/// Looks whether the relay lives.
+pub(crate) fn look() {
+    let Some(relay) = Connected::now().fd else { return };
+    let socket = slots::borrow(relay);
+    let mut list = [rustix::event::PollFd::new(&socket, rustix::event::PollFlags::empty())];
+    let none = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    if rustix::event::poll(&mut list, Some(&none)) == Ok(1) {
+        forget_gone(relay);
     }
+}
+
+/// For a program that never sleeps: looks whether the relay lives, once in some milliseconds.
+pub(crate) fn glance(number: u32) {
+    static LOOKED_AT: AtomicU32 = AtomicU32::new(0);
+    if lifeline_of(number).is_some() {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+        let now = (now.tv_sec as u32).wrapping_mul(64).wrapping_add(now.tv_nsec as u32 >> 24);
+        if LOOKED_AT.swap(now, Ordering::Relaxed) != now {
+            look();
+        }
+    }
+}
+
+/// The relay with this connection has gone: what it has carried is lost. The other end's relay may have gone at the same time, and then
+/// nothing else says so.
+pub(crate) fn forget_gone(relay: i32) {
+    let connected = Connected::now();
+    if connected.fd != Some(relay) || !connected.end() {
+        return;
+    }
+    epoll::forget_relay(relay);
+    slots::close_hidden(relay);
+    slots::each(|number, fd| {
+        if slots::local(number).relay.load(Ordering::SeqCst) != connected.count {
+            return;
+        }
+        if let Ok(Some(receiving)) = slots::slot(number).receiving()
+            && slots::find(fd) == Some(number)
+            && receiving.segment.is_carried()
+        {
+            receiving.segment.set_over(Over::Lost);
+            tell(fd, &"reset: this host's relay has gone");
+            // What sleeps on it wakes.
+            Connection::new(fd).reset();
+        }
+    });
 }
 
 /// In a child that has just been forked: the relay must not take it for its parent.
 pub(crate) fn after_fork() {
     CONNECTING.reset();
-    let relay = CONNECTION.swap(-1, Ordering::Relaxed);
-    if relay >= 0 {
+    let connected = Connected::now();
+    if let Some(relay) = connected.fd
+        && connected.end()
+    {
         slots::close_hidden(relay);
         start(PORT.load(Ordering::Relaxed) as u16);
     }

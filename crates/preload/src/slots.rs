@@ -154,6 +154,8 @@ pub(crate) struct Local {
     /// or 0.
     pub(crate) waker: AtomicI32,
     pub(crate) waker_instance: AtomicU32,
+    /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
+    pub(crate) relay: AtomicU32,
 }
 
 /// In [`Local::instance`]: it is not known which.
@@ -373,6 +375,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     local.registrations.store(0, Ordering::Relaxed);
     local.waker.store(0, Ordering::Relaxed);
     local.waker_instance.store(0, Ordering::Relaxed);
+    local.relay.store(0, Ordering::Relaxed);
     slot.references.store(1, Ordering::Relaxed);
     slot.phase.store(phase::PLAIN, Ordering::Release);
     entry.store(number + 1, Ordering::Release);

@@ -596,8 +596,8 @@ fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd,
                 return Err(io::Error::other("the relay has taken it back"));
             }
             let asked = match waker::make(number) {
-                Some(waker) => relay::ask(port, request, &[fd, waker]),
-                None => relay::ask(port, request, &[fd]),
+                Some(waker) => relay::hand_over(number, port, request, &[fd, waker]),
+                None => relay::hand_over(number, port, request, &[fd]),
             };
             if let Err(error) = asked {
                 segment.let_go(&Connection::new(fd));
@@ -655,6 +655,11 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         return;
     }
     let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return };
+    // If it goes from now on, that is found where the locks are waited for.
+    if segment.is_relayed() && !relay::is_there(number) {
+        drop((receiving, sending));
+        return give_up(Reason::NoRelay, &": it has gone");
+    }
     // What begins a plain call now sees this and waits for the locks.
     slot.phase.store(phase::ACCELERATED, Ordering::SeqCst);
     // A child would have a connection that the relay knows another process by. A thread that forks sees the phase, or this sees it.

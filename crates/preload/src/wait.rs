@@ -5,7 +5,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real, relayed, report, waker};
+use crate::{data, epoll, real, relay, relayed, report, waker};
 use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -295,7 +295,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         let asleep = Asleep::begin(polled, wants);
         report::count(&counters().sleeps, usize::from(!is_over));
         let limit_now = if asleep.may_sleep { limit.left() } else { Some(none) };
-        let ready = if asleep.wakers.is_empty() {
+        let ready = if asleep.wakers.is_empty() && asleep.relay.is_none() {
             real(limit_now)
         } else {
             // SAFETY: the caller's promise for the mask.
@@ -325,6 +325,8 @@ struct Asleep {
     wakers: Vec<(usize, c_int)>,
     /// Connections whose wakers are not.
     deaf: Vec<u32>,
+    /// What says that the relay has gone, if it carries one of the connections.
+    relay: Option<c_int>,
     may_sleep: bool,
 }
 
@@ -342,40 +344,48 @@ impl Asleep {
             slots::slot(*number).sleepers.fetch_add(1, Ordering::SeqCst);
         }
         count_deaf(&plain);
-        let (mut watched, mut wakers, mut deaf) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut watched, mut wakers, mut deaf, mut relay) = (Vec::new(), Vec::new(), Vec::new(), None);
         for (at, one) in polled.iter().enumerate().filter_map(|(at, one)| Some((at, wants(one)?))) {
             watched.push(one);
-            if let Watched::Connection(number) = one
-                && let Some(waker) = waker::of(number)
-            {
-                wakers.push((at, waker));
-                deaf.push(number);
+            if let Watched::Connection(number) = one {
+                relay = relay.or_else(|| relay::lifeline_of(number));
+                if let Some(waker) = waker::of(number) {
+                    wakers.push((at, waker));
+                    deaf.push(number);
+                }
             }
         }
         // The kernel takes no longer lists.
         let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-        if !wakers.is_empty() && (polled.len() + wakers.len()) as u64 > most() {
+        if relay.is_some() && (polled.len() + wakers.len() + 1) as u64 > most() {
             wakers.clear();
+            relay = None;
             count_deaf(&deaf);
         } else {
             deaf.clear();
         }
         let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
-        Asleep { plain, watched, wakers, deaf, may_sleep }
+        Asleep { plain, watched, wakers, deaf, relay, may_sleep }
     }
 
-    /// As `ppoll`, with an entry for each waker: one that was written to counts as its connection.
+    /// As `ppoll`, with an entry for each waker: one that was written to counts as its connection. With one for the relay, too, which is
+    /// none of the program's.
     ///
     /// # Safety
     /// As `ppoll`, for the mask.
     unsafe fn poll(&self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
         let entry = |&(_, fd): &(usize, c_int)| pollfd { fd, events: libc::POLLIN, revents: 0 };
-        let mut list: Vec<pollfd> = polled.iter().copied().chain(self.wakers.iter().map(entry)).collect();
+        let relay = self.relay.map(|fd| pollfd { fd, events: 0, revents: 0 });
+        let mut list: Vec<pollfd> = polled.iter().copied().chain(self.wakers.iter().map(entry)).chain(relay).collect();
         let timeout = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: a list of ours, and the caller's promise.
         let ready = unsafe { real::ppoll(list.as_mut_ptr(), list.len() as libc::nfds_t, timeout, mask) };
         if ready >= 0 {
-            let (own, wakers) = list.split_at(polled.len());
+            let (own, others) = list.split_at(polled.len());
+            let (wakers, relay) = others.split_at(self.wakers.len());
+            if let Some(gone) = relay.first().filter(|relay| relay.revents != 0) {
+                relay::forget_gone(gone.fd);
+            }
             // Nothing else of the program's list, which another thread may have changed meanwhile.
             for (one, own) in polled.iter_mut().zip(own) {
                 one.revents = own.revents;

@@ -8,7 +8,7 @@ use crate::report::{count, counters};
 use crate::signals::{self, Handlers};
 use crate::slots;
 use crate::wait::Limit;
-use crate::{data, real};
+use crate::{data, real, relay};
 use libc::{c_int, epoll_event, pollfd};
 use rustix::event::EventfdFlags;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -119,17 +119,28 @@ pub(crate) fn is_like_recv(has_limit: bool) -> bool {
     has_limit || signals::handlers() != Handlers::Mixed
 }
 
-/// Sleeps until the TCP connection has something (true), or the waker, or until the limit is over.
-pub(crate) fn sleep(fd: c_int, waker: c_int, limit: Limit) -> Result<bool, c_int> {
+/// Sleeps until the TCP connection has something (true), or the waker (-1: there is none), or the relay has gone, or until the limit is
+/// over.
+pub(crate) fn sleep(number: u32, fd: c_int, waker: c_int, limit: Limit) -> Result<bool, c_int> {
     loop {
-        let mut both = [fd, waker].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
+        let relay = relay::lifeline_of(number).unwrap_or(-1);
+        let mut all = [(fd, libc::POLLIN), (waker, libc::POLLIN), (relay, 0)].map(|(fd, events)| pollfd {
+            fd,
+            events,
+            revents: 0,
+        });
         let left = limit.left();
         let timeout = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: two elements, and a limit that outlives the call.
-        let ready = unsafe { real::ppoll(both.as_mut_ptr(), 2, timeout, std::ptr::null()) };
+        // SAFETY: three elements, and a limit that outlives the call.
+        let ready = unsafe { real::ppoll(all.as_mut_ptr(), 3, timeout, std::ptr::null()) };
         match ready {
             0 => return Err(libc::EAGAIN),
-            1.. => return Ok(both[0].revents != 0),
+            1.. => {
+                if all[2].revents != 0 {
+                    relay::forget_gone(relay);
+                }
+                return Ok(all[0].revents != 0);
+            }
             _ => match data::errno() {
                 libc::EINTR if !limit.is_any() && signals::handlers() == Handlers::Restart => {}
                 error => return Err(error),

@@ -368,6 +368,11 @@ impl Segment {
         let _ = self.head().over.compare_exchange(0, over as u32, Ordering::SeqCst, Ordering::Relaxed);
     }
 
+    /// Whether a relay has the connection in its care: what it is to bring, and to take, is lost with it.
+    pub fn is_carried(&self) -> bool {
+        self.is_relayed && self.over() == Over::No && self.head().tcp_back.load(Ordering::Acquire) != DONE
+    }
+
     /// The relay is about to sleep, and looks once more.
     pub fn set_asleep(&self, is_asleep: bool) {
         self.head().asleep.store(is_asleep.into(), Ordering::SeqCst);

@@ -284,27 +284,41 @@ def silent_server():
         keep.append(sock)
 
 
-def victim():
-    """Is connected to a server that is killed, and waits for it in each way there is."""
-    port, how = int(sys.argv[2]), sys.argv[3]
-    sock = socket.create_connection((ADDRESS, port))
-    greet(sock, True)
+def wait_for_end(sock, how):
+    """Waits in one of the ways there are until the connection is over; by an error or not."""
     print("ready", flush=True)
     try:
         if how == "recv":
             assert sock.recv(100) == b""
-        elif how == "poll":
+        elif how == "look":
+            sock.setblocking(False)
+            while True:
+                try:
+                    assert sock.recv(100) == b""
+                    break
+                except BlockingIOError:
+                    pass
+        elif how in ("poll", "look_poll"):
             poller = select.poll()
             poller.register(sock, select.POLLIN)
-            poller.poll()
+            while not poller.poll(None if how == "poll" else 0):
+                pass
             assert sock.recv(100) == b""
         elif how == "select":
             select.select([sock], [], [])
             assert sock.recv(100) == b""
-        elif how == "epoll":
+        elif how in ("epoll", "level", "one_shot", "exclusive", "two", "nested", "look_epoll"):
+            more = {"epoll": select.EPOLLET, "one_shot": select.EPOLLONESHOT, "exclusive": select.EPOLLEXCLUSIVE}
             poller = select.epoll()
-            poller.register(sock, select.EPOLLIN | select.EPOLLET)
-            poller.poll()
+            poller.register(sock, select.EPOLLIN | more.get(how, 0))
+            if how == "two":
+                other = select.epoll()
+                other.register(sock, select.EPOLLIN)
+            if how == "nested":
+                inner, poller = poller, select.epoll()
+                poller.register(inner, select.EPOLLIN)
+            while not poller.poll(0 if how == "look_epoll" else None):
+                pass
             assert sock.recv(100) == b""
         elif how == "send":
             # Little at a time: what a program sends that tells a peer that it is alive.
@@ -314,9 +328,28 @@ def victim():
         elif how == "flood":
             while True:
                 sock.send(bytes(100_000))
-    except (ConnectionResetError, BrokenPipeError):
-        pass
-    print("over", flush=True)
+        else:
+            raise ValueError(how)
+    except (ConnectionResetError, BrokenPipeError) as error:
+        # Before it is said that it is over.
+        how = type(error).__name__
+    print("over", how, flush=True)
+
+
+def victim():
+    """Is connected to a server that is killed."""
+    port, how = int(sys.argv[2]), sys.argv[3]
+    sock = socket.create_connection((ADDRESS, port))
+    greet(sock, True)
+    wait_for_end(sock, how)
+
+
+def victim_server():
+    """Is what a victim is connected to, and is one itself."""
+    listener = listen()
+    sock, _ = listener.accept()
+    greet(sock, False)
+    wait_for_end(sock, sys.argv[2])
 
 
 def both_ways():
