@@ -40,8 +40,10 @@ extern "C" fn begin() {
         }
     };
     process::end_with(settings.supervisor);
-    report::start(settings.stats.as_ref(), settings.explain.clone());
     if slots::start() && SETTINGS.set(settings).is_ok() {
+        let files = SETTINGS.get().map(|settings| (settings.stats.as_ref(), settings.explain.as_ref()));
+        let (stats, log) = files.unwrap_or_default();
+        report::start(stats, log);
         process::watch_forks();
         process::note_user();
         peers::start();

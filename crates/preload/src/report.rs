@@ -1,18 +1,18 @@
 //! What the library counts and tells.
 
 use crate::SETTINGS;
-use crate::slots::Slot;
+use crate::slots::{self, Slot};
 use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
 use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use thruway_sockets::stats::Counters;
 
 static OWN: Counters = Counters::new();
 static COUNTERS: AtomicPtr<Counters> = AtomicPtr::new((&raw const OWN).cast_mut());
-static LOG: OnceLock<PathBuf> = OnceLock::new();
+/// The file of what is told, or -1: kept open, because the program may become another user, or change its root directory.
+static LOG: AtomicI32 = AtomicI32::new(-1);
 
 /// What is counted.
 #[inline]
@@ -28,7 +28,7 @@ pub(crate) fn count(counter: &AtomicU64, by: usize) {
 }
 
 /// Counts in, and tells to, these files.
-pub(crate) fn start(stats: Option<&PathBuf>, log: Option<PathBuf>) {
+pub(crate) fn start(stats: Option<&PathBuf>, log: Option<&PathBuf>) {
     if let Some(path) = stats {
         let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW, Mode::empty());
         if let Ok(counters) = file.map_err(Into::into).and_then(Counters::map) {
@@ -36,7 +36,11 @@ pub(crate) fn start(stats: Option<&PathBuf>, log: Option<PathBuf>) {
         }
     }
     if let Some(path) = log {
-        let _ = LOG.set(path);
+        let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file = rustix::fs::open(path, flags, Mode::empty());
+        if let Some(file) = file.ok().and_then(slots::hide) {
+            LOG.store(file, Ordering::Relaxed);
+        }
     }
 }
 
@@ -44,6 +48,7 @@ pub(crate) fn start(stats: Option<&PathBuf>, log: Option<PathBuf>) {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reason {
     Remote,
+    NotRemote,
     NoRelay,
     NotFound,
     Rule,
@@ -58,13 +63,16 @@ impl Reason {
     fn text(self) -> &'static str {
         match self {
             Reason::Remote => "TCP: the peer is not on this host",
+            Reason::NotRemote => "TCP: a rule says that it goes through the relay, which needs --remote",
             Reason::NoRelay => {
                 "TCP: the relays have not found each other (their logs say why), or the program at the other end does not run under thruway run --remote"
             }
             Reason::NotFound if SETTINGS.get().is_some_and(|settings| settings.group.is_some()) => {
-                "TCP: no process of a member of the group that runs under thruway with that group is at the other end"
+                "TCP: no process of a member of the group that runs under thruway run with that group is at the other end; both ends have to"
             }
-            Reason::NotFound => "TCP: no process of this user's that runs under thruway is at the other end",
+            Reason::NotFound => {
+                "TCP: no process of this user's that runs under thruway run is at the other end; both ends have to, as one user, or with one --group"
+            }
             Reason::Rule => "TCP: a rule says so",
             Reason::Shared => "TCP: other processes hold the descriptor, or may",
             Reason::Unsupported => "TCP: an option or use that only the kernel's TCP has",
@@ -78,6 +86,7 @@ impl Reason {
         let counters = counters();
         match self {
             Reason::Remote => &counters.remote,
+            Reason::NotRemote => &counters.by_rule,
             Reason::NoRelay => &counters.relay_not_found,
             Reason::NotFound => &counters.peer_not_found,
             Reason::Rule => &counters.by_rule,
@@ -100,7 +109,10 @@ pub(crate) fn stays(slot: &Slot, fd: i32, reason: Reason, detail: &dyn std::fmt:
 
 /// Tells what has become of a connection, if anybody listens.
 pub(crate) fn tell(fd: i32, what: &dyn std::fmt::Display) {
-    let Some(path) = LOG.get() else { return };
+    let log = LOG.load(Ordering::Relaxed);
+    if log < 0 {
+        return;
+    }
     let mut line = Line { bytes: [0; 400], len: 0 };
     let pid = rustix::process::getpid().as_raw_nonzero();
     let _ = write!(line, "{pid} fd {fd} ");
@@ -112,10 +124,7 @@ pub(crate) fn tell(fd: i32, what: &dyn std::fmt::Display) {
         let _ = write!(line, "{local} to {peer} ");
     }
     let _ = writeln!(line, "{what}");
-    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
-        let _ = rustix::io::write(&file, &line.bytes[..line.len]);
-    }
+    let _ = rustix::io::write(slots::borrow(log), &line.bytes[..line.len]);
 }
 
 /// A line of text that needs no memory of the heap.

@@ -98,6 +98,8 @@ pub(crate) struct Slot {
     pub(crate) direction: AtomicU8,
     /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
     pub(crate) threshold: AtomicU32,
+    /// It is among the connections that are counted.
+    pub(crate) is_counted: AtomicBool,
     /// This end has accepted it: the service is here.
     pub(crate) is_accepted: AtomicBool,
     pub(crate) service: AtomicU16,
@@ -328,6 +330,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     for flag in [
         &slot.is_asynchronous,
         &slot.has_told_reset,
+        &slot.is_counted,
         &slot.receives,
         &slot.is_watched,
         &slot.is_others,

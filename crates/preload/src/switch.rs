@@ -184,7 +184,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     let is_here = here == there || here.is_loopback() && there.is_loopback();
     let by_relay = !is_here || mode == Mode::Relay;
     if by_relay && settings.relay == 0 {
-        return never(slot, fd, Reason::Remote, &"");
+        return never(slot, fd, if is_here { Reason::NotRemote } else { Reason::Remote }, &"");
     }
     if mode == Mode::Tcp {
         return never(slot, fd, Reason::Rule, &"");
@@ -327,7 +327,7 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
 }
 
 fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
-    let is_too_much = || MAPPED.load(Ordering::Relaxed) + 2 * ring as u64 > memory;
+    let is_too_much = || MAPPED.load(Ordering::Relaxed) + Segment::len_with(ring) as u64 > memory;
     if is_too_much() {
         spares::discard_all();
     }

@@ -36,6 +36,9 @@ pub enum Error {
     /// Another one of this user's serves this port.
     #[error("another relay of this user serves port {0}")]
     Taken(u16),
+    /// Another process listens at this address: another user's relay, most likely.
+    #[error("cannot listen at {0}: the address is in use, by another user's relay or another program")]
+    InUse(std::net::SocketAddr),
     /// Other hosts cannot reach it, or processes.
     #[error("{what}: {source}")]
     Io {

@@ -93,7 +93,11 @@ impl Relay {
         config.peers.all()?;
         let listen = |at: IpAddr| {
             let listener = TcpListener::bind((at, config.port));
-            listener.map_err(Error::io(format!("cannot listen at {}", SocketAddr::new(at, config.port))))
+            let address = SocketAddr::new(at, config.port);
+            listener.map_err(|error| match error.kind() {
+                std::io::ErrorKind::AddrInUse => Error::InUse(address),
+                _ => Error::io(format!("cannot listen at {address}"))(error),
+            })
         };
         let listeners = match &config.listen[..] {
             [] => vec![listen(Ipv6Addr::UNSPECIFIED.into()).or_else(|_| listen(Ipv4Addr::UNSPECIFIED.into()))?],
@@ -632,7 +636,14 @@ impl State {
 
     /// Forgets what has waited too long.
     fn clean(&mut self, now: Instant) {
-        self.wishes.retain(|_, wish| now - wish.since < PATIENCE);
+        self.wishes.retain(|end, wish| {
+            let is_kept = now - wish.since < PATIENCE;
+            if !is_kept {
+                let peer = end.way().1;
+                tracing::warn!(%peer, "no program there that has joined its relay has the other end of a connection: it stays with TCP");
+            }
+            is_kept
+        });
         self.ways.retain(|_, state| !matches!(state, WayState::Failed(at) if now - *at > RETRY_AFTER));
         let wishes = &self.wishes;
         self.asked.retain(|_, (end, _)| wishes.contains_key(end));

@@ -190,6 +190,11 @@ fn invalid(why: &str) -> io::Error {
 }
 
 impl Segment {
+    /// Bytes that a connection with rings of this size needs.
+    pub fn len_with(size: usize) -> usize {
+        Segment::file_len(size)
+    }
+
     fn file_len(size: usize) -> usize {
         CONTROL + 2 * size
     }

@@ -8,6 +8,7 @@ use tracing::callsite::Identifier;
 use tracing::{Event, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::{self, Format, Full, Writer};
+use tracing_subscriber::fmt::time::FormatTime;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -15,22 +16,26 @@ use tracing_subscriber::registry::LookupSpan;
 const LINES_MAX: u32 = 100;
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// Starts to log: warnings, with `-v` what happens, with `-vv` everything; or what `THRUWAY_LOG` says.
-pub(crate) fn start(verbose: u8) {
+/// Starts to log: warnings, with `-v` what happens, with `-vv` everything; or what `THRUWAY_LOG` says. With the time of each line, or not.
+pub(crate) fn start(verbose: u8, has_times: bool) {
     let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
     let filter = EnvFilter::try_from_env("THRUWAY_LOG").unwrap_or_else(|_| level.into());
-    tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .with_writer(std::io::stderr)
-        .log_internal_errors(false)
-        .event_format(PeerLimit { lines: format::format().without_time(), kinds: Mutex::default() })
-        .init();
+        .log_internal_errors(false);
+    let kinds = Mutex::default();
+    if has_times {
+        log.event_format(PeerLimit { lines: format::format(), kinds }).init();
+    } else {
+        log.event_format(PeerLimit { lines: format::format().without_time(), kinds }).init();
+    }
 }
 
 /// Writes so many lines of each kind in a period, of those that name a peer.
-struct PeerLimit {
-    lines: Format<Full, ()>,
+struct PeerLimit<T> {
+    lines: Format<Full, T>,
     kinds: Mutex<HashMap<Identifier, Window>>,
 }
 
@@ -66,7 +71,7 @@ impl Window {
     }
 }
 
-impl<S, N> FormatEvent<S, N> for PeerLimit
+impl<S, N, T: FormatTime> FormatEvent<S, N> for PeerLimit<T>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,

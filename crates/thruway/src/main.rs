@@ -69,7 +69,9 @@ fn parse() -> Cli {
 
 fn main() -> ExitCode {
     let cli = parse();
-    log::start(cli.common.verbose);
+    // What nothing else notes the time of.
+    let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());
+    log::start(cli.common.verbose, has_times);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
         Command::Ls(args) => ls::run(&args, &cli.common),

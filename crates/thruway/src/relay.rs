@@ -60,6 +60,19 @@ pub(crate) struct RelayOptions {
 }
 
 impl RelayOptions {
+    /// The first option that has no effect where no relay is wanted.
+    pub(crate) fn any(&self) -> Option<&'static str> {
+        let all = [
+            ("--provider", self.provider.is_some()),
+            ("--device", self.device.is_some()),
+            ("--key", self.key.is_some()),
+            ("--peers", self.peers.is_some()),
+            ("--plaintext", self.plaintext),
+            ("--relay-port", self.relay_port != PORT),
+        ];
+        all.into_iter().find(|(_, is_given)| *is_given).map(|(name, _)| name)
+    }
+
     fn provider(&self) -> RelayProvider {
         self.provider.unwrap_or(RelayProvider::Verbs)
     }
@@ -119,6 +132,13 @@ pub(crate) struct RelayArgs {
     until_unused: bool,
 }
 
+impl RelayArgs {
+    /// Whether a program has started it, and it ends with the last one.
+    pub(crate) fn is_in_background(&self) -> bool {
+        self.until_unused
+    }
+}
+
 /// Runs `thruway relay`.
 pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
     let failed = |why: String| Failed::operation("relay", why);
@@ -147,6 +167,9 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
         Ok(relay) => relay,
         // Two programs were started at once, and each has started one.
         Err(Error::Taken(_)) if args.until_unused => return Ok(()),
+        Err(error @ Error::InUse(_)) => {
+            return Err(failed(format!("{error}: choose another one with --relay-port, at both ends")));
+        }
         Err(error) => return Err(failed(error.to_string())),
     };
     if !common.quiet && !args.until_unused {
@@ -166,6 +189,7 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
     // What it says goes to a file: it outlives this process's standard error.
     let mut log =
         log_file(port).or_else(|_| tempfile::tempfile()).map_err(|error| format!("no temporary file: {error}"))?;
+    let begin = log.metadata().map_err(|error| format!("no log: {error}"))?.len();
     let mut command = Command::new(program);
     command.args(["relay", "--until-unused", "--relay-port", &options.relay_port.to_string()]);
     command.args(["--provider", options.provider().name(), "--ring", &ring.to_string()]);
@@ -196,9 +220,9 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
         }
         let ended = child.try_wait().ok().flatten();
         if ended.is_some_and(|status| !status.success()) || Instant::now() > limit {
-            use std::io::{Read, Seek};
+            use std::io::{Read, Seek, SeekFrom};
             let mut text = String::new();
-            let _ = log.rewind().and_then(|()| log.read_to_string(&mut text));
+            let _ = log.seek(SeekFrom::Start(begin)).and_then(|_| log.read_to_string(&mut text));
             let text = text.trim().trim_start_matches("thruway: ").to_owned();
             return Err(format!("no relay: {}", if text.is_empty() { "it does not answer" } else { &text }));
         }
@@ -206,15 +230,22 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
     }
 }
 
-/// Where a relay that a program has started says why connections stay with TCP.
+/// Bytes of that file after which a relay begins it again.
+const LOG_MAX: u64 = 1 << 20;
+
+/// Where a relay that a program has started says why connections stay with TCP. It is continued.
 fn log_file(port: u16) -> std::io::Result<std::fs::File> {
     let path = log_path(port);
     std::fs::create_dir_all(path.parent().unwrap_or(&path))?;
-    std::fs::File::options().create(true).truncate(true).read(true).write(true).open(path)
+    let file = std::fs::File::options().create(true).append(true).read(true).open(path)?;
+    if file.metadata()?.len() > LOG_MAX {
+        file.set_len(0)?;
+    }
+    Ok(file)
 }
 
 /// Below `~/.local/state`, or what `XDG_STATE_HOME` names.
-fn log_path(port: u16) -> PathBuf {
+pub(crate) fn log_path(port: u16) -> PathBuf {
     let base = std::env::var_os("XDG_STATE_HOME").filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state")));
     base.unwrap_or_else(std::env::temp_dir).join(format!("thruway/relay-{port}.log"))

@@ -15,7 +15,7 @@ use thruway_engine::units;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
 use thruway_sockets::startup;
 use thruway_sockets::stats::Counters;
-use thruway_sockets::{RING_MAX, RING_MIN};
+use thruway_sockets::{RING_MAX, RING_MIN, Segment};
 
 /// The file that the dynamic linker loads into programs.
 const LIBRARY: &str = "libthruway_preload.so";
@@ -68,6 +68,7 @@ pub(crate) struct RunArgs {
 
 fn ports(text: &str) -> Result<(u16, u16), String> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let (first, last) = (first.trim(), last.trim());
     match (first.parse(), last.parse()) {
         (Ok(_), Ok(0)) => Err("no connection has port 0".to_owned()),
         (Ok(first), Ok(last)) if first <= last => Ok((first, last)),
@@ -92,7 +93,7 @@ struct Policy {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PolicyRule {
-    ports: String,
+    ports: Ports,
     mode: PolicyMode,
 }
 
@@ -110,6 +111,14 @@ enum PolicyMode {
 enum Group {
     Number(u32),
     Name(String),
+}
+
+/// A port, or ports and ranges of them as in `22, 8000-8100`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Ports {
+    Number(u16),
+    Text(String),
 }
 
 /// A number of bytes, as a number or as `256K`.
@@ -132,6 +141,9 @@ impl Size {
 /// Runs `thruway run`. Returns only if the program could not be started; else this process ends as the program has.
 pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
+    if let Some(option) = args.relay.any().filter(|_| !args.remote) {
+        return Err(Failed::usage("run", format!("{option} needs --remote: without, there is no relay")));
+    }
     if args.report.is_some() && !args.explain && !args.stats {
         return Err(Failed::usage("run", "--report needs --stats or --explain: there is nothing to write without"));
     }
@@ -142,20 +154,22 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         relay.unwrap_or_else(|why| give_up(OWN_FAILURE, why));
     }
     let (program, rest) = args.program.split_first().expect("clap requires one");
-    let mut command = if startup::ignores_sigpipe() {
-        // What this runtime starts has the default action, unless something between ignores it again.
-        let mut command = Command::new("env");
-        command.arg("--ignore-signal=PIPE").arg(program);
-        command
-    } else {
+    // What this runtime starts has SIGPIPE's default action, and what the supervisor handles, unless something between ignores it again.
+    let is_supervised = args.explain || args.stats;
+    let ignored: Vec<&str> = ignored_signals(is_supervised);
+    let mut command = if ignored.is_empty() {
         Command::new(program)
+    } else {
+        let mut command = Command::new("env");
+        command.arg(format!("--ignore-signal={}", ignored.join(","))).arg(program);
+        command
     };
     command.args(rest).env("LD_PRELOAD", preload(&library));
     let failed = |error: std::io::Error| -> ! {
         let status = if error.kind() == std::io::ErrorKind::NotFound { NO_PROGRAM } else { CANNOT_RUN };
         give_up(status, format_args!("cannot run {}: {error}", Path::new(program).display()))
     };
-    if !args.explain && !args.stats {
+    if !is_supervised {
         command.env(VARIABLE, settings.encode());
         failed(command.exec());
     }
@@ -182,6 +196,13 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         Ok(counters) => {
             if args.explain {
                 explain_all(&told.explain(), counters, &mut text);
+                if args.remote && counters.relay_not_found.load(Ordering::Relaxed) > 0 {
+                    let log = relay::log_path(args.relay.relay_port);
+                    text += &format!(
+                        "thruway: the log of this host's relay, if 'thruway run' has started it, is {}\n",
+                        log.display()
+                    );
+                }
             }
             if args.stats && !common.json {
                 list(counters, &mut text);
@@ -274,9 +295,12 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
     if let Some(ring) = args.ring {
         settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
     }
-    if settings.memory < 2 * settings.ring as u64 {
+    let least = Segment::len_with(settings.ring) as u64;
+    if settings.memory < least {
         let (memory, ring) = (settings.memory, settings.ring);
-        return Err(format!("memory = {memory}: less than the two rings of a connection, of {ring} bytes each"));
+        return Err(format!(
+            "memory = {memory}: a connection needs {least} bytes, for two rings of {ring} and what goes with them"
+        ));
     }
     Ok(settings)
 }
@@ -314,13 +338,19 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
         settings.group = Some(group_number(name).map_err(|why| format!("group = \"{name}\": {why}"))?);
     }
     for rule in &policy.rule {
-        let (first, last) = ports(&rule.ports).map_err(|why| format!("ports = \"{}\": {why}", rule.ports))?;
+        let text = match &rule.ports {
+            Ports::Number(number) => &number.to_string(),
+            Ports::Text(text) => text,
+        };
         let mode = match rule.mode {
             PolicyMode::Auto => Mode::Auto,
             PolicyMode::Tcp => Mode::Tcp,
             PolicyMode::Relay => Mode::Relay,
         };
-        settings.rules.push(Rule { first, last, mode });
+        for range in text.split(',') {
+            let (first, last) = ports(range).map_err(|why| format!("ports = \"{text}\": {why}"))?;
+            settings.rules.push(Rule { first, last, mode });
+        }
     }
     Ok(())
 }
@@ -355,7 +385,7 @@ fn library() -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os("THRUWAY_PRELOAD") {
         let path = PathBuf::from(path);
         return if path.is_file() {
-            Ok(path)
+            readable(path)
         } else {
             Err(format!("THRUWAY_PRELOAD is {}, which is no file", path.display()))
         };
@@ -363,13 +393,22 @@ fn library() -> Result<PathBuf, String> {
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
     let beside = program.parent().unwrap_or(Path::new("."));
     let places = [beside.join(LIBRARY), beside.join("../lib/thruway").join(LIBRARY)];
-    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
-        format!(
+    let found = places.iter().find(|path| path.is_file()).cloned();
+    found.map(readable).unwrap_or_else(|| {
+        Err(format!(
             "{LIBRARY} is neither in {} nor in {}: build it with `cargo build --release -p thruway-preload`, or name it in THRUWAY_PRELOAD",
             beside.display(),
             beside.join("../lib/thruway").display()
-        )
+        ))
     })
+}
+
+/// The dynamic linker goes on without what it cannot read.
+fn readable(library: PathBuf) -> Result<PathBuf, String> {
+    match std::fs::File::open(&library) {
+        Ok(_) => Ok(library),
+        Err(error) => Err(format!("cannot read {}, which programs load: {error}", library.display())),
+    }
 }
 
 fn preload(library: &Path) -> OsString {
@@ -396,16 +435,12 @@ fn has_terminal() -> bool {
 /// themselves, and what is sent to a whole group of processes reaches the program through this process alone, because without a terminal
 /// it has a group of its own.
 fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
     use signal_hook::low_level::siginfo::Cause;
     let has_terminal = has_terminal();
     if !has_terminal {
         command.process_group(0);
     }
-    // What is ignored here is ignored by the program, too: a handler would undo that.
-    let ignored = ignored_signals();
-    let forwarded = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
-    let forwarded = forwarded.iter().filter(|signal| ignored >> (*signal - 1) & 1 == 0);
+    let forwarded = FORWARDED.map(|(signal, _)| signal);
     let mut signals =
         signal_hook::iterator::SignalsInfo::<signal_hook::iterator::exfiltrator::WithOrigin>::new(forwarded)?;
     let mut child = command.spawn()?;
@@ -434,11 +469,20 @@ fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
     status
 }
 
-/// The signals that this process ignores, a bit for each from 1 on.
-fn ignored_signals() -> u64 {
+/// Signals that are handed to the program.
+const FORWARDED: [(i32, &str); 6] = {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+    [(SIGHUP, "HUP"), (SIGINT, "INT"), (SIGQUIT, "QUIT"), (SIGTERM, "TERM"), (SIGUSR1, "USR1"), (SIGUSR2, "USR2")]
+};
+
+/// The signals that the program is to ignore because this process was started so, and that it would not ignore by itself: those that are
+/// handled here would have their default action.
+fn ignored_signals(is_supervised: bool) -> Vec<&'static str> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let forwarded = FORWARDED.into_iter().filter(|(signal, _)| is_supervised && mask >> (signal - 1) & 1 != 0);
+    startup::ignores_sigpipe().then_some("PIPE").into_iter().chain(forwarded.map(|(_, name)| name)).collect()
 }
 
 fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
@@ -455,7 +499,8 @@ fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
     }
     let short = count("short");
     if short > 0 {
-        *to += &format!("thruway: {short} ends of connections with fewer calls than are worth it: TCP\n");
+        *to +=
+            &format!("thruway: {short} ends of connections with fewer calls than are worth it (--after-calls): TCP\n");
     }
 }
 
@@ -489,6 +534,11 @@ mod tests {
         assert_eq!((settings.after_calls, settings.after_calls_of_short), (4, 4));
         assert_eq!((settings.ring, settings.memory), (1 << 20, 1 << 20));
         assert_eq!(settings.mode([22, 40000]), Mode::Tcp);
+        for text in ["22", "\"22\"", "\"8000-8100, 22\""] {
+            let settings = parse(&format!("[[rule]]\nports = {text}\nmode = \"tcp\"")).unwrap();
+            assert_eq!(settings.mode([22, 40000]), Mode::Tcp, "{text}");
+            assert_eq!(settings.mode([8050, 40000]) == Mode::Tcp, text.contains("8000"), "{text}");
+        }
         let own = rustix::process::getegid().as_raw();
         assert_eq!(parse(&format!("group = {own}")).unwrap().group, Some(own));
         assert_eq!(parse(&format!("group = \"{own}\"")).unwrap().group, Some(own));
@@ -496,6 +546,8 @@ mod tests {
             ("ring = 5000", "no power of two"),
             ("ring = \"x\"", "ring"),
             ("[[rule]]\nports = \"9-1\"\nmode = \"tcp\"", "9-1"),
+            ("[[rule]]\nports = 70000\nmode = \"tcp\"", "ports"),
+            ("[[rule]]\nports = \"1,\"\nmode = \"tcp\"", "1,"),
             ("[[rule]]\nports = \"0\"\nmode = \"tcp\"", "port 0"),
             ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
             ("aftercalls = 1", "aftercalls"),

@@ -273,6 +273,42 @@ fn rules_leave_connections_to_tcp() {
     let output = finish(program(Some(&["--policy", policy.to_str().unwrap()]), &["true"]));
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("ports = \"x\""));
+    // One that needs what the program is not run with.
+    std::fs::write(&policy, format!("[[rule]]\nports = {port}\nmode = \"relay\"\n")).unwrap();
+    let output = finish(peers(Some(&options), &["echo_client", &port, "1", "3"]));
+    let told = support::stderr(&output);
+    assert!(
+        output.status.success()
+            && told.contains("TCP: a rule says that it goes through the relay, which needs --remote"),
+        "{told}"
+    );
+}
+
+#[test]
+fn what_cannot_have_an_effect_is_an_error_that_says_why() {
+    let lab = support::Lab::new();
+    let policy = lab.path("policy.toml");
+    let library = lab.path("library.so");
+    std::fs::write(&policy, "memory = \"512K\"\n").unwrap();
+    let of_policy = ["--policy", policy.to_str().unwrap()];
+    for (options, status, why) in [
+        (&of_policy[..], 2, "a connection needs"),
+        (&["--provider", "iwarp"], 2, "--provider needs --remote"),
+        (&["--relay-port", "7000"], 2, "--relay-port needs --remote"),
+        (&["--plaintext"], 2, "--plaintext needs --remote"),
+    ] {
+        let output = finish(program(Some(options), &["true"]));
+        assert!(output.status.code() == Some(status) && support::stderr(&output).contains(why), "{output:?}");
+    }
+    let mut command = program(RUN, &["true"]);
+    let output = finish(std::mem::replace(command.env("THRUWAY_PRELOAD", &library), Command::new("true")));
+    assert!(output.status.code() == Some(125) && support::stderr(&output).contains("which is no file"), "{output:?}");
+    // The first that is enough.
+    std::fs::write(&policy, "memory = \"520K\"\n").unwrap();
+    let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
+    let counted =
+        counters(&finish(peers(Some(&[&of_policy[..], COUNTED].concat()), &["echo_client", &port, "1", "3"])));
+    assert_eq!((counted["accelerated"], counted["connections"]), (1, 1), "{counted:?}");
 }
 
 #[test]
@@ -303,6 +339,15 @@ fn the_program_ends_as_it_would_alone() {
     for run in ["run --", "run --stats --"] {
         assert_eq!(bits(&ignored(&format!("{THRUWAY} {run}"))), 0x1001, "{run}");
     }
+    // Which does not keep a program from handling it.
+    let python =
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])";
+    let handler = "import signal, sys, time\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(6))\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)";
+    let run = ["/usr/bin/python3", "-c", python, THRUWAY, "run", "--stats", "--", "/usr/bin/python3", "-c", handler];
+    let mut waits = Running::start(program(None, &run));
+    assert_eq!(waits.line(), "ready");
+    rustix::process::kill_process(rustix::process::Pid::from_child(&waits.0), rustix::process::Signal::INT).unwrap();
+    assert_eq!(waits.0.wait().unwrap().code(), Some(6));
     // It gets the signals that its parent gets.
     let mut waits = Running::start(program(
         Some(&["--stats"]),
@@ -675,6 +720,14 @@ fn a_relay_that_cannot_start_is_an_error_that_says_why() {
         let told = support::stderr(&output);
         assert!(output.status.code() == Some(125) && told.contains(peers.to_str().unwrap()), "{told}");
     }
+    // Another user's relay is there, as far as this one can see.
+    std::fs::write(&peers, "").unwrap();
+    let other = std::net::TcpListener::bind("[::]:0").unwrap();
+    relayed.options[port] = other.local_addr().unwrap().port().to_string();
+    let output = finish(relayed.run(&[], &["true"]));
+    let told = support::stderr(&output);
+    let says_why = told.contains("in use") && told.contains("--relay-port, at both ends");
+    assert!(output.status.code() == Some(125) && says_why, "{told}");
 }
 
 #[test]

@@ -68,10 +68,17 @@ fn accepted(listener: c_int, new: c_int, forks: u32) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn connect(fd: c_int, addr: *const c_void, len: socklen_t) -> c_int {
-    if slots::find(fd).is_some() {
+    let result = unsafe { real::connect(fd, addr, len) };
+    // A socket that does not wait is asked again; one that was refused may be used again.
+    if (result == 0 || errno() == libc::EINPROGRESS)
+        && let Some(number) = slots::find(fd)
+        && !slots::slot(number).is_counted.swap(true, Ordering::Relaxed)
+    {
+        let error = errno();
         count(&counters().connections, 1);
+        fail(error);
     }
-    unsafe { real::connect(fd, addr, len) }
+    result
 }
 
 #[unsafe(no_mangle)]

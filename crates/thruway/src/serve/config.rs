@@ -645,6 +645,8 @@ read-only = true
 squash = "all"
 ```
 
+`thruway run` has a file of its own, its [policy](sockets.md#rules), and `thruway relay` has options only.
+
 This page is made of the program's own definitions (`thruway serve --config-reference`).
 "#;
 
