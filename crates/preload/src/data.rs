@@ -11,7 +11,7 @@ use crate::report::{Reason, count, counters, stays};
 use crate::signals::{self, Handlers};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, real, relay, switch, wait, waker};
+use crate::{SETTINGS, real, relay, room, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -575,7 +575,7 @@ pub(crate) unsafe fn transmit(
             Err(error) => return fail(error),
         }
         // By TCP in pieces, if the rest is long: the reader makes room in the ring meanwhile. A time limit is the whole call's.
-        let is_whole = is_plain || from.left() > OVERFLOW && Connection::new(fd).has_send_limit();
+        let is_whole = is_plain || from.left() > OVERFLOW && Connection::new(fd).send_limit().is_some();
         let piece = if is_whole { from } else { from.limited(OVERFLOW) };
         let result = plain(&piece);
         slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
@@ -630,12 +630,14 @@ unsafe fn send_accelerated(
     flags: c_int,
     is_plain: bool,
 ) -> Result<bool, c_int> {
-    let Which { slot, fd, .. } = which;
+    let Which { slot, number, fd, .. } = which;
     let connection = Connection::new(fd);
     // When this first waited for TCP to take what is owed to a reader that has closed the ring.
     let mut begin = None;
     let mut has_waited = false;
     let mut pause = Pause::default();
+    // When this first waited for room.
+    let mut waits_since = None;
     match slot.error.swap(0, Ordering::Relaxed) {
         0 => {}
         error => return Err(error),
@@ -700,9 +702,23 @@ unsafe fn send_accelerated(
             switch::after_ring_call(slot);
             return Ok(true);
         }
-        // The ring is full, or closed. If the reader is at work there is room soon, else TCP takes the rest.
+        // The ring is full, or closed. If the reader is at work there is room soon, else TCP takes the rest, unless there is a relay.
         if writer.is_closed_by_reader(segment) {
             continue;
+        }
+        let is_impatient = flags & libc::MSG_DONTWAIT != 0;
+        if segment.is_relayed() && !is_impatient && waits(fd) {
+            drop(sending);
+            let left = left_of(connection.send_limit(), &mut waits_since);
+            wait_for_room(slot, fd, from.left(), from.left() < total, left)?;
+            continue;
+        }
+        if has_waited && sent == 0 && segment.is_relayed() {
+            drop(sending);
+            if room::block(number) {
+                return Err(libc::EAGAIN);
+            }
+            sending = slot.sending()?.ok_or(NOT_ACCELERATED)?;
         }
         if has_waited && sent == 0 {
             if !is_settled(&sending, fd, &mut pause) {
@@ -715,27 +731,16 @@ unsafe fn send_accelerated(
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
             continue;
         }
-        let is_relayed = segment.is_relayed();
         drop(sending);
-        let (wanted, is_impatient) = (from.left(), flags & libc::MSG_DONTWAIT != 0);
-        has_waited = !find_room(slot, fd, wanted, wanted < total, is_relayed, is_impatient)?;
+        let wanted = from.left();
+        has_waited = !wait::spin_for_room(is_impatient, || has_room(slot, wanted));
     }
 }
 
-/// Waits for room in a ring that is full. False if there is none soon: TCP takes the rest, and knows time limits. `has_sent`: some bytes of
-/// the call have gone.
-fn find_room(
-    slot: &Slot,
-    fd: c_int,
-    wanted: usize,
-    has_sent: bool,
-    is_relayed: bool,
-    is_impatient: bool,
-) -> Result<bool, c_int> {
-    if is_relayed && !is_impatient && waits(fd) && !Connection::new(fd).has_send_limit() {
-        return wait_for_room(slot, fd, wanted, has_sent);
-    }
-    Ok(wait::spin_for_room(is_impatient, || has_room(slot, wanted)))
+/// What a time limit of a call that waits leaves.
+fn left_of(limit: Option<Duration>, since: &mut Option<Instant>) -> Option<Duration> {
+    let waited = since.get_or_insert_with(Instant::now).elapsed();
+    limit.map(|limit| limit.saturating_sub(waited))
 }
 
 /// Whether a call that sends may have found no room: it goes by TCP now.
@@ -793,7 +798,12 @@ fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> 
             continue;
         }
         let Sending { segment, writer, .. } = &mut sending;
-        return writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error));
+        let result = writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error));
+        drop(sending);
+        if let Some(number) = slots::find(fd) {
+            room::give_up(slot, number);
+        }
+        return result;
     }
 }
 
@@ -904,7 +914,7 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
 
 /// Reads a file straight into the ring, for `sendfile`: as far as there is room, or to the file's end. The bytes, and whether the file
 /// has no more or cannot be read; else the rest must go by TCP, so that it is TCP which has no room. `EINTR` if a signal has ended the call
-/// before anything was sent.
+/// before anything was sent, `EAGAIN` if a time limit has, or the call does not wait and there is no room.
 pub(crate) fn send_from_file(
     number: u32,
     fd: c_int,
@@ -913,7 +923,7 @@ pub(crate) fn send_from_file(
 ) -> Result<(usize, bool), c_int> {
     let slot = slots::slot(number);
     let connection = Connection::new(fd);
-    let mut sum = 0;
+    let (mut sum, mut waits_since) = (0, None);
     while sum < len {
         if slot.plain_sends.load(Ordering::SeqCst) > 0 {
             break;
@@ -927,11 +937,20 @@ pub(crate) fn send_from_file(
         if room == 0 {
             let is_relayed = segment.is_relayed();
             drop(sending);
-            match find_room(slot, fd, len - sum, sum > 0, is_relayed, false) {
-                Ok(true) => continue,
+            let found = if is_relayed && waits(fd) {
+                let left = left_of(connection.send_limit(), &mut waits_since);
+                wait_for_room(slot, fd, len - sum, sum > 0, left)
+            } else if wait::spin_for_room(false, || has_room(slot, len - sum)) {
+                Ok(())
+            } else if is_relayed && room::block(number) {
+                Err(libc::EAGAIN)
+            } else {
+                break;
+            };
+            match found {
+                Ok(()) => continue,
                 Err(_) if sum > 0 => return Ok((sum, true)),
-                Err(libc::EINTR) => return Err(libc::EINTR),
-                _ => break,
+                Err(error) => return Err(error),
             }
         }
         let got = read(at, room);

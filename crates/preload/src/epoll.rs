@@ -10,7 +10,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::wait::{self, Limit};
-use crate::{data, real, relay, switch, waker};
+use crate::{data, real, relay, room, switch, waker};
 use libc::{c_int, epoll_event, timespec};
 use rustix::event::epoll::{EventData, EventFlags};
 use std::cell::UnsafeCell;
@@ -46,8 +46,12 @@ struct Registration {
     told: u64,
     /// Good for one event, or exclusive: the ring had something that no doorbell has rung for.
     is_owed: bool,
-    /// Good for one event: that was nothing, and the kernel's registration was made good for another.
+    /// The kernel's registration was changed here.
     is_renewed: bool,
+    /// There is no room to send, and the kernel, for which there always is, is not asked for it ([`crate::room`]).
+    is_muted: bool,
+    /// It is asked again, and the program has not been told since.
+    is_owed_room: bool,
 }
 
 #[derive(Default)]
@@ -247,8 +251,9 @@ pub(crate) fn remove(fd: c_int, number: u32) {
         slots::close_hidden(bell);
     }
     if let Ok(mut guard) = instance.lock.lock() {
-        let state = std::mem::take(instance.state(&mut guard));
-        for one in state.registrations.iter().filter(|one| one.fd >= 0) {
+        let mut state = std::mem::take(instance.state(&mut guard));
+        for one in state.registrations.iter_mut().filter(|one| one.fd >= 0) {
+            one.forget_room();
             // Also for what waits for the instance by another descriptor.
             waker::unregister(number, fd, one.number);
             forget(one);
@@ -332,6 +337,8 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 told: u64::MAX,
                 is_owed: false,
                 is_renewed: false,
+                is_muted: false,
+                is_owed_room: false,
             };
             let at = state.free.pop().map_or_else(
                 || {
@@ -376,6 +383,8 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 // That may have been after the program's own call, with what was wanted before.
                 one.renew(ep, one.events);
             }
+            one.forget_room();
+            one.is_owed_room = false;
             state.index(event.u64, at as u32);
             is_new = Some(at as u32);
         }
@@ -392,6 +401,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     {
         state.heat(at);
         let one = &mut state.registrations[at as usize];
+        one.mute(number, ep);
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
         let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & SPECIAL != 0;
@@ -403,6 +413,24 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         drop(guard);
         if must_ring {
             instance.ring(ep);
+        }
+    }
+}
+
+/// A call has found no room to send on a connection.
+pub(crate) fn note_blocked(connection: u32) {
+    let local = slots::local(connection);
+    if local.registrations.load(Ordering::SeqCst) == 0 {
+        return;
+    }
+    let number = local.instance.load(Ordering::Relaxed);
+    if let Some(instance) = instance(number)
+        && let Ok(mut guard) = instance.lock.lock()
+    {
+        let state = instance.state(&mut guard);
+        if let Some(at) = state.find(connection, None) {
+            state.heat(at as u32);
+            state.registrations[at].mute(number, instance.ep.load(Ordering::Relaxed));
         }
     }
 }
@@ -461,6 +489,7 @@ impl State {
 
     fn end(&mut self, at: usize) {
         self.unindex(at as u32);
+        self.registrations[at].forget_room();
         forget(&self.registrations[at]);
         self.registrations[at].fd = -1;
         self.free.push(at as u32);
@@ -499,7 +528,7 @@ impl State {
     }
 
     /// Events of hot connections, from where the last call ended; the number of them.
-    fn look(&mut self, out: &mut [epoll_event]) -> usize {
+    fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> usize {
         let (mut found, mut kept) = (0, 0);
         let len = self.hot.len();
         if len == 0 {
@@ -511,6 +540,10 @@ impl State {
         for i in 0..len {
             let at = self.hot[i];
             let one = &mut self.registrations[at as usize];
+            if one.fd >= 0 && one.unmute(ep) {
+                // Which has something to say.
+                self.calls = KERNEL_EVERY;
+            }
             let is_kept = if one.fd < 0 {
                 false
             } else if found < out.len() {
@@ -523,7 +556,7 @@ impl State {
                 } else {
                     one.idle += 1;
                 }
-                one.idle < IDLE_MAX || !arm_connection(one.number)
+                one.is_muted || one.idle < IDLE_MAX || !arm_connection(one.number)
             } else {
                 true
             };
@@ -543,7 +576,8 @@ impl State {
         let found = hot.iter().any(|at| {
             let one = &mut self.registrations[*at as usize];
             let before = (one.told, one.is_owed);
-            let is_ready = one.fd >= 0 && one.ready() != 0;
+            let has_room = || one.is_muted && !room::is_wanted(one.number);
+            let is_ready = one.fd >= 0 && (has_room() || one.ready() != 0);
             (one.told, one.is_owed) = before;
             is_ready
         });
@@ -563,6 +597,42 @@ impl Registration {
         let mut event = epoll_event { events, u64: self.data };
         // SAFETY: one event. It fails if the program has just taken it out.
         unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) };
+    }
+
+    /// Does not ask the kernel whether something can be sent, if there is no room.
+    fn mute(&mut self, instance: u32, ep: c_int) {
+        let is_wanted = self.events & WRITABLE != 0 && self.events & SPECIAL == 0;
+        if !is_wanted || self.is_muted || !room::is_wanted(self.number) {
+            return;
+        }
+        // Also for what sleeps already.
+        waker::register(instance, ep, self.number, self.events, self.data);
+        if waker::is_registered_with(instance, self.number) {
+            self.renew(ep, self.events & !WRITABLE);
+            (self.is_muted, self.is_renewed) = (true, true);
+            slots::local(self.number).room_waiters.fetch_add(1, Ordering::SeqCst);
+            if !room::ask_for(self.number) {
+                self.unmute(ep);
+            }
+        }
+    }
+
+    /// This registration waits for room no longer.
+    fn forget_room(&mut self) {
+        if std::mem::take(&mut self.is_muted) {
+            room::end_wait(self.number);
+        }
+    }
+
+    /// Asks it again, if there is room: it says so at once. True if it is.
+    fn unmute(&mut self, ep: c_int) -> bool {
+        let has_room = self.is_muted && !room::is_wanted(self.number);
+        if has_room {
+            self.is_owed_room = true;
+            self.forget_room();
+            self.renew(ep, self.events);
+        }
+        has_room
     }
 
     /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
@@ -623,14 +693,16 @@ impl Registration {
         }
         // While a level tells that something can be sent, that needs no look at the kernel: what the ring has no room for, TCP has.
         let mut events = if readable { READABLE } else { 0 };
-        let may_have_blocked = self.events & WRITABLE != 0 && data::may_have_blocked(slot);
-        if !may_have_blocked {
+        let has_no_room = self.is_muted;
+        let may_have_blocked = !has_no_room && self.events & WRITABLE != 0 && data::may_have_blocked(slot);
+        if !may_have_blocked && !has_no_room {
             events |= WRITABLE;
         }
         if is_kernels || may_have_blocked {
             let said = Connection::new(self.descriptor()).poll();
             let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.descriptor());
             events |= if is_spurious { said & !READABLE } else { said };
+            events &= if has_no_room { !WRITABLE } else { u32::MAX };
             if slot.error.load(Ordering::Relaxed) != 0 {
                 events |= libc::EPOLLERR as u32;
             }
@@ -701,13 +773,16 @@ pub(crate) fn arm(number: u32) -> bool {
         let one = &mut state.registrations[at];
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
-            if one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
-                waker::register(number, instance.ep.load(Ordering::Relaxed), one.number, one.events, one.data);
+            let ep = instance.ep.load(Ordering::Relaxed);
+            if one.events & SPECIAL == 0 && (one.is_muted || one.events & libc::EPOLLIN as u32 != 0) {
+                waker::register(number, ep, one.number, one.events, one.data);
             }
-            let is_empty = arm_connection(one.number);
+            if one.is_muted && !room::ask_for(one.number) {
+                one.unmute(ep);
+            }
+            let is_empty = one.events & READABLE == 0 || arm_connection(one.number);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
             is_quiet &= is_empty
-                || one.events & READABLE == 0
                 || one.events & EDGE != 0 && one.is_told(slot)
                 // The kernel tells of it, by the doorbell that has not been discarded.
                 || one.events & SPECIAL != 0 && !one.is_owed;
@@ -786,7 +861,8 @@ pub(crate) unsafe fn wait(
             state.calls += 1;
             // The kernel has its turn, also where rings alone would fill the list.
             let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
-            found = if state.calls >= KERNEL_EVERY && out.len() == 1 { 0 } else { state.look(&mut out[..limit]) };
+            let ep = instance.ep.load(Ordering::Relaxed);
+            found = if state.calls >= KERNEL_EVERY && out.len() == 1 { 0 } else { state.look(ep, &mut out[..limit]) };
             has_hot = !state.hot.is_empty();
             if state.calls >= KERNEL_EVERY {
                 asks_kernel = true;
@@ -890,19 +966,39 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             let ep = instance.ep.load(Ordering::Relaxed);
             events_now = state.registrations[at as usize].one_shot(ep, events_now);
         } else if let Some(at) = at
-            && events_now & READABLE != 0
-            && events_now & (ENDS | libc::EPOLLPRI as u32) == 0
+            && slots::slot(state.registrations[at as usize].number).is_accelerated()
         {
             let one = &mut state.registrations[at as usize];
             let slot = slots::slot(one.number);
-            if slot.is_accelerated() {
+            let ep = instance.ep.load(Ordering::Relaxed);
+            if let Some(number) = slots::find_epoll(ep) {
+                one.mute(number, ep);
+            }
+            let was_muted = one.is_muted;
+            if was_muted {
+                events_now &= !WRITABLE;
+                if one.unmute(ep) {
+                    // It has something to say.
+                    state.calls = KERNEL_EVERY;
+                }
+            }
+            let one = &mut state.registrations[at as usize];
+            if was_muted || events_now & READABLE != 0 && one.events & READABLE == 0 {
+                // What has woken it may be its waker, for another reason than the program's.
+                wait::quiet(one.number);
+            }
+            // Without what the waker says in place of the connection.
+            events_now &= one.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32;
+            let is_room_news = events_now & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);
+            let may_have_blocked = || is_room_news || data::may_have_blocked(slot);
+            if events_now & READABLE != 0 && events_now & (ENDS | libc::EPOLLPRI as u32) == 0 {
                 if data::is_readable(slot) {
                     if let Some(receiving) = slot.try_receiving() {
                         let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
                         let is_doorbell = !receiving.reader.has_run(&receiving.segment);
                         if one.told == tail && one.events & EDGE != 0 && is_doorbell {
                             // The doorbell of what has been told. That it may be sent again is news only where it could not.
-                            events_now &= if data::may_have_blocked(slot) { !READABLE } else { 0 };
+                            events_now &= if may_have_blocked() { !READABLE } else { 0 };
                         }
                         one.told = tail;
                     }
@@ -912,7 +1008,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
                     events_now &= !READABLE;
                     let is_first = one.told == u64::MAX;
                     one.told = one.told.min(u64::MAX - 1);
-                    if one.events & EDGE != 0 && !is_first && !data::may_have_blocked(slot) {
+                    if one.events & EDGE != 0 && !is_first && !may_have_blocked() {
                         events_now = 0;
                     }
                 }

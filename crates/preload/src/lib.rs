@@ -16,6 +16,7 @@ mod real;
 mod relay;
 mod relayed;
 mod report;
+mod room;
 mod signals;
 mod slots;
 mod spares;

@@ -18,7 +18,7 @@ const SOON: Duration = Duration::from_millis(50);
 const DEMOTE_MAX: Duration = Duration::from_secs(3);
 /// Longest time that a call which closes waits for the relay to let go of the connection.
 const CLOSE_MAX: Duration = Duration::from_millis(200);
-/// Longest time that a call which sends waits for a reader that takes nothing.
+/// Longest time that a call which sends waits for a reader that takes nothing, before it looks whether that has gone.
 const ROOM_MAX: Duration = Duration::from_millis(100);
 /// How long such a wait looks again and again before it sleeps: messages between relays take microseconds.
 const SPIN: Duration = Duration::from_micros(50);
@@ -187,26 +187,38 @@ fn catch_up_within(slot: &Slot, fd: c_int, is_at_end: bool, limit: Duration) -> 
     }
 }
 
-/// Waits until there is room in a ring, in a call that may wait: while the reader takes something, bytes that are sent stay in their order
-/// without a way by TCP, which costs a round trip to get to and another one to come back from, and does not encrypt. False if it takes
-/// nothing for long: TCP knows what becomes of the call then. `has_sent`: some bytes of the call have gone.
-pub(crate) fn wait_for_room(slot: &Slot, fd: c_int, wanted: usize, has_sent: bool) -> Result<bool, c_int> {
+/// Waits until there is room in a ring, in a call that may wait: bytes that are sent stay in their order without a way by TCP, which costs a
+/// round trip to get to and another one to come back from, and does not encrypt. Not for ever: the caller looks what else there is.
+/// `has_sent`: some bytes of the call have gone. `left`: what the call's time limit leaves; EAGAIN if nothing.
+pub(crate) fn wait_for_room(
+    slot: &Slot,
+    fd: c_int,
+    wanted: usize,
+    has_sent: bool,
+    left: Option<Duration>,
+) -> Result<(), c_int> {
+    if left == Some(Duration::ZERO) {
+        return Err(libc::EAGAIN);
+    }
+    let limit = left.map_or(ROOM_MAX, |left| left.min(ROOM_MAX));
     let (mut pause, mut unread) = (Pause::default(), None);
     loop {
-        let Some(mut sending) = slot.sending()? else { return Ok(true) };
+        let Some(mut sending) = slot.sending()? else { return Ok(()) };
         let Sending { segment, writer, .. } = &mut sending;
         pause.look(segment, fd);
-        if writer.is_tcp() || writer.has_room(segment, wanted) != Ok(false) || segment.over() != Over::No {
-            return Ok(true);
+        let is_over = writer.is_tcp() || writer.is_closed_by_reader(segment) || writer.is_reader_gone(segment);
+        if is_over || writer.has_room(segment, wanted) != Ok(false) {
+            return Ok(());
         }
         let now = writer.unread(segment);
         drop(sending);
         if unread.replace(now).is_some_and(|before| before != now) {
             pause.begin = None;
         }
-        pause.check_signals(has_sent)?;
-        if pause.begin.is_some_and(|begin| begin.elapsed() >= ROOM_MAX) {
-            return Ok(false);
+        // As in the kernel: a call with a time limit is not begun again behind a signal handler.
+        pause.check_signals(has_sent || left.is_some())?;
+        if pause.begin.is_some_and(|begin| begin.elapsed() >= limit) {
+            return Ok(());
         }
         // What is waited for here is the reader, which says nothing of the relay.
         pause.pass(CATCH_UP_MAX);

@@ -61,11 +61,6 @@ impl Connection {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(len as usize) }
     }
 
-    /// Whether calls that send have a time limit.
-    pub(crate) fn has_send_limit(self) -> bool {
-        self.send_limit().is_some()
-    }
-
     /// How long calls that send may wait (`SO_SNDTIMEO`), if they have a limit.
     pub(crate) fn send_limit(self) -> Option<Duration> {
         self.time_limit(libc::SO_SNDTIMEO)

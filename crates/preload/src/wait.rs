@@ -5,7 +5,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real, relay, relayed, report, waker};
+use crate::{data, epoll, real, relay, relayed, report, room, waker};
 use libc::{c_int, pollfd, timespec};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -188,6 +188,13 @@ impl Watched {
 const COUNTED: usize = 256;
 
 const READABLE: libc::c_short = libc::POLLIN | libc::POLLRDNORM;
+const WRITABLE: libc::c_short = libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND;
+
+/// The connection of an entry that is polled for room to send, of which there is none: the kernel would say that there is.
+fn without_room(one: &pollfd) -> Option<u32> {
+    let number = if one.events & WRITABLE == 0 { None } else { slots::find(one.fd) };
+    number.filter(|number| slots::slot(*number).is_accelerated() && room::is_wanted(*number))
+}
 
 /// A time limit, as the kernel takes it.
 #[derive(Clone, Copy)]
@@ -250,7 +257,8 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     // SAFETY: the caller's promise.
     let polled = unsafe { std::slice::from_raw_parts_mut(list, count as usize) };
     let wants = |one: &pollfd| if one.events & READABLE == 0 { None } else { watched(one.fd) };
-    if !polled.iter().any(|one| wants(one).is_some()) {
+    let concerns = |one: &pollfd| wants(one).is_some() || without_room(one).is_some();
+    if !polled.iter().any(concerns) {
         // Some may be accelerated while this thread sleeps.
         let mut counted = [0; COUNTED];
         let mut count = 0;
@@ -262,7 +270,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             count += 1;
         }
         // One may have been meanwhile, by a thread that has seen no sleeper.
-        let ready = (!polled.iter().any(|one| wants(one).is_some())).then(|| real(limit.left()));
+        let ready = (!polled.iter().any(concerns)).then(|| real(limit.left()));
         let error = data::errno();
         // The same ones, whatever their descriptors are by now.
         for number in &counted[..count] {
@@ -325,6 +333,8 @@ struct Asleep {
     wakers: Vec<(usize, c_int)>,
     /// Connections whose wakers are not.
     deaf: Vec<u32>,
+    /// Entries whose connections have no room to send, and whose wakers are polled.
+    full: Vec<(usize, u32)>,
     /// What says that the relay has gone, if it carries one of the connections.
     relay: Option<c_int>,
     may_sleep: bool,
@@ -355,17 +365,35 @@ impl Asleep {
                 }
             }
         }
+        let mut full = Vec::new();
+        for (at, number) in polled.iter().enumerate().filter_map(|(at, one)| Some((at, without_room(one)?))) {
+            relay = relay.or_else(|| relay::lifeline_of(number));
+            if let Some(waker) = waker::of(number) {
+                wakers.push((at, waker));
+                full.push((at, number));
+            }
+        }
         // The kernel takes no longer lists.
         let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
         if relay.is_some() && (polled.len() + wakers.len() + 1) as u64 > most() {
             wakers.clear();
+            full.clear();
             relay = None;
             count_deaf(&deaf);
         } else {
             deaf.clear();
         }
+        // What has room after all is polled as the program says.
+        full.retain(|(_, number)| {
+            slots::local(*number).room_waiters.fetch_add(1, Ordering::SeqCst);
+            let is_full = room::ask_for(*number);
+            if !is_full {
+                room::end_wait(*number);
+            }
+            is_full
+        });
         let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
-        Asleep { plain, watched, wakers, deaf, relay, may_sleep }
+        Asleep { plain, watched, wakers, deaf, full, relay, may_sleep }
     }
 
     /// As `ppoll`, with an entry for each waker: one that was written to counts as its connection. With one for the relay, too, which is
@@ -377,6 +405,9 @@ impl Asleep {
         let entry = |&(_, fd): &(usize, c_int)| pollfd { fd, events: libc::POLLIN, revents: 0 };
         let relay = self.relay.map(|fd| pollfd { fd, events: 0, revents: 0 });
         let mut list: Vec<pollfd> = polled.iter().copied().chain(self.wakers.iter().map(entry)).chain(relay).collect();
+        for (at, _) in &self.full {
+            list[*at].events &= !WRITABLE;
+        }
         let timeout = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: a list of ours, and the caller's promise.
         let ready = unsafe { real::ppoll(list.as_mut_ptr(), list.len() as libc::nfds_t, timeout, mask) };
@@ -393,6 +424,10 @@ impl Asleep {
             for (waker, (at, _)) in wakers.iter().zip(&self.wakers) {
                 if waker.revents & libc::POLLIN != 0 {
                     polled[*at].revents |= polled[*at].events & READABLE;
+                    if let Some((_, number)) = self.full.iter().find(|(full, _)| full == at) {
+                        room::is_wanted(*number);
+                        quiet(*number);
+                    }
                 }
             }
         }
@@ -406,6 +441,9 @@ impl Asleep {
         for number in &self.plain {
             slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
         }
+        for (_, number) in &self.full {
+            room::end_wait(*number);
+        }
         for number in self.plain.iter().chain(&self.deaf) {
             slots::slot(*number).deaf_sleepers.fetch_sub(1, Ordering::SeqCst);
         }
@@ -416,6 +454,9 @@ impl Asleep {
 fn correct(polled: &mut [pollfd]) -> c_int {
     let mut ready = 0;
     for one in polled.iter_mut() {
+        if one.revents & WRITABLE != 0 && without_room(one).is_some() {
+            one.revents &= !WRITABLE;
+        }
         if one.fd >= 0 && one.events & READABLE != 0 {
             match watched(one.fd) {
                 Some(Watched::Connection(number)) => {
@@ -439,6 +480,14 @@ fn correct(polled: &mut [pollfd]) -> c_int {
         ready += c_int::from(one.revents != 0);
     }
     ready
+}
+
+/// Takes back what a connection's waker was written to, before what it may be for is looked at.
+pub(crate) fn quiet(number: u32) {
+    if let Ok(Some(receiving)) = slots::slot(number).receiving() {
+        let fd = slots::local(number).fd.load(Ordering::Relaxed);
+        receiving.reader.quiet_waker(&receiving.segment, &crate::tcp::Connection::of(number, fd));
+    }
 }
 
 /// Whether all that the kernel has for a connection is doorbells, and wake-ups by the relay, that nothing in the ring belongs to; takes them
@@ -516,16 +565,20 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut u64; 3], limit: Limit, mas
     ready
 }
 
-/// Whether a set that `select` is given has a connection that is accelerated, or may be meanwhile.
+/// Whether a set that `select` is given has a connection that is accelerated, or may be meanwhile; of those that it is to have room to
+/// send on, one that has none.
 ///
 /// # Safety
 /// As [`select`].
-pub(crate) unsafe fn is_select_for_us(count: c_int, set: *mut u64) -> bool {
+pub(crate) unsafe fn is_select_for_us(count: c_int, readable: *mut u64, writable: *mut u64) -> bool {
     // SAFETY: the caller's promise.
-    let is_in = |fd: c_int| unsafe { *set.add(fd as usize / 64) } >> (fd % 64) & 1 != 0;
+    let is_in = |set: *mut u64, fd: c_int| unsafe { *set.add(fd as usize / 64) } >> (fd % 64) & 1 != 0;
     let mut answer = false;
-    if !set.is_null() && count <= 1024 * 64 {
-        for fd in (0..count).filter(|fd| is_in(*fd)) {
+    if count > 1024 * 64 {
+        return false;
+    }
+    if !readable.is_null() {
+        for fd in (0..count).filter(|fd| is_in(readable, *fd)) {
             if let Some(number) = slots::find(fd) {
                 let slot = slots::slot(number);
                 slot.is_watched.store(true, Ordering::Relaxed);
@@ -535,6 +588,10 @@ pub(crate) unsafe fn is_select_for_us(count: c_int, set: *mut u64) -> bool {
             }
             answer |= watched(fd).is_some();
         }
+    }
+    if !writable.is_null() {
+        let one = |fd| pollfd { fd, events: libc::POLLOUT, revents: 0 };
+        answer |= (0..count).filter(|fd| is_in(writable, *fd)).any(|fd| without_room(&one(fd)).is_some());
     }
     answer
 }

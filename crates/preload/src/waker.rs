@@ -8,7 +8,7 @@ use crate::report::{count, counters};
 use crate::signals::{self, Handlers};
 use crate::slots;
 use crate::wait::Limit;
-use crate::{data, real, relay};
+use crate::{data, real, relay, room};
 use libc::{c_int, epoll_event, pollfd};
 use rustix::event::EventfdFlags;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -72,7 +72,15 @@ pub(crate) fn quiet(number: u32) -> u32 {
         return 0;
     }
     count(&counters().woken, 1);
-    u64::from_ne_bytes(written) as u32
+    let times = u64::from_ne_bytes(written) as u32;
+    if let Some(waker) = waker
+        && room::is_due(number)
+        && rustix::io::write(slots::borrow(waker), &1u64.to_ne_bytes()).is_ok()
+    {
+        // What waits for room has not seen it yet.
+        return times - 1;
+    }
+    times
 }
 
 /// Registers it with the epoll instance where its connection is, with a level or for edges as that: its events look like the connection's.
@@ -85,7 +93,7 @@ pub(crate) fn register(instance: u32, ep: c_int, number: u32, events: u32, data:
         return;
     }
     if let Some(waker) = of(number) {
-        let events = events & (libc::EPOLLIN | libc::EPOLLET) as u32;
+        let events = libc::EPOLLIN as u32 | events & libc::EPOLLET as u32;
         let mut event = epoll_event { events, u64: data };
         // SAFETY: one event.
         let result = unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, waker, &raw mut event) };

@@ -96,12 +96,13 @@ impl Carried {
 
     /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know.
     pub(crate) fn end(mut self, over: Over) -> Over {
-        self.wake();
+        self.wake(false);
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
         let over = if is_unused { Over::Finished } else { over };
         self.segment.set_over(over);
         self.segment.tell_news();
+        self.wake(true);
         if over == Over::Lost
             && let Some(tcp) = &self.tcp
         {
@@ -127,11 +128,12 @@ impl Carried {
         self.inlet.apply(&self.segment, update, bytes)
     }
 
-    /// Wakes its process, if that sleeps and something has come.
-    fn wake(&mut self) {
+    /// Wakes its process, if that sleeps and something has come, or there is room that it waits for, or will be none (`is_over`).
+    fn wake(&mut self, is_over: bool) {
         let waker = self.waker.as_ref();
         let wake = || waker.is_some_and(|waker| rustix::io::write(waker, &1u64.to_ne_bytes()).is_ok());
         self.inlet.wake(&self.segment, wake);
+        self.outlet.wake(&self.segment, is_over, wake);
     }
 
     /// What its process waits for, if it does, may have happened.
@@ -144,7 +146,6 @@ impl Carried {
     /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
     pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
         let mut did = false;
-        self.wake();
         if self.is_used && self.segment.is_tcp_wanted_back() {
             // What sleeps at the other end is woken by the end of the connection.
             (self.tcp, self.waker) = (None, None);
@@ -156,6 +157,7 @@ impl Carried {
             *has_news = true;
             tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
         });
+        self.wake(false);
         for _ in 0..TURN {
             if !link.has_room() {
                 break;

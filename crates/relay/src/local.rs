@@ -66,7 +66,8 @@ pub struct About {
     pub encrypts: bool,
 }
 
-const ABOUT: &str = "thruway relay";
+/// With the number of what processes and their relay have in common, where that changes.
+const ABOUT: &str = "thruway relay 2";
 
 impl About {
     fn encode(&self) -> String {
@@ -188,7 +189,7 @@ mod tests {
             };
             assert_eq!(About::decode(&about.encode()), Some(about));
         }
-        for text in ["", "thruway relay", "thruway relay\niwarp\n\nab\nmaybe\n/x", "other\niwarp\n\nab\nencrypts\n/x"] {
+        for text in ["", ABOUT, "thruway relay 2\niwarp\n\nab\nmaybe\n/x", "thruway relay\niwarp\n\nab\nencrypts\n/x"] {
             assert_eq!(About::decode(text), None, "{text}");
         }
     }

@@ -78,7 +78,9 @@ pub(crate) struct Control {
     pub(crate) call_wanted: AtomicU32,
     /// Relayed: how often the reader has been woken by its own host's relay ([`WakeBy::Waker`]), or is about to be.
     pub(crate) woken: AtomicU32,
-    _relay: [u8; 108],
+    /// Relayed: the writer has found no room, and wants to be woken by this host's relay when there is some.
+    pub(crate) room_wanted: AtomicU32,
+    _relay: [u8; 104],
     pub(crate) runs: [Run; RUNS],
 }
 
@@ -228,6 +230,7 @@ impl Segment {
                 &control.bell,
                 &control.call_wanted,
                 &control.woken,
+                &control.room_wanted,
             ] {
                 word.store(0, Ordering::Relaxed);
             }

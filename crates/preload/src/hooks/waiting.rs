@@ -52,7 +52,7 @@ pub(crate) unsafe extern "C" fn select(
     exceptional: *mut u64,
     timeout: *mut timeval,
 ) -> c_int {
-    if unsafe { !wait::is_select_for_us(count, readable) } {
+    if unsafe { !wait::is_select_for_us(count, readable, writable) } {
         return unsafe { real::select(count, readable, writable, exceptional, timeout) };
     }
     let time = unsafe { timeout.as_ref() }
@@ -78,7 +78,7 @@ pub(crate) unsafe extern "C" fn pselect(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    if unsafe { !wait::is_select_for_us(count, readable) } {
+    if unsafe { !wait::is_select_for_us(count, readable, writable) } {
         return unsafe { real::pselect(count, readable, writable, exceptional, timeout, mask) };
     }
     if unsafe { !wait::is_valid(timeout.as_ref()) } {

@@ -415,9 +415,7 @@ impl Reader {
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
     /// kernel calls the connection readable only when there is something new.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
-        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
-            self.woken = self.woken.wrapping_add(tcp.quiet_waker());
-        }
+        self.quiet_waker(segment, tcp);
         if self.has_run(segment) || self.bells(segment) == 0 {
             return;
         }
@@ -425,6 +423,13 @@ impl Reader {
         // All that was there before another run has begun.
         if bells > 0 && !self.has_run(segment) {
             self.discard(tcp, bells);
+        }
+    }
+
+    /// Takes back wake-ups by the relay. What they were for is to be looked at afterwards.
+    pub fn quiet_waker(&mut self, segment: &Segment, tcp: &impl Tcp) {
+        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
+            self.woken = self.woken.wrapping_add(tcp.quiet_waker());
         }
     }
 

@@ -77,6 +77,27 @@ impl Writer {
         Ok(self.room(segment, wanted)? >= wanted)
     }
 
+    /// Whether nothing can be sent through a relay for now, and TCP is not the way either: the ring has less than a quarter free, and its
+    /// reader is there.
+    pub fn is_full(&mut self, segment: &Segment) -> bool {
+        segment.is_relayed()
+            && !self.is_tcp
+            && !self.is_closed_by_reader(segment)
+            && !self.is_reader_gone(segment)
+            && self.has_room(segment, usize::MAX) == Ok(false)
+    }
+
+    /// Has this host's relay wake the process when [`Writer::is_full`] is over. To be called before looking whether it is.
+    pub fn want_room(&self, segment: &Segment) {
+        segment.control(self.direction).room_wanted.store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Before this process wakes by itself what waits for room, by the descriptor that the relay wakes it by.
+    pub fn note_woken(&self, segment: &Segment) {
+        segment.control(1 - self.direction).woken.fetch_add(1, Ordering::SeqCst);
+    }
+
     /// Ends the run of TCP bytes if what follows can go through the ring. The caller vouches that nothing else writes to the TCP
     /// connection meanwhile. True if bytes go through the ring now.
     ///

@@ -97,6 +97,8 @@ struct World {
     here: Segment,
     there: Segment,
     path: Path,
+    /// What wakes the writer; it brings no bytes.
+    back: Path,
     outlet: RefCell<Outlet>,
     inlet: RefCell<Inlet>,
     updates: RefCell<VecDeque<Vec<u8>>>,
@@ -120,6 +122,7 @@ impl World {
             here: segment(),
             there: segment(),
             path,
+            back: Path::default(),
             outlet: RefCell::default(),
             inlet: RefCell::default(),
             updates: RefCell::default(),
@@ -154,13 +157,15 @@ impl World {
             }
             4 => {
                 // Now and then it cannot.
-                let (wakes, mut did) = (self.random(4) > 0, false);
-                self.inlet.borrow_mut().wake(&self.there, || {
-                    self.path.woken.set(self.path.woken.get() + u32::from(wakes));
-                    did = true;
+                let (wakes, did) = (self.random(4) > 0, Cell::new(false));
+                let wake = |path: &Path| {
+                    path.woken.set(path.woken.get() + u32::from(wakes));
+                    did.set(true);
                     wakes
-                });
-                did
+                };
+                self.inlet.borrow_mut().wake(&self.there, || wake(&self.path));
+                self.outlet.borrow_mut().wake(&self.here, false, || wake(&self.back));
+                did.get()
             }
             _ => {
                 let mut outlet = self.outlet.borrow_mut();
@@ -373,6 +378,83 @@ fn bytes_come_once_and_in_order_between_hosts() {
     assert!(closed > few && missed > 0 && slept > few && by_ring > 0, "{closed}, {missed}, {slept}, {by_ring}");
 }
 
+/// A writer that leaves nothing to TCP, and waits for room: it is woken when the reader has made some, has closed the ring, or reads no
+/// more, and what it has counted of that agrees with what its own reader has.
+#[test]
+fn a_writer_that_waits_for_room_is_woken() {
+    let (mut waited, mut closed) = (0, 0);
+    for seed in 0..seeds() {
+        let world = World::new(seed);
+        let why = &format!("seed {seed}");
+        let (mut writer, mut reader) = (Writer::new(End::Taker), Reader::new(End::Taker, 0));
+        // The other direction of the writer's process, of which nothing is read: it takes back its wake-ups.
+        let mut own = Reader::new(End::Taker, 0);
+        let (mut sent, mut got, mut waits) = (0u64, 0u64, false);
+        reader.set_ready(&world.there, &world.path);
+        world.settle();
+        writer.leave_tcp(&world.here, &world.path).unwrap();
+        assert!(!writer.is_tcp(), "{why}");
+        for step in 0..400 {
+            match world.random(12) {
+                0..=2 => {
+                    if waits && world.back.woken.get() == 0 {
+                        continue;
+                    }
+                    waits = false;
+                    own.discard_doorbells(&world.here, &world.back);
+                    assert_eq!(world.back.woken.get(), 0, "{why}, step {step}: is taken back");
+                    let len = 1 + world.random(3000) as usize;
+                    let mut bytes: Vec<u8> = (sent..sent + len as u64).map(byte).collect();
+                    let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: len }];
+                    // SAFETY: of a vector of ours.
+                    let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+                    // SAFETY: of a vector of ours.
+                    sent += unsafe { writer.write(&world.here, &world.path, &mut pieces) }.unwrap() as u64;
+                    if pieces.left() > 0 {
+                        writer.want_room(&world.here);
+                        // Something may come between.
+                        world.step(world.random(6), true);
+                        waits = writer.is_full(&world.here);
+                        waited += u32::from(waits);
+                    }
+                }
+                3..=5 => {
+                    let len = 1 + world.random(3000) as usize;
+                    check(&world.receive(&mut reader, len), &mut got, why);
+                }
+                6 if world.random(10) == 0 => {
+                    world.settle();
+                    let is_woken = !waits || world.back.woken.get() > 0;
+                    assert!(is_woken || writer.is_full(&world.here), "{why}, step {step}: waits in vain");
+                }
+                which => {
+                    world.step(which % 6, world.random(2) == 0);
+                }
+            }
+        }
+        match world.random(3) {
+            0 => reader.set_gone(&world.there, &world.path),
+            1 => {
+                closed += 1;
+                let patience = || {
+                    world.step(world.random(6), true);
+                    true
+                };
+                reader.close_ring(&world.there, &world.path, patience).unwrap();
+            }
+            _ => {
+                while got < sent {
+                    world.settle();
+                    check(&world.receive(&mut reader, 5000), &mut got, why);
+                }
+            }
+        }
+        world.settle();
+        assert!(!waits || world.back.woken.get() > 0 && !writer.is_full(&world.here), "{why}: waits at the end");
+    }
+    assert!(waited > seeds() as u32 / 10 && closed > 0, "{waited}, {closed}");
+}
+
 #[test]
 fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
     let world = World::new(1);
@@ -433,7 +515,7 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
         for _ in 0..300 {
             let control = if random.bool() { world.here.control(1) } else { world.there.control(0) };
             let word = if random.bool() { random.u64(..) } else { random.u64(0..40_000) };
-            match random.u32(0..9) {
+            match random.u32(0..10) {
                 0 => control.tail.store(word, Ordering::Relaxed),
                 1 => control.head.store(word, Ordering::Relaxed),
                 2 => control.opened.store(word as u32, Ordering::Relaxed),
@@ -441,6 +523,7 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
                 4 => control.runs[random.usize(0..RUNS)].ring.store(word, Ordering::Relaxed),
                 5 => control.runs[random.usize(0..RUNS)].end.store(word, Ordering::Relaxed),
                 6 => control.bell.store(word as u32 % 4, Ordering::Relaxed),
+                7 => control.room_wanted.store(word as u32, Ordering::Relaxed),
                 _ => control.close_wanted.store(word as u32, Ordering::Relaxed),
             }
             outlet.serve(&world.here, || random.bool());
@@ -453,6 +536,7 @@ fn a_process_or_a_peer_that_scribbles_over_everything_does_no_harm() {
             if let Ok((update, bytes)) = Update::decode(&out) {
                 let _ = inlet.apply(&world.there, &update, bytes);
                 inlet.wake(&world.there, || random.bool());
+                outlet.wake(&world.here, random.bool(), || true);
             }
             if let Ok(Some(feedback)) = inlet.feedback(&world.there, random.bool()) {
                 let _ = outlet.receive(&world.here, &feedback);
