@@ -19,7 +19,7 @@ const DEMOTE_MAX: Duration = Duration::from_secs(3);
 /// Longest time that a call which closes waits for the relay to let go of the connection.
 const CLOSE_MAX: Duration = Duration::from_millis(200);
 /// Longest time that a call which sends waits for a reader that takes nothing, before it looks whether that has gone.
-const ROOM_MAX: Duration = Duration::from_millis(100);
+const ROOM_MAX: Duration = Duration::from_secs(1);
 /// How long such a wait looks again and again before it sleeps: messages between relays take microseconds.
 const SPIN: Duration = Duration::from_micros(50);
 /// A relay that has had nothing to say for so long may have gone.
@@ -51,6 +51,8 @@ pub(crate) struct Pause {
     /// A signal handler has run meanwhile.
     is_interrupted: bool,
     has_waited: bool,
+    /// How often the relay has had nothing to say.
+    stalls: u32,
 }
 
 impl Pause {
@@ -72,12 +74,20 @@ impl Pause {
 
     /// Lets others run until there may be something. False if it has taken longer than `limit`.
     pub(crate) fn pass(&mut self, limit: Duration) -> bool {
+        self.pass_within(limit, limit)
+    }
+
+    /// As [`Pause::pass`], for no longer than `left` this time.
+    fn pass_within(&mut self, limit: Duration, left: Duration) -> bool {
         let waited = self.begin.get_or_insert_with(Instant::now).elapsed();
         match self.news.take() {
             None => std::thread::yield_now(),
             Some(news) => {
-                let waited = news.wait(STALL.min(limit)).map_err(|error| error.kind());
+                // More and more rarely: a reader that takes nothing for an hour is no reason to look a hundred times a second.
+                let stall = STALL * (1 << self.stalls.min(6));
+                let waited = news.wait(stall.min(left)).map_err(|error| error.kind());
                 self.is_alive = waited != Err(io::ErrorKind::TimedOut);
+                self.stalls += u32::from(!self.is_alive);
                 self.is_interrupted |= waited == Err(io::ErrorKind::Interrupted);
             }
         }
@@ -201,6 +211,7 @@ pub(crate) fn wait_for_room(
         return Err(libc::EAGAIN);
     }
     let limit = left.map_or(ROOM_MAX, |left| left.min(ROOM_MAX));
+    let begin = Instant::now();
     let (mut pause, mut unread) = (Pause::default(), None);
     loop {
         let Some(mut sending) = slot.sending()? else { return Ok(()) };
@@ -213,15 +224,16 @@ pub(crate) fn wait_for_room(
         let now = writer.unread(segment);
         drop(sending);
         if unread.replace(now).is_some_and(|before| before != now) {
-            pause.begin = None;
+            (pause.begin, pause.stalls) = (None, 0);
         }
         // As in the kernel: a call with a time limit is not begun again behind a signal handler.
         pause.check_signals(has_sent || left.is_some())?;
-        if pause.begin.is_some_and(|begin| begin.elapsed() >= limit) {
+        let left = limit.saturating_sub(begin.elapsed());
+        if left.is_zero() {
             return Ok(());
         }
         // What is waited for here is the reader, which says nothing of the relay.
-        pause.pass(CATCH_UP_MAX);
+        pause.pass_within(CATCH_UP_MAX, left);
         pause.has_waited = false;
     }
 }
