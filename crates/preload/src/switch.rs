@@ -259,7 +259,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
         return;
     };
     // An entry that an earlier connection between the same addresses has left names another socket.
-    match offer(fd, key, listing, settings.ring, settings.memory) {
+    match offer(fd, key, listing, settings) {
         Ok((segment, user)) => {
             board.answer(ticket);
             (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Maker, Some(listing.service), user);
@@ -280,10 +280,11 @@ const OFFERS_AT_ONCE: usize = 16;
 
 /// Offers the other end of a connection a segment: one that both processes have from an earlier one, or a new one. Returns it, and the
 /// user whom it is offered to.
-fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Result<(Segment, u32), (Reason, io::Error)> {
+fn offer(fd: i32, key: Key, listing: Listing, settings: &Settings) -> Result<(Segment, u32), (Reason, io::Error)> {
     let failed = |error: rustix::io::Errno| (Reason::Failed, error.into());
     let user = peers::prove(fd, key, listing.cookie)?;
-    if let Some(segment) = spares::offer_again(listing.service, user, ring, &key.to_bytes()) {
+    let size = settings.ring_with(MAPPED.load(Ordering::Relaxed)).unwrap_or(settings.ring);
+    if let Some(segment) = spares::offer_again(listing.service, user, size, &key.to_bytes()) {
         count(&counters().reused, 1);
         return Ok((segment, user));
     }
@@ -307,7 +308,7 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
             io::Error::other("the process found there is another user's, or not in the group"),
         ));
     }
-    let (segment, file) = make(ring, memory)?;
+    let (segment, file) = make(settings)?;
     let message = Offer { key: key.to_bytes(), cookie, by: Offered::Peer }.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -326,15 +327,13 @@ fn offer(fd: i32, key: Key, listing: Listing, ring: usize, memory: u64) -> Resul
     Ok((segment, user))
 }
 
-fn make(ring: usize, memory: u64) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
-    let is_too_much = || MAPPED.load(Ordering::Relaxed) + Segment::len_with(ring) as u64 > memory;
-    if is_too_much() {
+fn make(settings: &Settings) -> Result<(Segment, OwnedFd), (Reason, io::Error)> {
+    let size = || settings.ring_with(MAPPED.load(Ordering::Relaxed));
+    if size() != Some(settings.ring) {
         spares::discard_all();
     }
-    if is_too_much() {
-        return Err((Reason::Memory, io::Error::other("rings of other connections have it all")));
-    }
-    let made = Segment::create(ring).map_err(|error| (Reason::Memory, error))?;
+    let size = size().ok_or_else(|| (Reason::Memory, io::Error::other("rings of other connections have it all")))?;
+    let made = Segment::create(size).map_err(|error| (Reason::Memory, error))?;
     MAPPED.fetch_add(made.0.len() as u64, Ordering::Relaxed);
     Ok(made)
 }

@@ -1,6 +1,6 @@
 //! What `thruway run` tells the library in the programs that it starts, by one environment variable.
 
-use crate::{RING_MAX, RING_MIN};
+use crate::{RING_MAX, RING_MIN, Segment};
 use std::path::PathBuf;
 
 /// The environment variable.
@@ -96,6 +96,18 @@ impl Settings {
         self.rules.iter().find(fits).map_or(Mode::Auto, |rule| rule.mode)
     }
 
+    /// The size of the rings of one more connection, where connections have so many bytes already: each time that half of what was left is
+    /// used, rings become half as large. So a process has some connections with large rings, and many more with small ones. `None` if there
+    /// is no memory for the smallest.
+    pub fn ring_with(&self, used: u64) -> Option<usize> {
+        let left = self.memory.checked_sub(used)?;
+        let mut size = self.ring >> self.memory.checked_div(left)?.ilog2().min(usize::BITS - 1);
+        while size >= RING_MIN && Segment::len_with(size) as u64 > left {
+            size /= 2;
+        }
+        (size >= RING_MIN).then_some(size)
+    }
+
     /// As the value of [`VARIABLE`]: `name=value`, with commas between; `%` and a comma in a path as `%25` and `%2c`.
     pub fn encode(&self) -> String {
         let path = |path: &PathBuf| path.to_string_lossy().replace('%', "%25").replace(',', "%2c");
@@ -178,6 +190,29 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn many_connections_have_small_rings_rather_than_none() {
+        let connections = |memory: u64, ring: usize| {
+            let settings = Settings { memory, ring, ..Settings::default() };
+            let (mut used, mut all, mut large) = (0, 0, 0);
+            while let Some(size) = settings.ring_with(used) {
+                assert!(size.is_power_of_two() && (RING_MIN..=ring).contains(&size), "{size}");
+                used += Segment::len_with(size) as u64;
+                assert!(used <= memory);
+                all += 1;
+                large += u32::from(size == ring);
+            }
+            (all, large)
+        };
+        let (all, large) = connections(256 << 20, 256 << 10);
+        assert!(all > 1500 && large > 250, "{all}, {large}");
+        // Memory for one alone, and for less than one.
+        assert_eq!(connections(Segment::len_with(256 << 10) as u64, 256 << 10), (1, 1));
+        assert_eq!(connections(100, 256 << 10), (0, 0));
+        assert_eq!(connections(0, 4 << 20), (0, 0));
+        assert!(Settings { memory: u64::MAX, ..Settings::default() }.ring_with(u64::MAX - 5).is_none());
+    }
 
     #[test]
     fn what_is_told_is_understood() {

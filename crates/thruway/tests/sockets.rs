@@ -285,7 +285,7 @@ fn rules_leave_connections_to_tcp() {
 }
 
 #[test]
-fn what_cannot_have_an_effect_is_an_error_that_says_why() {
+fn limits_hold_and_what_cannot_have_an_effect_is_an_error() {
     let lab = support::Lab::new();
     let policy = lab.path("policy.toml");
     let library = lab.path("library.so");
@@ -303,6 +303,12 @@ fn what_cannot_have_an_effect_is_an_error_that_says_why() {
     let mut command = program(RUN, &["true"]);
     let output = finish(std::mem::replace(command.env("THRUWAY_PRELOAD", &library), Command::new("true")));
     assert!(output.status.code() == Some(125) && support::stderr(&output).contains("which is no file"), "{output:?}");
+    // More than with rings of the size for each that there is memory for; they have smaller ones.
+    std::fs::write(&policy, "memory = \"4M\"\n").unwrap();
+    let (_server, port) = Running::server(peers(Some(&of_policy), &["echo_server"]));
+    let counted =
+        counters(&finish(peers(Some(&[&of_policy[..], COUNTED].concat()), &["echo_client", &port, "16", "2"])));
+    assert_eq!((counted["accelerated"], counted["no_memory"]), (16, 0), "{counted:?}");
     // The first that is enough.
     std::fs::write(&policy, "memory = \"520K\"\n").unwrap();
     let (_server, port) = Running::server(peers(RUN, &["echo_server"]));
