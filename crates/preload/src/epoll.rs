@@ -982,11 +982,12 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
                     state.calls = KERNEL_EVERY;
                 }
             }
-            let one = &mut state.registrations[at as usize];
-            if was_muted || events_now & READABLE != 0 && one.events & READABLE == 0 {
-                // What has woken it may be its waker, for another reason than the program's.
-                wait::quiet(one.number);
+            // What has woken it may be its waker, for another reason than the program's.
+            let is_wakers = was_muted || events_now & READABLE != 0 && one.events & READABLE == 0;
+            if is_wakers && wait::quiet(one.number) {
+                state.heat(at);
             }
+            let one = &mut state.registrations[at as usize];
             // Without what the waker says in place of the connection.
             events_now &= one.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32;
             let is_room_news = events_now & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);

@@ -76,9 +76,9 @@ pub(crate) fn ask_for(number: u32) -> bool {
 /// The connection goes by TCP from here on, or ends: what waits for room looks again.
 pub(crate) fn give_up(slot: &Slot, number: u32) {
     if slot.is_blocked.swap(false, Ordering::SeqCst)
-        && let (Some(waker), Ok(Some(sending))) = (waker::of(number), slot.sending())
+        && let Ok(Some(sending)) = slot.sending()
     {
         sending.writer.note_woken(&sending.segment);
-        let _ = rustix::io::write(slots::borrow(waker), &1u64.to_ne_bytes());
+        waker::write(number);
     }
 }

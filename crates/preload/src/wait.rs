@@ -426,7 +426,9 @@ impl Asleep {
                     polled[*at].revents |= polled[*at].events & READABLE;
                     if let Some((_, number)) = self.full.iter().find(|(full, _)| full == at) {
                         room::is_wanted(*number);
-                        quiet(*number);
+                        if quiet(*number) {
+                            note_drained(*number);
+                        }
                     }
                 }
             }
@@ -482,12 +484,20 @@ fn correct(polled: &mut [pollfd]) -> c_int {
     ready
 }
 
-/// Takes back what a connection's waker was written to, before what it may be for is looked at.
-pub(crate) fn quiet(number: u32) {
-    if let Ok(Some(receiving)) = slots::slot(number).receiving() {
-        let fd = slots::local(number).fd.load(Ordering::Relaxed);
-        receiving.reader.quiet_waker(&receiving.segment, &crate::tcp::Connection::of(number, fd));
+/// Takes back what a connection's waker was written to, for what waits for room. That may have been because something has come: true then,
+/// and what is registered with epoll is to be looked at; a thread that sleeps until something comes is woken once more.
+pub(crate) fn quiet(number: u32) -> bool {
+    let slot = slots::slot(number);
+    let Ok(Some(receiving)) = slot.receiving() else { return false };
+    let (segment, reader) = (&receiving.segment, receiving.reader);
+    let fd = slots::local(number).fd.load(Ordering::Relaxed);
+    reader.quiet_waker(segment, &crate::tcp::Connection::of(number, fd));
+    let has_come = reader.ring_len(segment) != Ok(0);
+    if has_come && slot.sleepers.load(Ordering::SeqCst) > 0 {
+        reader.note_woken(segment);
+        waker::write(number);
     }
+    has_come
 }
 
 /// Whether all that the kernel has for a connection is doorbells, and wake-ups by the relay, that nothing in the ring belongs to; takes them

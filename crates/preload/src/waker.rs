@@ -63,6 +63,11 @@ pub(crate) fn wakes(number: u32) -> WakeBy {
     if is_heard { WakeBy::Waker } else { WakeBy::Doorbell }
 }
 
+/// This process wakes what waits for it.
+pub(crate) fn write(number: u32) -> bool {
+    of(number).is_some_and(|waker| rustix::io::write(slots::borrow(waker), &1u64.to_ne_bytes()).is_ok())
+}
+
 /// Takes back what has been written to it: how often.
 pub(crate) fn quiet(number: u32) -> u32 {
     let mut written = [0u8; 8];
@@ -73,10 +78,7 @@ pub(crate) fn quiet(number: u32) -> u32 {
     }
     count(&counters().woken, 1);
     let times = u64::from_ne_bytes(written) as u32;
-    if let Some(waker) = waker
-        && room::is_due(number)
-        && rustix::io::write(slots::borrow(waker), &1u64.to_ne_bytes()).is_ok()
-    {
+    if room::is_due(number) && write(number) {
         // What waits for room has not seen it yet.
         return times - 1;
     }

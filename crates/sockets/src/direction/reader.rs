@@ -433,6 +433,11 @@ impl Reader {
         }
     }
 
+    /// Before this process writes to its waker itself.
+    pub fn note_woken(&self, segment: &Segment) {
+        segment.control(self.direction).woken.fetch_add(1, Ordering::SeqCst);
+    }
+
     /// At the end of the TCP connection: if the peer was to send again what was in the ring that this end has closed, and has gone before,
     /// takes it from the ring after all. True if there is any.
     pub fn reclaim(&mut self, segment: &Segment) -> bool {

@@ -268,6 +268,56 @@ static void forked(int by_events_of_epoll) {
     close(other);
 }
 
+/* One thread sends and waits for room, another one sleeps until something comes: each is woken for what it waits for. */
+static void *receive(void *how) {
+    static char bytes[4];
+    struct pollfd list = {.fd = one, .events = POLLIN};
+    for (long i = 0, n; i < 3000; i += n) {
+        if (how)
+            must(poll(&list, 1, 20000) == 1, "something comes");
+        n = recv(one, bytes, sizeof bytes, 0);
+        must(n > 0, "recv beside a sender");
+    }
+    return NULL;
+}
+
+static void *both_ways(void *unused) {
+    static char got[4000];
+    for (int at = 0, turn = 0, sent = 0; at < total || sent < 3000; turn++) {
+        if (turn % 8 == 0)
+            usleep(300);
+        if (sent < 3000)
+            sent += send(other, "x", 1, 0);
+        int n = at < total ? recv(other, got, sizeof got, 0) : 0;
+        must(at == total || n > 0, "recv");
+        at += n;
+    }
+    return unused;
+}
+
+static void beside_a_receiver(int by_poll_there, int by_epoll_here) {
+    pthread_t receiver, peer;
+    connect_both();
+    struct epoll_event event = {.events = EPOLLOUT}, got;
+    if (by_epoll_here)
+        epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    pthread_create(&receiver, NULL, receive, by_poll_there ? &receiver : NULL);
+    pthread_create(&peer, NULL, both_ways, NULL);
+    for (long at = 0, n; at < total; at += n > 0 ? n : 0) {
+        n = send(one, data + at, at + PIECE < total ? PIECE : total - at, MSG_DONTWAIT);
+        must(n > 0 || errno == EAGAIN, "send beside a receiver");
+        if (n < 0 && by_epoll_here)
+            must(epoll_wait(ep, &got, 1, 20000) == 1 && got.events == EPOLLOUT, "epoll_wait beside a receiver");
+        else if (n < 0)
+            by_poll();
+    }
+    pthread_join(receiver, NULL);
+    pthread_join(peer, NULL);
+    printf("beside a receiver: %d, %d\n", by_poll_there, by_epoll_here);
+    close(one);
+    close(other);
+}
+
 static void limited(void) {
     connect_both();
     struct timeval time = {.tv_usec = 30000};
@@ -309,6 +359,8 @@ int main(void) {
     readiness();
     for (int how = 0; how < 4; how++)
         ends(how & 1, how >> 1);
+    for (int how = 0; how < 4; how++)
+        beside_a_receiver(how & 1, how >> 1);
     /* Another thread sleeps on the instance already. */
     int pair[2];
     atomic_int is_over = 0;
