@@ -8,6 +8,7 @@ use crate::relayed::{
     CATCH_UP_MAX, Pause, at_end, catch_up, closing_time, is_all_here, is_lost, is_settled, take_tcp_back, wait_for_room,
 };
 use crate::report::{Reason, count, counters, stays};
+use crate::room::Blocked;
 use crate::signals::{self, Handlers};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
@@ -296,11 +297,9 @@ unsafe fn receive_accelerated(
         if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
             continue;
         }
-        // A limit is one of the call, which sleeps more than once only if it waits for all. The first sleep is the kernel's to end.
+        // A limit is one of the call, which may sleep more than once. The first sleep is the kernel's to end.
         let left = began.filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
-        if waits_for_all {
-            began.get_or_insert_with(Instant::now);
-        }
+        began.get_or_insert_with(Instant::now);
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
         match sleep(which, flags, left) {
             Ok(true) => woken += 1,
@@ -637,7 +636,7 @@ unsafe fn send_accelerated(
     let mut has_waited = false;
     let mut pause = Pause::default();
     // When this first waited for room.
-    let mut waits_since = None;
+    let (mut waits_since, mut is_patient) = (None, None);
     match slot.error.swap(0, Ordering::Relaxed) {
         0 => {}
         error => return Err(error),
@@ -707,7 +706,8 @@ unsafe fn send_accelerated(
             continue;
         }
         let is_impatient = flags & libc::MSG_DONTWAIT != 0;
-        if segment.is_relayed() && !is_impatient && waits(fd) {
+        // Once for the call: another thread may change it.
+        if segment.is_relayed() && *is_patient.get_or_insert_with(|| !is_impatient && waits(fd)) {
             drop(sending);
             let left = left_of(connection.send_limit(), &mut waits_since);
             wait_for_room(slot, fd, from.left(), from.left() < total, left)?;
@@ -715,8 +715,10 @@ unsafe fn send_accelerated(
         }
         if has_waited && sent == 0 && segment.is_relayed() {
             drop(sending);
-            if room::block(number) {
-                return Err(libc::EAGAIN);
+            match room::block(number, fd) {
+                Blocked::Yes => return Err(libc::EAGAIN),
+                Blocked::Room => continue,
+                Blocked::Never => {}
             }
             sending = slot.sending()?.ok_or(NOT_ACCELERATED)?;
         }
@@ -923,7 +925,7 @@ pub(crate) fn send_from_file(
 ) -> Result<(usize, bool), c_int> {
     let slot = slots::slot(number);
     let connection = Connection::new(fd);
-    let (mut sum, mut waits_since) = (0, None);
+    let (mut sum, mut waits_since, mut is_patient) = (0, None, None);
     while sum < len {
         if slot.plain_sends.load(Ordering::SeqCst) > 0 {
             break;
@@ -937,15 +939,17 @@ pub(crate) fn send_from_file(
         if room == 0 {
             let is_relayed = segment.is_relayed();
             drop(sending);
-            let found = if is_relayed && waits(fd) {
+            let found = if is_relayed && *is_patient.get_or_insert_with(|| waits(fd)) {
                 let left = left_of(connection.send_limit(), &mut waits_since);
                 wait_for_room(slot, fd, len - sum, sum > 0, left)
             } else if wait::spin_for_room(false, || has_room(slot, len - sum)) {
                 Ok(())
-            } else if is_relayed && room::block(number) {
-                Err(libc::EAGAIN)
             } else {
-                break;
+                match room::block(number, fd) {
+                    Blocked::Yes => Err(libc::EAGAIN),
+                    Blocked::Room => Ok(()),
+                    Blocked::Never => break,
+                }
             };
             match found {
                 Ok(()) => continue,

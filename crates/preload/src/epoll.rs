@@ -154,6 +154,12 @@ pub(crate) fn add(fd: c_int) {
 /// What the kernel tells of an instance's own bell, and of the relay's end.
 const BELL: u64 = 0x7468_7275_7761_7962;
 const RELAY: u64 = 0x7468_7275_7761_7972;
+/// What it tells of what is written to when a connection has room, with the connection's number.
+const ROOM: u64 = 0x7468_7275_7700_0000;
+/// The connection, if it is that.
+fn with_room(data: u64) -> Option<u32> {
+    (data & !0xff_ffff == ROOM && data != BELL && data != RELAY).then_some(data as u32 & 0xff_ffff)
+}
 
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
@@ -192,12 +198,18 @@ fn make_bell(ep: c_int) -> Option<c_int> {
 impl Instance {
     /// Has what waits for it learn that the relay has gone.
     fn watch_relay(&self, relay: c_int) {
-        let before = self.relay.swap(relay, Ordering::SeqCst);
-        if before != relay {
-            let mut event = epoll_event { events: EDGE, u64: RELAY };
-            let ep = self.ep.load(Ordering::Relaxed);
-            // SAFETY: one event.
-            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, relay, &raw mut event) };
+        if self.relay.load(Ordering::SeqCst) == relay {
+            return;
+        }
+        let mut event = epoll_event { events: EDGE, u64: RELAY };
+        let ep = self.ep.load(Ordering::Relaxed);
+        // SAFETY: one event.
+        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, relay, &raw mut event) };
+        self.relay.store(relay, Ordering::SeqCst);
+        if relay::lifeline() != Some(relay) {
+            // It has gone meanwhile, and the descriptor may be another one's.
+            // SAFETY: no event.
+            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, relay, std::ptr::null_mut()) };
         }
     }
 }
@@ -251,9 +263,8 @@ pub(crate) fn remove(fd: c_int, number: u32) {
         slots::close_hidden(bell);
     }
     if let Ok(mut guard) = instance.lock.lock() {
-        let mut state = std::mem::take(instance.state(&mut guard));
-        for one in state.registrations.iter_mut().filter(|one| one.fd >= 0) {
-            one.forget_room();
+        let state = std::mem::take(instance.state(&mut guard));
+        for one in state.registrations.iter().filter(|one| one.fd >= 0) {
             // Also for what waits for the instance by another descriptor.
             waker::unregister(number, fd, one.number);
             forget(one);
@@ -383,8 +394,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 // That may have been after the program's own call, with what was wanted before.
                 one.renew(ep, one.events);
             }
-            one.forget_room();
-            one.is_owed_room = false;
+            (one.is_muted, one.is_owed_room) = (false, false);
             state.index(event.u64, at as u32);
             is_new = Some(at as u32);
         }
@@ -401,7 +411,9 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     {
         state.heat(at);
         let one = &mut state.registrations[at as usize];
-        one.mute(number, ep);
+        if room::is_wanted(connection) {
+            one.mute(ep);
+        }
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
         let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & SPECIAL != 0;
@@ -417,22 +429,17 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     }
 }
 
-/// A call has found no room to send on a connection.
-pub(crate) fn note_blocked(connection: u32) {
+/// A call has found no room to send on a connection. False if what is registered with epoll cannot wait for that.
+pub(crate) fn note_blocked(connection: u32) -> bool {
     let local = slots::local(connection);
     if local.registrations.load(Ordering::SeqCst) == 0 {
-        return;
+        return true;
     }
-    let number = local.instance.load(Ordering::Relaxed);
-    if let Some(instance) = instance(number)
-        && let Ok(mut guard) = instance.lock.lock()
-    {
-        let state = instance.state(&mut guard);
-        if let Some(at) = state.find(connection, None) {
-            state.heat(at as u32);
-            state.registrations[at].mute(number, instance.ep.load(Ordering::Relaxed));
-        }
-    }
+    let Some(instance) = instance(local.instance.load(Ordering::Relaxed)) else { return false };
+    let Ok(mut guard) = instance.lock.lock() else { return false };
+    let state = instance.state(&mut guard);
+    let Some(at) = state.find(connection, None) else { return false };
+    state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
 }
 
 /// A connection has no descriptor any more: the kernel has forgotten it.
@@ -489,7 +496,6 @@ impl State {
 
     fn end(&mut self, at: usize) {
         self.unindex(at as u32);
-        self.registrations[at].forget_room();
         forget(&self.registrations[at]);
         self.registrations[at].fd = -1;
         self.free.push(at as u32);
@@ -556,7 +562,7 @@ impl State {
                 } else {
                     one.idle += 1;
                 }
-                one.is_muted || one.idle < IDLE_MAX || !arm_connection(one.number)
+                one.idle < IDLE_MAX || !arm_connection(one.number)
             } else {
                 true
             };
@@ -586,53 +592,68 @@ impl State {
     }
 }
 
+/// Has what waits for an instance wake, once, when a connection has room.
+fn wait_for_room(ep: c_int, descriptor: c_int, number: u32) -> bool {
+    let events = libc::EPOLLIN as u32 | ONE_SHOT;
+    let mut event = epoll_event { events, u64: ROOM | u64::from(number) };
+    // SAFETY: one event.
+    let mut control = |operation| unsafe { real::epoll_ctl(ep, operation, descriptor, &raw mut event) == 0 };
+    control(libc::EPOLL_CTL_MOD) || control(libc::EPOLL_CTL_ADD)
+}
+
 impl Registration {
     /// A descriptor of the connection: the one that was registered may be another file by now.
     fn descriptor(&self) -> c_int {
         slots::local(self.number).fd.load(Ordering::Relaxed)
     }
 
-    /// Changes the kernel's registration.
-    fn renew(&self, ep: c_int, events: u32) {
+    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
+    /// has others.
+    fn renew(&self, ep: c_int, events: u32) -> bool {
         let mut event = epoll_event { events, u64: self.data };
-        // SAFETY: one event. It fails if the program has just taken it out.
-        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) };
+        // SAFETY: one event.
+        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
     }
 
-    /// Does not ask the kernel whether something can be sent, if there is no room.
-    fn mute(&mut self, instance: u32, ep: c_int) {
-        let is_wanted = self.events & WRITABLE != 0 && self.events & SPECIAL == 0;
-        if !is_wanted || self.is_muted || !room::is_wanted(self.number) {
-            return;
+    /// Does not ask the kernel whether something can be sent, because there was no room just now: it waits for that to come, also if it has
+    /// come already, because the program is to be told of it. False if it cannot.
+    fn mute(&mut self, ep: c_int) -> bool {
+        if self.events & WRITABLE == 0 {
+            return true;
         }
-        // Also for what sleeps already.
-        waker::register(instance, ep, self.number, self.events, self.data);
-        if waker::is_registered_with(instance, self.number) {
-            self.renew(ep, self.events & !WRITABLE);
-            (self.is_muted, self.is_renewed) = (true, true);
-            slots::local(self.number).room_waiters.fetch_add(1, Ordering::SeqCst);
-            if !room::ask_for(self.number) {
-                self.unmute(ep);
-            }
+        let Some(descriptor) = room::of(self.number) else { return false };
+        let is_it = self.events & SPECIAL == 0 && slots::find(self.fd) == Some(self.number);
+        if !is_it || !self.is_muted && !self.renew(ep, self.events & !WRITABLE) {
+            return false;
         }
-    }
-
-    /// This registration waits for room no longer.
-    fn forget_room(&mut self) {
-        if std::mem::take(&mut self.is_muted) {
-            room::end_wait(self.number);
+        (self.is_muted, self.is_renewed) = (true, true);
+        let is_waited_for = wait_for_room(ep, descriptor, self.number);
+        if !is_waited_for {
+            self.is_muted = false;
+            self.renew(ep, self.events);
         }
+        is_waited_for
     }
 
     /// Asks it again, if there is room: it says so at once. True if it is.
     fn unmute(&mut self, ep: c_int) -> bool {
         let has_room = self.is_muted && !room::is_wanted(self.number);
         if has_room {
-            self.is_owed_room = true;
-            self.forget_room();
+            (self.is_muted, self.is_owed_room) = (false, true);
             self.renew(ep, self.events);
         }
         has_room
+    }
+
+    /// What it waits for in place of room has come, or has been there before: waits for it again, or asks the kernel.
+    fn look_for_room(&mut self, ep: c_int) {
+        if self.is_muted && room::ask_for(self.number) {
+            let is_waited_for = room::of(self.number).is_some_and(|fd| wait_for_room(ep, fd, self.number));
+            if is_waited_for {
+                return;
+            }
+        }
+        self.unmute(ep);
     }
 
     /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
@@ -774,11 +795,8 @@ pub(crate) fn arm(number: u32) -> bool {
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
             let ep = instance.ep.load(Ordering::Relaxed);
-            if one.events & SPECIAL == 0 && (one.is_muted || one.events & libc::EPOLLIN as u32 != 0) {
+            if one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
                 waker::register(number, ep, one.number, one.events, one.data);
-            }
-            if one.is_muted && !room::ask_for(one.number) {
-                one.unmute(ep);
             }
             let is_empty = one.events & READABLE == 0 || arm_connection(one.number);
             // Not empty, but the program knows: an edge that has been told; or does not want to.
@@ -897,7 +915,18 @@ pub(crate) unsafe fn wait(
         }
         if limit.is_over() {
             // Only a look.
-            let ready = real(out.as_mut_ptr(), max, Some(none));
+            let mut ready = real(out.as_mut_ptr(), max, Some(none));
+            for _ in 0..2 {
+                if ready <= 0 {
+                    return ready;
+                }
+                let kept = correct(instance, &mut out[..ready as usize]) as c_int;
+                if kept > 0 {
+                    return kept;
+                }
+                // What was nothing to tell of may have made something else ready.
+                ready = real(out.as_mut_ptr(), max, Some(none));
+            }
             return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
         }
         let may_sleep = arm(number);
@@ -944,6 +973,14 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     let mut kept = 0;
     for i in 0..events.len() {
         let event = events[i];
+        if let Some(connection) = with_room(event.u64) {
+            if let Some(at) = state.find(connection, None) {
+                state.registrations[at].look_for_room(instance.ep.load(Ordering::Relaxed));
+                // Which may have something to say.
+                state.calls = KERNEL_EVERY;
+            }
+            continue;
+        }
         let at = state.by_data.get(&{ event.u64 }).copied().flatten();
         let mut events_now = event.events;
         if { event.u64 } == BELL && instance.bell.load(Ordering::Relaxed) > 0 {
@@ -970,26 +1007,10 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         {
             let one = &mut state.registrations[at as usize];
             let slot = slots::slot(one.number);
-            let ep = instance.ep.load(Ordering::Relaxed);
-            if let Some(number) = slots::find_epoll(ep) {
-                one.mute(number, ep);
-            }
-            let was_muted = one.is_muted;
-            if was_muted {
+            if one.is_muted {
+                // The kernel was quicker than what it is asked for.
                 events_now &= !WRITABLE;
-                if one.unmute(ep) {
-                    // It has something to say.
-                    state.calls = KERNEL_EVERY;
-                }
             }
-            // What has woken it may be its waker, for another reason than the program's.
-            let is_wakers = was_muted || events_now & READABLE != 0 && one.events & READABLE == 0;
-            if is_wakers && wait::quiet(one.number) {
-                state.heat(at);
-            }
-            let one = &mut state.registrations[at as usize];
-            // Without what the waker says in place of the connection.
-            events_now &= one.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32;
             let is_room_news = events_now & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);
             let may_have_blocked = || is_room_news || data::may_have_blocked(slot);
             if events_now & READABLE != 0 && events_now & (ENDS | libc::EPOLLPRI as u32) == 0 {

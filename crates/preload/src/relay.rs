@@ -5,9 +5,9 @@
 
 use crate::lock::Lock;
 use crate::report::tell;
-use crate::slots;
+use crate::slots::{self, Upgrade};
 use crate::tcp::Connection;
-use crate::{epoll, peers};
+use crate::{SETTINGS, epoll, peers};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -77,7 +77,19 @@ pub(crate) fn start(port: u16) {
     }
 }
 
-/// Says something to it, with two descriptors at most.
+/// Has it use these descriptors for a connection that it carries already: the TCP connection, the waker, and what is written to when there
+/// is room.
+pub(crate) fn use_with(upgrade: &Upgrade, with: &[i32]) -> io::Result<()> {
+    let (Some((_, key)), Some(settings)) = (upgrade.meeting, SETTINGS.get()) else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    ask(settings.relay, Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None }, with)
+}
+
+/// Descriptors of a message, at most.
+const FILES: usize = 3;
+
+/// Says something to it, with three descriptors at most.
 pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
     send(port, request, with).map(drop)
 }
@@ -85,12 +97,12 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
 fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {
     for attempt in 0..2 {
         let (connected, relay) = connect(port)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        let mut files = [slots::borrow(-1); 2];
+        let mut files = [slots::borrow(-1); FILES];
         files.iter_mut().zip(with).for_each(|(place, fd)| *place = slots::borrow(*fd));
         if !with.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&files[..with.len().min(2)]));
+            control.push(SendAncillaryMessage::ScmRights(&files[..with.len().min(FILES)]));
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = rustix::net::sendmsg(slots::borrow(relay), &[IoSlice::new(&request.encode())], &mut control, flags);

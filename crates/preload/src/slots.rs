@@ -98,8 +98,8 @@ pub(crate) struct Slot {
     pub(crate) direction: AtomicU8,
     /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
     pub(crate) threshold: AtomicU32,
-    /// A call that does not wait has found no room in the ring, and what waits for readiness waits until there is some. A hint: see
-    /// [`crate::room::is_wanted`].
+    /// A call that does not wait has found no room in the ring, and what waits for readiness waits until there is some: see
+    /// [`crate::room::is_wanted`]. Changes under `sending`.
     pub(crate) is_blocked: AtomicBool,
     /// It is among the connections that are counted.
     pub(crate) is_counted: AtomicBool,
@@ -159,8 +159,8 @@ pub(crate) struct Local {
     /// or 0.
     pub(crate) waker: AtomicI32,
     pub(crate) waker_instance: AtomicU32,
-    /// What waits for room to send: threads that sleep in `poll`, and a registration with an epoll instance.
-    pub(crate) room_waiters: AtomicU32,
+    /// What the relay writes to when there is room to send, or 0 (see [`crate::room`]).
+    pub(crate) room: AtomicI32,
     /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
     pub(crate) relay: AtomicU32,
 }
@@ -384,7 +384,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     local.registrations.store(0, Ordering::Relaxed);
     local.waker.store(0, Ordering::Relaxed);
     local.waker_instance.store(0, Ordering::Relaxed);
-    local.room_waiters.store(0, Ordering::Relaxed);
+    local.room.store(0, Ordering::Relaxed);
     local.relay.store(0, Ordering::Relaxed);
     slot.references.store(1, Ordering::Relaxed);
     slot.phase.store(phase::PLAIN, Ordering::Release);

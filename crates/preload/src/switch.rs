@@ -12,7 +12,7 @@ use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, peers, relay, report, spares, waker};
+use crate::{SETTINGS, experience, peers, relay, report, room, spares, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -783,6 +783,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         }
     }
     waker::close(number);
+    room::close(number);
     if is_last {
         slots::release(number);
     }

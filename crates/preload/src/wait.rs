@@ -333,8 +333,8 @@ struct Asleep {
     wakers: Vec<(usize, c_int)>,
     /// Connections whose wakers are not.
     deaf: Vec<u32>,
-    /// Entries whose connections have no room to send, and whose wakers are polled.
-    full: Vec<(usize, u32)>,
+    /// Entries whose connections have no room to send, and what is polled for that instead.
+    full: Vec<(usize, u32, c_int)>,
     /// What says that the relay has gone, if it carries one of the connections.
     relay: Option<c_int>,
     may_sleep: bool,
@@ -368,14 +368,11 @@ impl Asleep {
         let mut full = Vec::new();
         for (at, number) in polled.iter().enumerate().filter_map(|(at, one)| Some((at, without_room(one)?))) {
             relay = relay.or_else(|| relay::lifeline_of(number));
-            if let Some(waker) = waker::of(number) {
-                wakers.push((at, waker));
-                full.push((at, number));
-            }
+            full.extend(room::of(number).map(|descriptor| (at, number, descriptor)));
         }
         // The kernel takes no longer lists.
         let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-        if relay.is_some() && (polled.len() + wakers.len() + 1) as u64 > most() {
+        if relay.is_some() && (polled.len() + wakers.len() + full.len() + 1) as u64 > most() {
             wakers.clear();
             full.clear();
             relay = None;
@@ -384,14 +381,7 @@ impl Asleep {
             deaf.clear();
         }
         // What has room after all is polled as the program says.
-        full.retain(|(_, number)| {
-            slots::local(*number).room_waiters.fetch_add(1, Ordering::SeqCst);
-            let is_full = room::ask_for(*number);
-            if !is_full {
-                room::end_wait(*number);
-            }
-            is_full
-        });
+        full.retain(|(_, number, _)| room::ask_for(*number));
         let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
         Asleep { plain, watched, wakers, deaf, full, relay, may_sleep }
     }
@@ -404,8 +394,10 @@ impl Asleep {
     unsafe fn poll(&self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
         let entry = |&(_, fd): &(usize, c_int)| pollfd { fd, events: libc::POLLIN, revents: 0 };
         let relay = self.relay.map(|fd| pollfd { fd, events: 0, revents: 0 });
-        let mut list: Vec<pollfd> = polled.iter().copied().chain(self.wakers.iter().map(entry)).chain(relay).collect();
-        for (at, _) in &self.full {
+        let room = self.full.iter().map(|(_, _, fd)| pollfd { fd: *fd, events: libc::POLLIN, revents: 0 });
+        let wakers = self.wakers.iter().map(entry);
+        let mut list: Vec<pollfd> = polled.iter().copied().chain(wakers).chain(relay).chain(room).collect();
+        for (at, ..) in &self.full {
             list[*at].events &= !WRITABLE;
         }
         let timeout = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -424,12 +416,6 @@ impl Asleep {
             for (waker, (at, _)) in wakers.iter().zip(&self.wakers) {
                 if waker.revents & libc::POLLIN != 0 {
                     polled[*at].revents |= polled[*at].events & READABLE;
-                    if let Some((_, number)) = self.full.iter().find(|(full, _)| full == at) {
-                        room::is_wanted(*number);
-                        if quiet(*number) {
-                            note_drained(*number);
-                        }
-                    }
                 }
             }
         }
@@ -442,9 +428,6 @@ impl Asleep {
         }
         for number in &self.plain {
             slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
-        }
-        for (_, number) in &self.full {
-            room::end_wait(*number);
         }
         for number in self.plain.iter().chain(&self.deaf) {
             slots::slot(*number).deaf_sleepers.fetch_sub(1, Ordering::SeqCst);
@@ -482,22 +465,6 @@ fn correct(polled: &mut [pollfd]) -> c_int {
         ready += c_int::from(one.revents != 0);
     }
     ready
-}
-
-/// Takes back what a connection's waker was written to, for what waits for room. That may have been because something has come: true then,
-/// and what is registered with epoll is to be looked at; a thread that sleeps until something comes is woken once more.
-pub(crate) fn quiet(number: u32) -> bool {
-    let slot = slots::slot(number);
-    let Ok(Some(receiving)) = slot.receiving() else { return false };
-    let (segment, reader) = (&receiving.segment, receiving.reader);
-    let fd = slots::local(number).fd.load(Ordering::Relaxed);
-    reader.quiet_waker(segment, &crate::tcp::Connection::of(number, fd));
-    let has_come = reader.ring_len(segment) != Ok(0);
-    if has_come && slot.sleepers.load(Ordering::SeqCst) > 0 {
-        reader.note_woken(segment);
-        waker::write(number);
-    }
-    has_come
 }
 
 /// Whether all that the kernel has for a connection is doorbells, and wake-ups by the relay, that nothing in the ring belongs to; takes them

@@ -8,7 +8,7 @@ use crate::report::{count, counters};
 use crate::signals::{self, Handlers};
 use crate::slots;
 use crate::wait::Limit;
-use crate::{data, real, relay, room};
+use crate::{data, real, relay};
 use libc::{c_int, epoll_event, pollfd};
 use rustix::event::EventfdFlags;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,10 +18,15 @@ use thruway_sockets::WakeBy;
 const WAKERS: u32 = 384;
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
+/// An eighth of the descriptors that the process may have.
+pub(crate) fn share_of_descriptors() -> u32 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    u32::try_from(limit / 8).unwrap_or(u32::MAX)
+}
+
 /// Makes one for a connection, if there can be one.
 pub(crate) fn make(number: u32) -> Option<c_int> {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    let most = WAKERS.min(u32::try_from(limit / 8).unwrap_or(WAKERS));
+    let most = WAKERS.min(share_of_descriptors());
     COUNT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| (count < most).then_some(count + 1)).ok()?;
     let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok();
     let Some(waker) = waker.and_then(slots::hide) else {
@@ -63,11 +68,6 @@ pub(crate) fn wakes(number: u32) -> WakeBy {
     if is_heard { WakeBy::Waker } else { WakeBy::Doorbell }
 }
 
-/// This process wakes what waits for it.
-pub(crate) fn write(number: u32) -> bool {
-    of(number).is_some_and(|waker| rustix::io::write(slots::borrow(waker), &1u64.to_ne_bytes()).is_ok())
-}
-
 /// Takes back what has been written to it: how often.
 pub(crate) fn quiet(number: u32) -> u32 {
     let mut written = [0u8; 8];
@@ -77,12 +77,7 @@ pub(crate) fn quiet(number: u32) -> u32 {
         return 0;
     }
     count(&counters().woken, 1);
-    let times = u64::from_ne_bytes(written) as u32;
-    if room::is_due(number) && write(number) {
-        // What waits for room has not seen it yet.
-        return times - 1;
-    }
-    times
+    u64::from_ne_bytes(written) as u32
 }
 
 /// Registers it with the epoll instance where its connection is, with a level or for edges as that: its events look like the connection's.
@@ -95,7 +90,7 @@ pub(crate) fn register(instance: u32, ep: c_int, number: u32, events: u32, data:
         return;
     }
     if let Some(waker) = of(number) {
-        let events = libc::EPOLLIN as u32 | events & libc::EPOLLET as u32;
+        let events = events & (libc::EPOLLIN | libc::EPOLLET) as u32;
         let mut event = epoll_event { events, u64: data };
         // SAFETY: one event.
         let result = unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_ADD, waker, &raw mut event) };

@@ -28,6 +28,8 @@ pub(crate) struct Carried {
     tcp: Option<OwnedFd>,
     /// An eventfd that the process's threads wait for when they sleep. It comes with the other.
     waker: Option<OwnedFd>,
+    /// One that they wait for when the ring is full. It comes when that first is so.
+    room: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
     /// Something has happened that the process may wait for.
@@ -75,6 +77,7 @@ impl Carried {
             inlet: Inlet::default(),
             tcp: None,
             waker: None,
+            room: None,
             is_used: false,
             is_declined: false,
             has_news: false,
@@ -83,10 +86,11 @@ impl Carried {
     }
 
     /// The process uses the segment from now on.
-    pub(crate) fn use_with(&mut self, tcp: OwnedFd, waker: Option<OwnedFd>) {
+    pub(crate) fn use_with(&mut self, tcp: OwnedFd, waker: Option<OwnedFd>, room: Option<OwnedFd>) {
         // Nothing in the relay waits for a process.
-        let waker = waker.filter(|waker| rustix::fs::fcntl_setfl(waker, rustix::fs::OFlags::NONBLOCK).is_ok());
-        (self.tcp, self.waker, self.is_used) = (Some(tcp), waker, true);
+        let without_waiting = |fd: &OwnedFd| rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).is_ok();
+        (self.waker, self.room) = (waker.filter(without_waiting), room.filter(without_waiting));
+        (self.tcp, self.is_used) = (Some(tcp), true);
     }
 
     /// The process does not want it any more, or this one has no descriptors left: TCP goes on.
@@ -130,10 +134,10 @@ impl Carried {
 
     /// Wakes its process, if that sleeps and something has come, or there is room that it waits for, or will be none (`is_over`).
     fn wake(&mut self, is_over: bool) {
-        let waker = self.waker.as_ref();
-        let wake = || waker.is_some_and(|waker| rustix::io::write(waker, &1u64.to_ne_bytes()).is_ok());
-        self.inlet.wake(&self.segment, wake);
-        self.outlet.wake(&self.segment, is_over, wake);
+        let write =
+            |to: &Option<OwnedFd>| to.as_ref().is_some_and(|to| rustix::io::write(to, &1u64.to_ne_bytes()).is_ok());
+        self.inlet.wake(&self.segment, || write(&self.waker));
+        self.outlet.wake(&self.segment, is_over, || write(&self.room));
     }
 
     /// What its process waits for, if it does, may have happened.
@@ -148,7 +152,7 @@ impl Carried {
         let mut did = false;
         if self.is_used && self.segment.is_tcp_wanted_back() {
             // What sleeps at the other end is woken by the end of the connection.
-            (self.tcp, self.waker) = (None, None);
+            (self.tcp, self.waker, self.room) = (None, None, None);
             self.segment.set_tcp_back();
             self.has_news = true;
         }

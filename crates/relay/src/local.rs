@@ -125,7 +125,7 @@ pub(crate) enum Said {
     /// Something it has done wants a look.
     Wake,
     /// With its descriptors, if there are any.
-    Request(Request, [Option<OwnedFd>; 2]),
+    Request(Request, [Option<OwnedFd>; 3]),
     /// It has gone.
     Gone,
 }
@@ -133,7 +133,7 @@ pub(crate) enum Said {
 /// The next thing that a process has said, if there is one.
 pub(crate) fn hear(socket: &OwnedFd) -> Option<Said> {
     let mut message = [0u8; REQUEST_LEN + 1];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, flags) {
@@ -143,7 +143,7 @@ pub(crate) fn hear(socket: &OwnedFd) -> Option<Said> {
                 _ => None,
             });
             let mut files = files.flatten();
-            let files = [files.next(), files.next()];
+            let files = [files.next(), files.next(), files.next()];
             if received.bytes == 0 {
                 return Some(Said::Gone);
             }

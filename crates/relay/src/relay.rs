@@ -351,14 +351,14 @@ impl State {
         did
     }
 
-    fn request(&mut self, client: u64, request: &Request, files: [Option<OwnedFd>; 2]) {
+    fn request(&mut self, client: u64, request: &Request, files: [Option<OwnedFd>; 3]) {
         let end = End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher };
         let Some(service) = request.service else {
             let id = self.by_end.get(&end).copied();
             let one = id.and_then(|id| self.carried.get_mut(&id)).filter(|one| one.client == client);
             match (one, files) {
-                (Some(one), [Some(tcp), waker]) => one.use_with(tcp, waker),
-                (Some(one), [None, _]) => one.decline(),
+                (Some(one), [Some(tcp), waker, room]) => one.use_with(tcp, waker, room),
+                (Some(one), [None, ..]) => one.decline(),
                 (None, _) => self.wishes.retain(|other, wish| *other != end || wish.client != client),
             }
             return;

@@ -323,7 +323,7 @@ impl Outlet {
     }
 
     /// Wakes the writer, if it waits for room and has some, or will not get any (`is_over`: also because the connection is carried no
-    /// more). `wake` does that, by what wakes the process's threads that read, and says whether it could.
+    /// more). `wake` does that, and says whether it could: if not, that is tried again.
     pub fn wake(&mut self, segment: &Segment, is_over: bool, wake: impl FnOnce() -> bool) {
         let control = segment.control(self.direction);
         if control.room_wanted.load(Ordering::SeqCst) == 0 {
@@ -333,13 +333,8 @@ impl Outlet {
         let used = (word >> POSITION).saturating_sub(self.peer.head);
         let has_room = used <= segment.ring_size() as u64 / 4 * 3;
         let is_over = is_over || word & CLOSED != 0 || self.peer.reader & crate::segment::GONE != 0;
-        if (has_room || is_over) && control.room_wanted.swap(0, Ordering::SeqCst) != 0 {
-            let woken = &segment.control(1 - self.direction).woken;
-            woken.fetch_add(1, Ordering::SeqCst);
-            if !wake() {
-                woken.fetch_sub(1, Ordering::SeqCst);
-                control.room_wanted.store(1, Ordering::SeqCst);
-            }
+        if (has_room || is_over) && control.room_wanted.swap(0, Ordering::SeqCst) != 0 && !wake() {
+            control.room_wanted.store(1, Ordering::SeqCst);
         }
     }
 

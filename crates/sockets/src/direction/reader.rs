@@ -415,7 +415,9 @@ impl Reader {
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
     /// kernel calls the connection readable only when there is something new.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
-        self.quiet_waker(segment, tcp);
+        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
+            self.woken = self.woken.wrapping_add(tcp.quiet_waker());
+        }
         if self.has_run(segment) || self.bells(segment) == 0 {
             return;
         }
@@ -424,18 +426,6 @@ impl Reader {
         if bells > 0 && !self.has_run(segment) {
             self.discard(tcp, bells);
         }
-    }
-
-    /// Takes back wake-ups by the relay. What they were for is to be looked at afterwards.
-    pub fn quiet_waker(&mut self, segment: &Segment, tcp: &impl Tcp) {
-        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
-            self.woken = self.woken.wrapping_add(tcp.quiet_waker());
-        }
-    }
-
-    /// Before this process writes to its waker itself.
-    pub fn note_woken(&self, segment: &Segment) {
-        segment.control(self.direction).woken.fetch_add(1, Ordering::SeqCst);
     }
 
     /// At the end of the TCP connection: if the peer was to send again what was in the ring that this end has closed, and has gone before,

@@ -93,11 +93,6 @@ impl Writer {
         fence(Ordering::SeqCst);
     }
 
-    /// Before this process wakes by itself what waits for room, by the descriptor that the relay wakes it by.
-    pub fn note_woken(&self, segment: &Segment) {
-        segment.control(1 - self.direction).woken.fetch_add(1, Ordering::SeqCst);
-    }
-
     /// Ends the run of TCP bytes if what follows can go through the ring. The caller vouches that nothing else writes to the TCP
     /// connection meanwhile. True if bytes go through the ring now.
     ///

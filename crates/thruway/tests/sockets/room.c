@@ -236,7 +236,7 @@ static void ends(int by_events_of_epoll, int by_itself) {
 
 /* A child is forked meanwhile. */
 static void *fork_one(void *unused) {
-    usleep(20000);
+    usleep(500);
     int child = fork();
     if (child == 0)
         _exit(0);
@@ -253,17 +253,17 @@ static void forked(int by_events_of_epoll) {
         at += n;
     struct epoll_event event = {.events = EPOLLOUT}, got = {0};
     epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    pthread_create(&reader, NULL, drain, NULL);
     pthread_create(&thread, NULL, fork_one, NULL);
     struct pollfd list = {.fd = one, .events = POLLOUT};
-    pthread_join(thread, NULL);
-    pthread_create(&reader, NULL, drain, NULL);
     for (; at < total; at += n > 0 ? n : 0) {
         int ready = by_events_of_epoll ? epoll_wait(ep, &got, 1, 20000) : poll(&list, 1, 20000);
         must(ready == 1, "room after a fork");
         n = send(one, data + at, at + PIECE < total ? PIECE : total - at, MSG_NOSIGNAL);
     }
+    pthread_join(thread, NULL);
     pthread_join(reader, NULL);
-    printf("a fork: %d\n", 1);
+    printf("a fork: %d\n", by_events_of_epoll);
     close(one);
     close(other);
 }
@@ -318,6 +318,91 @@ static void beside_a_receiver(int by_poll_there, int by_epoll_here) {
     close(other);
 }
 
+/* Many wait for the same room, each in its way. */
+static void *wait_for_room(void *unused) {
+    by_poll();
+    return unused;
+}
+
+static void several(void) {
+    pthread_t threads[4], reader;
+    connect_both();
+    fcntl(one, F_SETFL, O_NONBLOCK);
+    struct epoll_event event = {.events = EPOLLOUT | EPOLLET}, got;
+    epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    long at = 0, n;
+    for (int turn = 0; turn < 3; turn++) {
+        while (epoll_wait(ep, &got, 1, 0) == 1) {
+        }
+        while ((n = send(one, data + at, at + PIECE < total ? PIECE : total - at, 0)) > 0)
+            at += n;
+        for (int i = 0; i < 4; i++)
+            pthread_create(&threads[i], NULL, wait_for_room, NULL);
+        usleep(5000);
+        if (turn == 0)
+            pthread_create(&reader, NULL, drain, NULL);
+        if (turn < 2)
+            must(epoll_wait(ep, &got, 1, 20000) == 1, "epoll_wait beside others");
+        for (int i = 0; i < 4; i++)
+            pthread_join(threads[i], NULL);
+    }
+    while (at < total) {
+        n = send(one, data + at, at + PIECE < total ? PIECE : total - at, 0);
+        at += n > 0 ? n : 0;
+        if (n < 0)
+            by_poll();
+    }
+    pthread_join(reader, NULL);
+    printf("several wait\n");
+    close(one);
+    close(other);
+}
+
+/* What is registered for room does not end, or lengthen, what waits for something else. */
+static void beside_a_registration(void) {
+    connect_both();
+    struct timeval limit = {.tv_usec = 50000};
+    setsockopt(one, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    struct epoll_event event = {.events = EPOLLOUT | EPOLLET}, got;
+    epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    fill();
+    fcntl(other, F_SETFL, O_NONBLOCK);
+    char bytes[10000];
+    struct pollfd list = {.fd = one, .events = POLLOUT};
+    do {
+        while (recv(other, bytes, sizeof bytes, 0) > 0) {
+        }
+    } while (poll(&list, 1, 1) == 0);
+    fcntl(one, F_SETFL, 0);
+    int n = recv(one, bytes, 1, 0);
+    list.events = POLLIN;
+    printf("beside a registration: %d %d, %d, %d\n", n, errno, poll(&list, 1, 20), epoll_wait(ep, &got, 1, 20000));
+    close(one);
+    close(other);
+}
+
+/* Registered by a descriptor that is closed, where another one is the same connection. */
+static void by_another_descriptor(void) {
+    pthread_t reader;
+    connect_both();
+    struct epoll_event event = {.events = EPOLLOUT}, got;
+    epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    int copy = dup(one);
+    close(one);
+    one = copy;
+    fcntl(one, F_SETFL, O_NONBLOCK);
+    pthread_create(&reader, NULL, drain, NULL);
+    for (long at = 0, n; at < total; at += n > 0 ? n : 0)
+        if ((n = send(one, data + at, at + PIECE < total ? PIECE : total - at, 0)) < 0)
+            must(epoll_wait(ep, &got, 1, 20000) == 1, "epoll_wait by another descriptor");
+    pthread_join(reader, NULL);
+    printf("another descriptor\n");
+    close(one);
+    close(other);
+    close(ep);
+    ep = epoll_create1(EPOLL_CLOEXEC);
+}
+
 static void limited(void) {
     connect_both();
     struct timeval time = {.tv_usec = 30000};
@@ -357,6 +442,9 @@ int main(void) {
     send_all("calls with a limit", NULL, 0, 0, -1);
     limited();
     readiness();
+    several();
+    beside_a_registration();
+    by_another_descriptor();
     for (int how = 0; how < 4; how++)
         ends(how & 1, how >> 1);
     for (int how = 0; how < 4; how++)

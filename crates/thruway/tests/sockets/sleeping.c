@@ -547,6 +547,43 @@ static void by_signals(void) {
     signal(SIGUSR2, SIG_DFL);
 }
 
+/* A thread that sleeps is told of what another one asks for, once for each time. */
+static atomic_int told;
+static void *be_told(void *ep) {
+    struct epoll_event got;
+    while (epoll_wait(*(int *)ep, &got, 1, -1) == 1 && got.data.u64 != 9)
+        if (got.events & EPOLLOUT)
+            told++;
+    return NULL;
+}
+
+static void asked_for_meanwhile(void) {
+    pthread_t thread;
+    int ep = epoll_create1(EPOLL_CLOEXEC), ends[2];
+    connect_both();
+    must(pipe(ends) == 0, "pipe");
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET}, last = {.events = EPOLLOUT, .data.u64 = 9};
+    epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
+    pthread_create(&thread, NULL, be_told, &ep);
+    for (int i = 0; i < 3000; i++) {
+        int before = told, waited = 0;
+        event.events = EPOLLIN | EPOLLET | EPOLLOUT;
+        epoll_ctl(ep, EPOLL_CTL_MOD, one, &event);
+        while (told == before && waited++ < 20000)
+            usleep(waited < 100 ? 0 : 1000);
+        must(told != before, "told of what was asked for");
+        event.events = EPOLLIN | EPOLLET;
+        epoll_ctl(ep, EPOLL_CTL_MOD, one, &event);
+    }
+    epoll_ctl(ep, EPOLL_CTL_ADD, ends[1], &last);
+    pthread_join(thread, NULL);
+    printf("asked for meanwhile\n");
+    close(ends[0]);
+    close(ends[1]);
+    close(ep);
+    close_both();
+}
+
 static void a_limit(void) {
     connect_both();
     struct timeval time = {.tv_usec = 30000};
@@ -583,6 +620,7 @@ int main(void) {
     by_signal();
     closed_while_registered();
     by_signals();
+    asked_for_meanwhile();
     a_limit();
     return 0;
 }
