@@ -154,11 +154,13 @@ pub(crate) fn add(fd: c_int) {
 /// What the kernel tells of an instance's own bell, and of the relay's end.
 const BELL: u64 = 0x7468_7275_7761_7962;
 const RELAY: u64 = 0x7468_7275_7761_7972;
-/// What it tells of what is written to when a connection has room, with the connection's number.
-const ROOM: u64 = 0x7468_7275_7700_0000;
+/// What it tells of what is written to when a connection has room; the connection's number is in the lowest bits.
+const ROOM: u64 = 0x7468_7275_7772_0000;
+
 /// The connection, if it is that.
 fn with_room(data: u64) -> Option<u32> {
-    (data & !0xff_ffff == ROOM && data != BELL && data != RELAY).then_some(data as u32 & 0xff_ffff)
+    let number = (data ^ ROOM) as u32;
+    (data & !0xffff == ROOM && number < slots::SLOTS as u32).then_some(number)
 }
 
 impl Instance {

@@ -21,7 +21,7 @@ use thruway_sockets::board::{Board, Key, Ticket};
 use thruway_sockets::{End, Reader, Segment, Writer};
 
 /// Connections that processes which have a common ancestor may have at a time; further ones stay with TCP.
-const SLOTS: usize = 64 << 10;
+pub(crate) const SLOTS: usize = 64 << 10;
 
 /// Descriptors that may be connections: the kernel's own default limit (`fs.nr_open`).
 pub(crate) const DESCRIPTORS: usize = 1 << 20;
@@ -255,14 +255,15 @@ pub(crate) fn find_epoll(fd: i32) -> Option<u32> {
 /// Descriptors of the library's own; -1 where there is none. Apart from the table because their numbers are high.
 static HIDDEN_ONES: [AtomicI32; 4096] = [const { AtomicI32::new(-1) }; 4096];
 
-/// How far below the limit of descriptors their numbers begin.
-const HIDDEN_BELOW: u64 = 512;
+/// How far below the limit of descriptors their numbers begin; half way up, if that is less.
+const HIDDEN_BELOW: u64 = 1024;
 
 /// Moves a descriptor of the library's own out of the way of programs that count theirs or hand them to `select`, and keeps them from
 /// closing it. `None` if there are too many.
 pub(crate) fn hide(fd: OwnedFd) -> Option<i32> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
-    let high = limit.min(DESCRIPTORS as u64).saturating_sub(HIDDEN_BELOW).max(3);
+    let limit = limit.min(DESCRIPTORS as u64);
+    let high = limit.saturating_sub(HIDDEN_BELOW.min(limit / 2)).max(3);
     let fd = rustix::io::fcntl_dupfd_cloexec(&fd, high as i32).unwrap_or(fd);
     let entry = entry(fd.as_raw_fd())?;
     let is_free =

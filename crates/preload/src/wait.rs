@@ -372,7 +372,8 @@ impl Asleep {
         }
         // The kernel takes no longer lists.
         let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-        if relay.is_some() && (polled.len() + wakers.len() + full.len() + 1) as u64 > most() {
+        let has_more = relay.is_some() || !wakers.is_empty();
+        if has_more && (polled.len() + wakers.len() + full.len() + 1) as u64 > most() {
             wakers.clear();
             full.clear();
             relay = None;

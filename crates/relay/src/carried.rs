@@ -85,8 +85,12 @@ impl Carried {
         }
     }
 
-    /// The process uses the segment from now on.
+    /// The process uses the segment from now on; or it does already, and hands over more.
     pub(crate) fn use_with(&mut self, tcp: OwnedFd, waker: Option<OwnedFd>, room: Option<OwnedFd>) {
+        if self.is_used && self.tcp.is_none() {
+            // It has been given back, and is not to stay open here.
+            return;
+        }
         // Nothing in the relay waits for a process.
         let without_waiting = |fd: &OwnedFd| rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).is_ok();
         (self.waker, self.room) = (waker.filter(without_waiting), room.filter(without_waiting));
