@@ -5,66 +5,24 @@
 //! registrations of connections are remembered here. A call that waits looks at the rings of those that are busy ("hot") before it
 //! asks the kernel; those that have been idle for long are left to doorbells.
 
+mod registration;
+mod state;
+
 use crate::lock::{Guard, Lock};
 use crate::report::{count, counters};
-use crate::slots::{self, Slot};
-use crate::tcp::Connection;
 use crate::wait::{self, Limit};
-use crate::{data, real, relay, room, switch, waker};
+use crate::{data, real, relay, room, slots, switch, waker};
 use libc::{c_int, epoll_event, timespec};
+use registration::{
+    EDGE, ENDS, ONE_SHOT, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
+};
 use rustix::event::epoll::{EventData, EventFlags};
+use state::{KERNEL_EVERY, State, forget};
 use std::cell::UnsafeCell;
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 /// Epoll instances that a process may have at a time and that are looked after.
 const INSTANCES: usize = 4096;
-
-/// A connection that is found idle so often is left to a doorbell.
-const IDLE_MAX: u32 = 64;
-
-/// Calls that have found something in rings, after which the kernel is asked, too.
-const KERNEL_EVERY: u32 = 4;
-
-const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
-const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
-const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
-const EDGE: u32 = libc::EPOLLET as u32;
-const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
-/// With these, the kernel's own bookkeeping counts.
-const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
-
-struct Registration {
-    /// The connection, and one of its descriptors: the one that was registered.
-    number: u32,
-    fd: c_int,
-    events: u32,
-    data: u64,
-    is_hot: bool,
-    idle: u32,
-    /// What the peer's position was when the program was last told, for edges.
-    told: u64,
-    /// Good for one event, or exclusive: the ring had something that no doorbell has rung for.
-    is_owed: bool,
-    /// The kernel's registration was changed here.
-    is_renewed: bool,
-    /// There is no room to send, and the kernel, for which there always is, is not asked for it ([`crate::room`]).
-    is_muted: bool,
-    /// It is asked again, and the program has not been told since.
-    is_owed_room: bool,
-}
-
-#[derive(Default)]
-struct State {
-    registrations: Vec<Registration>,
-    /// By the program's data, which is all that the kernel tells; `None` where several have the same.
-    by_data: HashMap<u64, Option<u32>>,
-    hot: Vec<u32>,
-    /// Places of registrations that are no more.
-    free: Vec<u32>,
-    calls: u32,
-    next: usize,
-}
 
 #[derive(Default)]
 pub(crate) struct Instance {
@@ -154,15 +112,6 @@ pub(crate) fn add(fd: c_int) {
 /// What the kernel tells of an instance's own bell, and of the relay's end.
 const BELL: u64 = 0x7468_7275_7761_7962;
 const RELAY: u64 = 0x7468_7275_7761_7972;
-/// What it tells of what is written to when a connection has room; the connection's number is in the lowest bits.
-const ROOM: u64 = 0x7468_7275_7772_0000;
-
-/// The connection, if it is that.
-fn with_room(data: u64) -> Option<u32> {
-    let number = (data ^ ROOM) as u32;
-    (data & !0xffff == ROOM && number < slots::SLOTS as u32).then_some(number)
-}
-
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
@@ -299,18 +248,6 @@ pub(crate) fn after_fork() {
         instance.sleepers.store(0, Ordering::SeqCst);
         instance.is_foreign.store(true, Ordering::SeqCst);
     }
-}
-
-fn forget(one: &Registration) {
-    let local = slots::local(one.number);
-    let _ = local
-        .registrations
-        .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |count| count.checked_sub(weight(one.events)));
-}
-
-/// What a registration counts for: a connection with one that counts for one is looked at, any other rings.
-fn weight(events: u32) -> u32 {
-    if events & SPECIAL != 0 { 2 } else { 1 }
 }
 
 /// After `epoll_ctl` has succeeded.
@@ -476,275 +413,6 @@ impl Instance {
             state.end(at);
             self.connections.fetch_sub(1, Ordering::Relaxed);
         }
-    }
-}
-
-impl State {
-    /// The place of a connection's registration, by this descriptor or any.
-    fn find(&self, connection: u32, fd: Option<c_int>) -> Option<usize> {
-        let local = slots::local(connection);
-        if local.registrations.load(Ordering::SeqCst) == 0 {
-            return None;
-        }
-        let is_it = |one: &Registration| one.fd >= 0 && one.number == connection && fd.is_none_or(|fd| one.fd == fd);
-        let hint = local.place.load(Ordering::Relaxed) as usize;
-        if self.registrations.get(hint).is_some_and(is_it) {
-            return Some(hint);
-        }
-        let at = self.registrations.iter().position(is_it)?;
-        local.place.store(at as u32, Ordering::Relaxed);
-        Some(at)
-    }
-
-    fn end(&mut self, at: usize) {
-        self.unindex(at as u32);
-        forget(&self.registrations[at]);
-        self.registrations[at].fd = -1;
-        self.free.push(at as u32);
-    }
-
-    fn index(&mut self, data: u64, at: u32) {
-        self.by_data.entry(data).and_modify(|place| *place = None).or_insert(Some(at));
-    }
-
-    fn unindex(&mut self, at: u32) {
-        let data = self.registrations[at as usize].data;
-        match self.by_data.get(&data) {
-            Some(&Some(one)) if one == at => drop(self.by_data.remove(&data)),
-            Some(None) => {
-                // Several have the same. One of those that are left is known by it again, if it is the only one.
-                let is_other =
-                    |(place, one): &(usize, &Registration)| one.fd >= 0 && one.data == data && *place != at as usize;
-                let mut others = self.registrations.iter().enumerate().filter(is_other).map(|(place, _)| place as u32);
-                match (others.next(), others.next()) {
-                    (Some(only), None) => drop(self.by_data.insert(data, Some(only))),
-                    (None, _) => drop(self.by_data.remove(&data)),
-                    _ => {}
-                }
-            }
-            _ => {}
-        }
-    }
-
-    fn heat(&mut self, at: u32) {
-        let one = &mut self.registrations[at as usize];
-        one.idle = 0;
-        if !one.is_hot {
-            one.is_hot = true;
-            self.hot.push(at);
-        }
-    }
-
-    /// Events of hot connections, from where the last call ended; the number of them.
-    fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> usize {
-        let (mut found, mut kept) = (0, 0);
-        let len = self.hot.len();
-        if len == 0 {
-            return 0;
-        }
-        let first = self.next % len;
-        self.hot.rotate_left(first);
-        self.next = 0;
-        for i in 0..len {
-            let at = self.hot[i];
-            let one = &mut self.registrations[at as usize];
-            if one.fd >= 0 && one.unmute(ep) {
-                // Which has something to say.
-                self.calls = KERNEL_EVERY;
-            }
-            let is_kept = if one.fd < 0 {
-                false
-            } else if found < out.len() {
-                let events = one.ready();
-                if events != 0 {
-                    out[found] = epoll_event { events, u64: one.data };
-                    found += 1;
-                    self.next = i + 1;
-                    one.idle = 0;
-                } else {
-                    one.idle += 1;
-                }
-                one.idle < IDLE_MAX || !arm_connection(one.number)
-            } else {
-                true
-            };
-            if is_kept {
-                self.hot[kept] = at;
-                kept += 1;
-            } else {
-                one.is_hot = false;
-            }
-        }
-        self.hot.truncate(kept);
-        found
-    }
-
-    fn is_readable(&mut self) -> bool {
-        let hot = std::mem::take(&mut self.hot);
-        let found = hot.iter().any(|at| {
-            let one = &mut self.registrations[*at as usize];
-            let before = (one.told, one.is_owed);
-            let has_room = || one.is_muted && !room::is_wanted(one.number);
-            let is_ready = one.fd >= 0 && (has_room() || one.ready() != 0);
-            (one.told, one.is_owed) = before;
-            is_ready
-        });
-        self.hot = hot;
-        found
-    }
-}
-
-/// Has what waits for an instance wake, once, when a connection has room.
-fn wait_for_room(ep: c_int, descriptor: c_int, number: u32) -> bool {
-    let events = libc::EPOLLIN as u32 | ONE_SHOT;
-    let mut event = epoll_event { events, u64: ROOM | u64::from(number) };
-    // SAFETY: one event.
-    let mut control = |operation| unsafe { real::epoll_ctl(ep, operation, descriptor, &raw mut event) == 0 };
-    control(libc::EPOLL_CTL_MOD) || control(libc::EPOLL_CTL_ADD)
-}
-
-impl Registration {
-    /// A descriptor of the connection: the one that was registered may be another file by now.
-    fn descriptor(&self) -> c_int {
-        slots::local(self.number).fd.load(Ordering::Relaxed)
-    }
-
-    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
-    /// has others.
-    fn renew(&self, ep: c_int, events: u32) -> bool {
-        let mut event = epoll_event { events, u64: self.data };
-        // SAFETY: one event.
-        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
-    }
-
-    /// Does not ask the kernel whether something can be sent, because there was no room just now: it waits for that to come, also if it has
-    /// come already, because the program is to be told of it. False if it cannot.
-    fn mute(&mut self, ep: c_int) -> bool {
-        if self.events & WRITABLE == 0 {
-            return true;
-        }
-        let Some(descriptor) = room::of(self.number) else { return false };
-        let is_it = self.events & SPECIAL == 0 && slots::find(self.fd) == Some(self.number);
-        if !is_it || !self.is_muted && !self.renew(ep, self.events & !WRITABLE) {
-            return false;
-        }
-        (self.is_muted, self.is_renewed) = (true, true);
-        let is_waited_for = wait_for_room(ep, descriptor, self.number);
-        if !is_waited_for {
-            self.is_muted = false;
-            self.renew(ep, self.events);
-        }
-        is_waited_for
-    }
-
-    /// Asks it again, if there is room: it says so at once. True if it is.
-    fn unmute(&mut self, ep: c_int) -> bool {
-        let has_room = self.is_muted && !room::is_wanted(self.number);
-        if has_room {
-            (self.is_muted, self.is_owed_room) = (false, true);
-            self.renew(ep, self.events);
-        }
-        has_room
-    }
-
-    /// What it waits for in place of room has come, or has been there before: waits for it again, or asks the kernel.
-    fn look_for_room(&mut self, ep: c_int) {
-        if self.is_muted && room::ask_for(self.number) {
-            let is_waited_for = room::of(self.number).is_some_and(|fd| wait_for_room(ep, fd, self.number));
-            if is_waited_for {
-                return;
-            }
-        }
-        self.unmute(ep);
-    }
-
-    /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
-    fn one_shot(&mut self, ep: c_int, said: u32) -> u32 {
-        self.is_owed = false;
-        // Without what the kernel was asked for in place of the program.
-        let mut events = said & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
-        if data::is_readable(slots::slot(self.number)) {
-            return events | self.events & libc::EPOLLIN as u32;
-        }
-        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | libc::EPOLLPRI as u32) == 0;
-        if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
-            events &= !READABLE;
-        }
-        if events == 0 {
-            self.renew(ep, self.events);
-            self.is_renewed = true;
-        }
-        events
-    }
-
-    /// Whether the program has been told of all that the ring has.
-    fn is_told(&self, slot: &Slot) -> bool {
-        match slot.receiving() {
-            Ok(Some(receiving)) => receiving.reader.tail(&receiving.segment).load(Ordering::Acquire) == self.told,
-            _ => true,
-        }
-    }
-
-    /// What is to be said of it without waiting for the kernel to say something.
-    fn ready(&mut self) -> u32 {
-        let slot = slots::slot(self.number);
-        let is_exclusive = self.events & libc::EPOLLEXCLUSIVE as u32 != 0;
-        if self.events & SPECIAL != 0 && !(is_exclusive && self.is_owed) || !slot.is_accelerated() {
-            return 0;
-        }
-        // If another thread reads, that finds what there is.
-        let Some(receiving) = slot.try_receiving() else { return 0 };
-        let (segment, reader) = (&receiving.segment, &receiving.reader);
-        let is_edge = self.events & EDGE != 0;
-        let mut readable = reader.ring_len(segment) != Ok(0);
-        if is_exclusive {
-            self.is_owed = readable && !is_edge;
-            return if readable { READABLE & self.events } else { 0 };
-        }
-        if is_edge && readable {
-            let tail = reader.tail(segment).load(Ordering::Acquire);
-            readable = self.told != tail;
-            self.told = tail;
-        }
-        // From another host, the end of the connection comes before it is said.
-        let is_late = readable && segment.is_relayed();
-        let is_shut = slot.shut.load(Ordering::Relaxed) != 0;
-        let is_kernels = is_late || is_shut || reader.is_ended(segment) || reader.has_run(segment);
-        drop(receiving);
-        if is_edge && !readable {
-            return 0;
-        }
-        // While a level tells that something can be sent, that needs no look at the kernel: what the ring has no room for, TCP has.
-        let mut events = if readable { READABLE } else { 0 };
-        let has_no_room = self.is_muted;
-        let may_have_blocked = !has_no_room && self.events & WRITABLE != 0 && data::may_have_blocked(slot);
-        if !may_have_blocked && !has_no_room {
-            events |= WRITABLE;
-        }
-        if is_kernels || may_have_blocked {
-            let said = Connection::new(self.descriptor()).poll();
-            let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.descriptor());
-            events |= if is_spurious { said & !READABLE } else { said };
-            events &= if has_no_room { !WRITABLE } else { u32::MAX };
-            if slot.error.load(Ordering::Relaxed) != 0 {
-                events |= libc::EPOLLERR as u32;
-            }
-            if events & (READABLE | ENDS) == 0 && !readable {
-                return 0;
-            }
-        }
-        if is_edge && self.events & events & READABLE == 0 && events & ENDS == 0 {
-            return 0;
-        }
-        events & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
-    }
-}
-
-/// Has whatever sleeps be woken by what comes next. False if something has come already.
-fn arm_connection(number: u32) -> bool {
-    match slots::slot(number).receiving() {
-        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(true),
-        _ => true,
     }
 }
 

@@ -1,0 +1,204 @@
+//! What an epoll instance has of one connection.
+
+use crate::slots::{self, Slot};
+use crate::tcp::Connection;
+use crate::{data, real, room, wait, waker};
+use libc::{c_int, epoll_event};
+use std::sync::atomic::Ordering;
+
+pub(super) const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
+pub(super) const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+pub(super) const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
+pub(super) const EDGE: u32 = libc::EPOLLET as u32;
+pub(super) const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
+/// With these, the kernel's own bookkeeping counts.
+pub(super) const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
+
+/// What the program has registered.
+pub(super) struct Registration {
+    /// The connection, and one of its descriptors: the one that was registered.
+    pub(super) number: u32,
+    pub(super) fd: c_int,
+    pub(super) events: u32,
+    pub(super) data: u64,
+    pub(super) is_hot: bool,
+    pub(super) idle: u32,
+    /// What the peer's position was when the program was last told, for edges.
+    pub(super) told: u64,
+    /// Good for one event, or exclusive: the ring had something that no doorbell has rung for.
+    pub(super) is_owed: bool,
+    /// The kernel's registration was changed here.
+    pub(super) is_renewed: bool,
+    /// There is no room to send, and the kernel, for which there always is, is not asked for it ([`crate::room`]).
+    pub(super) is_muted: bool,
+    /// It is asked again, and the program has not been told since.
+    pub(super) is_owed_room: bool,
+}
+
+/// What a registration counts for: a connection with one that counts for one is looked at, any other rings.
+pub(super) fn weight(events: u32) -> u32 {
+    if events & SPECIAL != 0 { 2 } else { 1 }
+}
+
+/// What it tells of what is written to when a connection has room; the connection's number is in the lowest bits.
+pub(super) const ROOM: u64 = 0x7468_7275_7772_0000;
+
+/// The connection, if it is that.
+pub(super) fn with_room(data: u64) -> Option<u32> {
+    let number = (data ^ ROOM) as u32;
+    (data & !0xffff == ROOM && number < slots::SLOTS as u32).then_some(number)
+}
+
+/// Has what waits for an instance wake, once, when a connection has room.
+pub(super) fn wait_for_room(ep: c_int, descriptor: c_int, number: u32) -> bool {
+    let events = libc::EPOLLIN as u32 | ONE_SHOT;
+    let mut event = epoll_event { events, u64: ROOM | u64::from(number) };
+    // SAFETY: one event.
+    let mut control = |operation| unsafe { real::epoll_ctl(ep, operation, descriptor, &raw mut event) == 0 };
+    control(libc::EPOLL_CTL_MOD) || control(libc::EPOLL_CTL_ADD)
+}
+
+impl Registration {
+    /// A descriptor of the connection: the one that was registered may be another file by now.
+    pub(super) fn descriptor(&self) -> c_int {
+        slots::local(self.number).fd.load(Ordering::Relaxed)
+    }
+
+    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
+    /// has others.
+    pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
+        let mut event = epoll_event { events, u64: self.data };
+        // SAFETY: one event.
+        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
+    }
+
+    /// Does not ask the kernel whether something can be sent, because there was no room just now: it waits for that to come, also if it has
+    /// come already, because the program is to be told of it. False if it cannot.
+    pub(super) fn mute(&mut self, ep: c_int) -> bool {
+        if self.events & WRITABLE == 0 {
+            return true;
+        }
+        let Some(descriptor) = room::of(self.number) else { return false };
+        let is_it = self.events & SPECIAL == 0 && slots::find(self.fd) == Some(self.number);
+        if !is_it || !self.is_muted && !self.renew(ep, self.events & !WRITABLE) {
+            return false;
+        }
+        (self.is_muted, self.is_renewed) = (true, true);
+        let is_waited_for = wait_for_room(ep, descriptor, self.number);
+        if !is_waited_for {
+            self.is_muted = false;
+            self.renew(ep, self.events);
+        }
+        is_waited_for
+    }
+
+    /// Asks it again, if there is room: it says so at once. True if it is.
+    pub(super) fn unmute(&mut self, ep: c_int) -> bool {
+        let has_room = self.is_muted && !room::is_wanted(self.number);
+        if has_room {
+            (self.is_muted, self.is_owed_room) = (false, true);
+            self.renew(ep, self.events);
+        }
+        has_room
+    }
+
+    /// What it waits for in place of room has come, or has been there before: waits for it again, or asks the kernel.
+    pub(super) fn look_for_room(&mut self, ep: c_int) {
+        if self.is_muted && room::ask_for(self.number) {
+            let is_waited_for = room::of(self.number).is_some_and(|fd| wait_for_room(ep, fd, self.number));
+            if is_waited_for {
+                return;
+            }
+        }
+        self.unmute(ep);
+    }
+
+    /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
+    pub(super) fn one_shot(&mut self, ep: c_int, said: u32) -> u32 {
+        self.is_owed = false;
+        // Without what the kernel was asked for in place of the program.
+        let mut events = said & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
+        if data::is_readable(slots::slot(self.number)) {
+            return events | self.events & libc::EPOLLIN as u32;
+        }
+        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | libc::EPOLLPRI as u32) == 0;
+        if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
+            events &= !READABLE;
+        }
+        if events == 0 {
+            self.renew(ep, self.events);
+            self.is_renewed = true;
+        }
+        events
+    }
+
+    /// Whether the program has been told of all that the ring has.
+    pub(super) fn is_told(&self, slot: &Slot) -> bool {
+        match slot.receiving() {
+            Ok(Some(receiving)) => receiving.reader.tail(&receiving.segment).load(Ordering::Acquire) == self.told,
+            _ => true,
+        }
+    }
+
+    /// What is to be said of it without waiting for the kernel to say something.
+    pub(super) fn ready(&mut self) -> u32 {
+        let slot = slots::slot(self.number);
+        let is_exclusive = self.events & libc::EPOLLEXCLUSIVE as u32 != 0;
+        if self.events & SPECIAL != 0 && !(is_exclusive && self.is_owed) || !slot.is_accelerated() {
+            return 0;
+        }
+        // If another thread reads, that finds what there is.
+        let Some(receiving) = slot.try_receiving() else { return 0 };
+        let (segment, reader) = (&receiving.segment, &receiving.reader);
+        let is_edge = self.events & EDGE != 0;
+        let mut readable = reader.ring_len(segment) != Ok(0);
+        if is_exclusive {
+            self.is_owed = readable && !is_edge;
+            return if readable { READABLE & self.events } else { 0 };
+        }
+        if is_edge && readable {
+            let tail = reader.tail(segment).load(Ordering::Acquire);
+            readable = self.told != tail;
+            self.told = tail;
+        }
+        // From another host, the end of the connection comes before it is said.
+        let is_late = readable && segment.is_relayed();
+        let is_shut = slot.shut.load(Ordering::Relaxed) != 0;
+        let is_kernels = is_late || is_shut || reader.is_ended(segment) || reader.has_run(segment);
+        drop(receiving);
+        if is_edge && !readable {
+            return 0;
+        }
+        // While a level tells that something can be sent, that needs no look at the kernel: what the ring has no room for, TCP has.
+        let mut events = if readable { READABLE } else { 0 };
+        let has_no_room = self.is_muted;
+        let may_have_blocked = !has_no_room && self.events & WRITABLE != 0 && data::may_have_blocked(slot);
+        if !may_have_blocked && !has_no_room {
+            events |= WRITABLE;
+        }
+        if is_kernels || may_have_blocked {
+            let said = Connection::new(self.descriptor()).poll();
+            let is_spurious = said & READABLE != 0 && !readable && wait::is_doorbell(self.number, self.descriptor());
+            events |= if is_spurious { said & !READABLE } else { said };
+            events &= if has_no_room { !WRITABLE } else { u32::MAX };
+            if slot.error.load(Ordering::Relaxed) != 0 {
+                events |= libc::EPOLLERR as u32;
+            }
+            if events & (READABLE | ENDS) == 0 && !readable {
+                return 0;
+            }
+        }
+        if is_edge && self.events & events & READABLE == 0 && events & ENDS == 0 {
+            return 0;
+        }
+        events & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
+    }
+}
+
+/// Has whatever sleeps be woken by what comes next. False if something has come already.
+pub(super) fn arm_connection(number: u32) -> bool {
+    match slots::slot(number).receiving() {
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(true),
+        _ => true,
+    }
+}
