@@ -721,6 +721,9 @@ unsafe fn send_accelerated(
                 Blocked::Never => {}
             }
             sending = slot.sending()?.ok_or(NOT_ACCELERATED)?;
+            if !which.is_still_it() {
+                return Err(libc::EBADF);
+            }
         }
         if has_waited && sent == 0 {
             if !is_settled(&sending, fd, &mut pause) {
@@ -731,6 +734,7 @@ unsafe fn send_accelerated(
             }
             let Sending { segment, writer, .. } = &mut sending;
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
+            room::give_up(number);
             continue;
         }
         drop(sending);
@@ -803,7 +807,7 @@ fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> 
         let result = writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error));
         drop(sending);
         if let Some(number) = slots::find(fd) {
-            room::give_up(slot, number);
+            room::give_up(number);
         }
         return result;
     }
@@ -923,7 +927,8 @@ pub(crate) fn send_from_file(
     len: usize,
     mut read: impl FnMut(*mut u8, usize) -> ssize_t,
 ) -> Result<(usize, bool), c_int> {
-    let slot = slots::slot(number);
+    let which = Which::new(number, fd);
+    let slot = which.slot;
     let connection = Connection::new(fd);
     let (mut sum, mut waits_since, mut is_patient) = (0, None, None);
     while sum < len {
@@ -931,6 +936,9 @@ pub(crate) fn send_from_file(
             break;
         }
         let Ok(Some(mut sending)) = slot.sending() else { break };
+        if !which.is_still_it() {
+            return if sum > 0 { Ok((sum, true)) } else { Err(libc::EBADF) };
+        }
         let Sending { segment, writer, .. } = &mut sending;
         if !writer.leave_tcp(segment, &connection).unwrap_or(false) || writer.is_reader_gone(segment) {
             break;

@@ -7,14 +7,17 @@
 //!
 //! Where not all that may wait for readiness can wait for that, bytes go by TCP, as within a host.
 
-use crate::slots::{self, Sending, Slot};
+use crate::slots::{self, Sending};
 use crate::{epoll, relay, waker};
 use libc::c_int;
 use rustix::event::EventfdFlags;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 /// How many such descriptors a process has at most.
 const MOST: u32 = 384;
+/// How long a call waits for the relay to say that it has one.
+const ANSWER_MAX: Duration = Duration::from_millis(2);
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
 /// What has become of a call that has found no room and does not wait.
@@ -31,10 +34,10 @@ pub(crate) enum Blocked {
 /// A call that does not wait has found no room.
 pub(crate) fn block(number: u32, fd: c_int) -> Blocked {
     let (slot, local) = (slots::slot(number), slots::local(number));
-    let may_wait = slot.is_watched.load(Ordering::Relaxed)
-        && !slot.is_asynchronous.load(Ordering::Relaxed)
+    let may_wait = !slot.is_asynchronous.load(Ordering::Relaxed)
         && match local.registrations.load(Ordering::SeqCst) {
-            0 => true,
+            // Else it may be registered by calls that are not seen.
+            0 => slot.polls_for_room.load(Ordering::Relaxed),
             1 => local.instance.load(Ordering::Relaxed) != slots::SEVERAL,
             _ => false,
         };
@@ -47,6 +50,10 @@ pub(crate) fn block(number: u32, fd: c_int) -> Blocked {
             let Sending { segment, writer, .. } = &mut sending;
             if !writer.is_full(segment) {
                 return Blocked::Room;
+            }
+            if !segment.can_tell_room() {
+                // It has no descriptors left, or has gone.
+                return Blocked::Never;
             }
             slot.is_blocked.store(true, Ordering::SeqCst);
             ask(&mut sending, descriptor);
@@ -105,6 +112,12 @@ fn make(number: u32, fd: c_int) -> Option<c_int> {
         Some(descriptor) => slots::local(number).room.store(descriptor, Ordering::Release),
         None => _ = COUNT.fetch_sub(1, Ordering::Relaxed),
     }
+    drop(guard);
+    let begin = Instant::now();
+    let is_known = || matches!(slot.sending(), Ok(Some(sending)) if sending.segment.can_tell_room());
+    while made.is_some() && !is_known() && begin.elapsed() < ANSWER_MAX {
+        std::thread::yield_now();
+    }
     made
 }
 
@@ -148,10 +161,8 @@ pub(crate) fn ask_for(number: u32) -> bool {
 }
 
 /// The connection goes by TCP from here on, or ends: what waits for room looks again.
-pub(crate) fn give_up(slot: &Slot, number: u32) {
-    if slot.is_blocked.load(Ordering::SeqCst)
-        && let Some(descriptor) = of(number)
-    {
+pub(crate) fn give_up(number: u32) {
+    if let Some(descriptor) = of(number) {
         write(descriptor);
     }
 }

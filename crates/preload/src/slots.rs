@@ -101,6 +101,8 @@ pub(crate) struct Slot {
     /// A call that does not wait has found no room in the ring, and what waits for readiness waits until there is some: see
     /// [`crate::room::is_wanted`]. Changes under `sending`.
     pub(crate) is_blocked: AtomicBool,
+    /// The program has polled it for room since it was accelerated.
+    pub(crate) polls_for_room: AtomicBool,
     /// It is among the connections that are counted.
     pub(crate) is_counted: AtomicBool,
     /// This end has accepted it: the service is here.
@@ -338,6 +340,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
         &slot.has_told_reset,
         &slot.is_counted,
         &slot.is_blocked,
+        &slot.polls_for_room,
         &slot.receives,
         &slot.is_watched,
         &slot.is_others,

@@ -193,7 +193,14 @@ const WRITABLE: libc::c_short = libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRB
 /// The connection of an entry that is polled for room to send, of which there is none: the kernel would say that there is.
 fn without_room(one: &pollfd) -> Option<u32> {
     let number = if one.events & WRITABLE == 0 { None } else { slots::find(one.fd) };
-    number.filter(|number| slots::slot(*number).is_accelerated() && room::is_wanted(*number))
+    number.filter(|number| {
+        let slot = slots::slot(*number);
+        let is_accelerated = slot.is_accelerated();
+        if is_accelerated && !slot.polls_for_room.load(Ordering::Relaxed) {
+            slot.polls_for_room.store(true, Ordering::Relaxed);
+        }
+        is_accelerated && room::is_wanted(*number)
+    })
 }
 
 /// A time limit, as the kernel takes it.
@@ -229,6 +236,14 @@ impl Limit {
     /// At most so long from now on; for ever without.
     pub(crate) fn within(time: Option<Duration>) -> Limit {
         Limit { end: time.and_then(|time| Instant::now().checked_add(time)) }
+    }
+
+    /// The one of the two that is over first.
+    fn earlier(self, other: Limit) -> Limit {
+        match (self.end, other.end) {
+            (Some(end), Some(other)) => Limit { end: Some(end.min(other)) },
+            (end, other) => Limit { end: end.or(other) },
+        }
     }
 
     /// Whether there is one.
@@ -302,15 +317,20 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         }
         let asleep = Asleep::begin(polled, wants);
         report::count(&counters().sleeps, usize::from(!is_over));
-        let limit_now = if asleep.may_sleep { limit.left() } else { Some(none) };
-        let ready = if asleep.wakers.is_empty() && asleep.relay.is_none() {
+        let limit_now = match (asleep.may_sleep, asleep.is_too_long) {
+            (true, false) => limit.left(),
+            // There is no place for what would wake it.
+            (true, true) => Some(Limit::within(Some(Duration::from_millis(5))).earlier(limit).left().unwrap_or(none)),
+            (false, _) => Some(none),
+        };
+        let ready = if asleep.wakers.is_empty() && asleep.relay.is_none() && !asleep.is_too_long {
             real(limit_now)
         } else {
             // SAFETY: the caller's promise for the mask.
             unsafe { asleep.poll(polled, limit_now, mask) }
         };
         let error = data::errno();
-        let may_sleep = asleep.may_sleep;
+        let may_sleep = asleep.may_sleep && !asleep.is_too_long;
         asleep.end();
         if ready < 0 {
             data::fail(error);
@@ -335,6 +355,8 @@ struct Asleep {
     deaf: Vec<u32>,
     /// Entries whose connections have no room to send, and what is polled for that instead.
     full: Vec<(usize, u32, c_int)>,
+    /// Which has no place in the list.
+    is_too_long: bool,
     /// What says that the relay has gone, if it carries one of the connections.
     relay: Option<c_int>,
     may_sleep: bool,
@@ -370,13 +392,14 @@ impl Asleep {
             relay = relay.or_else(|| relay::lifeline_of(number));
             full.extend(room::of(number).map(|descriptor| (at, number, descriptor)));
         }
+        let mut is_too_long = false;
         // The kernel takes no longer lists.
         let most = || rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
         let has_more = relay.is_some() || !wakers.is_empty();
         if has_more && (polled.len() + wakers.len() + full.len() + 1) as u64 > most() {
             wakers.clear();
-            full.clear();
             relay = None;
+            is_too_long = !full.is_empty();
             count_deaf(&deaf);
         } else {
             deaf.clear();
@@ -384,7 +407,7 @@ impl Asleep {
         // What has room after all is polled as the program says.
         full.retain(|(_, number, _)| room::ask_for(*number));
         let may_sleep = watched.iter().fold(true, |may, one| one.arm() & may);
-        Asleep { plain, watched, wakers, deaf, full, relay, may_sleep }
+        Asleep { plain, watched, wakers, deaf, full, is_too_long, relay, may_sleep }
     }
 
     /// As `ppoll`, with an entry for each waker: one that was written to counts as its connection. With one for the relay, too, which is
@@ -395,7 +418,8 @@ impl Asleep {
     unsafe fn poll(&self, polled: &mut [pollfd], limit: Option<timespec>, mask: *const libc::sigset_t) -> c_int {
         let entry = |&(_, fd): &(usize, c_int)| pollfd { fd, events: libc::POLLIN, revents: 0 };
         let relay = self.relay.map(|fd| pollfd { fd, events: 0, revents: 0 });
-        let room = self.full.iter().map(|(_, _, fd)| pollfd { fd: *fd, events: libc::POLLIN, revents: 0 });
+        let polled_too = if self.is_too_long { &[] } else { &self.full[..] };
+        let room = polled_too.iter().map(|(_, _, fd)| pollfd { fd: *fd, events: libc::POLLIN, revents: 0 });
         let wakers = self.wakers.iter().map(entry);
         let mut list: Vec<pollfd> = polled.iter().copied().chain(wakers).chain(relay).chain(room).collect();
         for (at, ..) in &self.full {
@@ -491,8 +515,8 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
         return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
     }
     data::honour_closed_ring(slot, fd);
-    // The end of the stream is readable, too, and has no byte.
-    connection.ends() == 0
+    // What has come since may have had its doorbell discarded with the others. The end of the stream is readable, too, and has no byte.
+    !data::is_readable(slot) && connection.ends() == 0
 }
 
 /// `pselect`, of which `select` is a form; by `poll`.

@@ -93,13 +93,20 @@ impl Carried {
         }
         // Nothing in the relay waits for a process.
         let without_waiting = |fd: &OwnedFd| rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).is_ok();
-        (self.waker, self.room) = (waker.filter(without_waiting), room.filter(without_waiting));
+        // Where this process has no descriptors left, it keeps what it has.
+        self.waker = waker.filter(without_waiting).or(self.waker.take());
+        self.room = room.filter(without_waiting).or(self.room.take());
         (self.tcp, self.is_used) = (Some(tcp), true);
+        if self.room.is_some() {
+            self.segment.set_can_tell_room();
+            self.has_news = true;
+        }
     }
 
     /// The process does not want it any more, or this one has no descriptors left: TCP goes on.
     pub(crate) fn decline(&mut self) {
-        self.is_declined = true;
+        // Once it is used, TCP does not have all of it.
+        self.is_declined |= !self.is_used;
     }
 
     /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know.

@@ -86,7 +86,7 @@ impl Relay {
     /// # Errors
     /// [`Error::Taken`], or what cannot be opened.
     pub fn open(config: Config) -> Result<Relay, Error> {
-        // Two for each connection that is carried.
+        // Three for each connection that is carried.
         let limit = rustix::process::getrlimit(Resource::Nofile);
         let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
         let door = Door::open(config.port)?;

@@ -131,7 +131,9 @@ struct Head {
     offered_for: [AtomicU64; 6],
     /// Relayed: for who waits until the relay has done something.
     news: Words,
-    _to_the_end: [u8; 48],
+    /// Relayed: the relay has what it wakes a writer by.
+    can_tell_room: AtomicU32,
+    _to_the_end: [u8; 44],
 }
 
 /// In [`Head::spare`]: a connection uses it, at the taker's end at least.
@@ -385,6 +387,16 @@ impl Segment {
     pub fn set_asleep(&self, is_asleep: bool) {
         self.head().asleep.store(is_asleep.into(), Ordering::SeqCst);
         fence(Ordering::SeqCst);
+    }
+
+    /// The relay has what it wakes a writer by that waits for room ([`Writer::want_room`](crate::Writer::want_room)).
+    pub fn set_can_tell_room(&self) {
+        self.head().can_tell_room.store(1, Ordering::Release);
+    }
+
+    /// Whether it has.
+    pub fn can_tell_room(&self) -> bool {
+        self.head().can_tell_room.load(Ordering::Acquire) != 0
     }
 
     /// Has the relay say what it does from now on. To be called before looking for what is wanted.

@@ -101,7 +101,7 @@ impl Settings {
     /// is no memory for the smallest.
     pub fn ring_with(&self, used: u64) -> Option<usize> {
         let left = self.memory.checked_sub(used)?;
-        let mut size = self.ring >> self.memory.checked_div(left)?.ilog2().min(usize::BITS - 1);
+        let mut size = (self.ring >> self.memory.checked_div(left)?.ilog2().min(usize::BITS - 1)).max(RING_MIN);
         while size >= RING_MIN && Segment::len_with(size) as u64 > left {
             size /= 2;
         }
@@ -207,6 +207,8 @@ mod tests {
         };
         let (all, large) = connections(256 << 20, 256 << 10);
         assert!(all > 1500 && large > 250, "{all}, {large}");
+        let smallest = Segment::len_with(RING_MIN) as u64;
+        assert_eq!(connections(100 * smallest, RING_MIN), (100, 100));
         // Memory for one alone, and for less than one.
         assert_eq!(connections(Segment::len_with(256 << 10) as u64, 256 << 10), (1, 1));
         assert_eq!(connections(100, 256 << 10), (0, 0));

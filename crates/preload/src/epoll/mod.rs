@@ -112,6 +112,12 @@ pub(crate) fn add(fd: c_int) {
 /// What the kernel tells of an instance's own bell, and of the relay's end.
 const BELL: u64 = 0x7468_7275_7761_7962;
 const RELAY: u64 = 0x7468_7275_7761_7972;
+
+/// Whether an event is the library's own.
+fn is_ours(data: u64) -> bool {
+    data == BELL || data == RELAY || with_room(data).is_some()
+}
+
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
@@ -169,7 +175,7 @@ impl Instance {
 pub(crate) fn watch_relay() {
     let Some(relay) = relay::lifeline() else { return };
     for instance in instances() {
-        let is_used = instance.is_used.load(Ordering::SeqCst) && !instance.is_foreign.load(Ordering::Relaxed);
+        let is_used = instance.is_used.load(Ordering::SeqCst);
         if is_used && instance.connections.load(Ordering::SeqCst) > 0 {
             instance.watch_relay(relay);
         }
@@ -247,6 +253,8 @@ pub(crate) fn after_fork() {
         instance.lock.reset();
         instance.sleepers.store(0, Ordering::SeqCst);
         instance.is_foreign.store(true, Ordering::SeqCst);
+        // That was the parent's.
+        let _ = instance.relay.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |relay| (relay != 0).then_some(-1));
     }
 }
 
@@ -289,6 +297,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
                 is_renewed: false,
                 is_muted: false,
                 is_owed_room: false,
+                is_leaving: false,
             };
             let at = state.free.pop().map_or_else(
                 || {
@@ -350,7 +359,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
     {
         state.heat(at);
         let one = &mut state.registrations[at as usize];
-        if room::is_wanted(connection) {
+        if room::is_wanted(connection) && !instance.is_foreign.load(Ordering::Relaxed) {
             one.mute(ep);
         }
         let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
@@ -378,7 +387,21 @@ pub(crate) fn note_blocked(connection: u32) -> bool {
     let Ok(mut guard) = instance.lock.lock() else { return false };
     let state = instance.state(&mut guard);
     let Some(at) = state.find(connection, None) else { return false };
-    state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
+    // Whoever waits for one that another process has, too, may take the one event.
+    !instance.is_foreign.load(Ordering::Relaxed) && state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
+}
+
+/// A descriptor of a connection is about to be closed, and the connection has others: the kernel's registration by it stays, and cannot be
+/// changed any more.
+pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
+    if let Some(instance) = instance(slots::local(connection).instance.load(Ordering::Relaxed))
+        && let Ok(mut guard) = instance.lock.lock()
+    {
+        let state = instance.state(&mut guard);
+        if let Some(at) = state.find(connection, Some(fd)) {
+            state.registrations[at].leave(instance.ep.load(Ordering::Relaxed));
+        }
+    }
 }
 
 /// A connection has no descriptor any more: the kernel has forgotten it.
@@ -525,8 +548,10 @@ pub(crate) unsafe fn wait(
     }
     if let Some(ready) = plain_ready {
         // One that has been accelerated meanwhile may have its waker there.
-        let has_others =
-            || instance.bell.load(Ordering::Relaxed) > 0 || instance.relay.load(Ordering::Relaxed) != 0 || !is_plain();
+        // Or that of another process that has the instance, too.
+        // SAFETY: the kernel has written as many.
+        let said = || unsafe { std::slice::from_raw_parts(events, ready as usize) };
+        let has_others = || said().iter().any(|event| is_ours(event.u64)) || !is_plain();
         if ready <= 0 || !has_others() {
             return ready;
         }
@@ -633,9 +658,7 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 
 /// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
 fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
-    let is_relays = |event: &epoll_event| { event.u64 } == RELAY && instance.relay.load(Ordering::Relaxed) != 0;
-    let is_over = events.iter().any(is_relays);
-    if is_over {
+    if events.iter().any(|event| { event.u64 } == RELAY) {
         relay::look();
     }
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
@@ -644,20 +667,15 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     for i in 0..events.len() {
         let event = events[i];
         if let Some(connection) = with_room(event.u64) {
-            if let Some(at) = state.find(connection, None) {
-                state.registrations[at].look_for_room(instance.ep.load(Ordering::Relaxed));
-                // Which may have something to say.
-                state.calls = KERNEL_EVERY;
-            }
+            state.look_for_room(instance.ep.load(Ordering::Relaxed), connection);
             continue;
         }
         let at = state.by_data.get(&{ event.u64 }).copied().flatten();
         let mut events_now = event.events;
-        if { event.u64 } == BELL && instance.bell.load(Ordering::Relaxed) > 0 {
+        if { event.u64 } == BELL {
             instance.quiet_bell();
-            continue;
         }
-        if is_over && { event.u64 } == RELAY {
+        if is_ours(event.u64) {
             continue;
         }
         if let Some(at) = at

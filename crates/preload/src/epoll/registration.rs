@@ -33,6 +33,8 @@ pub(super) struct Registration {
     pub(super) is_muted: bool,
     /// It is asked again, and the program has not been told since.
     pub(super) is_owed_room: bool,
+    /// Its descriptor is closed, or about to be, and the kernel's registration cannot be changed.
+    pub(super) is_leaving: bool,
 }
 
 /// What a registration counts for: a connection with one that counts for one is looked at, any other rings.
@@ -68,8 +70,19 @@ impl Registration {
     /// has others.
     pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
         let mut event = epoll_event { events, u64: self.data };
+        // Its number may be another connection's by now.
+        let is_it = slots::find(self.fd) == Some(self.number);
         // SAFETY: one event.
-        unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
+        is_it && unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
+    }
+
+    /// Its descriptor is about to be closed.
+    pub(super) fn leave(&mut self, ep: c_int) {
+        if std::mem::take(&mut self.is_muted) {
+            self.is_owed_room = true;
+            self.renew(ep, self.events);
+        }
+        self.is_leaving = true;
     }
 
     /// Does not ask the kernel whether something can be sent, because there was no room just now: it waits for that to come, also if it has
@@ -79,8 +92,8 @@ impl Registration {
             return true;
         }
         let Some(descriptor) = room::of(self.number) else { return false };
-        let is_it = self.events & SPECIAL == 0 && slots::find(self.fd) == Some(self.number);
-        if !is_it || !self.is_muted && !self.renew(ep, self.events & !WRITABLE) {
+        let can_change = self.events & SPECIAL == 0 && !self.is_leaving;
+        if !can_change || !self.is_muted && !self.renew(ep, self.events & !WRITABLE) {
             return false;
         }
         (self.is_muted, self.is_renewed) = (true, true);
@@ -106,11 +119,13 @@ impl Registration {
     pub(super) fn look_for_room(&mut self, ep: c_int) {
         if self.is_muted && room::ask_for(self.number) {
             let is_waited_for = room::of(self.number).is_some_and(|fd| wait_for_room(ep, fd, self.number));
-            if is_waited_for {
-                return;
+            if !is_waited_for {
+                self.is_muted = false;
+                self.renew(ep, self.events);
             }
+        } else {
+            self.unmute(ep);
         }
-        self.unmute(ep);
     }
 
     /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.

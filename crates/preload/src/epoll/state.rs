@@ -71,6 +71,21 @@ impl State {
         }
     }
 
+    /// What waits for room on a connection has been woken.
+    pub(super) fn look_for_room(&mut self, ep: c_int, connection: u32) {
+        let first = self.find(connection, None);
+        let is_only_one = slots::local(connection).registrations.load(Ordering::SeqCst) <= 1;
+        let all = if is_only_one { 0..0 } else { 0..self.registrations.len() };
+        for at in first.into_iter().filter(|_| is_only_one).chain(all) {
+            let one = &mut self.registrations[at];
+            if one.fd >= 0 && one.number == connection {
+                one.look_for_room(ep);
+                // Which may have something to say.
+                self.calls = KERNEL_EVERY;
+            }
+        }
+    }
+
     pub(super) fn heat(&mut self, at: u32) {
         let one = &mut self.registrations[at as usize];
         one.idle = 0;

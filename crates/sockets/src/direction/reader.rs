@@ -225,7 +225,7 @@ impl Reader {
                     unsafe { self.copy_out(segment, to, len) };
                     self.head += len as u64;
                     segment.control(self.direction).head.store(self.head, Ordering::Release);
-                    if self.head - self.shown >= segment.ring_size() as u64 / 4 {
+                    if self.head - self.shown >= segment.ring_size() as u64 / 8 {
                         self.shown = self.head;
                         segment.wake_relay(tcp);
                     }

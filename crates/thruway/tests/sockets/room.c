@@ -382,25 +382,42 @@ static void beside_a_registration(void) {
 }
 
 /* Registered by a descriptor that is closed, where another one is the same connection. */
-static void by_another_descriptor(void) {
+static void by_another_descriptor(int is_full) {
     pthread_t reader;
     connect_both();
     struct epoll_event event = {.events = EPOLLOUT}, got;
     epoll_ctl(ep, EPOLL_CTL_ADD, one, &event);
     int copy = dup(one);
+    long at = 0, n = 0;
+    fcntl(one, F_SETFL, O_NONBLOCK);
+    while (is_full && (n = send(one, data + at, PIECE, 0)) > 0)
+        at += n;
     close(one);
     one = copy;
-    fcntl(one, F_SETFL, O_NONBLOCK);
     pthread_create(&reader, NULL, drain, NULL);
-    for (long at = 0, n; at < total; at += n > 0 ? n : 0)
+    if (is_full)
+        must(epoll_wait(ep, &got, 1, 20000) == 1, "epoll_wait by a descriptor that was closed");
+    for (; at < total; at += n > 0 ? n : 0)
         if ((n = send(one, data + at, at + PIECE < total ? PIECE : total - at, 0)) < 0)
             must(epoll_wait(ep, &got, 1, 20000) == 1, "epoll_wait by another descriptor");
     pthread_join(reader, NULL);
-    printf("another descriptor\n");
+    printf("another descriptor: %d\n", is_full);
     close(one);
     close(other);
     close(ep);
     ep = epoll_create1(EPOLL_CLOEXEC);
+}
+
+/* As a program that goes on in a child: the instance is from before. */
+static void in_a_child(void) {
+    int status, child = fork();
+    if (child == 0) {
+        start(0), send_all("in a child, level", by_level, EPOLLIN, 0, -1);
+        start(0), send_all("in a child, edge", by_events, EPOLLIN | EPOLLOUT | EPOLLET, 0, -1);
+        _exit(0);
+    }
+    waitpid(child, &status, 0);
+    printf("a child: %d\n", status);
 }
 
 static void limited(void) {
@@ -440,11 +457,13 @@ int main(void) {
     struct timeval time = {.tv_sec = 20};
     start(1), setsockopt(one, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof time);
     send_all("calls with a limit", NULL, 0, 0, -1);
+    in_a_child();
     limited();
     readiness();
     several();
     beside_a_registration();
-    by_another_descriptor();
+    by_another_descriptor(0);
+    by_another_descriptor(1);
     for (int how = 0; how < 4; how++)
         ends(how & 1, how >> 1);
     for (int how = 0; how < 4; how++)
