@@ -3,7 +3,7 @@
 //! A call that may wait does so by itself ([`crate::relayed`]). One that does not fails with EAGAIN, and from then on the connection is not
 //! ready to be written to. The TCP connection always is, so `poll` and `epoll` keep from the kernel that it is asked for, and have it wait
 //! for a descriptor instead, an eventfd to which the relay writes when the ring has room. That is readable from then on, for all who wait,
-//! until another call finds no room: only that takes it back, under [`Slot::sending`], and asks the relay again.
+//! until another call finds no room: only that takes it back, under [`slots::Slot::sending`], and asks the relay again.
 //!
 //! Where not all that may wait for readiness can wait for that, bytes go by TCP, as within a host.
 
