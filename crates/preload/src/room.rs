@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// How many such descriptors a process has at most.
 const MOST: u32 = 384;
 /// How long a call waits for the relay to say that it has one.
-const ANSWER_MAX: Duration = Duration::from_millis(2);
+const ANSWER_MAX: Duration = Duration::from_millis(10);
 static COUNT: AtomicU32 = AtomicU32::new(0);
 
 /// What has become of a call that has found no room and does not wait.
@@ -113,10 +113,15 @@ fn make(number: u32, fd: c_int) -> Option<c_int> {
         None => _ = COUNT.fetch_sub(1, Ordering::Relaxed),
     }
     drop(guard);
-    let begin = Instant::now();
-    let is_known = || matches!(slot.sending(), Ok(Some(sending)) if sending.segment.can_tell_room());
-    while made.is_some() && !is_known() && begin.elapsed() < ANSWER_MAX {
-        std::thread::yield_now();
+    let limit = Instant::now() + ANSWER_MAX;
+    while made.is_some() && Instant::now() < limit {
+        let Ok(Some(sending)) = slot.sending() else { break };
+        let news = sending.segment.want_news();
+        if sending.segment.can_tell_room() {
+            break;
+        }
+        drop(sending);
+        let _ = news.wait(limit.saturating_duration_since(Instant::now()));
     }
     made
 }
