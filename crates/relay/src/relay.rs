@@ -68,9 +68,8 @@ const TURN: usize = 16;
 const LAZY: Duration = Duration::from_micros(30);
 /// How long that waits where there is always something to do.
 const LATE: Duration = Duration::from_millis(1);
-/// Looks between two at what processes say: wake-ups are for who sleeps. One that has moved something takes longer, and counts for more.
+/// Looks between two at what processes say: wake-ups are for who sleeps.
 const LOCAL_EVERY: u32 = 64;
-const LOOK_WITH_WORK: u32 = 16;
 
 /// A relay that other hosts and processes can reach.
 pub struct Relay {
@@ -237,14 +236,13 @@ impl State {
             }
         };
         loop {
-            looks += if idle.is_none() { LOOK_WITH_WORK } else { 1 };
+            looks = looks.wrapping_add(1);
             self.host.context.poll();
             let now = Instant::now();
             let is_late = now - told >= LATE;
             let mut did = self.hear_links() | self.pump(is_late);
             told = if is_late { now } else { told };
-            if looks >= LOCAL_EVERY {
-                looks = 0;
+            if looks.is_multiple_of(LOCAL_EVERY) {
                 did |= self.hear_local(Duration::ZERO)?;
                 // Also where there is never nothing to do.
                 housekeep(self, now);
