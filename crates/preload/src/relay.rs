@@ -109,7 +109,7 @@ fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {
         match sent {
             Ok(_) => return Ok(connected),
             // It has ended, and another one may have been started.
-            Err(Errno::PIPE | Errno::CONNRESET) if attempt == 0 => forget_gone(relay),
+            Err(Errno::PIPE | Errno::CONNRESET) if attempt == 0 => lose(connected),
             Err(error) => return Err(error.into()),
         }
     }
@@ -162,14 +162,15 @@ pub(crate) fn lifeline_of(number: u32) -> Option<i32> {
     if slots::local(number).relay.load(Ordering::Relaxed) == 0 { None } else { lifeline() }
 }
 
-/// Looks whether the relay lives.
+/// Looks whether the relay lives: if not, what it has carried is lost.
 pub(crate) fn look() {
-    let Some(relay) = Connected::now().fd else { return };
+    let connected = Connected::now();
+    let Some(relay) = connected.fd else { return };
     let socket = slots::borrow(relay);
     let mut list = [rustix::event::PollFd::new(&socket, rustix::event::PollFlags::empty())];
     let none = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
     if rustix::event::poll(&mut list, Some(&none)) == Ok(1) {
-        forget_gone(relay);
+        lose(connected);
     }
 }
 
@@ -185,13 +186,10 @@ pub(crate) fn glance(number: u32) {
     }
 }
 
-/// The relay with this connection has gone: what it has carried is lost. The other end's relay may have gone at the same time, and then
+/// That connection to the relay has ended, and with it what went that way. The other end's relay may have gone at the same time, and then
 /// nothing else says so.
-pub(crate) fn forget_gone(relay: i32) {
-    let connected = Connected::now();
-    if connected.fd != Some(relay) || !connected.end() {
-        return;
-    }
+fn lose(connected: Connected) {
+    let Some(relay) = connected.fd.filter(|_| connected.end()) else { return };
     epoll::forget_relay(relay);
     slots::close_hidden(relay);
     slots::each(|number, fd| {

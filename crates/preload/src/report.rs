@@ -11,7 +11,7 @@ use thruway_sockets::stats::Counters;
 
 static OWN: Counters = Counters::new();
 static COUNTERS: AtomicPtr<Counters> = AtomicPtr::new((&raw const OWN).cast_mut());
-/// The file of what is told, or -1: kept open, because the program may become another user, or change its root directory.
+/// The file of explanations, or -1: kept open, because the program may become another user, or change its root directory.
 static LOG: AtomicI32 = AtomicI32::new(-1);
 
 /// What is counted.

@@ -31,7 +31,7 @@ pub(crate) enum Blocked {
     Never,
 }
 
-/// A call that does not wait has found no room.
+/// A call that does not wait has found no room. Within a host, it never waits for that.
 pub(crate) fn block(number: u32, fd: c_int) -> Blocked {
     let (slot, local) = (slots::slot(number), slots::local(number));
     let may_wait = !slot.is_asynchronous.load(Ordering::Relaxed)
@@ -41,10 +41,8 @@ pub(crate) fn block(number: u32, fd: c_int) -> Blocked {
             1 => local.instance.load(Ordering::Relaxed) != slots::SEVERAL,
             _ => false,
         };
-    let Some(descriptor) = of(number).filter(|_| may_wait).or_else(|| if may_wait { make(number, fd) } else { None })
-    else {
-        return Blocked::Never;
-    };
+    let descriptor = || of(number).or_else(|| make(number, fd));
+    let Some(descriptor) = may_wait.then(descriptor).flatten() else { return Blocked::Never };
     match slot.sending() {
         Ok(Some(mut sending)) => {
             let Sending { segment, writer, .. } = &mut sending;

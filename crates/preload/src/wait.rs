@@ -431,8 +431,8 @@ impl Asleep {
         if ready >= 0 {
             let (own, others) = list.split_at(polled.len());
             let (wakers, relay) = others.split_at(self.wakers.len());
-            if let Some(gone) = relay.first().filter(|relay| relay.revents != 0) {
-                relay::forget_gone(gone.fd);
+            if self.relay.is_some() && relay[0].revents != 0 {
+                relay::look();
             }
             // Nothing else of the program's list, which another thread may have changed meanwhile.
             for (one, own) in polled.iter_mut().zip(own) {

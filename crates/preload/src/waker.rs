@@ -142,7 +142,7 @@ pub(crate) fn sleep(number: u32, fd: c_int, waker: c_int, limit: Limit) -> Resul
             0 => return Err(libc::EAGAIN),
             1.. => {
                 if all[2].revents != 0 {
-                    relay::forget_gone(relay);
+                    relay::look();
                 }
                 return Ok(all[0].revents != 0);
             }

@@ -387,7 +387,7 @@ pub(crate) fn note_blocked(connection: u32) -> bool {
     let Ok(mut guard) = instance.lock.lock() else { return false };
     let state = instance.state(&mut guard);
     let Some(at) = state.find(connection, None) else { return false };
-    // Whoever waits for one that another process has, too, may take the one event.
+    // The other process that has it may take the one event.
     !instance.is_foreign.load(Ordering::Relaxed) && state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
 }
 

@@ -42,10 +42,10 @@ pub(super) fn weight(events: u32) -> u32 {
     if events & SPECIAL != 0 { 2 } else { 1 }
 }
 
-/// What it tells of what is written to when a connection has room; the connection's number is in the lowest bits.
+/// The data of the descriptor that a connection's relay writes to when there is room; the connection's number is in the lowest bits.
 pub(super) const ROOM: u64 = 0x7468_7275_7772_0000;
 
-/// The connection, if it is that.
+/// The connection that an event with this data is of, if it is such a descriptor's.
 pub(super) fn with_room(data: u64) -> Option<u32> {
     let number = (data ^ ROOM) as u32;
     (data & !0xffff == ROOM && number < slots::SLOTS as u32).then_some(number)

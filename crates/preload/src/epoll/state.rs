@@ -73,11 +73,10 @@ impl State {
 
     /// What waits for room on a connection has been woken.
     pub(super) fn look_for_room(&mut self, ep: c_int, connection: u32) {
-        let first = self.find(connection, None);
+        let Some(first) = self.find(connection, None) else { return };
         let is_only_one = slots::local(connection).registrations.load(Ordering::SeqCst) <= 1;
-        let all = if is_only_one { 0..0 } else { 0..self.registrations.len() };
-        for at in first.into_iter().filter(|_| is_only_one).chain(all) {
-            let one = &mut self.registrations[at];
+        let places = if is_only_one { first..first + 1 } else { 0..self.registrations.len() };
+        for one in &mut self.registrations[places] {
             if one.fd >= 0 && one.number == connection {
                 one.look_for_room(ep);
                 // Which may have something to say.

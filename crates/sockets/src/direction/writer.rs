@@ -77,8 +77,8 @@ impl Writer {
         Ok(self.room(segment, wanted)? >= wanted)
     }
 
-    /// Whether nothing can be sent through a relay for now, and TCP is not the way either: the ring has less than a quarter free, and its
-    /// reader is there.
+    /// Whether what is sent through a relay has to wait: the ring has less than a quarter free, its reader is there, and bytes do not go by
+    /// TCP.
     pub fn is_full(&mut self, segment: &Segment) -> bool {
         segment.is_relayed()
             && !self.is_tcp

@@ -2,7 +2,7 @@
  * the test compares with those of plain TCP. */
 #define _GNU_SOURCE
 #include "common.h"
-#include <arpa/inet.h>
+#include "pair.h"
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,33 +14,14 @@
 #include <sys/sendfile.h>
 #include <sys/time.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 enum { TOTAL = 3 << 20, PIECE = 30000 };
-static int one, other, ep, outer;
+static int ep, outer;
 static unsigned char data[TOTAL];
 static int total = TOTAL;
 static unsigned events;
 
-static void connect_both(void) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), little = 20000;
-    must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
-    getsockname(listener, (void *)&address, &length);
-    one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    setsockopt(one, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
-    must(connect(one, (void *)&address, length) == 0, "connect");
-    other = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-    must(other >= 0, "accept");
-    close(listener);
-    for (int i = 0; i < 1000; i++) {
-        must(send(one, "hello", 5, 0) == 5, "send");
-        exactly(other, 5);
-        must(send(other, "reply", 5, 0) == 5, "send");
-        exactly(one, 5);
-    }
-}
+static void connect_both(void) { connect_pair(SOCK_CLOEXEC, 1000, 20000); }
 
 /* Reads all, now and then slowly, and says something itself at times. */
 static void *drain(void *unused) {
@@ -222,7 +203,7 @@ static void ends(int by_events_of_epoll, int by_itself) {
     struct pollfd list = {.fd = one, .events = POLLOUT};
     int ready = by_events_of_epoll ? epoll_wait(ep, &got, 1, 20000) : poll(&list, 1, 20000);
     pthread_join(thread, NULL);
-    /* What is told at first may be that a call would not wait. */
+    /* The first event may be that a call would not wait. */
     while (send(one, data, PIECE, MSG_NOSIGNAL) > 0 || errno == EAGAIN) {
     }
     int error = errno == EPIPE || errno == ECONNRESET;

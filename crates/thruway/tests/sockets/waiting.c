@@ -2,7 +2,7 @@
  * with those of plain TCP. */
 #define _GNU_SOURCE
 #include "common.h"
-#include <arpa/inet.h>
+#include "pair.h"
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -12,29 +12,10 @@
 #include <sys/eventfd.h>
 #include <sys/select.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 extern char **environ;
-static int one, other;
 
-static void connect_both(int flags) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
-    getsockname(listener, (void *)&address, &length);
-    one = socket(AF_INET, SOCK_STREAM | flags, 0);
-    must(connect(one, (void *)&address, length) == 0, "connect");
-    other = accept4(listener, NULL, NULL, flags);
-    must(other >= 0, "accept");
-    close(listener);
-    for (int i = 0; i < 12; i++) {
-        must(send(one, "hello", 5, 0) == 5, "send");
-        exactly(other, 5);
-        must(send(other, "reply", 5, 0) == 5, "send");
-        exactly(one, 5);
-    }
-}
+static void connect_both(int flags) { connect_pair(flags, 12, 0); }
 
 static struct epoll_event event(int events, int fd) { return (struct epoll_event){.events = events, .data.fd = fd}; }
 
