@@ -1,0 +1,162 @@
+//! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
+
+use super::code;
+use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
+use crate::report::{count, counters};
+use crate::slots::{self, Receiving, Sending, Slot};
+use crate::tcp::Connection;
+use crate::{room, switch};
+use libc::c_int;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use thruway_sockets::Found;
+
+/// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
+/// the ring that nothing has read would not.
+pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
+    let connection = Connection::new(fd);
+    receiving.reader.set_gone(&receiving.segment, &connection);
+    if !honour_before_end(slot, fd) {
+        connection.reset_at_close();
+    }
+    if let Ok(Some(sending)) = slot.sending() {
+        sending.writer.set_ended(&sending.segment, &connection);
+    }
+    let Receiving { segment, reader, .. } = &mut receiving;
+    match reader.find(segment, &connection) {
+        Ok(Found::Ring(_)) => connection.reset_at_close(),
+        Ok(Found::Nothing) => reader.discard_doorbells(segment, &connection),
+        _ => {}
+    }
+    take_tcp_back(segment, fd);
+}
+
+/// Has what the program sends go by TCP, before a call that only the kernel can do.
+pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
+    enter_tcp_within(slot, fd, for_good, CATCH_UP_MAX)
+}
+
+/// Before a connection ends here.
+pub(crate) fn enter_tcp_at_end(slot: &Slot, fd: c_int) {
+    // What cannot come to the other end any more is an error there.
+    let _ = enter_tcp_within(slot, fd, true, at_end(CATCH_UP_MAX));
+}
+
+fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> Result<(), c_int> {
+    let mut pause = Pause::default();
+    loop {
+        let Some(mut sending) = slot.sending()? else { return Ok(()) };
+        if !is_settled(&sending, fd, &mut pause) {
+            drop(sending);
+            pause.settle_down(slot, fd, limit)?;
+            continue;
+        }
+        let Sending { segment, writer, .. } = &mut sending;
+        let result = writer.enter_tcp(segment, &Connection::new(fd), for_good).map_err(|error| code(&error));
+        drop(sending);
+        if let Some(number) = slots::find(fd) {
+            room::give_up(number);
+        }
+        return result;
+    }
+}
+
+/// The program shuts down these directions: 1 receiving, 2 sending.
+pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
+    let shut = slot.shut.fetch_or(directions, Ordering::SeqCst) | directions;
+    let connection = Connection::new(fd);
+    if !slot.is_accelerated() {
+        return switch::give_up_before_end(slot, fd);
+    }
+    if directions & 2 != 0 {
+        // What comes behind goes nowhere, and TCP says so.
+        let _ = enter_tcp(slot, fd, true);
+        if !honour_before_end(slot, fd) {
+            connection.reset();
+        }
+        if let Ok(Some(sending)) = slot.sending() {
+            sending.writer.set_ended(&sending.segment, &connection);
+        }
+    }
+    if shut == 3
+        && let Ok(Some(receiving)) = slot.receiving()
+    {
+        // TCP resets a connection on which something comes now.
+        receiving.reader.set_gone(&receiving.segment, &connection);
+    }
+}
+
+/// The peer has handed its end to something that reads plain TCP: that is sent again what it has not taken from the ring.
+pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
+    if let Ok(Some(mut sending)) = slot.sending() {
+        let Sending { segment, writer, .. } = &mut sending;
+        if writer.is_closed_by_reader(segment) && slot.plain_sends.load(Ordering::SeqCst) == 0 {
+            let _ = writer.send_again(segment, &Connection::new(fd));
+        }
+    }
+}
+
+/// Steps of a tenth of a second that calls of this process have waited for peers which are other users.
+static WAITED_FOR_OTHERS: AtomicU32 = AtomicU32::new(0);
+const WAITS_FOR_OTHERS: u32 = 20;
+
+/// Whether a call that ends something may wait another such step for the peer: for other users two seconds in all.
+fn may_wait_for_peer(slot: &Slot) -> bool {
+    !slot.is_others.load(Ordering::Relaxed) || WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) < WAITS_FOR_OTHERS
+}
+
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most, and for peers which are other users
+/// for as long all together. False if the reader has not been sent all of it by then: what follows must not look like the end.
+fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
+    let connection = Connection::new(fd);
+    for _ in 0..20 {
+        let Ok(Some(mut sending)) = slot.sending() else { return true };
+        let Sending { segment, writer, .. } = &mut sending;
+        if !matches!(writer.send_again(segment, &connection), Ok(false)) {
+            return true;
+        }
+        drop(sending);
+        if !may_wait_for_peer(slot) {
+            return false;
+        }
+        connection.wait_for_room(Duration::from_millis(100));
+    }
+    false
+}
+
+/// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
+/// bytes that would be missing.
+pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
+    count(&counters().demoted, 1);
+    // How long it lasts is not counted from here on, and says nothing of others.
+    slot.service.store(0, Ordering::Relaxed);
+    let connection = Connection::new(fd);
+    let mut left = 0;
+    if let Ok(Some(mut receiving)) = slot.receiving() {
+        let Receiving { segment, reader, .. } = &mut receiving;
+        let (mut pause, mut limit) = (Pause::default(), None);
+        let patience = || {
+            let limit = limit.get_or_insert_with(|| match may_wait_for_peer(slot) {
+                true => closing_time(segment),
+                false => Duration::ZERO,
+            });
+            let goes_on = pause.pass(*limit);
+            pause.look(segment, fd);
+            goes_on
+        };
+        left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
+    }
+    if let Ok(Some(sending)) = slot.sending() {
+        // So that the peer sends again what is left, though it may wait for an answer to that.
+        sending.writer.call(&sending.segment, &connection);
+    }
+    enter_tcp_at_end(slot, fd);
+    if !honour_before_end(slot, fd) {
+        connection.reset();
+    }
+    connection.restore_options(slot);
+    if let Ok(Some(receiving)) = slot.receiving() {
+        take_tcp_back(&receiving.segment, fd);
+    }
+    left
+}

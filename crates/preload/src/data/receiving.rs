@@ -1,0 +1,439 @@
+//! Calls that receive.
+
+use super::{NOT_ACCELERATED, Which, broken, errno, fail, honour_closed_ring, keep_error, waits};
+use crate::relayed::{catch_up, is_all_here, is_lost};
+use crate::report::{count, counters};
+use crate::slots::{self, Receiving, Slot, phase};
+use crate::tcp::Connection;
+use crate::{real, relay, switch, wait, waker};
+use libc::{c_int, ssize_t};
+use std::io;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+use thruway_sockets::iovecs::Pieces;
+use thruway_sockets::{Over, PEEK_MAX, Reader, Segment};
+
+/// A call that receives on a connection which may be accelerated: `plain` is the call as it is.
+pub(crate) unsafe fn receive(
+    number: u32,
+    fd: c_int,
+    list: &[libc::iovec],
+    flags: c_int,
+    plain: impl Fn() -> ssize_t,
+) -> ssize_t {
+    loop {
+        if let Some(result) = receive_plain(number, fd, &plain) {
+            return result;
+        }
+        if flags & (libc::MSG_OOB | libc::MSG_ERRQUEUE) != 0 {
+            return plain();
+        }
+        // SAFETY: the caller's promise.
+        let Some(mut to) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+        let which = Which::new(number, fd);
+        let result = if flags & libc::MSG_TRUNC != 0 {
+            discard(which, to.left(), flags)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { receive_accelerated(which, &mut to, flags, &mut None) }
+        };
+        match result {
+            Ok(len) => return len as ssize_t,
+            Err(NOT_ACCELERATED) => {}
+            Err(error) => return fail(error),
+        }
+    }
+}
+
+/// Makes a call that receives on a connection which is not accelerated. `None` if it is.
+pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t) -> Option<ssize_t> {
+    let slot = slots::slot(number);
+    if slot.phase.load(Ordering::Relaxed) == phase::NEVER {
+        return Some(plain());
+    }
+    if slot.is_accelerated() {
+        return None;
+    }
+    let which = Which::new(number, fd);
+    slot.plain_receives.fetch_add(1, Ordering::SeqCst);
+    if slot.is_accelerated() {
+        slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+        return None;
+    }
+    slot.receives.store(true, Ordering::Relaxed);
+    let result = plain();
+    slot.plain_receives.fetch_sub(1, Ordering::SeqCst);
+    if result > 0 && which.is_still_it() {
+        switch::after_plain_call(number, fd, result as usize, false);
+    }
+    Some(result)
+}
+
+/// Bytes that are counted without being taken, at most: more than a ring and what [`Reader::peek`] sees of TCP.
+const COUNTED_MAX: usize = 8 << 20;
+
+/// `MSG_TRUNC`: bytes are taken and thrown away; with `MSG_PEEK`, only counted.
+fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> {
+    if flags & libc::MSG_PEEK != 0 {
+        let mut sink = vec![0u8; left.min(COUNTED_MAX)];
+        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: sink.len() }];
+        // SAFETY: a buffer of ours.
+        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { return Ok(0) };
+        // SAFETY: as above.
+        return unsafe { receive_accelerated(which, &mut to, flags, &mut None) };
+    }
+    let mut sum = 0;
+    let mut began = None;
+    let mut sink = [0u8; 4096];
+    while left > 0 {
+        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: left.min(sink.len()) }];
+        // SAFETY: an array of ours.
+        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { break };
+        let waits_for_all = flags & libc::MSG_WAITALL != 0;
+        let flags = if sum > 0 && !waits_for_all { flags | libc::MSG_DONTWAIT } else { flags };
+        let wanted = to.left();
+        // SAFETY: as above.
+        match unsafe { receive_accelerated(which, &mut to, flags, &mut began) } {
+            Ok(len) => {
+                sum += len;
+                left -= len;
+                if len == 0 || len < wanted && waits_for_all {
+                    break;
+                }
+            }
+            Err(error) if sum > 0 => {
+                if !matches!(error, libc::EAGAIN | libc::EINTR | NOT_ACCELERATED) {
+                    which.slot.error.store(error, Ordering::Relaxed);
+                }
+                break;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(sum)
+}
+
+/// `began`: when the call had to wait, if it had to before.
+unsafe fn receive_accelerated(
+    which: Which,
+    to: &mut Pieces<'_>,
+    flags: c_int,
+    began: &mut Option<Instant>,
+) -> Result<usize, c_int> {
+    let Which { slot, number, fd, .. } = which;
+    if to.left() == 0 {
+        return Ok(0);
+    }
+    let (is_peek, waits_for_all) = (flags & libc::MSG_PEEK != 0, flags & libc::MSG_WAITALL != 0);
+    let connection = Connection::of(number, fd);
+    let mut sum = 0;
+    // The kernel has said that there is something.
+    let mut woken = 0u32;
+    // More of a connection that goes by TCP cannot be seen at a time.
+    let peeks_all = is_peek && waits_for_all && flags & libc::MSG_DONTWAIT == 0 && to.left() <= PEEK_MAX;
+    let (all, mut more) = (*to, None);
+    loop {
+        let before = to.left();
+        let receiving = slot.receiving()?;
+        if !which.is_still_it() {
+            return if sum > 0 { Ok(sum) } else { Err(libc::EBADF) };
+        }
+        let Some(mut receiving) = receiving else {
+            return if sum > 0 { Ok(sum) } else { Err(NOT_ACCELERATED) };
+        };
+        if !slot.receives.swap(true, Ordering::Relaxed) {
+            receiving.reader.set_ready(&receiving.segment, &connection);
+        }
+        let Receiving { segment, reader, .. } = &mut receiving;
+        // SAFETY: the caller's promise.
+        let read = unsafe {
+            if is_peek { reader.peek(segment, &connection, to) } else { reader.read(segment, &connection, to) }
+        };
+        keep_error(slot, reader);
+        match read {
+            Ok(len) => sum += len,
+            Err(_) if sum > 0 => return Ok(sum),
+            Err(error) => {
+                drop(receiving);
+                return Err(broken(slot, fd, &error.into()));
+            }
+        }
+        let is_done = to.left() == 0 || is_peek && sum > 0;
+        if is_done && peeks_all && to.left() > 0 && more != Some(false) && waits(fd) {
+            drop(receiving);
+            more = Some(wait_for_more(slot, fd, *began.get_or_insert_with(Instant::now)));
+            (*to, sum) = (all, 0);
+            continue;
+        }
+        if is_done {
+            count(&counters().ring_receives, 1);
+            switch::after_ring_call(slot);
+            // What does not look by itself keeps the doorbell until a call has found nothing: something may come just now.
+            if !is_peek && wait::looks_by_itself(slot, number) && reader.ring_len(segment) == Ok(0) {
+                let _ = quiesce(slot, number, &connection, segment, reader);
+                drop(receiving);
+                wait::note_drained(number);
+            }
+            return Ok(sum);
+        }
+        let is_drained = match quiesce(slot, number, &connection, segment, reader) {
+            Ok(is_drained) => is_drained,
+            Err(error) => {
+                drop(receiving);
+                return Err(broken(slot, fd, &error));
+            }
+        };
+        if sum > 0 && is_drained && !waits_for_all {
+            count(&counters().ring_receives, 1);
+            switch::after_ring_call(slot);
+            drop(receiving);
+            wait::note_drained(number);
+            return Ok(sum);
+        }
+        if !is_drained || before != to.left() {
+            continue;
+        }
+        let pending = slot.error.load(Ordering::Relaxed);
+        if pending != 0 {
+            if sum == 0 {
+                slot.error.store(0, Ordering::Relaxed);
+                return Err(pending);
+            }
+            return Ok(sum);
+        }
+        if segment.is_relayed() {
+            if segment.over() == Over::Lost {
+                return if sum > 0 { Ok(sum) } else { Err(libc::ECONNRESET) };
+            }
+            let is_explained = reader.is_explained(segment, &connection, false);
+            if is_explained != Ok(true) {
+                drop(receiving);
+                is_explained.map_err(|error| broken(slot, fd, &error.into()))?;
+                catch_up(slot, fd, false)?;
+                continue;
+            }
+        }
+        if woken > 0 && !is_peek {
+            // SAFETY: the caller's promise.
+            let read = unsafe { reader.read_unexpected(segment, &connection, to) };
+            keep_error(slot, reader);
+            match read {
+                Ok(0) => {}
+                Ok(len) => {
+                    sum += len;
+                    continue;
+                }
+                Err(error) => {
+                    drop(receiving);
+                    return Err(broken(slot, fd, &error.into()));
+                }
+            }
+        }
+        drop(receiving);
+        if woken > 1 {
+            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) {
+                return if sum > 0 { Ok(sum) } else { Err(libc::EAGAIN) };
+            }
+            std::thread::yield_now();
+        }
+        honour_closed_ring(slot, fd);
+        wait::note_drained(number);
+        if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
+            continue;
+        }
+        // A limit is one of the call, which may sleep more than once. The first sleep is the kernel's to end.
+        let left = began.filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
+        began.get_or_insert_with(Instant::now);
+        let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
+        match sleep(which, flags, left) {
+            Ok(true) => woken += 1,
+            Ok(false) if is_lost(slot) => {}
+            Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
+            Ok(false) if reclaims(slot) => {}
+            // The end: nothing comes behind what the ring has by now.
+            Ok(false) if !is_readable(slot) => {
+                return if sum == 0 && has_lost(slot) { Err(libc::ECONNRESET) } else { Ok(sum) };
+            }
+            Ok(false) => {}
+            Err(error) => {
+                if error == libc::ECONNRESET && !is_lost(slot) && !is_all_here(slot, fd) {
+                    // Why, this host's relay knows, or it has gone as well.
+                    catch_up(slot, fd, true)?;
+                }
+                let has_more = is_readable(slot);
+                let is_of_the_call = matches!(error, libc::EINTR | libc::EAGAIN | libc::EBADF);
+                if !is_of_the_call && (has_more || sum > 0) {
+                    // It comes behind what there is.
+                    slot.error.store(error, Ordering::Relaxed);
+                }
+                match error {
+                    // A process that was killed has left a doorbell, and nothing else.
+                    libc::ECONNRESET if !has_more && was_killed(slot) && !is_lost(slot) && !has_lost(slot) => {
+                        return Ok(sum);
+                    }
+                    _ if has_more && error != libc::EINTR => {}
+                    _ if sum > 0 => return Ok(sum),
+                    error => return Err(error),
+                }
+            }
+        }
+    }
+}
+
+/// Waits a little, for more than what has been seen and stays where it is: no doorbell says when that has come. False if the call is to
+/// return what there is.
+fn wait_for_more(slot: &Slot, fd: c_int, began: Instant) -> bool {
+    let connection = Connection::new(fd);
+    let is_over =
+        connection.ends() != 0 && is_all_here(slot, fd) || is_lost(slot) || slot.error.load(Ordering::Relaxed) != 0;
+    let is_late = || connection.receive_limit().is_some_and(|limit| began.elapsed() >= limit);
+    // SAFETY: no element.
+    !is_over && !is_late() && unsafe { real::poll(std::ptr::null_mut(), 0, 1) } == 0
+}
+
+/// Waits, unless the flags say otherwise, until the kernel has something. False at the connection's end.
+fn peek(fd: c_int, flags: c_int) -> Result<bool, c_int> {
+    let mut byte = 0u8;
+    // SAFETY: one byte.
+    match unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK | flags) } {
+        0 => Ok(false),
+        len if len > 0 => Ok(true),
+        _ => Err(errno()),
+    }
+}
+
+/// Sleeps until the kernel has something: a byte of the stream, a doorbell, a wake-up by the relay. False at the connection's end. For
+/// `left` at most; without that, for as long as the program's time limit says.
+fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
+    let Which { slot, number, fd, .. } = which;
+    let connection = Connection::new(fd);
+    let waker = waker::of(number);
+    // Where the relay has no descriptor to wake it by, it has gone one day nevertheless.
+    let may_wait =
+        (waker.is_some() || relay::lifeline_of(number).is_some()) && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
+    let limit = if may_wait { left.or_else(|| connection.receive_limit()) } else { None };
+    let hears = may_wait && waker::is_like_recv(limit.is_some());
+    let deaf = u32::from(waker.is_some() && may_wait && !hears);
+    if !may_wait {
+        relay::glance(number);
+    }
+    slot.sleepers.fetch_add(1, Ordering::SeqCst);
+    slot.deaf_sleepers.fetch_add(deaf, Ordering::SeqCst);
+    if hears {
+        slot.is_watched.store(true, Ordering::Relaxed);
+    }
+    let is_armed = match slot.receiving() {
+        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(false),
+        _ => false,
+    };
+    let result = if is_armed {
+        count(&counters().sleeps, 1);
+        match hears {
+            true => match waker::sleep(number, fd, waker.unwrap_or(-1), wait::Limit::within(limit)) {
+                Ok(true) => peek(fd, libc::MSG_DONTWAIT).or_else(|error| match error {
+                    // Another thread has taken it.
+                    libc::EAGAIN => Ok(true),
+                    error => Err(error),
+                }),
+                Ok(false) => Ok(true),
+                Err(error) => Err(error),
+            },
+            false => match left.map(|left| connection.wait_for_bytes(left)) {
+                None => peek(fd, flags & libc::MSG_DONTWAIT),
+                Some(true) => peek(fd, libc::MSG_DONTWAIT),
+                Some(false) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),
+            },
+        }
+    } else {
+        Ok(true)
+    };
+    slot.deaf_sleepers.fetch_sub(deaf, Ordering::SeqCst);
+    let was_last = slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1;
+    // A call that does not wait says nothing of what the program waits with; that may need the doorbell.
+    if result != Err(libc::EAGAIN) {
+        slot.is_watched.store(true, Ordering::Relaxed);
+        if was_last {
+            disarm(slot, number);
+            wait::note_drained(number);
+        }
+    }
+    result
+}
+
+/// Whether there is something in a ring that the peer was to send again, and has not before it has gone.
+fn reclaims(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.reclaim(segment)
+        }
+        _ => false,
+    }
+}
+
+/// Whether the peer's process has ended without saying so.
+fn was_killed(slot: &Slot) -> bool {
+    // What this end has shut down itself says nothing of the peer.
+    slot.shut.load(Ordering::Relaxed) == 0
+        && matches!(slot.receiving(), Ok(Some(receiving)) if !receiving.reader.is_ended(&receiving.segment))
+}
+
+/// Whether a peer that was killed has not read what was sent to it through the ring: TCP would have reset the connection, and says so
+/// once.
+fn has_lost(slot: &Slot) -> bool {
+    let unread = match slot.sending() {
+        Ok(Some(sending)) => sending.writer.unread(&sending.segment),
+        _ => 0,
+    };
+    unread > 0 && was_killed(slot) && !slot.has_told_reset.swap(true, Ordering::Relaxed)
+}
+
+/// Asks for no doorbell, because this end looks by itself.
+pub(crate) fn disarm(slot: &Slot, number: u32) {
+    if let Some(receiving) = slot.try_receiving()
+        && wait::looks_by_itself(slot, number)
+    {
+        receiving.reader.disarm(&receiving.segment);
+    }
+}
+
+/// Whether the ring has something. Without a system call.
+pub(crate) fn is_readable(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(receiving)) => receiving.reader.ring_len(&receiving.segment) != Ok(0),
+        _ => false,
+    }
+}
+
+/// When all has been read: discards doorbells, and asks for one with what comes next unless the program will look by itself. False if
+/// something has come meanwhile.
+fn quiesce(
+    slot: &Slot,
+    number: u32,
+    connection: &Connection,
+    segment: &Segment,
+    reader: &mut Reader,
+) -> io::Result<bool> {
+    reader.discard_doorbells(segment, connection);
+    keep_error(slot, reader);
+    if wait::looks_by_itself(slot, number) {
+        reader.disarm(segment);
+        fence(Ordering::SeqCst);
+        if wait::looks_by_itself(slot, number) {
+            // Something that comes now is seen at the next look.
+            return Ok(reader.ring_len(segment)? == 0);
+        }
+        // A thread has gone to sleep meanwhile.
+    }
+    Ok(reader.arm(segment, waker::wakes(number))?)
+}
+
+/// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.
+pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
+    let slot = slots::slot(number);
+    let mut receiving = slot.receiving().ok()??;
+    let Receiving { segment, reader, .. } = &mut receiving;
+    let unread = reader.unread(segment, &Connection::new(fd)).unwrap_or(0);
+    keep_error(slot, reader);
+    Some(unread)
+}
