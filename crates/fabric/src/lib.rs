@@ -426,7 +426,8 @@ impl ProtectionDomain {
 }
 
 /// Registered memory. Dropping it revokes both keys and all windows on it; memory that posted requests still need
-/// stays mapped until they are done.
+/// stays mapped until they are done. A queue pair of iWARP or shared memory keeps what its last short message was sent from, and its last
+/// one received into, mapped until the next.
 pub struct MemoryRegion(Arc<dyn RegionOps>);
 
 impl MemoryRegion {

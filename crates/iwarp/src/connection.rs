@@ -6,9 +6,10 @@
 
 use crate::mpa::{Agreement, ReadyToReceive};
 use crate::rdmap::{AtomicOp, AtomicRequest, AtomicResponse};
-use crate::regions::{LocalPiece, RegionTable, Stream};
+use crate::regions::{LocalPiece, Region, RegionTable, Stream};
 use crate::rx::Receiver;
 use crate::terminate::{self, DdpUntagged, Offending, TerminateCode};
+pub use crate::tx::Posted;
 use crate::tx::Transmitter;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -53,19 +54,28 @@ pub(crate) struct SendEntry {
 }
 
 impl SendEntry {
+    /// An entry whose bytes have been built already.
+    pub(crate) fn built(request: &SendRequest<'_>, len: u32) -> SendEntry {
+        let SendRequest { wr_id, op, flags, .. } = *request;
+        SendEntry { wr_id, op, flags, data: LocalData::Inline(SmallVec::new()), len, local: false, done: None }
+    }
+
     fn completion_op(&self) -> CompletionOp {
-        match self.op {
-            _ if self.local => CompletionOp::Bind,
-            SendOp::Send { .. } => CompletionOp::Send,
-            SendOp::Write { .. } => CompletionOp::Write,
-            SendOp::Read { .. } => CompletionOp::Read,
-            SendOp::CompareSwap { .. } => CompletionOp::CompareSwap,
-            SendOp::FetchAdd { .. } => CompletionOp::FetchAdd,
-        }
+        if self.local { CompletionOp::Bind } else { completion_op(&self.op) }
     }
 
     pub(crate) fn awaits_response(&self) -> bool {
         matches!(self.op, SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. })
+    }
+}
+
+fn completion_op(op: &SendOp) -> CompletionOp {
+    match op {
+        SendOp::Send { .. } => CompletionOp::Send,
+        SendOp::Write { .. } => CompletionOp::Write,
+        SendOp::Read { .. } => CompletionOp::Read,
+        SendOp::CompareSwap { .. } => CompletionOp::CompareSwap,
+        SendOp::FetchAdd { .. } => CompletionOp::FetchAdd,
     }
 }
 
@@ -89,6 +99,18 @@ pub(crate) struct SendQueue {
 impl SendQueue {
     pub(crate) fn get(&self, seq: u64) -> &SendEntry {
         &self.entries[(seq - self.head) as usize]
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Queues an entry that is on the wire already; its sequence number.
+    pub(crate) fn push_started(&mut self, entry: SendEntry) -> u64 {
+        let seq = self.started;
+        self.entries.push_back(entry);
+        self.started += 1;
+        seq
     }
 
     pub(crate) fn next_unstarted(&self) -> Option<&SendEntry> {
@@ -129,11 +151,15 @@ pub struct Connection {
     pub(crate) pd: u32,
     pub(crate) table: Arc<RegionTable>,
     pub(crate) agreement: Agreement,
-    caps: QueuePairCaps,
+    pub(crate) caps: QueuePairCaps,
     pub(crate) sq: SendQueue,
     pub(crate) rq: VecDeque<RecvEntry>,
     /// Where receives come from, if they are shared: one at a time, when a message begins.
     shared: Option<Arc<SharedReceives>>,
+    /// The regions of the last short message sent and of the last receive completed. The next are mostly in the same, and do without
+    /// the table and its lock then.
+    pub(crate) sent_from: Option<Arc<Region>>,
+    received_into: Option<Arc<Region>>,
     pub(crate) outstanding: VecDeque<Outstanding>,
     pub(crate) responses: ResponseQueue,
     pub(crate) tx: Transmitter,
@@ -181,6 +207,8 @@ impl Connection {
             sq: SendQueue::default(),
             rq: VecDeque::new(),
             shared,
+            sent_from: None,
+            received_into: None,
             outstanding: VecDeque::new(),
             responses: ResponseQueue::default(),
             tx: Transmitter::new(&agreement, max_ulpdu, !initiator),
@@ -238,52 +266,29 @@ impl Connection {
         Err(Error::State { qp_num: self.qp_num, state })
     }
 
-    /// Validates and queues a send request. Nothing is transmitted yet.
-    pub fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
+    /// Whether one send request more is taken.
+    ///
+    /// # Errors
+    /// As [`Connection::check_postable`]; [`Error::QueueFull`].
+    pub(crate) fn check_room(&self) -> Result<()> {
         self.check_postable()?;
         if self.sq.entries.len() >= self.caps.max_send_wr as usize {
             return Err(Error::QueueFull("send"));
         }
+        Ok(())
+    }
+
+    /// Validates and queues a send request. Nothing is transmitted yet.
+    pub fn post_send(&mut self, request: &SendRequest<'_>) -> Result<()> {
+        self.check_room()?;
         let entry = self.resolve_send(request)?;
         self.sq.entries.push_back(entry);
         Ok(())
     }
 
-    /// As [`Connection::post_send`], but what is short goes past the queues where nothing is before it: `send` is given all of its FPDU,
-    /// and returns how much of that the peer's side has taken. True if it was called; then the request is complete, or the rest of it
-    /// is what [`Connection::tx_fill`] gives next.
-    ///
-    /// # Errors
-    /// As [`Connection::post_send`]; then `send` was not called.
-    pub fn post_short(&mut self, request: &SendRequest<'_>, send: impl FnOnce(&[u8]) -> usize) -> Result<bool> {
-        self.check_postable()?;
-        if self.sq.entries.len() >= self.caps.max_send_wr as usize {
-            return Err(Error::QueueFull("send"));
-        }
-        let entry = self.resolve_send(request)?;
-        let is_first = self.sq.entries.is_empty() && !self.owes_responses();
-        let waits = entry.flags.contains(SendFlags::FENCE) && !self.outstanding.is_empty();
-        if !is_first || waits || !self.tx.build_short(&entry) {
-            self.sq.entries.push_back(entry);
-            return Ok(false);
-        }
-        let taken = send(self.tx.short());
-        if self.tx.advance_short(taken) {
-            self.report_send(&entry, Status::Success);
-            return Ok(true);
-        }
-        self.tx.mark_short(self.sq.started);
-        self.sq.started += 1;
-        self.sq.entries.push_back(entry);
-        Ok(true)
-    }
-
     /// Queues the completion of a window's binding behind what was posted before it.
     pub fn post_bind(&mut self, wr_id: u64) -> Result<()> {
-        self.check_postable()?;
-        if self.sq.entries.len() >= self.caps.max_send_wr as usize {
-            return Err(Error::QueueFull("send"));
-        }
+        self.check_room()?;
         let (op, data) = (SendOp::Send { invalidate: None }, LocalData::Inline(SmallVec::new()));
         self.sq.entries.push_back(SendEntry {
             wr_id,
@@ -311,7 +316,7 @@ impl Connection {
                 limit("elements of a request", sges.len() as u64, self.caps.max_sge.into())?;
                 let needed = if outbound { Access::empty() } else { Access::LOCAL_WRITE };
                 let mut pieces = SmallVec::new();
-                let len = self.table.resolve(self.pd, sges, needed, &mut pieces)?;
+                let len = self.table.resolve(self.pd, sges, needed, &mut None, &mut pieces)?;
                 (LocalData::Pieces(pieces), len)
             }
         };
@@ -362,7 +367,8 @@ impl Connection {
     /// [`Error::QueueFull`], [`Error::Limit`] for too many elements, [`Error::LocalProtection`] for one outside of its region.
     pub fn post_recv(&mut self, request: &RecvRequest<'_>) -> Result<()> {
         self.check_postable()?;
-        let entry = resolve_recv(&self.table, self.pd, &self.caps, self.rq.len(), request)?;
+        let posted = self.rq.len();
+        let entry = resolve_recv(&self.table, self.pd, &self.caps, posted, request, &mut self.received_into)?;
         self.rq.push_back(entry);
         Ok(())
     }
@@ -381,25 +387,30 @@ impl Connection {
 
     fn report_send(&mut self, entry: &SendEntry, status: Status) {
         if entry.flags.contains(SendFlags::SIGNALED) || status != Status::Success {
-            self.completions.push((
-                Side::Send,
-                WorkCompletion {
-                    wr_id: entry.wr_id,
-                    status,
-                    op: entry.completion_op(),
-                    len: entry.len,
-                    qp_num: self.qp_num,
-                    immediate: None,
-                    invalidated: None,
-                    solicited: false,
-                },
-            ));
+            self.complete_send(entry.wr_id, status, entry.completion_op(), entry.len);
         }
+    }
+
+    /// Reports a request that went past the queues.
+    pub(crate) fn report_short(&mut self, request: &SendRequest<'_>, len: u32) {
+        if request.flags.contains(SendFlags::SIGNALED) {
+            self.complete_send(request.wr_id, Status::Success, completion_op(&request.op), len);
+        }
+    }
+
+    fn complete_send(&mut self, wr_id: u64, status: Status, op: CompletionOp, len: u32) {
+        let qp_num = self.qp_num;
+        let (immediate, invalidated, solicited) = (None, None, false);
+        let completion = WorkCompletion { wr_id, status, op, len, qp_num, immediate, invalidated, solicited };
+        self.completions.push((Side::Send, completion));
     }
 
     /// Completes the receive at the head of the queue.
     pub(crate) fn finish_recv(&mut self, len: u32, detail: RecvDetail) {
-        let entry = self.rq.pop_front().expect("the receiver checked that a receive is posted");
+        let mut entry = self.rq.pop_front().expect("the receiver checked that a receive is posted");
+        if self.received_into.is_none() {
+            self.received_into = entry.pieces.pop().map(LocalPiece::into_region);
+        }
         self.report_recv(entry.wr_id, Status::Success, len, detail);
     }
 
@@ -585,7 +596,7 @@ impl SharedReceives {
     /// As [`Connection::post_recv`].
     pub fn post(&self, table: &RegionTable, request: &RecvRequest<'_>) -> Result<()> {
         let mut queue = self.queue.lock_unpoisoned();
-        let entry = resolve_recv(table, self.pd, &self.caps, queue.len(), request)?;
+        let entry = resolve_recv(table, self.pd, &self.caps, queue.len(), request, &mut None)?;
         queue.push_back(entry);
         Ok(())
     }
@@ -603,20 +614,22 @@ pub(crate) struct RecvDetail {
     pub(crate) solicited: bool,
 }
 
-/// Validates a receive against a queue that holds `posted` already.
+/// Validates a receive against a queue that holds `posted` already. What is `known` may be the region that it is in, and is taken
+/// then.
 pub fn resolve_recv(
     table: &RegionTable,
     pd: u32,
     caps: &QueuePairCaps,
     posted: usize,
     request: &RecvRequest<'_>,
+    known: &mut Option<Arc<Region>>,
 ) -> Result<RecvEntry> {
     if posted >= caps.max_recv_wr as usize {
         return Err(Error::QueueFull("receive"));
     }
     limit("elements of a request", request.sges.len() as u64, caps.max_sge.into())?;
     let mut pieces = SmallVec::new();
-    let capacity = table.resolve(pd, request.sges, Access::LOCAL_WRITE, &mut pieces)?;
+    let capacity = table.resolve(pd, request.sges, Access::LOCAL_WRITE, known, &mut pieces)?;
     Ok(RecvEntry { wr_id: request.wr_id, pieces, capacity })
 }
 

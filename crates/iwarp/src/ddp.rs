@@ -92,6 +92,11 @@ impl Header {
         }
     }
 
+    /// The control bytes of an untagged message in one segment, with no reserved bit set.
+    pub(crate) const fn control_of_one(opcode: Opcode) -> [u8; 2] {
+        [LAST | DDP_VERSION, RDMAP_VERSION << 6 | opcode as u8]
+    }
+
     /// Length of the header whose first byte is `first`.
     pub(crate) fn len_from_first_byte(first: u8) -> usize {
         if first & TAGGED != 0 { TAGGED_LEN } else { UNTAGGED_LEN }

@@ -77,6 +77,8 @@ mod validity;
 mod simulation;
 #[cfg(test)]
 mod simulation_hostile;
+#[cfg(test)]
+mod simulation_short;
 
 #[doc(hidden)]
 pub mod fuzzing;

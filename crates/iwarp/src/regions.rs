@@ -107,8 +107,13 @@ pub struct LocalPiece {
 
 impl LocalPiece {
     /// The region it is in.
-    pub fn region(&self) -> &Arc<Region> {
+    pub(crate) fn region(&self) -> &Arc<Region> {
         &self.region
+    }
+
+    /// As [`LocalPiece::region`].
+    pub(crate) fn into_region(self) -> Arc<Region> {
+        self.region
     }
 }
 
@@ -197,30 +202,36 @@ impl RegionTable {
         self.regions.read().unwrap_or_else(PoisonError::into_inner).by_stag.get(&stag).cloned()
     }
 
-    /// Resolves local elements, with `needed` rights, for one request of protection domain `pd`.
-    pub fn resolve(
+    /// Resolves a local element that is not empty, for a request of protection domain `pd` that needs the rights `needed`. A region
+    /// that the caller `knows` need not be looked for, if it is that one.
+    pub(crate) fn local(&self, pd: u32, sge: &Sge, needed: Access, known: Option<Arc<Region>>) -> Result<LocalPiece> {
+        let fail = |why| Error::LocalProtection { addr: sge.addr, len: sge.len.into(), lkey: sge.lkey, why };
+        let region = known.filter(|known| known.stag == sge.lkey).or_else(|| self.get(sge.lkey));
+        let region = region.filter(|r| r.is_valid()).ok_or_else(|| fail("no such key"))?;
+        if region.pd != pd {
+            return Err(fail("the key belongs to another protection domain"));
+        }
+        if !region.access.contains(needed) {
+            return Err(fail("the region was not registered for local writing"));
+        }
+        let ptr = region.locate(sge.addr, sge.len.into()).ok_or_else(|| fail("outside the region"))?;
+        Ok(LocalPiece { ptr, len: sge.len, region })
+    }
+
+    /// Resolves local elements, with `needed` rights, for one request of protection domain `pd`. What is `known` may be one of
+    /// their regions, and is taken then.
+    pub(crate) fn resolve(
         &self,
         pd: u32,
         sges: &[Sge],
         needed: Access,
+        known: &mut Option<Arc<Region>>,
         out: &mut smallvec::SmallVec<[LocalPiece; 2]>,
     ) -> Result<u64> {
         let mut total = 0;
-        for sge in sges {
-            let fail = |why| Error::LocalProtection { addr: sge.addr, len: sge.len.into(), lkey: sge.lkey, why };
+        for sge in sges.iter().filter(|sge| sge.len > 0) {
             total += u64::from(sge.len);
-            if sge.len == 0 {
-                continue;
-            }
-            let region = self.get(sge.lkey).filter(|r| r.is_valid()).ok_or_else(|| fail("no such key"))?;
-            if region.pd != pd {
-                return Err(fail("the key belongs to another protection domain"));
-            }
-            if !region.access.contains(needed) {
-                return Err(fail("the region was not registered for local writing"));
-            }
-            let ptr = region.locate(sge.addr, sge.len.into()).ok_or_else(|| fail("outside the region"))?;
-            out.push(LocalPiece { ptr, len: sge.len, region });
+            out.push(self.local(pd, sge, needed, known.take())?);
         }
         Ok(total)
     }

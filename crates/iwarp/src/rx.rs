@@ -28,6 +28,8 @@ use thruway_memory::shared;
 use thruway_rdma_types::Access;
 use thruway_rdma_types::{ConnectionError, SendOp, Status};
 
+mod short;
+
 /// Bytes of stash offered when no payload is being placed.
 const STASH_LEN: usize = 8 << 10;
 /// Bytes of stash offered behind payload: trailer, next header and a little.
@@ -272,6 +274,10 @@ impl Connection {
         while !bytes.is_empty() {
             if self.rx.phase == Phase::Stopped {
                 return Ok(());
+            }
+            if let Some(used) = self.parse_short(bytes) {
+                bytes = &bytes[used..];
+                continue;
             }
             let due = self.rx.markers && self.rx.position.is_multiple_of(MARKER_INTERVAL);
             if due || self.rx.marker_len > 0 {

@@ -10,7 +10,7 @@
 //! revoke the right to it, after which none of it may be read any more.
 
 use crate::IoVecs;
-use crate::connection::{Connection, LocalData, Outstanding, Response, SendEntry};
+use crate::connection::{Connection, LocalData, Outstanding, Response};
 use crate::crc::RunningCrc;
 use crate::ddp::{Header, TAGGED_LEN, UNTAGGED_LEN, queue};
 use crate::mpa::{Agreement, ReadyToReceive};
@@ -21,6 +21,11 @@ use smallvec::SmallVec;
 use std::collections::VecDeque;
 use thruway_memory::shared;
 use thruway_rdma_types::{SendFlags, SendOp, Status};
+
+mod short;
+
+pub use short::Posted;
+pub(crate) use short::SHORT_MAX;
 
 /// Bytes between markers (RFC 5044 §4.3).
 pub(crate) const MARKER_INTERVAL: u64 = 512;
@@ -34,7 +39,7 @@ const BATCH_SCRATCH: usize = 32 << 10;
 /// Copies stay in the processor's cache until the kernel takes them.
 const BATCH_BOUNCE: usize = 256 << 10;
 /// Payload pieces up to this size are copied beside their header: cheaper than one more iovec.
-const COPY_BELOW: usize = 256;
+const COPY_BELOW: usize = SHORT_MAX;
 
 /// Where the bytes of a piece are.
 enum Piece {
@@ -110,6 +115,9 @@ pub(crate) struct Transmitter {
 
     pieces: Vec<Piece>,
     scratch: Vec<u8>,
+    /// The FPDU of a message that goes the short way.
+    frame: Box<[u8; short::FRAME_MAX]>,
+    frame_len: usize,
     /// Payload of read responses.
     bounce: Vec<u8>,
     batch_bytes: usize,
@@ -152,6 +160,8 @@ impl Transmitter {
             control_only: false,
             pieces: Vec::new(),
             scratch: Vec::new(),
+            frame: Box::new([0; short::FRAME_MAX]),
+            frame_len: 0,
             bounce: Vec::new(),
             batch_bytes: 0,
             taken_piece: 0,
@@ -386,68 +396,6 @@ impl Transmitter {
         left.div_ceil(left.div_ceil(most)).next_multiple_of(ALIGN).min(most)
     }
 
-    /// Builds all of a short message, which is then the whole batch. False, and nothing is built, if it is not short, or something is
-    /// under construction already.
-    pub(crate) fn build_short(&mut self, entry: &SendEntry) -> bool {
-        if self.hold || self.control_only || entry.local || entry.len as usize > COPY_BELOW || !self.is_idle() {
-            return false;
-        }
-        let (header, header_len) = match entry.op {
-            SendOp::Send { invalidate } => {
-                let opcode = Opcode::send(invalidate.is_some(), entry.flags.contains(SendFlags::SOLICITED));
-                let (qn, msn) = (queue::SEND, self.msn[queue::SEND as usize]);
-                let invalidate = invalidate.unwrap_or(0);
-                (Header::Untagged { opcode, last: true, invalidate, qn, msn, mo: 0 }, UNTAGGED_LEN)
-            }
-            SendOp::Write { remote, immediate: None } => {
-                let (stag, to) = (remote.rkey, remote.addr);
-                (Header::Tagged { opcode: Opcode::Write, last: true, stag, to }, TAGGED_LEN)
-            }
-            _ => return false,
-        };
-        let len = entry.len as usize;
-        if header_len + len > usize::from(self.max_ulpdu) {
-            return false;
-        }
-        if let SendOp::Send { .. } = entry.op {
-            self.next_msn(queue::SEND);
-        }
-        self.responded = false;
-        self.begin_fpdu(&header, len);
-        match &entry.data {
-            LocalData::Inline(bytes) => self.emit_bytes(bytes),
-            LocalData::Pieces(pieces) => {
-                pieces.iter().for_each(|piece| self.emit_memory(piece.ptr, piece.len as usize))
-            }
-        }
-        self.end_fpdu(header_len + len);
-        true
-    }
-
-    /// The bytes of the batch that [`Transmitter::build_short`] has built.
-    pub(crate) fn short(&self) -> &[u8] {
-        debug_assert!(matches!(self.pieces[..], [Piece::Scratch { at: 0, len }] if len == self.scratch.len()));
-        &self.scratch
-    }
-
-    /// So many of them have been taken. True if those are all.
-    pub(crate) fn advance_short(&mut self, taken: usize) -> bool {
-        self.taken += taken as u64;
-        if taken < self.scratch.len() {
-            self.taken_offset = taken;
-            return false;
-        }
-        self.clear_batch();
-        self.last_border = self.taken;
-        self.fpdu_ends.clear();
-        true
-    }
-
-    /// The rest of the batch completes this entry of the send queue.
-    pub(crate) fn mark_short(&mut self, seq: u64) {
-        self.marks.push_back((self.position, Source::Sq(seq)));
-    }
-
     /// A message whose payload RDMAP itself defines.
     fn fixed_message(&mut self, source: Source, kind: Kind, payload: &[u8]) -> Message {
         self.fixed.clear();
@@ -467,6 +415,9 @@ impl Connection {
     /// for the kernel to take.
     pub fn tx_fill(&mut self) -> bool {
         if self.tx.pieces.is_empty() {
+            if !self.has_unsent() {
+                return false;
+            }
             while self.tx.batch_bytes < BATCH_BYTES
                 && self.tx.pieces.len() < BATCH_PIECES
                 && self.tx.scratch.len() < BATCH_SCRATCH
@@ -483,6 +434,11 @@ impl Connection {
             }
         }
         !self.tx.pieces.is_empty()
+    }
+
+    /// Whether there is something that has not been handed over yet, though it may have to wait for the peer.
+    pub fn has_unsent(&self) -> bool {
+        !self.tx.is_idle() || self.sq.next_unstarted().is_some() || self.owes_responses()
     }
 
     /// Bytes that the kernel has taken so far.

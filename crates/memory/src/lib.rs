@@ -151,6 +151,7 @@ impl Drop for Buffer {
 /// By relaxed atomics, of words where the memory is aligned: whoever races gets some mixture of old and new
 /// bytes, as on every RDMA device, and never undefined behaviour.
 pub mod shared {
+    use std::mem::MaybeUninit;
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
     const WORD: usize = 8;
@@ -160,19 +161,35 @@ pub mod shared {
     /// # Safety
     /// `from..from + to.len()` must be mapped, and apart from `to`.
     pub unsafe fn load(from: *const u8, to: &mut [u8]) {
-        let mut at = 0;
-        while at < to.len() {
-            let ptr = from.wrapping_add(at).cast_mut();
-            if ptr.addr().is_multiple_of(WORD) && to.len() - at >= WORD {
-                // SAFETY: mapped, by the caller's promise, and aligned.
-                let word = unsafe { AtomicU64::from_ptr(ptr.cast()) }.load(Relaxed);
-                to[at..at + WORD].copy_from_slice(&word.to_ne_bytes());
-                at += WORD;
-            } else {
-                // SAFETY: mapped, by the caller's promise.
-                to[at] = unsafe { AtomicU8::from_ptr(ptr) }.load(Relaxed);
-                at += 1;
-            }
+        // SAFETY: what is initialised may be overwritten, with what is as well.
+        let to = unsafe { &mut *(std::ptr::from_mut(to) as *mut [MaybeUninit<u8>]) };
+        // SAFETY: the caller's promise.
+        unsafe { fill(from, to) };
+    }
+
+    /// Initialises all of `to`.
+    ///
+    /// # Safety
+    /// As for [`load`].
+    unsafe fn fill(from: *const u8, to: &mut [MaybeUninit<u8>]) {
+        let (first, rest) = to.split_at_mut(until_aligned(from).min(to.len()));
+        let (words, last) = rest.as_chunks_mut::<WORD>();
+        let mut from = from.cast_mut();
+        // SAFETY: mapped, by the caller's promise.
+        let byte = |ptr: *mut u8| MaybeUninit::new(unsafe { AtomicU8::from_ptr(ptr) }.load(Relaxed));
+        for to in first {
+            *to = byte(from);
+            from = from.wrapping_add(1);
+        }
+        for to in words {
+            // SAFETY: mapped, by the caller's promise, and aligned.
+            let word = unsafe { AtomicU64::from_ptr(from.cast()) }.load(Relaxed);
+            *to = word.to_ne_bytes().map(MaybeUninit::new);
+            from = from.wrapping_add(WORD);
+        }
+        for to in last {
+            *to = byte(from);
+            from = from.wrapping_add(1);
         }
     }
 
@@ -181,20 +198,29 @@ pub mod shared {
     /// # Safety
     /// `to..to + from.len()` must be mapped writable, and apart from `from`.
     pub unsafe fn store(to: *mut u8, from: &[u8]) {
-        let mut at = 0;
-        while at < from.len() {
-            let ptr = to.wrapping_add(at);
-            if ptr.addr().is_multiple_of(WORD) && from.len() - at >= WORD {
-                let word = u64::from_ne_bytes(from[at..at + WORD].try_into().expect("8 bytes"));
-                // SAFETY: mapped, by the caller's promise, and aligned.
-                unsafe { AtomicU64::from_ptr(ptr.cast()) }.store(word, Relaxed);
-                at += WORD;
-            } else {
-                // SAFETY: mapped, by the caller's promise.
-                unsafe { AtomicU8::from_ptr(ptr) }.store(from[at], Relaxed);
-                at += 1;
-            }
+        let (first, rest) = from.split_at(until_aligned(to).min(from.len()));
+        let (words, last) = rest.as_chunks::<WORD>();
+        let mut to = to;
+        // SAFETY: mapped, by the caller's promise.
+        let set = |ptr: *mut u8, byte| unsafe { AtomicU8::from_ptr(ptr) }.store(byte, Relaxed);
+        for &byte in first {
+            set(to, byte);
+            to = to.wrapping_add(1);
         }
+        for &word in words {
+            // SAFETY: mapped, by the caller's promise, and aligned.
+            unsafe { AtomicU64::from_ptr(to.cast()) }.store(u64::from_ne_bytes(word), Relaxed);
+            to = to.wrapping_add(WORD);
+        }
+        for &byte in last {
+            set(to, byte);
+            to = to.wrapping_add(1);
+        }
+    }
+
+    /// Bytes from here to the next address of a word.
+    fn until_aligned(ptr: *const u8) -> usize {
+        ptr.addr().wrapping_neg() % WORD
     }
 
     /// Copies memory that another process may change meanwhile, or to where it may, at the speed of the C library's `memcpy`. What
@@ -219,10 +245,12 @@ pub mod shared {
     /// # Safety
     /// `from..from + len` must be mapped.
     pub unsafe fn append(to: &mut Vec<u8>, from: *const u8, len: usize) {
-        let at = to.len();
-        to.resize(at + len, 0);
-        // SAFETY: the caller's promise; a vector of ours is nobody's registered memory.
-        unsafe { load(from, &mut to[at..]) };
+        to.reserve(len);
+        // SAFETY: the caller's promise; a vector of ours is nobody's registered memory. It is as long afterwards as has been filled.
+        unsafe {
+            fill(from, &mut to.spare_capacity_mut()[..len]);
+            to.set_len(to.len() + len);
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use super::doorbell::{Doorbell, Whom};
 use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
 use super::set_up::{Room, SetUp};
-use super::shared::{CompletionQueueHandle, CompletionRing, SharedHandle, SharedQueue};
+use super::shared::{CompletionQueueHandle, CompletionRing, Polled, SharedHandle, SharedQueue};
 use super::socket;
 use super::transport::Socket;
 use crate::provider::{CompletionQueueOps, DeviceOps, Event, ListenerOps, QueuePairOps, RegionOps, SharedReceiveOps};
@@ -188,8 +188,6 @@ pub(super) struct Context {
     abandoned: AtomicBool,
     /// Counts completions and events not polled yet, and queue pairs in `ready`.
     doorbell: Doorbell,
-    /// Something has come or gone since that was last asked.
-    moved: AtomicBool,
     /// Threads in `wait`, by the descriptor that wakes each.
     sleepers: Mutex<Vec<Arc<OwnedFd>>>,
     /// Nanoseconds to spin before sleeping: grows while spinning pays, shrinks while it does not.
@@ -274,7 +272,6 @@ impl Context {
             abandoned: AtomicBool::new(false),
             sleepers: Mutex::default(),
             doorbell: Doorbell::default(),
-            moved: AtomicBool::new(false),
             spin: AtomicU64::new(0),
         }))
     }
@@ -421,15 +418,6 @@ impl Context {
         self.live_version.fetch_add(1, Ordering::Release);
     }
 
-    /// A queue pair has received or sent something.
-    pub(super) fn note_move(&self) {
-        self.moved.store(true, Ordering::Relaxed);
-    }
-
-    fn has_moved(&self) -> bool {
-        self.moved.load(Ordering::Relaxed) && self.moved.swap(false, Ordering::Relaxed)
-    }
-
     /// The queue pair could do more without waiting.
     pub(super) fn mark_ready(&self, id: u64) {
         let mut ready = self.ready.lock_unpoisoned();
@@ -548,6 +536,11 @@ impl Context {
 
     /// One pass over everything that can move without waiting.
     pub(super) fn drive(self: &Arc<Context>) {
+        self.drive_for(None);
+    }
+
+    /// As [`Context::drive`], for somebody who polls a completion queue.
+    pub(super) fn drive_for(self: &Arc<Context>, mut polled: Option<&mut Polled<'_>>) {
         let mut driver = match self.driver.try_lock() {
             Ok(driver) => driver,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -580,10 +573,11 @@ impl Context {
             if driver.streak < streak {
                 // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
-                for qp in &driver.hot {
-                    qp.progress(tried);
+                let mut moved = false;
+                for qp in driver.hot.iter().filter(|qp| !qp.has_nothing()) {
+                    moved |= qp.poll(tried, polled.as_deref_mut());
                 }
-                driver.idle = if self.has_moved() { 0 } else { driver.idle.saturating_add(1) };
+                driver.idle = if moved { 0 } else { driver.idle.saturating_add(1) };
                 let yields = driver.all_by_shm && driver.idle > IDLE_MAX;
                 if yields {
                     // A yield may take as long as others like: what epoll knows is not to wait for many.

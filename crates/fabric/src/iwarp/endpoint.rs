@@ -1,19 +1,20 @@
 //! A queue pair and its socket: set-up, transfer, orderly end.
 
 use super::device::Context;
-use super::shared::{CompletionRing, SharedQueue};
+use super::shared::{CompletionRing, Polled, SharedQueue};
 use super::socket;
 use super::transport::{Moved, Socket, Transport};
 use crate::ConnectionInfo;
 use crate::provider::{Event, QueuePairOps, RegionOps};
+use crate::shm::Glance;
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use thruway_iwarp::IoVecs;
-use thruway_iwarp::connection::{self, Connection, ConnectionConfig, RecvEntry, Side};
+use thruway_iwarp::connection::{self, Connection, ConnectionConfig, Posted, RecvEntry, Side};
 use thruway_iwarp::mpa::{self, Agreement, Frame, Preferences};
 use thruway_iwarp::regions::Stream;
 use thruway_rdma_types::Access;
@@ -44,8 +45,10 @@ pub(super) struct Endpoint {
     caps: QueuePairCaps,
     /// Where receives come from, if they are shared.
     shared: Option<Arc<SharedQueue>>,
-    /// It is connected through shared memory.
-    is_by_shm: AtomicBool,
+    /// It is connected through shared memory, at which those who poll may look without the lock.
+    glance: OnceLock<Arc<Glance>>,
+    /// There is more to do than to receive what comes. Changes under the lock.
+    is_busy: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -146,24 +149,35 @@ impl Endpoint {
             recv_cq,
             caps,
             shared,
-            is_by_shm: AtomicBool::new(false),
+            glance: OnceLock::new(),
+            is_busy: AtomicBool::new(true),
             state: Mutex::new(state),
         }
     }
 
     pub(super) fn is_by_shm(&self) -> bool {
-        self.is_by_shm.load(Ordering::Relaxed)
+        self.glance.get().is_some()
+    }
+
+    /// Whether polling it would do nothing, as far as can be told without the lock: a poll finds out what this does not tell.
+    pub(super) fn has_nothing(&self) -> bool {
+        self.glance.get().is_some_and(|glance| glance.sees_nothing()) && !self.is_busy.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock_unpoisoned()
     }
 
-    fn deliver(&self, completions: &mut Vec<(Side, WorkCompletion)>) {
+    /// Hands completions to those who poll for them now, or to their queues.
+    fn deliver(&self, completions: &mut Vec<(Side, WorkCompletion)>, mut polled: Option<&mut Polled<'_>>) {
         for (side, completion) in completions.drain(..) {
-            match side {
-                Side::Send => self.send_cq.push(completion),
-                Side::Recv => self.recv_cq.push(completion),
+            let ring = match side {
+                Side::Send => &self.send_cq,
+                Side::Recv => &self.recv_cq,
+            };
+            match &mut polled {
+                Some(polled) if polled.takes(ring) => polled.put(completion),
+                _ => ring.push(completion),
             }
         }
     }
@@ -185,7 +199,7 @@ impl Endpoint {
         // Before anything can come of the connection, its end included.
         self.ctx.push_event(Event::Established { qp_num: self.number, private_data: Vec::new() });
         self.go_live(&mut guard, transport, (peer, local), agreement, false, preamble, &[]);
-        let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false });
+        let turn = self.serve(&mut guard, Readiness { readable: true, writable: true, hung_up: false }, None);
         drop(guard);
         self.after(turn);
         Ok(())
@@ -214,7 +228,9 @@ impl Endpoint {
             max_ulpdu,
         });
         connection.adopt_receives(std::mem::take(&mut state.posted));
-        self.is_by_shm.store(matches!(transport, Transport::Shm(_)), Ordering::Relaxed);
+        if let Transport::Shm(channel) = &transport {
+            let _ = self.glance.set(channel.glance());
+        }
         let on = |b: bool| if b { "on" } else { "off" };
         state.info = Some(ConnectionInfo {
             peer,
@@ -254,10 +270,20 @@ impl Endpoint {
 
     /// Something happened on the socket, or this queue pair's turn has come.
     pub(super) fn progress(&self, socket: Readiness) {
+        self.poll(socket, None);
+    }
+
+    /// As [`Endpoint::progress`], for somebody who polls a completion queue. True if something has come or gone.
+    pub(super) fn poll(&self, socket: Readiness, polled: Option<&mut Polled<'_>>) -> bool {
         let mut guard = self.lock();
-        let turn = self.serve(&mut guard, socket);
+        let turn = self.serve(&mut guard, socket, polled);
+        let moved = match &mut guard.phase {
+            Phase::Live(live) => std::mem::take(&mut live.moved),
+            _ => false,
+        };
         drop(guard);
         self.after(turn);
+        moved
     }
 
     /// Has the device told of what comes on a live connection, or not: then it is only seen by trying.
@@ -318,13 +344,13 @@ impl Endpoint {
         live.connection.fail_lost(ConnectionError::TimedOut);
         live.connection.tx_abandon();
         live.ended = true;
-        self.settle(state);
+        self.settle(state, None);
     }
 
     /// As [`Endpoint::serve_now`]. A panic, which would be a fault of ours that a peer has found, ends this
     /// connection and no other.
-    fn serve(&self, state: &mut State, socket: Readiness) -> Turn {
-        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve_now(state, socket)));
+    fn serve(&self, state: &mut State, socket: Readiness, polled: Option<&mut Polled<'_>>) -> Turn {
+        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve_now(state, socket, polled)));
         served.unwrap_or_else(|_| {
             self.contain(state);
             Turn::Waiting
@@ -339,7 +365,7 @@ impl Endpoint {
         self.ctx.live_changed();
     }
 
-    fn serve_now(&self, state: &mut State, socket: Readiness) -> Turn {
+    fn serve_now(&self, state: &mut State, socket: Readiness, polled: Option<&mut Polled<'_>>) -> Turn {
         match &mut state.phase {
             Phase::Idle | Phase::Over => Turn::Waiting,
             Phase::Connecting(_) => self.advance_connect(state),
@@ -366,33 +392,30 @@ impl Endpoint {
                     live.hung_up = true;
                     live.transport.note_hang_up();
                 }
-                self.serve_live(state)
+                self.serve_live(state, polled)
             }
         }
     }
 
-    fn serve_live(&self, state: &mut State) -> Turn {
+    fn serve_live(&self, state: &mut State, polled: Option<&mut Polled<'_>>) -> Turn {
         let State { phase: Phase::Live(live), iovecs, .. } = state else { return Turn::Waiting };
         let received = receive(live, iovecs);
         let sent = transmit(live, iovecs);
-        if std::mem::take(&mut live.moved) {
-            self.ctx.note_move();
-        }
         if live.connection.is_over() {
             live.connection.fail_lost(ConnectionError::Closed);
         }
         // What was received may have been a request for something to send, and the other way
         // round a full pipe may have been emptied; one pass of each is enough per turn.
-        if self.settle(state) {
+        if self.settle(state, polled) {
             return Turn::Waiting;
         }
         if received == Turn::Unfinished || sent == Turn::Unfinished { Turn::Unfinished } else { Turn::Waiting }
     }
 
     /// Moves an end on, after the queues have had their turn. True if the connection is no longer live.
-    fn settle(&self, state: &mut State) -> bool {
+    fn settle(&self, state: &mut State, polled: Option<&mut Polled<'_>>) -> bool {
         let Phase::Live(live) = &mut state.phase else { return true };
-        self.deliver(&mut live.connection.completions);
+        self.deliver(&mut live.connection.completions, polled);
         let failed = live.connection.failure.is_some();
         if failed && live.connection.tx_idle() {
             self.wind_up(state);
@@ -406,6 +429,10 @@ impl Endpoint {
             let patience = if failed { LINGER } else { CLOSE_TIMEOUT };
             live.deadline = Some((Instant::now() + patience, live.connection.sent()));
             self.ctx.start_timer();
+        }
+        let is_busy = failed || live.readable || live.connection.is_closing() || live.connection.has_unsent();
+        if self.is_busy.load(Ordering::Relaxed) != is_busy {
+            self.is_busy.store(is_busy, Ordering::Relaxed);
         }
         false
     }
@@ -439,7 +466,7 @@ impl Endpoint {
     /// Ends a connection that never came up.
     fn end(&self, state: &mut State, cause: ConnectionError) {
         self.over(state);
-        self.deliver(&mut connection::flush_receives(self.number, std::mem::take(&mut state.posted)));
+        self.deliver(&mut connection::flush_receives(self.number, std::mem::take(&mut state.posted)), None);
         self.announce_end(state, cause);
     }
 
@@ -495,7 +522,7 @@ impl Endpoint {
                         if let Phase::Live(live) = &mut state.phase {
                             live.connection.fail_protocol(code, None);
                         }
-                        self.serve_live(state)
+                        self.serve_live(state, None)
                     }
                     Ok(agreement) => {
                         if !self.connected(state, agreement, used) {
@@ -503,7 +530,7 @@ impl Endpoint {
                         }
                         self.ctx
                             .push_event(Event::Established { qp_num: self.number, private_data: frame.private_data });
-                        self.serve_live(state)
+                        self.serve_live(state, None)
                     }
                 }
             }
@@ -526,8 +553,11 @@ impl Endpoint {
             return Err((0, Error::State { qp_num: self.number, state: name }));
         };
         let mut result = Ok(());
+        let mut all_sent = false;
         if let [request] = requests {
-            result = post_one(live, &mut state.iovecs, request).map_err(|error| (0, error));
+            let posted = post_one(live, &mut state.iovecs, request);
+            all_sent = matches!(posted, Ok(Posted::Sent));
+            result = posted.map(drop).map_err(|error| (0, error));
         } else {
             for (index, request) in requests.iter().enumerate() {
                 if let Err(error) = live.connection.post_send(request) {
@@ -536,8 +566,8 @@ impl Endpoint {
                 }
             }
         }
-        let sent = transmit(live, &mut state.iovecs);
-        self.settle(state);
+        let sent = if all_sent { Turn::Waiting } else { transmit(live, &mut state.iovecs) };
+        self.settle(state, None);
         drop(guard);
         self.after(sent);
         result
@@ -627,13 +657,14 @@ fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
 }
 
 /// Posts a request that is alone, and sends it at once if it can be.
-fn post_one(live: &mut Live, iovecs: &mut IoVecs, request: &SendRequest<'_>) -> Result<()> {
+fn post_one(live: &mut Live, iovecs: &mut IoVecs, request: &SendRequest<'_>) -> Result<Posted> {
     let Live { transport, connection, preamble, writable, moved, .. } = live;
     if !*writable || !preamble.is_empty() {
-        return connection.post_send(request);
+        connection.post_send(request)?;
+        return Ok(Posted::Queued);
     }
     let mut failed = None;
-    connection.post_short(request, |bytes| {
+    let posted = connection.post_short(request, |bytes| {
         let piece = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
         // SAFETY: it describes the bytes.
         match unsafe { transport.send(&[piece]) } {
@@ -655,7 +686,7 @@ fn post_one(live: &mut Live, iovecs: &mut IoVecs, request: &SendRequest<'_>) -> 
     if let Some(error) = failed {
         send_failed(live, iovecs, &error);
     }
-    Ok(())
+    Ok(posted)
 }
 
 fn send_failed(live: &mut Live, iovecs: &mut IoVecs, error: &std::io::Error) {
@@ -722,8 +753,9 @@ impl QueuePairOps for Endpoint {
         match &mut state.phase {
             Phase::Live(live) => live.connection.post_recv(request),
             Phase::Idle | Phase::Connecting(_) => {
+                let posted = state.posted.len();
                 let entry =
-                    connection::resolve_recv(self.ctx.table(), self.pd, &self.caps, state.posted.len(), request)?;
+                    connection::resolve_recv(self.ctx.table(), self.pd, &self.caps, posted, request, &mut None)?;
                 state.posted.push_back(entry);
                 Ok(())
             }
@@ -750,7 +782,7 @@ impl QueuePairOps for Endpoint {
             live.connection.post_bind(wr_id)?;
         }
         let sent = transmit(live, &mut state.iovecs);
-        self.settle(state);
+        self.settle(state, None);
         drop(guard);
         self.after(sent);
         Ok(window)
@@ -784,7 +816,7 @@ impl QueuePairOps for Endpoint {
         match &mut guard.phase {
             Phase::Live(live) => {
                 live.connection.close();
-                let turn = self.serve(&mut guard, Readiness::default());
+                let turn = self.serve(&mut guard, Readiness::default(), None);
                 drop(guard);
                 self.after(turn);
             }

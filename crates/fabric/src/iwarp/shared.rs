@@ -65,15 +65,39 @@ impl CompletionRing {
     }
 }
 
+/// Somebody who polls a completion queue that was empty, and takes what comes without its being queued.
+pub(super) struct Polled<'a> {
+    ring: &'a CompletionRing,
+    out: &'a mut Vec<WorkCompletion>,
+    /// Completions that are still wanted.
+    room: usize,
+}
+
+impl Polled<'_> {
+    /// Whether a completion for this queue goes here. Not if the queue has any: those came first. Who asks holds the lock of the queue
+    /// pair that the completion is of, and so sees all that it has queued.
+    pub(super) fn takes(&self, ring: &CompletionRing) -> bool {
+        std::ptr::eq(self.ring, ring) && self.room > 0 && ring.is_empty.load(Ordering::Acquire)
+    }
+
+    pub(super) fn put(&mut self, completion: WorkCompletion) {
+        self.out.push(completion);
+        self.room -= 1;
+    }
+}
+
 pub(super) struct CompletionQueueHandle(pub(super) Arc<CompletionRing>);
 
 impl CompletionQueueOps for CompletionQueueHandle {
     fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        match self.0.take(out, max) {
-            0 => {
-                self.0.ctx.drive();
-                self.0.take(out, max)
-            }
+        let queued = self.0.take(out, max);
+        if queued > 0 {
+            return queued;
+        }
+        let mut polled = Polled { ring: &self.0, out, room: max };
+        self.0.ctx.drive_for(Some(&mut polled));
+        match max - polled.room {
+            0 => self.0.take(out, max),
             n => n,
         }
     }

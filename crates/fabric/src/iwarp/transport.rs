@@ -25,7 +25,7 @@ pub(super) enum Transport {
 pub(super) enum Moved {
     /// Nothing, until an event says otherwise.
     Nothing,
-    /// So many bytes; what is behind them is announced by an event.
+    /// So many bytes; what is behind them is announced by an event, or seen at the next poll.
     Last(usize),
     /// So many bytes, and there may be more. None at the end of the stream.
     Some(usize),
@@ -140,7 +140,11 @@ impl Transport {
             Transport::Shm(channel) => {
                 // SAFETY: the caller's promise.
                 let n = unsafe { channel.receive(iov) }?;
-                Ok(n.map_or(Moved::Nothing, Moved::Some))
+                Ok(match n {
+                    None => Moved::Nothing,
+                    Some(n) if n > 0 && !channel.may_have_more() => Moved::Last(n),
+                    Some(n) => Moved::Some(n),
+                })
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Connections: a Unix socket to make them by and to call each other over, and the rings.
 
 use super::Config;
-use super::ring::{End, Memory, Reader, Writer};
+use super::ring::{End, Glance, Memory, Reader, Writer};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -235,7 +235,13 @@ impl Channel {
         Channel { fd, writer, reader, is_called: true, peer_is_gone: false }
     }
 
+    /// For those who poll.
+    pub(crate) fn glance(&self) -> Arc<Glance> {
+        self.reader.glance()
+    }
+
     /// As [`crate::iwarp`]'s of TCP: `Ok(None)` if nothing can be received now, `Ok(Some(0))` at the end.
+    /// [`Channel::may_have_more`] says whether to try again.
     ///
     /// # Safety
     /// Every element must describe writable memory that nothing borrows.
@@ -261,6 +267,12 @@ impl Channel {
                 return Ok(None);
             }
         }
+    }
+
+    /// Whether there may be something behind what has just been received. An end that looks by itself sees at its next look what has
+    /// come meanwhile; one that is called has to ask for that.
+    pub(crate) fn may_have_more(&self) -> bool {
+        self.is_called || !self.reader.is_drained()
     }
 
     /// As [`crate::iwarp`]'s of TCP: `Ok(None)` if nothing can be sent now.

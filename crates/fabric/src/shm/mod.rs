@@ -19,6 +19,7 @@ mod channel;
 mod ring;
 
 pub(crate) use channel::{Channel, Listener, Socket, listen, start_connect};
+pub(crate) use ring::Glance;
 
 use crate::{Device, Result};
 

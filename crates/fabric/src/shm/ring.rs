@@ -104,7 +104,8 @@ impl Memory {
     pub(crate) fn ends(self: &Arc<Memory>, end: End) -> (Writer, Reader) {
         let (out, inward) = if end == End::Connecting { (0, 1) } else { (1, 0) };
         let writer = Writer { memory: Arc::clone(self), direction: out, written: 0, read: 0 };
-        (writer, Reader { memory: Arc::clone(self), direction: inward, read: 0, released: 0, written: 0 })
+        let glance = Arc::new(Glance { memory: Arc::clone(self), direction: inward, read: AtomicU64::new(0) });
+        (writer, Reader { glance, read: 0, released: 0, written: 0 })
     }
 }
 
@@ -131,10 +132,30 @@ pub(crate) struct Writer {
     read: u64,
 }
 
-/// Bytes from the peer.
-pub(crate) struct Reader {
+/// A look at a ring past its reader, which others may have locked. It is for those who poll, and find nothing mostly.
+pub(crate) struct Glance {
     memory: Arc<Memory>,
     direction: usize,
+    /// The reader's position.
+    read: AtomicU64,
+}
+
+impl Glance {
+    fn control(&self) -> &Control {
+        self.memory.control(self.direction)
+    }
+
+    /// Whether the reader would find nothing, not the end either.
+    pub(crate) fn sees_nothing(&self) -> bool {
+        let control = self.control();
+        control.written.load(Ordering::Relaxed) == self.read.load(Ordering::Relaxed)
+            && control.ended.load(Ordering::Relaxed) == 0
+    }
+}
+
+/// Bytes from the peer.
+pub(crate) struct Reader {
+    glance: Arc<Glance>,
     read: u64,
     /// What of it the peer knows.
     released: u64,
@@ -242,14 +263,22 @@ impl Writer {
 
 impl Reader {
     fn control(&self) -> &Control {
-        self.memory.control(self.direction)
+        self.glance.control()
+    }
+
+    fn memory(&self) -> &Memory {
+        &self.glance.memory
+    }
+
+    pub(crate) fn glance(&self) -> Arc<Glance> {
+        Arc::clone(&self.glance)
     }
 
     /// Bytes that are there; looks at the peer's position if there are none.
     fn available(&mut self) -> Result<usize, BrokenRing> {
         if self.written == self.read {
             let written = self.control().written.load(Ordering::Acquire);
-            if written < self.written || written - self.read > self.memory.size as u64 {
+            if written < self.written || written - self.read > self.memory().size as u64 {
                 return Err(BrokenRing);
             }
             self.written = written;
@@ -263,7 +292,7 @@ impl Reader {
     /// Every element must describe writable memory that nothing borrows.
     pub(crate) unsafe fn read(&mut self, pieces: &[libc::iovec]) -> Result<usize, BrokenRing> {
         let mut available = self.available()?;
-        let size = self.memory.size;
+        let size = self.memory().size;
         let mut copied = 0;
         for piece in pieces {
             if available == 0 {
@@ -272,7 +301,7 @@ impl Reader {
             let len = piece.iov_len.min(available);
             let at = self.read as usize & (size - 1);
             let first = len.min(size - at);
-            let (from, to) = (self.memory.data(self.direction), piece.iov_base.cast::<u8>());
+            let (from, to) = (self.memory().data(self.glance.direction), piece.iov_base.cast::<u8>());
             // SAFETY: `at + first` and `len - first` are inside the ring; the caller's promise for `to`.
             unsafe {
                 shared::copy(to, from.add(at), first);
@@ -284,6 +313,7 @@ impl Reader {
             copied += len;
             available -= len;
         }
+        self.glance.read.store(self.read, Ordering::Relaxed);
         Ok(copied)
     }
 
@@ -291,7 +321,7 @@ impl Reader {
     /// the peer waits for it and is to be called.
     #[must_use]
     pub(crate) fn release(&mut self) -> bool {
-        if self.read - self.released < self.memory.size as u64 / 8 {
+        if self.read - self.released < self.memory().size as u64 / 8 {
             return false;
         }
         self.released = self.read;
@@ -303,8 +333,13 @@ impl Reader {
         }
         // Not for a few bytes: a call costs more than they do. What is in the ring keeps this end reading.
         let written = self.control().written.load(Ordering::Relaxed);
-        let is_full = written.wrapping_sub(self.read) > self.memory.size as u64 / 2;
+        let is_full = written.wrapping_sub(self.read) > self.memory().size as u64 / 2;
         !is_full && waits.swap(0, Ordering::SeqCst) != 0
+    }
+
+    /// Whether all has been read that was there when the peer's position was last looked at.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.written == self.read
     }
 
     /// Whether all has been read that will ever come.
