@@ -3,7 +3,7 @@
 
 use super::link::{self, Link, Pace};
 use super::{Op, Test, Wait};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 use thruway_cli::Common;
@@ -21,7 +21,7 @@ pub(super) struct Server {
     device: Device,
     listener: Listener,
     cq: CompletionQueue,
-    sessions: HashMap<u32, Session>,
+    sessions: BTreeMap<u32, Session>,
 }
 
 struct Session {
@@ -36,10 +36,12 @@ struct Session {
 
 impl Session {
     fn received(&mut self, wc: &WorkCompletion) -> Result<(), String> {
-        self.link.recv(wc.wr_id, self.test.size)?;
         if self.test.lat {
-            return self.link.post(0, Op::Send, self.test.size);
+            // There are more receives: this one need not be back before the peer has its answer.
+            self.link.post(0, Op::Send, self.test.size)?;
+            return self.link.recv(wc.wr_id, self.test.size);
         }
+        self.link.recv(wc.wr_id, self.test.size)?;
         let (due, room) = self.pace.received(wc.len);
         if due {
             self.link.return_room()?;
@@ -61,7 +63,7 @@ impl Server {
         let device = fabric.open().map_err(|e| e.to_string())?;
         let listener = device.listen(addr, &ListenOptions::default()).map_err(|e| e.to_string())?;
         let cq = device.create_cq(QUEUE.min(device.attributes().max_cqe)).map_err(|e| e.to_string())?;
-        Ok(Server { device, listener, cq, sessions: HashMap::new() })
+        Ok(Server { device, listener, cq, sessions: BTreeMap::new() })
     }
 
     pub(super) fn addr(&self) -> SocketAddr {
@@ -92,13 +94,16 @@ impl Server {
             let auto_progress = self.device.attributes().auto_progress;
             let spinning = self.sessions.values().any(|s| s.test.is_polled_for(auto_progress));
             let wait = if spinning { Wait::Poll } else { Wait::Event };
+            let watches_memory = self.sessions.values().any(|s| s.test.watches_memory());
             // Events are looked at now and then even while completions come thick and fast.
             for _ in 0..4096 {
                 let n = link::poll(&self.device, &self.cq, &mut completed, wait, Duration::from_millis(100))?;
                 for wc in completed.drain(..) {
                     self.complete(&wc);
                 }
-                self.echo_writes();
+                if watches_memory {
+                    self.echo_writes();
+                }
                 if n == 0 && wait == Wait::Event {
                     break;
                 }
