@@ -139,3 +139,65 @@ impl SharedReceiveOps for SharedHandle {
         self
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::iwarp::Config;
+    use crate::{Access, Buffer, ConnectParams, ConnectionEvent, ListenOptions, Payload, QueuePairCaps};
+    use crate::{SendFlags, SendOp, SendRequest};
+
+    /// What comes while somebody is about to poll, and another has queued something meanwhile, stays behind that.
+    #[test]
+    fn what_is_queued_is_taken_before_what_comes() {
+        let (near, far) = (Config::default().open().unwrap(), Config::default().open().unwrap());
+        let listener = near.listen("127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).unwrap();
+        let side = |device: &crate::Device| {
+            let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
+            let caps = QueuePairCaps { max_send_wr: 8, max_recv_wr: 8, max_sge: 1 };
+            let qp = pd.create_qp(&cq, &cq, caps).unwrap();
+            let region = pd.register(&Arc::new(Buffer::new(4096).unwrap()), Access::LOCAL_WRITE).unwrap();
+            (cq, qp, region)
+        };
+        let ((cq, receiver, region), (_cq, sender, _region)) = (side(&near), side(&far));
+        for wr_id in 0..2 {
+            receiver.post_recv(&RecvRequest { wr_id, sges: &[region.sge(0, 64)] }).unwrap();
+        }
+        sender.connect(listener.local_addr(), &ConnectParams::default()).unwrap();
+        let mut established = 0;
+        while established < 2 {
+            for device in [&near, &far] {
+                match device.poll_event() {
+                    Some(ConnectionEvent::Request(request)) => {
+                        request.accept(&receiver, &ConnectParams::default()).unwrap();
+                    }
+                    Some(ConnectionEvent::Established { .. }) => established += 1,
+                    _ => {}
+                }
+            }
+        }
+        let send = || {
+            let (op, payload, flags) = (SendOp::Send { invalidate: None }, Payload::Inline(b"x"), SendFlags::SIGNALED);
+            sender.post_send(&SendRequest { wr_id: 9, op, payload, flags }).unwrap();
+            far.progress();
+        };
+        let ring = &cq.ops.as_any().downcast_ref::<CompletionQueueHandle>().unwrap().0;
+        let poll = || {
+            let mut out = Vec::new();
+            ring.ctx.drive_for(Some(&mut Polled { ring, out: &mut out, room: 8 }));
+            out.iter().map(|wc| wc.wr_id).collect::<Vec<_>>()
+        };
+        send();
+        while ring.is_empty.load(Ordering::Acquire) {
+            near.progress();
+        }
+        send();
+        // It may take some looks until the second has come.
+        while ring.queue.lock_unpoisoned().as_ref().unwrap().len() < 2 {
+            assert_eq!(poll(), []);
+        }
+        let mut out = Vec::new();
+        assert_eq!(cq.poll(&mut out, 8), 2);
+        assert_eq!(out.iter().map(|wc| wc.wr_id).collect::<Vec<_>>(), [0, 1]);
+    }
+}

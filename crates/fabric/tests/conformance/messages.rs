@@ -1,6 +1,7 @@
 //! Sends, writes, reads and atomics, and the order that they keep.
 
 use super::*;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) fn send_and_receive(lab: &Lab) {
     let (mut a, mut b) = lab.pair();
@@ -255,6 +256,55 @@ pub(crate) fn posting_from_another_thread(lab: &Lab) {
         lab.ok(&mut b, id);
         lab.ok(&mut a, id);
     }
+}
+
+/// One thread posts, another polls; what is short, what is long and what meets a full transport are completed by either.
+pub(crate) fn order_is_kept_between_threads(lab: &Lab) {
+    const COUNT: u64 = 5_000;
+    const DEPTH: u64 = 64;
+    let len_of = |id: u64| [8, 64, 300, 8, 2000][id as usize % 5];
+    let (a, b) = lab.pair();
+    (0..DEPTH).for_each(|id| b.recv(id, 0, 2000));
+    let (received, sent) = (AtomicU64::new(0), AtomicU64::new(0));
+    let start = Instant::now();
+    // The next completions of this kind, each behind the one before.
+    let take = |side: &Side, op: CompletionOp, next: &mut u64| {
+        let mut out = Vec::new();
+        // One, some, or all that there are.
+        side.cq.poll(&mut out, [1, 3, 64][*next as usize % 3]);
+        for wc in out {
+            assert_eq!((wc.status, wc.op, wc.wr_id), (Status::Success, op, *next));
+            if op == CompletionOp::Recv {
+                assert_eq!(wc.len, len_of(*next));
+                side.recv(*next + DEPTH, 0, 2000);
+            }
+            *next += 1;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{next} of {COUNT} after {TIMEOUT:?}");
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for id in 0..COUNT {
+                while id >= received.load(Ordering::Acquire) + DEPTH || id >= sent.load(Ordering::Acquire) + DEPTH {
+                    assert!(start.elapsed() < TIMEOUT, "{id} posted of {COUNT} after {TIMEOUT:?}");
+                    std::thread::yield_now();
+                }
+                a.post(id, send(), &[a.mr.sge(0, len_of(id))]).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            let mut next = 0;
+            while next < COUNT {
+                take(&a, CompletionOp::Send, &mut next);
+                sent.store(next, Ordering::Release);
+            }
+        });
+        let mut next = 0;
+        while next < COUNT {
+            take(&b, CompletionOp::Recv, &mut next);
+            received.store(next, Ordering::Release);
+        }
+    });
 }
 
 pub(crate) fn extensions_are_refused(lab: &Lab) {

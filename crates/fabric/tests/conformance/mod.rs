@@ -243,6 +243,7 @@ pub(crate) const BEHAVIOURS: &[Behaviour] = behaviours! {
     protection_domains_are_apart,
     waiting_sleeps_and_wakes,
     posting_from_another_thread,
+    order_is_kept_between_threads,
 };
 
 /// Checks every behaviour, each in a lab of its own, and names those that fail.
