@@ -1,12 +1,15 @@
 """Runs thruway beside other programs, alternating, and prints medians and ratios."""
 
 import contextlib
+import ctypes
 import json
+import mmap
 import os
 import pathlib
 import re
 import resource
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -131,14 +134,61 @@ def stream():
         compare(f"1 MiB write, CRC {crc}", ("thruway", ours), [(peer, iperf)], "Gbit/s", "more", aim)
 
 
+def one_copy(memory):
+    """MB/s of process_vm_writev alone, in pieces of 64 KiB, into another process: what a write in one copy could have at most."""
+
+    class Piece(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("len", ctypes.c_size_t)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_writev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong,
+                                       ctypes.c_ulong]
+    libc.process_vm_writev.restype = ctypes.c_ssize_t
+
+    def touched():
+        area = mmap.mmap(-1, memory, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.write(b"x" * memory)
+        return area, ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+    target, to = touched()
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Pages of its own.
+        target.seek(0)
+        target.write(b"y" * memory)
+        os.write(tell, b"r")
+        signal.pause()
+    os.read(ready, 1)
+    source, of = touched()
+    # A mebibyte for each call, so that the interpreter costs nothing of note.
+    calls = []
+    for at in range(0, memory, 1 << 20):
+        pieces = [(Piece * 16)(*(Piece(base + at + i * 65536, 65536) for i in range(16))) for base in (of, to)]
+        calls.append(pieces)
+    start, done = time.monotonic(), 0
+    while time.monotonic() - start < 1:
+        for local, remote in calls:
+            moved = libc.process_vm_writev(child, ctypes.byref(local), 16, ctypes.byref(remote), 16, 0)
+            if moved != 1 << 20:
+                sys.exit(f"process_vm_writev: {os.strerror(ctypes.get_errno())}")
+            done += moved
+    rate = done / (time.monotonic() - start) / 1e6
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready)
+    os.close(tell)
+    return rate
+
+
 def shm():
     """Two processes of one host, through shared memory."""
 
-    def ours(test, size, figure):
+    def ours(test, size, figure, op="send", more=()):
         port = free_port()
         with server([THRUWAY, "bench", test, "--listen", f"127.0.0.1:{port}", "--provider", "auto"], port):
-            row = bench(test, "--connect", f"127.0.0.1:{port}", "--provider", "shm", "--op", "send", "--size", size,
-                        "--seconds", "2")
+            row = bench(test, "--connect", f"127.0.0.1:{port}", "--provider", "shm", "--op", op, "--size", size,
+                        "--seconds", "2", *more)
             return row[figure]
 
     def ucx(test, size, count, figure):
@@ -175,6 +225,11 @@ def shm():
         compare(f"{size} send", ("thruway", lambda size=size: ours("bw", size, "bytes_per_second") / 1e6),
                 [(peer, lambda length=length, count=count: ucx("tag_bw", length, count, 6) * 1.048576),
                  (tcp, lambda size=size: iperf(size))], "MB/s", "more", 1.5)
+    for memory in (1, 64):
+        compare(f"64K write, {memory} MiB of memory",
+                ("thruway", lambda memory=memory: ours("bw", "64K", "bytes_per_second", "write",
+                                                       ("--memory", f"{memory}M")) / 1e6),
+                [("process_vm_writev alone", lambda memory=memory: one_copy(memory << 20))], "MB/s", "more")
 
 
 def latency():

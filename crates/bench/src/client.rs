@@ -20,7 +20,8 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
     let (depth, qps) = if lat { (1, 1) } else { (args.depth, args.qps) };
     let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
     let cq = device.create_cq(Link::completions(depth) * qps as usize).map_err(|e| e.to_string())?;
-    let mut test = Test { lat, op, size, depth, wait: args.wait, bidi: args.bidirectional && !lat, addr: 0, rkey: 0 };
+    let (slots, bidi) = (if lat { 1 } else { args.slots(size)? }, args.bidirectional && !lat);
+    let mut test = Test { lat, op, size, depth, slots, wait: args.wait, bidi, addr: 0, rkey: 0 };
     if test.watches_memory() && test.wait == Wait::Event && device.attributes().auto_progress {
         return Err("--wait event cannot measure RDMA Writes on this device, which tells of no arrival: measure it with --wait poll".into());
     }
@@ -45,7 +46,7 @@ pub(super) fn measure(args: &TestArgs, addr: SocketAddr, lat: bool, op: Op, size
 }
 
 fn connect(device: &Device, cq: &CompletionQueue, addr: SocketAddr, test: &mut Test) -> Result<Link, String> {
-    let mut link = Link::new(device, cq, test.size, test.depth)?;
+    let mut link = Link::new(device, cq, test)?;
     link.describe(test);
     if test.op == Op::Send {
         // Echoes, or room that comes back and, in both directions, the peer's own sends.
@@ -77,7 +78,8 @@ pub(super) fn measure_computing(
     let depth = args.depth;
     let device = args.towards(addr)?.open().map_err(|e| e.to_string())?;
     let cq = device.create_cq(Link::completions(depth)).map_err(|e| e.to_string())?;
-    let mut test = Test { lat: false, op: Op::Read, size, depth, wait: Wait::Event, bidi: false, addr: 0, rkey: 0 };
+    let (op, wait) = (Op::Read, Wait::Event);
+    let mut test = Test { lat: false, op, size, depth, slots: 1, wait, bidi: false, addr: 0, rkey: 0 };
     let links = vec![connect(&device, &cq, addr, &mut test)?];
     let (samples, completed) = (Vec::new(), Vec::new());
     let mut run = Run { device, cq, links, test, duration: args.duration()?, samples, completed };

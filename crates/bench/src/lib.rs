@@ -179,6 +179,9 @@ struct TestArgs {
     /// Outstanding operations on each queue pair (bw)
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     depth: u32,
+    /// Memory at each end that operations go round: one message's, which the processor's caches keep, or more (bw)
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<String>,
     /// Queue pairs (bw)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
@@ -251,6 +254,15 @@ impl TestArgs {
         }
     }
 
+    /// Messages of `size` bytes that the memory at each end has room for.
+    fn slots(&self, size: u32) -> Result<u32, String> {
+        let Some(text) = &self.memory else { return Ok(1) };
+        match thruway_cli::units::parse_size(text).map_err(|e| format!("--memory: {e}"))? {
+            n @ 1..=0x4000_0000 => Ok((n as u32 / size.max(8).next_multiple_of(8)).max(1)),
+            n => Err(format!("--memory {n}: expected 1 to 1G")),
+        }
+    }
+
     fn duration(&self) -> Result<Duration, String> {
         Duration::try_from_secs_f64(self.seconds).map_err(|e| format!("--seconds {}: {e}", self.seconds))
     }
@@ -264,6 +276,8 @@ struct Test {
     op: Op,
     size: u32,
     depth: u32,
+    /// Messages that the memory at each end has room for: operations go round.
+    slots: u32,
     wait: Wait,
     bidi: bool,
     /// The sender's buffer.
@@ -272,9 +286,9 @@ struct Test {
 }
 
 /// How a test begins in private data; the digit is the version.
-const MAGIC: [u8; 4] = *b"TWB2";
+const MAGIC: [u8; 4] = *b"TWB3";
 /// Bytes of a test: InfiniBand's connection request has room for 56.
-const TEST_LEN: usize = 28;
+const TEST_LEN: usize = 32;
 
 impl Test {
     fn encode(&self) -> Vec<u8> {
@@ -282,6 +296,7 @@ impl Test {
         let mut out = [MAGIC, flags, self.size.to_be_bytes(), self.depth.to_be_bytes()].concat();
         out.extend(self.addr.to_be_bytes());
         out.extend(self.rkey.to_be_bytes());
+        out.extend(self.slots.to_be_bytes());
         out
     }
 
@@ -298,7 +313,13 @@ impl Test {
             depth: u32_at(8),
             addr: u64::from(u32_at(12)) << 32 | u64::from(u32_at(16)),
             rkey: u32_at(20),
+            slots: u32_at(24),
         })
+    }
+
+    /// Bytes of half a buffer.
+    fn memory(&self) -> u64 {
+        u64::from(self.size).max(8).next_multiple_of(8).saturating_mul(self.slots.into())
     }
 
     /// Whether both ends watch memory for what the other has written.
@@ -396,6 +417,7 @@ mod tests {
             op: Op::Atomic,
             size: 8,
             depth: 4096,
+            slots: 7,
             wait: Wait::Event,
             bidi: true,
             addr: 0x0123_4567_89ab_cdef,
@@ -404,8 +426,11 @@ mod tests {
         let mut told = test.encode();
         assert_eq!(told.len(), TEST_LEN);
         assert_eq!(Test::decode(&told[..TEST_LEN - 1]), None);
-        told.extend([0; 28]);
+        told.extend([0; 56 - TEST_LEN]);
         assert_eq!(Test::decode(&told), Some(test));
+        told[8..12].fill(0xff);
+        told[28..32].fill(0xff);
+        assert_eq!(Test::decode(&told).unwrap().memory(), (1 << 32) * u64::from(u32::MAX), "no peer's sizes wrap round");
         told[5] = 9;
         assert_eq!(Test::decode(&told), None);
     }

@@ -1,6 +1,7 @@
 //! One benchmark connection: a queue pair, a registered buffer, and the peer's.
 
 use super::{Test, Wait};
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_fabric::{
@@ -50,27 +51,31 @@ impl Pace {
     }
 }
 
-/// Both halves of the buffer hold `size` bytes: what is sent from, what is received into.
+/// Both halves of the buffer hold `slots` messages of `size` bytes: what is sent from, what is received into.
 pub(super) struct Link {
     pub(super) qp: QueuePair,
     pub(super) buffer: Arc<Buffer>,
     mr: MemoryRegion,
     size: u32,
+    slots: u32,
+    /// Operations and receives posted: each takes the slot behind the last one's.
+    turns: [Cell<u32>; 2],
     /// The peer's buffer.
     pub(super) remote: RemoteAddr,
 }
 
 impl Link {
-    pub(super) fn new(device: &Device, cq: &CompletionQueue, size: u32, depth: u32) -> Result<Link, String> {
+    pub(super) fn new(device: &Device, cq: &CompletionQueue, test: &Test) -> Result<Link, String> {
+        let Test { size, depth, slots, .. } = *test;
         let fail = |e: thruway_fabric::Error| e.to_string();
         let pd = device.alloc_pd().map_err(|e| e.to_string())?;
         let caps = QueuePairCaps { max_send_wr: depth + 16, max_recv_wr: depth * 2 + ROOM_RECEIVES, max_sge: 1 };
         let qp = pd.create_qp(cq, cq, caps).map_err(fail)?;
         let size = size.max(8).next_multiple_of(8);
-        let buffer = Arc::new(Buffer::new(size as usize * 2).map_err(|e| e.to_string())?);
+        let buffer = Arc::new(Buffer::new(size as usize * slots as usize * 2).map_err(|e| e.to_string())?);
         let all = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
         let mr = pd.register(&buffer, all).map_err(fail)?;
-        Ok(Link { qp, buffer, mr, size, remote: RemoteAddr { addr: 0, rkey: 0 } })
+        Ok(Link { qp, buffer, mr, size, slots, turns: Default::default(), remote: RemoteAddr { addr: 0, rkey: 0 } })
     }
 
     /// Completions that a link of this depth may have waiting.
@@ -98,22 +103,35 @@ impl Link {
         self.remote = RemoteAddr { addr: test.addr, rkey: test.rkey };
     }
 
+    /// Where the half begins that is received into.
+    fn half(&self) -> usize {
+        self.size as usize * self.slots as usize
+    }
+
+    /// Where in its half the next operation, or receive, is.
+    fn next(&self, turn: &Cell<u32>) -> usize {
+        let slot = turn.get();
+        turn.set((slot + 1) % self.slots);
+        slot as usize * self.size as usize
+    }
+
     pub(super) fn recv(&self, wr_id: u64, len: u32) -> Result<(), String> {
-        let sge = [self.mr.sge(self.size as usize, len)];
+        let sge = [self.mr.sge(self.half() + self.next(&self.turns[1]), len)];
         self.qp.post_recv(&RecvRequest { wr_id, sges: &sge }).map_err(|e| e.to_string())
     }
 
     /// Posts one operation from the sending half; a write lands in the peer's receiving half.
     pub(super) fn post(&self, wr_id: u64, op: super::Op, len: u32) -> Result<(), String> {
-        let remote = RemoteAddr { addr: self.remote.addr + u64::from(self.size), ..self.remote };
-        let (op, len) = match op {
-            super::Op::Send => (SendOp::Send { invalidate: None }, len),
-            super::Op::Write => (SendOp::Write { remote, immediate: None }, len),
-            super::Op::Read => (SendOp::Read { remote: self.remote }, len),
-            super::Op::Atomic => (SendOp::FetchAdd { remote: self.remote, add: 1 }, 8),
+        let at = self.next(&self.turns[0]);
+        let remote = |at: usize| RemoteAddr { addr: self.remote.addr + at as u64, ..self.remote };
+        let (sent, received) = (at, self.half() + at);
+        let (op, len, from) = match op {
+            super::Op::Send => (SendOp::Send { invalidate: None }, len, sent),
+            super::Op::Write => (SendOp::Write { remote: remote(received), immediate: None }, len, sent),
+            // What comes of reads and atomics goes to the receiving half.
+            super::Op::Read => (SendOp::Read { remote: remote(sent) }, len, received),
+            super::Op::Atomic => (SendOp::FetchAdd { remote: remote(0), add: 1 }, 8, received),
         };
-        // Reads and atomics land in the receiving half.
-        let from = if matches!(op, SendOp::Read { .. } | SendOp::FetchAdd { .. }) { self.size as usize } else { 0 };
         let sge = [self.mr.sge(from, len)];
         let request = SendRequest { wr_id, op, payload: Payload::Sges(&sge), flags: SendFlags::SIGNALED };
         self.qp.post_send(&request).map_err(|e| e.to_string())
@@ -127,7 +145,7 @@ impl Link {
     /// The last byte of the last write received.
     pub(super) fn stamp_received(&self, len: u32) -> u8 {
         let mut mark = [0];
-        self.buffer.read(self.size as usize + len as usize - 1, &mut mark);
+        self.buffer.read(self.half() + len as usize - 1, &mut mark);
         mark[0]
     }
 }

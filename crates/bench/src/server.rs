@@ -13,8 +13,8 @@ use thruway_fabric::{
 };
 
 const QUEUE: usize = 1 << 20;
-/// Largest buffer a peer may ask for.
-const SIZE_MAX: u32 = 1 << 30;
+/// Largest message, and half of a buffer, that a peer may ask for.
+const SIZE_MAX: u64 = 1 << 30;
 const DEPTH_MAX: u32 = 4096;
 
 pub(super) struct Server {
@@ -122,11 +122,11 @@ impl Server {
 
     fn try_accept(&mut self, request: ConnectionRequest) -> Result<(), String> {
         let known = Test::decode(request.private_data());
-        let Some(test) = known.filter(|t| t.size <= SIZE_MAX && (1..=DEPTH_MAX).contains(&t.depth)) else {
+        let Some(test) = known.filter(|t| t.memory() <= SIZE_MAX && t.slots > 0 && (1..=DEPTH_MAX).contains(&t.depth)) else {
             request.reject(b"not a test this bench knows");
             return Err("asked for no test this bench knows".into());
         };
-        let mut link = Link::new(&self.device, &self.cq, test.size, test.depth)?;
+        let mut link = Link::new(&self.device, &self.cq, &test)?;
         link.learn(&test);
         if test.op == Op::Send {
             link.recv_stream(test.depth, test.size)?;

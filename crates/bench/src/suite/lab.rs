@@ -79,6 +79,7 @@ impl Lab {
             place: Where { listen: None, connect: None, loopback: true },
             op: vec![shape.op],
             size: None,
+            memory: None,
             depth: shape.depth,
             qps: shape.qps,
             seconds: self.seconds,
