@@ -8,8 +8,9 @@ use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 use thruway_cli::{Common, Failed, say_error};
 use thruway_engine::units;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
@@ -45,6 +46,9 @@ pub(crate) struct RunArgs {
     /// Write what --explain and --stats say to this file rather than to standard error, and with --json to standard output
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
+    /// Write that file also while the program runs, again after so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    every: Option<u32>,
     /// Accelerate a connection after so many calls that send or receive [default: 16, or 128 if others to the same port have been over
     /// sooner]
     #[arg(long, value_name = "CALLS")]
@@ -147,6 +151,14 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     if args.report.is_some() && !args.explain && !args.stats {
         return Err(Failed::usage("run", "--report needs --stats or --explain: there is nothing to write without"));
     }
+    if args.every.is_some() {
+        let Some(report) = &args.report else {
+            return Err(Failed::usage("run", "--every needs --report: the file that is written again"));
+        };
+        if report.exists() && !report.is_file() {
+            return Err(Failed::usage("run", format!("--every: {} is no file that can be replaced", report.display())));
+        }
+    }
     let library = library().unwrap_or_else(|why| give_up(OWN_FAILURE, why));
     if args.remote {
         settings.relay = args.relay.relay_port;
@@ -174,8 +186,8 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         failed(command.exec());
     }
     let report = args.report.as_ref().map(|path| {
-        let file = std::fs::File::create(path);
-        file.unwrap_or_else(|error| give_up(OWN_FAILURE, format_args!("cannot write {}: {error}", path.display())))
+        let report = Report::new(path, args.every.is_some());
+        report.unwrap_or_else(|error| give_up(OWN_FAILURE, format_args!("cannot write {}: {error}", path.display())))
     });
     let told = Told::new().unwrap_or_else(|error| {
         let place = std::env::temp_dir();
@@ -189,34 +201,21 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     settings.supervisor = std::process::id();
     settings.explain = args.explain.then(|| told.explain());
     command.env(VARIABLE, settings.encode());
-    let status = supervise(&mut command).unwrap_or_else(|error| failed(error));
-    let mut text = String::new();
-    let counters = told.counters();
-    match &counters {
-        Ok(counters) => {
-            if args.explain {
-                explain_all(&told.explain(), counters, &mut text);
-                if args.remote && counters.relay_not_found.load(Ordering::Relaxed) > 0 {
-                    let log = relay::log_path(args.relay.relay_port);
-                    text += &format!(
-                        "thruway: the log of this host's relay, if 'thruway run' has started it, is {}\n",
-                        log.display()
-                    );
-                }
-            }
-            if args.stats && !common.json {
-                list(counters, &mut text);
-            }
-        }
-        Err(error) => say_error!("thruway run: what was counted cannot be read: {error}"),
-    }
-    let json = counters.ok().filter(|_| args.stats && common.json).map(as_json);
+    let counters = told.counters().unwrap_or_else(|error| {
+        give_up(OWN_FAILURE, format_args!("what is counted cannot be read: {error}"));
+    });
+    let meanwhile = args.every.zip(report.as_ref()).map(|(seconds, report)| {
+        let again = || report.write(&Said::new(args, common, &told, counters).whole());
+        (Duration::from_secs(seconds.into()), again)
+    });
+    let status = supervise(&mut command, meanwhile).unwrap_or_else(|error| failed(error));
+    let said = Said::new(args, common, &told, counters);
     drop(told);
     let written = match report {
-        Some(mut file) => file.write_all((text + &json.unwrap_or_default()).as_bytes()),
+        Some(report) => report.write(&said.whole()),
         None => {
-            let _ = std::io::stderr().write_all(text.as_bytes());
-            std::io::stdout().write_all(json.unwrap_or_default().as_bytes())
+            let _ = std::io::stderr().write_all(said.text.as_bytes());
+            std::io::stdout().write_all(said.json.as_bytes())
         }
     };
     if let Err(error) = written {
@@ -224,6 +223,79 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         say_error!("thruway run: cannot write what was counted: {error}");
     }
     end_as(status)
+}
+
+/// What `--explain` and `--stats` say.
+#[derive(Default)]
+struct Said {
+    /// For people.
+    text: String,
+    /// With `--json`, the counters.
+    json: String,
+}
+
+impl Said {
+    fn new(args: &RunArgs, common: &Common, told: &Told, counters: &Counters) -> Said {
+        let mut said = Said::default();
+        if args.explain {
+            explain_all(&told.explain(), counters, &mut said.text);
+            if args.remote && counters.relay_not_found.load(Ordering::Relaxed) > 0 {
+                let log = relay::log_path(args.relay.relay_port);
+                said.text += &format!(
+                    "thruway: the log of this host's relay, if 'thruway run' has started it, is {}\n",
+                    log.display()
+                );
+            }
+        }
+        match (args.stats, common.json) {
+            (true, true) => said.json = as_json(counters),
+            (true, false) => list(counters, &mut said.text),
+            (false, _) => {}
+        }
+        said
+    }
+
+    fn whole(&self) -> String {
+        format!("{}{}", self.text, self.json)
+    }
+}
+
+/// The file that `--report` names.
+enum Report {
+    /// Written once, at the end: a pipe will do.
+    Once(std::fs::File),
+    /// Replaced, so that whoever reads it has all of it.
+    Replaced { path: PathBuf, next: PathBuf },
+}
+
+impl Report {
+    /// Finds out whether it can be written, before the program runs.
+    fn new(path: &Path, is_replaced: bool) -> std::io::Result<Report> {
+        if !is_replaced {
+            return std::fs::File::create(path).map(Report::Once);
+        }
+        let mut next = path.as_os_str().to_owned();
+        next.push(".part");
+        let next = PathBuf::from(next);
+        std::fs::write(&next, "")?;
+        // What there is is of another run.
+        std::fs::remove_file(path).or_else(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Ok(()),
+            _ => Err(error),
+        })?;
+        Ok(Report::Replaced { path: path.to_owned(), next })
+    }
+
+    fn write(&self, text: &str) -> std::io::Result<()> {
+        match self {
+            Report::Once(file) => (&mut &*file).write_all(text.as_bytes()),
+            Report::Replaced { path, next } => {
+                std::fs::write(next, text).and_then(|()| std::fs::rename(next, path)).inspect_err(|_| {
+                    let _ = std::fs::remove_file(next);
+                })
+            }
+        }
+    }
 }
 
 /// Exit statuses as `env`, `nohup` and `timeout` have them.
@@ -434,7 +506,12 @@ fn has_terminal() -> bool {
 /// Runs the program to its end, and hands it the signals that this process gets, each once: those of the terminal's keys go to both by
 /// themselves, and what is sent to a whole group of processes reaches the program through this process alone, because without a terminal
 /// it has a group of its own.
-fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
+///
+/// `meanwhile` is what is done again and again, and after how long.
+fn supervise<F: Fn() -> std::io::Result<()> + Sync>(
+    command: &mut Command,
+    meanwhile: Option<(Duration, F)>,
+) -> std::io::Result<ExitStatus> {
     use signal_hook::low_level::siginfo::Cause;
     let has_terminal = has_terminal();
     if !has_terminal {
@@ -462,7 +539,24 @@ fn supervise(command: &mut Command) -> std::io::Result<ExitStatus> {
         })
     };
     // Its number stays its own until it has been waited for.
-    let status = child.wait();
+    let status = std::thread::scope(|scope| {
+        let (end, ended) = mpsc::channel::<()>();
+        if let Some((period, again)) = &meanwhile {
+            scope.spawn(move || {
+                let mut has_failed = false;
+                while ended.recv_timeout(*period) == Err(mpsc::RecvTimeoutError::Timeout) {
+                    if let Err(error) = again()
+                        && !std::mem::replace(&mut has_failed, true)
+                    {
+                        say_error!("thruway run: cannot write what was counted: {error}");
+                    }
+                }
+            });
+        }
+        let status = child.wait();
+        drop(end);
+        status
+    });
     pid.store(0, Ordering::SeqCst);
     handle.close();
     let _ = forward.join();

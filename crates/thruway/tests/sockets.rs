@@ -427,6 +427,36 @@ fn what_is_counted_goes_to_a_file_beside_the_programs_output() {
     assert_eq!(nowhere.status.code(), Some(125));
 }
 
+#[test]
+fn a_running_programs_counts_can_be_read() {
+    let lab = support::Lab::new();
+    let report = lab.path("report.json");
+    std::fs::write(&report, "of another run").unwrap();
+    let options = ["--stats", "--json", "--report", report.to_str().unwrap(), "--every", "1"];
+    let script = "import socket, sys\nsocket.socket()\nprint(flush=True)\nsys.stdin.readline()";
+    let mut running = Running::start(program(Some(&options), &["/usr/bin/python3", "-c", script]));
+    running.line();
+    let read = || serde_json::from_slice::<BTreeMap<String, u64>>(&std::fs::read(&report).ok()?).ok();
+    // Whoever finds the file finds all of it, written while the program runs.
+    let counted = loop {
+        match read() {
+            Some(counted) => break counted,
+            None => assert!(!report.exists() || read().is_some(), "a part, or another run's"),
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    assert_eq!(counted["processes"], 1);
+    running.kill();
+    for (options, status) in [
+        (&["--stats", "--every", "1"][..], 2),
+        (&["--stats", "--every", "0", "--report", "x"], 2),
+        (&["--stats", "--every", "1", "--report", "/dev/full"], 2),
+        (&["--stats", "--every", "1", "--report", "/nonexistent/report"], 125),
+    ] {
+        assert_eq!(finish(program(Some(options), &["true"])).status.code(), Some(status), "{options:?}");
+    }
+}
+
 /// Results of CPython's own tests by name: the interpreter is a program that uses sockets in all ways that there are.
 fn python_tests(run: Option<&[&str]>, report: &Path) -> Vec<String> {
     const MODULES: [&str; 5] = ["test_socket", "test_selectors", "test_epoll", "test_poll", "test_socketserver"];
