@@ -430,7 +430,11 @@ mod tests {
         assert_eq!(Test::decode(&told), Some(test));
         told[8..12].fill(0xff);
         told[28..32].fill(0xff);
-        assert_eq!(Test::decode(&told).unwrap().memory(), (1 << 32) * u64::from(u32::MAX), "no peer's sizes wrap round");
+        assert_eq!(
+            Test::decode(&told).unwrap().memory(),
+            (1 << 32) * u64::from(u32::MAX),
+            "no peer's sizes wrap round"
+        );
         told[5] = 9;
         assert_eq!(Test::decode(&told), None);
     }

@@ -193,7 +193,7 @@ impl Device {
     }
 
     /// Returns when there may be something to poll, at the latest after `timeout`. Spins first if
-    /// that has paid lately, then sleeps.
+    /// that has paid lately, then sleeps. What another thread takes as it comes, because it polls just then, wakes nobody.
     ///
     /// # Errors
     /// [`Error::Io`] if the system cannot wait.
@@ -426,8 +426,8 @@ impl ProtectionDomain {
 }
 
 /// Registered memory. Dropping it revokes both keys and all windows on it; memory that posted requests still need
-/// stays mapped until they are done. A queue pair of iWARP or shared memory keeps what its last short message was sent from, and its last
-/// one received into, mapped until the next.
+/// stays mapped until they are done. A queue pair of iWARP or shared memory keeps a region that a short message was sent from, and one that
+/// a message was received into, mapped until another takes its place, or the queue pair goes.
 pub struct MemoryRegion(Arc<dyn RegionOps>);
 
 impl MemoryRegion {

@@ -47,6 +47,31 @@ fn a_thousand_connections_work_and_one_that_stalls_blocks_none() {
     conformance::many_connections(&lab(&config), 1000);
 }
 
+/// In a process of its own, because other tests have rings as well.
+#[test]
+fn rings_go_with_the_connection() {
+    if !is_supported() {
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let done = command.args(["--exact", "rings_go_with_the_connection"]).env(CHILD, "rings").status().unwrap();
+        assert!(done.success());
+        return;
+    }
+    let rings = || std::fs::read_to_string("/proc/self/maps").unwrap().matches("thruway shm").count();
+    let (a, b) = (Config::default().open().unwrap(), Config::default().open().unwrap());
+    let (near, far) = Lab::new(a.clone(), b.clone()).pair();
+    assert_eq!(rings(), 2);
+    near.qp.disconnect();
+    let drive = || [&a, &b].map(|device| std::iter::from_fn(|| device.poll_event()).for_each(drop));
+    while near.qp.error().is_none() || far.qp.error().is_none() {
+        drive();
+    }
+    drive();
+    assert_eq!(rings(), 0, "the queue pairs are still there");
+}
+
 /// What the other process of a test does: this program again, with what to do in its environment.
 const CHILD: &str = "THRUWAY_SHM_CHILD";
 

@@ -156,8 +156,8 @@ pub struct Connection {
     pub(crate) rq: VecDeque<RecvEntry>,
     /// Where receives come from, if they are shared: one at a time, when a message begins.
     shared: Option<Arc<SharedReceives>>,
-    /// The regions of the last short message sent and of the last receive completed. The next are mostly in the same, and do without
-    /// the table and its lock then.
+    /// The regions that the last short message with elements was sent from, and the last receive of this connection's own was in. The
+    /// next are mostly in the same, and do without the table and its lock then.
     pub(crate) sent_from: Option<Arc<Region>>,
     received_into: Option<Arc<Region>>,
     pub(crate) outstanding: VecDeque<Outstanding>,
@@ -408,7 +408,8 @@ impl Connection {
     /// Completes the receive at the head of the queue.
     pub(crate) fn finish_recv(&mut self, len: u32, detail: RecvDetail) {
         let mut entry = self.rq.pop_front().expect("the receiver checked that a receive is posted");
-        if self.received_into.is_none() {
+        // A shared queue's receives are posted past this connection.
+        if self.shared.is_none() {
             self.received_into = entry.pieces.pop().map(LocalPiece::into_region);
         }
         self.report_recv(entry.wr_id, Status::Success, len, detail);

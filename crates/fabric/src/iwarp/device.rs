@@ -194,11 +194,25 @@ pub(super) struct Context {
     spin: AtomicU64,
 }
 
+/// A queue pair that is polled.
+struct Hot {
+    qp: Arc<Endpoint>,
+    /// While it is connected through shared memory.
+    glance: Option<Arc<shm::Glance>>,
+}
+
+impl Hot {
+    /// Whether to poll it would do nothing.
+    fn has_nothing(&self) -> bool {
+        self.glance.as_ref().is_some_and(|glance| glance.sees_nothing()) && !self.qp.is_busy()
+    }
+}
+
 struct Driver {
-    hot: Vec<Arc<Endpoint>>,
+    hot: Vec<Hot>,
     /// None of them by TCP.
     all_by_shm: bool,
-    /// Looks since something has come or gone.
+    /// Looks at queue pairs, one after the other, at which nothing came or went.
     idle: u32,
     hot_version: u64,
     /// Polls since the last wait.
@@ -308,7 +322,7 @@ impl Context {
         let gone = self.entities.lock_unpoisoned().remove(&id);
         if let Some(Entity::QueuePair(qp)) = gone {
             // The thread that drives may never do so again, and the queue pair holds this context.
-            self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(hot, &qp));
+            self.driver.lock_unpoisoned().hot.retain(|hot| !Arc::ptr_eq(&hot.qp, &qp));
         }
         self.live_changed();
     }
@@ -561,7 +575,7 @@ impl Context {
             driver.attach();
             driver.hot_version = version;
             driver.hot = self.few_queue_pairs();
-            driver.all_by_shm = driver.hot.iter().all(|qp| qp.is_by_shm());
+            driver.all_by_shm = driver.hot.iter().all(|hot| hot.qp.is_by_shm());
         }
         if !driver.hot.is_empty() {
             // To look at a ring without being called costs nothing, and saves the peer its calls.
@@ -574,8 +588,8 @@ impl Context {
                 // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 let mut moved = false;
-                for qp in driver.hot.iter().filter(|qp| !qp.has_nothing()) {
-                    moved |= qp.poll(tried, polled.as_deref_mut());
+                for hot in driver.hot.iter().filter(|hot| !hot.has_nothing()) {
+                    moved |= hot.qp.poll(tried, polled.as_deref_mut());
                 }
                 driver.idle = if moved { 0 } else { driver.idle.saturating_add(1) };
                 let yields = driver.all_by_shm && driver.idle > IDLE_MAX;
@@ -624,13 +638,15 @@ impl Context {
     }
 
     /// The queue pairs, if they are so few that trying each beats asking epoll.
-    fn few_queue_pairs(&self) -> Vec<Arc<Endpoint>> {
+    fn few_queue_pairs(&self) -> Vec<Hot> {
         let entities = self.entities.lock_unpoisoned();
         let pairs = || entities.values().filter_map(|e| if let Entity::QueuePair(qp) = e { Some(qp) } else { None });
         if pairs().count() > HOT_RINGS_MAX || pairs().filter(|qp| !qp.is_by_shm()).count() > HOT_MAX {
             return Vec::new();
         }
-        pairs().cloned().collect()
+        let few: Vec<Arc<Endpoint>> = pairs().cloned().collect();
+        drop(entities);
+        few.into_iter().map(|qp| Hot { glance: qp.glance(), qp }).collect()
     }
 
     /// Polling a queue pair does not ask whether it has become writable, and an edge that was told of is not told
@@ -646,7 +662,7 @@ impl Driver {
     /// Queue pairs are only tried from here on.
     fn detach(&mut self) {
         if !std::mem::replace(&mut self.detached, true) {
-            self.hot.iter().for_each(|qp| qp.set_watched(false));
+            self.hot.iter().for_each(|hot| hot.qp.set_watched(false));
         }
     }
 
@@ -655,7 +671,7 @@ impl Driver {
     fn attach(&mut self) {
         self.polls = 0;
         if std::mem::take(&mut self.detached) {
-            self.hot.iter().for_each(|qp| qp.set_watched(true));
+            self.hot.iter().for_each(|hot| hot.qp.set_watched(true));
         }
     }
 }

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_iwarp::IoVecs;
 use thruway_iwarp::connection::{self, Connection, ConnectionConfig, Posted, RecvEntry, Side};
@@ -45,8 +45,8 @@ pub(super) struct Endpoint {
     caps: QueuePairCaps,
     /// Where receives come from, if they are shared.
     shared: Option<Arc<SharedQueue>>,
-    /// It is connected through shared memory, at which those who poll may look without the lock.
-    glance: OnceLock<Arc<Glance>>,
+    /// It is connected through shared memory.
+    is_by_shm: AtomicBool,
     /// There is more to do than to receive what comes. Changes under the lock.
     is_busy: AtomicBool,
     state: Mutex<State>,
@@ -149,19 +149,27 @@ impl Endpoint {
             recv_cq,
             caps,
             shared,
-            glance: OnceLock::new(),
+            is_by_shm: AtomicBool::new(false),
             is_busy: AtomicBool::new(true),
             state: Mutex::new(state),
         }
     }
 
     pub(super) fn is_by_shm(&self) -> bool {
-        self.glance.get().is_some()
+        self.is_by_shm.load(Ordering::Relaxed)
     }
 
-    /// Whether polling it would do nothing, as far as can be told without the lock: a poll finds out what this does not tell.
-    pub(super) fn has_nothing(&self) -> bool {
-        self.glance.get().is_some_and(|glance| glance.sees_nothing()) && !self.is_busy.load(Ordering::Relaxed)
+    /// A look at its ring without the lock, while it is connected through shared memory.
+    pub(super) fn glance(&self) -> Option<Arc<Glance>> {
+        match &self.lock().phase {
+            Phase::Live(live) => live.transport.glance(),
+            _ => None,
+        }
+    }
+
+    /// Whether it has more to do than to receive what comes, as far as can be told without the lock: a poll finds out.
+    pub(super) fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -228,9 +236,7 @@ impl Endpoint {
             max_ulpdu,
         });
         connection.adopt_receives(std::mem::take(&mut state.posted));
-        if let Transport::Shm(channel) = &transport {
-            let _ = self.glance.set(channel.glance());
-        }
+        self.is_by_shm.store(matches!(transport, Transport::Shm(_)), Ordering::Relaxed);
         let on = |b: bool| if b { "on" } else { "off" };
         state.info = Some(ConnectionInfo {
             peer,

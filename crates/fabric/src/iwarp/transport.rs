@@ -5,6 +5,7 @@ use crate::shm;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use thruway_iwarp::mpa::Preferences;
 use thruway_tcp::PathInfo;
 
@@ -180,6 +181,14 @@ impl Transport {
     pub(super) fn note_hang_up(&mut self) {
         if let Transport::Shm(channel) = self {
             channel.note_hang_up();
+        }
+    }
+
+    /// For those who poll, where bytes can be looked for without the connection's lock.
+    pub(super) fn glance(&self) -> Option<Arc<shm::Glance>> {
+        match self {
+            Transport::Tcp(_) => None,
+            Transport::Shm(channel) => Some(channel.glance()),
         }
     }
 

@@ -60,7 +60,7 @@ impl Connection {
     fn build_short(&mut self, request: &SendRequest<'_>) -> Result<Option<u32>> {
         let tx = &self.tx;
         let is_free = !tx.hold && !tx.control_only && !tx.markers && tx.is_idle();
-        // So there is no read of the consumer's either that a fence would wait for.
+        // So there is no read of the consumer's either that a fence would wait for. (It need not wait for that of the set-up.)
         let is_first = self.sq.is_empty() && !self.owes_responses();
         if !is_free || !is_first {
             return Ok(None);
