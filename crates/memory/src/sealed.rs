@@ -10,11 +10,21 @@ fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
+/// Whether this process may make a file so long: beyond its limit (`RLIMIT_FSIZE`, which holds for memory files as well) it would be
+/// ended by a signal (`SIGXFSZ`).
+#[must_use]
+pub fn may_be_long(len: u64) -> bool {
+    rustix::process::getrlimit(rustix::process::Resource::Fsize).current.is_none_or(|limit| len <= limit)
+}
+
 /// Makes a memory file of `len` bytes that keeps its size. `name` is what `/proc` shows.
 ///
 /// # Errors
-/// Those of `memfd_create(2)`, `ftruncate(2)` and `fcntl(2)`.
+/// Those of `memfd_create(2)`, `ftruncate(2)` and `fcntl(2)`; `EFBIG` beyond the process's limit on the length of files.
 pub fn create(name: &str, len: u64) -> io::Result<OwnedFd> {
+    if !may_be_long(len) {
+        return Err(rustix::io::Errno::FBIG.into());
+    }
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, len)?;
     rustix::fs::fcntl_add_seals(&fd, SEALS)?;

@@ -7,7 +7,8 @@ use std::ffi::CStr;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
-use thruway_sockets::stats::Counters;
+use thruway_memory::sealed;
+use thruway_sockets::stats::{Counters, EXPLAINED_MAX};
 
 static OWN: Counters = Counters::new();
 static COUNTERS: AtomicPtr<Counters> = AtomicPtr::new((&raw const OWN).cast_mut());
@@ -68,10 +69,10 @@ impl Reason {
                 "TCP: the relays have not found each other (their logs say why), or the program at the other end does not run under thruway run --remote"
             }
             Reason::NotFound if SETTINGS.get().is_some_and(|settings| settings.group.is_some()) => {
-                "TCP: no process of a member of the group that runs under thruway run with that group is at the other end; both ends have to"
+                "TCP: no process of a member of the group, run by thruway run with that group, has been met at the other end; both ends have to be, and to last long enough there as well (--after-calls)"
             }
             Reason::NotFound => {
-                "TCP: no process of this user's that runs under thruway run is at the other end; both ends have to, as one user, or with one --group"
+                "TCP: no process of this user's, run by thruway run, has been met at the other end; both ends have to be, as one user or with one --group, and to last long enough there as well (--after-calls)"
             }
             Reason::Rule => "TCP: a rule says so",
             Reason::Shared => "TCP: other processes hold the descriptor, or may",
@@ -124,7 +125,12 @@ pub(crate) fn tell(fd: i32, what: &dyn std::fmt::Display) {
         let _ = write!(line, "{local} to {peer} ");
     }
     let _ = writeln!(line, "{what}");
-    let _ = rustix::io::write(slots::borrow(log), &line.bytes[..line.len]);
+    let log = slots::borrow(log);
+    let len = rustix::fs::fstat(log).map_or(0, |stat| stat.st_size.cast_unsigned()) + line.len as u64;
+    if len > EXPLAINED_MAX || !sealed::may_be_long(len) {
+        return count(&counters().unexplained, 1);
+    }
+    let _ = rustix::io::write(log, &line.bytes[..line.len]);
 }
 
 /// A line of text that needs no memory of the heap.

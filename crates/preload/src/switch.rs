@@ -379,9 +379,13 @@ fn board(group: Option<u32>) -> Option<Board> {
     let (_, board) = place.get_or_insert_with(|| {
         let board = Board::open(directory, circle);
         if let Err(error) = &board {
-            let needs = match circle {
-                Circle::User(_) => "it has to be this user's alone",
-                Circle::Group(_) => "it has to be that group's alone, and this process in the group",
+            let needs = match (error.kind(), circle) {
+                (io::ErrorKind::PermissionDenied, Circle::User(_)) => "it has to be this user's alone",
+                (io::ErrorKind::PermissionDenied, Circle::Group(_)) => {
+                    "it has to be that group's alone, and this process in the group"
+                }
+                (io::ErrorKind::FileTooLarge, _) => "ulimit -f has to allow files of 2 MiB",
+                _ => "it needs 2 MiB in a directory that can be written (board = of a policy file names another)",
             };
             let path = directory.join(circle.file_name());
             report::complain(&["no board ", &path.to_string_lossy(), ": ", &error.to_string(), "; ", needs]);
@@ -559,7 +563,9 @@ fn take_offer(socket: &OwnedFd, sender: &Sender) -> io::Result<()> {
                 }
                 Err(error) => {
                     waker::close(number);
-                    never(slot, fd, Reason::Failed, &format_args!(": {error}"));
+                    let is_memory = error.kind() == io::ErrorKind::OutOfMemory;
+                    let reason = if is_memory { Reason::Memory } else { Reason::Failed };
+                    never(slot, fd, reason, &format_args!(": {error}"));
                     sender.put_away(file);
                 }
             }
@@ -623,7 +629,8 @@ fn count_in(segment: Segment) -> io::Result<Segment> {
     }
     if MAPPED.load(Ordering::Relaxed) > memory {
         drop_unused(segment);
-        return Err(io::Error::other("rings of other connections have all memory"));
+        let why = format!("the peer's rings need {len} bytes (memory = {memory} in all)");
+        return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
     }
     Ok(segment)
 }

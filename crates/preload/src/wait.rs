@@ -47,14 +47,15 @@ pub(crate) fn recent_luck() -> i32 {
     RECENT.load(Ordering::Relaxed)
 }
 
-/// Looks again and again for some microseconds, if that has paid lately. True if `is_ready` then.
-pub(crate) fn spin(slot: &Slot, is_ready: impl Fn() -> bool) -> bool {
-    let has_come = spin_with(&slot.luck, data::spin_time(), is_ready);
+/// Looks again and again for some microseconds, if that has paid lately; not beyond the limit. True if `is_ready` then.
+pub(crate) fn spin(slot: &Slot, limit: Limit, is_ready: impl Fn() -> bool) -> bool {
+    let has_come = spin_with(&slot.luck, limit, is_ready);
     RECENT.store(slot.luck.load(Ordering::Relaxed), Ordering::Relaxed);
     has_come
 }
 
-pub(crate) fn spin_with(luck: &AtomicI32, time: Duration, is_ready: impl Fn() -> bool) -> bool {
+pub(crate) fn spin_with(luck: &AtomicI32, limit: Limit, is_ready: impl Fn() -> bool) -> bool {
+    let time = data::spin_time();
     if time.is_zero() || !may_spin() {
         return false;
     }
@@ -67,6 +68,7 @@ pub(crate) fn spin_with(luck: &AtomicI32, time: Duration, is_ready: impl Fn() ->
     // A peer that sleeps itself has to be woken first. Once both look, neither sleeps.
     let time = if lucky <= PROBE { 4 * time } else { time };
     let begin = Instant::now();
+    let time = limit.end.map_or(time, |end| time.min(end.saturating_duration_since(begin)));
     loop {
         for _ in 0..16 {
             if is_ready() {
@@ -311,7 +313,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         });
         let first = (one.next(), one.next());
         if let (false, (Some(number), None)) = (is_over, first)
-            && spin(slots::slot(number), || any(polled))
+            && spin(slots::slot(number), limit, || any(polled))
         {
             continue;
         }

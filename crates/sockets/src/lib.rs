@@ -13,6 +13,7 @@ mod news;
 mod relay;
 mod segment;
 pub mod settings;
+pub mod signals;
 pub mod startup;
 pub mod stats;
 

@@ -77,7 +77,12 @@ counters! {
     spins_lost,
     /// Times that this host's relay has woken what sleeps on a connection to another host, without a doorbell.
     woken,
+    /// Lines that `--explain` has no place for.
+    unexplained,
 }
+
+/// Bytes of the file in which `--explain` is told what becomes of connections, at most.
+pub const EXPLAINED_MAX: u64 = 8 << 20;
 
 impl Default for Counters {
     fn default() -> Counters {

@@ -14,12 +14,15 @@ use std::time::Duration;
 use thruway_cli::{Common, Failed, say_error};
 use thruway_engine::units;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
-use thruway_sockets::startup;
 use thruway_sockets::stats::Counters;
 use thruway_sockets::{RING_MAX, RING_MIN, Segment};
+use thruway_sockets::{signals, startup};
 
 /// The file that the dynamic linker loads into programs.
 const LIBRARY: &str = "libthruway_preload.so";
+
+/// Longest time of `--spin`: signals do not end a call that looks again and again.
+const SPIN_MAX: u32 = 1000;
 
 /// Arguments of `thruway run`.
 #[derive(Args)]
@@ -56,8 +59,8 @@ pub(crate) struct RunArgs {
     /// Bytes on their way in each direction of a connection through shared memory, a power of two from 4K to 4M
     #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
     ring: Option<u64>,
-    /// Microseconds for which a thread looks again and again before it sleeps; 0 to sleep at once
-    #[arg(long, value_name = "MICROSECONDS")]
+    /// Microseconds for which a thread that receives looks again and again before it sleeps, up to 1000; 0 to sleep at once
+    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(..=i64::from(SPIN_MAX)))]
     spin: Option<u32>,
     /// Accelerate connections to other hosts, too, whose programs run so and whose relays know each other's keys; starts a relay if
     /// there is none
@@ -168,7 +171,7 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let (program, rest) = args.program.split_first().expect("clap requires one");
     // What this runtime starts has SIGPIPE's default action, and what the supervisor handles, unless something between ignores it again.
     let is_supervised = args.explain || args.stats;
-    let ignored: Vec<&str> = ignored_signals(is_supervised);
+    let ignored = ignored_signals(is_supervised);
     let mut command = if ignored.is_empty() {
         Command::new(program)
     } else {
@@ -208,7 +211,13 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         let again = || report.write(&Said::new(args, common, &told, counters).whole());
         (Duration::from_secs(seconds.into()), again)
     });
-    let status = supervise(&mut command, meanwhile).unwrap_or_else(|error| failed(error));
+    let status = match supervise(&mut command, meanwhile) {
+        Ok(status) => status,
+        Err(error) => {
+            drop(told);
+            failed(error)
+        }
+    };
     let said = Said::new(args, common, &told, counters);
     drop(told);
     let written = match report {
@@ -274,16 +283,14 @@ impl Report {
         if !is_replaced {
             return std::fs::File::create(path).map(Report::Once);
         }
+        // What a link names, and not the link.
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let mut next = path.as_os_str().to_owned();
         next.push(".part");
         let next = PathBuf::from(next);
         std::fs::write(&next, "")?;
-        // What there is is of another run.
-        std::fs::remove_file(path).or_else(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => Ok(()),
-            _ => Err(error),
-        })?;
-        Ok(Report::Replaced { path: path.to_owned(), next })
+        std::fs::remove_file(&next)?;
+        Ok(Report::Replaced { path, next })
     }
 
     fn write(&self, text: &str) -> std::io::Result<()> {
@@ -328,6 +335,11 @@ struct Told(tempfile::TempDir);
 
 impl Told {
     fn new() -> std::io::Result<Told> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+        if limit.is_some_and(|limit| limit < Counters::FILE_LEN) {
+            // To make it all the same would end this process.
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
         let told = Told(tempfile::Builder::new().prefix("thruway-run-").tempdir()?);
         std::fs::File::create(told.stats())?.set_len(Counters::FILE_LEN)?;
         std::fs::File::create(told.explain())?;
@@ -386,7 +398,12 @@ fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
     if let Some(calls) = policy.after_calls {
         set_after_calls(calls, settings);
     }
-    settings.spin = policy.spin.unwrap_or(settings.spin);
+    if let Some(spin) = policy.spin {
+        if spin > SPIN_MAX {
+            return Err(format!("spin = {spin}: {SPIN_MAX} microseconds at most"));
+        }
+        settings.spin = spin;
+    }
     if let Some(size) = &policy.after_bytes {
         settings.after_bytes = size.bytes().map_err(|why| format!("after-bytes: {why}"))?;
     }
@@ -517,24 +534,20 @@ fn supervise<F: Fn() -> std::io::Result<()> + Sync>(
     if !has_terminal {
         command.process_group(0);
     }
-    let forwarded = FORWARDED.map(|(signal, _)| signal);
-    let mut signals =
-        signal_hook::iterator::SignalsInfo::<signal_hook::iterator::exfiltrator::WithOrigin>::new(forwarded)?;
+    let mut handled =
+        signal_hook::iterator::SignalsInfo::<signal_hook::iterator::exfiltrator::WithOrigin>::new(forwarded())?;
     let mut child = command.spawn()?;
     let pid = Arc::new(AtomicU32::new(child.id()));
-    let handle = signals.handle();
+    let handle = handled.handle();
     let forward = {
         let pid = Arc::clone(&pid);
         std::thread::spawn(move || {
-            for origin in signals.forever() {
+            for origin in handled.forever() {
                 if has_terminal && origin.cause == Cause::Kernel {
                     continue;
                 }
-                let signal = origin.signal;
-                let child = rustix::process::Pid::from_raw(pid.load(Ordering::SeqCst).cast_signed());
-                if let (Some(child), Some(signal)) = (child, rustix::process::Signal::from_named_raw(signal)) {
-                    let _ = rustix::process::kill_process(child, signal);
-                }
+                // It may have ended.
+                let _ = signals::send(pid.load(Ordering::SeqCst).cast_signed(), origin.signal);
             }
         })
     };
@@ -563,20 +576,29 @@ fn supervise<F: Fn() -> std::io::Result<()> + Sync>(
     status
 }
 
-/// Signals that are handed to the program.
-const FORWARDED: [(i32, &str); 6] = {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-    [(SIGHUP, "HUP"), (SIGINT, "INT"), (SIGQUIT, "QUIT"), (SIGTERM, "TERM"), (SIGUSR1, "USR1"), (SIGUSR2, "USR2")]
-};
+/// Signals that are handed to the program: all but those that stop a process, those of faults, and those that say something of this
+/// process alone (SIGCHLD, SIGPIPE).
+fn forwarded() -> Vec<i32> {
+    use signal_hook::consts::{
+        SIGALRM, SIGCONT, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGQUIT, SIGTERM, SIGURG, SIGUSR1, SIGUSR2, SIGVTALRM,
+        SIGWINCH,
+    };
+    let named = [
+        SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO, SIGURG, SIGWINCH,
+        SIGCONT,
+    ];
+    named.into_iter().chain(signals::of_programs()).collect()
+}
 
 /// The signals that the program is to ignore because this process was started so, and that it would not ignore by itself: those that are
 /// handled here would have their default action.
-fn ignored_signals(is_supervised: bool) -> Vec<&'static str> {
+fn ignored_signals(is_supervised: bool) -> Vec<String> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    let forwarded = FORWARDED.into_iter().filter(|(signal, _)| is_supervised && mask >> (signal - 1) & 1 != 0);
-    startup::ignores_sigpipe().then_some("PIPE").into_iter().chain(forwarded.map(|(_, name)| name)).collect()
+    let forwarded = forwarded().into_iter().filter(|signal| is_supervised && mask >> (signal - 1) & 1 != 0);
+    let pipe = startup::ignores_sigpipe().then_some(signal_hook::consts::SIGPIPE);
+    pipe.into_iter().chain(forwarded).map(|signal| signal.to_string()).collect()
 }
 
 fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
@@ -586,10 +608,14 @@ fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
             "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)\n"
         );
     } else if count("connections") == 0 {
-        *to += "thruway: no TCP connection was made by calls of the C library; programs that make their own system calls (as those in Go do) stay with TCP\n";
+        *to += "thruway: no TCP connection has been seen: programs that make their own system calls (as those in Go do), that were started without LD_PRELOAD (env -i, sudo), or as another user, stay with TCP, and are not counted\n";
     }
     for line in std::fs::read_to_string(log).unwrap_or_default().lines() {
         *to += &format!("thruway: {line}\n");
+    }
+    let unexplained = count("unexplained");
+    if unexplained > 0 {
+        *to += &format!("thruway: {unexplained} lines more had no place\n");
     }
     let short = count("short");
     if short > 0 {

@@ -296,6 +296,7 @@ fn limits_hold_and_what_cannot_have_an_effect_is_an_error() {
         (&["--provider", "iwarp"], 2, "--provider needs --remote"),
         (&["--relay-port", "7000"], 2, "--relay-port needs --remote"),
         (&["--plaintext"], 2, "--plaintext needs --remote"),
+        (&["--spin", "1001"], 2, "1001 is not in"),
     ] {
         let output = finish(program(Some(options), &["true"]));
         assert!(output.status.code() == Some(status) && support::stderr(&output).contains(why), "{output:?}");
@@ -315,6 +316,11 @@ fn limits_hold_and_what_cannot_have_an_effect_is_an_error() {
     let counted =
         counters(&finish(peers(Some(&[&of_policy[..], COUNTED].concat()), &["echo_client", &port, "1", "3"])));
     assert_eq!((counted["accelerated"], counted["connections"]), (1, 1), "{counted:?}");
+    // Its peer's rings are larger than all of its memory, if it is the peer that makes them.
+    std::fs::write(&policy, "memory = \"300K\"\nring = \"64K\"\n").unwrap();
+    let counted =
+        counters(&finish(peers(Some(&[&of_policy[..], COUNTED].concat()), &["echo_client", &port, "1", "3"])));
+    assert_eq!((counted["accelerated"] + counted["no_memory"], counted["failed"]), (1, 0), "{counted:?}");
 }
 
 #[test]
@@ -362,6 +368,81 @@ fn the_program_ends_as_it_would_alone() {
     assert_eq!(waits.line(), "ready");
     rustix::process::kill_process(rustix::process::Pid::from_child(&waits.0), rustix::process::Signal::TERM).unwrap();
     assert_eq!(waits.0.wait().unwrap().code(), Some(5));
+}
+
+#[test]
+fn a_supervised_program_gets_the_signals_that_it_would_handle_alone() {
+    const HANDLER: &str = r#"
+import signal, sys, time
+names = sys.argv[1:]
+numbers = [int(name) for name in names]
+seen = set()
+for number in numbers:
+    signal.signal(number, lambda number, _: seen.add(number))
+print("ready", flush=True)
+while seen != set(numbers):
+    time.sleep(0.01)
+"#;
+    // ALRM, USR1, WINCH, PWR, real-time ones.
+    let numbers = ["14", "10", "28", "30", "34", "37", "64"];
+    let args = [&["/usr/bin/python3", "-c", HANDLER], &numbers[..]].concat();
+    let mut supervised = Running::start(program(STATS, &args));
+    assert_eq!(supervised.line(), "ready");
+    for number in numbers {
+        let to = supervised.0.id().to_string();
+        assert!(Command::new("kill").args([&format!("-{number}"), &to]).status().unwrap().success());
+    }
+    assert_eq!(supervised.0.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn what_cannot_be_run_leaves_nothing_behind() {
+    let lab = support::Lab::new();
+    let (temporary, report) = (lab.path("temporary"), lab.path("report"));
+    std::fs::create_dir(&temporary).unwrap();
+    std::fs::write(&report, "of another run").unwrap();
+    let options = ["--stats", "--report", report.to_str().unwrap(), "--every", "60"];
+    let output = finish(std::mem::replace(
+        program(Some(&options), &["/nonexistent/program"]).env("TMPDIR", &temporary),
+        Command::new("true"),
+    ));
+    assert_eq!(output.status.code(), Some(127));
+    assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0);
+    assert_eq!(std::fs::read_to_string(&report).unwrap(), "of another run");
+    assert!(!lab.path("report.part").exists());
+}
+
+/// `ulimit -f`: what makes a file longer than that is ended by SIGXFSZ, also if it is of memory.
+#[test]
+fn a_limit_on_the_length_of_files_ends_no_program() {
+    let lab = support::Lab::new();
+    let policy = lab.path("policy.toml");
+    for (kilobytes, is_accelerated) in [("4", false), ("100", false), ("unlimited", true)] {
+        // A fresh board each time, which is a file as well.
+        let board = lab.path(kilobytes);
+        std::fs::create_dir(&board).unwrap();
+        std::fs::write(&policy, format!("board = \"{}\"\n", board.display())).unwrap();
+        let path = script("peers.py");
+        let limited = |options: &[&str], args: &[&str]| {
+            let script = "ulimit -f $0 && exec \"$@\"";
+            let run = [&[THRUWAY, "run", "--after-calls", "1", "--policy", policy.to_str().unwrap()], options].concat();
+            let peers = [&["--", "/usr/bin/python3", path.to_str().unwrap()], args].concat();
+            let mut command = program(None, &["bash", "-c", script, kilobytes]);
+            command.args(run).args(peers);
+            command
+        };
+        library();
+        let (_server, port) = Running::server(limited(&[], &["echo_server"]));
+        let output = finish(limited(&["--stats", "--explain"], &["echo_client", &port, "1", "20"]));
+        assert!(output.status.success(), "{kilobytes}: {output:?}");
+        let is_now = support::stderr(&output).contains("ring_bytes");
+        assert_eq!(is_now, is_accelerated, "{kilobytes}: {}", support::stderr(&output));
+    }
+    // Too short for what is counted.
+    let line = format!("ulimit -f 1; exec {THRUWAY} run --stats -- true");
+    let output = finish(program(None, &["bash", "-c", &line]));
+    assert_eq!(output.status.code(), Some(125), "{output:?}");
+    assert!(support::stderr(&output).contains("file too large"), "{output:?}");
 }
 
 /// A program that counts its interrupts until there have been none for a while.
@@ -441,7 +522,7 @@ fn a_running_programs_counts_can_be_read() {
     let counted = loop {
         match read() {
             Some(counted) => break counted,
-            None => assert!(!report.exists() || read().is_some(), "a part, or another run's"),
+            None => assert!(std::fs::read(&report).unwrap() == b"of another run" || read().is_some(), "a part"),
         }
         std::thread::sleep(std::time::Duration::from_millis(20));
     };

@@ -238,7 +238,7 @@ unsafe fn receive_accelerated(
         }
         honour_closed_ring(slot, fd);
         wait::note_drained(number);
-        if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, || is_readable(slot)) {
+        if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
             continue;
         }
         // A limit is one of the call, which may sleep more than once. The first sleep is the kernel's to end.

@@ -604,7 +604,7 @@ pub(crate) unsafe fn wait(
         }
         if has_hot && !limit.is_over() {
             let is_ready = || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable());
-            if wait::spin_with(&instance.luck, data::spin_time(), is_ready) {
+            if wait::spin_with(&instance.luck, limit, is_ready) {
                 continue;
             }
         }

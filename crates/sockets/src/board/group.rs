@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
+use thruway_memory::sealed;
 
 /// Where to find the file, and whose it has to be.
 #[derive(Debug)]
@@ -37,14 +38,9 @@ struct Entry {
 /// The place of [`Entry::answered`].
 const ANSWERED: usize = 8;
 
-/// Whether the process may write as far into a file: where it may not (`RLIMIT_FSIZE`), it would be ended for that.
-fn may_write() -> bool {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
-    limit.is_none_or(|limit| limit >= (ENTRIES * ENTRY_LEN) as u64)
-}
-
 fn write(file: &OwnedFd, bytes: &[u8], at: u64) -> Option<()> {
-    (may_write() && rustix::io::pwrite(file, bytes, at) == Ok(bytes.len())).then_some(())
+    (sealed::may_be_long((ENTRIES * ENTRY_LEN) as u64) && rustix::io::pwrite(file, bytes, at) == Ok(bytes.len()))
+        .then_some(())
 }
 
 fn random() -> Option<u32> {
@@ -135,7 +131,7 @@ fn read_bucket(file: &OwnedFd, bucket: usize) -> [Entry; WAYS] {
 
 impl File {
     pub(super) fn open(path: PathBuf, gid: u32) -> io::Result<File> {
-        may_write().then_some(()).ok_or(io::ErrorKind::FileTooLarge)?;
+        sealed::may_be_long((ENTRIES * ENTRY_LEN) as u64).then_some(()).ok_or(io::ErrorKind::FileTooLarge)?;
         let path = CString::new(path.into_os_string().into_vec()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let file = File { path, gid };
         match file.opened() {

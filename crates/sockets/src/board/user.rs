@@ -6,6 +6,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use thruway_memory::sealed;
 
 /// One entry. All words may change at any time.
 #[repr(C, align(128))]
@@ -41,6 +42,9 @@ impl Mapped {
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
         if !is_file || stat.st_uid != uid || stat.st_mode & 0o077 != 0 {
             return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        if !sealed::may_be_long(len as u64) {
+            return Err(rustix::io::Errno::FBIG.into());
         }
         // All of it, so that no page is missing when it is used. Those who open it at the same time make it as long.
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len as u64)?;
