@@ -114,7 +114,7 @@ enum PolicyMode {
 
 /// A group, by its number or its name.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a group's name or number")]
 enum Group {
     Number(u32),
     Name(String),
@@ -122,7 +122,7 @@ enum Group {
 
 /// A port, or ports and ranges of them as in `22, 8000-8100`.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a port, or ports and ranges of them as in \"22, 8000-8100\"")]
 enum Ports {
     Number(u16),
     Text(String),
@@ -130,7 +130,7 @@ enum Ports {
 
 /// A number of bytes, as a number or as `256K`.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number of bytes, or a size as in \"256K\"")]
 enum Size {
     Bytes(u64),
     Text(String),
@@ -246,6 +246,11 @@ struct Said {
 impl Said {
     fn new(args: &RunArgs, common: &Common, told: &Told, counters: &Counters) -> Said {
         let mut said = Said::default();
+        if (args.explain || args.stats && !common.json) && counters.processes.load(Ordering::Relaxed) == 0 {
+            said.text += &format!(
+                "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)\n"
+            );
+        }
         if args.explain {
             explain_all(&told.explain(), counters, &mut said.text);
             if args.remote && counters.relay_not_found.load(Ordering::Relaxed) > 0 {
@@ -603,11 +608,7 @@ fn ignored_signals(is_supervised: bool) -> Vec<String> {
 
 fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
     let count = |name| counters.list().find(|(other, _)| *other == name).map_or(0, |(_, count)| count);
-    if count("processes") == 0 {
-        *to += &format!(
-            "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)\n"
-        );
-    } else if count("connections") == 0 {
+    if count("processes") > 0 && count("connections") == 0 {
         *to += "thruway: no TCP connection has been seen: programs that make their own system calls (as those in Go do), that were started without LD_PRELOAD (env -i, sudo), or as another user, stay with TCP, and are not counted\n";
     }
     for line in std::fs::read_to_string(log).unwrap_or_default().lines() {
@@ -672,7 +673,9 @@ mod tests {
             ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
             ("aftercalls = 1", "aftercalls"),
             ("group = \"no such group\"", "no such group"),
-            ("group = -1", "group"),
+            ("group = -1", "a group's name or number"),
+            ("ring = true", "a size as in"),
+            ("[[rule]]\nports = [22, 23]\nmode = \"tcp\"", "ranges of them as in"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(why), "{text}: {error}");
