@@ -122,7 +122,8 @@ impl Server {
 
     fn try_accept(&mut self, request: ConnectionRequest) -> Result<(), String> {
         let known = Test::decode(request.private_data());
-        let Some(test) = known.filter(|t| t.memory() <= SIZE_MAX && t.slots > 0 && (1..=DEPTH_MAX).contains(&t.depth))
+        let Some(test) =
+            known.filter(|t| t.memory() <= SIZE_MAX && t.size > 0 && t.slots > 0 && (1..=DEPTH_MAX).contains(&t.depth))
         else {
             request.reject(b"not a test this bench knows");
             return Err("asked for no test this bench knows".into());

@@ -193,7 +193,7 @@ impl Device {
     }
 
     /// Returns when there may be something to poll, at the latest after `timeout`. Spins first if
-    /// that has paid lately, then sleeps. What another thread takes as it comes, because it polls just then, wakes nobody.
+    /// that has paid lately, then sleeps. What another thread takes as it comes, because it polls just then, wakes no thread.
     ///
     /// # Errors
     /// [`Error::Io`] if the system cannot wait.

@@ -246,7 +246,7 @@ pub mod shared {
     /// `from..from + len` must be mapped.
     pub unsafe fn append(to: &mut Vec<u8>, from: *const u8, len: usize) {
         to.reserve(len);
-        // SAFETY: the caller's promise; a vector of ours is nobody's registered memory. It is as long afterwards as has been filled.
+        // SAFETY: the caller's promise; a vector of ours is no registered memory. It is as long afterwards as has been filled.
         unsafe {
             fill(from, &mut to.spare_capacity_mut()[..len]);
             to.set_len(to.len() + len);

@@ -10,7 +10,7 @@ pub fn of_programs() -> impl Iterator<Item = i32> {
 /// Sends a signal, also a real-time one, to a process of this user's.
 ///
 /// # Errors
-/// Those of `kill(2)`; `EINVAL` for what is no process's number (0 and less mean several).
+/// Those of `kill(2)`; [`io::ErrorKind::InvalidInput`] for 0 and less, which mean several processes.
 pub fn send(process: i32, signal: i32) -> io::Result<()> {
     if process <= 0 {
         return Err(io::ErrorKind::InvalidInput.into());

@@ -81,7 +81,7 @@ counters! {
     unexplained,
 }
 
-/// Bytes of the file in which `--explain` is told what becomes of connections, at most.
+/// Most bytes of the file that the library writes for `--explain`.
 pub const EXPLAINED_MAX: u64 = 8 << 20;
 
 impl Default for Counters {
