@@ -9,6 +9,7 @@
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
+//! - [`budget`]: how much a connection receives before the reactor runs other tasks.
 //! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
 //! - [`rdma`]: RDMA connections: messages, and the peer's memory to read from and write to.
 //! - [`service`]: what a daemon asks of each of its services.
@@ -18,6 +19,7 @@
 
 pub mod acceptor;
 pub mod admission;
+pub mod budget;
 pub mod buffers;
 pub mod connection_limit;
 mod fair_queue;
@@ -35,6 +37,7 @@ pub mod turns;
 pub mod writer;
 
 pub use acceptor::Acceptor;
+pub use budget::Budget;
 pub use buffers::Buffers;
 pub use connection_limit::Permit;
 pub use listener::{Address, ListenError, Listener, Socket};

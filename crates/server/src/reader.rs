@@ -1,6 +1,7 @@
 //! The receiving half of a connection, with read-ahead.
 
 use crate::Plain;
+use crate::budget::Budget;
 use crate::stream::either;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io;
@@ -12,8 +13,12 @@ use tokio::io::{AsyncReadExt, Interest};
 use tokio_rustls::server::TlsStream;
 
 /// The receiving half of a connection. Bytes that arrive beyond those asked for are buffered for the next call.
+///
+/// However fast the peer sends, its task yields to the others of the reactor after [`MESSAGES_MAX`](crate::budget::MESSAGES_MAX)
+/// reads and after [`BYTES_MAX`](crate::budget::BYTES_MAX) bytes.
 pub struct Reader {
     half: ReadHalf,
+    budget: Budget,
     peer: Peer,
     buffer: Box<[u8]>,
     start: usize,
@@ -93,7 +98,16 @@ impl ReadHalf {
         ReadHalf::Plain(stream, Spinner::default())
     }
 
-    async fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+    async fn read(&mut self, out: &mut [u8], budget: &mut Budget) -> io::Result<usize> {
+        let left = budget.bytes_left().await;
+        let len = out.len().min(left);
+        let out = &mut out[..len];
+        let read = self.read_some(out, budget).await?;
+        budget.spend(read);
+        Ok(read)
+    }
+
+    async fn read_some(&mut self, out: &mut [u8], budget: &mut Budget) -> io::Result<usize> {
         match self {
             ReadHalf::Plain(stream, spinner) => loop {
                 let result = either!(&**stream, s => s.try_read(out));
@@ -102,6 +116,7 @@ impl ReadHalf {
                         if let Some(result) = spinner.spin(stream, out).await {
                             return result;
                         }
+                        budget.end_turn();
                         let start = Instant::now();
                         either!(&**stream, s => s.readable().await)?;
                         spinner.slept(start.elapsed());
@@ -123,7 +138,7 @@ impl ReadHalf {
 
 impl Reader {
     pub(crate) fn new(half: ReadHalf, peer: Peer) -> Reader {
-        Reader { half, peer, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
+        Reader { half, budget: Budget::default(), peer, buffer: vec![0; READ_AHEAD].into(), start: 0, end: 0 }
     }
 
     /// The peer of the connection.
@@ -140,6 +155,7 @@ impl Reader {
     /// If `len` is more than the read-ahead buffer holds (64 KiB).
     pub async fn peek(&mut self, len: usize) -> io::Result<Option<&[u8]>> {
         assert!(len <= self.buffer.len(), "headers are short");
+        self.budget.begin_message().await;
         if self.buffer.len() - self.start < len {
             self.buffer.copy_within(self.start..self.end, 0);
             self.end -= self.start;
@@ -149,7 +165,7 @@ impl Reader {
             if self.start == self.end {
                 (self.start, self.end) = (0, 0);
             }
-            match self.half.read(&mut self.buffer[self.end..]).await? {
+            match self.half.read(&mut self.buffer[self.end..], &mut self.budget).await? {
                 0 if self.start == self.end => return Ok(None),
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 n => self.end += n,
@@ -181,7 +197,7 @@ impl Reader {
                 self.consume(rest);
                 return Ok(());
             }
-            match self.half.read(&mut out[done..]).await? {
+            match self.half.read(&mut out[done..], &mut self.budget).await? {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 n => done += n,
             }

@@ -4,6 +4,13 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
+/// A number that no other initiator of this process has.
+#[allow(dead_code)]
+pub(crate) fn next_isid() -> u8 {
+    static NEXT: std::sync::atomic::AtomicU8 = std::sync::atomic::AtomicU8::new(1);
+    NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
 /// A session with the only unit of a target, by one connection.
 pub(crate) struct Initiator {
     stream: TcpStream,
@@ -50,6 +57,19 @@ impl Initiator {
         stream.read_exact(&mut header).ok()?;
         assert_eq!((header[0], header[1] & 3, &header[36..38]), (0x23, 3, &[0, 0][..]), "{header:?}");
         Some(stream)
+    }
+
+    /// The connection.
+    #[allow(dead_code)]
+    pub(crate) fn into_stream(self) -> TcpStream {
+        self.stream
+    }
+
+    /// TEST UNIT READY; its status.
+    #[allow(dead_code)]
+    pub(crate) fn test_unit_ready(&mut self) -> io::Result<u8> {
+        self.send([0; 6].into(), &[])?;
+        self.status()
     }
 
     fn receive(&mut self) -> io::Result<([u8; 48], Vec<u8>)> {

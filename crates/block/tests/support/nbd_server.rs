@@ -13,7 +13,7 @@ pub(crate) fn serve(export: Arc<Export>, reactors: &Reactors) -> (Server, String
         exports: vec![export].into(),
         tls: None,
         own_user_only: true,
-        connections_max: 8,
+        connections_max: 64,
     };
     let server = Server::start(config, reactors).unwrap();
     let address = server.addresses()[0].to_string();

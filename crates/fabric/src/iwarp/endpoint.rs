@@ -24,8 +24,8 @@ use thruway_rdma_types::{
 };
 use thruway_tcp::PathInfo;
 
-/// Bytes one queue pair may receive or send before others get their turn.
-const TURN: usize = 4 << 20;
+/// Bytes that one queue pair receives or sends by one call of the driver, before it serves other queue pairs and its caller goes on.
+const TURN: usize = 256 << 10;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);
 /// Bytes that a peer may still send after our Terminate.

@@ -60,6 +60,9 @@ const CHANGING: [u32; 14] = [
     op::REMOVEXATTR,
 ];
 
+/// Operations of a compound after which the reactor serves other calls: compounds of clients have fewer.
+const OPERATIONS_BEFORE_YIELD: u32 = 8;
+
 /// Most bytes of the result of one of these, but for a lock that is refused.
 const CHANGING_RESULT: usize = 160;
 
@@ -230,6 +233,9 @@ impl<'a> Compound<'a> {
     /// Does the operations; the status of the one that has failed, or the reply that the compound has had already.
     async fn operations(&mut self, d: &mut Decoder<'a>, out: &mut Encoder) -> Result<Option<Status>, Box<[u8]>> {
         while self.index < self.count {
+            if self.index > 0 && self.index.is_multiple_of(OPERATIONS_BEFORE_YIELD) {
+                tokio::task::yield_now().await;
+            }
             let number = d.u32().unwrap_or(op::ILLEGAL);
             let is_known = (op::ACCESS..=op::LAST[self.minor as usize]).contains(&number);
             let number = if is_known { number } else { op::ILLEGAL };

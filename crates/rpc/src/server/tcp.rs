@@ -29,6 +29,8 @@ const LONG_CALLS_MAX: usize = 4;
 const SMALL_CALL: usize = 16 << 10;
 /// Bytes of a longer call in which its bulk item is looked for.
 const BEGINNING: usize = 2 << 10;
+/// Empty fragments of a call, other than the last one. Clients have no reason to send any.
+const EMPTY_FRAGMENTS_MAX: usize = 8;
 /// What a client says that it sends costs no memory before it is there, but for so many bytes.
 const STEP: usize = 64 << 10;
 
@@ -169,15 +171,29 @@ fn is_start_tls(message: &[u8]) -> bool {
     matches!(header, Ok(Incoming::Call(call)) if call.credential.flavor == AUTH_TLS && call.procedure == 0)
 }
 
-/// Length of a record with its next fragment.
-fn end_of_fragment(record: &[u8], marker: Marker) -> io::Result<usize> {
-    let end = record.len() + marker.len as usize;
-    if end > CALL_MAX { Err(invalid(format!("a call of more than {CALL_MAX} bytes"))) } else { Ok(end) }
+/// Checks the fragments of one record (RFC 5531, section 11), which may be of any length.
+#[derive(Default)]
+struct Fragments {
+    empty: usize,
+}
+
+impl Fragments {
+    /// Length of a record with its next fragment.
+    fn end_of_next(&mut self, record: &[u8], marker: Marker) -> io::Result<usize> {
+        if marker.len == 0 && !marker.last {
+            self.empty += 1;
+            if self.empty > EMPTY_FRAGMENTS_MAX {
+                return Err(invalid(format!("a call with more than {EMPTY_FRAGMENTS_MAX} empty fragments")));
+            }
+        }
+        let end = record.len() + marker.len as usize;
+        if end > CALL_MAX { Err(invalid(format!("a call of more than {CALL_MAX} bytes"))) } else { Ok(end) }
+    }
 }
 
 /// The first record of a connection, which must be short; nothing behind it is read. `None` if the client closes before.
 async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
-    let mut record = Vec::new();
+    let (mut record, mut fragments) = (Vec::new(), Fragments::default());
     loop {
         let mut marker = [0; MARKER_LEN];
         match stream.read_exact(&mut marker).await {
@@ -185,7 +201,7 @@ async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
             other => other?,
         }
         let marker = Marker::decode(marker);
-        let end = end_of_fragment(&record, marker)?;
+        let end = fragments.end_of_next(&record, marker)?;
         while record.len() < end {
             let start = record.len();
             record.resize(end.min(start + STEP), 0);
@@ -311,9 +327,9 @@ impl Served {
 
     async fn long_record(&self, reader: &mut Reader, mut marker: Marker) -> io::Result<Record> {
         let long = Arc::clone(&self.long_calls).acquire_owned().await.expect("the semaphore is never closed");
-        let mut message = Vec::new();
+        let (mut message, mut fragments) = (Vec::new(), Fragments::default());
         loop {
-            let end = end_of_fragment(&message, marker)?;
+            let end = fragments.end_of_next(&message, marker)?;
             while message.len() < end {
                 let start = message.len();
                 message.resize(end.min(start + STEP), 0);

@@ -7,6 +7,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::rc::Rc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_server::Budget;
 use tokio::sync::watch;
 
 /// Longest call and longest reply, in bytes.
@@ -58,7 +59,9 @@ async fn serve(socket: UdpSocket, programs: &Programs) -> io::Result<()> {
     let local = socket.local_addr()?;
     let socket = tokio::net::UdpSocket::from_std(socket)?;
     let mut call = vec![0; CALL_MAX + 1];
+    let mut budget = Budget::default();
     loop {
+        budget.begin_message().await;
         let (len, peer) = match socket.recv_from(&mut call).await {
             Ok(received) => received,
             // That of an earlier reply, which has not arrived.

@@ -3,6 +3,7 @@
 //! It has a device, a completion queue and message slots of its own. The [`Channel`] takes what is to be sent, read and
 //! written; a task posts that, as far as the send queue has room, and takes completions; [`Messages`] are what the peer has sent.
 
+use crate::budget::MESSAGES_MAX;
 use crate::flag::Flag;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -406,7 +407,7 @@ impl End {
     /// Takes completions and events; false if there were none.
     fn collect(&mut self) -> io::Result<bool> {
         let mut completions: Vec<WorkCompletion> = Vec::new();
-        self.cq.poll(&mut completions, 64);
+        self.cq.poll(&mut completions, MESSAGES_MAX);
         for done in &completions {
             if done.status != Status::Success {
                 return Err(other(format!("{:?} over RDMA: {:?}", done.op, done.status)));
@@ -446,7 +447,7 @@ impl End {
             }
             self.post().map_err(other)?;
             if self.collect()? || !channel.consumed.borrow().is_empty() {
-                // Let the tasks at what has come, then look again.
+                // The tasks of the messages run before more are taken.
                 tokio::task::yield_now().await;
                 continue;
             }

@@ -39,6 +39,12 @@ impl Nbd {
         }
     }
 
+    /// The connection.
+    #[allow(dead_code)]
+    pub(crate) fn into_stream(self) -> TcpStream {
+        self.0
+    }
+
     pub(crate) fn send(&mut self, command: (u16, u16), at: u64, len: u32, data: &[u8]) -> io::Result<()> {
         self.send_many(1, command, at, len, data)
     }

@@ -1,0 +1,113 @@
+//! Cooperative scheduling of connections: the work a connection may do before its reactor runs the other tasks.
+//!
+//! A socket that always has data never makes its task wait. Without a budget, one peer that sends faster than it is served would
+//! occupy the reactor, and every other connection of that reactor would stand still.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Messages that one connection may receive between two yields.
+pub const MESSAGES_MAX: usize = 64;
+
+/// Bytes that one connection may receive between two yields.
+pub const BYTES_MAX: usize = 256 << 10;
+
+/// Largest turns since the process began, over all connections.
+static LARGEST: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+
+/// Work of one connection since it last yielded.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Turn {
+    /// Messages, or parts of messages that were read one by one.
+    pub messages: usize,
+    /// Bytes taken from the socket.
+    pub bytes: usize,
+}
+
+/// The largest number of messages and of bytes that any connection of this process has received between two yields: at most
+/// [`MESSAGES_MAX`] and [`BYTES_MAX`].
+pub fn largest_turn() -> Turn {
+    let [messages, bytes] = LARGEST.each_ref().map(|largest| largest.load(Ordering::Relaxed));
+    Turn { messages, bytes }
+}
+
+/// The budget of one connection.
+#[derive(Debug, Default)]
+pub struct Budget(Turn);
+
+impl Budget {
+    /// Begins to receive a message; yields to the other tasks of the reactor first if the budget is spent. Cancelling this has no
+    /// effect.
+    pub async fn begin_message(&mut self) {
+        if self.0.messages >= MESSAGES_MAX {
+            self.end_turn();
+            tokio::task::yield_now().await;
+        }
+        self.0.messages += 1;
+    }
+
+    /// Bytes that may be received now, at least one; yields first if the budget is spent.
+    pub async fn bytes_left(&mut self) -> usize {
+        if self.0.bytes >= BYTES_MAX {
+            self.end_turn();
+            tokio::task::yield_now().await;
+        }
+        BYTES_MAX - self.0.bytes
+    }
+
+    /// Counts bytes that have been received: at most as many as [`Budget::bytes_left`] returned.
+    pub fn spend(&mut self, bytes: usize) {
+        self.0.bytes += bytes;
+    }
+
+    /// Ends the turn: the task has waited, or is about to.
+    pub fn end_turn(&mut self) {
+        let Turn { messages, bytes } = std::mem::take(&mut self.0);
+        for (largest, turn) in LARGEST.iter().zip([messages, bytes]) {
+            // Most turns are no larger, and a load does not take the cache line from other processors.
+            if turn > largest.load(Ordering::Relaxed) {
+                largest.fetch_max(turn, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+    use tokio::task::LocalSet;
+
+    #[test]
+    fn a_task_that_never_waits_yields_after_so_many_messages_and_bytes() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        for (messages, bytes) in [(1, 0), (0, 4096), (1, 1 << 20)] {
+            let others = Rc::new(Cell::new(0));
+            let counted = Rc::clone(&others);
+            LocalSet::new().block_on(&runtime, async move {
+                let other = tokio::task::spawn_local(async move {
+                    loop {
+                        counted.set(counted.get() + 1);
+                        tokio::task::yield_now().await;
+                    }
+                });
+                let mut budget = Budget::default();
+                for _ in 0..64 * MESSAGES_MAX {
+                    for _ in 0..messages {
+                        budget.begin_message().await;
+                    }
+                    let mut rest = bytes;
+                    while rest > 0 {
+                        let part = rest.min(budget.bytes_left().await);
+                        budget.spend(part);
+                        rest -= part;
+                    }
+                }
+                other.abort();
+            });
+            assert!(others.get() >= 60, "{messages} messages of {bytes} bytes: {} times", others.get());
+        }
+        let largest = largest_turn();
+        assert!(largest.messages <= MESSAGES_MAX && largest.bytes <= BYTES_MAX, "{largest:?}");
+    }
+}
