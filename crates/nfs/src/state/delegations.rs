@@ -17,6 +17,8 @@ pub(super) struct Delegation {
     pub client: u64,
     pub file: FileKey,
     pub is_write: bool,
+    /// The user who opened the file, and whose rights were checked.
+    uid: u32,
     /// As the client calls it.
     handle: Box<[u8]>,
     /// It is to be given back.
@@ -30,6 +32,8 @@ pub(super) struct Delegation {
 /// What is to be delegated.
 pub(crate) struct Delegated {
     pub is_write: bool,
+    /// The user who has just opened the file.
+    pub uid: u32,
     pub handle: Box<[u8]>,
     pub lease: OpenGuard,
 }
@@ -85,7 +89,7 @@ impl State {
         now: u64,
         GrantPermit { client, .. }: GrantPermit,
         file: &FileKey,
-        Delegated { is_write, handle, lease }: Delegated,
+        Delegated { is_write, uid, handle, lease }: Delegated,
     ) -> Option<Stateid> {
         if !self.may_delegate(now, client, file, is_write) {
             self.dropped.push(lease);
@@ -99,7 +103,8 @@ impl State {
         self.delegations += 1;
         self.files.get_mut(file).expect("an open file").delegations.push(number);
         let file = file.clone();
-        let delegation = Delegation { client, file, is_write, handle, is_recalled: false, is_revoked: false, lease };
+        let (is_recalled, is_revoked) = (false, false);
+        let delegation = Delegation { client, file, is_write, uid, handle, is_recalled, is_revoked, lease };
         self.held.insert(number, Held::Delegation(delegation));
         Some(self.stateid_of(number, 1))
     }
@@ -253,24 +258,25 @@ impl State {
         }
     }
 
-    /// Whether a client may open a file so because it is delegated to it (`CLAIM_DELEGATE_CUR`).
+    /// Checks an OPEN by a delegation (`CLAIM_DELEGATE_CUR`). True if this user's rights were checked when the file was delegated.
     pub(crate) fn check_delegated(
         &self,
         client: u64,
+        uid: u32,
         stateid: Stateid,
         file: &FileKey,
         access: u32,
-    ) -> Result<(), Status> {
+    ) -> Result<bool, Status> {
         match self.find(client, stateid)? {
             (_, Held::Delegation(delegation)) if delegation.file == *file => {
-                if access & WRITE != 0 && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(()) }
+                State::access_delegated(delegation, uid, access & WRITE != 0)
             }
             _ => Err(Status::BAD_STATEID),
         }
     }
 
-    /// As [`State::access`], under a delegation: its client has looked at the rights of its users when they opened the file.
-    pub(super) fn access_delegated(delegation: &Delegation, is_write: bool) -> Result<bool, Status> {
-        if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(true) }
+    /// As [`State::access`], under a delegation: the rights of other users than the one who opened the file are not known.
+    pub(super) fn access_delegated(delegation: &Delegation, uid: u32, is_write: bool) -> Result<bool, Status> {
+        if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(delegation.uid == uid) }
     }
 }

@@ -37,8 +37,8 @@ pub(super) struct Open {
     seqid: u32,
     pub access: u32,
     deny: u32,
-    /// The user who opened it first, and had the rights to.
-    uid: u32,
+    /// The user whose rights to all of `access` were checked; none if several users share this open.
+    uid: Option<u32>,
     /// Its owner may be made up from an old message (RFC 7530, section 9.1.11).
     pub is_unconfirmed: bool,
     pub guard: OpenGuard,
@@ -286,7 +286,7 @@ impl State {
                 seqid: 1,
                 access,
                 deny,
-                uid,
+                uid: Some(uid),
                 is_unconfirmed: !is_confirmed,
                 guard,
                 holders,
@@ -303,6 +303,7 @@ impl State {
         let was = (open.access, open.deny);
         open.access |= access;
         open.deny |= deny;
+        open.uid = open.uid.filter(|first| *first == uid);
         open.seqid += 1;
         let seqid = open.seqid;
         Ok((self.stateid_of(number, seqid), Some(was)))
@@ -406,7 +407,7 @@ impl State {
             Held::Open(open) => open,
             Held::Locks(holder) => self.open_ref(holder.open.ok_or(Status::BAD_STATEID)?),
             Held::Delegation(delegation) if delegation.file == *file => {
-                return Ok(State::access_delegated(delegation, is_write)?);
+                return Ok(State::access_delegated(delegation, uid, is_write)?);
             }
             Held::Delegation(_) => return Err(Status::BAD_STATEID.into()),
         };
@@ -414,7 +415,7 @@ impl State {
             return Err(Status::BAD_STATEID.into());
         }
         match open.access & wanted != 0 {
-            true => Ok(open.uid == uid),
+            true => Ok(open.uid == Some(uid)),
             // Clients read what is around the bytes that they write.
             false if !is_write => Ok(false),
             false => Err(Status::OPENMODE.into()),

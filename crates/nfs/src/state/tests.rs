@@ -452,9 +452,21 @@ fn owners_whose_operations_are_numbered() {
     assert_eq!((state.numbered, state.held.len(), state.files.len(), state.closed.len()), (0, 0, 0, 0));
 }
 
+#[test]
+fn an_open_that_two_users_share_proves_the_rights_of_neither() {
+    let mut state = State::new(7, LEASE, []);
+    let a = client(&mut state, 0, "a");
+    open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
+    let other = OpenAs { uid: USER + 1, ..open_as("o", (WRITE, 0)) };
+    let (both, _) = state.open(0, GrantPermit::stored(a, false), other, &file(1), guard()).unwrap();
+    for (uid, is_write) in [(USER, false), (USER, true), (USER + 1, false), (USER + 1, true)] {
+        assert_eq!(state.access(0, a, uid, both, &file(1), is_write), Ok(false), "{uid}, write: {is_write}");
+    }
+}
+
 /// A file is delegated to a client that has it open.
 fn delegate(state: &mut State, now: u64, client: u64, of: u8, is_write: bool) -> Option<Stateid> {
-    let delegated = Delegated { is_write, handle: Box::from(&b"handle"[..]), lease: guard() };
+    let delegated = Delegated { is_write, uid: USER, handle: Box::from(&b"handle"[..]), lease: guard() };
     state.delegate(now, GrantPermit::stored(client, false), &file(of), delegated)
 }
 
@@ -467,12 +479,13 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
     let of_a = delegate(&mut state, 0, a, 1, false).unwrap();
     assert_eq!(delegate(&mut state, 0, a, 1, false), None, "it has it already");
     assert_eq!(state.access(0, a, USER, of_a, &file(1), false), Ok(true));
-    assert_eq!(state.access(0, a, USER + 1, of_a, &file(1), false), Ok(true), "whose rights the client has checked");
+    assert_eq!(state.access(0, a, USER + 1, of_a, &file(1), false), Ok(false), "a user whose rights were not checked");
     assert_eq!(state.access(0, a, USER, of_a, &file(1), true), Err(Refused::Status(Status::OPENMODE)));
     assert_eq!(state.access(0, b, USER, of_a, &file(1), false), Err(Refused::Status(Status::BAD_STATEID)));
-    assert_eq!(state.check_delegated(a, of_a, &file(1), READ), Ok(()));
-    assert_eq!(state.check_delegated(a, of_a, &file(1), WRITE), Err(Status::OPENMODE));
-    assert_eq!(state.check_delegated(a, first, &file(1), READ), Err(Status::BAD_STATEID));
+    assert_eq!(state.check_delegated(a, USER, of_a, &file(1), READ), Ok(true));
+    assert_eq!(state.check_delegated(a, USER + 1, of_a, &file(1), READ), Ok(false));
+    assert_eq!(state.check_delegated(a, USER, of_a, &file(1), WRITE), Err(Status::OPENMODE));
+    assert_eq!(state.check_delegated(a, USER, first, &file(1), READ), Err(Status::BAD_STATEID));
     // Reading is not excluded, and can be delegated to several.
     open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
     let of_b = delegate(&mut state, 0, b, 1, false).unwrap();
@@ -506,6 +519,7 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
     assert_eq!(delegate(&mut state, 0, a, 2, false), None, "it is open for writing");
     let writing = delegate(&mut state, 0, a, 2, true).unwrap();
     assert_eq!(state.access(0, a, USER, writing, &file(2), true), Ok(true));
+    assert_eq!(state.access(0, a, USER + 1, writing, &file(2), true), Ok(false));
     assert_eq!(state.recall_others(0, &file(2), Some(a), false), Ok(()), "the client itself");
     assert_eq!(state.recall_others(0, &file(2), None, false), excluded);
     assert_eq!(open(&mut state, 0, b, "o", 2, (READ, 0)).map(drop), excluded);

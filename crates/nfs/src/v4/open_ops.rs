@@ -150,16 +150,18 @@ impl<'a> Compound<'a> {
         if access & WRITE != 0 && target.read_only {
             return Err(Status::ROFS.into());
         }
-        // Who has made it may do with it what it was opened for, whatever its permissions; and who had it open, if it is its
-        // owner, whatever they are now.
-        let file = target.key();
-        if let Some(stateid) = delegated {
-            self.server.state(|state, _| state.check_delegated(client, stateid, &file, access))?;
-        }
-        // So may a client to whom it is delegated, which has looked at the rights of its users itself.
-        let is_granted = is_new
-            || delegated.is_some()
-            || is_reclaim && target.attributes().await.is_some_and(|a| a.uid == target.who.uid);
+        let (file, uid) = (target.key(), target.who.uid);
+        let was_checked = match delegated {
+            Some(stateid) => {
+                self.server.state(|state, _| state.check_delegated(client, uid, stateid, &file, access))?
+            }
+            None => false,
+        };
+        // The creator of a file may use it as it was opened, whatever its permissions; the owner of a file that was open before may,
+        // whatever they are now.
+        let was_open = is_reclaim || delegated.is_some();
+        let is_granted =
+            is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
         let wanted = Rights {
             read: !is_granted && access & READ != 0,
             write: !is_granted && access & WRITE != 0,
@@ -167,7 +169,7 @@ impl<'a> Compound<'a> {
         };
         let guard = self.open_file(&target, wanted).await?;
         let is_confirmed = self.opener_is_confirmed;
-        let how = OpenAs { owner, uid: target.who.uid, modes: (access, deny), is_confirmed };
+        let how = OpenAs { owner, uid, modes: (access, deny), is_confirmed };
         let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
         let (stateid, was) = self.server.retry_on_conflict(action).await?;
         if let Some(size) = size {
@@ -244,7 +246,7 @@ impl<'a> Compound<'a> {
         let handle = self.server.shares.handle(share, &target.file);
         // The client opens it by itself, so that it is open for as long.
         let lease = Arc::new((lease, Arc::clone(guard)));
-        let delegated = Delegated { is_write, handle: handle[..].into(), lease };
+        let delegated = Delegated { is_write, uid: target.who.uid, handle: handle[..].into(), lease };
         self.server.state(|state, now| {
             let stateid = state.delegate(now, may_have, &file, delegated).ok_or(NotDelegated::Contended)?;
             // What has come before it was there has found nothing to recall.
