@@ -40,8 +40,9 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 17] = [
+const PACKAGES: [&str; 19] = [
     "attr",
+    "btrfs-progs",
     "fio",
     "fuse3",
     "libiscsi-bin",
@@ -58,6 +59,7 @@ const PACKAGES: [&str; 17] = [
     "qemu-utils",
     "strace",
     "util-linux",
+    "xfsprogs",
 ];
 
 fn main() -> ExitCode {

@@ -91,6 +91,21 @@ impl Handle {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
+    /// The number of the subvolume that the file is in; `None` on file systems without subvolumes. Inode numbers are unique within one.
+    pub fn subvolume(&self) -> Option<u64> {
+        // `enum fid_type`: Btrfs, whose `struct btrfs_fid` has two 64-bit numbers, the inode's and the subvolume's; bcachefs, whose
+        // `struct bcachefs_fid` has a 64-bit inode number and a 32-bit subvolume.
+        match self.kind {
+            _ if self.is_of_btrfs() => Some(u64::from_ne_bytes(*self.bytes.get(8..)?.first_chunk()?)),
+            0xb1 | 0xb2 => Some(u32::from_ne_bytes(*self.bytes.get(8..)?.first_chunk()?).into()),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn is_of_btrfs(&self) -> bool {
+        (0x4d..=0x4f).contains(&self.kind)
+    }
+
     /// The handle as bytes: its type, little-endian, and what the file system wrote.
     pub fn encode(&self) -> Vec<u8> {
         [&self.kind.to_le_bytes()[..], &self.bytes].concat()

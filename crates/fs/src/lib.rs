@@ -8,6 +8,7 @@
 //! - [`lease`]: hearing of it before another program changes a file.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
+//! - [`superblock`]: which file system a file is on, while it is mounted and after that.
 //! - [`xattr`]: extended attributes. [`acl`]: the access control lists in them.
 
 #![deny(unsafe_code)]
@@ -22,10 +23,12 @@ pub mod lease;
 pub mod remove;
 pub mod share_storage;
 pub mod sparse;
+pub mod superblock;
 pub mod volumes;
 pub mod walk;
 pub mod xattr;
 
 pub use credentials::Credentials;
 pub use identity::Identity;
+pub use superblock::Superblock;
 pub use volumes::Volumes;

@@ -1,12 +1,10 @@
 //! Files that are delegated to clients, as the protocols see them: what others do to such a file waits until it is given back.
 
 use crate::file_system::{FileId, FileSystem, Op, Result};
+use crate::identity::FileIdentity;
 use crate::share::Target;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-
-/// A file, whatever its names and whatever share it is reached by: its file system and its name there.
-pub(crate) type FileKey = (u64, FileId);
 
 /// What of a share's files is delegated to clients that can be called back (RFC 8881, section 10.4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,16 +29,16 @@ impl Delegate {
 pub(crate) trait Holder: Send + Sync {
     /// Begins a change by a client, if it is known which; nothing is delegated until [`Holder::end_change`]. `EINPROGRESS` if the
     /// file has not been given back yet: the caller is to try again.
-    fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
+    fn begin_change(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()>;
 
     /// Ends it.
-    fn end_change(&self, file: &FileKey);
+    fn end_change(&self, file: &FileIdentity);
 
     /// Whether a client keeps what it has written to a file, which another is to see; it has been recalled then.
-    fn is_kept(&self, file: &FileKey, client: Option<u64>) -> bool;
+    fn is_kept(&self, file: &FileIdentity, client: Option<u64>) -> bool;
 
     /// As [`Holder::begin_change`], for one who reads, whom only what is delegated for writing concerns.
-    fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()>;
+    fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()>;
 }
 
 /// The holder of a share's files, when there is one.
@@ -78,7 +76,7 @@ impl Delegations {
 /// A change in progress.
 pub(crate) struct Change {
     holder: Arc<dyn Holder>,
-    file: FileKey,
+    file: FileIdentity,
 }
 
 impl Drop for Change {
@@ -88,18 +86,14 @@ impl Drop for Change {
 }
 
 impl Target<'_> {
-    /// The file, as the state of clients calls it.
-    pub(crate) fn key(&self) -> FileKey {
-        self.key_of(&self.file)
-    }
-
-    fn key_of(&self, file: &FileId) -> FileKey {
-        (self.share.files.fsid(), file.clone())
+    /// The identity of the file.
+    pub(crate) fn key(&self) -> FileIdentity {
+        self.share.identity(&self.file)
     }
 
     async fn change_of(&self, file: &FileId, client: Option<u64>) -> Result<Option<Change>> {
         let Some(holder) = self.share.delegations.holder() else { return Ok(None) };
-        let (holder, file) = (Arc::clone(holder), self.key_of(file));
+        let (holder, file) = (Arc::clone(holder), self.share.identity(file));
         holder.begin_change(file.clone(), client).await?;
         Ok(Some(Change { holder, file }))
     }
@@ -136,6 +130,6 @@ impl Target<'_> {
     /// Whether what there is to know of another file of the share may be old, because a client keeps what it has written to it.
     pub(crate) fn is_kept(&self, file: &FileId, client: Option<u64>) -> bool {
         let holder = self.share.delegations.holder_for_writing();
-        holder.is_some_and(|holder| holder.is_kept(&self.key_of(file), client))
+        holder.is_some_and(|holder| holder.is_kept(&self.share.identity(file), client))
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::delegations::{Delegate, Delegations};
 use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
+use crate::identity::FileIdentity;
 use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
 use crate::users::{Unavailable, Users};
@@ -38,6 +39,10 @@ pub struct Share {
     pub delegate: Delegate,
     /// To whom: asked of version 4, when that is there.
     pub(crate) delegations: Delegations,
+    /// See [`Share::number`].
+    number: [u8; 4],
+    /// Key of the codes of its handles ([`Shares::new`]).
+    handle_key: [u8; 32],
 }
 
 /// Who may do what with a share, which may change while it is served.
@@ -91,8 +96,9 @@ impl Squash {
 impl Share {
     /// A file system with a name.
     pub fn new(name: impl Into<String>, files: Box<dyn FileSystem>, policy: Policy, delegate: Delegate) -> Share {
-        let policy = RwLock::new(Arc::new(policy));
-        Share { name: name.into(), files, policy, delegate, delegations: Delegations::default() }
+        let (name, policy) = (name.into(), RwLock::new(Arc::new(policy)));
+        let number = *blake3::hash(name.as_bytes()).as_bytes().first_chunk().expect("a hash is longer");
+        Share { name, files, policy, delegate, delegations: Delegations::default(), number, handle_key: [0; 32] }
     }
 
     /// Who may do what.
@@ -142,9 +148,27 @@ impl Share {
         })
     }
 
+    /// The identity of one of its files.
+    pub(crate) fn identity(&self, file: &FileId) -> FileIdentity {
+        FileIdentity { file_system: self.files.fsid(), file: file.clone() }
+    }
+
     /// Tells it from the other shares, also after a restart.
     pub(crate) fn number(&self) -> [u8; 4] {
-        let hash = blake3::hash(self.name.as_bytes());
+        self.number
+    }
+
+    /// The key of its handles' codes, which is of its directory as well: another directory with the share's name has other handles.
+    fn derive_handle_key(&self, key: &[u8; 32]) -> [u8; 32] {
+        let FileIdentity { file_system, file: root } = self.identity(&self.files.root());
+        let mut hasher = blake3::Hasher::new_keyed(key);
+        hasher.update(&[HANDLE_VERSION]).update(&self.number).update(&file_system.to_be_bytes()).update(&root.0);
+        *hasher.finalize().as_bytes()
+    }
+
+    /// The code of a handle.
+    fn handle_code(&self, file: &[u8]) -> [u8; CODE] {
+        let hash = blake3::keyed_hash(&self.handle_key, file);
         *hash.as_bytes().first_chunk().expect("a hash is longer")
     }
 }
@@ -166,10 +190,13 @@ pub type FileHandle = SmallVec<[u8; 64]>;
 /// Most bytes of a handle: what version 3 allows.
 pub const HANDLE_MAX: usize = 64;
 
-const HANDLE_VERSION: u8 = 1;
-/// Version, share, and code.
-const HANDLE_HEADER: usize = 1 + 4 + CODE;
+/// 2: with the number of the file system; the code is also of that and of the share's directory.
+const HANDLE_VERSION: u8 = 2;
+/// Version, share, number of the file system, and code.
+const HANDLE_HEADER: usize = 1 + 4 + 8 + CODE;
 const CODE: usize = 8;
+/// Handles of 0.1, which had no number of the file system.
+const EARLIER_VERSION: u8 = 1;
 const _: () = assert!(HANDLE_HEADER + FILE_ID_MAX <= HANDLE_MAX);
 
 /// Why a handle leads to no file.
@@ -224,12 +251,13 @@ impl Shares {
     ///
     /// # Errors
     /// The names of two shares that handles could not tell apart.
-    pub fn new(shares: Vec<Share>, key: [u8; 32]) -> Result<Shares, (String, String)> {
+    pub fn new(mut shares: Vec<Share>, key: [u8; 32]) -> Result<Shares, (String, String)> {
         for (at, share) in shares.iter().enumerate() {
             if let Some(other) = shares[..at].iter().find(|other| other.number() == share.number()) {
                 return Err((other.name.clone(), share.name.clone()));
             }
         }
+        shares.iter_mut().for_each(|share| share.handle_key = share.derive_handle_key(&key));
         Ok(Shares { shares, key, users: Users::default() })
     }
 
@@ -304,19 +332,13 @@ impl Shares {
         self.shares.iter().find(|share| share.name.as_bytes() == name)
     }
 
-    fn code(&self, share: [u8; 4], file: &[u8]) -> [u8; CODE] {
-        let mut hasher = blake3::Hasher::new_keyed(&self.key);
-        hasher.update(&[HANDLE_VERSION]).update(&share).update(file);
-        *hasher.finalize().as_bytes().first_chunk().expect("a hash is longer")
-    }
-
     /// The handle of a file.
     pub fn handle(&self, share: &Share, file: &FileId) -> FileHandle {
-        let number = share.number();
         let mut handle = FileHandle::new();
         handle.push(HANDLE_VERSION);
-        handle.extend_from_slice(&number);
-        handle.extend_from_slice(&self.code(number, &file.0));
+        handle.extend_from_slice(&share.number());
+        handle.extend_from_slice(&share.files.fsid().to_be_bytes());
+        handle.extend_from_slice(&share.handle_code(&file.0));
         handle.extend_from_slice(&file.0);
         handle
     }
@@ -342,15 +364,19 @@ impl Shares {
     /// If it leads to none.
     pub fn resolve(&self, handle: &[u8]) -> Result<(&Share, FileId), HandleError> {
         let (header, file) = handle.split_at_checked(HANDLE_HEADER).ok_or(HandleError::Malformed)?;
-        if header[0] != HANDLE_VERSION || file.len() > FILE_ID_MAX {
-            return Err(HandleError::Malformed);
+        match header[0] {
+            HANDLE_VERSION if file.len() <= FILE_ID_MAX => {}
+            // Clients keep handles for years.
+            EARLIER_VERSION => return Err(HandleError::Stale),
+            _ => return Err(HandleError::Malformed),
         }
         let number: [u8; 4] = *header[1..].first_chunk().expect("the header is longer");
+        let file_system = &header[5..13];
+        let share = self.shares.iter().find(|share| share.number() == number).ok_or(HandleError::Stale)?;
         // A code that is guessed wrong takes as long as any: 64 bits are not guessed.
-        if self.code(number, file) != header[5..] {
+        if file_system != share.files.fsid().to_be_bytes() || share.handle_code(file) != header[13..] {
             return Err(HandleError::Stale);
         }
-        let share = self.shares.iter().find(|share| share.number() == number).ok_or(HandleError::Stale)?;
         Ok((share, FileId(SmallVec::from_slice(file))))
     }
 }
@@ -376,7 +402,7 @@ mod tests {
         let (one, two) = (&shares.shares[0], &shares.shares[1]);
         let file = FileId(SmallVec::from_slice(&[9; FILE_ID_MAX]));
         let handle = shares.handle(one, &file);
-        assert_eq!(handle.len(), 1 + 4 + 8 + FILE_ID_MAX);
+        assert_eq!(handle.len(), 1 + 4 + 8 + 8 + FILE_ID_MAX);
         let found = shares.resolve(&handle).unwrap();
         assert_eq!((found.0.name.as_str(), found.1), ("one", file.clone()));
         assert_ne!(shares.handle(two, &file), handle);
@@ -386,8 +412,12 @@ mod tests {
             assert!(shares.resolve(&other).is_err(), "byte {at}");
         }
         assert_eq!(shares.resolve(&handle[..12]).err(), Some(HandleError::Malformed));
-        let key = Shares::new(vec![share("one", Squash::Root).unwrap()], [2; 32]).unwrap();
-        assert_eq!(key.resolve(&handle).err(), Some(HandleError::Stale));
+        let other_key = Shares::new(vec![share("one", Squash::Root).unwrap()], [2; 32]).unwrap();
+        assert_eq!(other_key.resolve(&handle).err(), Some(HandleError::Stale));
+        let other_directory = Shares::new(vec![share("one", Squash::Root).unwrap()], [1; 32]).unwrap();
+        assert_eq!(other_directory.resolve(&handle).err(), Some(HandleError::Stale));
+        let earlier = [&[EARLIER_VERSION], &handle[1..5], &handle[13..]].concat();
+        assert_eq!(shares.resolve(&earlier).err(), Some(HandleError::Stale));
     }
 
     #[test]

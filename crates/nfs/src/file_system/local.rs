@@ -24,6 +24,7 @@ use super::{
     ReadData, Result, Rights, Room, Seek, SetAttributes, SetTime, SetXattr, Stability, Time, Usage,
 };
 use crate::acl::Acl;
+use crate::identity::FileSystemNumbers;
 use quick_cache::sync::Cache;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, ResolveFlags, Statx, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
@@ -39,6 +40,7 @@ use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use thruway_engine::io::OpenFile;
 use thruway_engine::pipes::Pipes;
 use thruway_engine::{Segment, file_system, limits};
+use thruway_fs::Superblock;
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
 use thruway_fs::lease::Lease;
@@ -58,6 +60,8 @@ struct Inner {
     path: PathBuf,
     root_is_gone: AtomicBool,
     fsid: u64,
+    /// If the file system has any.
+    subvolume_of_root: Option<u64>,
     /// Operations run as their user; else as this process.
     acts_as_others: bool,
     own_uid: u32,
@@ -129,6 +133,9 @@ const COPIES_MAX: usize = 4;
 /// Most leases at a time.
 const LEASES_MAX: usize = 4096;
 
+/// The inode number of the directory of a subvolume (`BTRFS_FIRST_FREE_OBJECTID`).
+const BTRFS_ROOT_INODE: u64 = 256;
+
 /// Most bytes of an extended attribute, and of the names of all of a file (`XATTR_SIZE_MAX` of the kernel).
 const XATTR_MAX: usize = 64 << 10;
 
@@ -194,7 +201,16 @@ impl Inner {
         result
     }
 
-    fn attributes_of(&self, stat: &Statx) -> Result<Attributes> {
+    /// The subvolume of a file; 0 for that of the root.
+    fn subvolume(&self, id: &FileId) -> u64 {
+        let Some(of_root) = self.subvolume_of_root else { return 0 };
+        let subvolume = Handle::decode(&id.0).and_then(|handle| handle.subvolume());
+        subvolume.filter(|subvolume| *subvolume != of_root).unwrap_or(0)
+    }
+
+    fn attributes_of(&self, id: &FileId, stat: &Statx) -> Result<Attributes> {
+        let subvolume = self.subvolume(id);
+        let is_root_of_subvolume = subvolume != 0 && stat.stx_ino == BTRFS_ROOT_INODE;
         Ok(Attributes {
             kind: kind_of(stat.stx_mode)?,
             mode: u32::from(stat.stx_mode) & 0o7777,
@@ -205,7 +221,10 @@ impl Inner {
             used: stat.stx_blocks.saturating_mul(512),
             device: (stat.stx_rdev_major, stat.stx_rdev_minor),
             fsid: self.fsid,
+            subvolume,
             number: stat.stx_ino,
+            // As in listings.
+            number_in_parent: if is_root_of_subvolume { subvolume } else { stat.stx_ino },
             accessed: time_of(stat.stx_atime),
             modified: time_of(stat.stx_mtime),
             changed: time_of(stat.stx_ctime),
@@ -215,7 +234,7 @@ impl Inner {
 
     /// As [`Inner::attributes_of`], of a file that is held.
     fn attributes(&self, node: &Node, stat: &Statx) -> Result<Attributes> {
-        let attributes = self.attributes_of(stat)?;
+        let attributes = self.attributes_of(&node.id, stat)?;
         Ok(Attributes { change: node.change(attributes.changed), ..attributes })
     }
 
@@ -235,7 +254,7 @@ impl Inner {
     fn attributes_of_found(&self, found: &Found) -> Result<Attributes> {
         match self.held(&found.id) {
             Some(node) => self.attributes(&node, &found.stat),
-            None => self.attributes_of(&found.stat),
+            None => self.attributes_of(&found.id, &found.stat),
         }
     }
 
@@ -396,7 +415,7 @@ impl Inner {
 }
 
 /// How a directory is served.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct LocalOptions {
     /// Changes of names and attributes are on the medium when a client is told of them. Otherwise, a loss of power may take back the
     /// last of them; not data that clients have flushed.
@@ -408,11 +427,14 @@ pub struct LocalOptions {
     pub path_table: Option<PathBuf>,
     /// How many directories share this process's descriptors.
     pub directories: u64,
+    /// The numbers of this server's file systems, and the name of the share. Without them, handles are stale when the file system
+    /// is on another device.
+    pub numbers: Option<(Arc<FileSystemNumbers>, String)>,
 }
 
 impl Default for LocalOptions {
     fn default() -> LocalOptions {
-        LocalOptions { is_durable: true, is_direct: false, path_table: None, directories: 1 }
+        LocalOptions { is_durable: true, is_direct: false, path_table: None, directories: 1, numbers: None }
     }
 }
 
@@ -435,13 +457,18 @@ impl LocalFileSystem {
         };
         let paths = by_path.then(|| PathTable::open(options.path_table.as_deref())).transpose()?;
         let root_id = id_of(&handle);
-        let number = fsid(&root)?;
+        let superblock = Superblock::of(&root)?;
+        let fsid = match &options.numbers {
+            Some((numbers, share)) => numbers.number_of(share, &superblock),
+            None => superblock.device,
+        };
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let workers = Workers::default();
         // Each file that is held or open has up to three descriptors, and two more past the page cache.
         let part = options.directories * if options.is_direct { 16 } else { 8 };
         let inner = Inner {
-            fsid: number,
+            fsid,
+            subvolume_of_root: handle.subvolume(),
             acts_as_others: can_act_as_others(),
             own_uid: rustix::process::geteuid().as_raw(),
             paths,
@@ -507,12 +534,6 @@ impl LocalFileSystem {
         }
         stat
     }
-}
-
-/// A number for the file system that outlives restarts, where it has one.
-fn fsid(root: &OwnedFd) -> io::Result<u64> {
-    let stat = rustix::fs::fstatvfs(root)?;
-    if stat.f_fsid != 0 { Ok(stat.f_fsid) } else { Ok(rustix::fs::fstat(root)?.st_dev) }
 }
 
 impl FileSystem for LocalFileSystem {

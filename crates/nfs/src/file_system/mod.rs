@@ -83,8 +83,12 @@ pub struct Attributes {
     pub device: (u32, u32),
     /// The file system that it is in.
     pub fsid: u64,
+    /// The part of the file system that it is in: 0 for that of the root directory. Numbers of files are unique within one.
+    pub subvolume: u64,
     /// Its number in that.
     pub number: u64,
+    /// Its number in the directory that it is in, which differs from `number` for the directory of a subvolume.
+    pub number_in_parent: u64,
     /// Last read.
     pub accessed: Time,
     /// Data last changed.
@@ -312,7 +316,8 @@ pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
 
-    /// Tells it from others; two that have files in common have one number, which is [`Attributes::fsid`].
+    /// Tells it from others: two that have files in common have one number, and no others do. It is [`Attributes::fsid`], and part of
+    /// handles, which are stale when it changes.
     fn fsid(&self) -> u64;
 
     /// What there is to know of a file.

@@ -2,7 +2,7 @@
 
 use super::wire::{self, Lock, Status, Test};
 use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
-use crate::delegations::FileKey;
+use crate::identity::FileIdentity;
 use crate::nsm;
 use crate::state::{Host, PendingGrant, Range, Refused, State};
 use crate::v4;
@@ -33,7 +33,7 @@ const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patie
 const REPLY_MAX: usize = 4 << 10;
 
 /// A lock that a client has been given and may not know of.
-type UnacknowledgedGrant = (u64, Box<[u8]>, FileKey, (u64, u64));
+type UnacknowledgedGrant = (u64, Box<[u8]>, FileIdentity, (u64, u64));
 
 /// What its owner had locked in the range before.
 type Before = Vec<(bool, Range)>;
@@ -45,7 +45,7 @@ pub(super) struct Caller {
     calls: Turns,
 }
 
-fn key(client: u64, owner: &[u8], file: &FileKey, range: Range) -> UnacknowledgedGrant {
+fn key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> UnacknowledgedGrant {
     (client, owner.into(), file.clone(), (range.start, range.end))
 }
 
@@ -73,13 +73,13 @@ impl Caller {
     }
 
     /// A client knows what has become of this lock: it need not be called. If it was to be, what it had before.
-    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Option<Before> {
+    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Option<Before> {
         let mut given = self.given();
         if given.is_empty() { None } else { given.remove(&key(client, owner, file, range)) }
     }
 
     /// A client does not want a lock that it may have been given: it has what it had before.
-    pub(super) fn take_back(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Result<(), V4> {
+    pub(super) fn take_back(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Result<(), V4> {
         match self.answered(client, owner, file, range) {
             Some(before) => self.server.state(|state, _| state.take_back(client, owner, file, range, &before)),
             None => Ok(()),
@@ -87,7 +87,7 @@ impl Caller {
     }
 
     /// An owner has given back what it had: it is not to have it again.
-    pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileKey) {
+    pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileIdentity) {
         let mut given = self.given();
         let theirs = given.iter_mut().filter(|((c, o, f, _), _)| (*c, &**o, f) == (client, owner, file));
         theirs.for_each(|(_, before)| before.clear());

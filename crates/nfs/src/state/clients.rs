@@ -2,7 +2,7 @@
 
 use super::files::Removed;
 use super::numbered::Numbering;
-use super::{CLIENTS_MAX, FileKey, Held, KEPT_MAX, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
+use super::{CLIENTS_MAX, FileIdentity, Held, KEPT_MAX, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -102,7 +102,7 @@ pub(super) struct Client {
     /// If it is one of version 3: the number of its start, if that is known.
     pub start: u32,
     /// And the files in which it waits for locks.
-    pub waits: HashSet<FileKey>,
+    pub waits: HashSet<FileIdentity>,
 }
 
 /// The answer to EXCHANGE_ID.
@@ -508,7 +508,7 @@ impl State {
 
     /// Forgets all of these, going through what is known of each file once.
     fn remove_all(&mut self, mut numbers: Vec<u64>) {
-        let mut of_files: HashMap<FileKey, Removed> = HashMap::new();
+        let mut of_files: HashMap<FileIdentity, Removed> = HashMap::new();
         while let Some(number) = numbers.pop() {
             let Some(held) = self.held.remove(&number) else { continue };
             if let Some(client) = self.clients.get_mut(&held.client()) {
@@ -535,7 +535,7 @@ impl State {
     }
 
     /// These are no longer in the way of others in a file.
-    pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileKey) {
+    pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileIdentity) {
         let Some(state) = self.files.get_mut(&file) else { return };
         state.forget(removed);
         if !state.waiting.is_empty() {

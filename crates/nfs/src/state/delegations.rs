@@ -4,8 +4,8 @@
 use super::files::{Held, READ, Removed, WRITE};
 use super::places::weight_of;
 use super::{
-    DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileKey, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS, Refused,
-    State, Stateid,
+    DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileIdentity, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS,
+    Refused, State, Stateid,
 };
 use crate::file_system::OpenGuard;
 use crate::v4::session::Session;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// A file that is delegated.
 pub(super) struct Delegation {
     pub client: u64,
-    pub file: FileKey,
+    pub file: FileIdentity,
     pub is_write: bool,
     /// The user who opened the file, and whose rights were checked.
     uid: u32,
@@ -57,7 +57,7 @@ impl State {
     }
 
     /// Whether a file that a client has just opened may be delegated to it. For writing it must be the only one to have it open.
-    pub(crate) fn may_delegate(&mut self, now: u64, client: u64, file: &FileKey, is_write: bool) -> bool {
+    pub(crate) fn may_delegate(&mut self, now: u64, client: u64, file: &FileIdentity, is_write: bool) -> bool {
         let is_grace = self.is_grace(now);
         if self.recent.len() >= RECENT_MAX {
             self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
@@ -88,7 +88,7 @@ impl State {
         &mut self,
         now: u64,
         GrantPermit { client, .. }: GrantPermit,
-        file: &FileKey,
+        file: &FileIdentity,
         Delegated { is_write, uid, handle, lease }: Delegated,
     ) -> Option<Stateid> {
         if !self.may_delegate(now, client, file, is_write) {
@@ -114,7 +114,7 @@ impl State {
     pub(super) fn recall(
         &mut self,
         now: u64,
-        file: &FileKey,
+        file: &FileIdentity,
         is_in_the_way: impl Fn(&Delegation) -> bool,
     ) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
@@ -143,7 +143,7 @@ impl State {
     pub(crate) fn recall_others(
         &mut self,
         now: u64,
-        file: &FileKey,
+        file: &FileIdentity,
         client: Option<u64>,
         is_change: bool,
     ) -> Result<(), Refused> {
@@ -151,7 +151,7 @@ impl State {
     }
 
     /// Recalls all that is delegated of a file: another program changes it.
-    pub(crate) fn recall_all(&mut self, now: u64, file: &FileKey) {
+    pub(crate) fn recall_all(&mut self, now: u64, file: &FileIdentity) {
         // The clients are called, and not waited for.
         let _ = self.recall(now, file, |_| true);
     }
@@ -160,7 +160,7 @@ impl State {
     pub(super) fn recall_for_open(
         &mut self,
         now: u64,
-        file: &FileKey,
+        file: &FileIdentity,
         client: u64,
         (access, deny): (u32, u32),
     ) -> Result<(), Refused> {
@@ -172,13 +172,13 @@ impl State {
     }
 
     /// Begins a change of a file that is not open for it; to be ended by [`State::end_change`], if it is not refused.
-    pub(crate) fn begin_change(&mut self, now: u64, file: &FileKey, client: Option<u64>) -> Result<(), Refused> {
+    pub(crate) fn begin_change(&mut self, now: u64, file: &FileIdentity, client: Option<u64>) -> Result<(), Refused> {
         self.recall_others(now, file, client, true)?;
         self.files.entry(file.clone()).or_default().changes += 1;
         Ok(())
     }
 
-    pub(crate) fn end_change(&mut self, file: &FileKey) {
+    pub(crate) fn end_change(&mut self, file: &FileIdentity) {
         let Some(state) = self.files.get_mut(file) else { return };
         state.changes -= 1;
         if state.is_unused() {
@@ -248,7 +248,7 @@ impl State {
     }
 
     /// DELEGRETURN
-    pub(crate) fn give_back(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+    pub(crate) fn give_back(&mut self, client: u64, stateid: Stateid, file: &FileIdentity) -> Result<(), Status> {
         match self.find(client, stateid)? {
             (number, Held::Delegation(delegation)) if delegation.file == *file => {
                 self.remove_held(number);
@@ -264,7 +264,7 @@ impl State {
         client: u64,
         uid: u32,
         stateid: Stateid,
-        file: &FileKey,
+        file: &FileIdentity,
         access: u32,
     ) -> Result<bool, Status> {
         match self.find(client, stateid)? {

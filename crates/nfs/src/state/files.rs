@@ -6,7 +6,7 @@ use super::numbered::Role;
 use super::places::weight_of;
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
-use super::{Denied, FILE_HELD_MAX, FileKey, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
+use super::{Denied, FILE_HELD_MAX, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
@@ -33,7 +33,7 @@ pub(super) enum Held {
 pub(super) struct Open {
     pub client: u64,
     owner: Owner,
-    pub file: FileKey,
+    pub file: FileIdentity,
     seqid: u32,
     pub access: u32,
     deny: u32,
@@ -50,7 +50,7 @@ pub(super) struct Open {
 pub(super) struct LockHolder {
     pub client: u64,
     pub owner: Owner,
-    pub file: FileKey,
+    pub file: FileIdentity,
     seqid: u32,
     /// Version 3 locks files without having them open.
     pub open: Option<u64>,
@@ -71,7 +71,7 @@ impl Held {
         }
     }
 
-    pub(super) fn file(&self) -> &FileKey {
+    pub(super) fn file(&self) -> &FileIdentity {
         match self {
             Held::Open(open) => &open.file,
             Held::Locks(holder) => &holder.file,
@@ -201,14 +201,14 @@ impl State {
         }
     }
 
-    fn find_open(&self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(u64, &Open), Status> {
+    fn find_open(&self, client: u64, stateid: Stateid, file: &FileIdentity) -> Result<(u64, &Open), Status> {
         match self.find(client, stateid)? {
             (number, Held::Open(open)) if open.file == *file => Ok((number, open)),
             _ => Err(Status::BAD_STATEID),
         }
     }
 
-    fn find_holder(&self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(u64, &LockHolder), Status> {
+    fn find_holder(&self, client: u64, stateid: Stateid, file: &FileIdentity) -> Result<(u64, &LockHolder), Status> {
         match self.find(client, stateid)? {
             (number, Held::Locks(holder)) if holder.file == *file => Ok((number, holder)),
             _ => Err(Status::BAD_STATEID),
@@ -233,7 +233,7 @@ impl State {
     fn share_conflict(
         &self,
         now: u64,
-        file: &FileKey,
+        file: &FileIdentity,
         access: u32,
         deny: u32,
         own: Option<u64>,
@@ -254,7 +254,7 @@ impl State {
         now: u64,
         GrantPermit { client, is_reclaim }: GrantPermit,
         how: OpenAs<'_>,
-        file: &FileKey,
+        file: &FileIdentity,
         guard: OpenGuard,
     ) -> Result<(Stateid, Option<Modes>), Refused> {
         let OpenAs { owner, uid, modes: (access, deny), is_confirmed } = how;
@@ -310,7 +310,12 @@ impl State {
     }
 
     /// OPEN_CONFIRM
-    pub(crate) fn confirm_open(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<Stateid, Status> {
+    pub(crate) fn confirm_open(
+        &mut self,
+        client: u64,
+        stateid: Stateid,
+        file: &FileIdentity,
+    ) -> Result<Stateid, Status> {
         let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
         match self.held.get_mut(&number) {
             Some(Held::Open(open)) if open.client == client && open.file == *file && open.seqid == stateid.seqid => {
@@ -334,7 +339,7 @@ impl State {
     }
 
     /// Takes back an OPEN of which the client is told that it has failed.
-    pub(crate) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileKey, was: Option<Modes>) {
+    pub(crate) fn undo_open(&mut self, client: u64, stateid: Stateid, file: &FileIdentity, was: Option<Modes>) {
         let Some(was) = was else {
             // Also one that has not been confirmed.
             self.number_of(stateid).inspect(|number| self.remove_held(*number));
@@ -353,7 +358,7 @@ impl State {
         &mut self,
         client: u64,
         stateid: Stateid,
-        file: &FileKey,
+        file: &FileIdentity,
         (access, deny): (u32, u32),
     ) -> Result<Stateid, Status> {
         let (number, open) = self.find_open(client, stateid, file)?;
@@ -368,7 +373,7 @@ impl State {
     }
 
     /// CLOSE; locks go with it.
-    pub(crate) fn close(&mut self, client: u64, stateid: Stateid, file: &FileKey) -> Result<(), Status> {
+    pub(crate) fn close(&mut self, client: u64, stateid: Stateid, file: &FileIdentity) -> Result<(), Status> {
         let (number, open) = self.find_open(client, stateid, file)?;
         let owner = open.owner.clone();
         self.remove_held(number);
@@ -384,7 +389,7 @@ impl State {
         client: u64,
         uid: u32,
         stateid: Stateid,
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
     ) -> Result<bool, Refused> {
         let wanted = if is_write { WRITE } else { READ };
@@ -432,7 +437,7 @@ impl State {
         self.in_the_way(now, holder.client, Refused::Denied(denied))
     }
 
-    pub(super) fn holder_of(&self, client: u64, owner: &[u8], file: &FileKey) -> Option<u64> {
+    pub(super) fn holder_of(&self, client: u64, owner: &[u8], file: &FileIdentity) -> Option<u64> {
         self.files.get(file)?.holders.get(&(client, owner.into())).copied()
     }
 
@@ -442,7 +447,7 @@ impl State {
         now: u64,
         GrantPermit { client, is_reclaim }: GrantPermit,
         request: LockRequest,
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
         range: Range,
     ) -> Result<Stateid, Refused> {
@@ -475,7 +480,7 @@ impl State {
         now: u64,
         client: u64,
         holder: Holder,
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
         range: Range,
     ) -> Result<u64, Refused> {
@@ -496,7 +501,7 @@ impl State {
     }
 
     /// There is no room because of those who have something of a file.
-    pub(super) fn full_of(&self, now: u64, file: &FileKey) -> Refused {
+    pub(super) fn full_of(&self, now: u64, file: &FileIdentity) -> Refused {
         let of_file =
             self.files.get(file).into_iter().flat_map(|state| state.opens.iter().chain(state.holders.values()));
         self.full(now, of_file.filter_map(|number| self.held.get(number)).map(Held::client))
@@ -507,7 +512,7 @@ impl State {
         now: u64,
         client: u64,
         owner: Owner,
-        file: &FileKey,
+        file: &FileIdentity,
         open: Option<u64>,
     ) -> Result<u64, Refused> {
         let number = self.number();
@@ -530,7 +535,7 @@ impl State {
         Ok(number)
     }
 
-    pub(super) fn has_locks(&self, holder: u64, file: &FileKey) -> bool {
+    pub(super) fn has_locks(&self, holder: u64, file: &FileIdentity) -> bool {
         self.files.get(file).is_some_and(|state| state.locks.count(holder) > 0)
     }
 
@@ -547,7 +552,7 @@ impl State {
         now: u64,
         client: u64,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
         range: Range,
     ) -> Result<(), Refused> {
@@ -563,7 +568,7 @@ impl State {
         &mut self,
         client: u64,
         stateid: Stateid,
-        file: &FileKey,
+        file: &FileIdentity,
         range: Range,
     ) -> Result<Stateid, Status> {
         let (number, _) = self.find_holder(client, stateid, file)?;
@@ -572,7 +577,7 @@ impl State {
     }
 
     /// Takes a lock from an owner.
-    pub(super) fn unlock_range(&mut self, number: u64, file: &FileKey, range: Range) -> Result<(), Status> {
+    pub(super) fn unlock_range(&mut self, number: u64, file: &FileIdentity, range: Range) -> Result<(), Status> {
         let state = self.files.get_mut(file).expect("a file with owners of locks");
         if state.locks.len() >= LOCKS_MAX && state.locks.is_inside(number, range) {
             return Err(Status::NOSPC);

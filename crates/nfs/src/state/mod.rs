@@ -37,7 +37,7 @@ use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 use thruway_tcp::Origin;
 
-pub(crate) use crate::delegations::FileKey;
+pub(crate) use crate::identity::FileIdentity;
 
 /// What a client calls something that it has (`stateid4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -176,7 +176,7 @@ pub(crate) struct State {
     by_owner: HashMap<ClientName, ClientIds>,
     pub(crate) sessions: HashMap<[u8; 16], Arc<Session>>,
     held: HashMap<u64, Held>,
-    files: HashMap<FileKey, FileState>,
+    files: HashMap<FileIdentity, FileState>,
     grace: Grace,
     /// Changes when other clients are to stand in stable storage.
     records: u64,
@@ -191,7 +191,7 @@ pub(crate) struct State {
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
     /// Files of which locks have gone that clients wait for.
-    to_wake: HashSet<FileKey>,
+    to_wake: HashSet<FileIdentity>,
     /// Locks that are free and that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
     /// Callbacks that are due.
@@ -200,7 +200,7 @@ pub(crate) struct State {
     delegations: usize,
     recalls: Vec<u64>,
     /// When something was recalled of which file.
-    recent: HashMap<FileKey, u64>,
+    recent: HashMap<FileIdentity, u64>,
     /// Copies, by number.
     offloads: HashMap<u64, Offload>,
     /// What clients hold, in all and by where they come from.

@@ -4,7 +4,7 @@
 use super::clients::{Client, ClientName, Kind, Maker, Principal};
 use super::files::{Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileKey, GrantPermit, Held, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileIdentity, GrantPermit, Held, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
 use crate::v4::status::Status;
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -46,7 +46,7 @@ pub(crate) struct PendingGrant {
     pub client: u64,
     pub host: Host,
     pub owner: Owner,
-    pub file: FileKey,
+    pub file: FileIdentity,
     pub handle: Box<[u8]>,
     pub is_write: bool,
     pub range: Range,
@@ -160,7 +160,7 @@ impl State {
         now: u64,
         may_have: GrantPermit,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
         range: Range,
     ) -> Result<(), Refused> {
@@ -184,7 +184,7 @@ impl State {
         now: u64,
         client: Option<u64>,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         is_write: bool,
         range: Range,
     ) -> Result<(), Refused> {
@@ -198,7 +198,7 @@ impl State {
         &mut self,
         client: u64,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         range: Range,
     ) -> Result<(), Status> {
         let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
@@ -208,7 +208,7 @@ impl State {
     }
 
     /// Owners of version 3 are known only by their locks.
-    fn forget_idle_holder(&mut self, client: u64, owner: &[u8], file: &FileKey) {
+    fn forget_idle_holder(&mut self, client: u64, owner: &[u8], file: &FileIdentity) {
         if let Some(number) = self.holder_of(client, owner, file)
             && !self.has_locks(number, file)
         {
@@ -217,19 +217,26 @@ impl State {
     }
 
     /// Whether a client of version 3 has locked any of a file: then it is not delegated.
-    pub(super) fn is_locked_by_monitored(&self, file: &FileKey) -> bool {
+    pub(super) fn is_locked_by_monitored(&self, file: &FileIdentity) -> bool {
         let holders = self.files.get(file).into_iter().flat_map(|state| state.holders.keys());
         holders.map(|(client, _)| client).any(|id| self.clients.get(id).is_some_and(|c| c.name.kind == Kind::Monitored))
     }
 
     /// Whether an owner has this locked, for writing if that is asked.
-    pub(crate) fn has_locked(&self, client: u64, owner: &[u8], file: &FileKey, is_write: bool, range: Range) -> bool {
+    pub(crate) fn has_locked(
+        &self,
+        client: u64,
+        owner: &[u8],
+        file: &FileIdentity,
+        is_write: bool,
+        range: Range,
+    ) -> bool {
         let (holder, state) = (self.holder_of(client, owner, file), self.files.get(file));
         holder.zip(state).is_some_and(|(number, state)| state.locks.covers(number, is_write, range))
     }
 
     /// What an owner has locked of a range: whether for writing, and from where to where.
-    pub(crate) fn locked_in(&self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> Vec<(bool, Range)> {
+    pub(crate) fn locked_in(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Vec<(bool, Range)> {
         let (holder, state) = (self.holder_of(client, owner, file), self.files.get(file));
         holder.zip(state).map(|(number, state)| state.locks.within(number, range)).unwrap_or_default()
     }
@@ -239,7 +246,7 @@ impl State {
         &mut self,
         client: u64,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         range: Range,
         before: &[(bool, Range)],
     ) -> Result<(), Status> {
@@ -268,7 +275,7 @@ impl State {
     }
 
     /// NLM_CANCEL; whether it waited.
-    pub(crate) fn cancel_wait(&mut self, client: u64, owner: &[u8], file: &FileKey, range: Range) -> bool {
+    pub(crate) fn cancel_wait(&mut self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> bool {
         let Some(state) = self.files.get_mut(file) else { return false };
         let before = state.waiting.len();
         state.waiting.retain(|known| (known.client, &*known.owner, known.range) != (client, owner, range));
@@ -278,7 +285,7 @@ impl State {
     }
 
     /// A client that is gone does not wait any more.
-    pub(super) fn forget_waits(&mut self, client: u64, files: HashSet<FileKey>) {
+    pub(super) fn forget_waits(&mut self, client: u64, files: HashSet<FileIdentity>) {
         for file in files {
             if let Some(state) = self.files.get_mut(&file) {
                 state.waiting.retain(|known| known.client != client);
@@ -288,7 +295,7 @@ impl State {
     }
 
     /// Notes whether a client waits in a file, after that may have changed.
-    fn note_wait(&mut self, client: u64, file: &FileKey) {
+    fn note_wait(&mut self, client: u64, file: &FileIdentity) {
         let waiting = self.files.get(file).into_iter().flat_map(|state| &state.waiting);
         let is_there = waiting.into_iter().any(|known| known.client == client);
         let Some(client) = self.clients.get_mut(&client) else { return };
@@ -300,7 +307,7 @@ impl State {
     }
 
     /// What is to be done for a client that has waited.
-    pub(super) fn freed(&mut self, waiting: Waiting, file: &FileKey) -> Option<PendingGrant> {
+    pub(super) fn freed(&mut self, waiting: Waiting, file: &FileIdentity) -> Option<PendingGrant> {
         self.note_wait(waiting.client, file);
         let Waiting { client, owner, handle, is_write, range, since, .. } = waiting;
         let host = Host::of(&self.clients.get(&client)?.name)?;
@@ -318,7 +325,7 @@ impl State {
         now: u64,
         may_have: GrantPermit,
         owner: &[u8],
-        file: &FileKey,
+        file: &FileIdentity,
         modes: (u32, u32),
     ) -> Result<(), Refused> {
         self.check_monitored(now, may_have)?;
@@ -327,7 +334,7 @@ impl State {
     }
 
     /// NLM_UNSHARE
-    pub(crate) fn unshare_monitored(&mut self, client: u64, owner: &[u8], file: &FileKey) {
+    pub(crate) fn unshare_monitored(&mut self, client: u64, owner: &[u8], file: &FileIdentity) {
         let opens = self.files.get(file).map_or(&[][..], |state| state.opens());
         let is_it = |number: &&u64| matches!(self.held.get(number), Some(Held::Open(open)) if open.client == client && open.is_of(owner));
         if let Some(number) = opens.iter().find(is_it).copied() {

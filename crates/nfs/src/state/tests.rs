@@ -8,8 +8,8 @@ mod simulation;
 
 const LEASE: u64 = 1000;
 
-fn file(number: u8) -> FileKey {
-    (1, FileId(smallvec![number]))
+fn file(number: u8) -> FileIdentity {
+    FileIdentity { file_system: 1, file: FileId(smallvec![number]) }
 }
 
 fn guard() -> OpenGuard {

@@ -1,7 +1,7 @@
 //! Clients waiting for locks, and the callbacks due when these are free (RFC 8881, section 9.6).
 
 use super::files::{Held, Owner};
-use super::{FileKey, Range, State, Stateid, WAITING_MAX};
+use super::{FileIdentity, Range, State, Stateid, WAITING_MAX};
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl State {
     }
 
     /// A client waits for a lock that has just been refused. It may give up without a word; there is one callback.
-    pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileKey) {
+    pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileIdentity) {
         let lease_ms = self.lease_ms;
         let Some(state) = self.files.get_mut(file) else { return };
         let is_other = |known: &Waiting| {
@@ -48,7 +48,7 @@ impl State {
     }
 
     /// Notes the callbacks that are due after a lock in a file is gone.
-    fn wake(&mut self, file: &FileKey) {
+    fn wake(&mut self, file: &FileIdentity) {
         let Some(state) = self.files.get_mut(file) else { return };
         let waiting = std::mem::take(&mut state.waiting);
         let (ready, rest): (Vec<Waiting>, Vec<Waiting>) = waiting.into_iter().partition(|waiting| {

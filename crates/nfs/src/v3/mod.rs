@@ -4,6 +4,7 @@ pub(crate) mod status;
 
 use self::status::Status;
 use crate::file_system::{Attributes, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time};
+use crate::identity::subvolume_number;
 use crate::share::{HANDLE_MAX, Shares, Target};
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
@@ -90,7 +91,7 @@ fn put_attributes(out: &mut Encoder, a: &Attributes) {
     out.u64(a.used);
     out.u32(a.device.0);
     out.u32(a.device.1);
-    out.u64(a.fsid);
+    out.u64(subvolume_number(a.fsid, a.subvolume));
     out.u64(a.number);
     put_time(out, a.accessed);
     put_time(out, a.modified);

@@ -8,6 +8,7 @@ use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
 use crate::acl::{Acl, PosixAcl, to_aces};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
+use crate::identity::subvolume_number;
 use crate::security::SecuritySet;
 use crate::share::{FileHandle, HandleError, Target};
 use crate::state::{Denied, Refused, Stateid};
@@ -542,7 +543,7 @@ impl<'a> Compound<'a> {
             Object::File(target) => {
                 let attributes = target.share.files.attributes(&target.file).await?;
                 let is_top = target.file == target.share.files.root();
-                let mounted_on = if is_top { share_number(target) } else { attributes.number };
+                let mounted_on = if is_top { share_number(target) } else { attributes.number_in_parent };
                 Ok((attributes, fsid(target, &attributes), mounted_on))
             }
         }
@@ -603,7 +604,9 @@ impl<'a> Compound<'a> {
             used: 0,
             device: (0, 0),
             fsid: ROOT_FSID.0,
+            subvolume: 0,
             number: ROOT_NUMBER,
+            number_in_parent: ROOT_NUMBER,
             accessed: time,
             modified: time,
             changed: time,
@@ -612,9 +615,10 @@ impl<'a> Compound<'a> {
     }
 }
 
-/// The file system of a file: two shares of one count as two.
+/// The file system of a file: two shares of one count as two, and so do two subvolumes, which number their files alike.
 pub(super) fn fsid(target: &Target<'_>, attributes: &Attributes) -> (u64, u64) {
-    (attributes.fsid, u32::from_be_bytes(target.share.number()).into())
+    let share = u32::from_be_bytes(target.share.number()).into();
+    (attributes.fsid, subvolume_number(share, attributes.subvolume))
 }
 
 /// Of a share's directory, in the directory that has the shares.

@@ -27,7 +27,8 @@ use self::recall::Clients;
 use self::recovery::Recovery;
 use self::session::Session;
 use self::status::Status;
-use crate::delegations::{Delegate, FileKey};
+use crate::delegations::Delegate;
+use crate::identity::FileIdentity;
 use crate::share::Shares;
 use crate::state::{GrantPermit, PendingGrant, Refused, State};
 use std::io;
@@ -139,9 +140,9 @@ pub(crate) struct Server {
     /// Who gives clients of version 3 the locks that they wait for.
     pub lock_waits: OnceLock<Box<dyn Fn(PendingGrant) + Send + Sync>>,
     /// Files that other programs of this host change, from any thread.
-    changed: mpsc::UnboundedSender<FileKey>,
+    changed: mpsc::UnboundedSender<FileIdentity>,
     /// Taken by the task that recalls what is delegated of these.
-    to_recall: Mutex<Option<mpsc::UnboundedReceiver<FileKey>>>,
+    to_recall: Mutex<Option<mpsc::UnboundedReceiver<FileIdentity>>>,
 }
 
 impl Nfs4 {

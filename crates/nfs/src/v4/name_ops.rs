@@ -356,7 +356,7 @@ impl<'a> Compound<'a> {
             Vec::new()
         };
         let fsid = fsid(dir, attributes);
-        let described = self.describe(attributes, fsid, attributes.number, &handle, Usage::default());
+        let described = self.describe(attributes, fsid, attributes.number_in_parent, &handle, Usage::default());
         attributes::encode(out, wanted, &described);
         true
     }

@@ -196,8 +196,7 @@ impl Copying {
         if !Arc::ptr_eq(&self.policy, &share.policy()) {
             return Err(Status::ACCESS.into());
         }
-        let fsid = share.files.fsid();
-        let (keys, uid) = ([(fsid, from.clone()), (fsid, to.clone())], self.who.uid);
+        let (keys, uid) = ([share.identity(&from), share.identity(&to)], self.who.uid);
         // The client may have closed them meanwhile.
         let access = self.server.state(|state, now| {
             let can_read = state.access(now, self.client, uid, self.from.stateid.latest(), &keys[0], false)?;

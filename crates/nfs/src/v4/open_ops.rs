@@ -160,8 +160,7 @@ impl<'a> Compound<'a> {
         // The creator of a file may use it as it was opened, whatever its permissions; the owner of a file that was open before may,
         // whatever they are now.
         let was_open = is_reclaim || delegated.is_some();
-        let is_granted =
-            is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
+        let is_granted = is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
         let wanted = Rights {
             read: !is_granted && access & READ != 0,
             write: !is_granted && access & WRITE != 0,

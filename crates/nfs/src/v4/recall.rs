@@ -3,8 +3,9 @@
 use super::Server;
 use super::callback::{Answer, Notice};
 use super::status::Status;
-use crate::delegations::{FileKey, Holder};
+use crate::delegations::Holder;
 use crate::file_system::{OnChange, Op};
+use crate::identity::FileIdentity;
 use crate::state::{Recalled, Refused, State};
 use rustix::io::Errno;
 use std::cell::Cell;
@@ -99,7 +100,7 @@ async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
 }
 
 /// What to call when another program changes a file; and a flag that it was called.
-pub(super) fn on_change(server: &Arc<Server>, file: FileKey) -> (OnChange, Arc<AtomicBool>) {
+pub(super) fn on_change(server: &Arc<Server>, file: FileIdentity) -> (OnChange, Arc<AtomicBool>) {
     let (changed, is_changed) = (server.changed.clone(), Arc::default());
     let flag: Arc<AtomicBool> = Arc::clone(&is_changed);
     let tell = move || {
@@ -137,22 +138,22 @@ impl Clients {
 }
 
 impl Holder for Clients {
-    fn begin_change(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {
+    fn begin_change(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()> {
         Box::pin(self.retry_on_conflict(move |state, now| state.begin_change(now, &file, client)))
     }
 
-    fn end_change(&self, file: &FileKey) {
+    fn end_change(&self, file: &FileIdentity) {
         if let Some(server) = self.0.upgrade() {
             server.state(|state, _| state.end_change(file));
         }
     }
 
-    fn is_kept(&self, file: &FileKey, client: Option<u64>) -> bool {
+    fn is_kept(&self, file: &FileIdentity, client: Option<u64>) -> bool {
         let Some(server) = self.0.upgrade() else { return false };
         server.state(|state, now| state.recall_others(now, file, client, false)).is_err()
     }
 
-    fn look(&self, file: FileKey, client: Option<u64>) -> Op<'_, ()> {
+    fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()> {
         Box::pin(self.retry_on_conflict(move |state, now| state.recall_others(now, &file, client, false)))
     }
 }

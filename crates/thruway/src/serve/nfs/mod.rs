@@ -4,6 +4,7 @@ mod rpcbind;
 mod share;
 
 use self::rpcbind::{Found, RpcbindMode};
+use self::share::ShareState;
 pub(super) use self::share::Spec;
 use clap::Args;
 use rustix::fs::Mode;
@@ -19,6 +20,7 @@ use thruway_fabric::Provider;
 use thruway_fs::credentials::can_act_as_others;
 use thruway_fs::durable;
 use thruway_gss::Acceptor;
+use thruway_nfs::identity::FileSystemNumbers;
 use thruway_nfs::mount::Mount;
 use thruway_nfs::nfsacl::NfsAcl;
 use thruway_nfs::nlm::Nlm;
@@ -85,6 +87,9 @@ const KEY_FILE: &str = "nfs-handles";
 
 /// The file with the clients that have something open, in the same directory.
 const CLIENTS_FILE: &str = "nfs-clients";
+
+/// The file with the numbers of the file systems that shares are on, in the same directory.
+const NUMBERS_FILE: &str = "nfs-file-systems";
 
 /// The file whose lock says that a daemon has its state there.
 const LOCK_FILE: &str = "nfs-lock";
@@ -232,8 +237,15 @@ impl NfsService {
         })?;
         let key = handle_key(state)?;
         let directories = args.share.iter().filter(|share| share.is_directory()).count();
-        let shares = args.share.iter().map(|share| share.open(Some(state), directories));
+        let failed = |error: std::io::Error| format!("{}: {error}", state.join(NUMBERS_FILE).display());
+        let numbers = Arc::new(FileSystemNumbers::load(&state.join(NUMBERS_FILE)).map_err(failed)?);
+        let superblocks: Vec<_> =
+            args.share.iter().filter_map(|share| Some((share.name(), share.superblock()?))).collect();
+        numbers.assign(superblocks.iter().map(|(share, superblock)| (*share, superblock)));
+        let of_shares = ShareState { directory: state, numbers: Arc::clone(&numbers) };
+        let shares = args.share.iter().map(|share| share.open(Some(&of_shares), directories));
         let shares = shares.collect::<Result<Vec<_>, _>>()?;
+        numbers.store().map_err(failed)?;
         if directories > 0 && !can_act_as_others() {
             tracing::warn!(
                 user = rustix::process::geteuid().as_raw(),

@@ -3,10 +3,13 @@
 use rustix::io::Errno;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use thruway_cli::units;
 use thruway_engine::units::parse_size;
+use thruway_fs::Superblock;
 use thruway_nfs::delegations::Delegate;
 use thruway_nfs::file_system::{FileSystem, LocalFileSystem, LocalOptions, MemoryFileSystem};
+use thruway_nfs::identity::FileSystemNumbers;
 use thruway_nfs::rules::{Rule, RuleError};
 use thruway_nfs::security::{SecurityError, SecuritySet};
 use thruway_nfs::share::{Policy, Share, Squash};
@@ -38,6 +41,13 @@ pub(in crate::serve) struct Spec {
     /// If that is not left to what is shared.
     delegate: Option<Delegate>,
     policy: Policy,
+}
+
+/// State of shares that outlives the daemon.
+pub(super) struct ShareState<'a> {
+    /// The daemon's directory for it.
+    pub(super) directory: &'a Path,
+    pub(super) numbers: Arc<FileSystemNumbers>,
 }
 
 impl Spec {
@@ -126,9 +136,9 @@ impl Spec {
         &self.name
     }
 
-    /// Opens what is shared. `state` is the daemon's directory for what outlives it, unless it is only tried; `directories` of its shares
-    /// are directories.
-    pub(super) fn open(&self, state: Option<&Path>, directories: usize) -> Result<Share, String> {
+    /// Opens the directory, or makes the memory, of the share. Without `state` this is only a trial. `directories` of the daemon's
+    /// shares are directories.
+    pub(super) fn open(&self, state: Option<&ShareState<'_>>, directories: usize) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
             Source::Directory(path) => Box::new(self.open_directory(path, state, directories as u64)?),
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
@@ -162,12 +172,24 @@ impl Spec {
         matches!(self.source, Source::Directory(_))
     }
 
-    fn open_directory(&self, path: &Path, state: Option<&Path>, directories: u64) -> Result<LocalFileSystem, String> {
+    /// The file system of its directory; `None` for memory, and if the directory cannot be opened.
+    pub(super) fn superblock(&self) -> Option<Superblock> {
+        let Source::Directory(path) = &self.source else { return None };
+        Superblock::of(std::fs::File::open(path).ok()?).ok()
+    }
+
+    fn open_directory(
+        &self,
+        path: &Path,
+        state: Option<&ShareState<'_>>,
+        directories: u64,
+    ) -> Result<LocalFileSystem, String> {
         let options = LocalOptions {
             is_durable: !self.is_async,
             is_direct: self.is_direct,
-            path_table: state.map(|state| state.join(format!("nfs-paths-{}", self.name))),
+            path_table: state.map(|state| state.directory.join(format!("nfs-paths-{}", self.name))),
             directories,
+            numbers: state.map(|state| (Arc::clone(&state.numbers), self.name.clone())),
         };
         LocalFileSystem::open(path, &options).map_err(|error| {
             let path = path.display();

@@ -1,0 +1,118 @@
+//! Identity of mounted file systems.
+
+#![allow(unsafe_code, reason = "rustix has no safe form of this ioctl")]
+
+use crate::handle::Handle;
+use rustix::io::Errno;
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, opcode};
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
+
+/// A mounted file system.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// Tells it from every other file system that is mounted on this host. After a restart it may have another number, and another
+    /// file system this one. The subvolumes of one file system have one number.
+    pub device: u64,
+    /// The UUID that is stored in the file system, which a copy of it has as well. Without one, or where it cannot be found out,
+    /// `f_fsid` of `statvfs(3)`; without that, the device during this boot of the host.
+    pub uuid: Box<[u8]>,
+}
+
+impl Superblock {
+    /// The file system of an open file or directory.
+    ///
+    /// # Errors
+    /// Those of `fstat(2)` and `fstatvfs(2)`.
+    pub fn of(file: impl AsFd) -> io::Result<Superblock> {
+        let file = file.as_fd();
+        let device = rustix::fs::fstat(file)?.st_dev;
+        let id = rustix::fs::fstatvfs(file)?.f_fsid;
+        let uuid = uuid_by_ioctl(file).or_else(|| uuid_by_link(device));
+        let handle = Handle::of(file, c"").ok().map(|(handle, _)| handle).filter(Handle::is_of_btrfs);
+        let Some(subvolume) = handle.and_then(|handle| handle.subvolume()) else {
+            let uuid = match uuid {
+                Some(uuid) => uuid,
+                None if id != 0 => id.to_le_bytes().into(),
+                None => format!("{device} in boot {}", std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?)
+                    .into_bytes()
+                    .into(),
+            };
+            return Ok(Superblock { device, uuid });
+        };
+        // Each subvolume has a device number and an `f_fsid` of its own: that of the file system XOR the subvolume's number
+        // (`btrfs_statfs`).
+        let whole = id ^ (subvolume >> 32) ^ (subvolume << 32);
+        // No device has this bit: the kernel's major numbers have 12 bits.
+        Ok(Superblock { device: whole | 1 << 63, uuid: uuid.unwrap_or_else(|| whole.to_le_bytes().into()) })
+    }
+}
+
+/// `struct fsuuid2`
+#[repr(C)]
+#[derive(Default)]
+struct FsUuid {
+    len: u8,
+    uuid: [u8; 16],
+}
+
+/// `FS_IOC_GETFSUUID`, from Linux 6.9 on.
+struct GetFsUuid(FsUuid);
+
+// SAFETY: the kernel writes a `struct fsuuid2`, which the opcode's size says, to the pointer, and nothing else.
+unsafe impl Ioctl for GetFsUuid {
+    type Output = FsUuid;
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        opcode::read::<FsUuid>(0x15, 0)
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        (&raw mut self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(_: IoctlOutput, ptr: *mut c_void) -> rustix::io::Result<FsUuid> {
+        // SAFETY: `as_ptr` returned it, and the kernel has filled it.
+        Ok(unsafe { ptr.cast::<FsUuid>().read() })
+    }
+}
+
+fn uuid_by_ioctl(file: BorrowedFd<'_>) -> Option<Box<[u8]>> {
+    // A descriptor that only names a file takes no such calls.
+    let open = rustix::fs::openat(file, c".", rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC, 0.into());
+    let open = match open {
+        Err(Errno::NOTDIR) => None,
+        open => Some(open.ok()?),
+    };
+    let file = open.as_ref().map_or(file, AsFd::as_fd);
+    // SAFETY: see the implementation of `Ioctl`.
+    let found = unsafe { rustix::ioctl::ioctl(file, GetFsUuid(FsUuid::default())) }.ok()?;
+    found.uuid.get(..found.len.into()).filter(|uuid| !uuid.is_empty()).map(Into::into)
+}
+
+/// The UUID under which udev has found the device of a file system.
+fn uuid_by_link(device: u64) -> Option<Box<[u8]>> {
+    let links = std::fs::read_dir("/dev/disk/by-uuid").ok()?;
+    let found =
+        links.flatten().find(|link| std::fs::metadata(link.path()).is_ok_and(|found| found.rdev() == device))?;
+    Some(found.file_name().into_encoded_bytes().into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_systems_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let (inside, proc) = (std::fs::File::open(dir.path()).unwrap(), std::fs::File::open("/proc").unwrap());
+        std::fs::write(dir.path().join("f"), "").unwrap();
+        let file = std::fs::File::open(dir.path().join("f")).unwrap();
+        let superblock = Superblock::of(&inside).unwrap();
+        assert_eq!(Superblock::of(&file).unwrap(), superblock);
+        assert_ne!(Superblock::of(&proc).unwrap().device, superblock.device);
+    }
+}
