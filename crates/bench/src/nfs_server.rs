@@ -54,7 +54,7 @@ pub(super) fn run(args: &NfsServerArgs) -> Result<(), String> {
     let shares = Shares::new(vec![share], thruway_engine::random::random());
     let shares = Arc::new(shares.map_err(|_| "one share cannot be told from itself")?);
     let reactors = Reactors::start(None).map_err(|e| e.to_string())?;
-    let v4 = v4::Config { lease: Duration::from_secs(90), state_file: None };
+    let v4 = v4::Config { lease: Duration::from_secs(90), state_file: None, had_clients: false };
     let v4 = Nfs4::new(Arc::clone(&shares), v4).map_err(|e| e.to_string())?;
     let programs = Programs::new([
         Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,

@@ -213,7 +213,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     // Another key makes handles stale; a server that is to be started again keeps it.
     let shares = Shares::new(vec![share], thruway_engine::random::random());
     let shares = Arc::new(shares.map_err(|_| "one share cannot be taken for another")?);
-    let v4 = v4::Config { lease: Duration::from_secs(90), state_file: None };
+    let v4 = v4::Config { lease: Duration::from_secs(90), state_file: None, had_clients: false };
     let programs = Programs::new([
         Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,
         Arc::new(Nfs4::new(Arc::clone(&shares), v4)?),

@@ -17,7 +17,7 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 
 fn programs(shares: Vec<Share>) -> Programs {
     let shares = Arc::new(Shares::new(shares, [7; 32]).expect("one share at most"));
-    let config = v4::Config { lease: Duration::from_secs(90), state_file: None };
+    let config = v4::Config { lease: Duration::from_secs(90), state_file: None, had_clients: false };
     let v4 = Nfs4::new(Arc::clone(&shares), config).expect("there is no file to be read");
     Programs::new([
         Arc::new(Nfs3::new(Arc::clone(&shares))) as Arc<dyn Program>,

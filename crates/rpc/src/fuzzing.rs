@@ -5,9 +5,11 @@ use crate::rdma::header::{Header, PrivateData, Procedure};
 use crate::rdma::reply::plan;
 use crate::server::{Connection, Programs, Received, Transport};
 use crate::xdr::{Decoder, Encoder};
-use futures_util::FutureExt;
 use smallvec::SmallVec;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake};
 use thruway_server::Body;
 
 /// A message to these programs from a hostile client.
@@ -18,8 +20,27 @@ pub fn message(programs: &Programs, data: &[u8]) {
     }
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     if let Ok(Some(Received::Call(mut call, program))) = programs.receive(data.to_vec(), SmallVec::new(), &connection) {
-        let _ = programs.answer(&mut call, &*program).now_or_never();
+        let _ = without_waiting(programs.answer(&mut call, &*program));
     }
+}
+
+/// Runs what yields and does not wait for anything; `None` if it waits.
+fn without_waiting<T>(work: impl Future<Output = T>) -> Option<T> {
+    struct Woken(AtomicBool);
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let woken = Arc::new(Woken(AtomicBool::new(true)));
+    let waker = Arc::clone(&woken).into();
+    let mut work = std::pin::pin!(work);
+    while woken.0.swap(false, Ordering::Relaxed) {
+        if let Poll::Ready(done) = work.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(done);
+        }
+    }
+    None
 }
 
 /// The reply to a call, if there is one at once.
@@ -27,7 +48,7 @@ pub fn call(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     match programs.receive(message.to_vec(), SmallVec::new(), &connection) {
         Ok(Some(Received::Call(mut call, program))) => {
-            programs.answer(&mut call, &*program).now_or_never().flatten().map(|reply| reply.to_bytes())
+            without_waiting(programs.answer(&mut call, &*program)).flatten().map(|reply| reply.to_bytes())
         }
         _ => None,
     }

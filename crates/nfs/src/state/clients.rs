@@ -5,11 +5,11 @@ use super::numbered::Numbering;
 use super::{CLIENTS_MAX, FileIdentity, Held, KEPT_MAX, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
 use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use thruway_tcp::Origin;
 
-/// Who has made a client: the user of its credential, or the principal of Kerberos, if that has one, and whose certificate its
+/// Who has made a client, as far as it is proved: the user of its credential, or the principal of Kerberos, if that has one, and whose certificate its
 /// connection had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Principal {
@@ -20,7 +20,13 @@ pub(crate) struct Principal {
     pub certificate: Option<[u8; 16]>,
 }
 
+/// Clients in stable storage, which may reclaim after a restart what they had, with who made them.
+pub(crate) type Records = BTreeMap<ClientName, Principal>;
+
 impl Principal {
+    /// Nobody in particular, as which hosts of version 3 have their locks.
+    pub(super) const NONE: Principal = Principal { user: None, kerberos: None, certificate: None };
+
     pub(crate) fn new(user: Option<u32>, kerberos: Option<&str>, names: &[String]) -> Principal {
         let hash = |hasher: &mut blake3::Hasher, name: &String| {
             hasher.update(&(name.len() as u64).to_be_bytes()).update(name.to_ascii_lowercase().as_bytes());
@@ -91,6 +97,8 @@ pub(super) struct Client {
     sessions: usize,
     /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
     pub has_reclaimed: bool,
+    /// [`State::records`] since it does.
+    record: u64,
     /// What it has is being given up.
     is_given_up: bool,
     /// What it has open and locked, and what is delegated to it; of the latter how much.
@@ -125,15 +133,14 @@ pub(crate) enum NewSession {
 pub(super) struct Grace {
     pub until: u64,
     /// Who had something.
-    before: HashSet<ClientName>,
+    before: Records,
     /// Of these, who has not yet said that it has reclaimed all.
     waiting: HashSet<ClientName>,
 }
 
 impl Grace {
-    pub(super) fn new(lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> Grace {
-        let before: HashSet<_> = before.into_iter().collect();
-        Grace { until: lease_ms, waiting: before.clone(), before }
+    pub(super) fn new(lease_ms: u64, before: Records) -> Grace {
+        Grace { until: lease_ms, waiting: before.keys().cloned().collect(), before }
     }
 }
 
@@ -178,6 +185,7 @@ impl State {
             lease: Arc::new(Lease::new(now)),
             sessions: 0,
             has_reclaimed: false,
+            record: 0,
             is_given_up: false,
             held: HashSet::new(),
             weight: 0,
@@ -302,11 +310,18 @@ impl State {
         } else if is_update {
             return Err(Status::NOENT.into());
         }
+        self.check_maker(now, &name, maker.principal)?;
         if let Some(id) = unconfirmed {
             self.remove_client(id);
         }
         let client = self.add_client(now, name, verifier, maker)?;
         Ok(Exchange { client, sequence: 1, is_confirmed: false })
+    }
+
+    /// Refuses a client whose name is another's who may still come back after the restart.
+    pub(super) fn check_maker(&mut self, now: u64, name: &ClientName, maker: Principal) -> Result<(), Status> {
+        let is_free = !self.is_grace(now) || self.grace.before.get(name).is_none_or(|before| *before == maker);
+        if is_free { Ok(()) } else { Err(Status::CLID_INUSE) }
     }
 
     /// CREATE_SESSION, up to the session itself.
@@ -399,63 +414,72 @@ impl State {
         if is_over && !self.grace.before.is_empty() {
             // Clients without sessions do not say that this was all.
             let reclaimed = |client: &&mut Client| client.name.kind != Kind::WithSessions && !client.held.is_empty();
-            self.clients.values_mut().filter(reclaimed).for_each(|client| client.has_reclaimed = true);
+            self.records += 1;
+            // Those who have not come back must not reclaim, after another restart, what others get from now on.
+            self.records_for_all = self.records;
+            for client in self.clients.values_mut().filter(reclaimed) {
+                (client.has_reclaimed, client.record) = (true, self.records);
+            }
             self.grace.before.clear();
             self.grace.waiting.clear();
-            self.records += 1;
         }
         !is_over
     }
 
-    /// Whether a client may have something new; not before [`State::records`] of this number are stored: those who have not come
-    /// back in time must not reclaim, after another restart, what it gets.
+    /// Whether a client may have something new; not before [`State::records`] of this number are stored: the client itself must stand
+    /// there, and those who have not come back in time must not.
     pub(crate) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
-        let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records) };
+        let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records_for_all) };
         if client.is_given_up {
             return Err(Status::DELAY);
         }
         if !is_grace && client.name.kind != Kind::WithSessions && !client.has_reclaimed {
-            client.has_reclaimed = true;
             self.records += 1;
+            (client.has_reclaimed, client.record) = (true, self.records);
         }
-        if is_grace || !client.has_reclaimed { Err(Status::GRACE) } else { Ok(self.records) }
+        let needed = client.record.max(self.records_for_all);
+        if is_grace || !client.has_reclaimed { Err(Status::GRACE) } else { Ok(needed) }
     }
 
-    /// Whether a client may have back what it had.
+    /// Whether a client may have back what it had: it stands in stable storage as made by the same.
     pub(crate) fn may_reclaim(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get(&client) else { return Err(Status::NO_GRACE) };
         match () {
             () if !is_grace || client.has_reclaimed => Err(Status::NO_GRACE),
-            () if !self.grace.before.contains(&client.name) => Err(Status::RECLAIM_BAD),
-            () => Ok(self.records),
+            () if self.grace.before.get(&client.name) != Some(&client.principal) => Err(Status::RECLAIM_BAD),
+            () => Ok(self.records_for_all),
         }
     }
 
     /// RECLAIM_COMPLETE for all file systems. The client must stand in stable storage before it is answered.
     pub(crate) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
+        let next = self.records + 1;
         let client = self.with_sessions(id)?;
         if std::mem::replace(&mut client.has_reclaimed, true) {
             return Err(Status::COMPLETE_ALREADY);
         }
+        client.record = next;
         let name = client.name.clone();
+        self.records = next;
         self.grace.waiting.remove(&name);
-        self.records += 1;
         self.is_grace(now);
         Ok(())
     }
 
     /// Which clients are to stand in stable storage, and the number of this state of affairs.
-    pub(crate) fn records(&mut self, now: u64) -> (u64, BTreeSet<ClientName>) {
+    pub(crate) fn records(&mut self, now: u64) -> (u64, Records) {
         self.retire_monitored(now);
-        let now = self.clients.values().filter(|client| client.has_reclaimed).map(|client| &client.name);
-        (self.records, now.chain(&self.grace.before).cloned().collect())
+        let mut records = self.grace.before.clone();
+        let now = self.clients.values().filter(|client| client.has_reclaimed);
+        records.extend(now.map(|client| (client.name.clone(), client.principal)));
+        (self.records, records)
     }
 
     /// Clients of before the start that may still come back.
     pub(super) fn earlier(&self) -> impl Iterator<Item = &ClientName> {
-        self.grace.before.iter()
+        self.grace.before.keys()
     }
 
     /// Whether clients from before the start may still come back.
@@ -480,9 +504,9 @@ impl State {
     /// Such a client stays after all: it could not be taken out of stable storage.
     pub(crate) fn keep(&mut self, id: u64) {
         if let Some(client) = self.clients.get_mut(&id) {
-            client.has_reclaimed = true;
-            client.is_given_up = false;
             self.records += 1;
+            (client.has_reclaimed, client.record) = (true, self.records);
+            client.is_given_up = false;
         }
     }
 

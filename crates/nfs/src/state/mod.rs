@@ -16,7 +16,7 @@ mod places;
 mod ranges;
 mod waiting;
 
-pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal};
+pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal, Records};
 pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Host, PendingGrant};
@@ -178,8 +178,10 @@ pub(crate) struct State {
     held: HashMap<u64, Held>,
     files: HashMap<FileIdentity, FileState>,
     grace: Grace,
-    /// Changes when other clients are to stand in stable storage.
+    /// Grows when other clients are to stand in stable storage.
     records: u64,
+    /// Before the records of this number are stored, no client may have anything new.
+    records_for_all: u64,
     /// Owners whose operations are counted, of all clients.
     numbered: usize,
     /// When those who have nothing were looked for among all of them.
@@ -210,7 +212,7 @@ pub(crate) struct State {
 
 impl State {
     /// Nothing yet; `before` are the clients that had state when the last run ended, who may reclaim it.
-    pub(crate) fn new(epoch: u32, lease_ms: u64, before: impl IntoIterator<Item = ClientName>) -> State {
+    pub(crate) fn new(epoch: u32, lease_ms: u64, before: Records) -> State {
         State {
             epoch,
             lease_ms,
@@ -221,6 +223,7 @@ impl State {
             files: HashMap::new(),
             grace: Grace::new(lease_ms, before),
             records: 0,
+            records_for_all: 0,
             numbered: 0,
             swept: 0,
             closed: HashMap::new(),

@@ -74,7 +74,7 @@ impl State {
         if all.len() >= MONITORED_MAX {
             self.remove_idle(all)?;
         }
-        let principal = Principal { user: None, kerberos: None, certificate: None };
+        let principal = Principal::NONE;
         let id = self.add_client(now, name, [0; 8], Maker { principal, origin })?;
         self.clients.get_mut(&id).expect("it has just been added").start = start;
         self.confirm(now, id);

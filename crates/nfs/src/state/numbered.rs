@@ -160,6 +160,7 @@ impl State {
                 (false, _) => return Err(self.in_the_way(now, id, Status::CLID_INUSE.into())),
             }
         }
+        self.check_maker(now, &name, maker.principal)?;
         if let Some(id) = unconfirmed {
             self.remove_client(id);
         }

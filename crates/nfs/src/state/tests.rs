@@ -26,6 +26,10 @@ fn user(user: Option<u32>) -> Principal {
     Principal::new(user, None, &[])
 }
 
+fn made_by_root<const N: usize>(names: [ClientName; N]) -> Records {
+    names.map(|name| (name, user(Some(0)))).into()
+}
+
 fn limits() -> ChannelLimits {
     ChannelLimits { request: 4096, response: 4096, cached: 100, operations: 8, requests: 2 }
 }
@@ -83,7 +87,7 @@ fn lock(state: &mut State, now: u64, client: u64, open: Stateid, owner: &str, of
 
 #[test]
 fn clients_are_told_apart_as_in_section_18_35_4() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (root, other) = (user(Some(0)), user(Some(1)));
     let exchange = |state: &mut State, verifier, who, update| state.exchange_id(0, b"c", [verifier; 8], who, update);
     assert_eq!(exchange(&mut state, 1, root, true), Err(Refused::Status(Status::NOENT)));
@@ -124,7 +128,7 @@ fn clients_are_told_apart_as_in_section_18_35_4() {
 
 #[test]
 fn what_is_in_use_is_not_removed() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let id = begin(&mut state, 0, "c", [1; 8]);
     assert_eq!(state.destroy_client(id), Err(Status::CLIENTID_BUSY));
     let session = *state.sessions.keys().next().unwrap();
@@ -142,7 +146,7 @@ fn what_is_in_use_is_not_removed() {
 
 #[test]
 fn files_are_shared_as_their_openers_allow() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
     assert_eq!(first.seqid, 1);
@@ -181,7 +185,7 @@ fn files_are_shared_as_their_openers_allow() {
 
 #[test]
 fn what_has_failed_leaves_what_was_open_before() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");
     let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
@@ -197,7 +201,7 @@ fn what_has_failed_leaves_what_was_open_before() {
 
 #[test]
 fn there_is_always_room_for_clients_that_come() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let root = user(Some(0));
     let come = |state: &mut State, now, n: usize| state.exchange_id(now, &n.to_be_bytes(), [1; 8], root, false);
     // Those who never confirm give way at once.
@@ -206,7 +210,7 @@ fn there_is_always_room_for_clients_that_come() {
     }
     assert!(state.clients.len() <= CLIENTS_MAX);
     // Those who have something, when they are not heard of.
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     for n in 0..CLIENTS_MAX {
         let id = client(&mut state, 0, &format!("{n}"));
         open(&mut state, 0, id, "o", (n % 200) as u8, (READ, 0)).unwrap();
@@ -220,7 +224,7 @@ fn there_is_always_room_for_clients_that_come() {
 
 #[test]
 fn locks_keep_others_out_and_go_with_the_file() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let open_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     let open_b = open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
@@ -250,7 +254,7 @@ fn locks_keep_others_out_and_go_with_the_file() {
 
 #[test]
 fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let held = open(&mut state, 0, a, "o", 1, (READ, READ)).unwrap();
     let later = 10 * LEASE;
@@ -263,10 +267,10 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
     assert_eq!(open(&mut state, later, b, "o", 1, (READ, 0)), Err(Refused::Status(Status::SHARE_DENIED)));
     let later = 20 * LEASE;
     let (before, stored) = state.records(0);
-    assert!(stored.contains(&ClientName::with_sessions(b"a")) && state.give_up(later, a));
+    assert!(stored.contains_key(&ClientName::with_sessions(b"a")) && state.give_up(later, a));
     let (after, stored) = state.records(0);
     assert!(
-        after != before && !stored.contains(&ClientName::with_sessions(b"a")),
+        after != before && !stored.contains_key(&ClientName::with_sessions(b"a")),
         "first it cannot reclaim it any more"
     );
     assert!(state.expire(later, a));
@@ -276,7 +280,7 @@ fn who_is_not_heard_of_keeps_what_it_has_until_another_wants_it() {
 
 #[test]
 fn after_a_restart_what_was_open_comes_first() {
-    let before = || ["a", "b"].map(|name| ClientName::with_sessions(name.as_bytes()));
+    let before = || made_by_root(["a", "b"].map(|name| ClientName::with_sessions(name.as_bytes())));
     let mut state = State::new(8, LEASE, before());
     let (a, c) = (begin(&mut state, 0, "a", [1; 8]), begin(&mut state, 0, "c", [1; 8]));
     assert!(state.may_reclaim(0, a).is_ok());
@@ -288,7 +292,7 @@ fn after_a_restart_what_was_open_comes_first() {
     assert_eq!(state.may_reclaim(0, a), Err(Status::NO_GRACE), "it has said that this was all");
     assert_eq!(state.may_begin(0, a), Err(Status::GRACE), "b may still come");
     // A second crash: all of them are still known.
-    let names = |state: &mut State| state.records(0).1.iter().map(|n| n.name.to_vec()).collect::<Vec<_>>();
+    let names = |state: &mut State| state.records(0).1.keys().map(|n| n.name.to_vec()).collect::<Vec<_>>();
     assert_eq!(names(&mut state), [b"a", b"b", b"c"]);
     let b = begin(&mut state, 10, "b", [1; 8]);
     assert_eq!(state.may_begin(10, b), Err(Status::GRACE));
@@ -304,8 +308,41 @@ fn after_a_restart_what_was_open_comes_first() {
 }
 
 #[test]
+fn after_a_restart_nobody_else_takes_the_name_of_a_client() {
+    let names = [&b"a"[..], b"c"].map(ClientName::with_sessions);
+    let before = made_by_root([names[0].clone(), names[1].clone(), ClientName::without_sessions(b"b")]);
+    let mut state = State::new(8, LEASE, before);
+    let (root, other) = (user(Some(0)), Principal::new(Some(0), None, &["bob.example".into()]));
+    let in_use = Refused::Status(Status::CLID_INUSE);
+    assert_eq!(state.exchange_id(0, b"a", [2; 8], other, false).unwrap_err(), in_use);
+    assert_eq!(state.set_client(0, b"b", [2; 8], other).unwrap_err(), in_use);
+    assert!(state.exchange_id(0, b"b", [2; 8], other, false).is_ok(), "a client of another version");
+    let a = begin(&mut state, 0, "a", [1; 8]);
+    assert!(state.may_reclaim(0, a).is_ok());
+    // When it can have nothing back any more, the name is free.
+    assert_eq!(state.exchange_id(LEASE - 1, b"c", [2; 8], other, false).unwrap_err(), in_use);
+    assert!(state.exchange_id(LEASE, b"c", [2; 8], other, false).is_ok());
+    assert!(state.set_client(LEASE, b"b", [2; 8], root).is_ok());
+}
+
+#[test]
+fn a_client_that_cannot_be_stored_holds_up_no_other() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let a = client(&mut state, 0, "a");
+    let stored = state.records(0).0;
+    let b = client(&mut state, 0, "b");
+    assert!(state.may_begin(0, a).is_ok_and(|needed| needed <= stored));
+    assert!(state.may_begin(0, b).is_ok_and(|needed| needed > stored));
+    // At the end of a grace period all wait: those who have not come back must not stand there any more.
+    let mut state = State::new(8, LEASE, made_by_root([ClientName::with_sessions(b"gone")]));
+    let a = client(&mut state, 0, "a");
+    let stored = state.records(0).0;
+    assert!(state.may_begin(LEASE, a).is_ok_and(|needed| needed > stored));
+}
+
+#[test]
 fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (root, other) = (user(Some(0)), user(Some(1)));
     let set = |state: &mut State, verifier, who| state.set_client(0, b"c", [verifier; 8], who);
     let (first, wrong) = set(&mut state, 1, root).unwrap();
@@ -342,12 +379,16 @@ fn clients_without_sessions_are_told_apart_as_in_section_16_33_5() {
     state.confirm_client(0, next, confirmation, root).unwrap();
     assert_eq!(state.heard_of_by(0, held), Err(Status::BAD_STATEID));
     assert_eq!(state.heard_of(0, id), Err(Status::STALE_CLIENTID));
-    assert_eq!(State::new(8, LEASE, []).heard_of_by(0, held), Err(Status::STALE_STATEID), "after a restart");
+    assert_eq!(
+        State::new(8, LEASE, Records::new()).heard_of_by(0, held),
+        Err(Status::STALE_STATEID),
+        "after a restart"
+    );
 }
 
 #[test]
 fn clients_without_sessions_reclaim_what_they_had() {
-    let before = ["a", "b"].map(|name| ClientName::without_sessions(name.as_bytes()));
+    let before = made_by_root(["a", "b"].map(|name| ClientName::without_sessions(name.as_bytes())));
     let mut state = State::new(8, LEASE, before.clone());
     let join = |state: &mut State, now, name: &str| {
         let (id, confirmation) = state.set_client(now, name.as_bytes(), [1; 8], user(Some(0))).unwrap();
@@ -359,12 +400,12 @@ fn clients_without_sessions_reclaim_what_they_had() {
     assert!(state.may_reclaim(0, a).is_ok());
     open(&mut state, 0, a, "o", 1, (READ | WRITE, WRITE)).unwrap();
     assert_eq!(state.may_reclaim(0, c), Err(Status::RECLAIM_BAD));
-    assert!(state.records(0).1.iter().eq(&before), "in another crash both may still come");
+    assert!(state.records(0).1 == before, "in another crash both may still come");
     assert_eq!(state.may_begin(LEASE - 1, a), Err(Status::GRACE), "it may have more to reclaim");
     // What has reclaimed is known, and what has not is not.
     assert!(state.may_begin(LEASE, c).is_ok());
     let names =
-        |state: &mut State| state.records(0).1.into_iter().map(|client| client.name.to_vec()).collect::<Vec<_>>();
+        |state: &mut State| state.records(0).1.into_keys().map(|client| client.name.to_vec()).collect::<Vec<_>>();
     assert_eq!(names(&mut state), [b"a", b"c"]);
     assert_eq!(state.may_reclaim(LEASE, a), Err(Status::NO_GRACE));
     assert_eq!(open(&mut state, 2 * LEASE, c, "o", 1, (READ, 0)).map(drop), Ok(()));
@@ -387,7 +428,7 @@ fn clients_without_sessions_reclaim_what_they_had() {
 
 #[test]
 fn owners_whose_operations_are_numbered() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (id, confirmation) = state.set_client(0, b"c", [1; 8], user(None)).unwrap();
     assert!(state.numbered(0, id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
     state.confirm_client(0, id, confirmation, user(None)).unwrap();
@@ -454,7 +495,7 @@ fn owners_whose_operations_are_numbered() {
 
 #[test]
 fn an_open_that_two_users_share_proves_the_rights_of_neither() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");
     open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
     let other = OpenAs { uid: USER + 1, ..open_as("o", (WRITE, 0)) };
@@ -472,7 +513,7 @@ fn delegate(state: &mut State, now: u64, client: u64, of: u8, is_write: bool) ->
 
 #[test]
 fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     assert_eq!(delegate(&mut state, 0, a, 1, false), None, "it is not open");
     let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
@@ -535,7 +576,7 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
 
 #[test]
 fn limits_are_not_held_by_those_who_are_gone() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (gone, here) = (client(&mut state, 0, "gone"), client(&mut state, 0, "here"));
     for n in 0..FILE_HELD_MAX {
         open(&mut state, 0, gone, &n.to_string(), 1, (READ, 0)).unwrap();
@@ -575,7 +616,7 @@ fn limits_are_not_held_by_those_who_are_gone() {
 
 #[test]
 fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let open_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
     open(&mut state, 0, b, "o", 1, (READ | WRITE, 0)).unwrap();
@@ -605,7 +646,7 @@ fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
 
 #[test]
 fn what_is_not_given_back_is_revoked_and_its_client_hears_of_it() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let first = open(&mut state, 0, a, "o", 1, (READ, 0)).unwrap();
     let of_a = delegate(&mut state, 0, a, 1, false).unwrap();
@@ -681,7 +722,7 @@ fn names_of_hosts_come_back() {
 
 #[test]
 fn locks_of_version_3_stay_until_their_client_has_restarted() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let a = state.monitored(0, &host("192.0.2.1"), 5).unwrap();
     let other = client(&mut state, 0, "v4");
     lock3(&mut state, 0, a, "p", true, range(10, 10)).unwrap();
@@ -730,7 +771,7 @@ fn locks_of_version_3_stay_until_their_client_has_restarted() {
 
 #[test]
 fn who_waits_for_a_lock_of_version_3_is_woken_in_order_and_keeps_its_place() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let addresses = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
     let [a, b, c] = addresses.map(|at| state.monitored(0, &host(at), 1).unwrap());
     lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
@@ -760,7 +801,7 @@ fn who_waits_for_a_lock_of_version_3_is_woken_in_order_and_keeps_its_place() {
 #[test]
 fn clients_of_version_3_reclaim_what_they_had() {
     let before = host("192.0.2.1").client_name();
-    let mut state = State::new(8, LEASE, [before.clone()]);
+    let mut state = State::new(8, LEASE, [(before.clone(), Principal::NONE)].into());
     assert_eq!(state.hosts_before(), [host("192.0.2.1")]);
     let (a, b) =
         (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), state.monitored(0, &host("192.0.2.2"), 1).unwrap());
@@ -773,7 +814,7 @@ fn clients_of_version_3_reclaim_what_they_had() {
     assert_eq!(reclaim(&mut state, LEASE), Err(Refused::Status(Status::NO_GRACE)));
     assert!(state.may_begin(LEASE, b).is_ok());
     assert!(matches!(lock3(&mut state, LEASE, b, "p", true, range(0, 1)), Err(Refused::Denied(_))));
-    let names = |state: &mut State, now| state.records(now).1.into_iter().collect::<Vec<_>>();
+    let names = |state: &mut State, now| state.records(now).1.into_keys().collect::<Vec<_>>();
     assert_eq!(names(&mut state, LEASE), [before.clone(), host("192.0.2.2").client_name()]);
     // One that has nothing for a while need not be stored; to get something, it must be again.
     assert_eq!(names(&mut state, 3 * LEASE), [before]);
@@ -785,7 +826,7 @@ fn clients_of_version_3_reclaim_what_they_had() {
 
 #[test]
 fn a_file_with_locks_of_version_3_is_not_delegated() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, v4) = (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), client(&mut state, 0, "v4"));
     open(&mut state, 0, v4, "o", 1, (READ, 0)).unwrap();
     assert!(state.may_delegate(0, v4, &file(1), false));
@@ -801,7 +842,7 @@ fn a_file_with_locks_of_version_3_is_not_delegated() {
 
 #[test]
 fn one_host_cannot_be_too_many_clients() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let named = |n: usize| Host { name: n.to_string().into_bytes().into(), ..host("192.0.2.1") };
     for n in 0..CLIENTS_OF_HOST_MAX {
         let id = state.monitored(0, &named(n), 1).unwrap();
@@ -816,7 +857,7 @@ fn one_host_cannot_be_too_many_clients() {
 
 #[test]
 fn clients_of_version_3_leave_room_for_others() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let at = |n: usize| host(&format!("192.0.{}.{}", n / 250, n % 250));
     for n in 0..MONITORED_MAX {
         let id = state.monitored(0, &at(n), 1).unwrap();
@@ -830,7 +871,7 @@ fn clients_of_version_3_leave_room_for_others() {
 
 #[test]
 fn who_polls_does_not_take_the_place_of_who_may_not() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (state.monitored(0, &host("192.0.2.1"), 1).unwrap(), client(&mut state, 0, "v4"));
     lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
     let poll = |state: &mut State, owner: &str| {
@@ -855,7 +896,7 @@ fn who_polls_does_not_take_the_place_of_who_may_not() {
 
 #[test]
 fn copies_are_cancelled_and_end_with_their_clients() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
     let (number, stateid, _) = state.begin_offload(a).unwrap();
     assert!(state.offload_copied(number, 5));
@@ -885,7 +926,7 @@ fn from(address: &str) -> Maker {
 
 #[test]
 fn a_host_with_many_clients_keeps_no_other_out() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let add = |state: &mut State, name: usize, from: Maker| {
         let exchange = state.exchange_id(0, &name.to_be_bytes(), [1; 8], from, false)?;
         add_session(state, 0, exchange.client, exchange.sequence);
@@ -907,7 +948,7 @@ fn a_host_with_many_clients_keeps_no_other_out() {
 
 #[test]
 fn what_a_host_holds_leaves_room_for_others() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let [a, b] = ["192.0.2.1", "192.0.2.2"].map(|address| {
         let exchange = state.exchange_id(0, address.as_bytes(), [1; 8], from(address), false).unwrap();
         add_session(&mut state, 0, exchange.client, exchange.sequence);
@@ -933,7 +974,7 @@ fn what_a_host_holds_leaves_room_for_others() {
 
 #[test]
 fn one_of_several_hosts_with_an_address_restarts() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let named = |name: &str| Host { name: name.as_bytes().into(), ..host("192.0.2.1") };
     let [one, two] = ["vm1", "vm2.example"].map(|name| {
         let id = state.monitored(0, &named(name), 5).unwrap();
@@ -958,7 +999,7 @@ fn one_of_several_hosts_with_an_address_restarts() {
 
 #[test]
 fn a_lock_that_is_not_wanted_leaves_what_was_there_before() {
-    let mut state = State::new(7, LEASE, []);
+    let mut state = State::new(7, LEASE, Records::new());
     let a = state.monitored(0, &host("192.0.2.1"), 1).unwrap();
     lock3(&mut state, 0, a, "p", false, range(2, 4)).unwrap();
     lock3(&mut state, 0, a, "p", false, range(8, 10)).unwrap();

@@ -119,8 +119,10 @@ pub struct Config {
     /// After this long without a word from a client, others may have what it has open and locked. As long after a restart, clients
     /// get back what they had, and nobody anything else.
     pub lease: Duration,
-    /// Where it stands which clients have something open.
+    /// File with the clients that have something open.
     pub state_file: Option<PathBuf>,
+    /// There were earlier runs: if the file is missing, it is lost.
+    pub had_clients: bool,
 }
 
 /// The program.
@@ -149,9 +151,9 @@ impl Nfs4 {
     /// Serves these shares.
     ///
     /// # Errors
-    /// If the file with the clients of the last run cannot be read.
+    /// If the file with the clients of the last run cannot be opened or replaced.
     pub fn new(shares: Arc<Shares>, config: Config) -> io::Result<Nfs4> {
-        let (recovery, lease_before, before) = Recovery::load(config.state_file, config.lease)?;
+        let (recovery, lease_before, before) = Recovery::load(config.state_file, config.lease, config.had_clients)?;
         // Never that of an earlier run, whatever the clock says.
         let epoch = u32::from_be_bytes(thruway_engine::random::random::<4>());
         let grace = config.lease.max(lease_before);
@@ -256,7 +258,7 @@ impl Server {
         self.store().await
     }
 
-    /// Whether a client may have something new, or have back what it had.
+    /// Whether a client may have something new, or have back what it had, when that is in stable storage.
     pub(crate) async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<GrantPermit, Status> {
         let records =
             self.state(

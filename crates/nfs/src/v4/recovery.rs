@@ -1,33 +1,39 @@
-//! Which clients have something open, in stable storage: after a restart these may reclaim it, and no others (RFC 8881, section
-//! 8.4.2.1).
+//! Clients that have something open or locked, with who made them, in stable storage: after a restart these may reclaim it, and no
+//! others (RFC 8881, sections 8.4.2.1 and 8.4.3).
 
-use crate::state::{ClientName, Kind};
-use rustix::fs::Mode;
-use std::collections::BTreeSet;
-use std::io;
-use std::path::PathBuf;
+use crate::state::{ClientName, Kind, Principal, Records};
+use rustix::fs::{FallocateFlags, Mode};
+use rustix::io::Errno;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_fs::durable;
 use tokio::sync::Mutex;
 
-/// First line of the file.
-const HEADER: &str = "thruway NFS clients 1";
+/// First line of the file, and its beginning in every version.
+const HEADER: &str = "thruway NFS clients 2";
+const ANY_HEADER: &str = "thruway NFS clients ";
+
+/// Last line of the file.
+const END: &str = "end";
 
 /// Beginning of the second: how long clients may take to come back, in seconds.
 const LEASE: &str = "lease ";
 
-type Clients = BTreeSet<ClientName>;
-
 /// Permissions of the file.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
-/// Beginning of the third, if there is one: the number of this start, for clients of version 3.
+/// Beginning of the third: the number of this start, for clients of version 3.
 const START: &str = "start ";
 
-/// What is before the names of clients of versions 4.0 and 3.
-const WITHOUT_SESSIONS: &str = "4.0 ";
-const MONITORED: &str = "3 ";
+/// Kinds of clients, as a word of their lines.
+const KINDS: [(&str, Kind); 3] = [("4", Kind::WithSessions), ("4.0", Kind::WithoutSessions), ("3", Kind::Monitored)];
+
+/// Bytes of the reserve: room for some 2,000 clients with names of 30 bytes.
+const RESERVE: u64 = 256 << 10;
 
 /// The file.
 pub(crate) struct Recovery {
@@ -42,69 +48,162 @@ pub(crate) struct Recovery {
     storing: Mutex<()>,
 }
 
-fn encode(lease: Duration, start: u32, clients: &Clients) -> String {
-    let lines = clients.iter().map(|client| {
-        let before = match client.kind {
-            Kind::WithSessions => "",
-            Kind::WithoutSessions => WITHOUT_SESSIONS,
-            Kind::Monitored => MONITORED,
-        };
-        before.to_string() + &data_encoding::HEXLOWER.encode(&client.name)
-    });
-    [HEADER.into(), format!("{LEASE}{}", lease.as_secs()), format!("{START}{start}")]
-        .into_iter()
-        .chain(lines)
-        .map(|line: String| line + "\n")
-        .collect()
+/// State of earlier runs.
+struct Before {
+    lease: Duration,
+    start: u32,
+    clients: Records,
 }
 
-/// The lease, the number of the start, and the clients.
-fn decode(text: &str) -> Option<(Duration, u32, Clients)> {
-    let mut lines = text.lines().peekable();
-    if lines.next()? != HEADER {
+/// Why the list of clients is not known.
+enum NotKnown {
+    /// There is none.
+    Missing,
+    /// It is damaged, or of another version.
+    Unreadable(&'static str),
+}
+
+fn encode(lease: Duration, start: u32, clients: &Records) -> String {
+    let hex = |bytes: &[u8]| data_encoding::HEXLOWER.encode(bytes);
+    // An empty name has to be a word as well.
+    let name = |client: &ClientName| format!("={}", hex(&client.name));
+    let hash = |hash: &Option<[u8; 16]>| hash.map_or("-".into(), |hash| hex(&hash));
+    let lines = clients.iter().map(|(client, Principal { user, kerberos, certificate })| {
+        let kind = KINDS.iter().find(|(_, kind)| *kind == client.kind).map_or("", |(word, _)| word);
+        let user = user.map_or("-".into(), |user| user.to_string());
+        format!("{kind} {} {user} {} {}", name(client), hash(kerberos), hash(certificate))
+    });
+    let head = [HEADER.into(), format!("{LEASE}{}", lease.as_secs()), format!("{START}{start}")];
+    head.into_iter().chain(lines).chain([END.into()]).map(|line: String| line + "\n").collect()
+}
+
+fn decode_client(line: &str) -> Option<(ClientName, Principal)> {
+    let mut words = line.split(' ');
+    let mut word = || words.next();
+    let (kind, name, user, kerberos, certificate) = (word()?, word()?, word()?, word()?, word()?);
+    let hex = |word: &str| data_encoding::HEXLOWER.decode(word.as_bytes()).ok();
+    let hash = |word: &str| match word {
+        "-" => Some(None),
+        word => Some(Some(hex(word)?.try_into().ok()?)),
+    };
+    let kind = KINDS.iter().find(|(word, _)| *word == kind)?.1;
+    let user = if user == "-" { None } else { Some(user.parse().ok()?) };
+    let principal = Principal { user, kerberos: hash(kerberos)?, certificate: hash(certificate)? };
+    let name = hex(name.strip_prefix('=')?)?.into();
+    words.next().is_none().then_some((ClientName { kind, name }, principal))
+}
+
+fn decode(text: &str) -> Option<Before> {
+    let mut lines = text.strip_suffix('\n')?.split('\n');
+    if lines.next()? != HEADER || lines.next_back()? != END {
         return None;
     }
-    let lease = lines.next()?.strip_prefix(LEASE)?.parse().ok()?;
-    let client = |line: &str| {
-        let kinds = [(WITHOUT_SESSIONS, Kind::WithoutSessions), (MONITORED, Kind::Monitored)];
-        let marked = kinds.into_iter().find_map(|(mark, kind)| Some((line.strip_prefix(mark)?, kind)));
-        let (name, kind) = marked.unwrap_or((line, Kind::WithSessions));
-        let name = data_encoding::HEXLOWER.decode(name.as_bytes()).ok()?.into();
-        Some(ClientName { kind, name })
+    let lease = Duration::from_secs(lines.next()?.strip_prefix(LEASE)?.parse().ok()?);
+    let start = lines.next()?.strip_prefix(START)?.parse().ok()?;
+    Some(Before { lease, start, clients: lines.map(decode_client).collect::<Option<Records>>()? })
+}
+
+fn read(path: &Path) -> io::Result<Result<Before, NotKnown>> {
+    let text = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(NotKnown::Missing)),
+        Err(error) => return Err(error),
     };
-    let start = match lines.next_if(|line| line.starts_with(START)) {
-        Some(line) => line[START.len()..].parse().ok()?,
-        None => 0,
+    let is_of_another_version = text.starts_with(ANY_HEADER.as_bytes()) && !text.starts_with(HEADER.as_bytes());
+    let unreadable = || match is_of_another_version {
+        true => NotKnown::Unreadable("it was written by another version of this program"),
+        false => NotKnown::Unreadable("it is damaged"),
     };
-    let clients = lines.map(client).collect::<Option<Clients>>()?;
-    Some((Duration::from_secs(lease), start, clients))
+    Ok(str::from_utf8(&text).ok().and_then(decode).ok_or_else(unreadable))
+}
+
+fn reserve_of(path: &Path) -> PathBuf {
+    path.with_extension("reserve")
+}
+
+/// Sets storage aside with which the list can be replaced when the file system is full.
+fn keep_reserve(path: &Path) -> io::Result<()> {
+    let options = OpenOptions::new().write(true).create(true).truncate(false).mode(MODE.bits()).to_owned();
+    let file = options.open(reserve_of(path))?;
+    rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, RESERVE)?;
+    Ok(())
+}
+
+/// Replaces the list, by the reserve if the file system is full.
+fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    let error = match durable::replace(path, content, MODE) {
+        Ok(()) => return Ok(()),
+        Err(error) => error,
+    };
+    let is_full = matches!(Errno::from_io_error(&error), Some(Errno::NOSPC | Errno::DQUOT));
+    if !is_full || content.len() as u64 > RESERVE {
+        return Err(error);
+    }
+    let reserve = reserve_of(path);
+    let write = || -> io::Result<()> {
+        // Its storage is there: it is written over, and cut behind that.
+        let mut file = OpenOptions::new().write(true).open(&reserve)?;
+        file.write_all(content)?;
+        file.set_len(content.len() as u64)?;
+        file.sync_all()?;
+        std::fs::rename(&reserve, path)?;
+        File::open(path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))?.sync_all()
+    };
+    // Without a reserve, the first error tells more.
+    write().map_err(|_| error)?;
+    let path = path.display();
+    tracing::warn!("{path}: the file system is full: the list of NFS clients takes its reserve");
+    Ok(())
 }
 
 impl Recovery {
-    /// Reads the file; the clients of the last run, and the lease that they knew. Those of this run will have this one.
-    pub(super) fn load(path: Option<PathBuf>, lease: Duration) -> io::Result<(Recovery, Duration, Clients)> {
-        let nothing = || Some((Duration::ZERO, 0, Clients::new()));
-        let read = match path.as_ref().map(std::fs::read_to_string).transpose() {
-            Ok(text) => text.map_or_else(nothing, |text| decode(&text)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => nothing(),
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => None,
-            Err(error) => return Err(error),
+    /// Reads the file; the clients of the last run, and the lease that they knew. Those of this run will have this one. With
+    /// `had_clients`, there were earlier runs, so that a list which is not there is lost.
+    pub(super) fn load(
+        path: Option<PathBuf>,
+        lease: Duration,
+        had_clients: bool,
+    ) -> io::Result<(Recovery, Duration, Records)> {
+        let known = path.as_deref().map(read).transpose()?;
+        let first = Before { lease: Duration::ZERO, start: 0, clients: Records::new() };
+        let (before, is_known) = match known {
+            None => (first, true),
+            Some(Ok(before)) => (before, true),
+            Some(Err(NotKnown::Missing)) if !had_clients => (first, false),
+            Some(Err(why)) => {
+                let why = match why {
+                    NotKnown::Missing => "it is missing",
+                    NotKnown::Unreadable(why) => why,
+                };
+                let path = path.as_deref().unwrap_or(Path::new("")).display();
+                tracing::error!(
+                    "{path}: the list of NFS clients is lost ({why}): no client gets back what it had open or locked, and programs that relied on a lock must be started again"
+                );
+                // Clients of version 3 remember the number of a start that is not known here.
+                let start = u32::from_be_bytes(thruway_engine::random::random());
+                (Before { start, ..first }, false)
+            }
         };
-        let damaged = "not a list of NFS clients: restore it, or remove it when no client has anything open or locked, because none gets that back then";
-        let (before, last_start, clients) = read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, damaged))?;
-        let longest = lease.max(before);
+        let Before { lease: lease_before, start: last_start, clients } = before;
+        let longest = lease.max(lease_before);
         let start = (last_start | 1).wrapping_add(2);
-        // Clients remember the number: no later start may have it again.
-        if let Some(path) = path.as_ref().filter(|_| clients.iter().any(|client| client.kind == Kind::Monitored)) {
-            durable::replace(path, encode(longest, start, &clients).as_bytes(), MODE)?;
+        if let Some(path) = &path {
+            if let Err(error) = keep_reserve(path) {
+                tracing::warn!(%error, "{}: no storage can be set aside for when the file system is full", path.display());
+            }
+            // A list that is there is told from one that is lost; and clients of version 3 remember the number of this start, which no
+            // later one may have again.
+            if !is_known || clients.keys().any(|client| client.kind == Kind::Monitored) {
+                replace(path, encode(longest, start, &clients).as_bytes())?;
+            }
         }
         let (stored, storing) = (AtomicU64::new(0), Mutex::new(()));
-        Ok((Recovery { path, lease, longest, start, stored, storing }, before, clients))
+        Ok((Recovery { path, lease, longest, start, stored, storing }, lease_before, clients))
     }
 
     /// Writes the list of clients, and whether a grace period is in progress, unless the list with this number or a later one is
     /// written already: one write is enough for all who have asked before it began. When this returns, the file is on the medium.
-    pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Clients, bool)) -> io::Result<()> {
+    pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Records, bool)) -> io::Result<()> {
         let _storing = self.storing.lock().await;
         if self.has(wanted) {
             return Ok(());
@@ -115,7 +214,12 @@ impl Recovery {
             // Who comes back after another restart may have heard of either.
             let lease = if has_earlier { self.longest } else { self.lease };
             let start = self.start;
-            let write = move || durable::replace(&path, encode(lease, start, &clients).as_bytes(), MODE);
+            let write = move || {
+                replace(&path, encode(lease, start, &clients).as_bytes())?;
+                // Again, if it has been used: there may be room by now.
+                let _ = keep_reserve(&path);
+                Ok::<_, io::Error>(())
+            };
             tokio::task::spawn_blocking(write).await.map_err(io::Error::other)??;
         }
         self.stored.store(number, Ordering::Release);
@@ -131,46 +235,88 @@ impl Recovery {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    fn load(path: &Path) -> (Recovery, Duration, Records) {
+        Recovery::load(Some(path.into()), Duration::from_secs(90), true).unwrap()
+    }
+
+    fn some_clients() -> Records {
+        let principals = [
+            Principal::new(Some(0), None, &[]),
+            Principal::new(None, Some("nfs/host@REALM"), &[]),
+            Principal::new(Some(1000), None, &["host.example".into()]),
+        ];
+        let names = [&b"one\n"[..], b"", b"\xff\0"];
+        let named = |kind| names.map(|name| ClientName { kind, name: name.into() });
+        let all = KINDS.iter().flat_map(|(_, kind)| named(*kind));
+        all.zip(principals.into_iter().cycle()).collect()
+    }
 
     #[test]
-    fn what_is_stored_is_there_again() {
+    fn stored_clients_are_there_again_with_who_made_them() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("clients");
-        let load = |path: &PathBuf| Recovery::load(Some(path.clone()), Duration::from_secs(90));
-        let (recovery, lease, before) = load(&path).unwrap();
+        let (recovery, lease, before) = Recovery::load(Some(path.clone()), Duration::from_secs(90), false).unwrap();
         assert!(before.is_empty() && lease.is_zero());
-        let mut clients: Clients = [&b"one\n"[..], b"", b"\xff\0"].map(ClientName::with_sessions).into();
-        clients.extend([&b"one\n"[..], b""].map(ClientName::without_sessions));
-        clients.extend([&b"one\n"[..], b""].map(|name| ClientName { kind: Kind::Monitored, name: name.into() }));
+        let clients = some_clients();
         runtime.block_on(recovery.store(1, || (1, clients.clone(), false))).unwrap();
-        assert_eq!(load(&path).unwrap().2, clients);
-        runtime.block_on(recovery.store(1, || (1, Clients::new(), false))).unwrap();
-        assert_eq!(load(&path).unwrap().2, clients, "nothing has changed");
-        runtime.block_on(recovery.store(2, || (2, Clients::new(), false))).unwrap();
-        assert!(load(&path).unwrap().2.is_empty());
+        assert_eq!(load(&path).2, clients);
+        runtime.block_on(recovery.store(1, || (1, Records::new(), false))).unwrap();
+        assert_eq!(load(&path).2, clients, "nothing has changed");
+        runtime.block_on(recovery.store(2, || (2, Records::new(), false))).unwrap();
+        assert!(load(&path).2.is_empty());
         // A lease that is shorter now was longer for those who had something.
-        let (shorter, before, _) = Recovery::load(Some(path.clone()), Duration::from_secs(10)).unwrap();
+        let (shorter, before, _) = Recovery::load(Some(path.clone()), Duration::from_secs(10), true).unwrap();
         assert_eq!(before, Duration::from_secs(90));
         for (number, has_earlier, expected) in [(1, true, 90), (2, false, 10)] {
-            runtime.block_on(shorter.store(number, || (number, Clients::new(), has_earlier))).unwrap();
-            assert_eq!(load(&path).unwrap().1, Duration::from_secs(expected));
+            runtime.block_on(shorter.store(number, || (number, Records::new(), has_earlier))).unwrap();
+            assert_eq!(load(&path).1, Duration::from_secs(expected));
         }
         // Each start that clients of version 3 hear of has a number of its own, also if nothing else is stored.
-        let with = |clients: &str| std::fs::write(&path, format!("{HEADER}\nlease 90\n{clients}")).unwrap();
-        with("start 5\n3 78\n4.0 78\n");
-        let starts =
-            [(); 3].map(|()| load(&path).unwrap()).map(|(recovery, _, clients)| (recovery.start, clients.len()));
-        assert_eq!(starts, [(7, 2), (9, 2), (11, 2)]);
-        with("4.0 78\n");
-        assert_eq!(load(&path).unwrap().0.start, 3, "a file from before there were numbers");
-        for wrong in
-            ["", "thruway NFS clients 2\n", "thruway NFS clients 1\nxyz\n", "thruway NFS clients 1\nlease 90\nxyz\n"]
-        {
-            std::fs::write(&path, wrong).unwrap();
-            assert!(load(&path).is_err(), "{wrong:?}");
+        let with = |clients: &Records| std::fs::write(&path, encode(Duration::from_secs(90), 5, clients)).unwrap();
+        with(&clients);
+        let starts = [(); 3].map(|()| load(&path).0.start);
+        assert_eq!(starts, [7, 9, 11]);
+        assert!(Recovery::load(Some(dir.path().into()), Duration::ZERO, true).is_err(), "a directory");
+        assert!(Recovery::load(None, Duration::ZERO, true).unwrap().2.is_empty());
+    }
+
+    #[test]
+    fn a_list_that_is_lost_or_damaged_lets_nobody_reclaim() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("clients");
+        let whole = encode(Duration::from_secs(90), 5, &some_clients());
+        for len in 0..whole.len() {
+            std::fs::write(&path, &whole[..len]).unwrap();
+            let (_, lease, clients) = load(&path);
+            assert!(clients.is_empty() && lease.is_zero(), "{len} bytes of {}", whole.len());
+            assert!(matches!(read(&path), Ok(Ok(_))), "it is there from now on");
         }
-        assert!(load(&dir.path().into()).is_err(), "a directory");
-        assert!(Recovery::load(None, Duration::ZERO).unwrap().2.is_empty());
+        let earlier = "thruway NFS clients 1\nlease 90\n78\n";
+        std::fs::write(&path, earlier).unwrap();
+        assert!(matches!(read(&path), Ok(Err(NotKnown::Unreadable(why))) if why.contains("version")));
+        assert!(load(&path).2.is_empty());
+        std::fs::remove_file(&path).unwrap();
+        assert!(load(&path).2.is_empty());
+        let numbers = [(); 2].map(|()| {
+            std::fs::remove_file(&path).unwrap();
+            load(&path).0.start
+        });
+        assert_ne!(numbers[0], numbers[1], "that of the last start is not known");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_list_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let text = String::from_utf8_lossy(&bytes);
+            let all = format!("{HEADER}\nlease 1\nstart 1\n{text}\nend\n");
+            for text in [&text[..], &all] {
+                if let Some(Before { lease, start, clients }) = decode(text) {
+                    prop_assert_eq!(decode(&encode(lease, start, &clients)).map(|again| again.clients), Some(clients));
+                }
+            }
+        }
     }
 }

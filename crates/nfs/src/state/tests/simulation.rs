@@ -2,7 +2,7 @@
 
 use super::*;
 use proptest::prelude::*;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// What a client believes that it has.
 #[derive(Debug, Clone, Default)]
@@ -67,7 +67,7 @@ fn event() -> impl Strategy<Value = Event> {
 
 struct World {
     state: State,
-    stored: BTreeSet<ClientName>,
+    stored: Records,
     now: u64,
     epoch: u32,
     clients: [Believed; 4],
@@ -91,8 +91,8 @@ fn host() -> Host {
 impl World {
     fn new() -> World {
         let mut world = World {
-            state: State::new(1, LEASE, []),
-            stored: BTreeSet::new(),
+            state: State::new(1, LEASE, Records::new()),
+            stored: Records::new(),
             now: 0,
             epoch: 1,
             clients: Default::default(),
@@ -259,7 +259,7 @@ impl World {
         // None is reclaimed.
         self.recalled.clear();
         self.clients.iter_mut().for_each(|client| client.delegated.clear());
-        self.state = State::new(self.epoch, LEASE, self.stored.iter().cloned());
+        self.state = State::new(self.epoch, LEASE, self.stored.clone());
         for client in (0..4).filter(|client| back >> client & 1 == 1) {
             self.connect(client, false);
             let id = self.clients[client].id;

@@ -235,6 +235,8 @@ impl NfsService {
                 state.display()
             )
         })?;
+        // The key is made by the first start.
+        let had_clients = state.join(KEY_FILE).exists();
         let key = handle_key(state)?;
         let directories = args.share.iter().filter(|share| share.is_directory()).count();
         let failed = |error: std::io::Error| format!("{}: {error}", state.join(NUMBERS_FILE).display());
@@ -259,6 +261,7 @@ impl NfsService {
         let v4 = v4::Config {
             lease: Duration::from_secs(args.nfs_lease.into()),
             state_file: Some(state.join(CLIENTS_FILE)),
+            had_clients,
         };
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
